@@ -1,0 +1,183 @@
+"""Speed and memory of cumulant attention on the CPU, as ratios measured in one run.
+
+    python benchmarks/cpu.py            # table, and benchmarks/results/cpu.json
+
+Float32, 12 heads of width 64, two threads. The yardstick for speed is `q @ (k^T @ v)` on the same tensors: the two
+matrix products without which no second-order linear attention exists. Each ratio is the median over rounds in
+which both sides run back to back, so that a machine that slows down slows both. Memory is the rise of the
+process's peak resident size (Linux) over what it was before the call, in a fresh process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+H, D = 12, 64
+RESULTS = Path(__file__).parent / "results" / "cpu.json"
+
+
+def tensors(L: int, count: int = 3):  # type: ignore[no-untyped-def]
+    import torch
+
+    torch.set_num_threads(2)
+    torch.manual_seed(L)
+    return [torch.randn(1, H, L, D) + 0.5 for _ in range(count)]
+
+
+def ratio(candidate: Callable[[], object], yardstick: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Median over rounds of time(candidate) / time(yardstick), with the quartiles as spread."""
+
+    def seconds(f: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        f()
+        return time.perf_counter() - start
+
+    for f in (candidate, yardstick, candidate, yardstick):
+        f()
+    pairs = [(seconds(candidate), seconds(yardstick)) for _ in range(rounds)]
+    ratios = [a / b for a, b in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"ratio": middle, "q1": low, "q3": high, "ms": 1e3 * statistics.median(a for a, _ in pairs)}
+
+
+def check() -> None:
+    """No speed without correctness: the path that is timed must agree with the float64 reference."""
+    import cumulant
+
+    q, k, v = tensors(1000)
+    for order in (2, 3):
+        fast = cumulant.attention(q, k, v, order=order)
+        exact = cumulant.attention(q.double(), k.double(), v.double(), order=order, backend="reference")
+        error = ((fast - exact).norm() / exact.norm()).item()
+        if not error < 1e-6:
+            sys.exit(f"order {order} is off by {error:.1e} (relative): not measuring its speed")
+
+
+def speed() -> list[dict[str, Any]]:
+    import torch
+    import torch.nn.functional as F
+
+    import cumulant
+
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for L in (256, 1024, 4096, 16384):
+            q, k, v = tensors(L)
+            rounds = 101 if L <= 1024 else 31
+            softmax = partial(F.scaled_dot_product_attention, q, k, v)
+            products = partial(two_products, q, k, v)
+            for order in (2, 3):
+                ours = partial(cumulant.attention, q, k, v, order=order)
+                row = {
+                    "L": L,
+                    "order": order,
+                    "over_products": ratio(ours, products, rounds),
+                    "plain_over_products": ratio(partial(ours, backend="reference"), products, rounds),
+                    "softmax_over_ours": ratio(softmax, ours, 5 if L == 16384 else 31),
+                }
+                rows.append(row)
+                print(
+                    f"L {L:>6}  order {order}:  {row['over_products']['ratio']:5.2f} x the two products"
+                    f"   (plain torch {row['plain_over_products']['ratio']:5.2f} x)"
+                    f"   softmax takes {row['softmax_over_ours']['ratio']:7.1f} x as long",
+                    flush=True,
+                )
+    return rows
+
+
+def two_products(q: Any, k: Any, v: Any) -> Any:
+    return q @ (k.mT @ v)
+
+
+def linearity() -> list[dict[str, float]]:
+    """Time at 2 L over time at L, order 3, both in every round."""
+    import torch
+
+    import cumulant
+
+    rows = []
+    with torch.no_grad():
+        for L in (8192, 16384, 32768):
+            long, short = (partial(cumulant.attention, *tensors(n)) for n in (2 * L, L))
+            measured = ratio(long, short, 15)
+            rows.append({"L": L, **measured})
+            print(f"L {L} -> {2 * L}: {measured['ratio']:.2f} x the time", flush=True)
+    return rows
+
+
+def memory_child(L: int, order: int) -> None:
+    """Prints the bytes that one forward pass adds to the peak of this process, and the bytes of its output."""
+    import torch
+
+    import cumulant
+
+    q, k, v = tensors(L)
+    with torch.no_grad():
+        cumulant.attention(q[..., :64, :], k[..., :64, :], v[..., :64, :], order=order)  # libraries load here
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
+        before = resident("VmRSS")
+        out = cumulant.attention(q, k, v, order=order)
+        added = resident("VmHWM") - before
+    print(json.dumps({"added": added, "output": out.numel() * out.element_size()}))
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory now (VmRSS) or at its peak (VmHWM)."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def memory() -> dict[str, object]:
+    L = 65536
+    command = [sys.executable, __file__, "--memory-child", str(L), "3"]
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    factor = measured["added"] / measured["output"]
+    print(f"L {L} order 3: a forward pass adds {factor:.2f} x the size of its output", flush=True)
+    return {"L": L, "order": 3, **measured, "factor": factor}
+
+
+def import_time() -> dict[str, float]:
+    """Seconds that `import cumulant` adds to `import torch`: median of fresh processes."""
+    code = "import time, torch; t = time.perf_counter(); import cumulant; print(time.perf_counter() - t)"
+    runs = [
+        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+        for _ in range(7)
+    ]
+    print(f"import cumulant adds {statistics.median(runs):.3f} s to import torch")
+    return {"seconds": statistics.median(runs), "worst": max(runs)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory-child", nargs=2, type=int, metavar=("L", "ORDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_child:
+        memory_child(*arguments.memory_child)
+        return
+    from cumulant.bench.provenance import provenance
+
+    check()
+    result = {
+        "setting": f"float32, batch 1, {H} heads, width {D}, forward pass",
+        "speed": speed(),
+        "linearity": linearity(),
+        "memory": memory(),
+        "import": import_time(),
+        **provenance("python benchmarks/cpu.py"),
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote benchmarks/results/{RESULTS.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Linear-time attention from the cumulant expansion of softmax."""
+
+from . import nn, zoo
+from .attention import attention, attention_varlen, scores
+from .models import create_model
+from .moments import Moments
+from .streaming import SlidingWindow
+
+__version__ = "0.1.0"
+
+__all__ = ["Moments", "SlidingWindow", "attention", "attention_varlen", "create_model", "nn", "scores", "zoo"]

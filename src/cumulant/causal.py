@@ -1,0 +1,139 @@
+"""Causal cumulant attention in plain torch: chunks, a prefix of centred moments, O(L) memory.
+
+Shape legend: ... leading dimensions, K key heads, G query heads per key head, N chunks of C tokens, D, E widths.
+
+Row i sees the tokens j <= i. With running weight W_i, running means m_i = <k'>_i and <k'^2>_i of the keys
+k' = k - c measured from any reference point c, the order-3 output is sum_j A_ij v_j with
+
+    A_ij = w_j / W_i [ (q - q^2 m).k'_j + 1/2 q^2.k'_j^2 + 1 - q.m + q^2.m^2 - 1/2 q^2.<k'^2> ]
+
+Inside a chunk this is a C x C matrix; what came before the chunk enters through its moments alone. The
+reference point of a chunk is the mean of everything before it: near the data, and blind to the future.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .moments import Moments, _shifted, _uncentred, ratio, statistics_dtype
+
+DIAGONAL_CHUNK = 64  # at D = E = 64 the chunk states then take no more room than the values
+FULL_CHUNK = 256  # the full third order carries D^2 E numbers a chunk, so fewer chunks
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    order: int,
+    full: bool,
+    weights: Tensor | None,
+    scale: float,
+    normalization: str,
+    chunk: int | None = None,
+) -> Tensor:
+    """query (..., K, G, Lq, D), key (..., K, Lk, D), value (..., K, Lk, E), weights (..., K or 1, Lk) -> like query.
+
+    Rows and keys are aligned at the first token; a row whose visible keys all have weight 0 gives 0.
+    Cost: L (C (D + E) + D E) a head, memory O(L) (times D^2 E / C when full).
+    """
+    length, dtype = query.shape[-2], statistics_dtype(query.dtype)
+    C = chunk or (FULL_CHUNK if full else DIAGONAL_CHUNK)
+    N = max(1, -(-length // C))
+    key, value = key[..., :length, :].to(dtype), value[..., :length, :].to(dtype)
+    if weights is None:
+        weights = key.new_ones(()).expand(key.shape[:-1])
+    else:
+        weights = weights[..., :length].to(dtype).expand(key.shape[:-1])
+        absent = (weights == 0).unsqueeze(-1)
+        key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+
+    # The first token that counts is the origin: known to every row that gives anything but 0.
+    first = (weights > 0).int().argmax(-1, keepdim=True).unsqueeze(-1)
+    value_origin = torch.take_along_dim(value, first, -2)
+    key, value = key - torch.take_along_dim(key, first, -2), value - value_origin
+
+    rows = N * C
+    key, value, weights = (
+        F.pad(key, (0, 0, 0, rows - key.shape[-2])).unflatten(-2, (N, C)),
+        F.pad(value, (0, 0, 0, rows - value.shape[-2])).unflatten(-2, (N, C)),
+        F.pad(weights, (0, rows - weights.shape[-1])).unflatten(-1, (N, C)),
+    )
+    q = F.pad(query.to(dtype) * scale, (0, 0, 0, rows - length)).unflatten(-2, (N, C))
+    q = q.movedim(-4, -3)  # (..., K, N, G, C, D): a chunk's query heads share its keys
+
+    before = _prefix(Moments.of(key, value, order=order, full=full, key_mask=weights))
+    key, value = key - before.key_mean.unsqueeze(-2), value - before.value_mean.unsqueeze(-2)
+    W = before.weight.unsqueeze(-1) + weights.cumsum(-1)
+    over_W = ratio(torch.ones_like(W), W)
+    A, past = _scores(q, key, weights, over_W.unsqueeze(-1), before)
+
+    visible = torch.ones(C, C, dtype=torch.bool, device=query.device).tril()
+    A = torch.where(visible, A, 0) * weights[..., None, None, :]
+    out = A.flatten(-3, -2) @ value  # (..., K, N, G C, E): grouped heads need no copy of the values
+    if past is not None:
+        out = out + past.flatten(-3, -2)
+    out = out.unflatten(-2, A.shape[-3:-1]) * over_W[..., None, :, None] + before.value_mean[..., None, None, :]
+    out = out + value_origin.unsqueeze(-2).unsqueeze(-2)
+    gain = W if normalization == "sum" else (W > 0).to(dtype)
+    out = out * gain[..., None, :, None]
+    return out.movedim(-3, -4).flatten(-3, -2)[..., :length, :].to(query.dtype)
+
+
+def _scores(q: Tensor, key: Tensor, weights: Tensor, over_W: Tensor, before: Moments) -> tuple[Tensor, Tensor | None]:
+    """A (..., N, G, C, C) before masking and division by W, and the sum over the tokens before the chunk.
+
+    q (..., N, G, C, D), key (..., N, C, D) from the reference point, over_W (..., N, C, 1).
+    """
+    if before.S is None:
+        # Every visible token counts the same; `where` keeps query and key in the graph, with gradient zero.
+        never = torch.zeros((), dtype=torch.bool, device=q.device)
+        unused = q.sum(-1, keepdim=True) + key.sum(-1)[..., None, None, :]
+        return torch.where(never, unused, 1), None
+    G, C = q.shape[-3:-1]
+    mean = ((weights.unsqueeze(-1) * key).cumsum(-2) * over_W).unsqueeze(-3)  # (..., N, 1, C, D)
+    qm = (q * mean).sum(-1, keepdim=True)
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        return (x.flatten(-3, -2) @ y).unflatten(-2, (G, C))
+
+    if before.T is None or before.P is None:
+        return product(q, key.mT) + (1 - qm), product(q, before.S)
+    if before.full:
+        u = product(q, key.mT)
+        visible = torch.ones(C, C, dtype=torch.bool, device=q.device).tril() * weights[..., None, None, :]
+        square = (product(q, before.P) * q).sum(-1, keepdim=True) + (u * u * visible).sum(-1, keepdim=True)
+        A = u * (1 - qm) + 0.5 * u * u + (1 - qm + qm * qm - 0.5 * square * over_W.unsqueeze(-3))
+        pairs = (q.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)
+        return A, (1 - qm) * product(q, before.S) + 0.5 * product(pairs, before.T.flatten(-3, -2))
+    half = 0.5 * q * q
+    P = (before.P.unsqueeze(-2) + (weights.unsqueeze(-1) * key * key).cumsum(-2)) * over_W
+    constant = 1 - qm + (half * (2 * mean * mean - P.unsqueeze(-3))).sum(-1, keepdim=True)
+    features = torch.cat((q - 2 * half * mean, half), -1)
+    A = product(features, torch.cat((key, key * key), -1).mT) + constant
+    return A, product(features, torch.cat((before.S, before.T), -2))
+
+
+def _prefix(chunks: Moments) -> Moments:
+    """Moments of everything before each chunk, from those of the chunks along the last leading dimension.
+
+    The sums run in float64 where the device has it: raw sums about the first token, which a drifting sequence
+    can take far off centre, then lose nothing before they are centred again.
+    """
+    dtype = chunks.weight.dtype
+    wide = dtype if chunks.weight.device.type == "mps" else torch.float64
+    dim = chunks.weight.ndim - 1
+    W, k, v, *rest = chunks.to(wide)
+    sums = (W, W.unsqueeze(-1) * k, W.unsqueeze(-1) * v, *_shifted(W, k, v, *rest))
+
+    def before(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.cat((torch.zeros_like(x.narrow(dim, 0, 1)), x.cumsum(dim).narrow(dim, 0, x.shape[dim] - 1)), dim)
+
+    W, k, v, *rest = (before(x) for x in sums)  # type: ignore[assignment]
+    k, v = ratio(k, W.unsqueeze(-1)), ratio(v, W.unsqueeze(-1))
+    return Moments(W, k, v, *_uncentred(W, k, v, *rest)).to(dtype)

@@ -1,0 +1,1 @@
+"""Fast paths, each compared with `Moments` in outputs and gradients."""

@@ -1,0 +1,136 @@
+"""What every Triton kernel's host code shares: where kernels run, how widths are padded and how strides travel.
+
+Shape legend: B batch, H heads, L tokens, T packed tokens of a ragged batch, D width.
+
+Strides reach a kernel as (batch, head, token) in units of `unit` elements (`stride_unit`), and a kernel multiplies
+them back by the constant UNIT: the compiler then knows that rows are aligned and loads 16 bytes at a time, whatever
+the length, and strides need no specialisation, so no length ever recompiles a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # Triton reads it at import too
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST = 256  # head size, at most
+
+
+class Config(NamedTuple):
+    """One line of a tuning table: tokens in a block, warps of a program, stages of its software pipeline.
+
+    `keys` and `key_stages`, where not 0, hold for the loop over keys of a kernel that also has one over queries;
+    `registers` bounds those of a thread, so that more programs share a multiprocessor.
+    """
+
+    block: int
+    warps: int
+    stages: int
+    keys: int = 0
+    key_stages: int = 0
+    registers: int | None = None
+
+
+class Strides(NamedTuple):
+    """Steps from one batch, head and token to the next, in units of `unit` elements; batch is 0 when ragged."""
+
+    batch: int
+    head: int
+    token: int
+
+
+def available(x: Tensor) -> bool:
+    """Whether Triton kernels can take x: on a CUDA device, or on the CPU under TRITON_INTERPRET=1."""
+    return x.dtype in DTYPES and _has_triton() and x.device.type == ("cpu" if INTERPRET else "cuda")
+
+
+def obstacle(query: Tensor, value: Tensor) -> str | None:
+    """Why the Triton kernels cannot take these tensors, or None if they can."""
+    if not _has_triton():
+        return "Triton is not installed (pip install 'cumulant[gpu]')"
+    if query.device.type != ("cpu" if INTERPRET else "cuda"):
+        return f"tensors are on {query.device}, not on a CUDA device (TRITON_INTERPRET=1 runs kernels on the CPU)"
+    if query.dtype not in DTYPES:
+        return f"kernels take float16, bfloat16 and float32, got {query.dtype}"
+    if max(query.shape[-1], value.shape[-1]) > WIDEST:
+        return f"heads are at most {WIDEST} wide, got {query.shape[-1]} and {value.shape[-1]}"
+    return None
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device; under the interpreter a small number, so that tests meet split sequences."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Triton launches on the current device: make it that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def padded(width: int, least: int = 16) -> int:
+    """The power of two that holds `width`, at least what a matrix product of Triton takes."""
+    return max(least, 1 << (width - 1).bit_length())
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """input_precision of tl.dot for float32 operands: "ieee" unless torch's own switch allows tf32.
+
+    With float16 inputs only squares are multiplied as float32 (their range overflows float16 beyond 255), and
+    tf32 keeps the 11 digits that float16 has.
+    """
+    if dtype == torch.float16:
+        return "tf32"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def rows(x: Tensor) -> Tensor:
+    """x with contiguous rows: itself, or a copy where the last dimension is strided."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def stride_unit(*tensors: Tensor) -> int:
+    """8 where all strides and addresses of the tensors are whole multiples of 8 elements, else 1."""
+    for x in tensors:
+        if any(s % 8 for s in x.stride()[:-1]) or x.data_ptr() % (8 * x.element_size()):
+            return 1
+    return 8
+
+
+def strides(x: Tensor, unit: int) -> Strides:
+    """Strides of (B, H, L, D) or of packed (T, H, D)."""
+    if x.ndim == 4:
+        return Strides(x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit)
+    return Strides(0, x.stride(1) // unit, x.stride(0) // unit)
+
+
+def empty_like_rows(x: Tensor, width: int) -> Tensor:
+    """Fresh memory of x's shape but for the last dimension, `width`.
+
+    Dense (B, H, L, D): tokens lie outside heads in memory where those of x do, so joining heads is then free.
+    """
+    if x.ndim == 4 and x.stride(1) < x.stride(2):
+        B, H, L, _ = x.shape
+        return x.new_empty(B, L, H, width).transpose(1, 2)
+    return x.new_empty(*x.shape[:-1], width)
+
+
+def token_weights(weights: Tensor) -> Tensor:
+    """A mask or weights (B, L) as a kernel reads them: bool as bytes, floating point as it is."""
+    return weights.view(torch.uint8) if weights.dtype == torch.bool else weights

@@ -1,0 +1,276 @@
+"""The Vision Transformer (Dosovitskiy et al. 2021) in the form that DeiT trains, with any attention.
+
+Shape legend: B images, N = (H/P)(W/P) patches, T = prefix + N tokens, C width.
+State-dict names are timm's: cls_token, pos_embed, patch_embed.proj, norm, head and
+blocks.N.{norm1, attn.qkv, attn.proj, norm2, mlp.fc1, mlp.fc2}.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn.attention import LAYER_NORM, MultiheadAttention
+
+POOLINGS = ("cls", "gap")
+
+
+class PatchEmbed(nn.Module):
+    """Images (B, channels, H, W) to patch tokens (B, N, C): a convolution with kernel = stride = P."""
+
+    def __init__(self, patch_size: int, in_chans: int, dim: int, **place: Any) -> None:
+        super().__init__()
+        self.patch_size, self.in_chans = patch_size, in_chans
+        self.proj = nn.Conv2d(in_chans, dim, kernel_size=patch_size, stride=patch_size, **place)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches in an image; its sides must be multiples of the patch size."""
+        if height % self.patch_size or width % self.patch_size or height < 1 or width < 1:
+            raise ValueError(
+                f"image size must be a multiple of the patch size {self.patch_size}, got {height} x {width}"
+            )
+        return height // self.patch_size, width // self.patch_size
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).mT
+
+
+class Mlp(nn.Module):
+    """Linear, GELU (the exact one), Linear. Cost: 2 L C hidden."""
+
+    def __init__(self, dim: int, hidden: int, drop: float = 0.0, **place: Any) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden, **place)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden, dim, **place)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training, a sample's branch is 0 with probability `rate`, else over 1 - rate."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        keep = 1.0 - self.rate
+        kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
+        return x * (kept / keep)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:.3g}"
+
+
+class Block(nn.Module):
+    """Pre-norm block: x + DropPath(attn(norm1(x))), then x + DropPath(mlp(norm2(x)))."""
+
+    def __init__(
+        self, attn: nn.Module, dim: int, hidden: int, drop: float = 0.0, drop_path: float = 0.0, **place: Any
+    ) -> None:
+        super().__init__()
+        self.norm1 = LAYER_NORM(dim, **place)
+        self.attn = attn
+        self.drop_path = DropPath(drop_path)
+        self.norm2 = LAYER_NORM(dim, **place)
+        self.mlp = Mlp(dim, hidden, drop, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class VisionTransformer(nn.Module):
+    """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
+
+    Args:
+        img_size: side (or height and width) that the positional table is made for. Other multiples of the
+            patch size work too: the table is then resized bicubically on the way.
+        pool: "cls" reads the class token, "gap" the mean of the patch tokens.
+        class_token: whether there is a class token; by default only for pool="cls".
+        distilled: DeiT's distillation token and second head. The answer is the mean of both heads, or
+            the pair while training with `distilled_training=True`.
+        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
+        init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
+            a model of width 64 starts learning much sooner from about 64**-0.5.
+        attention, attention_options: any mechanism of `cumulant.zoo`, for every block.
+    """
+
+    def __init__(
+        self,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        attention: str = "softmax",
+        attention_options: dict[str, Any] | None = None,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        pool: str = "cls",
+        class_token: bool | None = None,
+        distilled: bool = False,
+        distilled_training: bool = False,
+        drop_rate: float = 0.0,
+        attn_drop: float = 0.0,
+        drop_path: float = 0.0,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config: dict[str, Any] | None = None  # set by create_model
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        class_token = pool == "cls" if class_token is None else class_token
+        _check_tokens(pool, class_token, distilled)
+        for name, count in (("patch_size", patch_size), ("in_chans", in_chans), ("depth", depth)):
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if num_classes < 0:
+            raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes}")
+        self.num_classes, self.embed_dim, self.pool = num_classes, embed_dim, pool
+        self.distilled_training = distilled_training
+        self.num_prefix_tokens = int(class_token) + int(distilled)
+
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
+        self.grid_size = self.patch_embed.grid(*_pair(img_size))
+        tokens = self.num_prefix_tokens + math.prod(self.grid_size)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if class_token else None
+        self.dist_token = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if distilled else None
+        self.pos_embed = nn.Parameter(torch.empty(1, tokens, embed_dim, **place))
+        self.pos_drop = nn.Dropout(drop_rate)
+
+        def attn() -> nn.Module:
+            return MultiheadAttention(
+                embed_dim,
+                num_heads,
+                attention=attention,
+                attention_options=attention_options,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                attn_drop=attn_drop,
+                proj_drop=drop_rate,
+                **place,
+            )
+
+        hidden = int(embed_dim * mlp_ratio)
+        self.blocks = nn.Sequential(*(Block(attn(), embed_dim, hidden, drop_rate, **place) for _ in range(depth)))
+        self.norm = LAYER_NORM(embed_dim, **place)
+        self.head = nn.Linear(embed_dim, num_classes, **place) if num_classes else nn.Identity()
+        if distilled:
+            self.head_dist = nn.Linear(embed_dim, num_classes, **place) if num_classes else nn.Identity()
+        self.set_drop_path(drop_path)
+        self.reset_parameters(init_std)
+        self.register_load_state_dict_pre_hook(_resize_loaded_positions)
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """DeiT: truncated normal of that std for linear weights, tokens and positions; biases 0, norms 1.
+
+        The patch convolution keeps PyTorch's default.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm | nn.Conv2d):
+                module.reset_parameters()
+        for table in (self.cls_token, self.dist_token, self.pos_embed):
+            if table is not None:
+                nn.init.trunc_normal_(table, std=std)
+
+    def set_drop_path(self, rate: float) -> None:
+        """Stochastic depth that grows linearly from 0 in the first block to `rate` in the last."""
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"drop_path must be at least 0 and below 1, got {rate}")
+        last = max(1, len(self.blocks) - 1)
+        for index, block in enumerate(self.blocks):
+            cast(Block, block).drop_path.rate = rate * (index / last)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Tokens with their positions, (B, T, C)."""
+        if images.ndim != 4 or images.shape[1] != self.patch_embed.in_chans:
+            raise ValueError(
+                f"images must have shape (batch, {self.patch_embed.in_chans}, height, width), got {tuple(images.shape)}"
+            )
+        grid = self.patch_embed.grid(*images.shape[-2:])
+        x = self.patch_embed(images)
+        prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token) if t is not None]
+        positions = resize_positions(self.pos_embed, self.grid_size, grid)
+        return self.pos_drop(torch.cat([*prefix, x], dim=1) + positions)
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """All tokens after the last block and norm, (B, T, C)."""
+        return self.norm(self.blocks(self.embed(images)))
+
+    def forward_head(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Pooling and classification of tokens (B, T, C)."""
+        if self.pool == "gap":
+            return self.head(tokens[:, self.num_prefix_tokens :].mean(1))
+        logits = self.head(tokens[:, 0])
+        if self.dist_token is None:
+            return logits
+        distilled = self.head_dist(tokens[:, 1])
+        if self.distilled_training and self.training:
+            return logits, distilled
+        return (logits + distilled) / 2
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return self.forward_head(self.forward_features(images))
+
+
+def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """A positional table (1, prefix + old rows x cols, C) for a grid of `new` rows and columns.
+
+    The grid part is interpolated bicubically (with antialiasing, as timm does); the rows of class and
+    distillation token stay.
+    """
+    if old == new:
+        return table
+    prefix, grid = table.tensor_split([table.shape[1] - math.prod(old)], dim=1)
+    image = grid.mT.unflatten(-1, old).float()
+    image = F.interpolate(image, size=new, mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([prefix, image.flatten(2).mT.to(table.dtype)], dim=1)
+
+
+def _resize_loaded_positions(model: VisionTransformer, state: dict[str, Any], name: str, *_: Any) -> None:
+    """Before loading: fit the positional table of a checkpoint made for another (square) image size."""
+    table = state.get(f"{name}pos_embed")
+    if table is None or table.shape == model.pos_embed.shape or table.shape[-1] != model.embed_dim:
+        return
+    side = math.isqrt(patches := table.shape[1] - model.num_prefix_tokens)
+    if side < 1 or side * side != patches:
+        raise ValueError(
+            f"pos_embed of the checkpoint has {table.shape[1]} rows, which is not {model.num_prefix_tokens} "
+            "prefix tokens and a square grid; only square grids are resized"
+        )
+    state[f"{name}pos_embed"] = resize_positions(table, (side, side), model.grid_size)
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    height, width = size
+    return height, width
+
+
+def _check_tokens(pool: str, class_token: bool, distilled: bool) -> None:
+    if pool not in POOLINGS:
+        raise ValueError(f"pool must be one of {', '.join(map(repr, POOLINGS))}, got {pool!r}")
+    if pool == "cls" and not class_token:
+        raise ValueError('pool="cls" reads the class token, but class_token=False; use pool="gap"')
+    if distilled and pool != "cls":
+        raise ValueError(f'distilled=True needs pool="cls", got pool={pool!r}')

@@ -1,0 +1,218 @@
+"""Moments of keys and values: the state that cumulant attention needs, and the reference for every kernel.
+
+Shape legend: ... leading dimensions, L tokens, D key width, E value width, Q queries.
+
+A `Moments` holds centred sums over a set of weighted tokens (a tilde is "minus the weighted mean"):
+
+    W = sum w    k_mean    v_mean    S = sum w k~ v~^T    P = sum w k~^2    T = sum w k~^2 v~^T
+
+and, for the full third order, P = sum w k~ k~^T (D x D) and T = sum w k~ k~^T v~ (D x D x E). Merging two sets
+needs only their moments (Chan's update, carried to third order), so chunks, streams, windows, ragged batches
+and machines all reduce to `merge`. Nothing here is ever a raw sum: keys far from the origin cost no digits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Statistics are kept in float64 for float64 tokens and in float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is 0; its gradient is finite in both cases."""
+    return torch.where(b > 0, a, 0) / torch.where(b > 0, b, 1)
+
+
+class Moments(NamedTuple):
+    """Centred moments of a set of tokens. A tuple of tensors, so it passes through compile, vmap and pytrees.
+
+    Fields that the order does not need are None: order 1 keeps no S, order 2 no P and T.
+    """
+
+    weight: Tensor  # (...)
+    key_mean: Tensor  # (..., D)
+    value_mean: Tensor  # (..., E)
+    S: Tensor | None = None  # (..., D, E)
+    P: Tensor | None = None  # (..., D), or (..., D, D) when full
+    T: Tensor | None = None  # (..., D, E), or (..., D, D, E) when full
+
+    @property
+    def order(self) -> int:
+        return 1 if self.S is None else 2 if self.T is None else 3
+
+    @property
+    def full(self) -> bool:
+        return self.P is not None and self.P.ndim > self.key_mean.ndim
+
+    @classmethod
+    def of(
+        cls, key: Tensor, value: Tensor, *, order: int = 3, full: bool = False, key_mask: Tensor | None = None
+    ) -> Moments:
+        """Moments of key (..., L, D) and value (..., L, E), in at least float32.
+
+        key_mask, broadcastable to (..., L), is bool (True takes part) or non-negative weights. Tokens of weight
+        zero do not matter, whatever they hold. L = 0 gives the identity of `merge`. Cost: L D E (L D^2 E full).
+        """
+        dtype = statistics_dtype(key.dtype)
+        key, value = key.to(dtype), value.to(dtype)
+        if key_mask is None:
+            weights = key.new_ones(()).expand(key.shape[:-1])
+        else:
+            weights = key_mask.to(dtype).expand(torch.broadcast_shapes(key_mask.shape, key.shape[:-1]))
+            absent = (weights == 0).unsqueeze(-1)
+            key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+        weight = weights.sum(-1)
+        share = ratio(weights, weight.unsqueeze(-1)).unsqueeze(-1)
+        key_mean, key = _centre(key, share)
+        value_mean, value = _centre(value, share)
+        if order == 1:
+            return cls(weight, key_mean, value_mean)
+        weighted = weights.unsqueeze(-1) * key
+        S = weighted.mT @ value
+        if order == 2:
+            return cls(weight, key_mean, value_mean, S)
+        if full:
+            P = weighted.mT @ key
+            pairs = (weighted.unsqueeze(-1) * key.unsqueeze(-2)).flatten(-2)
+            T = (pairs.mT @ value).unflatten(-2, P.shape[-2:])
+        else:
+            squares = weighted * key
+            P, T = squares.sum(-2), squares.mT @ value
+        return cls(weight, key_mean, value_mean, S, P, T)
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of the union of two disjoint sets. Associative, commutative; the empty set is the identity."""
+        self._check_same_kind(other)
+        W = self.weight + other.weight
+        dk, dv = other.key_mean - self.key_mean, other.value_mean - self.value_mean
+        part = ratio(other.weight, W).unsqueeze(-1)
+        key_mean, value_mean = self.key_mean + part * dk, self.value_mean + part * dv
+        if self.S is None or other.S is None:
+            return Moments(W, key_mean, value_mean)
+        a, b = self._about(key_mean, value_mean), other._about(key_mean, value_mean)
+        return Moments(W, key_mean, value_mean, *(_sum(x, y) for x, y in zip(a, b, strict=True)))
+
+    def remove(self, other: Moments) -> Moments:
+        """Moments of the set without the tokens of `other`, which must be in it: the inverse of `merge`.
+
+        Subtraction loses digits when what is left is much smaller than what was taken away; for long windows
+        use `SlidingWindow`, which rebuilds the state now and then.
+        """
+        self._check_same_kind(other)
+        W = self.weight - other.weight
+        W = torch.where(4 * torch.finfo(W.dtype).eps * self.weight < W, W, 0)
+        left = W > 0
+        part = ratio(other.weight, W).unsqueeze(-1)
+        key_mean = self.key_mean + part * (self.key_mean - other.key_mean)
+        value_mean = self.value_mean + part * (self.value_mean - other.value_mean)
+        key_mean, value_mean = key_mean * left.unsqueeze(-1), value_mean * left.unsqueeze(-1)
+        if self.S is None or other.S is None:
+            return Moments(W, key_mean, value_mean)
+        # Second and third sums about a common point subtract; then that point moves to the new mean.
+        taken = other._about(self.key_mean, self.value_mean)
+        about_old = (_sum(x, None if y is None else -y) for x, y in zip(self[3:], taken, strict=True))
+        a, b = self.key_mean - key_mean, self.value_mean - value_mean
+        S, P, T = _uncentred(W, -a, -b, *about_old)
+
+        def kept(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.where(left.reshape(left.shape + (1,) * (x.ndim - left.ndim)), x, 0)
+
+        return Moments(W, key_mean, value_mean, kept(S), kept(P), kept(T))
+
+    def apply(self, query: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of query (..., Q, D) over the set: <v> + S^T q + 1/2 T^T q^2 with averages, (..., Q, E).
+
+        The query is multiplied by `scale`, D**-0.5 unless given. An empty set gives 0. Cost: Q D E.
+        """
+        dtype = self.value_mean.dtype
+        q = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        out = self.value_mean.unsqueeze(-2)
+        if self.S is None:
+            # Every query gets the mean; `where` keeps query and key in the graph, with gradient zero.
+            never = torch.zeros((), dtype=torch.bool, device=query.device)
+            unused = q.sum(-1, keepdim=True) + self.key_mean.sum(-1)[..., None, None]
+            return torch.where(never, unused, out).to(query.dtype)
+        over_W = ratio(torch.ones_like(self.weight), self.weight)[..., None, None]
+        out = out + q @ (self.S * over_W)
+        if self.T is not None:
+            features = (q.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2) if self.full else q * q
+            T = self.T.flatten(-3, -2) if self.full else self.T
+            out = out + features @ (T * (0.5 * over_W))
+        return out.to(query.dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> Moments:
+        """As `Tensor.to`, for every field."""
+        return Moments._make(None if x is None else x.to(*args, **kwargs) for x in self)
+
+    def _about(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """S, P and T with deviations from (key, value) in place of those from the means."""
+        first = self.key_mean - key, self.value_mean - value
+        return _shifted(self.weight, *first, self.S, self.P, self.T)
+
+    def _check_same_kind(self, other: Moments) -> None:
+        if not isinstance(other, Moments):
+            raise TypeError(f"other must be a Moments, got {type(other).__name__}")
+        if (self.order, self.full) != (other.order, other.full):
+            raise ValueError(
+                f"moments of order {self.order} (full={self.full}) do not combine with "
+                f"order {other.order} (full={other.full}); make both with the same order and full"
+            )
+
+
+def _centre(x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted mean and deviations from it; a second pass takes out what rounding left in the first mean."""
+    mean = (share * x).sum(-2, keepdim=True)
+    x = x - mean
+    rest = (share * x).sum(-2, keepdim=True)
+    return (mean + rest).squeeze(-2), x - rest
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return None if x is None or y is None else x + y
+
+
+def _shifted(
+    W: Tensor, a: Tensor, b: Tensor, S: Tensor | None, P: Tensor | None, T: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Centred sums as sums about a point that lies (a, b) = mean - point away.
+
+    S + W a b^T;  P + W a^2;  T + 2 a S + P b^T + W a^2 b^T (and the symmetric outer products when full).
+    """
+    if S is None:
+        return None, None, None
+    Wa, row = W.unsqueeze(-1) * a, b.unsqueeze(-2)
+    S_about = S + Wa.unsqueeze(-1) * row
+    if P is None or T is None:
+        return S_about, None, None
+    if T.ndim == S.ndim:
+        P_about = P + Wa * a
+        return S_about, P_about, T + 2 * a.unsqueeze(-1) * S + P_about.unsqueeze(-1) * row
+    P_about = P + Wa.unsqueeze(-1) * a.unsqueeze(-2)
+    cross = a[..., :, None, None] * S.unsqueeze(-3)
+    T_about = T + cross + cross.transpose(-3, -2) + P_about.unsqueeze(-1) * row.unsqueeze(-2)
+    return S_about, P_about, T_about
+
+
+def _uncentred(
+    W: Tensor, a: Tensor, b: Tensor, S: Tensor | None, P: Tensor | None, T: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The inverse of `_shifted`: sums about a point become sums about the mean, which lies (a, b) away from it."""
+    Wa, row = W.unsqueeze(-1) * a, b.unsqueeze(-2)
+    if S is None:
+        return None, None, None
+    S_centred = S - Wa.unsqueeze(-1) * row
+    if P is None or T is None:
+        return S_centred, None, None
+    if T.ndim == S.ndim:
+        P_centred = P - Wa * a
+        return S_centred, P_centred, T - 2 * a.unsqueeze(-1) * S_centred - P.unsqueeze(-1) * row
+    P_centred = P - Wa.unsqueeze(-1) * a.unsqueeze(-2)
+    cross = a[..., :, None, None] * S_centred.unsqueeze(-3)
+    T_centred = T - cross - cross.transpose(-3, -2) - P.unsqueeze(-1) * row.unsqueeze(-2)
+    return S_centred, P_centred, T_centred

@@ -1,0 +1,129 @@
+"""The folded second-order layer: attention cheaper than its own projections.
+
+Shape legend: B batch, L tokens, C width, H heads, D = C / H.
+
+With q = Wq x + bq, k = Wk x + bk, v = Wv x + bv and the token covariance G = <x~ x~^T> (C x C), second-order
+cumulant attention followed by the output projection is one affine map of each token:
+
+    S_h = scale Wk_h G Wv_h^T        (key and value biases cancel)
+    y = M x + c,   M = sum_h Wo_h S_h^T Wq_h,   c = Wo (Wv <x> + bv + [S_h^T bq_h]_h) + bo
+
+No query, key or value is ever formed. Multiply-adds a sequence: plain layer
+4 L C^2 + 2 L C D, folded 2 L C^2 + 2 C^3 + 2 C^2 D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import launch
+from ..moments import ratio, statistics_dtype
+
+# Time of a multiply-add in the folded layer over that in the plain one, so that `pays` compares times.
+# Measured by benchmarks/fold.py; above 1 because the folded layer's products are smaller.
+RELATIVE_COST = {"cpu": 1.1, "cuda": 1.3}
+
+
+def pays(length: int, dim: int, num_heads: int, device: str) -> bool:
+    """Whether the folded layer is expected to be faster for sequences of this length."""
+    head = dim // num_heads
+    plain = 4 * length * dim**2 + 2 * length * dim * head
+    folded = 2 * length * dim**2 + 2 * dim**3 + 2 * dim**2 * head
+    return plain > RELATIVE_COST.get(device, 1.3) * folded
+
+
+def folded_attention(
+    x: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    num_heads: int,
+    scale: float,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """x (B, L, C), qkv_weight (3 C, C), proj_weight (C, C), weights (B, L) or None -> (B, L, C).
+
+    Under autocast x takes its dtype, as it would in a projection; the statistics do not.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        return _folded(x, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, weights)
+
+
+def _folded(
+    x: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    num_heads: int,
+    scale: float,
+    weights: Tensor | None,
+) -> Tensor:
+    G, mean, present, x = _token_moments(x, weights)
+    dtype = G.dtype
+    Wq, Wk, Wv = (w.unflatten(0, (num_heads, -1)) for w in qkv_weight.to(dtype).chunk(3))  # (H, D, C)
+    GV = G @ Wv.flatten(0, 1).mT  # (B, C, C), columns by head
+    S = Wk @ (GV.unflatten(-1, (num_heads, -1)).transpose(-3, -2) * scale)  # (B, H, D, D)
+    M = proj_weight.to(dtype) @ (S.mT @ Wq).flatten(-3, -2)
+    inner = mean @ Wv.flatten(0, 1).mT.to(mean.dtype)  # (B, C)
+    if qkv_bias is not None:
+        bq, _, bv = qkv_bias.to(mean.dtype).chunk(3)
+        read = bq.unflatten(0, (num_heads, 1, -1)) @ S.to(mean.dtype)
+        inner = inner + bv * present + read.flatten(-3)
+    c = F.linear(inner, proj_weight.to(mean.dtype), None if proj_bias is None else proj_bias.to(mean.dtype))
+    return torch.baddbmm(c.unsqueeze(-2).to(x.dtype), x, M.mT.to(x.dtype))
+
+
+def _token_moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
+    """Covariance <x~ x~^T> (B, C, C), mean (B, C), whether any token is there, and x with absent tokens as they were.
+
+    Centred before the product, sums in at least float32; tokens of weight 0 do not matter. 16-bit tokens on a GPU
+    take a kernel that computes one triangle, and keep the covariance in 16 bits, as a plain layer keeps its keys.
+    """
+    dtype = statistics_dtype(x.dtype)
+    if weights is None:
+        if x.dtype in (torch.bfloat16, torch.float16) and launch.available(x) and x.shape[1] > 0:
+            G, mean, x = _TokenMoments.apply(x)
+            return G, mean, 1.0, x
+        mean = x.mean(-2, dtype=dtype) if x.shape[-2] else x.sum(-2, dtype=dtype)
+        centred = x.to(dtype) - mean.unsqueeze(-2)
+        return centred.mT @ centred / max(1, x.shape[-2]), mean, float(x.shape[-2] > 0), x
+    weights = weights.to(dtype)
+    W = weights.sum(-1, keepdim=True)
+    share = ratio(weights, W).unsqueeze(-1)
+    seen = x.to(dtype).masked_fill(share == 0, 0)
+    mean = (share * seen).sum(-2)
+    centred = seen - mean.unsqueeze(-2)
+    return (share * centred).mT @ centred, mean, (W > 0).to(dtype), x
+
+
+class _TokenMoments(torch.autograd.Function):
+    """Covariance, mean and x itself: with all three leaving together, their gradients meet in one product.
+
+    dx = dx_out + (x - mean) (dG + dG^T) / L + dmean / L
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from ..kernels import triton_covariance
+
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        mean = x.mean(-2, dtype=torch.float32)
+        ctx.save_for_backward(x, mean)
+        return triton_covariance.covariance(x, mean), mean, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dG: Tensor, d_mean: Tensor, dx: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        L = x.shape[-2]
+        D = ((dG + dG.mT) / L).to(x.dtype)
+        constant = d_mean / L - (mean.unsqueeze(-2) @ D.float()).squeeze(-2)
+        return torch.baddbmm(dx, x, D).add_(constant.unsqueeze(-2).to(x.dtype))

@@ -1,0 +1,119 @@
+"""Attention over a stream of tokens, in constant time and memory per token: all of it, or a sliding window.
+
+Shape legend: ... leading dimensions, H key heads, G query heads for each, L tokens appended at once, D, E widths.
+
+A stream that only grows is a `Moments` and its `merge`; `Stream` keeps that state in place for decoding. A window
+also takes the oldest tokens out again, by `remove`; each removal leaves a little rounding behind, which would add up
+over a long stream. So the window keeps its tokens and builds the state from them afresh once every `window`
+tokens: still constant cost per token, and the rounding of at most `window` removals instead of all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels import launch
+from .moments import Moments, statistics_dtype
+
+
+class Stream:
+    """All tokens so far, for decoding: one state, updated in place; no gradients.
+
+        stream = Stream(order=2)
+        stream.append(k, v)                             # a prompt, (B, H, L, D) and (B, H, L, E)
+        out = stream.step(q, k_next, v_next)            # one token of each: (B, G H, 1, E)
+
+    `step` takes the token in and answers the query, which sees it: the row that causal attention gives. On a GPU
+    this is one kernel that reads and writes the state once: 8 D E bytes a head at order 2, twice that at order 3.
+    """
+
+    def __init__(self, *, order: int = 3, full: bool = False) -> None:
+        self.order, self.full = order, full
+        self.state: Moments | None = None
+
+    @torch.no_grad()
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Takes in key (B, H, L, D) and value (B, H, L, E)."""
+        new = Moments.of(key, value, order=self.order, full=self.full)
+        merged = new if self.state is None else self.state.merge(new)
+        self.state = Moments._make(None if x is None else x.contiguous() for x in merged)
+
+    @torch.no_grad()
+    def step(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        """Takes in one token, key (B, H, 1, D) and value (B, H, 1, E), and answers query (B, G H, 1, D)."""
+        if query.ndim != 4 or key.ndim != 4 or query.shape[-2] != 1 or key.shape[-2] != 1:
+            shapes = f"{tuple(query.shape)} and {tuple(key.shape)}"
+            raise ValueError(f"query and key must hold one token, (batch, heads, 1, width), got {shapes}")
+        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+            raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if self.state is None:
+            self.append(key[..., :0, :], value[..., :0, :])
+        assert self.state is not None
+        if (
+            self.order > 1
+            and not self.full
+            and launch.available(key)
+            and statistics_dtype(key.dtype) == self.state[0].dtype
+        ):
+            from .kernels import triton_decode
+
+            return triton_decode.step(self.state, query, key, value, scale)
+        self.append(key, value)
+        grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # the query heads of a key head as its rows
+        return self.state.apply(grouped, scale).reshape(*query.shape[:-1], value.shape[-1])
+
+
+class SlidingWindow:
+    """The last `window` tokens of a stream.
+
+        window = SlidingWindow(1024)
+        for q, k, v in stream:              # (..., 1, D), (..., 1, D), (..., 1, E)
+            window.append(k, v)
+            out = window.apply(q)
+
+    Cost per token: two merges and a share of a rebuild, D E each; memory: `window` tokens and one state.
+    """
+
+    def __init__(self, window: int, *, order: int = 3, full: bool = False) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1 token, got {window}")
+        self.window, self.order, self.full = window, order, full
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+        self.state: Moments | None = None
+        self._since_rebuild = 0
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Takes in key (..., L, D) and value (..., L, E) and lets go of what falls out of the window."""
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(f"key and value must have the same tokens, got {tuple(key.shape)}, {tuple(value.shape)}")
+        L = key.shape[-2]
+        if self.key is None or self.value is None or self.state is None:
+            self.key, self.value, self.state = (
+                key[..., :0, :],
+                value[..., :0, :],
+                self._of(key[..., :0, :], value[..., :0, :]),
+            )
+        excess = max(0, self.key.shape[-2] + L - self.window)
+        leaving = min(excess, self.key.shape[-2])
+        old = self.key[..., :leaving, :], self.value[..., :leaving, :]
+        self.key = torch.cat((self.key[..., leaving:, :], key), -2)[..., -self.window :, :]
+        self.value = torch.cat((self.value[..., leaving:, :], value), -2)[..., -self.window :, :]
+        self._since_rebuild += leaving
+        if self._since_rebuild >= self.window or self.window < L:
+            self.state, self._since_rebuild = self._of(self.key, self.value), 0
+            return
+        if leaving:
+            self.state = self.state.remove(self._of(*old))
+        self.state = self.state.merge(self._of(key, value))
+
+    def apply(self, query: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of query (..., Q, D) over the window."""
+        if self.state is None:
+            raise ValueError("the window has seen no token yet: append one before apply")
+        return self.state.apply(query, scale)
+
+    def _of(self, key: Tensor, value: Tensor) -> Moments:
+        return Moments.of(key, value, order=self.order, full=self.full)

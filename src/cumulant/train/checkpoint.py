@@ -1,0 +1,56 @@
+"""Checkpoints: one safetensors file with the weights and, in its header, what rebuilds the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
+from torch import nn
+
+from ..models import create_model
+
+
+def save(model: nn.Module, path: str | Path, *, notes: dict[str, str] | None = None) -> Path:
+    """Write the model's weights and its `config` to `path`, whole or not at all; `notes` join the header."""
+    path = Path(path)
+    header = {**(notes or {}), "format": "pt", "config": json.dumps(getattr(model, "config", None))}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(to_bytes(tensors, metadata=header))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load(path: str | Path, *, model: nn.Module | None = None, device: torch.device | str = "cpu") -> nn.Module:
+    """The model saved at `path`, rebuilt from its config; or `model` with the saved weights put in."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    if model is None:
+        config = read_header(path).get("config")
+        config = json.loads(config) if config else None
+        if config is None:
+            raise ValueError(f"{path} does not say which model it holds; pass that model as model=...")
+        model = create_model(**config)
+    model.load_state_dict(load_file(path), assign=True)
+    return model.to(device)
+
+
+def read_header(path: str | Path) -> dict[str, str]:
+    """The text entries stored with the weights."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        return file.metadata() or {}

@@ -1,0 +1,28 @@
+import os
+
+# Before torch is imported: bf16 matmuls of some CPUs die with SIGILL under oneDNN's newest instruction set, and
+# Triton decides at import whether it interprets.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import pytest
+import torch
+from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+torch.set_num_threads(1)  # pytest-xdist uses the cores
+settings.register_profile("default", deadline=None, max_examples=30, derandomize=True)
+settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

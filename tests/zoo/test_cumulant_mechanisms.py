@@ -1,0 +1,40 @@
+"""The registered cumulant mechanisms are `cumulant.attention` of their order, nothing else."""
+
+import pytest
+import torch
+
+from cumulant import zoo
+from cumulant.attention import attention, scores
+
+
+def draw():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 6, 3, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 6, 3, generator=generator, dtype=torch.float64)
+    return query, key, value
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_name_means_order(order, is_causal):
+    query, key, value = draw()
+    shared = {"key_mask": torch.arange(6).lt(torch.tensor([[4], [6]])), "is_causal": is_causal,
+              "scale": 0.3, "enable_gqa": True}  # fmt: skip
+    mechanism = zoo.get(f"cumulant{order}")
+    assert torch.equal(mechanism(query, key, value, **shared), attention(query, key, value, order=order, **shared))
+    assert torch.equal(mechanism.scores(query, key, **shared), scores(query, key, order=order, **shared))
+
+
+def test_options_reach_the_function():
+    query, key, value = draw()
+    full = zoo.get("cumulant3")(query, key, value, enable_gqa=True, full=True, normalization="sum")
+    assert torch.equal(full, attention(query, key, value, enable_gqa=True, full=True, normalization="sum"))
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_scores_applied_to_values_are_the_output(name):
+    query, key, value = draw()
+    mechanism = zoo.get(name)
+    weights = mechanism.scores(query, key, enable_gqa=True)
+    expected = weights @ value.repeat_interleave(2, -3)
+    torch.testing.assert_close(mechanism(query, key, value, enable_gqa=True), expected)

@@ -1,0 +1,122 @@
+"""The registry finds mechanisms by name, refuses what it does not know and what a mechanism cannot do."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cumulant import zoo
+from cumulant.zoo import Mechanism
+from cumulant.zoo.registry import _MECHANISMS
+
+
+def qkv(heads=2, length=5, dim=4, batch=2):
+    torch.manual_seed(0)
+    return torch.randn(3, batch, heads, length, dim).unbind(0)
+
+
+def test_the_first_mechanisms_are_registered_in_order():
+    assert zoo.names()[:5] == ["softmax", "linear", "cumulant1", "cumulant2", "cumulant3"]
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_mechanism_describes_itself(name):
+    mechanism = zoo.get(name)
+    assert mechanism.name == name
+    assert mechanism.summary
+    assert mechanism.paper
+    assert mechanism.cost
+    assert 2014 <= mechanism.year <= 2030
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_mechanism_keeps_the_layout_of_sdpa(name):
+    query, key, value = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 4, 7, 8), torch.randn(2, 3, 4, 7, 6)
+    assert zoo.get(name)(query, key, value).shape == (2, 3, 4, 5, 6)
+    assert zoo.get(name).scores(query, key).shape == (2, 3, 4, 5, 7)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all_others():
+    with pytest.raises(ValueError, match=r"'cumulnt3'.*did you mean 'cumulant3'\?.*softmax, linear"):
+        zoo.get("cumulnt3")
+
+
+def test_a_name_can_be_taken_only_once():
+    with pytest.raises(ValueError, match="'softmax' is registered already"):
+        zoo.register(zoo.get("softmax"))
+
+
+def test_only_mechanisms_can_be_registered():
+    with pytest.raises(TypeError, match="must be a Mechanism, got function"):
+        zoo.register(lambda q, k, v: v)
+
+
+def test_a_registered_mechanism_is_found_under_its_name():
+    mean = Mechanism("mean", "mean of values", "none", 2020, "L E", lambda q, k, v, **_: v.mean(-2, keepdim=True))
+    try:
+        assert zoo.register(mean) is zoo.get("mean")
+        assert "mean" in zoo.names()
+    finally:
+        del _MECHANISMS["mean"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "arguments", "message"),
+    [
+        ("causal", {"is_causal": True}, "is_causal=True, but 'softmax' has no causal form"),
+        ("key_mask", {"key_mask": torch.ones(2, 5, dtype=torch.bool)}, "'softmax' takes no key mask"),
+        ("grouped_queries", {"enable_gqa": True}, "'softmax' has no grouped queries"),
+    ],
+)
+def test_what_a_mechanism_does_not_declare_is_refused(capability, arguments, message):
+    limited = replace(zoo.get("softmax"), **{capability: False})
+    with pytest.raises(ValueError, match=message):
+        limited(*qkv(), **arguments)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_mechanisms_are_pickled_and_copied_by_name(name):
+    mechanism = zoo.get(name)
+    assert pickle.loads(pickle.dumps(mechanism)) is mechanism
+    assert copy.deepcopy(mechanism) is mechanism
+
+
+def test_options_are_those_the_function_takes_beyond_the_shared_ones():
+    assert zoo.get("softmax").options == ("dropout_p",)
+    assert zoo.get("linear").options == ("chunk", "eps")
+    assert zoo.get("cumulant3").options == ("full", "normalization", "backend")
+
+
+def test_build_binds_options_and_refuses_unknown_ones():
+    query, key, value = qkv()
+    built = zoo.get("cumulant3").build(dim=8, num_heads=2, full=True)
+    assert torch.equal(built(query, key, value), zoo.get("cumulant3")(query, key, value, full=True))
+    with pytest.raises(ValueError, match=r"unknown option 'chunks' of mechanism 'linear'; accepted: chunk, eps"):
+        zoo.get("linear").build(dim=8, num_heads=2, chunks=3)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": torch.zeros(5, 4)}, ValueError, "query"),
+        ({"key": torch.zeros(2, 3, 5, 4)}, ValueError, "heads"),
+        ({"key": torch.zeros(2, 2, 5, 3)}, ValueError, "key"),
+        ({"value": torch.zeros(2, 2, 6, 4)}, ValueError, "value"),
+        ({"key": torch.zeros(3, 2, 5, 4)}, ValueError, "leading"),
+        ({"value": torch.zeros(2, 2, 5, 4, dtype=torch.float64)}, TypeError, "value"),
+        ({"query": torch.zeros(2, 2, 5, 4, dtype=torch.int64)}, TypeError, "query"),
+        ({"key": [[1.0]]}, TypeError, "key"),
+        ({"key_mask": torch.ones(2, 6, dtype=torch.bool)}, ValueError, r"key_mask.*\(2, 5\).*\(2, 6\)"),
+        ({"key_mask": torch.ones(2, 5, 5, dtype=torch.bool)}, ValueError, "key_mask"),
+        ({"key_mask": torch.full((2, 5), -1.0)}, ValueError, "key_mask"),
+        ({"key_mask": torch.ones(2, 5, dtype=torch.int64)}, TypeError, "key_mask"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "scale"),
+    ],
+)
+def test_bad_input_names_the_argument(name, change, error, message):
+    arguments = dict(zip(("query", "key", "value"), qkv(), strict=True)) | change
+    with pytest.raises(error, match=message):
+        zoo.get(name)(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)

@@ -1,0 +1,91 @@
+"""Softmax attention against its definition, written out in float64, and what masks and weights mean to it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cumulant import zoo
+
+SOFTMAX = zoo.get("softmax")
+
+
+def draw(*shapes, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+
+
+def by_definition(query, key, value, weights, is_causal=False, scale=None):
+    """sum w exp(q.k) v / sum w exp(q.k), and 0 without any key; heads repeated for grouped queries."""
+    key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    kernel = logits.exp() * weights[..., None, None, :]
+    if is_causal:
+        kernel = kernel.tril()
+    total = kernel.sum(-1, keepdim=True)
+    probabilities = torch.where(total > 0, kernel / total, 0)
+    return probabilities @ value, probabilities
+
+
+MASKS = {
+    "none": None,
+    "bool": torch.tensor([[True, True, False, True, True, False, True], [False, False, True, True, True, True, True]]),
+    "weights": torch.tensor([[1.0, 2.0, 0.0, 0.5, 1.0, 3.0, 0.0], [0.0, 0.0, 1.0, 1.0, 0.25, 1.0, 1.0]]).double(),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("queries", [3, 7, 9])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_output_and_scores_follow_the_definition(mask, is_causal, queries, key_heads):
+    query, key, value = draw((2, 4, queries, 5), (2, key_heads, 7, 5), (2, key_heads, 7, 6))
+    weights = torch.ones(2, 7, dtype=torch.float64) if MASKS[mask] is None else MASKS[mask].double()
+    output, probabilities = by_definition(query, key, value, weights, is_causal, scale=0.7)
+    shared = {"key_mask": MASKS[mask], "is_causal": is_causal, "scale": 0.7, "enable_gqa": key_heads != 4}
+    torch.testing.assert_close(SOFTMAX(query, key, value, **shared), output)
+    torch.testing.assert_close(SOFTMAX.scores(query, key, **shared), probabilities)
+
+
+def test_without_a_mask_it_is_the_fused_kernel():
+    query, key, value = draw((2, 2, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8), dtype=torch.float32)
+    assert torch.equal(SOFTMAX(query, key, value), F.scaled_dot_product_attention(query, key, value))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_row_without_any_key_gives_zero_and_finite_gradients(is_causal):
+    query, key, value = (x.requires_grad_() for x in draw((2, 2, 4, 3), (2, 2, 4, 3), (2, 2, 4, 3)))
+    mask = torch.tensor([[False] * 4, [False, False, True, True]])
+    out = SOFTMAX(query, key, value, key_mask=mask, is_causal=is_causal)
+    assert (out[0] == 0).all()
+    assert (out[1, :, :2] == 0).all() == is_causal
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (query, key, value))
+    assert (SOFTMAX.scores(query, key, key_mask=mask, is_causal=is_causal)[0] == 0).all()
+
+
+def test_no_keys_at_all_give_zero():
+    query, key, value = draw((2, 2, 4, 3), (2, 2, 0, 3), (2, 2, 0, 5))
+    assert torch.equal(SOFTMAX(query, key, value), torch.zeros(2, 2, 4, 5, dtype=torch.float64))
+    assert SOFTMAX.scores(query, key).shape == (2, 2, 4, 0)
+
+
+@pytest.mark.parametrize("kind", ["bool", "weights"])
+def test_nan_in_masked_tokens_reaches_neither_output_nor_gradient(kind):
+    mask = MASKS[kind]
+    query, key, value = draw((2, 2, 7, 3), (2, 2, 7, 3), (2, 2, 7, 3))
+    absent = (mask == 0)[:, None, :, None]
+    clean = SOFTMAX(query, key, value, key_mask=mask)
+    key, value = (x.masked_fill(absent, float("nan")).requires_grad_() for x in (key, value))
+    query.requires_grad_()
+    out = SOFTMAX(query, key, value, key_mask=mask)
+    assert torch.equal(out, clean)
+    out.square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in (query, key, value))
+
+
+def test_integer_weights_mean_repeated_tokens():
+    query, key, value = draw((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4))
+    weighted = SOFTMAX(query, key, value, key_mask=torch.tensor([[1.0, 2.0, 3.0]]).double())
+    repeats = torch.tensor([1, 2, 3])
+    repeated = SOFTMAX(query, key.repeat_interleave(repeats, -2), value.repeat_interleave(repeats, -2))
+    torch.testing.assert_close(weighted, repeated)
