@@ -4,8 +4,8 @@ from . import nn, zoo
 from .attention import attention, attention_varlen, scores
 from .models import create_model
 from .moments import Moments
-from .streaming import SlidingWindow
+from .streaming import SlidingWindow, Stream
 
 __version__ = "0.1.0"
 
-__all__ = ["Moments", "SlidingWindow", "attention", "attention_varlen", "create_model", "nn", "scores", "zoo"]
+__all__ = ["Moments", "SlidingWindow", "Stream", "attention", "attention_varlen", "create_model", "nn", "scores", "zoo"]

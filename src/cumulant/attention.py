@@ -13,9 +13,9 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .causal import causal_attention
+from .inputs import check_order, check_tensors, in_autocast_dtype, leading, offsets, positions_of, transformed
 from .kernels import cpu, launch
 from .moments import Moments, ratio, statistics_dtype
 
@@ -24,7 +24,6 @@ if launch.INTERPRET or torch.cuda.is_available():  # registers the custom operat
         from .kernels import triton_causal, triton_dense  # noqa: F401
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
-NORMALIZATIONS = ("mean", "sum")
 
 
 def attention(
@@ -64,10 +63,11 @@ def attention(
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost: L D E a head, never L^2.
     """
-    query, key, value = _autocast(query, key, value)
-    scale = _check(query, key, value, order, full, key_mask, scale, enable_gqa, normalization)
+    query, key, value = in_autocast_dtype(query, key, value)
+    scale = check_tensors(query, key, value, key_mask, scale, enable_gqa)
+    check_order(order, full, normalization)
     _check_backend(backend, query)
-    lead = _lead(query, key)
+    lead = leading(query, key)
     q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]) for x in (query, key, value))
     weights = None if key_mask is None else key_mask.expand(*lead, k.shape[-2]).reshape(prod(lead), k.shape[-2])
     plain = partial(_reference, order=order, full=full, weights=weights, is_causal=is_causal, scale=scale)
@@ -119,17 +119,18 @@ def attention_varlen(
             raise ValueError(f"{name} must be packed as (tokens, heads, width), got shape {tuple(x.shape)}")
     if value.shape[0] != key.shape[0]:
         raise ValueError(f"key and value must have as many tokens, got {key.shape[0]} and {value.shape[0]}")
-    query, key, value = _autocast(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     _check_backend(backend, query)
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    checked_scale = _check(q, k, v, order, full, None, scale, enable_gqa, normalization)
+    checked_scale = check_tensors(q, k, v, None, scale, enable_gqa)
+    check_order(order, full, normalization)
     if max_q is not None and max_k is not None and _choose(backend, q, k, v, None, order, full, is_causal) == "triton":
         # Offsets on a GPU are taken at their word: looking at them would wait for everything before them.
         with torch.autocast(query.device.type, enabled=False):
             packed = query, key, value, None, order, checked_scale, normalization
             return _triton(is_causal)(*packed, cu_seq_q.int(), cu_seq_k.int(), max_q, max_k)
-    q_at = _offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
-    k_at = _offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
+    q_at = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
+    k_at = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
     if len(q_at) != len(k_at):
         raise ValueError(
             f"cu_seq_q and cu_seq_k must describe as many sequences, got {len(q_at) - 1} and {len(k_at) - 1}"
@@ -173,9 +174,10 @@ def scores(
     queries whose maps are wanted; `positions` (Lq,) then says where they stand when `is_causal` (default: 0, 1, ...).
     The other arguments are those of `attention`.
     """
-    query, key = _autocast(query, key)
-    scale = _check(query, key, key, order, full, key_mask, scale, enable_gqa, normalization)
-    lead = _lead(query, key)
+    query, key = in_autocast_dtype(query, key)
+    scale = check_tensors(query, key, key, key_mask, scale, enable_gqa)
+    check_order(order, full, normalization)
+    lead = leading(query, key)
     dtype, (heads, Lq, _), (groups, Lk, _) = statistics_dtype(query.dtype), query.shape[-3:], key.shape[-3:]
     with torch.autocast(query.device.type, enabled=False):
         q = (query.to(dtype) * scale).expand(*lead, *query.shape[-3:])
@@ -186,7 +188,7 @@ def scores(
             k = k.masked_fill(weights.mT == 0, 0)
         k = k - Moments.of(k, k, order=1, key_mask=weights.squeeze(-2)).key_mean.unsqueeze(-2)
         if is_causal:
-            seen = torch.arange(Lk, device=q.device) <= _positions(positions, Lq, q.device)[:, None]
+            seen = torch.arange(Lk, device=q.device) <= positions_of(positions, Lq, q.device)[:, None]
             weights = weights * seen.repeat(heads // max(1, groups), 1)
         W = weights.sum(-1, keepdim=True)
         share = ratio(weights, W)
@@ -204,15 +206,6 @@ def scores(
                 A = A + centred((0.5 * q * q) @ (k * k).mT - (q * q * (share @ k)) @ k.mT)
         A = A * (weights if normalization == "sum" else share)
         return A.unflatten(-2, (heads // max(1, groups), Lq)).flatten(-4, -3).to(query.dtype)
-
-
-def _positions(positions: Tensor | Sequence[int] | None, count: int, device: torch.device) -> Tensor:
-    if positions is None:
-        return torch.arange(count, device=device)
-    at = torch.as_tensor(positions, device=device)
-    if at.shape != (count,):
-        raise ValueError(f"positions must hold one place for each of the {count} queries, got {tuple(at.shape)}")
-    return at
 
 
 def _reference(
@@ -261,7 +254,7 @@ def _choose(
     backend: str, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, full: bool, is_causal: bool
 ) -> str:
     """The path that computes this case: "triton", "cpu" or "reference" (plain torch, which computes all)."""
-    differentiable_only = _transformed() or (weights is not None and weights.requires_grad)
+    differentiable_only = transformed() or (weights is not None and weights.requires_grad)
     if backend == "reference" or order == 1 or full or differentiable_only:
         return "reference"
     if not (q.numel() and k.numel() and v.numel()):
@@ -282,133 +275,3 @@ def _triton(is_causal: bool) -> Callable[..., Tensor]:
     else:
         from .kernels.triton_dense import attention
     return attention
-
-
-def _transformed() -> bool:
-    """Inside torch.func transforms or forward-mode differentiation, which need plain operations."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, inputs take its dtype, as those of scaled_dot_product_attention do."""
-    for name, x in zip(("query", "key", "value"), tensors, strict=False):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    device = tensors[0].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-    return tensors
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    order: int,
-    full: bool,
-    key_mask: Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
-    normalization: str,
-) -> float:
-    """Raises for what cannot be computed; returns the scale."""
-    named = {"query": query, "key": key, "value": value}
-    for name, x in named.items():
-        if x.ndim < 3:
-            raise ValueError(f"{name} must have shape (..., heads, length, width), got {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating point (float64, float32, bfloat16, float16), got {x.dtype}")
-        if x.dtype != query.dtype:
-            raise TypeError(f"query, key and value must share a dtype, got {name} {x.dtype}, query {query.dtype}")
-        if x.device != query.device:
-            raise ValueError(f"query, key and value must share a device, got {name} {x.device}, query {query.device}")
-    D, heads = query.shape[-1], query.shape[-3]
-    if key.shape[-1] != D:
-        raise ValueError(f"key must have the width of the query, {D}, got {key.shape[-1]} (shape {tuple(key.shape)})")
-    if value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"value must have as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}")
-    if value.shape[-3] != key.shape[-3]:
-        raise ValueError(f"value must have as many heads as key, {key.shape[-3]}, got {value.shape[-3]}")
-    if heads != key.shape[-3]:
-        if not enable_gqa:
-            raise ValueError(
-                f"query has {heads} heads and key {key.shape[-3]}: they must agree, or pass enable_gqa=True"
-            )
-        if key.shape[-3] == 0 or heads % key.shape[-3]:
-            raise ValueError(
-                f"with enable_gqa, query heads ({heads}) must be a multiple of key heads ({key.shape[-3]})"
-            )
-    if value.shape[:-3] != key.shape[:-3]:
-        raise ValueError(
-            f"value must have the leading dimensions of key, {tuple(key.shape[:-3])}, got {tuple(value.shape[:-3])}"
-        )
-    lead = _lead(query, key)
-    if isinstance(order, bool) or order not in (1, 2, 3):
-        raise ValueError(f"order must be 1, 2 or 3, got {order!r}")
-    if full and order != 3:
-        raise ValueError(f"full=True takes the whole third cumulant and needs order=3, got order={order}")
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
-    if key_mask is not None:
-        _check_mask(key_mask, key, lead)
-    if scale is None:
-        return float(D) ** -0.5 if D else 1.0
-    if isinstance(scale, Tensor):
-        raise TypeError(
-            "scale must be a number; multiply the query for a scale of its own per head or one that is learned"
-        )
-    return float(scale)
-
-
-def _lead(query: Tensor, key: Tensor) -> torch.Size:
-    """The leading dimensions, broadcast."""
-    if query.shape[:-3] == key.shape[:-3]:
-        return query.shape[:-3]
-    try:
-        return torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
-    except RuntimeError:
-        raise ValueError(
-            f"leading dimensions of query {tuple(query.shape[:-3])} and key {tuple(key.shape[:-3])} must agree"
-        ) from None
-
-
-def _check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size) -> None:
-    if not isinstance(key_mask, Tensor):
-        raise TypeError(f"key_mask must be a torch.Tensor, got {type(key_mask).__name__}")
-    wanted = (*lead, key.shape[-2])
-    try:
-        fits = key_mask.ndim >= 1 and torch.broadcast_shapes(key_mask.shape, wanted) == torch.Size(wanted)
-    except RuntimeError:
-        fits = False
-    if not fits or key_mask.shape[-1] != key.shape[-2]:
-        raise ValueError(
-            f"key_mask must have shape {wanted}, one entry for each key, got {tuple(key_mask.shape)}; masks that "
-            "differ from query to query cannot be honoured in linear time (is_causal is the one exception)"
-        )
-    if key_mask.device != key.device:
-        raise ValueError(f"key_mask must be on the device of the key, {key.device}, got {key_mask.device}")
-    if key_mask.dtype == torch.bool:
-        return
-    if not key_mask.is_floating_point():
-        raise TypeError(f"key_mask must be bool or floating point weights, got {key_mask.dtype}")
-    # Reading the values would stall an accelerator and break a traced graph: only plain CPU tensors are looked at.
-    readable = key_mask.device.type == "cpu" and not torch.compiler.is_compiling() and not _transformed()
-    if readable and not bool(((key_mask >= 0) & (key_mask < float("inf"))).all()):
-        raise ValueError(
-            f"key_mask weights must be finite and not negative, got values from {key_mask.min():g} to "
-            f"{key_mask.max():g}; an additive mask (0 and -inf) becomes one by `mask == 0`"
-        )
-
-
-def _offsets(name: str, offsets: Tensor, tokens: int, longest: int | None, longest_name: str) -> list[int]:
-    """Sequence boundaries as integers, checked against the tokens they cut."""
-    if not isinstance(offsets, Tensor) or offsets.ndim != 1 or offsets.is_floating_point() or offsets.numel() == 0:
-        raise ValueError(f"{name} must be a 1-D integer tensor [0, ..., {tokens}], got {offsets!r}")
-    at = [int(i) for i in offsets.tolist()]
-    lengths = [b - a for a, b in pairwise(at)]
-    if at[0] != 0 or at[-1] != tokens or any(n < 0 for n in lengths):
-        raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {at}")
-    if longest is not None and longest < max(lengths, default=0):
-        raise ValueError(f"{longest_name} must be at least the longest sequence, {max(lengths)}, got {longest}")
-    return at

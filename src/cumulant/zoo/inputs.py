@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..attention import _autocast, _check
+from ..inputs import check_tensors, in_autocast_dtype, leading
 
 
 def prepare(
@@ -15,9 +14,9 @@ def prepare(
 
     Tokens of weight 0 become 0 in key and value, so that whatever they held (NaN included) goes nowhere.
     """
-    query, key, value = _autocast(query, key, value)
-    _check(query, key, value, 1, False, key_mask, scale, enable_gqa, "mean")
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    query, key, value = in_autocast_dtype(query, key, value)
+    check_tensors(query, key, value, key_mask, scale, enable_gqa)
+    lead = leading(query, key)
     query, key, value = (x.expand(*lead, *x.shape[-3:]) for x in (query, key, value))
     if key_mask is not None:
         key_mask = key_mask.expand(*lead, key.shape[-2])

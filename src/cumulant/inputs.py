@@ -1,0 +1,149 @@
+"""Argument checks that every mechanism shares: what is wrong, the value received, what is accepted.
+
+Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width, E value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+NORMALIZATIONS = ("mean", "sum")
+
+
+def transformed() -> bool:
+    """Inside torch.func transforms or forward-mode differentiation, which need plain operations."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, inputs take its dtype, as those of scaled_dot_product_attention do."""
+    for name, x in zip(("query", "key", "value"), tensors, strict=False):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    device = tensors[0].device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    return tensors
+
+
+def check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float | None, enable_gqa: bool
+) -> float:
+    """Raises for tensors that do not belong together; returns the scale, D**-0.5 unless given."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if x.ndim < 3:
+            raise ValueError(f"{name} must have shape (..., heads, length, width), got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point (float64, float32, bfloat16, float16), got {x.dtype}")
+        if x.dtype != query.dtype:
+            raise TypeError(f"query, key and value must share a dtype, got {name} {x.dtype}, query {query.dtype}")
+        if x.device != query.device:
+            raise ValueError(f"query, key and value must share a device, got {name} {x.device}, query {query.device}")
+    D, heads = query.shape[-1], query.shape[-3]
+    if key.shape[-1] != D:
+        raise ValueError(f"key must have the width of the query, {D}, got {key.shape[-1]} (shape {tuple(key.shape)})")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value must have as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}")
+    if value.shape[-3] != key.shape[-3]:
+        raise ValueError(f"value must have as many heads as key, {key.shape[-3]}, got {value.shape[-3]}")
+    if heads != key.shape[-3]:
+        if not enable_gqa:
+            raise ValueError(
+                f"query has {heads} heads and key {key.shape[-3]}: they must agree, or pass enable_gqa=True"
+            )
+        if key.shape[-3] == 0 or heads % key.shape[-3]:
+            raise ValueError(
+                f"with enable_gqa, query heads ({heads}) must be a multiple of key heads ({key.shape[-3]})"
+            )
+    if value.shape[:-3] != key.shape[:-3]:
+        raise ValueError(
+            f"value must have the leading dimensions of key, {tuple(key.shape[:-3])}, got {tuple(value.shape[:-3])}"
+        )
+    lead = leading(query, key)
+    if key_mask is not None:
+        check_mask(key_mask, key, lead)
+    if scale is None:
+        return float(D) ** -0.5 if D else 1.0
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            "scale must be a number; multiply the query for a scale of its own per head or one that is learned"
+        )
+    return float(scale)
+
+
+def check_order(order: int, full: bool, normalization: str) -> None:
+    if isinstance(order, bool) or order not in (1, 2, 3):
+        raise ValueError(f"order must be 1, 2 or 3, got {order!r}")
+    if full and order != 3:
+        raise ValueError(f"full=True takes the whole third cumulant and needs order=3, got order={order}")
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
+
+
+def leading(query: Tensor, key: Tensor) -> torch.Size:
+    """The leading dimensions, broadcast."""
+    if query.shape[:-3] == key.shape[:-3]:
+        return query.shape[:-3]
+    try:
+        return torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    except RuntimeError:
+        raise ValueError(
+            f"leading dimensions of query {tuple(query.shape[:-3])} and key {tuple(key.shape[:-3])} must agree"
+        ) from None
+
+
+def check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size) -> None:
+    if not isinstance(key_mask, Tensor):
+        raise TypeError(f"key_mask must be a torch.Tensor, got {type(key_mask).__name__}")
+    wanted = (*lead, key.shape[-2])
+    try:
+        fits = key_mask.ndim >= 1 and torch.broadcast_shapes(key_mask.shape, wanted) == torch.Size(wanted)
+    except RuntimeError:
+        fits = False
+    if not fits or key_mask.shape[-1] != key.shape[-2]:
+        raise ValueError(
+            f"key_mask must have shape {wanted}, one entry for each key, got {tuple(key_mask.shape)}; masks that "
+            "differ from query to query cannot be honoured in linear time (is_causal is the one exception)"
+        )
+    if key_mask.device != key.device:
+        raise ValueError(f"key_mask must be on the device of the key, {key.device}, got {key_mask.device}")
+    if key_mask.dtype == torch.bool:
+        return
+    if not key_mask.is_floating_point():
+        raise TypeError(f"key_mask must be bool or floating point weights, got {key_mask.dtype}")
+    # Reading the values would stall an accelerator and break a traced graph: only plain CPU tensors are looked at.
+    readable = key_mask.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
+    if readable and not bool(((key_mask >= 0) & (key_mask < float("inf"))).all()):
+        raise ValueError(
+            f"key_mask weights must be finite and not negative, got values from {key_mask.min():g} to "
+            f"{key_mask.max():g}; an additive mask (0 and -inf) becomes one by `mask == 0`"
+        )
+
+
+def offsets(name: str, cu_seq: Tensor, tokens: int, longest: int | None, longest_name: str) -> list[int]:
+    """Sequence boundaries as integers, checked against the tokens they cut."""
+    if not isinstance(cu_seq, Tensor) or cu_seq.ndim != 1 or cu_seq.is_floating_point() or cu_seq.numel() == 0:
+        raise ValueError(f"{name} must be a 1-D integer tensor [0, ..., {tokens}], got {cu_seq!r}")
+    at = [int(i) for i in cu_seq.tolist()]
+    lengths = [b - a for a, b in pairwise(at)]
+    if at[0] != 0 or at[-1] != tokens or any(n < 0 for n in lengths):
+        raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {at}")
+    if longest is not None and longest < max(lengths, default=0):
+        raise ValueError(f"{longest_name} must be at least the longest sequence, {max(lengths)}, got {longest}")
+    return at
+
+
+def positions_of(positions: Tensor | Sequence[int] | None, count: int, device: torch.device) -> Tensor:
+    if positions is None:
+        return torch.arange(count, device=device)
+    at = torch.as_tensor(positions, device=device)
+    if at.shape != (count,):
+        raise ValueError(f"positions must hold one place for each of the {count} queries, got {tuple(at.shape)}")
+    return at

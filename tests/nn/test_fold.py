@@ -1,0 +1,103 @@
+"""The folded layer is the plain layer: outputs, gradients, masks, precision, and when the cost model picks it."""
+
+import copy
+
+import pytest
+import torch
+from oracles import relative
+
+from cumulant.kernels import launch
+from cumulant.nn import CumulantAttention
+from cumulant.nn.fold import pays
+
+
+def layers(dim=48, heads=4, dtype=torch.float64, **options):
+    plain = CumulantAttention(dim, heads, order=2, fold=False, dtype=dtype, **options)
+    for bias in (plain.qkv.bias, plain.proj.bias):
+        if bias is not None:
+            torch.nn.init.normal_(bias)
+    folded = CumulantAttention(dim, heads, order=2, fold=True, dtype=dtype, **options)
+    folded.load_state_dict(plain.state_dict())
+    return plain, folded
+
+
+def run(layer, x, mask=None):
+    x = x.clone().requires_grad_()
+    y = layer(x, attn_mask=mask)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return y, *torch.autograd.grad(y, [x, *layer.parameters()], weight)
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float", "one sequence without keys"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_folded_equals_plain_in_outputs_and_all_gradients(mask, bias):
+    plain, folded = layers(qkv_bias=bias, proj_bias=bias)
+    x = torch.randn(3, 37, 48, dtype=torch.float64) + 2
+    key_mask = {
+        None: None,
+        "bool": torch.rand(3, 37) > 0.4,
+        "float": torch.rand(3, 37, dtype=torch.float64) * (torch.rand(3, 37) > 0.3),
+        "one sequence without keys": torch.tensor([True, False, True])[:, None].expand(3, 37),
+    }[mask]
+    for a, b in zip(run(plain, x, key_mask), run(folded, x, key_mask), strict=True):
+        assert (a - b).abs().max() <= 1e-11 * (1 + a.abs().max())
+
+
+def test_nan_in_masked_tokens_stays_in_their_own_rows():
+    _, folded = layers()
+    x = torch.randn(1, 9, 48, dtype=torch.float64)
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[0, 4] = False
+    clean = folded(x, attn_mask=mask)
+    x[0, 4] = float("nan")
+    dirty = folded(x, attn_mask=mask)
+    assert torch.equal(clean[mask], dirty[mask])
+
+
+@pytest.mark.skipif(not launch.INTERPRET, reason="16-bit tokens take the kernel, on the CPU through the interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [0, 3, 100])
+def test_sixteen_bit_error_is_at_most_twice_the_plain_layers(dtype, offset):
+    """Tokens up to 100 spreads from the origin, against float64 on the same rounded weights and tokens."""
+    plain, folded = layers(dtype=dtype)
+    x = (torch.randn(2, 300, 48) + offset).to(dtype)
+    exact = run(copy.deepcopy(plain).double(), x.double())
+    for name, a, b, c in zip(("y", "x", "qkv.weight"), exact, run(plain, x), run(folded, x), strict=False):
+        assert relative(c, a) <= 2 * relative(b, a) + 1e-3, name
+
+
+def test_autocast_runs_the_folded_layer_in_its_dtype():
+    plain, folded = layers(dtype=torch.float32)
+    x = torch.randn(2, 70, 48)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = folded(x)
+        assert y.dtype == plain(x).dtype == torch.bfloat16
+    assert relative(y, plain(x)) < 2e-2
+
+
+def test_only_the_plain_second_order_folds():
+    for change in (dict(order=3), dict(qk_norm=True), dict(normalization="sum"), dict(scale_norm=True)):
+        with pytest.raises(ValueError, match="fold=True needs order=2"):
+            CumulantAttention(48, 4, **{"order": 2, "fold": True, **change})
+        assert CumulantAttention(48, 4, **{"order": 2, "fold": "auto", **change}).fold is False
+    with pytest.raises(ValueError, match="no causal form"):
+        layers()[1](torch.randn(1, 4, 48, dtype=torch.float64), is_causal=True)
+    with pytest.raises(ValueError, match='fold must be "auto", True or False'):
+        CumulantAttention(48, 4, fold="yes")
+
+
+def test_auto_folds_long_sequences_and_not_short_or_causal_ones():
+    layer = CumulantAttention(48, 4, order=2)
+    short, long = torch.randn(1, 8, 48), torch.randn(1, 500, 48)
+    assert not layer._folds(short, False)
+    assert layer._folds(long, False)
+    assert not layer._folds(long, True)
+    assert [pays(L, 384, 6, "cuda") for L in (64, 1568)] == [False, True]
+
+
+def test_a_compiled_folded_layer_is_one_graph():
+    _, folded = layers(dtype=torch.float32)
+    x = torch.randn(2, 70, 48)
+    compiled = torch.compile(folded, fullgraph=True, backend="aot_eager")
+    for a, b in zip(run(folded, x), run(compiled, x), strict=True):
+        assert relative(b, a) < 1e-5
