@@ -1,4 +1,4 @@
-"""Second moments of tokens on the GPU: x^T x without forming the half that symmetry gives.
+"""Mean and covariance of tokens on the GPU: x^T x without the half that symmetry gives.
 
 Shape legend: B batch, L tokens, C width; BM x BM the tile of one program, N tokens of a block.
 
@@ -19,6 +19,7 @@ from .launch import cdiv, multiprocessors, on_device
 from .products import cast, dot
 
 BLOCK, TOKENS, WARPS, STAGES = 128, 64, 8, 4
+LEAST = 1024  # tokens, at least, of a program: partial sums cost memory
 
 
 @triton.jit
@@ -31,77 +32,110 @@ def tile_of(t):
 
 
 @triton.jit
-def products_kernel(
-    x, partial, L, C, stride_b, stride_t, share, BM: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr
+def sums_kernel(
+    x, products, sums, L, C, stride_b, stride_t, share, tiles,
+    BM: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """partial[b, split] (C x C, lower tiles) = x^T x over the tokens of one split."""
-    i, j = tile_of(tl.program_id(0))
-    split, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Over the tokens of one split: x^T x for each tile of the lower triangle, then sum x for each block of columns.
+
+    Grid (tiles + C / BM, splits, B). The programs that only add wait for memory while the others multiply.
+    """
+    t, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = split * share
     end = tl.minimum(L, start + share)
-    rows, columns = i * BM + tl.arange(0, BM), j * BM + tl.arange(0, BM)
     n = tl.arange(0, N)
-    base = x + b * stride_b + start.to(tl.int64) * stride_t
-    left, right = base + n[:, None] * stride_t + rows[None, :], base + n[:, None] * stride_t + columns[None, :]
-    acc = tl.zeros((BM, BM), tl.float32)
-    for at in range(start, end, N):
-        valid = (at + n < end)[:, None]
-        if EVEN:
-            p, q = tl.load(left, mask=valid, other=0.0), tl.load(right, mask=valid, other=0.0)
-        else:
-            p = tl.load(left, mask=valid & (rows < C)[None, :], other=0.0)
-            q = tl.load(right, mask=valid & (columns < C)[None, :], other=0.0)
-        acc = dot(tl.trans(p), q, acc, "ieee")
-        left += N * stride_t
-        right += N * stride_t
-    out = partial + (b * tl.num_programs(1) + split) * C * C + rows[:, None] * C + columns[None, :]
-    tl.store(out, acc, mask=(rows < C)[:, None] & (columns < C)[None, :])
+    base = x + b * stride_b + start.to(tl.int64) * stride_t + n[:, None] * stride_t
+    slot = b * tl.num_programs(1) + split
+    if t < tiles:
+        i, j = tile_of(t)
+        rows, columns = i * BM + tl.arange(0, BM), j * BM + tl.arange(0, BM)
+        left, right = base + rows[None, :], base + columns[None, :]
+        acc = tl.zeros((BM, BM), tl.float32)
+        for at in range(start, end, N):
+            valid = (at + n < end)[:, None]
+            if EVEN:
+                p, q = tl.load(left, mask=valid, other=0.0), tl.load(right, mask=valid, other=0.0)
+            else:
+                p = tl.load(left, mask=valid & (rows < C)[None, :], other=0.0)
+                q = tl.load(right, mask=valid & (columns < C)[None, :], other=0.0)
+            acc = dot(tl.trans(p), q, acc, "ieee")
+            left += N * stride_t
+            right += N * stride_t
+        out = products + slot * C * C + rows[:, None] * C + columns[None, :]
+        tl.store(out, acc, mask=(rows < C)[:, None] & (columns < C)[None, :])
+    else:
+        columns = (t - tiles) * BM + tl.arange(0, BM)
+        at_columns = base + columns[None, :]
+        total = tl.zeros((N, BM), tl.float32)
+        for at in range(start, end, N):
+            valid = (at + n < end)[:, None] & (columns < C)[None, :]
+            total += tl.load(at_columns, mask=valid, other=0.0).to(tl.float32)
+            at_columns += N * stride_t
+        tl.store(sums + slot * C + columns, tl.sum(total, 0), mask=columns < C)
 
 
 @triton.jit
-def finish_kernel(partial, mean, G, L, C, splits, BM: tl.constexpr):
-    """G = sum of splits / L - mean mean^T, written below and above the diagonal, in G's dtype."""
+def total_of(sums, slot, splits, columns, C):
+    total = tl.zeros(columns.shape, tl.float32)
+    for split in range(splits):
+        total += tl.load(sums + (slot + split) * C + columns, mask=columns < C, other=0.0)
+    return total
+
+
+@triton.jit
+def finish_kernel(products, sums, G, mean, L, C, splits, BM: tl.constexpr):
+    """G = sum of splits / L - mean mean^T, written below and above the diagonal, in G's dtype; and the mean."""
     i, j = tile_of(tl.program_id(0))
     b = tl.program_id(1).to(tl.int64)
     rows, columns = i * BM + tl.arange(0, BM), j * BM + tl.arange(0, BM)
     mask = (rows < C)[:, None] & (columns < C)[None, :]
     acc = tl.zeros((BM, BM), tl.float32)
     for split in range(splits):
-        at = partial + (b * splits + split) * C * C + rows[:, None] * C + columns[None, :]
+        at = products + (b * splits + split) * C * C + rows[:, None] * C + columns[None, :]
         acc += tl.load(at, mask=mask, other=0.0)
-    m = tl.load(mean + b * C + rows, mask=rows < C, other=0.0)
-    r = tl.load(mean + b * C + columns, mask=columns < C, other=0.0)
+    m = total_of(sums, b * splits, splits, rows, C) / L
+    r = total_of(sums, b * splits, splits, columns, C) / L
     acc = acc / L - m[:, None] * r[None, :]
+    if i == j:
+        tl.store(mean + b * C + rows, m, mask=rows < C)
     base = G + b * C * C
     tl.store(base + rows[:, None] * C + columns[None, :], cast(acc, G.dtype.element_ty), mask=mask)
-    tl.store(base + columns[:, None] * C + rows[None, :], cast(tl.trans(acc), G.dtype.element_ty), mask=tl.trans(mask))
+    upper = cast(tl.trans(acc), G.dtype.element_ty)
+    tl.store(base + columns[:, None] * C + rows[None, :], upper, mask=tl.trans(mask))
+
+
+def _splits(work: int, L: int, processors: int) -> int:
+    """How often to cut the tokens so that the last round of programs leaves few multiprocessors idle."""
+    most = max(1, min(L // LEAST, cdiv(4 * processors, work)))
+    return min(range(1, most + 1), key=lambda s: (cdiv(work * s, processors) / s, s))
 
 
 @torch.library.custom_op("cumulant::covariance", mutates_args=())
-def covariance(x: Tensor, mean: Tensor) -> Tensor:
-    """<x~ x~^T> (B, C, C) in the dtype of x (B, L, C), which has contiguous rows; mean (B, C) in float32.
+def covariance(x: Tensor) -> tuple[Tensor, Tensor]:
+    """<x~ x~^T> (B, C, C) in the dtype of x (B, L, C), which has contiguous rows, and the mean (B, C) in float32.
 
-    Cost: L C^2 / 2 multiply-adds (only tiles on and below the diagonal), x is read about C / BLOCK times from cache.
+    Cost: L C^2 / 2 multiply-adds (only tiles on and below the diagonal); tiles of x are read again from the cache.
     """
     B, L, C = x.shape
     side = cdiv(C, BLOCK)
     tiles = side * (side + 1) // 2
-    # Enough programs for two rounds of the multiprocessors, each with 2,048 tokens or more: partial sums cost memory.
-    splits = max(1, min(cdiv(2 * multiprocessors(x.device), tiles * B), cdiv(L, 2048)))
+    splits = _splits(tiles * B, L, multiprocessors(x.device))
     share = cdiv(cdiv(L, splits), TOKENS) * TOKENS
     splits = cdiv(L, share)
-    partial = torch.empty(B, splits, C, C, dtype=torch.float32, device=x.device)
+    products = torch.empty(B, splits, C, C, dtype=torch.float32, device=x.device)
+    sums = torch.empty(B, splits, C, dtype=torch.float32, device=x.device)
     G = torch.empty(B, C, C, dtype=x.dtype, device=x.device)
+    mean = torch.empty(B, C, dtype=torch.float32, device=x.device)
     with on_device(x.device):
-        products_kernel[(tiles, splits, B)](
-            x, partial, L, C, x.stride(0), x.stride(1), share, BM=BLOCK, N=TOKENS, EVEN=C % BLOCK == 0,
-            num_warps=WARPS, num_stages=STAGES,
+        sums_kernel[(tiles + side, splits, B)](
+            x, products, sums, L, C, x.stride(0), x.stride(1), share, tiles,
+            BM=BLOCK, N=TOKENS, EVEN=C % BLOCK == 0, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
-        finish_kernel[(tiles, B)](partial, mean, G, L, C, splits, BM=BLOCK, num_warps=WARPS)
-    return G
+        finish_kernel[(tiles, B)](products, sums, G, mean, L, C, splits, BM=BLOCK, num_warps=WARPS)
+    return G, mean
 
 
 @covariance.register_fake
-def _(x: Tensor, mean: Tensor) -> Tensor:
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
     B, _, C = x.shape
-    return x.new_empty(B, C, C)
+    return x.new_empty(B, C, C), x.new_empty(B, C, dtype=torch.float32)

@@ -28,6 +28,9 @@ from ..moments import ratio, statistics_dtype
 RELATIVE_COST = {"cpu": 1.1, "cuda": 1.3}
 
 
+LOOPED = 16  # sequences up to which the last product runs one by one, each adding its constant as it writes
+
+
 def pays(length: int, dim: int, num_heads: int, device: str) -> bool:
     """Whether the folded layer is expected to be faster for sequences of this length."""
     head = dim // num_heads
@@ -68,18 +71,22 @@ def _folded(
     weights: Tensor | None,
 ) -> Tensor:
     G, mean, present, x = _token_moments(x, weights)
-    dtype = G.dtype
-    Wq, Wk, Wv = (w.unflatten(0, (num_heads, -1)) for w in qkv_weight.to(dtype).chunk(3))  # (H, D, C)
-    GV = G @ Wv.flatten(0, 1).mT  # (B, C, C), columns by head
-    S = Wk @ (GV.unflatten(-1, (num_heads, -1)).transpose(-3, -2) * scale)  # (B, H, D, D)
-    M = proj_weight.to(dtype) @ (S.mT @ Wq).flatten(-3, -2)
-    inner = mean @ Wv.flatten(0, 1).mT.to(mean.dtype)  # (B, C)
+    dtype, B, D = G.dtype, x.shape[0], x.shape[-1] // num_heads
+    qkv_weight, proj_weight, mean = qkv_weight.to(dtype), proj_weight.to(dtype), mean.to(dtype)
+    Wq, Wk, _ = qkv_weight.unflatten(0, (3, num_heads, D))  # (H, D, C)
+    Wv = qkv_weight[-x.shape[-1] :]
+    # Products over heads, the batch among the columns: weights are read in place, nothing of them is repeated.
+    GV = (G @ Wv.mT).unflatten(-1, (num_heads, D)).permute(2, 1, 0, 3).flatten(2)  # (H, C, B D)
+    S = (Wk @ GV).unflatten(-1, (B, D)).permute(0, 2, 3, 1) * scale  # (H, B, D, D), transposed: value, key
+    read = (S.flatten(1, 2) @ Wq).unflatten(1, (B, D)).transpose(0, 1).flatten(1, 2)  # (B, C, C): S_h^T Wq_h, stacked
+    M = proj_weight @ read
+    inner = mean @ Wv.mT  # (B, C)
     if qkv_bias is not None:
-        bq, _, bv = qkv_bias.to(mean.dtype).chunk(3)
-        read = bq.unflatten(0, (num_heads, 1, -1)) @ S.to(mean.dtype)
-        inner = inner + bv * present + read.flatten(-3)
-    c = F.linear(inner, proj_weight.to(mean.dtype), None if proj_bias is None else proj_bias.to(mean.dtype))
-    return torch.baddbmm(c.unsqueeze(-2).to(x.dtype), x, M.mT.to(x.dtype))
+        bq, _, bv = qkv_bias.to(dtype).chunk(3)
+        inner = inner + bv * present
+        inner = inner + (S @ bq.view(num_heads, 1, D, 1)).squeeze(-1).transpose(0, 1).flatten(1)
+    c = F.linear(inner, proj_weight, None if proj_bias is None else proj_bias.to(dtype))
+    return _Affine.apply(x, M.to(x.dtype), c.to(x.dtype))
 
 
 def _token_moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
@@ -116,9 +123,9 @@ class _TokenMoments(torch.autograd.Function):
         from ..kernels import triton_covariance
 
         x = x if x.stride(-1) == 1 else x.contiguous()
-        mean = x.mean(-2, dtype=torch.float32)
+        G, mean = triton_covariance.covariance(x)
         ctx.save_for_backward(x, mean)
-        return triton_covariance.covariance(x, mean), mean, x.view_as(x)
+        return G, mean, x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dG: Tensor, d_mean: Tensor, dx: Tensor) -> Tensor:
@@ -126,4 +133,25 @@ class _TokenMoments(torch.autograd.Function):
         L = x.shape[-2]
         D = ((dG + dG.mT) / L).to(x.dtype)
         constant = d_mean / L - (mean.unsqueeze(-2) @ D.float()).squeeze(-2)
-        return torch.baddbmm(dx, x, D).add_(constant.unsqueeze(-2).to(x.dtype))
+        # dx is ours alone: it comes from _Affine, to which nothing else leads.
+        return dx.baddbmm_(x, D).add_(constant.unsqueeze(-2).to(x.dtype))
+
+
+class _Affine(torch.autograd.Function):
+    """y = x M^T + c for a batch of matrices, without a pass over y for c where the batch is small."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, M: Tensor, c: Tensor) -> Tensor:
+        ctx.save_for_backward(x, M)
+        B, L, C = x.shape
+        if B > LOOPED:
+            return torch.bmm(x, M.mT).add_(c.unsqueeze(-2))
+        y = x.new_empty(B, L, C)
+        for b in range(B):
+            torch.addmm(c[b], x[b], M[b].mT, out=y[b])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, M = ctx.saved_tensors
+        return torch.bmm(dy, M), torch.bmm(dy.mT, x), dy.sum(-2, dtype=statistics_dtype(dy.dtype)).to(M.dtype)

@@ -1,0 +1,72 @@
+"""Where a number came from: commit, versions and machine. No host name, user name or path is ever recorded."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cumulant
+
+
+def commit() -> str | None:
+    """Short commit of the checkout that `cumulant` was imported from, marked when files differ from it.
+
+    None for an installed wheel or a checkout without a commit: a wrong commit would be worse than none.
+    """
+    root = Path(cumulant.__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        name = git("rev-parse", "--short=12", "HEAD")
+        return name + (" with uncommitted changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def cpu_model() -> str:
+    """The processor as its maker names it, or the architecture where that is not told."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """What a results file says about its origin."""
+    return {
+        "command": command,
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": {
+            "cumulant": cumulant.__version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "numpy")},
+        },
+        "machine": {
+            "processor": cpu_model(),
+            "cores": cores(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "threads": torch.get_num_threads(),
+        },
+    }

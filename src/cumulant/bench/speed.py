@@ -1,0 +1,272 @@
+"""`cumulant bench speed`: forward, backward and both, as time, as share of the memory floor and as peak memory.
+
+The floor of a linear attention is the time to move its tensors once: q, k, v in and the output out (4 tensors)
+forward, q, k, v and the output's gradient in and three gradients out (7) backward, at the copy bandwidth measured in
+the same run. Nothing is timed before its result was compared with the float64 reference.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cumulant.attention import attention
+from cumulant.bench.provenance import provenance
+
+Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Time cumulant attention against softmax kernels, plain torch and torch.compile; refuse if results are off.
+
+    Example: cumulant bench speed
+
+    Example: cumulant bench speed --lengths 1024 4096 --causal --out runs/speed
+    """
+
+    lengths: tuple[int, ...] = (256, 1024, 4096, 16384)
+    """Sequence lengths."""
+    numbers: int = 0
+    """Numbers in each tensor; the batch is chosen to reach it. 0: 100 million on a GPU, one sequence elsewhere."""
+    heads: int = 12
+    dim: int = 64
+    """Width of a head."""
+    causal: bool = False
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """auto: bfloat16 on a GPU, float32 elsewhere."""
+    longest_softmax: int = 16384
+    """Do not run quadratic attentions beyond this length."""
+    out: Path = Path("runs/speed")
+    """Folder for speed.json and speed.svg."""
+    json: bool = False
+    """Print JSON instead of the table."""
+
+
+@dataclass
+class Row:
+    """One contender at one length; None where it was not run."""
+
+    name: str
+    L: int
+    B: int
+    milliseconds: dict[str, float] = field(default_factory=dict)  # forward, backward, both
+    floor_share: dict[str, float] = field(default_factory=dict)  # forward, backward; linear attentions only
+    peak_bytes: int | None = None  # above the inputs, forward and backward
+    note: str = ""
+
+
+def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, Any]:
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no GPU; use --device cpu")
+    name = settings.dtype if settings.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    dtype = getattr(torch, name)
+    bandwidth = copy_bandwidth(device)
+    rows = []
+    for L in settings.lengths:
+        if L < 1:
+            raise ValueError(f"lengths must be positive, got {L}")
+        size = settings.heads * L * settings.dim
+        numbers = settings.numbers or (100_000_000 if device == "cuda" else size)
+        B = max(1, round(numbers / size))
+        torch.compiler.reset()  # compiled peers are compiled for one length at a time
+        for contender, (function, quadratic) in contenders(settings, device).items():
+            if quadratic and L > settings.longest_softmax:
+                continue
+            row = measure(contender, function, quadratic, settings, B, L, device, dtype, bandwidth)
+            progress(line(row))
+            rows.append(row)
+    result = {
+        "rows": [vars(row) for row in rows],
+        "copy_bytes_per_second": bandwidth,
+        "setting": {
+            "heads": settings.heads, "dim": settings.dim, "dtype": name, "device": device, "causal": settings.causal
+        },
+        **provenance("cumulant bench speed"),
+    }  # fmt: skip
+    if device == "cuda":
+        result["machine"]["gpu"] = torch.cuda.get_device_name()
+    settings.out.mkdir(parents=True, exist_ok=True)
+    (settings.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, settings.out / "speed.svg")
+    return result
+
+
+def contenders(settings: Speed, device: str) -> dict[str, tuple[Contender, bool]]:
+    """Name -> function and whether it is quadratic in the length."""
+    causal = settings.causal
+
+    def softmax(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    table: dict[str, tuple[Contender, bool]] = {}
+    for order in (2, 3):
+        table[f"cumulant{order}"] = partial(attention, order=order, is_causal=causal), False
+        plain = partial(attention, order=order, is_causal=causal, backend="reference")
+        table[f"cumulant{order}, plain torch"] = plain, False
+        table[f"cumulant{order}, torch.compile"] = torch.compile(plain, dynamic=False), False
+    table["softmax, flash"] = partial(softmax, SDPBackend.FLASH_ATTENTION), True
+    if device == "cuda":
+        table["softmax, cuDNN"] = partial(softmax, SDPBackend.CUDNN_ATTENTION), True
+        try:
+            from fla.ops.linear_attn import chunk_linear_attn  # type: ignore[import-not-found,unused-ignore]
+        except ImportError:
+            pass
+        else:
+
+            def chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+                return chunk_linear_attn(*tokens_first, normalize=False)[0].transpose(1, 2)
+
+            if causal:
+                table["linear, flash-linear-attention"] = chunked, False
+    return table
+
+
+def measure(
+    name: str, function: Contender, quadratic: bool, settings: Speed, B: int, L: int, device: str, dtype: torch.dtype,
+    bandwidth: float,
+) -> Row:  # fmt: skip
+    row = Row(name, L, B)
+    make = torch.Generator(device).manual_seed(L)
+    shape = (B, settings.heads, L, settings.dim)
+    q, k, v, grad = (
+        (torch.randn(shape, device=device, generator=make) + mean).to(dtype) for mean in (0.2, 1.0, 0.5, 0.0)
+    )
+    try:
+        problem = wrong(name, function, quadratic, settings, q, k, v)
+        if problem:
+            row.note = problem
+            return row
+        with torch.no_grad():
+            row.milliseconds["forward"] = timed(lambda: function(q, k, v), device)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves)
+        row.milliseconds["backward"] = timed(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), device)
+        row.milliseconds["both"] = timed(lambda: torch.autograd.grad(function(*leaves), leaves, grad), device)
+        if device == "cuda":
+            with peak_memory() as peak:
+                torch.autograd.grad(function(*leaves), leaves, grad)
+            row.peak_bytes = peak[0]
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        row.note = f"did not run: {str(error).splitlines()[0][:80]}"
+        return row
+    if not quadratic:
+        tensor = q.numel() * q.element_size() / bandwidth * 1e3
+        row.floor_share = {
+            "forward": 4 * tensor / row.milliseconds["forward"],
+            "backward": 7 * tensor / row.milliseconds["backward"],
+        }
+    return row
+
+
+def wrong(
+    name: str, function: Contender, quadratic: bool, settings: Speed, q: Tensor, k: Tensor, v: Tensor
+) -> str | None:
+    """What is wrong with a contender's result on its own inputs (a slice of the batch), or None."""
+    if not name.startswith(("cumulant", "softmax")):
+        return None  # another definition of attention: there is nothing of ours to compare it with
+    slices = [x[:1] for x in (q, k, v)]
+    exact = [x.double() for x in slices]
+    if quadratic:
+        if q.shape[-2] > 4096:  # the reference would need the L x L matrix in float64
+            return None
+        expected = F.scaled_dot_product_attention(exact[0], exact[1], exact[2], is_causal=settings.causal)
+    else:
+        order = int(name[len("cumulant")])
+        expected = attention(*exact, order=order, is_causal=settings.causal, backend="reference")
+    error = ((function(*slices).double() - expected).norm() / expected.norm()).item()
+    bound = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}[q.dtype]
+    return None if error < bound else f"off by {error:.1e} (relative): not timed"
+
+
+def timed(function: Callable[[], Any], device: str) -> float:
+    """Median milliseconds."""
+    if device == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(function, warmup=25, rep=100, return_mode="median"))
+    function()
+    samples: list[float] = []
+    while len(samples) < 5 or (sum(samples) < 0.3 and len(samples) < 50):
+        start = time.perf_counter()
+        function()
+        samples.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(samples)
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second, read and written, of a copy that fits no cache."""
+    source = torch.empty(1 << (30 if device == "cuda" else 27), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (timed(lambda: target.copy_(source), device) * 1e-3)
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Bytes that the body allocates at its peak beyond what was there before."""
+    peak = [0]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield peak
+    torch.cuda.synchronize()
+    peak[0] = torch.cuda.max_memory_allocated() - before
+
+
+def line(row: Row) -> str:
+    start = f"{row.name:32s} B {row.B:5d} L {row.L:7d}"
+    if row.note:
+        return f"{start}  {row.note}"
+    times = "  ".join(f"{phase} {row.milliseconds[phase]:9.3f} ms" for phase in ("forward", "backward", "both"))
+    shares = "".join(f"  {row.floor_share[x]:.2f}" for x in row.floor_share)
+    memory = "" if row.peak_bytes is None else f"  peak {row.peak_bytes / 2**20:,.0f} MiB"
+    return f"{start}  {times}{'  of the floor' + shares if shares else ''}{memory}"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Forward and backward together against length, time per token so that linear cost is a flat line."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("the plot needs matplotlib: pip install 'cumulant[train]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.6))
+    rows = [row for row in result["rows"] if not row["note"]]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        points = [
+            (row["L"], 1e6 * row["milliseconds"]["both"] / (row["B"] * row["L"])) for row in rows if row["name"] == name
+        ]
+        ours = name in ("cumulant2", "cumulant3")
+        axes.plot(
+            *zip(*points, strict=True), marker="o", markersize=4, label=name,
+            linewidth=2.4 if ours else 1.2, linestyle="-" if ours or "softmax" in name else "--",
+        )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="sequence length", ylabel="forward + backward, ns per token")
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, frameon=False)
+    setting = result["setting"]
+    where = result["machine"].get("gpu") or result["machine"]["processor"]
+    axes.set_title(f"{where}, {setting['dtype']}, {setting['heads']} heads of {setting['dim']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,242 @@
+"""The plotly figures of the report, as plain dictionaries {"data": [...], "layout": {...}} made from results.json.
+
+Text and grid colours are left to the page, which sets them for light or dark when it draws.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+Figure = dict[str, Any]
+
+# Mid-tones that hold on white and on dark, told apart also by people who do not see red and green.
+COLOURS = {
+    "softmax": "#8a63d2",
+    "linear": "#e0861a",
+    "cumulant2": "#1b9e8f",
+    "cumulant3": "#2b7de0",
+    "cumulant1": "#b0952f",
+    "control": "#8c8c8c",
+    "softmax, matrix formed": "#b9a3e6",
+    "order 1": "#b0952f",
+    "order 2": "#1b9e8f",
+    "order 3, diagonal": "#2b7de0",
+    "order 3, full": "#5a4fd0",
+}
+SPARE = ("#c0558f", "#6b8e23", "#a0522d", "#4a90a4", "#d4526e", "#7a7a3a")
+DASHES = {"softmax": "solid", "linear": "dash", "cumulant2": "dashdot", "control": "dot"}
+SYMBOLS = {"softmax": "circle", "linear": "square", "cumulant2": "diamond", "cumulant3": "triangle-up"}
+
+
+def colour(name: str) -> str:
+    """The colour of a mechanism, the same in every figure."""
+    return COLOURS.get(name) or SPARE[sum(name.encode()) % len(SPARE)]
+
+
+def transparent(hexadecimal: str, alpha: float) -> str:
+    red, green, blue = (int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+def layout(x: str, y: str, *, height: int = 340, **more: Any) -> dict[str, Any]:
+    """What all figures share: small margins, the legend above, hover for one x at a time."""
+    base: dict[str, Any] = {
+        "height": height,
+        "margin": {"l": 58, "r": 14, "t": 10, "b": 46},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "hovermode": "x unified",
+        "xaxis": {"title": {"text": x}, "zeroline": False},
+        "yaxis": {"title": {"text": y, "standoff": 8}, "zeroline": False, "automargin": True},
+    }
+    for axis in ("xaxis", "yaxis"):
+        base[axis].update(more.pop(axis, {}))
+    return {**base, **more}
+
+
+def groups(results: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """(label, colour name, runs) of every mechanism and of the control."""
+    found = [
+        (name, name, [r for r in results["runs"] if r["mechanism"] == name and r["role"] == "compared"])
+        for name in results["attention"]
+    ]
+    control = [run for run in results["runs"] if run["role"] == "control"]
+    return [*found, (f"{results['baseline']} again (control)", "control", control)]
+
+
+def accuracy_points(results: dict[str, Any]) -> Figure:
+    """Every run as a point, the mean as a bar across: the spread is seen before any statistic."""
+    data = []
+    for row, (label, key, runs) in enumerate(groups(results)):
+        values = [100 * run["accuracy"] for run in runs]
+        # Runs of the same accuracy would hide each other: spread them a little around their row.
+        offsets = [row + 0.3 * (i / max(len(runs) - 1, 1) - 0.5) for i in range(len(runs))]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": label,
+                "x": values,
+                "y": offsets,
+                "text": [f"seed {run['seed']}" for run in runs],
+                "hovertemplate": "%{x:.2f} %<br>%{text}<extra>" + label + "</extra>",
+                "marker": {"color": transparent(colour(key), 0.55), "size": 10},
+                "showlegend": False,
+            }
+        )
+        mean = statistics.mean(values)
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "x": [mean, mean],
+                "y": [row - 0.34, row + 0.34],
+                "line": {"color": colour(key), "width": 4},
+                "hovertemplate": f"mean {mean:.2f} %<extra>{label}</extra>",
+                "showlegend": False,
+            }
+        )
+    labels = [label.replace(" (", "<br>(") for label, _, _ in groups(results)]
+    rows = {
+        "tickvals": list(range(len(labels))),
+        "ticktext": labels,
+        "range": [len(labels) - 0.5, -0.5],
+        "title": {"text": ""},
+        "showgrid": False,
+        "automargin": True,
+    }
+    return {
+        "data": data,
+        "layout": layout("test accuracy, %", "", height=90 + 46 * len(labels), hovermode="closest", yaxis=rows),
+    }
+
+
+def curves(results: dict[str, Any], field: str, y: str, factor: float = 1.0) -> Figure:
+    """Mean over seeds against epochs, with a band from the lowest to the highest seed."""
+    data = []
+    for label, key, runs in groups(results):
+        epochs = list(range(1, len(runs[0][field]) + 1))
+        by_epoch = [[factor * value for value in values] for values in zip(*(r[field] for r in runs), strict=True)]
+        low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
+        data.append(
+            {
+                "type": "scatter",
+                "x": epochs + epochs[::-1],
+                "y": high + low[::-1],
+                "fill": "toself",
+                "mode": "none",
+                "fillcolor": transparent(colour(key), 0.15),
+                "hoverinfo": "skip",
+                "showlegend": False,
+                "legendgroup": label,
+            }
+        )
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines" if len(epochs) > 1 else "markers",
+                "name": label,
+                "legendgroup": label,
+                "x": epochs,
+                "y": [statistics.mean(v) for v in by_epoch],
+                "line": {"color": colour(key), "width": 2.2, "dash": DASHES.get(key, "solid")},
+                "hovertemplate": "%{y:.2f}",
+            }
+        )
+    return {"data": data, "layout": layout("epoch", y)}
+
+
+def logarithmic(**more: Any) -> dict[str, Any]:
+    return {"type": "log", "dtick": 1, "minor": {"ticks": "outside", "ticklen": 3}, **more}
+
+
+def error_by_order(results: dict[str, Any]) -> Figure:
+    """Relative error against the size of the logits, lines for random data, points for the trained softmax model."""
+    error = results["error"]
+    data = []
+    for name, values in error["relative_error"].items():
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": name,
+                "legendgroup": name,
+                "x": error["logit_sizes"],
+                "y": values,
+                "line": {"color": colour(name), "width": 2.4, "dash": DASHES.get(name, "solid")},
+                "hovertemplate": "%{y:.2~%} at %{x}",
+            }
+        )
+        if error["trained"]:
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": f"{name}, trained model",
+                    "legendgroup": name,
+                    "showlegend": False,
+                    "x": [layer["logit_size"] for layer in error["trained"]],
+                    "y": [layer["relative_error"][name] for layer in error["trained"]],
+                    "text": [f"layer {layer['layer']}" for layer in error["trained"]],
+                    "marker": {"color": colour(name), "size": 9, "symbol": "circle-open", "line": {"width": 2}},
+                    "hovertemplate": "%{text}: %{y:.2~%} at %{x:.2f}<extra>" + name + ", trained model</extra>",
+                }
+            )
+    ticks = {"tickvals": [0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10], "type": "log"}
+    shape = layout(
+        "logit size (standard deviation of q·k)",
+        "relative error",
+        height=420,
+        hovermode="closest",
+        xaxis=ticks,
+        yaxis={
+            "type": "log",
+            "tickvals": [10.0**power for power in range(-6, 4)],
+            "ticktext": ["0.0001 %", "0.001 %", "0.01 %", "0.1 %", "1 %", "10 %", "100 %", "1000 %", "10⁴ %", "10⁵ %"],
+        },
+    )
+    return {"data": data, "layout": shape}
+
+
+def cost_by_length(results: dict[str, Any], field: str, y: str, factor: float) -> Figure:
+    """Time or memory of every mechanism against the number of tokens, both axes logarithmic."""
+    measurements = results["scaling"]["measurements"]
+    data = []
+    for name in dict.fromkeys(one["name"] for one in measurements):
+        own = [one for one in measurements if one["name"] == name]
+        trace: dict[str, Any] = {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": [one["length"] for one in own],
+            "y": [factor * one[field] for one in own],
+            "line": {"color": colour(name), "width": 2.2, "dash": DASHES.get(name, "solid")},
+            "marker": {"size": 7, "symbol": SYMBOLS.get(name, "circle")},
+            "hovertemplate": "%{y:.3~g}",
+        }
+        if field.startswith("seconds"):
+            trace["error_y"] = {
+                "type": "data",
+                "symmetric": False,
+                "array": [factor * (one["seconds_high"] - one[field]) for one in own],
+                "arrayminus": [factor * (one[field] - one["seconds_low"]) for one in own],
+                "thickness": 1,
+                "width": 2,
+                "visible": field == "seconds",
+            }
+        data.append(trace)
+    lengths = sorted({one["length"] for one in measurements})
+    ticks = {"type": "log", "tickvals": lengths[:: 1 if len(lengths) < 6 else 2], "tickformat": ",d"}
+    return {"data": data, "layout": layout("tokens L", y, height=380, xaxis=ticks, yaxis=logarithmic(tickformat="~g"))}
+
+
+def figures(results: dict[str, Any]) -> dict[str, Figure]:
+    """All figures of the report by the id of their place on the page."""
+    return {
+        "accuracy-points": accuracy_points(results),
+        "loss-curves": curves(results, "loss", "training loss"),
+        "accuracy-curves": curves(results, "test_accuracy", "test accuracy, %", 100.0),
+        "error-by-order": error_by_order(results),
+        "time-by-length": cost_by_length(results, results["scaling"]["time_shown"], "milliseconds per call", 1e3),
+        "memory-by-length": cost_by_length(results, "peak_bytes", "peak memory, MiB", 2.0**-20),
+    }

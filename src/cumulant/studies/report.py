@@ -1,0 +1,55 @@
+"""One self-contained HTML page from the results of a study: plotly is bundled inline, nothing is fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cumulant.studies.runs import write_atomically
+from cumulant.studies.verdict import signed
+
+TEMPLATE = "report.html.j2"
+
+
+def check_packages() -> None:
+    """Fail early, and say what to install, where the packages of the report are missing."""
+    try:
+        import jinja2
+        import plotly.offline  # noqa: F401
+        import scipy.stats  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"the report needs the package {error.name}: pip install 'cumulant[train]'") from error
+    assert jinja2.__version__
+
+
+def render(results: dict[str, Any]) -> str:
+    """The page as text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
+
+    from cumulant.studies import figures, wording
+
+    environment = Environment(
+        loader=PackageLoader("cumulant", "studies"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["points"] = lambda share: f"{100 * share:.2f}"
+    environment.filters["signed"] = signed
+    return environment.get_template(TEMPLATE).render(
+        results=results,
+        verdict=results["verdict"],
+        colour=figures.colour,
+        page={"figures": figures.figures(results), "maps": results["maps"], "attention": results["attention"]},
+        about_maps=wording.about_maps(results),
+        about_error=wording.about_error(results),
+        about_cost=wording.about_cost(results),
+        plotlyjs=get_plotlyjs(),
+    )
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """Write the page to `path`, whole or not at all."""
+    write_atomically(path, render(results))

@@ -1,0 +1,193 @@
+"""What a set of accuracies allows one to say: every sentence of the report's summary is computed here.
+
+A difference counts when two things hold: its 95 % interval (Welch's, from the spread over seeds) leaves out zero, and
+it is larger than the difference between two sets of runs of the *same* mechanism, the control.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Morimoto, Wang, Yasuda: ViT on ImageNet-100, top-1 in percent.
+PAPER_ACCURACY = {"softmax": 69.1, "cumulant3": 64.0, "cumulant2": 63.6, "linear": 43.0}
+# softmax > cumulant3 >= cumulant2 > linear: (above, below, whether a tie also agrees with the claim)
+PAPER_CLAIM = (("softmax", "cumulant3", False), ("cumulant3", "cumulant2", True), ("cumulant2", "linear", False))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`first` against `second`, in percentage points: difference of the means and its 95 % interval."""
+
+    first: str
+    second: str
+    difference: float
+    low: float | None  # None with a single seed: one run has no spread
+    high: float | None
+    control_gap: float
+
+    @property
+    def outcome(self) -> str:
+        """'above' or 'below' when the difference counts, else 'level'."""
+        if self.low is None or self.high is None or abs(self.difference) <= self.control_gap:
+            return "level"
+        return "above" if self.low > 0 else "below" if self.high < 0 else "level"
+
+
+def compare(first: str, second: str, accuracies: Mapping[str, Sequence[float]], control_gap: float = 0.0) -> Comparison:
+    """Welch's interval for the difference of two means; accuracies are fractions, the result is in points."""
+    a, b = ([100 * x for x in accuracies[name]] for name in (first, second))
+    difference = statistics.mean(a) - statistics.mean(b)
+    if min(len(a), len(b)) < 2:
+        return Comparison(first, second, difference, None, None, control_gap)
+    va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
+    if va + vb == 0:
+        return Comparison(first, second, difference, difference, difference, control_gap)
+    from scipy.stats import t  # type: ignore[import-untyped]  # comes with scikit-learn
+
+    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    margin = float(t.ppf(0.975, freedom)) * math.sqrt(va + vb)
+    return Comparison(first, second, difference, difference - margin, difference + margin, control_gap)
+
+
+def signed(points: float) -> str:
+    """+1.23 or −1.23, with a real minus sign."""
+    return f"{points:+.2f}".replace("-", "−")
+
+
+def describe(result: Comparison) -> str:
+    """One comparison in words."""
+    size = f"{abs(result.difference):.2f} points"
+    if result.low is None or result.high is None:
+        return f"{result.first} and {result.second} differ by {size}, but one seed each says nothing about chance"
+    interval = f"95 % interval {signed(result.low)} to {signed(result.high)}"
+    if result.outcome == "level":
+        return (
+            f"{result.first} and {result.second} cannot be told apart: difference {signed(result.difference)} points, "
+            f"{interval}"
+        )
+    return f"{result.first} is {result.outcome} {result.second} by {size} ({interval})"
+
+
+def agreement(outcome: str, tie_agrees: bool) -> str:
+    """What a comparison says about one link of the claim."""
+    if outcome == "level":
+        return "not contradicted" if tie_agrees else "not resolved"
+    return "seen" if outcome == "above" else "reversed"
+
+
+def ordering(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> str:
+    """Mechanisms by mean accuracy; '>' where neighbours differ beyond chance and control, '≈' where not.
+
+    '≈' does not carry over: two that are each level with a third may still differ. Such pairs are named as well.
+    """
+    names = sorted(accuracies, key=lambda name: -statistics.mean(accuracies[name]))
+    apart = {
+        pair for pair in itertools.combinations(names, 2) if compare(*pair, accuracies, control_gap).outcome == "above"
+    }
+    text = names[0]
+    hidden = []
+    for i, below in enumerate(names[1:], start=1):
+        text += f" {'>' if (names[i - 1], below) in apart else '≈'} {below}"
+        for above in names[: i - 1]:
+            chain = itertools.pairwise(names[names.index(above) : i + 1])
+            if (above, below) in apart and not any(pair in apart for pair in chain):
+                hidden.append(f"{above} > {below}")
+    return text + (f", yet {' and '.join(hidden)}" if hidden else "")
+
+
+def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tuple[str, str, list[Comparison]]:
+    """Whether softmax > cumulant3 >= cumulant2 > linear holds: a keyword, a sentence, the comparisons behind it.
+
+    'reproduced': every '>' is seen and '>=' is not reversed; 'contradicted': some link is reversed; 'partly': some
+    '>' is seen and none reversed; 'undecided': no '>' is seen and none reversed; 'untested': a mechanism is missing.
+    """
+    links = [link for link in PAPER_CLAIM if link[0] in accuracies and link[1] in accuracies]
+    results = [compare(first, second, accuracies, control_gap) for first, second, _ in links]
+    if len(links) < len(PAPER_CLAIM):
+        missing = sorted({name for link in PAPER_CLAIM for name in link[:2]} - set(accuracies))
+        return "untested", f"The paper's ordering is not tested: {', '.join(missing)} did not take part.", results
+    reversed_ = [r for r in results if r.outcome == "below"]
+    strict = [r for r, (_, _, tie) in zip(results, links, strict=True) if not tie]
+    seen = [r for r in strict if r.outcome == "above"]
+    unseen = [f"{r.first} > {r.second}" for r in strict if r.outcome != "above"]
+    if reversed_:
+        which = " and ".join(f"{r.second} came out above {r.first}" for r in reversed_)
+        return "contradicted", f"The paper's ordering does not hold on this data: {which}.", results
+    if not unseen:
+        return "reproduced", "The paper's ordering reproduces on this data.", results
+    if seen:
+        found = " and ".join(f"{r.first} > {r.second}" for r in seen)
+        text = f"The paper's ordering reproduces in part: {found} is seen, {' and '.join(unseen)} is not."
+        return "partly", text, results
+    text = "This data neither confirms nor contradicts the paper's ordering: the differences are within chance."
+    return "undecided", text, results
+
+
+def verdict(accuracies: Mapping[str, Sequence[float]], control: Sequence[float], baseline: str) -> dict[str, Any]:
+    """The summary of a study: final accuracies (fractions) by mechanism, the control's, and whom it repeats."""
+    again = f"{baseline} again"
+    check = compare(baseline, again, {baseline: accuracies[baseline], again: control})
+    gap = abs(check.difference)
+    keyword, sentence, links = claim(accuracies, gap)
+    ties = {(first, second): tie for first, second, tie in PAPER_CLAIM}
+    if check.low is None or check.high is None:
+        control_text = "With one seed per mechanism there is no spread to judge by: use more seeds."
+    else:
+        caution = (
+            f": not told apart, as it should be. Differences of up to about {(check.high - check.low) / 2:.1f} points "
+            "are what chance alone can make of this many seeds."
+            if check.low <= 0 <= check.high
+            else ". They should not differ at all: by bad luck they do, and every other difference deserves doubt."
+        )
+        control_text = (
+            f"Two sets of {baseline} runs that differ only in their seeds are {gap:.2f} points apart (95 % interval "
+            f"{signed(check.low)} to {signed(check.high)}){caution}"
+        )
+    return {
+        "claim": keyword,
+        "claim_text": sentence,
+        "ordering": ordering(accuracies, gap),
+        "control_gap": gap,
+        "control_text": control_text,
+        "comparisons": [
+            {
+                **asdict(result),
+                "outcome": result.outcome,
+                "tie_agrees": ties[result.first, result.second],
+                "agreement": agreement(result.outcome, ties[result.first, result.second]),
+                "text": describe(result),
+            }
+            for result in links
+        ],
+        "paper_accuracy": PAPER_ACCURACY,
+    }
+
+
+def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per mechanism and role: mean, standard deviation (over seeds), extremes, parameters, seconds."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["mechanism"], record["role"]), []).append(record)
+    rows = []
+    for (name, role), group in groups.items():
+        final = [record["accuracy"] for record in group]
+        rows.append(
+            {
+                "mechanism": name,
+                "role": role,
+                "seeds": [record["seed"] for record in group],
+                "mean": statistics.mean(final),
+                "std": statistics.stdev(final) if len(final) > 1 else None,
+                "low": min(final),
+                "high": max(final),
+                "parameters": group[0]["parameters"],
+                "loss": statistics.mean(record["loss"][-1] for record in group),
+                "seconds": statistics.mean(record["seconds"] for record in group),
+            }
+        )
+    return rows

@@ -1,0 +1,130 @@
+"""Sentences of the report about maps, error and cost. Each is computed from the results; none is written in advance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def percent(share: float) -> str:
+    """A share with two figures that count: 0.0123 -> '1.2 %', 3.4 -> '340 %'."""
+    value = 100 * share
+    digits = f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 0.1 else f"{value:.1g}"
+    return f"{digits}\N{NO-BREAK SPACE}%"
+
+
+def joined(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def about_maps(results: dict[str, Any]) -> list[str]:
+    """How far the maps are spread, and whether those of the cumulants are more local than linear attention's."""
+    locality, tokens = results["maps"]["locality"], results["maps"]["tokens"]
+    used = {name: values["tokens_used"] for name, values in locality.items()}
+    spreads = joined([f"{value['mean']:.1f} ({name})" for name, value in used.items()])
+    sentences = [
+        f"On average over images, layers, heads and seeds a map is spread over {spreads} of the {tokens} tokens."
+    ]
+    cumulants = [name for name in used if name in ("cumulant2", "cumulant3")]
+    if "linear" in used and cumulants:
+        linear = used["linear"]
+        sharper = [name for name in cumulants if used[name]["high"] < linear["low"]]
+        broader = [name for name in cumulants if used[name]["low"] > linear["high"]]
+        mixed = [name for name in cumulants if name not in sharper + broader]
+        claim = "The paper reports more localised maps for cumulant than for linear attention. "
+        parts = []
+        if sharper:
+            parts.append(f"{joined(sharper)}: seen here, in every seed")
+        if mixed:
+            parts.append(f"{joined(mixed)}: not clear here, the seeds overlap")
+        if broader:
+            parts.append(f"{joined(broader)}: the opposite is seen here, in every seed")
+        sentences.append(claim + "; ".join(parts) + ".")
+    negative = {name: values["negative_mass"]["mean"] for name, values in locality.items()}
+    signed = [f"{value:.2f} ({name})" for name, value in negative.items() if value > 5e-4]
+    if signed:
+        sentences.append(
+            f"The negative weights of a map add up to {joined(signed)} on average; the positive ones to 1 plus that, "
+            "because all weights of a map sum to exactly 1."
+        )
+    return sentences
+
+
+def about_error(results: dict[str, Any]) -> list[str]:
+    """Error of each order at a small and at a large logit size, and where the trained model stands."""
+    error = results["error"]
+    sizes, curves = error["logit_sizes"], error["relative_error"]
+    sentences = []
+    for wanted in (0.2, 1.0):
+        i = min(range(len(sizes)), key=lambda i: abs(sizes[i] - wanted))
+        listed = joined([f"{percent(values[i])} ({name})" for name, values in curves.items()])
+        sentences.append(f"At logit size {sizes[i]:g} the error is {listed}.")
+    useful = [
+        size for size, two, full in zip(sizes, curves["order 2"], curves["order 3, full"], strict=True) if full < two
+    ]
+    if useful and len(useful) < len(sizes):
+        sentences.append(
+            f"The full third order helps up to a logit size of about {max(useful):g}; beyond it the series "
+            "no longer converges and a higher order makes it worse."
+        )
+    if error["trained"]:
+        layers = error["trained"]
+        low, high = min(layer["logit_size"] for layer in layers), max(layer["logit_size"] for layer in layers)
+        best = {name: [layer["relative_error"][name] for layer in layers] for name in curves}
+        listed = joined([f"{percent(min(v))} to {percent(max(v))} ({name})" for name, v in best.items()])
+        sentences.append(
+            f"The rings are the layers of the softmax model trained here, whose logit sizes are {low:.2f} to "
+            f"{high:.2f}. Were its attention replaced without further training, the error of a layer would be {listed}."
+        )
+        closest = min(min(values) for values in best.values())
+        if closest > 0.1:
+            sentences.append(
+                f"No order comes closer than {percent(closest)} to any layer, so here cumulant attention is not a "
+                "close copy of the softmax that was learned; the accuracies above are of models trained with it from "
+                "the start."
+            )
+    return sentences
+
+
+def about_cost(results: dict[str, Any]) -> list[str]:
+    """Ratios at the longest common length, and what doubling the length costs."""
+    measured, seconds = results["scaling"]["measurements"], results["scaling"]["time_shown"]
+    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    for one in measured:
+        by_name.setdefault(one["name"], {})[one["length"]] = one
+    sentences = []
+    linear_time: list[str] = [name for name in ("cumulant2", "cumulant3") if name in by_name]
+    if "softmax" in by_name and linear_time:
+        longest = max(by_name["softmax"].keys() & by_name[linear_time[-1]].keys())
+        softmax = by_name["softmax"][longest][seconds]
+        ratios = [f"{softmax / by_name[name][longest][seconds]:.3g} times as long as {name}" for name in linear_time]
+        sentences.append(f"At L = {longest:,} softmax takes {joined(ratios)}.")
+        for name in linear_time:
+            slower = [n for n, one in by_name["softmax"].items() if one[seconds] < by_name[name][n][seconds]]
+            shared = by_name["softmax"].keys() & by_name[name].keys()
+            if slower and max(slower) < max(shared):
+                sentences.append(f"Up to L = {max(slower):,} softmax is the quicker one against {name}.")
+    grown: dict[tuple[int, int], list[str]] = {}
+    for name, own in by_name.items():
+        lengths = sorted(own)
+        first, last = lengths[-min(4, len(lengths))], lengths[-1]
+        if first < last:
+            grown.setdefault((first, last), []).append(f"{own[last][seconds] / own[first][seconds]:.3g} ({name})")
+    for (first, last), factors in grown.items():
+        sentences.append(
+            f"From L = {first:,} to {last:,}, {last / first:g} times as many tokens, the time grew by a factor of "
+            f"{joined(factors)}."
+        )
+    if "disturbed_on" in results["scaling"]:
+        sentences.append(
+            f"Measured on one thread: on {results['scaling']['disturbed_on']}, calls of the same kind took very "
+            "different times, as on a machine busy with other work."
+        )
+    if results["scaling"]["disturbed"]:
+        sentences.append(
+            "Calls of the same kind took very different times, as on a machine busy with other work, so the curves and "
+            "the sentences above go by the quickest calls instead of the median."
+        )
+    reasons = [f"{name} ({why})" for name, why in results["scaling"]["given_up"].items()]
+    if reasons:
+        sentences.append(f"Not measured at every length: {joined(reasons)}.")
+    return sentences

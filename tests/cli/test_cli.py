@@ -1,0 +1,107 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cumulant import cli, zoo
+from cumulant.studies import digits
+from cumulant.studies.runs import RunError
+
+
+def output_of_help(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*words, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys):
+    text = output_of_help(capsys)
+    assert "reproduce" in text
+    assert "list" in text
+
+
+@pytest.mark.parametrize("command", ["reproduce", "list"])
+def test_the_help_of_every_command_shows_an_example(capsys, command):
+    assert f"Example: cumulant {command}" in output_of_help(capsys, command)
+
+
+def test_no_command_shows_the_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([])
+    assert stop.value.code == 0
+    assert "reproduce" in capsys.readouterr().out
+
+
+def test_list_prints_every_mechanism(capsys):
+    assert cli.main(["list"]) == 0
+    first_words = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert set(zoo.names()) <= set(first_words)
+
+
+def test_list_as_json_holds_names_costs_and_abilities(capsys):
+    assert cli.main(["list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == zoo.names()
+    linear = next(row for row in rows if row["name"] == "linear")
+    assert linear["subquadratic"] is True
+    assert linear["cost"]
+
+
+def test_an_unknown_mechanism_ends_with_the_names_there_are(capsys, tmp_path):
+    assert cli.main(["reproduce", "--attention", "softmx", "--out", str(tmp_path / "x")]) == 2
+    message = capsys.readouterr().err
+    assert "softmx" in message
+    assert "cumulant3" in message
+    assert "Traceback" not in message
+
+
+def test_a_value_out_of_range_ends_with_its_name(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["reproduce", "--seeds", "0"])
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert "seeds must be 1 or more, got 0" in captured.out + captured.err
+
+
+def test_a_folder_that_cannot_be_written_ends_with_its_name(capsys, tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert cli.main(["reproduce", "--out", str(tmp_path / "taken")]) == 1
+    assert "taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "advice"), [([], "the same command again"), (["--fresh"], "without --fresh again")])
+def test_stopping_says_how_to_go_on(capsys, monkeypatch, flags, advice):
+    def stopped(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(digits, "reproduce", stopped)
+    assert cli.main(["reproduce", "--out", "runs/here", *flags]) == 130
+    message = capsys.readouterr().err
+    assert "runs/here" in message
+    assert advice in message
+
+
+def test_a_failed_run_is_an_error_without_a_traceback(capsys, monkeypatch):
+    def failed(*_arguments, **_options):
+        raise RunError("linear, seed 2: the loss became nan")
+
+    monkeypatch.setattr(digits, "reproduce", failed)
+    assert cli.main(["reproduce"]) == 1
+    assert capsys.readouterr().err == "cumulant: error: linear, seed 2: the loss became nan\n"
+
+
+def test_json_prints_the_results_and_nothing_else(capsys, monkeypatch):
+    monkeypatch.setattr(digits, "reproduce", lambda settings, progress: {"seeds": settings.seeds})
+    assert cli.main(["reproduce", "--json", "--seeds", "2"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"seeds": 2}
+
+
+def test_starting_the_program_loads_nothing_that_only_a_command_needs():
+    heavy = "sklearn plotly jinja2 scipy cumulant.studies.digits cumulant.bench"
+    code = f"import sys, cumulant.cli; print([m for m in {heavy.split()!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,105 @@
+"""The words of the summary follow from the numbers, and only from them."""
+
+import pytest
+from scipy.stats import ttest_ind
+
+from cumulant.studies.verdict import claim, compare, ordering, summarise, verdict
+
+FAR_APART = {
+    "softmax": [0.990, 0.991, 0.989, 0.990],
+    "cumulant3": [0.970, 0.971, 0.969, 0.970],
+    "cumulant2": [0.969, 0.970, 0.970, 0.969],
+    "linear": [0.900, 0.901, 0.902, 0.899],
+}
+
+
+def changed(**accuracies):
+    return {**FAR_APART, **accuracies}
+
+
+def test_the_interval_is_that_of_welchs_test():
+    a, b = [0.97, 0.98, 0.96, 0.975], [0.95, 0.97, 0.96]
+    result = compare("a", "b", {"a": a, "b": b})
+    expected = ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    assert (result.low, result.high) == pytest.approx((100 * expected.low, 100 * expected.high))
+
+
+def test_a_clear_ordering_reproduces_the_claim_with_a_tie_in_the_middle():
+    assert claim(FAR_APART, 0.0)[0] == "reproduced"
+    assert ordering(FAR_APART, 0.0) == "softmax > cumulant3 ≈ cumulant2 > linear"
+
+
+def test_a_pair_that_differs_across_neighbours_that_do_not_is_named():
+    steps = {"a": [0.98, 0.99, 1.0], "b": [0.96, 0.98, 0.97], "c": [0.94, 0.95, 0.96]}
+    assert ordering(steps, 0.0) == "a ≈ b ≈ c, yet a > c"
+    assert ordering({**steps, "c": [0.90, 0.91, 0.90]}, 0.0) == "a ≈ b > c"
+
+
+def test_linear_above_cumulant_contradicts_the_claim():
+    keyword, sentence, _ = claim(changed(linear=[0.980, 0.981, 0.979, 0.980]), 0.0)
+    assert keyword == "contradicted"
+    assert "linear came out above cumulant2" in sentence
+
+
+def test_the_second_order_above_the_third_contradicts_the_claim():
+    assert claim(changed(cumulant2=[0.985, 0.985, 0.986, 0.985]), 0.0)[0] == "contradicted"
+
+
+def test_one_link_in_the_noise_reproduces_only_in_part():
+    keyword, sentence, _ = claim(changed(softmax=[0.97, 0.972, 0.968, 0.97]), 0.0)
+    assert keyword == "partly"
+    assert "cumulant2 > linear is seen" in sentence
+    assert "softmax > cumulant3 is not" in sentence
+
+
+def test_the_same_numbers_everywhere_decide_nothing():
+    noise = [0.97, 0.98, 0.96]
+    assert claim(dict.fromkeys(FAR_APART, noise), 0.0)[0] == "undecided"
+    assert ">" not in ordering(dict.fromkeys(FAR_APART, noise), 0.0)
+
+
+def test_a_difference_smaller_than_that_of_the_control_does_not_count():
+    assert compare("softmax", "cumulant3", FAR_APART, control_gap=1.0).outcome == "above"
+    assert compare("softmax", "cumulant3", FAR_APART, control_gap=3.0).outcome == "level"
+
+
+def test_one_seed_never_decides():
+    single = {name: values[:1] for name, values in FAR_APART.items()}
+    words = verdict(single, [0.9], "softmax")
+    assert words["claim"] == "undecided"
+    assert "one seed" in words["control_text"]
+
+
+def test_a_missing_mechanism_is_named():
+    keyword, sentence, _ = claim({"softmax": [0.9, 0.9], "linear": [0.8, 0.8]}, 0.0)
+    assert keyword == "untested"
+    assert "cumulant2, cumulant3" in sentence
+
+
+def test_a_control_that_differs_beyond_chance_is_a_warning():
+    fine = verdict(FAR_APART, [0.991, 0.989, 0.990, 0.990], "softmax")
+    odd = verdict(FAR_APART, [0.950, 0.951, 0.949, 0.950], "softmax")
+    assert "doubt" not in fine["control_text"]
+    assert "doubt" in odd["control_text"]
+    assert odd["control_gap"] == pytest.approx(4.0)
+
+
+def test_a_summary_row_holds_mean_spread_and_extremes():
+    records = [
+        {
+            "mechanism": "softmax",
+            "role": "compared",
+            "seed": i,
+            "accuracy": a,
+            "loss": [2.0, 1 - a],
+            "parameters": 10,
+            "seconds": 2.0,
+        }
+        for i, a in enumerate((0.9, 1.0))
+    ]
+    (row,) = summarise(records)
+    assert row["mean"] == pytest.approx(0.95)
+    assert row["std"] == pytest.approx(0.0707, abs=1e-4)
+    assert row["loss"] == pytest.approx(0.05)
+    assert (row["low"], row["high"], row["seeds"]) == (0.9, 1.0, [0, 1])
+    assert summarise(records[:1])[0]["std"] is None
