@@ -5,29 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
+from cumulant.commands import Bench, Error, ListMechanisms, Speed
 from cumulant.studies.settings import Reproduce
 
-
-@dataclass(frozen=True)
-class ListMechanisms:
-    """Print the attention mechanisms that can be used by name, with what each costs and can do.
-
-    Example: cumulant list
-
-    Example: cumulant list --json
-    """
-
-    json: bool = False
-    """Print JSON instead of the table."""
-
-
 Command = (
-    Annotated[Reproduce, tyro.conf.subcommand("reproduce")] | Annotated[ListMechanisms, tyro.conf.subcommand("list")]
+    Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[ListMechanisms, tyro.conf.subcommand("list")]
 )
 
 DESCRIPTION = """Linear-time attention from the cumulant expansion of softmax.
@@ -46,8 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prog="cumulant",
             description=DESCRIPTION,
             args=words or ["--help"],
-            config=(tyro.conf.FlagCreatePairsOff,),
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes),
         )
+        if isinstance(command, Bench):
+            return bench(command.what)
         return list_mechanisms(command) if isinstance(command, ListMechanisms) else reproduce(command)
     except ValueError as error:
         print(f"cumulant: error: {error}", file=sys.stderr)
@@ -76,6 +66,31 @@ def reproduce(settings: Reproduce) -> int:
     else:
         print(digits.terminal_summary(results))
         print(f"\nopen {report} in a browser to see the report")
+    return 0
+
+
+def bench(settings: Speed | Error) -> int:
+    if isinstance(settings, Error):
+        from cumulant.bench import softmax_error
+
+        errors = softmax_error(settings.sizes, length=settings.length, dim=settings.dim)
+        if settings.json:
+            print(json.dumps(errors, indent=1))
+            return 0
+        print("relative error against softmax\n" + f"{'logit size':20s}" + "".join(f"{x:>9g}" for x in settings.sizes))
+        for name, curve in errors["relative_error"].items():
+            print(f"{name:20s}" + "".join(f"{error:9.1e}" for error in curve))
+        return 0
+    from cumulant.bench import speed
+
+    try:
+        result = speed.run(
+            settings, progress=lambda text: print(text, file=sys.stderr if settings.json else sys.stdout)
+        )
+    except (OSError, ImportError) as error:
+        print(f"cumulant: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result, indent=1) if settings.json else f"wrote {settings.out}/speed.json and speed.svg")
     return 0
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,37 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.attention import attention
 from cumulant.bench.provenance import provenance
+from cumulant.commands import Speed
 
 Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Time cumulant attention against softmax kernels, plain torch and torch.compile; refuse if results are off.
-
-    Example: cumulant bench speed
-
-    Example: cumulant bench speed --lengths 1024 4096 --causal --out runs/speed
-    """
-
-    lengths: tuple[int, ...] = (256, 1024, 4096, 16384)
-    """Sequence lengths."""
-    numbers: int = 0
-    """Numbers in each tensor; the batch is chosen to reach it. 0: 100 million on a GPU, one sequence elsewhere."""
-    heads: int = 12
-    dim: int = 64
-    """Width of a head."""
-    causal: bool = False
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """auto: bfloat16 on a GPU, float32 elsewhere."""
-    longest_softmax: int = 16384
-    """Do not run quadratic attentions beyond this length."""
-    out: Path = Path("runs/speed")
-    """Folder for speed.json and speed.svg."""
-    json: bool = False
-    """Print JSON instead of the table."""
 
 
 @dataclass
