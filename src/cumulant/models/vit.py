@@ -102,7 +102,8 @@ class VisionTransformer(nn.Module):
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
         init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
             a model of width 64 starts learning much sooner from about 64**-0.5.
-        attention, attention_options: any mechanism of `cumulant.zoo`, for every block.
+        attention: name of a mechanism, see `cumulant.zoo.names()`.
+        attention_options: options of that mechanism.
     """
 
     def __init__(

@@ -126,13 +126,14 @@ class MultiheadAttention(nn.Module):
 class CumulantAttention(MultiheadAttention):
     """Cumulant attention with the arguments and state-dict names of timm's `Attention`: an `attn_layer`.
 
+    Arguments that are not explained here are those of `MultiheadAttention`.
+
     Args:
         order: 1, 2 or 3; `full=True` takes the whole third cumulant instead of its diagonal.
         normalization: "mean", or "sum" for the form that the paper prints.
         fold: whether the second-order layer is computed from the token covariance, without forming query, key
             and value (`nn/fold.py`): True, False, or "auto", where a cost model says that it is faster. Only
             order 2 in the mean form, without normalisation of queries and keys, folds; causal calls do not.
-        Others as `MultiheadAttention`.
     """
 
     def __init__(
