@@ -33,44 +33,35 @@ def tile_of(t):
 
 @triton.jit
 def sums_kernel(
-    x, products, sums, L, C, stride_b, stride_t, share, tiles,
-    BM: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+    x, products, sums, L, C, stride_b, stride_t, share, BM: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Over the tokens of one split: x^T x for each tile of the lower triangle, then sum x for each block of columns.
-
-    Grid (tiles + C / BM, splits, B). The programs that only add wait for memory while the others multiply.
-    """
-    t, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Grid (tiles, splits, B). Over the tokens of one split: a tile of x^T x; those on the diagonal also add up x."""
+    split, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i, j = tile_of(tl.program_id(0))
     start = split * share
     end = tl.minimum(L, start + share)
     n = tl.arange(0, N)
+    rows, columns = i * BM + tl.arange(0, BM), j * BM + tl.arange(0, BM)
     base = x + b * stride_b + start.to(tl.int64) * stride_t + n[:, None] * stride_t
+    left, right = base + rows[None, :], base + columns[None, :]
+    acc = tl.zeros((BM, BM), tl.float32)
+    total = tl.zeros((N, BM), tl.float32)
+    for at in range(start, end, N):
+        valid = (at + n < end)[:, None]
+        if EVEN:
+            p, q = tl.load(left, mask=valid, other=0.0), tl.load(right, mask=valid, other=0.0)
+        else:
+            p = tl.load(left, mask=valid & (rows < C)[None, :], other=0.0)
+            q = tl.load(right, mask=valid & (columns < C)[None, :], other=0.0)
+        acc = dot(tl.trans(p), q, acc, "ieee")
+        if i == j:
+            total += p.to(tl.float32)
+        left += N * stride_t
+        right += N * stride_t
     slot = b * tl.num_programs(1) + split
-    if t < tiles:
-        i, j = tile_of(t)
-        rows, columns = i * BM + tl.arange(0, BM), j * BM + tl.arange(0, BM)
-        left, right = base + rows[None, :], base + columns[None, :]
-        acc = tl.zeros((BM, BM), tl.float32)
-        for at in range(start, end, N):
-            valid = (at + n < end)[:, None]
-            if EVEN:
-                p, q = tl.load(left, mask=valid, other=0.0), tl.load(right, mask=valid, other=0.0)
-            else:
-                p = tl.load(left, mask=valid & (rows < C)[None, :], other=0.0)
-                q = tl.load(right, mask=valid & (columns < C)[None, :], other=0.0)
-            acc = dot(tl.trans(p), q, acc, "ieee")
-            left += N * stride_t
-            right += N * stride_t
-        out = products + slot * C * C + rows[:, None] * C + columns[None, :]
-        tl.store(out, acc, mask=(rows < C)[:, None] & (columns < C)[None, :])
-    else:
-        columns = (t - tiles) * BM + tl.arange(0, BM)
-        at_columns = base + columns[None, :]
-        total = tl.zeros((N, BM), tl.float32)
-        for at in range(start, end, N):
-            valid = (at + n < end)[:, None] & (columns < C)[None, :]
-            total += tl.load(at_columns, mask=valid, other=0.0).to(tl.float32)
-            at_columns += N * stride_t
+    out = products + slot * C * C + rows[:, None] * C + columns[None, :]
+    tl.store(out, acc, mask=(rows < C)[:, None] & (columns < C)[None, :])
+    if i == j:
         tl.store(sums + slot * C + columns, tl.sum(total, 0), mask=columns < C)
 
 
@@ -127,8 +118,8 @@ def covariance(x: Tensor) -> tuple[Tensor, Tensor]:
     G = torch.empty(B, C, C, dtype=x.dtype, device=x.device)
     mean = torch.empty(B, C, dtype=torch.float32, device=x.device)
     with on_device(x.device):
-        sums_kernel[(tiles + side, splits, B)](
-            x, products, sums, L, C, x.stride(0), x.stride(1), share, tiles,
+        sums_kernel[(tiles, splits, B)](
+            x, products, sums, L, C, x.stride(0), x.stride(1), share,
             BM=BLOCK, N=TOKENS, EVEN=C % BLOCK == 0, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         finish_kernel[(tiles, B)](products, sums, G, mean, L, C, splits, BM=BLOCK, num_warps=WARPS)

@@ -9,11 +9,12 @@ cumulant attention followed by the output projection is one affine map of each t
     y = M x + c,   M = sum_h Wo_h S_h^T Wq_h,   c = Wo (Wv <x> + bv + [S_h^T bq_h]_h) + bo
 
 No query, key or value is ever formed. Multiply-adds a sequence: plain layer
-4 L C^2 + 2 L C D, folded 2 L C^2 + 2 C^3 + 2 C^2 D.
+4 L C^2 + 2 L C D, folded 2 L C^2 + 4 C^3 (1.5 L C^2 where one triangle of G is computed).
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ from ..moments import ratio, statistics_dtype
 # Time of a multiply-add in the folded layer over that in the plain one, so that `pays` compares times.
 # Measured by benchmarks/fold.py; above 1 because the folded layer's products are smaller.
 RELATIVE_COST = {"cpu": 1.1, "cuda": 1.3}
-
-
 LOOPED = 16  # sequences up to which the last product runs one by one, each adding its constant as it writes
 
 
@@ -35,7 +34,7 @@ def pays(length: int, dim: int, num_heads: int, device: str) -> bool:
     """Whether the folded layer is expected to be faster for sequences of this length."""
     head = dim // num_heads
     plain = 4 * length * dim**2 + 2 * length * dim * head
-    folded = 2 * length * dim**2 + 2 * dim**3 + 2 * dim**2 * head
+    folded = 2 * length * dim**2 + 4 * dim**3
     return plain > RELATIVE_COST.get(device, 1.3) * folded
 
 
@@ -71,22 +70,29 @@ def _folded(
     weights: Tensor | None,
 ) -> Tensor:
     G, mean, present, x = _token_moments(x, weights)
-    dtype, B, D = G.dtype, x.shape[0], x.shape[-1] // num_heads
+    dtype, C = G.dtype, x.shape[-1]
     qkv_weight, proj_weight, mean = qkv_weight.to(dtype), proj_weight.to(dtype), mean.to(dtype)
-    Wq, Wk, _ = qkv_weight.unflatten(0, (3, num_heads, D))  # (H, D, C)
-    Wv = qkv_weight[-x.shape[-1] :]
-    # Products over heads, the batch among the columns: weights are read in place, nothing of them is repeated.
-    GV = (G @ Wv.mT).unflatten(-1, (num_heads, D)).permute(2, 1, 0, 3).flatten(2)  # (H, C, B D)
-    S = (Wk @ GV).unflatten(-1, (B, D)).permute(0, 2, 3, 1) * scale  # (H, B, D, D), transposed: value, key
-    read = (S.flatten(1, 2) @ Wq).unflatten(1, (B, D)).transpose(0, 1).flatten(1, 2)  # (B, C, C): S_h^T Wq_h, stacked
-    M = proj_weight @ read
-    inner = mean @ Wv.mT  # (B, C)
+    Wq, Wk, Wv = qkv_weight.split(C)
+    # Every head's S_h lies on the diagonal of Wv G Wk^T. The other blocks are computed only to be dropped: that
+    # costs less time than gathering the heads from strided memory.
+    blocks = _diagonal_blocks if torch.compiler.is_compiling() else _kept_blocks
+    S = (Wv @ G) @ Wk.mT * blocks(C, num_heads, scale, dtype, x.device)  # (B, C, C): value, key
+    M = proj_weight @ (S @ Wq)
+    inner = F.linear(mean, Wv)
     if qkv_bias is not None:
-        bq, _, bv = qkv_bias.to(dtype).chunk(3)
-        inner = inner + bv * present
-        inner = inner + (S @ bq.view(num_heads, 1, D, 1)).squeeze(-1).transpose(0, 1).flatten(1)
+        bq, _, bv = qkv_bias.to(dtype).split(C)
+        inner = inner + S @ bq + bv * present
     c = F.linear(inner, proj_weight, None if proj_bias is None else proj_bias.to(dtype))
     return _Affine.apply(x, M.to(x.dtype), c.to(x.dtype))
+
+
+def _diagonal_blocks(dim: int, num_heads: int, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`scale` where two channels belong to the same head, 0 elsewhere, (C, C)."""
+    head = torch.arange(dim, device=device) // (dim // num_heads)
+    return (head[:, None] == head).to(dtype) * scale
+
+
+_kept_blocks = lru_cache(maxsize=64)(_diagonal_blocks)
 
 
 def _token_moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
