@@ -6,14 +6,19 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
-from hypothesis import settings
+
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU machine may run `pytest -m gpu` without it
+    settings = None
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)  # pytest-xdist uses the cores
-settings.register_profile("default", deadline=None, max_examples=30, derandomize=True)
-settings.load_profile("default")
+if settings is not None:
+    settings.register_profile("default", deadline=None, max_examples=30, derandomize=True)
+    settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)

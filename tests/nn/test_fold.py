@@ -92,7 +92,7 @@ def test_auto_folds_long_sequences_and_not_short_or_causal_ones():
     assert not layer._folds(short, False)
     assert layer._folds(long, False)
     assert not layer._folds(long, True)
-    assert [pays(L, 384, 6, "cuda") for L in (64, 1568)] == [False, True]
+    assert [pays(L, 384, 6, "cuda") for L in (1024, 4096)] == [False, True]
 
 
 def test_a_compiled_folded_layer_is_one_graph():

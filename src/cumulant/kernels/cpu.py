@@ -27,6 +27,7 @@ from ..moments import Moments, ratio, statistics_dtype
 TILE = (
     1 << 19
 )  # numbers in a workspace tile, 2 MiB in float32; a quarter of it costs 10 %, four times as much page faults
+SAMPLE = 512  # tokens whose mean is the point about which sums are taken
 TOKENS = 2048  # tokens in a tile, at most: enough for the matrix products to run at full speed
 
 
@@ -42,7 +43,7 @@ def attention(
     """query (B, Hq, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E), weights (B, Lk) or None -> (B, Hq, Lq, E).
 
     `reference` computes the same by differentiable operations; only second derivatives use it.
-    Cost: 2 L D E products a head at order 2, 4 L D E at order 3; reads q, k, v twice, writes the output once.
+    Cost: 2 L D E products a head at order 2, 4 L D E at order 3; reads q, k, v once, writes the output once.
     """
     return _Attention.apply(query, key, value, weights, order, scale, reference)
 
@@ -169,9 +170,10 @@ def _empty_with_layout_of(x: Tensor, width: int) -> Tensor:
 
 
 def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, space: _Workspace) -> Moments:
-    """Moments of one tile, flat over (batch, head): a pass for the means, a pass for the centred sums.
+    """Moments of one tile, flat over (batch, head): sums about a point near the means, moved to the means at the end.
 
-    The second pass also sums the deviations: what rounding left in the means is taken out at the end.
+    Without weights that point is the mean of evenly spaced tokens, so the tokens are read once; with weights a
+    pass of its own finds the means.
     """
     L, D, E = key.shape[-2], key.shape[-1], value.shape[-1]
     g = key.shape[0] * key.shape[1]
@@ -180,7 +182,10 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
     absent = None
     if weights is None:
         W = torch.full((g, 1), float(L), dtype=space.dtype)
-        k_mean, v_mean = (x.mean(-2, dtype=space.dtype).view(g, -1) for x in (key, value))
+        near = slice(None, None, max(1, L // SAMPLE))
+        k_mean, v_mean = (x[..., near, :].mean(-2, dtype=space.dtype).view(g, -1) for x in (key, value))
+        if order == 2:  # centred keys suffice: values as they are spare a pass, and their mean comes out of the sums
+            v_mean.zero_()
     else:
         absent, weights = weights == 0, weights.to(space.dtype)
         W = weights.sum(-2)
@@ -196,7 +201,10 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
     for n in _chunks(key):
         w, gone = (None, None) if weights is None or absent is None else (weights[:, n], absent[:, n])
         k = space.centred("k", key[..., n, :], k_mean, gone)
-        v = space.centred("v", value[..., n, :], v_mean, gone)
+        if order == 2 and w is None:
+            v = space.load("v", value[..., n, :])
+        else:
+            v = space.centred("v", value[..., n, :], v_mean, gone)
         if w is not None:
             v.mul_(w)
         k_rest += _total(k, w)

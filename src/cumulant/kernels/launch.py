@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # Triton reads it at import too
+HAS_TRITON = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # head size, at most
 
@@ -48,25 +49,22 @@ class Strides(NamedTuple):
 
 def available(x: Tensor) -> bool:
     """Whether Triton kernels can take x: on a CUDA device, or on the CPU under TRITON_INTERPRET=1."""
-    return x.dtype in DTYPES and _has_triton() and x.device.type == ("cpu" if INTERPRET else "cuda")
+    return x.dtype in DTYPES and HAS_TRITON and x.device.type == ("cpu" if INTERPRET else "cuda")
 
 
-def obstacle(query: Tensor, value: Tensor) -> str | None:
+def obstacle(query: Tensor, value: Tensor, is_causal: bool) -> str | None:
     """Why the Triton kernels cannot take these tensors, or None if they can."""
-    if not _has_triton():
+    if not HAS_TRITON:
         return "Triton is not installed (pip install 'cumulant[gpu]')"
     if query.device.type != ("cpu" if INTERPRET else "cuda"):
         return f"tensors are on {query.device}, not on a CUDA device (TRITON_INTERPRET=1 runs kernels on the CPU)"
+    if is_causal and not INTERPRET:
+        return "the causal kernels are right in Triton's interpreter but not yet on GPUs"
     if query.dtype not in DTYPES:
         return f"kernels take float16, bfloat16 and float32, got {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > WIDEST:
         return f"heads are at most {WIDEST} wide, got {query.shape[-1]} and {value.shape[-1]}"
     return None
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 @cache
@@ -107,17 +105,20 @@ def rows(x: Tensor) -> Tensor:
 
 def stride_unit(*tensors: Tensor) -> int:
     """8 where all strides and addresses of the tensors are whole multiples of 8 elements, else 1."""
+    bits = 0
     for x in tensors:
-        if any(s % 8 for s in x.stride()[:-1]) or x.data_ptr() % (8 * x.element_size()):
-            return 1
-    return 8
+        bits |= x.data_ptr() // x.element_size()
+        for step in x.stride()[:-1]:
+            bits |= step
+    return 1 if bits & 7 else 8
 
 
 def strides(x: Tensor, unit: int) -> Strides:
     """Strides of (B, H, L, D) or of packed (T, H, D)."""
-    if x.ndim == 4:
-        return Strides(x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit)
-    return Strides(0, x.stride(1) // unit, x.stride(0) // unit)
+    steps = x.stride()
+    if len(steps) == 4:
+        return Strides(steps[0] // unit, steps[1] // unit, steps[2] // unit)
+    return Strides(0, steps[1] // unit, steps[0] // unit)
 
 
 def empty_like_rows(x: Tensor, width: int) -> Tensor:
@@ -129,6 +130,19 @@ def empty_like_rows(x: Tensor, width: int) -> Tensor:
         B, H, L, _ = x.shape
         return x.new_empty(B, L, H, width).transpose(1, 2)
     return x.new_empty(*x.shape[:-1], width)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor and nothing watches: no compiler, transform, tensor subclass or dispatch mode.
+
+    Then kernels may be called directly; through the dispatcher a custom op costs up to 0.1 ms of Python each time.
+    """
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def token_weights(weights: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ..moments import ratio, statistics_dtype
 
 # Time of a multiply-add in the folded layer over that in the plain one, so that `pays` compares times.
 # Measured by benchmarks/fold.py; above 1 because the folded layer's products are smaller.
-RELATIVE_COST = {"cpu": 1.1, "cuda": 1.3}
+RELATIVE_COST = {"cpu": 1.1, "cuda": 1.48}
 LOOPED = 16  # sequences up to which the last product runs one by one, each adding its constant as it writes
 
 
@@ -35,7 +35,7 @@ def pays(length: int, dim: int, num_heads: int, device: str) -> bool:
     head = dim // num_heads
     plain = 4 * length * dim**2 + 2 * length * dim * head
     folded = 2 * length * dim**2 + 4 * dim**3
-    return plain > RELATIVE_COST.get(device, 1.3) * folded
+    return plain > RELATIVE_COST.get(device, 1.48) * folded
 
 
 def folded_attention(
@@ -76,14 +76,19 @@ def _folded(
     # Every head's S_h lies on the diagonal of Wv G Wk^T. The other blocks are computed only to be dropped: that
     # costs less time than gathering the heads from strided memory.
     blocks = _diagonal_blocks if torch.compiler.is_compiling() else _kept_blocks
-    S = (Wv @ G) @ Wk.mT * blocks(C, num_heads, scale, dtype, x.device)  # (B, C, C): value, key
-    M = proj_weight @ (S @ Wq)
+    S = (_times(Wv, G) @ Wk.mT) * blocks(C, num_heads, scale, dtype, x.device)  # (B, C, C): value, key
+    M = _times(proj_weight, S @ Wq)
     inner = F.linear(mean, Wv)
     if qkv_bias is not None:
         bq, _, bv = qkv_bias.to(dtype).split(C)
         inner = inner + S @ bq + bv * present
     c = F.linear(inner, proj_weight, None if proj_bias is None else proj_bias.to(dtype))
     return _Affine.apply(x, M.to(x.dtype), c.to(x.dtype))
+
+
+def _times(W: Tensor, X: Tensor) -> Tensor:
+    """W (C, C) times each of X (B, C, C). `W @ X` would transpose X in memory first."""
+    return torch.bmm(W.expand(X.shape[0], -1, -1), X)
 
 
 def _diagonal_blocks(dim: int, num_heads: int, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:

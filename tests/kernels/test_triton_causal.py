@@ -1,0 +1,318 @@
+"""Causal Triton kernels against `causal_attention` in float64, through Triton's interpreter or on the GPU if any.
+
+Every test runs with fresh memory full of NaN, so that nothing is read before it is written, and with tiles of 16
+tokens, so that short sequences have several tiles and parts.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+pytest.importorskip("triton")
+
+from cumulant.causal import causal_attention  # noqa: E402
+from cumulant.kernels import triton_causal  # noqa: E402
+from cumulant.kernels.launch import Config  # noqa: E402
+
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poison(x: Tensor) -> Tensor:
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+
+
+@pytest.fixture(params=["whole", "parts"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sequences of one part, or cut into parts of 32 tokens."""
+    monkeypatch.setattr(triton_causal, "SHORTEST", 32 if request.param == "parts" else 1 << 20)
+    monkeypatch.setattr(triton_causal, "WANTED", 1000)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_causal, "config", lambda *_: Config(16, 4, 1))
+    return str(request.param)
+
+
+def tokens(*shape: int, mean: float = 0.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=generator) + mean).to(DEVICE, dtype)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, scale: float, normalization: str = "mean"
+) -> Tensor:
+    H = k.shape[1]
+    out = causal_attention(
+        q.unflatten(1, (H, q.shape[1] // H)), k, v, order=order, full=False, scale=scale, normalization=normalization,
+        weights=None if weights is None else weights.unsqueeze(1),
+    )  # fmt: skip
+    return out.flatten(1, 2)
+
+
+def error(x: Tensor, y: Tensor) -> float:
+    return float((x.detach().double() - y.detach()).norm() / y.detach().norm().clamp_min(1e-6))
+
+
+def compare(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, tolerance: float, normalization: str = "mean"
+) -> None:
+    """Outputs and gradients of the kernels and of the reference, relative to the latter's norm."""
+    scale = q.shape[-1] ** -0.5
+    grad = tokens(*q.shape[:-1], v.shape[-1], dtype=q.dtype, seed=7)
+    absent = None if weights is None else (weights == 0)[:, None, :, None]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double() for x in (q, k, v)]
+    exact = [exact[0], *(x if absent is None else x.masked_fill(absent, 0) for x in exact[1:])]
+    exact = [x.requires_grad_() for x in exact]
+    out = triton_causal.attention(*inputs, weights, order, scale, normalization)
+    out.backward(grad)
+    expected = reference(*exact, weights, order, scale, normalization)
+    expected.backward(grad.double())
+    assert out.dtype == q.dtype
+    found = [out, *(x.grad for x in inputs)]
+    wanted = [expected, *(x.grad for x in exact)]
+    errors = {name: error(x, y) for name, x, y in zip(NAMES, found, wanted, strict=True)}
+    assert max(errors.values()) < tolerance, errors
+    if absent is not None:
+        assert not inputs[1].grad.masked_select(absent).any()
+        assert not inputs[2].grad.masked_select(absent).any()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "Lq", "Lk", "D", "E"),
+    [(1, 1, 1, 1, 1, 16, 16), (2, 1, 1, 17, 63, 16, 24), (1, 1, 3, 65, 33, 16, 16), (1, 1, 1, 130, 130, 24, 40)],
+)
+def test_outputs_and_gradients_equal_the_reference(
+    B: int, H: int, G: int, Lq: int, Lk: int, D: int, E: int, order: int
+) -> None:
+    q, k, v = tokens(B, H * G, Lq, D), tokens(B, H, Lk, D, mean=3, seed=1), tokens(B, H, Lk, E, mean=-2, seed=2)
+    compare(q, k, v, None, order, TOLERANCE[torch.float32])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs(order: int, dtype: torch.dtype) -> None:
+    q, k, v = (tokens(1, 1, 65, 64, mean=m, dtype=dtype, seed=m) for m in (0, 1, 2))
+    compare(q, k, v, None, order, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("D", "E", "order", "dtype"), [(144, 72, 3, torch.float32), (72, 136, 2, torch.bfloat16)])
+def test_heads_wider_than_a_program(D: int, E: int, order: int, dtype: torch.dtype) -> None:
+    q, k, v = (tokens(1, 1, 33, n, mean=1, dtype=dtype) for n in (D, D, E))
+    compare(q, k, v, None, order, TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("kind", "normalization", "order"), [("bool", "mean", 3), ("float", "sum", 2)])
+def test_absent_tokens_reach_nothing_even_as_nan(kind: str, normalization: str, order: int) -> None:
+    q, k, v = tokens(2, 2, 60, 16), tokens(2, 1, 50, 16, mean=5), tokens(2, 1, 50, 24, mean=5)
+    weights = tokens(2, 50).abs() * (tokens(2, 50, seed=3) > 0)
+    weights[0] = 0  # a sequence without keys
+    weights[1, :40] = 0  # rows without keys, and a whole part
+    if kind == "bool":
+        weights = weights > 0
+    absent = (weights == 0)[:, None, :, None]
+    k, v = k.masked_fill(absent, float("nan")), v.masked_fill(absent, float("inf"))
+    compare(q, k, v, weights, order, 1e-5, normalization)
+    out = triton_causal.attention(q, k, v, weights, order, 0.25, normalization)
+    assert not out[0].any()
+    assert not out[1, :, :40].any()
+
+
+@pytest.mark.usefixtures("path")
+def test_sum_normalization_without_a_mask() -> None:
+    q, k, v = (tokens(1, 1, 50, 16, mean=1, seed=i) for i in range(3))
+    compare(q, k, v, None, 3, TOLERANCE[torch.float32], "sum")
+
+
+@pytest.mark.usefixtures("path")
+def test_views_of_a_projection_are_read_in_place() -> None:
+    B, L, H, D = 1, 65, 2, 24
+    qkv = tokens(B, L, 3, H, D, mean=1).requires_grad_()
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    out = triton_causal.attention(q, k, v, None, 3, 0.2)
+    assert out.transpose(1, 2).is_contiguous()
+    out.square().sum().backward()
+    exact = qkv.detach().double().requires_grad_()
+    expected = reference(*(x.transpose(1, 2) for x in exact.unbind(2)), None, 3, 0.2)
+    expected.square().sum().backward()
+    assert error(out, expected) < TOLERANCE[torch.float32]
+    assert error(qkv.grad, exact.grad) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("same", [True, False])
+def test_a_packed_batch_equals_a_loop_over_its_sequences(same: bool) -> None:
+    lengths_q = [5, 0, 70, 1]
+    lengths_k = lengths_q if same else [30, 3, 40, 0]
+    cu_q = torch.tensor([0, *lengths_q], device=DEVICE).cumsum(0).to(torch.int32)
+    cu_k = cu_q if same else torch.tensor([0, *lengths_k], device=DEVICE).cumsum(0).to(torch.int32)
+    shapes = [(sum(lengths_q), 2, 16), (sum(lengths_k), 1, 16), (sum(lengths_k), 1, 24)]
+    inputs = [tokens(*shape, mean=1, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = triton_causal.attention(*inputs, None, 3, 0.3, cu_q=cu_q, cu_k=cu_k, max_q=70, max_k=70)
+    parts = zip(*(x.split(n) for x, n in zip(exact, (lengths_q, lengths_k, lengths_k), strict=True)), strict=True)
+    expected = torch.cat([
+        reference(*(x.transpose(0, 1)[None] for x in part), None, 3, 0.3)[0].transpose(0, 1)
+        if min(len(part[0]), len(part[1])) else part[0].new_zeros(len(part[0]), 2, 24)
+        for part in parts
+    ])  # fmt: skip
+    grad = tokens(*out.shape, seed=5)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert error(out, expected) < TOLERANCE[torch.float32]
+    for x, y in zip(inputs, exact, strict=True):
+        assert error(x.grad, y.grad) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", [2, 3])
+def test_keys_far_from_zero_cost_no_digits(order: int) -> None:
+    """bfloat16 keys a hundred spreads away: twice the error of the plain version, which rounds only its result."""
+    q, k, v, grad = (tokens(1, 1, 80, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 100, 1, 0)))
+
+    def run(function, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = function(*inputs, None, order, 32**-0.5)
+        out.backward(grad.to(dtype))
+        return [out, *(x.grad for x in inputs)]
+
+    exact = run(reference, torch.float64)
+    plain = run(reference, torch.bfloat16)
+    fused = run(triton_causal.attention, torch.bfloat16)
+    for name, x, y, z in zip(NAMES, fused, plain, exact, strict=True):
+        assert error(x, z) < 2 * error(y, z) + (5e-4 if order == 2 else 1.2e-3), name
+
+
+@pytest.mark.usefixtures("path")
+def test_float32_keys_a_thousand_spreads_away() -> None:
+    compare(tokens(1, 1, 65, 16), tokens(1, 1, 65, 16, mean=1000), tokens(1, 1, 65, 16), None, 3, 2e-4)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_outlier_as_first_token_does_no_harm(dtype: torch.dtype) -> None:
+    q, k, v = (tokens(1, 1, 65, 32, dtype=dtype, seed=i) for i in range(3))
+    k[:, :, 0] *= 100
+    compare(q, k, v, None, 3, 5 * TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("path")
+def test_later_tokens_change_no_bit_of_earlier_rows() -> None:
+    q, k, v = (tokens(1, 1, 63, 16, seed=i) for i in range(3))
+    out = triton_causal.attention(q, k, v, None, 3, 0.25)
+    for x in (q, k, v):
+        x[:, :, 37:] = 1e3
+    assert torch.equal(triton_causal.attention(q, k, v, None, 3, 0.25)[:, :, :37], out[:, :, :37])
+
+
+@pytest.mark.usefixtures("path")
+def test_two_runs_are_bitwise_equal() -> None:
+    def run() -> list[Tensor]:
+        inputs = [tokens(1, 1, 50, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
+        out = triton_causal.attention(*inputs, None, 3, 0.25)
+        out.backward(tokens(1, 1, 50, 16, dtype=torch.bfloat16, seed=4))
+        return [out, *(x.grad for x in inputs)]
+
+    for x, y in zip(run(), run(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_empty_batches_and_lengths() -> None:
+    for B, Lq, Lk in ((0, 4, 4), (1, 0, 4), (1, 4, 0)):
+        q, k, v = (tokens(B, 1, n, 16).requires_grad_() for n in (Lq, Lk, Lk))
+        out = triton_causal.attention(q, k, v, None, 3, 0.25)
+        out.sum().backward()
+        assert out.shape == (B, 1, Lq, 16)
+        for x in (out, q.grad, k.grad, v.grad):
+            assert not x.any()
+
+
+def test_long_sequences_are_cut_and_many_heads_are_not() -> None:
+    device = torch.device(DEVICE)
+    many = triton_causal.ENOUGH * triton_causal.multiprocessors(device)
+    assert triton_causal.cut(many, 5000, device)[1] == 1
+    span, splits = triton_causal.cut(1, 5000, device)
+    assert splits > 1
+    assert span * (splits - 1) < 5000 <= span * splits
+
+
+def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # opcheck compares memory bit by bit, and NaN differs from itself
+    q, k, v = (tokens(1, 2, 20, 16, seed=i).requires_grad_() for i in range(3))
+    weights = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
+    rest = (weights, None, None, 20, 20, 3, 0.25, False)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    with torch.no_grad():
+        out, state = triton_causal.forward(q, k, v, *rest)
+    state.zero_()  # what a sequence of one part leaves unused
+    torch.library.opcheck(triton_causal.forward, (q, k, v, *rest), test_utils=checks[:3])
+    leaves = [x.detach() for x in (out, state, q, k, v)]
+    torch.library.opcheck(triton_causal.backward, (*leaves, *rest), test_utils=checks)
+
+
+def test_compiled_code_gives_the_same_and_keeps_lengths_symbolic() -> None:
+    compiled = torch.compile(triton_causal.attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for L in (33, 47):
+        results = []
+        for function in (triton_causal.attention, compiled):
+            inputs = [tokens(1, 2, L, 16, seed=i).requires_grad_() for i in range(3)]
+            out = function(*inputs, None, 2, 0.25)
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        for x, y in zip(*results, strict=True):
+            assert torch.equal(x, y)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "Lq", "Lk", "D", "E"),
+    [(60, 12, 1, 197, 197, 64, 64), (2, 3, 4, 4096, 1777, 64, 64), (1, 2, 1, 20000, 20000, 128, 80),
+     (2, 2, 1, 1000, 1000, 256, 256), (300, 1, 1, 64, 64, 32, 32)],
+)  # fmt: skip
+def test_full_size(B: int, H: int, G: int, Lq: int, Lk: int, D: int, E: int, order: int, dtype: torch.dtype) -> None:
+    q = tokens(B, H * G, Lq, D, dtype=dtype)
+    k, v = tokens(B, H, Lk, D, mean=1, dtype=dtype, seed=1), tokens(B, H, Lk, E, mean=0.5, dtype=dtype, seed=2)
+    tolerance = 2e-5 if dtype == torch.float32 else 1.5 * TOLERANCE[dtype]
+    compare(q, k, v, None, order, tolerance)
+    compare(q, k, v, tokens(B, Lk) > 0, order, tolerance)
+
+
+@pytest.mark.gpu
+def test_a_million_tokens() -> None:
+    inputs = [tokens(1, 1, 1 << 20, 64, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
+    out = triton_causal.attention(*inputs, None, 2, 0.125)
+    out.backward(torch.ones_like(out))
+    assert all(bool(x.isfinite().all()) for x in (out, *(x.grad for x in inputs)))
+
+
+@pytest.mark.gpu
+def test_no_length_recompiles_a_kernel() -> None:
+    from cumulant.kernels import causal_forward
+
+    def run(L: int) -> int:
+        q, k, v = (tokens(2, 2, L, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
+        triton_causal.attention(q, k, v, None, 3, 0.125)
+        return sum(len(cache[0]) for cache in causal_forward.outputs.device_caches.values())
+
+    first = run(1024)
+    assert [run(L) for L in (1025, 2000, 3333, 4001)] == [first] * 4

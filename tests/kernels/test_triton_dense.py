@@ -1,0 +1,321 @@
+"""Non-causal Triton kernels against `Moments` in float64, through Triton's interpreter or on the GPU if there is one.
+
+Every test runs with fresh memory full of NaN, so that nothing is read before it is written.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+pytest.importorskip("triton")
+
+from cumulant.kernels import dense_plan, launch, triton_dense  # noqa: E402
+from cumulant.moments import Moments  # noqa: E402
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poison(x: Tensor) -> Tensor:
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+
+
+@pytest.fixture(params=["fused", "split"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to compute: one program for a head, or spans of tokens and a merge."""
+    monkeypatch.setattr(dense_plan, "SHORT", 10**9 if request.param == "fused" else -1)
+    monkeypatch.setattr(dense_plan, "FILLING", 10**9)
+    monkeypatch.setattr(dense_plan, "LEAST", 48)
+    return str(request.param)
+
+
+def tokens(*shape: int, mean: float = 0.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=generator) + mean).to(DEVICE, dtype)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, scale: float, normalization: str = "mean"
+) -> Tensor:
+    H, G = k.shape[1], q.shape[1] // k.shape[1]
+    state = Moments.of(k, v, order=order, key_mask=None if weights is None else weights.unsqueeze(1))
+    out = state.apply(q.unflatten(1, (H, G)).flatten(2, 3), scale).unflatten(2, (G, q.shape[2])).flatten(1, 2)
+    if normalization == "sum":
+        W = torch.full_like(out[:, 0, 0, 0], k.shape[2]) if weights is None else weights.to(out.dtype).sum(-1)
+        out = out * W[:, None, None, None]
+    return out
+
+
+def error(x: Tensor, y: Tensor) -> float:
+    return float((x.detach().double() - y.detach()).norm() / y.detach().norm().clamp_min(1e-6))
+
+
+def compare(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, tolerance: float, normalization: str = "mean"
+) -> None:
+    """Outputs and gradients of the kernels and of the reference, relative to the latter's norm."""
+    scale = q.shape[-1] ** -0.5
+    grad = tokens(*q.shape[:-1], v.shape[-1], dtype=q.dtype, seed=7)
+    absent = None if weights is None else (weights == 0)[:, None, :, None]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double() for x in (q, k, v)]
+    exact = [exact[0], *(x if absent is None else x.masked_fill(absent, 0) for x in exact[1:])]
+    exact = [x.requires_grad_() for x in exact]
+    out = triton_dense.attention(*inputs, weights, order, scale, normalization)
+    out.backward(grad)
+    expected = reference(*exact, weights, order, scale, normalization)
+    expected.backward(grad.double())
+    assert out.dtype == q.dtype
+    assert error(out, expected) < tolerance
+    for name, x, y in zip(("dq", "dk", "dv"), inputs, exact, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert error(x.grad, y.grad) < tolerance, name
+    if absent is not None:
+        assert not inputs[1].grad.masked_select(absent).any()
+        assert not inputs[2].grad.masked_select(absent).any()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "Lq", "Lk", "D", "E"),
+    [(1, 2, 1, 1, 1, 16, 16), (2, 1, 1, 17, 63, 24, 40), (1, 1, 3, 65, 130, 40, 16), (1, 1, 1, 130, 65, 64, 64)],
+)
+def test_outputs_and_gradients_equal_the_reference(
+    B: int, H: int, G: int, Lq: int, Lk: int, D: int, E: int, order: int
+) -> None:
+    q, k, v = tokens(B, H * G, Lq, D), tokens(B, H, Lk, D, mean=3, seed=1), tokens(B, H, Lk, E, mean=-2, seed=2)
+    compare(q, k, v, None, order, TOLERANCE[torch.float32])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs(order: int, dtype: torch.dtype) -> None:
+    q, k, v = (tokens(1, 2, 130, 64, mean=m, dtype=dtype, seed=m) for m in (0, 1, 2))
+    compare(q, k, v, None, order, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("D", "E", "order"), [(144, 256, 3), (256, 24, 2)])
+def test_heads_wider_than_a_program(D: int, E: int, order: int) -> None:
+    q, k, v = tokens(1, 1, 33, D), tokens(1, 1, 40, D, mean=1), tokens(1, 1, 40, E, mean=1)
+    compare(q, k, v, None, order, TOLERANCE[torch.float32])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("normalization", ["mean", "sum"])
+def test_absent_tokens_reach_nothing_even_as_nan(kind: str, normalization: str) -> None:
+    q, k, v = tokens(3, 2, 40, 16), tokens(3, 2, 130, 16, mean=5), tokens(3, 2, 130, 24, mean=5)
+    weights = tokens(3, 130).abs() * (tokens(3, 130, seed=3) > 0)
+    weights[0] = 0  # a row without keys
+    weights[1, :100] = 0  # the first blocks of it without keys
+    if kind == "bool":
+        weights = weights > 0
+    absent = (weights == 0)[:, None, :, None]
+    k, v = k.masked_fill(absent, float("nan")), v.masked_fill(absent, float("inf"))
+    compare(q, k, v, weights, 3, 5e-6, normalization)
+    assert not triton_dense.attention(q, k, v, weights, 3, 0.25, normalization)[0].any()
+
+
+@pytest.mark.usefixtures("path")
+def test_sum_normalization_without_a_mask() -> None:
+    q, k, v = tokens(1, 1, 20, 16), tokens(1, 1, 50, 16, mean=1), tokens(1, 1, 50, 16, mean=1)
+    compare(q, k, v, None, 3, TOLERANCE[torch.float32], "sum")
+
+
+@pytest.mark.usefixtures("path")
+def test_views_of_a_projection_are_read_in_place() -> None:
+    B, L, H, D = 2, 65, 2, 24
+    qkv = tokens(B, L, 3, H, D, mean=1).requires_grad_()
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    out = triton_dense.attention(q, k, v, None, 3, 0.2)
+    assert out.transpose(1, 2).is_contiguous()
+    out.square().sum().backward()
+    exact = qkv.detach().double().requires_grad_()
+    q, k, v = (x.transpose(1, 2) for x in exact.unbind(2))
+    expected = reference(q, k, v, None, 3, 0.2)
+    expected.square().sum().backward()
+    assert error(out, expected) < TOLERANCE[torch.float32]
+    assert error(qkv.grad, exact.grad) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", [2, 3])
+def test_a_packed_batch_equals_a_loop_over_its_sequences(order: int) -> None:
+    lengths_q, lengths_k = [5, 0, 70, 1], [65, 3, 0, 130]
+    cu_q, cu_k = (
+        torch.tensor([0, *x], device=DEVICE).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k)
+    )  # fmt: skip
+    q, k, v = (
+        tokens(n, h, d, mean=1, seed=i)
+        for i, (n, h, d) in enumerate([(76, 2, 16), (198, 1, 16), (198, 1, 24)])
+    )  # fmt: skip
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = triton_dense.attention(*inputs, None, order, 0.3, cu_q=cu_q, cu_k=cu_k, max_q=70, max_k=130)
+    parts = zip(*(x.split(n) for x, n in zip(exact, (lengths_q, lengths_k, lengths_k), strict=True)), strict=True)
+    expected = torch.cat(
+        [reference(*(x.transpose(0, 1)[None] for x in p), None, order, 0.3)[0].mT.mT for p in parts], 1
+    )
+    expected = expected.transpose(0, 1)
+    grad = tokens(*out.shape, seed=5)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert error(out, expected) < TOLERANCE[torch.float32]
+    for x, y in zip(inputs, exact, strict=True):
+        assert error(x.grad, y.grad) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_more_spans_than_are_merged_at_a_time(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("SHORT", -1), ("FILLING", 10**9), ("LEAST", 16)):
+        monkeypatch.setattr(dense_plan, name, number)
+    q, k, v = tokens(1, 1, 330, 16), tokens(1, 1, 330, 16, mean=20), tokens(1, 1, 330, 24, mean=-3)
+    k = k + torch.linspace(0, 5, 330, device=DEVICE)[:, None]  # spans whose means differ
+    plan = dense_plan.plan_for(dense_plan.Batch(q, k, v, None, None, None), 330, 330, order, False)
+    assert plan.span("partial_moments", 330, 1, plan.config("partial_moments", 330).block)[1] > dense_plan.MERGED
+    weights = torch.ones(1, 330, dtype=torch.bool, device=DEVICE)
+    weights[:, :100] = False  # the first spans without keys
+    compare(q, k, v, None, order, 1e-5)
+    compare(q, k, v, weights, order, 1e-5)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", [2, 3])
+def test_keys_far_from_zero_cost_no_digits(order: int) -> None:
+    """bfloat16 keys a hundred spreads away: at most twice the error of the plain version in the same precision."""
+    q, v = tokens(1, 2, 96, 32, dtype=torch.bfloat16), tokens(1, 2, 200, 32, dtype=torch.bfloat16, seed=1)
+    k = tokens(1, 2, 200, 32, mean=100, dtype=torch.bfloat16, seed=2)
+    grad = tokens(1, 2, 96, 32, dtype=torch.bfloat16, seed=3)
+    scale = 32**-0.5
+
+    def run(function, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = function(*inputs, None, order, scale)
+        out.backward(grad.to(dtype))
+        return [out, *(x.grad for x in inputs)]
+
+    exact = run(reference, torch.float64)
+    plain = run(reference, torch.bfloat16)
+    fused = run(triton_dense.attention, torch.bfloat16)
+    for name, x, y, z in zip(("out", "dq", "dk", "dv"), fused, plain, exact, strict=True):
+        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+
+
+@pytest.mark.usefixtures("path")
+def test_float32_keys_a_thousand_spreads_away() -> None:
+    q, k, v = tokens(1, 1, 65, 16), tokens(1, 1, 200, 16, mean=1000), tokens(1, 1, 200, 16)
+    compare(q, k, v, None, 3, 2e-4)
+
+
+@pytest.mark.usefixtures("path")
+def test_an_outlier_among_the_first_tokens_does_no_harm() -> None:
+    q, k, v = (tokens(1, 1, 130, 32, dtype=torch.bfloat16, seed=i) for i in range(3))
+    k[:, :, 0] *= 100
+    compare(q, k, v, None, 3, 1e-2)
+
+
+@pytest.mark.usefixtures("path")
+def test_two_runs_are_bitwise_equal() -> None:
+    def run() -> list[Tensor]:
+        inputs = [tokens(1, 2, 130, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
+        out = triton_dense.attention(*inputs, None, 3, 0.25)
+        out.backward(tokens(1, 2, 130, 16, dtype=torch.bfloat16, seed=4))
+        return [out, *(x.grad for x in inputs)]
+
+    for x, y in zip(run(), run(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_no_state_is_kept_without_gradients() -> None:
+    q, k, v = (tokens(1, 1, 8, 16, seed=i) for i in range(3))
+    _, matrices, vectors = triton_dense.forward(q, k, v, None, None, None, 8, 8, 3, 0.25, False, False)
+    assert matrices.numel() == 0
+    assert vectors.numel() == 0
+
+
+def test_empty_batches_and_lengths() -> None:
+    for B, Lq, Lk in ((0, 4, 4), (1, 0, 4), (1, 4, 0)):
+        q, k, v = (tokens(B, 1, n, 16).requires_grad_() for n in (Lq, Lk, Lk))
+        out = triton_dense.attention(q, k, v, None, 3, 0.25)
+        out.sum().backward()
+        assert out.shape == (B, 1, Lq, 16)
+        for x in (out, q.grad, k.grad, v.grad):
+            assert not x.isnan().any()
+            assert not x.any() or Lk > 0
+
+
+def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # opcheck compares memory bit by bit, and NaN differs from itself
+    q, k, v = (tokens(1, 2, 20, 16, seed=i).requires_grad_() for i in range(3))
+    weights = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
+    arguments = (q, k, v, weights, None, None, 20, 20, 3, 0.25, False, True)
+    torch.library.opcheck(triton_dense.forward, arguments)
+    with torch.no_grad():
+        out, matrices, vectors = triton_dense.forward(*arguments)
+    state = (out, q, k, v, weights, None, None, matrices, vectors, 20, 20, 3, 0.25, False)
+    torch.library.opcheck(triton_dense.backward, tuple(x.detach() if isinstance(x, Tensor) else x for x in state))
+
+
+def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    compiled = torch.compile(triton_dense.attention, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (triton_dense.attention, compiled):
+        inputs = [tokens(1, 2, 40, 16, seed=i).requires_grad_() for i in range(3)]
+        out = function(*inputs, None, 3, 0.25)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_kernels_are_available_here() -> None:
+    assert launch.available(tokens(1))
+    assert not launch.available(tokens(1).double())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "Lq", "Lk", "D", "E"),
+    [(32, 12, 1, 197, 197, 64, 64), (2, 3, 4, 4096, 1777, 64, 64), (1, 2, 1, 70000, 70000, 128, 80),
+     (2, 2, 1, 1000, 1000, 256, 256), (300, 1, 1, 64, 64, 32, 32)],
+)  # fmt: skip
+def test_full_size(B: int, H: int, G: int, Lq: int, Lk: int, D: int, E: int, order: int, dtype: torch.dtype) -> None:
+    q = tokens(B, H * G, Lq, D, dtype=dtype)
+    k, v = tokens(B, H, Lk, D, mean=1, dtype=dtype, seed=1), tokens(B, H, Lk, E, mean=0.5, dtype=dtype, seed=2)
+    compare(q, k, v, None, order, 2e-5 if dtype == torch.float32 else TOLERANCE[dtype])
+    weights = tokens(B, Lk) > 0
+    compare(q, k, v, weights, order, 2e-5 if dtype == torch.float32 else TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_no_length_recompiles_a_kernel() -> None:
+    from cumulant.kernels import dense_kernels
+
+    def run(L: int) -> int:
+        q, k, v = (tokens(2, 2, L, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
+        triton_dense.attention(q, k, v, None, 3, 0.125)
+        return sum(len(cache[0]) for cache in dense_kernels.fused_forward.device_caches.values())
+
+    first = run(128)
+    assert [run(L) for L in (129, 200, 333, 400)] == [first] * 4
