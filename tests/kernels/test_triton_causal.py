@@ -269,6 +269,8 @@ def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_compiled_code_gives_the_same_and_keeps_lengths_symbolic() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # they count for the whole process
     compiled = torch.compile(triton_causal.attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for L in (33, 47):
         results = []
