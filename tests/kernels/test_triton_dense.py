@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from cumulant.kernels import dense_plan, launch, triton_dense  # noqa: E402
 from cumulant.moments import Moments  # noqa: E402
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}
 
 
 @pytest.fixture(autouse=True)

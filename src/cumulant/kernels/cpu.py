@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..moments import Moments, ratio, statistics_dtype
+from .launch import empty_like_rows
 
 TILE = (
     1 << 19
@@ -52,7 +53,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
         ctx.order, ctx.scale, ctx.reference = rest
-        out = _empty_with_layout_of(query, value.shape[-1])
+        out = empty_like_rows(query, value.shape[-1])
         space = _Workspace(query)
         ctx.states = []
         for tile in _tiles(query, key):
@@ -70,7 +71,7 @@ class _Attention(torch.autograd.Function):
             asked = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
             found = iter(torch.autograd.grad(ctx.reference(*inputs), asked, grad, create_graph=True))
             return (*(next(found) if wanted else None for wanted in needed), None, None, None, None)
-        dq, dk, dv = (_empty_with_layout_of(x, x.shape[-1]) for x in (query, key, value))
+        dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
         space = _Workspace(query)
         for tile, state in zip(_tiles(query, key), ctx.states, strict=True):
             sums = _backward_queries(tile(query), tile(grad), state, tile(dq), ctx.scale, space)
@@ -161,14 +162,6 @@ def _merged(x: Tensor) -> Tensor | None:
     return x.view(b * h, *x.shape[2:])
 
 
-def _empty_with_layout_of(x: Tensor, width: int) -> Tensor:
-    """(B, H, L, width), tokens outside heads in memory when x is so: joining the heads is then free."""
-    B, H, L, _ = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(B, L, H, width).transpose(1, 2)
-    return x.new_empty(B, H, L, width)
-
-
 def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, space: _Workspace) -> Moments:
     """Moments of one tile, flat over (batch, head): sums about a point near the means, moved to the means at the end.
 
@@ -183,9 +176,11 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
     if weights is None:
         W = torch.full((g, 1), float(L), dtype=space.dtype)
         near = slice(None, None, max(1, L // SAMPLE))
-        k_mean, v_mean = (x[..., near, :].mean(-2, dtype=space.dtype).view(g, -1) for x in (key, value))
+        k_mean = key[..., near, :].mean(-2, dtype=space.dtype).view(g, D)
         if order == 2:  # centred keys suffice: values as they are spare a pass, and their mean comes out of the sums
-            v_mean.zero_()
+            v_mean = torch.zeros(g, E, dtype=space.dtype)
+        else:
+            v_mean = value[..., near, :].mean(-2, dtype=space.dtype).view(g, E)
     else:
         absent, weights = weights == 0, weights.to(space.dtype)
         W = weights.sum(-2)
