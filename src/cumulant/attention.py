@@ -260,7 +260,7 @@ def _choose(
     if not (q.numel() and k.numel() and v.numel()):
         return "reference"
     if backend == "triton" or (backend == "auto" and q.is_cuda):
-        obstacle = launch.obstacle(q, v, is_causal)
+        obstacle = launch.obstacle(q, v, order, is_causal)
         if obstacle is None:
             return "triton"
         if backend == "triton":

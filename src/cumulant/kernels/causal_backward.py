@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .causal_parts import (
     add_tile,
+    each_row,
     everywhere,
     four,
     halves,
@@ -22,6 +23,7 @@ from .causal_parts import (
     kernel,
     load,
     load_sums,
+    outer,
     quad,
     read_keys,
     row_sum,
@@ -64,13 +66,14 @@ def load_rows(sums, i, j, there, ORDER: tl.constexpr, BD: tl.constexpr, BE: tl.c
 
 
 @triton.jit
-def store_gradient(x, x_t, at, length, length_k, weights, unit, columns, tile, WEIGHTED: tl.constexpr,
-                   MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Gradient of the tokens at, at + 1, ...: times their weights, and 0 from length_k on."""
+def store_gradient(x, x_t, at, length, length_k, weights, unit, columns, tile, SCALED: tl.constexpr,
+                   WEIGHTED: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                   N: tl.constexpr):  # fmt: skip
+    """Gradient of the tokens at, at + 1, ... in units of `unit` if SCALED: times their weights, 0 from length_k on."""
     where = at + tl.arange(0, N)
     if WEIGHTED:
         tile *= weights[:, None]
-    if x.dtype.element_ty == tl.float16:
+    if SCALED:
         tile *= 1.0 / unit
     if MASKED:
         tile = tl.where((where < length_k)[:, None], tile, 0.0)
@@ -79,14 +82,14 @@ def store_gradient(x, x_t, at, length, length_k, weights, unit, columns, tile, W
 
 @kernel
 def query_gradients(
-    q, k, v, w, g, dq, y_out, rows, before, sums, state, offsets_q, offsets_k,
+    q, k, v, w, g, dq, y_out, means, rows, before, sums, state, offsets_q, offsets_k,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, w_b, w_t, g_b, g_h, g_t, dq_b, dq_h, dq_t, rows_b, rows_h,
     plane, length_q, length_k, heads, span, splits, scale,
     ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
     SUM: tl.constexpr, CARRY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, STATE: tl.constexpr, SUMS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B Hq splits). dq of one part of one query head; ubar and zbar of its rows and, with CARRY, its sums.
+    """Grid (B Hq splits). dq of one part of one query head; what its rows mean to keys and, with CARRY, their sums.
 
     At order 3 also y and, for each tile, the sum of the keys before it.
     """
@@ -107,6 +110,7 @@ def query_gradients(
     v = head(v, b, h, first_k, v_b, v_h, v_t, UNIT)
     q_t, k_t, v_t, g_t, dq_t = q_t * UNIT, k_t * UNIT, v_t * UNIT, g_t * UNIT, dq_t * UNIT
     rows += b * rows_b + hq * rows_h + first_q
+    means += b * rows_b + hq * rows_h + first_q
     if WEIGHTED:
         w += b * w_b + first_k * w_t
     start = part * span
@@ -147,56 +151,47 @@ def query_gradients(
         do = load(g, g_t, at, live, j, E, BE, N)
         counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
 
-        # The scores serve only for their means.
-        if ORDER == 2:
-            u = keep(dot(f, tl.trans(x), None, PRECISION), past, DOT)
-            mean = row_sum(f, a16, u, counted, W_past, PRECISION) * (scale * over)
-        else:
+        mean = tl.load(means + at + n, mask=live, other=0.0)
+        if ORDER == 3:
             z = f.to(tl.float32) * scale
             half = cast(0.5 * z * z, SQUARE)
-            keys = dot(past, xw, everywhere(a16, None, N, PRECISION) * W_past, PRECISION)  # k' summed up to each row
-            f = cast(z - z * z * (keys * over[:, None]), DOT)
-            u = dot(half, tl.trans(square(x, x, SQUARE)), dot(f, tl.trans(x), None, PRECISION), PRECISION)
-            mean = row_sum(f, a16, keep(u, past, SQUARE), counted, W_past, PRECISION)
-            mean = (mean + 0.5 * tl.sum(dot(half, P16, None, PRECISION), 1) * W_past) * over
-        du = keep(dot(do, tl.trans(y), None, PRECISION), past, DOT)
-        du_mean = row_sum(do, e16, du, counted, W_past, PRECISION) * over
-        df = dot(du, xw, dot(do, tl.trans(S16), None, PRECISION) * W_past, PRECISION)
-        if ORDER == 2:
-            keys = dot(past, xw, everywhere(a16, None, N, PRECISION) * W_past, PRECISION)
-            df = (df - du_mean[:, None] * keys) * (gain * scale)[:, None]
-        else:
-            df = (df - du_mean[:, None] * keys) * gain[:, None]
-            squares = dot(past.to(SQUARE), xxw, everywhere(P16, None, N, PRECISION) * W_past, PRECISION)
-            df2 = dot(cast(do, SQUARE), tl.trans(T16), None, PRECISION) * W_past
-            df2 = dot(cast(du, SQUARE), xxw, df2, PRECISION)
-            df2 = (df2 - du_mean[:, None] * squares) * gain[:, None]
+            m = dot(past, xw, everywhere(a16, None, N, PRECISION) * W_past, PRECISION) * over[:, None]
+            f = cast(z - z * z * m, DOT)
+        du = dot(do, tl.trans(y), None, PRECISION)
+        du_mean = row_sum(do, e16, keep(du, past, DOT), counted, W_past, PRECISION) * over
+        du = keep(du - du_mean[:, None], past, DOT)
+        df = outer(-du_mean, a16, dot(do, tl.trans(S16), None, PRECISION), N, PRECISION) * W_past
+        df = dot(du, xw, df, PRECISION) * (gain * scale if ORDER == 2 else gain)[:, None]
+        if ORDER == 3:
+            df2 = dot(cast(do, SQUARE), tl.trans(T16), None, PRECISION)
+            df2 = outer(-du_mean, P16, df2, N, PRECISION) * W_past
+            df2 = dot(cast(du, SQUARE), xxw, df2, PRECISION) * gain[:, None]
             dy = -z * z * df
-            df = (df * (1.0 - 2.0 * z * (keys * over[:, None])) + df2 * z) * scale
+            df = (df * (1.0 - 2.0 * z * m) + df2 * z) * scale
             store(y_out, dq_t, at, live, i, dy, D, BD, N)
         store(dq, dq_t, at, live, i, df, D, BD, N)
 
-        fs = scale if ORDER == 2 else 1.0
-        alpha, zeta = (1.0 - mean) * gain, -fs * du_mean * gain
+        alpha = (1.0 - mean) * gain
         tl.store(rows + at + n, alpha, mask=live)
-        tl.store(rows + plane + at + n, zeta, mask=live)
+        tl.store(rows + plane + at + n, -du_mean, mask=live)
         if WEIGHTED:
             tl.store(rows + 2 * plane + at + n, over, mask=live)
         if CARRY:
             if DOT == tl.float16 and not SUM:  # sums in units of 1 / W of the first tile, again for the range
                 row_unit = tl.where(at == start, tl.where(W > 0, W, 1.0), row_unit)
-                gain, over, alpha, zeta = gain * row_unit, over * row_unit, alpha * row_unit, zeta * row_unit
-            do_hat = times(do, gain * fs)
-            R = dot(tl.trans(f), do_hat, R, PRECISION)
-            s = dot(tl.trans(f), four(zeta, DOT), s, PRECISION)
+                gain, over, alpha = gain * row_unit, over * row_unit, alpha * row_unit
+            f = times(f, gain * scale if ORDER == 2 else gain)
+            R = dot(tl.trans(f), do, R, PRECISION)
+            s = dot(tl.trans(f), four(-du_mean, DOT), s, PRECISION)
             if ORDER == 2:
                 r = dot(tl.trans(do), four(alpha, DOT), r, PRECISION)
             else:  # scores of order 3 may exceed the range of float16
                 r = dot(tl.trans(do.to(SQUARE)), four(alpha, SQUARE), r, PRECISION)
                 one = tl.zeros((N,), tl.float32) + 1.0
                 s = dot(tl.trans(cast(dy * over[:, None], DOT)), four(one, DOT), s, PRECISION)
-                s2 = dot(tl.trans(half), four(zeta, SQUARE), s2, PRECISION)
-                R2 = dot(tl.trans(half), cast(do_hat, SQUARE), R2, PRECISION)
+                half = times(half, gain)
+                s2 = dot(tl.trans(half), four(-du_mean, SQUARE), s2, PRECISION)
+                R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
 
     if CARRY:
         sums += (slot * GROUP + hq % GROUP) * SUMS
@@ -279,7 +274,8 @@ def key_gradients(
     c = cast(tl.load(point + i, mask=i < there * BD, other=0.0), DOT)
     d = cast(tl.load(point + BD + j, mask=j < there * BE, other=0.0), DOT)
     unit = tl.full((), 1.0, tl.float32)
-    if DOT == tl.float16 and not SUM:  # sums in units of 1 / W of the first tile: operands stay in range
+    SCALED: tl.constexpr = DOT == tl.float16 and not SUM
+    if SCALED:  # sums in units of 1 / W of the first tile: operands stay in range
         unit = tl.minimum(start + N, length_k).to(tl.float32)
         if WEIGHTED:
             mark = rows + 2 * plane + tl.minimum(start + N, length_q) - 1
@@ -314,7 +310,7 @@ def key_gradients(
             do = load(head(g, b, hq, first_q, g_b, g_h, g_t, UNIT), g_t * UNIT, at, live, j, E, BE, N)
             row = rows + member * rows_h + at + n
             alpha = tl.load(row, mask=live, other=0.0) * unit
-            zeta = tl.load(row + plane, mask=live, other=0.0) * unit
+            zeta = tl.load(row + plane, mask=live, other=0.0)
             if WEIGHTED:
                 over = tl.load(row + 2 * plane, mask=live, other=0.0)
             else:
@@ -324,45 +320,38 @@ def key_gradients(
                 z = f.to(tl.float32) * scale
                 half = cast(0.5 * z * z, SQUARE)
                 m = (dot(tl.trans(seen), xw, None, PRECISION) + a[None, :]) * over[:, None]
-                f32 = z - z * z * m
-                f = cast(f32, DOT)
-            do_hat = times(do, gain * scale if ORDER == 2 else gain)
-            u = dot(x, tl.trans(f), None, PRECISION)
-            if ORDER == 3:
-                u = dot(xx, tl.trans(half), u, PRECISION)
-            if ORDER == 2:
-                dy = dot(keep(u, seen, DOT), do_hat, dy, PRECISION)
-                dy = dot(seen, times(do, alpha), dy, PRECISION)
-                r = dot(tl.trans(do), four(alpha, DOT), r, PRECISION)
-            else:  # scores of order 3 may exceed the range of float16
-                dy = dot(keep(u, seen, SQUARE), do_hat.to(SQUARE), dy, PRECISION)
-                dy = dot(seen.to(SQUARE), square(do, alpha[:, None], SQUARE), dy, PRECISION)
-                r = dot(tl.trans(do.to(SQUARE)), four(alpha, SQUARE), r, PRECISION)
+                f, half = times(cast(z - z * z * m, DOT), gain), times(half, gain)
+                # sum_i (u_i - ubar + 1) do_i; scores of order 3 may exceed the range of float16
+                wide = four(alpha, SQUARE)
+                u = dot(xx, tl.trans(half), each_row(wide, N, PRECISION), PRECISION)
+                u = dot(x, tl.trans(f), u, PRECISION)
+                dy = dot(keep(u, seen, SQUARE), do.to(SQUARE), dy, PRECISION)
+                r = dot(tl.trans(do.to(SQUARE)), wide, r, PRECISION)
+            else:
+                f, wide = times(f, gain * scale), four(alpha, DOT)
+                u = dot(x, tl.trans(f), each_row(wide, N, PRECISION), PRECISION)
+                dy = dot(keep(u, seen, DOT), do, dy, PRECISION)
+                r = dot(tl.trans(do), wide, r, PRECISION)
             if GROUP == 1:
-                store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, WEIGHTED, MASKED, E, BE, N)
+                store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
                 dx = everywhere(halves(s, DOT), dot(y, tl.trans(R16), None, PRECISION), N, PRECISION)
                 if ORDER == 3:
                     dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
                     dxx = everywhere(halves(s2, SQUARE), dxx, N, PRECISION)
-            du = keep(dot(y, tl.trans(do_hat), None, PRECISION), seen, DOT)
-            if ORDER == 2:
-                down = times(f, zeta)
-            else:
-                y_row = load(head(y_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
-                down = cast(f32 * zeta[:, None] + y_row.to(tl.float32) * (over * unit)[:, None], DOT)
-                s = dot(tl.trans(y_row), four(over * unit, DOT), s, PRECISION)
+            wide = four(zeta, DOT)
+            du = keep(dot(y, tl.trans(do), each_row(wide, N, PRECISION), PRECISION), seen, DOT)
             dx = dot(du, f, dx, PRECISION)
-            dx = dot(seen, down, dx, PRECISION)
-            s = dot(tl.trans(f), four(zeta, DOT), s, PRECISION)
-            R = dot(tl.trans(f), do_hat, R, PRECISION)
+            s = dot(tl.trans(f), wide, s, PRECISION)
+            R = dot(tl.trans(f), do, R, PRECISION)
             if ORDER == 3:
-                down2 = square(half, zeta[:, None], SQUARE)
+                y_row = load(head(y_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+                dx = dot(seen, times(y_row, over * unit), dx, PRECISION)
+                s = dot(tl.trans(y_row), four(over * unit, DOT), s, PRECISION)
                 dxx = dot(cast(du, SQUARE), half, dxx, PRECISION)
-                dxx = dot(seen.to(SQUARE), down2, dxx, PRECISION)
-                R2 = dot(tl.trans(half), cast(do_hat, SQUARE), R2, PRECISION)
+                R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
                 s2 = dot(tl.trans(half), four(zeta, SQUARE), s2, PRECISION)
         if ORDER == 3:
             dx += 2.0 * x.to(tl.float32) * dxx
-        store_gradient(dk, dk_t, at, length, length_k, weights, unit, i, dx, WEIGHTED, MASKED, D, BD, N)
+        store_gradient(dk, dk_t, at, length, length_k, weights, unit, i, dx, SCALED, WEIGHTED, MASKED, D, BD, N)
         if GROUP > 1:
-            store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, WEIGHTED, MASKED, E, BE, N)
+            store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)

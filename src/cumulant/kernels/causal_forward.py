@@ -22,6 +22,7 @@ from .causal_parts import (
     load_sums,
     moved,
     near,
+    outer,
     quad,
     read_keys,
     row_sum,
@@ -118,17 +119,17 @@ def prefixes(
 
 @kernel
 def outputs(
-    q, k, v, w, o, state, offsets_q, offsets_k,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, w_b, w_t, o_b, o_h, o_t,
+    q, k, v, w, o, means, state, offsets_q, offsets_k,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, w_b, w_t, o_b, o_h, o_t, means_b, means_h,
     length_q, length_k, heads, span, splits, scale,
     ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
     SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
     STATE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B Hq splits). The outputs of one part of one query head.
+    """Grid (B Hq splits). The outputs of one part of one query head, and ubar of its rows.
 
-    Where nothing counts before the part, the point is its first key for one tile, then the mean of that tile; and the
-    mean of the part is left in `state` for the backward pass.
+    Where nothing counts before the part, the point is its first key for one tile, then the mean of that tile, which is
+    left in `state` for the backward pass; the means of the tile are then those about the new point.
     """
     DOT: tl.constexpr = k.dtype.element_ty
     SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32
@@ -144,6 +145,7 @@ def outputs(
     k = head(k, b, h, first_k, k_b, k_h, k_t, UNIT)
     v = head(v, b, h, first_k, v_b, v_h, v_t, UNIT)
     q_t, k_t, v_t, o_t = q_t * UNIT, k_t * UNIT, v_t * UNIT, o_t * UNIT
+    means += b * means_b + hq * means_h + first_q
     if WEIGHTED:
         w += b * w_b + first_k * w_t
     start = part * span
@@ -185,27 +187,32 @@ def outputs(
             f = load(q, q_t, at, live, i, D, BD, N)
             counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
             if ORDER == 2:
-                u = keep(dot(f, tl.trans(x), None, PRECISION), past, DOT)
-                mean = row_sum(f, a16, u, counted, W_past, PRECISION) * (scale * over)
-                out = dot(f, S16, None, PRECISION) * W_past
+                u = dot(f, tl.trans(x), None, PRECISION)
+                mean = row_sum(f, a16, keep(u, past, DOT), counted, W_past, PRECISION) * (scale * over)
+                rest = (1.0 - mean) * (1.0 / scale)
+                out = dot(f, S16, None, PRECISION)
             else:
                 z = f.to(tl.float32) * scale
                 half = cast(0.5 * z * z, SQUARE)
                 m = dot(past, xw, everywhere(a16, None, N, PRECISION) * W_past, PRECISION) * over[:, None]
                 f = cast(z - z * z * m, DOT)
                 u = dot(half, tl.trans(square(x, x, SQUARE)), dot(f, tl.trans(x), None, PRECISION), PRECISION)
-                u = keep(u, past, SQUARE)
-                mean = row_sum(f, a16, u, counted, W_past, PRECISION)
+                mean = row_sum(f, a16, keep(u, past, SQUARE), counted, W_past, PRECISION)
                 mean = (mean + 0.5 * tl.sum(dot(half, P16, None, PRECISION), 1) * W_past) * over
-                out = dot(half, T16, dot(f, S16, None, PRECISION), PRECISION) * W_past
-            out = dot(u, yw.to(u.dtype), out, PRECISION) * (scale * over if ORDER == 2 else over)[:, None]
-            seen = dot(past, yw, everywhere(e16, None, N, PRECISION) * W_past, PRECISION)
-            out += seen * ((1.0 - mean) * over)[:, None] + d[None, :]
+                rest = 1.0 - mean
+                out = dot(half, T16, dot(f, S16, None, PRECISION), PRECISION)
+            # sum_j (u_j - ubar + 1) v'_j: those of the past by their sums, those of the tile as a matrix
+            out = outer(rest, e16, out, N, PRECISION) * W_past
+            share = keep(u + rest[:, None], past, SQUARE if ORDER == 3 else DOT)
+            out = dot(share, yw.to(share.dtype), out, PRECISION)
+            out = out * (scale * over if ORDER == 2 else over)[:, None] + d[None, :]
             if WEIGHTED:
                 out = tl.where((Wi > 0)[:, None], out, 0.0)
             if SUM:
                 out *= Wi[:, None]
             store(o, o_t, at, live, j, out, E, BE, N)
+            final = tl.where(anew & (segment == 0) & (at + N >= bound), 0, end)
+            tl.store(means + at + n, mean, mask=at + n < final)
         # To the mean of all so far.
         av, ev, over_W = unquad(a), unquad(e), inverse(W)
         p, r = cast(c + av * over_W, DOT).to(tl.float32) - c, cast(d + ev * over_W, DOT).to(tl.float32) - d
@@ -215,7 +222,20 @@ def outputs(
             av, ev, S, Pv, T = moved(W, av, ev, S, unquad(P), T, p, r, ORDER)
             P = quad(Pv)
         a, e, c, d = quad(av), quad(ev), c + p, d + r
-    if anew & (start < end) & (hq % GROUP == 0):
-        vectors = state + (ORDER - 1) * BD * BE
-        tl.store(vectors + i, c)
-        tl.store(vectors + BD + j, d)
+        if anew & (segment == 0) & (start < end):
+            if hq % GROUP == 0:
+                vectors = state + (ORDER - 1) * BD * BE
+                tl.store(vectors + i, c)
+                tl.store(vectors + BD + j, d)
+            at = start + (bound - 1 - start) // N * N
+            x, xw, _y, _yw, weights, _total = read_keys(
+                k, v, w, k_t, v_t, w_t, at, length_k, cast(c, DOT), d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+            )
+            Wi = tl.cumsum(weights, 0) if WEIGHTED else tl.minimum(at + n + 1, length_k).to(tl.float32)
+            over = inverse(Wi)[:, None]
+            z = load(q, q_t, at, at + n < end, i, D, BD, N).to(tl.float32) * scale
+            m = dot(past, xw, None, PRECISION) * over
+            mean = z * m
+            if ORDER == 3:
+                mean += z * z * (0.5 * dot(past.to(SQUARE), square(x, xw, SQUARE), None, PRECISION) * over - m * m)
+            tl.store(means + at + n, tl.sum(mean, 1), mask=at + n < end)

@@ -107,16 +107,21 @@ class Plan:
         short = max(self.longest_q * self.group, self.longest_k) <= SHORT
         return self.width <= 128 and (short or self.sequences * self.heads >= FILLING * self.processors)
 
+    @cached_property
+    def heavy(self) -> bool:
+        """Whether tiles hold float32 operands: with float32 inputs, and as squares in wide float16 heads."""
+        return self.dtype == torch.float32 or (self.dtype == torch.float16 and self.order == 3 and self.width > 64)
+
     def part(self, width: int) -> int:
         """Columns that one program takes of a padded width."""
-        most = WIDE // 2 if self.dtype == torch.float32 and self.width > 128 else WIDE
+        most = WIDE // 2 if self.heavy and self.width > 128 else WIDE
         return min(width, most) if self.wide else width
 
     def config(self, kernel: str, longest: int) -> Config:
         width = max(self.width, 64)
-        config = FLOAT32[width] if self.dtype == torch.float32 else TABLE[kernel][width][self.order - 2]
+        config = FLOAT32[width] if self.heavy else TABLE[kernel][width][self.order - 2]
         limit, other = BEYOND.get((kernel, width, self.order), (longest, config))
-        if longest > limit and self.dtype != torch.float32:
+        if longest > limit and not self.heavy:
             config = other
         most = padded(max(1, longest))
         return config._replace(block=min(config.block, most), keys=min(config.keys, most))

@@ -52,14 +52,14 @@ def available(x: Tensor) -> bool:
     return x.dtype in DTYPES and HAS_TRITON and x.device.type == ("cpu" if INTERPRET else "cuda")
 
 
-def obstacle(query: Tensor, value: Tensor, is_causal: bool) -> str | None:
+def obstacle(query: Tensor, value: Tensor, order: int, is_causal: bool) -> str | None:
     """Why the Triton kernels cannot take these tensors, or None if they can."""
     if not HAS_TRITON:
         return "Triton is not installed (pip install 'cumulant[gpu]')"
     if query.device.type != ("cpu" if INTERPRET else "cuda"):
         return f"tensors are on {query.device}, not on a CUDA device (TRITON_INTERPRET=1 runs kernels on the CPU)"
-    if is_causal and not INTERPRET:
-        return "the causal kernels are right in Triton's interpreter but not yet on GPUs"
+    if is_causal and order == 3 and query.dtype == torch.float16 and not INTERPRET:
+        return "causal order 3 in float16 meets a compiler error of Triton 3.6 (use bfloat16 or float32)"
     if query.dtype not in DTYPES:
         return f"kernels take float16, bfloat16 and float32, got {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > WIDEST:

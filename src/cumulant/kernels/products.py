@@ -20,7 +20,15 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     """
     if INTERPRET:
         a, b = a.to(tl.float32), b.to(tl.float32)
+    elif a.dtype == tl.float32 and PRECISION == "tf32":
+        a, b = _nearest_tf32(a), _nearest_tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _nearest_tf32(x):
+    """Tensor cores cut float32 off after 10 digits, which is biased: half a unit of the last more, and it rounds."""
+    return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ zbar -> zbar + do.b, which moves R, r and s from one part to the one before it.
 
 Bytes: forward reads k, v twice and q once and writes out (k, v once for sequences of one part); backward reads
 q, k, v, do twice and writes dq, dk, dv, at order 3 also writes and reads y, as large as q. Kept for the backward pass:
-the sums before each part. No atomics: runs are bitwise equal.
+the sums before each part, and ubar, 4 bytes for each row and head. No atomics: runs are bitwise equal.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         256: (Config(32, 8, 1), Config(32, 8, 1)),
     },
     "outputs": {
-        64: (Config(64, 4, 3), Config(64, 4, 3)),
+        64: (Config(64, 4, 3), Config(64, 4, 1)),
         128: (Config(64, 8, 2), Config(64, 8, 1)),
         256: (Config(32, 8, 1), Config(32, 8, 1)),
     },
     "query_gradients": {
-        64: (Config(64, 4, 2), Config(64, 8, 1)),
+        64: (Config(64, 4, 3), Config(64, 4, 2)),
         128: (Config(64, 8, 1), Config(32, 8, 1)),
         256: (Config(32, 8, 1), Config(16, 8, 1)),
     },
     "key_gradients": {
-        64: (Config(64, 4, 3), Config(64, 8, 1)),
+        64: (Config(64, 4, 2), Config(64, 4, 1)),
         128: (Config(64, 8, 1), Config(32, 8, 1)),
         256: (Config(32, 8, 1), Config(16, 8, 1)),
     },
@@ -169,6 +169,10 @@ class _Plan:
         """Sums before each part, for each range of value columns."""
         return len(self.columns), self.pairs, self.splits, self.state
 
+    def at_rows(self, query: Tensor) -> tuple[int, int]:
+        """Steps from one batch and head to the next in numbers of one for each row and head."""
+        return (0, query.shape[0]) if self.ragged else (self.Hq * self.Lq, self.Lq)
+
     def launch(self, kernel: str) -> dict[str, Any]:
         c = config(kernel, self.order, max(self.BD, self.BE), self.dtype)
         return {"N": c.block, "num_warps": c.warps, "num_stages": c.stages, "maxnreg": c.registers}
@@ -195,12 +199,13 @@ def _float32(like: Tensor, *shape: int) -> Tensor:
 def run_forward(
     query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
     max_q: int, max_k: int, order: int, scale: float, total: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and the sums before each part, which the backward pass needs."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, and what the backward pass needs: the sums before each part, and ubar of each row and head."""
     p = _Plan(query, key, value, weights, cu_q, cu_k, max_q, max_k, order, scale, total)
     out, state = empty_like_rows(query, value.shape[-1]), _float32(query, *p.state_shape())
+    means = _float32(query, query.numel() // p.D)
     if out.numel() == 0:
-        return out, state
+        return out, state, means
     query, key, value = rows(query), rows(key), rows(value)
     w, *w_strides = _weights(weights)
     masked = _masked(p, weights, cu_q, cu_k)
@@ -219,14 +224,15 @@ def run_forward(
                     key, parts, state[e], cu_q, p.Lq, *p.sizes[2:], ROWS=ROWS, **p.scan, num_warps=SCAN_WARPS[0]
                 )
             kernels.outputs[(p.pairs * p.group * p.splits,)](
-                query, key, v, w, o, state[e], cu_q, cu_k, *at_q, *at_k, *at_v, *w_strides, *at_o, *p.sizes, scale,
+                query, key, v, w, o, means, state[e], cu_q, cu_k,
+                *at_q, *at_k, *at_v, *w_strides, *at_o, *p.at_rows(query), *p.sizes, scale,
                 **walk, **p.rows, **p.launch("outputs"),
             )  # fmt: skip
-    return out, state
+    return out, state, means
 
 
 def run_backward(
-    grad: Tensor, state: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None,
+    grad: Tensor, state: Tensor, means: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, order: int, scale: float, total: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value."""
@@ -238,13 +244,13 @@ def run_backward(
     w, *w_strides = _weights(weights)
     masked, third = _masked(p, weights, cu_q, cu_k), order == 3
     count = query.numel() // p.D
-    at_rows = (0, query.shape[0]) if p.ragged else (p.Hq * p.Lq, p.Lq)
-    means = _float32(query, 2 if w is None else 3, count)
+    at_rows = p.at_rows(query)
+    gains = _float32(query, 2 if w is None else 3, count)
     tiles = p.span // p.launch("query_gradients")["N"]
-    before = _float32(query, p.pairs, p.splits, tiles, p.BD) if third else means
+    before = _float32(query, p.pairs, p.splits, tiles, p.BD) if third else gains
     y = torch.empty_like(dq) if third else dq
-    sums = _float32(query, p.pairs, p.splits, p.group, p.sums) if p.splits > 1 else means
-    later = _float32(query, p.pairs, p.splits, p.sums) if p.splits > 1 else means
+    sums = _float32(query, p.pairs, p.splits, p.group, p.sums) if p.splits > 1 else gains
+    later = _float32(query, p.pairs, p.splits, p.sums) if p.splits > 1 else gains
     pieces = []
     with on_device(query.device):
         for e, columns in enumerate(p.columns):
@@ -255,7 +261,7 @@ def run_backward(
             at_dq, at_dk, at_dv = (strides(x, unit) for x in (dq_e, dk_e, dv_e))
             walk = {**p.walk, **p.rows, "E": v.shape[-1], "UNIT": unit, "MASKED": masked, "SUMS": p.sums}
             kernels_back.query_gradients[(p.pairs * p.group * p.splits,)](
-                query, key, v, w, g, dq_e, y, means, before, sums, state[e], cu_q, cu_k,
+                query, key, v, w, g, dq_e, y, means, gains, before, sums, state[e], cu_q, cu_k,
                 *at_q, *at_k, *at_v, *w_strides, *at_g, *at_dq, *at_rows, count, *p.sizes, scale,
                 CARRY=p.splits > 1, **walk, **p.launch("query_gradients"),
             )  # fmt: skip
@@ -265,7 +271,7 @@ def run_backward(
                     GROUP=p.group, SUMS=p.sums, **p.scan, num_warps=SCAN_WARPS[1],
                 )  # fmt: skip
             kernels_back.key_gradients[(p.pairs * p.splits,)](
-                query, key, v, w, g, dk_e, dv_e, y, means, before, later, state[e], cu_q, cu_k,
+                query, key, v, w, g, dk_e, dv_e, y, gains, before, later, state[e], cu_q, cu_k,
                 *at_q, *at_k, *at_v, *w_strides, *at_g, *at_dk, *at_dv, *at_dq, *at_rows, count, *p.sizes, scale,
                 **walk, **p.launch("key_gradients"),
             )  # fmt: skip
@@ -281,22 +287,25 @@ backward = torch.library.custom_op("cumulant::causal_backward", run_backward, mu
 
 
 @forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     shape = _Plan(query, key, value, *rest).state_shape()
-    return empty_like_rows(query, value.shape[-1]), _float32(query, *shape)
+    means = _float32(query, query.numel() // query.shape[-1])
+    return empty_like_rows(query, value.shape[-1]), _float32(query, *shape), means
 
 
 @backward.register_fake
-def _(grad: Tensor, state: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(
+    grad: Tensor, state: Tensor, means: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     return tuple(empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1], *inputs[:6])
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output[1:], *inputs[:6])
     ctx.numbers = inputs[6:]
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return (*backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8)
 
 
