@@ -29,12 +29,3 @@ def test_options_reach_the_function():
     query, key, value = draw()
     full = zoo.get("cumulant3")(query, key, value, enable_gqa=True, full=True, normalization="sum")
     assert torch.equal(full, attention(query, key, value, enable_gqa=True, full=True, normalization="sum"))
-
-
-@pytest.mark.parametrize("name", zoo.names())
-def test_scores_applied_to_values_are_the_output(name):
-    query, key, value = draw()
-    mechanism = zoo.get(name)
-    weights = mechanism.scores(query, key, enable_gqa=True)
-    expected = weights @ value.repeat_interleave(2, -3)
-    torch.testing.assert_close(mechanism(query, key, value, enable_gqa=True), expected)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from cumulant import zoo
 from cumulant.zoo import Mechanism
@@ -29,13 +30,6 @@ def test_every_mechanism_describes_itself(name):
     assert mechanism.paper
     assert mechanism.cost
     assert 2014 <= mechanism.year <= 2030
-
-
-@pytest.mark.parametrize("name", zoo.names())
-def test_every_mechanism_keeps_the_layout_of_sdpa(name):
-    query, key, value = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 4, 7, 8), torch.randn(2, 3, 4, 7, 6)
-    assert zoo.get(name)(query, key, value).shape == (2, 3, 4, 5, 6)
-    assert zoo.get(name).scores(query, key).shape == (2, 3, 4, 5, 7)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_others():
@@ -72,8 +66,64 @@ def test_a_registered_mechanism_is_found_under_its_name():
 )
 def test_what_a_mechanism_does_not_declare_is_refused(capability, arguments, message):
     limited = replace(zoo.get("softmax"), **{capability: False})
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}.*nearest mechanism that can: '"):
         limited(*qkv(), **arguments)
+
+
+def test_the_nearest_alternative_has_what_was_asked_for_and_shares_most_of_the_rest():
+    assert zoo.nearest(replace(zoo.get("softmax"), name="mine", causal=False), "causal") == "softmax"
+    assert zoo.get(zoo.nearest(zoo.get("rala"), "causal")).subquadratic
+    assert zoo.nearest(zoo.get("softmax"), "subquadratic") in zoo.names()
+
+
+def test_a_mechanism_without_full_form_or_cross_attention_refuses_them():
+    causal = replace(zoo.get("softmax"), noncausal=False, cross=False)
+    query, key, value = qkv()
+    with pytest.raises(ValueError, match="is_causal=False, but 'softmax' has only a causal form"):
+        causal(query, key, value)
+    with pytest.raises(ValueError, match="3 queries and 5 keys, but 'softmax' has no cross attention"):
+        causal(query[..., :3, :], key, value, is_causal=True)
+    aligned = replace(zoo.get("softmax"), causal_cross=False)
+    with pytest.raises(ValueError, match="is_causal=True with 3 queries and 5 keys"):
+        aligned(query[..., :3, :], key, value, is_causal=True)
+
+
+@pytest.mark.parametrize("change", [{"scores": None}, {"stream": None, "streaming": False}, {"ragged": False}])
+def test_a_capability_that_is_required_but_missing_is_named_with_an_alternative(change):
+    limited = replace(zoo.get("linear"), **change)
+    capability = {"scores": "weights", "stream": "streaming", "ragged": "ragged"}[next(iter(change))]
+    with pytest.raises(ValueError, match=f"{capability} was asked for, but 'linear' does not have it; nearest"):
+        limited.require(capability)
+    zoo.get("linear").require(capability)
+
+
+def test_patterns_are_read_off_the_declared_capabilities():
+    assert zoo.get("softmax").patterns == ("noncausal self", "causal self", "noncausal cross", "causal cross")
+    assert zoo.get("rala").patterns == ("noncausal self", "noncausal cross")
+    assert replace(zoo.get("softmax"), noncausal=False).patterns == ("causal self",)
+
+
+class Scaled(nn.Module):
+    """A mechanism with a parameter, for the tests below."""
+
+    def __init__(self, dim, num_heads, *, grid_size=None, prefix=0, device=None, dtype=None, start=1.0):
+        super().__init__()
+        self.built_for = (dim, num_heads, grid_size, prefix)
+        self.factor = nn.Parameter(torch.full((), start, device=device, dtype=dtype))
+
+    def forward(self, query, key, value, **shared):
+        return self.factor * value
+
+
+def test_a_mechanism_with_a_module_is_built_with_the_grid_of_its_layer():
+    mechanism = replace(zoo.get("softmax"), name="scaled", module=Scaled)
+    assert mechanism.options == ("start",)
+    built = mechanism.build(8, 2, grid_size=(3, 4), prefix=1, dtype=torch.float64, start=2.0)
+    assert built.built_for == (8, 2, (3, 4), 1)
+    assert built.factor.dtype == torch.float64
+    assert built.factor == 2
+    with pytest.raises(ValueError, match=r"'strat' of mechanism 'scaled'; accepted: start \(did you mean 'start'"):
+        mechanism.build(8, 2, strat=2.0)
 
 
 @pytest.mark.parametrize("name", zoo.names())
@@ -117,6 +167,10 @@ def test_build_binds_options_and_refuses_unknown_ones():
     ],
 )
 def test_bad_input_names_the_argument(name, change, error, message):
+    mechanism = zoo.get(name)
     arguments = dict(zip(("query", "key", "value"), qkv(), strict=True)) | change
+    arguments["is_causal"] = not mechanism.noncausal
+    if "key_mask" in arguments and not mechanism.key_mask:
+        error, message = ValueError, "takes no key mask"
     with pytest.raises(error, match=message):
-        zoo.get(name)(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
+        mechanism(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)

@@ -2,5 +2,6 @@
 
 from .registry import create_model, model_names
 from .vit import VisionTransformer
+from .vivit import ViViT
 
-__all__ = ["VisionTransformer", "create_model", "model_names"]
+__all__ = ["ViViT", "VisionTransformer", "create_model", "model_names"]

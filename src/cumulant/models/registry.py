@@ -6,6 +6,7 @@ from typing import Any
 
 from ..zoo.registry import suggest
 from .vit import VisionTransformer
+from .vivit import ViViT
 
 _TINY = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
 _NANO = {"embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
@@ -27,21 +28,48 @@ VIT_CONFIGS: dict[str, dict[str, Any]] = {
     "vit_nano_patch4_32": {"img_size": 32, "patch_size": 4, **_NANO},  # 142,026 with 10 classes
 }  # fmt: skip
 
+_VIVIT_NANO = {"frames": 8, "embed_dim": 64, "depth": 3, "temporal_depth": 1, "num_heads": 4, "mlp_ratio": 2}
+_UCF = {"frames": 16, "temporal_depth": 2, "num_heads": 6}
+
+# In names, patch16x2 is a tubelet of 16 x 16 pixels and 2 frames, as in "B/16x2"; then the side of a frame.
+# The numbers are parameters of variants 1, 2, 3, 4 and "average" with the pooling that each has unless told otherwise.
+VIVIT_CONFIGS: dict[str, dict[str, Any]] = {
+    # 32 frames, 400 classes (Kinetics): 88,954,000  115,062,928  117,319,312  88,952,464  86,696,080
+    "vivit_base_patch16x2_224": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "vivit_large_patch16x2_224": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "vivit_huge_patch16x2_224": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
+    # 16 frames, for UCF-101 from scratch
+    "vivit_small_patch16x2_112": {**_UCF, "img_size": 112, "embed_dim": 384, "depth": 8},
+    "vivit_tiny_patch16x2_112": {**_UCF, "img_size": 112, "embed_dim": 192, "depth": 6},
+    "vivit_tiny_patch8x2_64": {**_UCF, "img_size": 64, "tubelet": (2, 8, 8), "embed_dim": 192, "depth": 6},
+    # 8 frames; with tubelets of one frame no motion is inside a token, so that "average" is a control
+    "vivit_nano_patch4x2_32": {**_VIVIT_NANO, "img_size": 32, "tubelet": (2, 4, 4)},
+    "vivit_nano_patch4x2_16": {**_VIVIT_NANO, "img_size": 16, "tubelet": (2, 4, 4), "in_chans": 1},
+    "vivit_nano_patch4x1_16": {**_VIVIT_NANO, "img_size": 16, "tubelet": (1, 4, 4), "in_chans": 1},
+}
+
 
 def model_names() -> list[str]:
     """Names that `create_model` knows."""
-    return list(VIT_CONFIGS)
+    return [*VIT_CONFIGS, *VIVIT_CONFIGS]
 
 
-def create_model(name: str, *, attention: str = "softmax", num_classes: int = 1000, **kw: Any) -> VisionTransformer:
-    """A freshly initialised model; `kw` are further arguments of `VisionTransformer` (img_size, pool, ...).
+def create_model(
+    name: str, *, attention: str = "softmax", num_classes: int = 1000, **kw: Any
+) -> VisionTransformer | ViViT:
+    """A freshly initialised model; `kw` are further arguments of `VisionTransformer` (img_size, pool, ...) or, for
+    names that begin with "vivit", of `ViViT` (variant, frames, ...).
 
     The arguments are kept in `model.config`, from which `cumulant.train.load` rebuilds it.
     """
-    if name not in VIT_CONFIGS:
+    given = {"attention": attention, "num_classes": num_classes, **kw}
+    model: VisionTransformer | ViViT
+    if name in VIT_CONFIGS:
+        model = VisionTransformer(**{**VIT_CONFIGS[name], **given})
+    elif name in VIVIT_CONFIGS:
+        model = ViViT(**{**VIVIT_CONFIGS[name], **given})
+    else:
         raise ValueError(f"unknown model {name!r}; {suggest(name, model_names())}")
-    model = VisionTransformer(**{**VIT_CONFIGS[name], "attention": attention, "num_classes": num_classes, **kw})
     placement = ("device", "dtype")
-    described = {key: value for key, value in kw.items() if key not in placement}
-    model.config = {"name": name, "attention": attention, "num_classes": num_classes, **described}
+    model.config = {"name": name, **{key: value for key, value in given.items() if key not in placement}}
     return model

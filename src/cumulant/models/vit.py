@@ -8,13 +8,14 @@ blocks.N.{norm1, attn.qkv, attn.proj, norm2, mlp.fc1, mlp.fc2}.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.attention import LAYER_NORM, MultiheadAttention
+from ..nn.attention import EXTRAS, LAYER_NORM, MultiheadAttention, check_extras
 
 POOLINGS = ("cls", "gap")
 
@@ -40,12 +41,14 @@ class PatchEmbed(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU (the exact one), Linear. Cost: 2 L C hidden."""
+    """Linear, GELU ("erf", the exact one, or its "tanh" approximation), Linear. Cost: 2 L C hidden."""
 
-    def __init__(self, dim: int, hidden: int, drop: float = 0.0, **place: Any) -> None:
+    def __init__(self, dim: int, hidden: int, drop: float = 0.0, gelu: str = "erf", **place: Any) -> None:
         super().__init__()
+        if gelu not in ("erf", "tanh"):
+            raise ValueError(f'gelu must be "erf" or "tanh", got {gelu!r}')
         self.fc1 = nn.Linear(dim, hidden, **place)
-        self.act = nn.GELU()
+        self.act = nn.GELU("none" if gelu == "erf" else "tanh")
         self.fc2 = nn.Linear(hidden, dim, **place)
         self.drop = nn.Dropout(drop)
 
@@ -54,18 +57,21 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training, a sample's branch is 0 with probability `rate`, else over 1 - rate."""
+    """Stochastic depth: in training, a sample's branch is 0 with probability `rate`, else over 1 - rate.
 
-    def __init__(self, rate: float = 0.0) -> None:
+    `rescale=False` leaves what is kept as it is.
+    """
+
+    def __init__(self, rate: float = 0.0, rescale: bool = True) -> None:
         super().__init__()
-        self.rate = rate
+        self.rate, self.rescale = rate, rescale
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.rate == 0.0:
             return x
         keep = 1.0 - self.rate
         kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
-        return x * (kept / keep)
+        return x * (kept / keep if self.rescale else kept)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3g}"
@@ -75,17 +81,18 @@ class Block(nn.Module):
     """Pre-norm block: x + DropPath(attn(norm1(x))), then x + DropPath(mlp(norm2(x)))."""
 
     def __init__(
-        self, attn: nn.Module, dim: int, hidden: int, drop: float = 0.0, drop_path: float = 0.0, **place: Any
+        self, attn: nn.Module, dim: int, hidden: int, drop: float = 0.0, gelu: str = "erf", **place: Any
     ) -> None:
         super().__init__()
         self.norm1 = LAYER_NORM(dim, **place)
         self.attn = attn
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = DropPath()
         self.norm2 = LAYER_NORM(dim, **place)
-        self.mlp = Mlp(dim, hidden, drop, **place)
+        self.mlp = Mlp(dim, hidden, drop, gelu, **place)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
+    def forward(self, x: Tensor, grid: tuple[int, ...] | None = None, prefix: int = 0) -> Tensor:
+        """x (B, prefix + patches, C), the patches laid out as `grid`."""
+        x = x + self.drop_path(self.attn(self.norm1(x), grid=grid, prefix=prefix))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
@@ -100,10 +107,12 @@ class VisionTransformer(nn.Module):
         distilled: DeiT's distillation token and second head. The answer is the mean of both heads, or
             the pair while training with `distilled_training=True`.
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
+        gelu: "erf", or "tanh" for the approximation that Google's code uses.
         init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
             a model of width 64 starts learning much sooner from about 64**-0.5.
         attention: name of a mechanism, see `cumulant.zoo.names()`.
         attention_options: options of that mechanism.
+        attention_extras: v_conv, v_conv_init, gate and temperature of every `cumulant.nn.MultiheadAttention`.
     """
 
     def __init__(
@@ -119,6 +128,7 @@ class VisionTransformer(nn.Module):
         mlp_ratio: float = 4.0,
         attention: str = "softmax",
         attention_options: dict[str, Any] | None = None,
+        attention_extras: dict[str, Any] | None = None,
         qkv_bias: bool = True,
         qk_norm: bool = False,
         pool: str = "cls",
@@ -128,6 +138,7 @@ class VisionTransformer(nn.Module):
         drop_rate: float = 0.0,
         attn_drop: float = 0.0,
         drop_path: float = 0.0,
+        gelu: str = "erf",
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -144,10 +155,12 @@ class VisionTransformer(nn.Module):
             raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes}")
         self.num_classes, self.embed_dim, self.pool = num_classes, embed_dim, pool
         self.distilled_training = distilled_training
+        extras = dict(attention_extras or {})
+        check_extras(extras, EXTRAS)
         self.num_prefix_tokens = int(class_token) + int(distilled)
 
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
-        self.grid_size = self.patch_embed.grid(*_pair(img_size))
+        self.grid_size = self.patch_embed.grid(*pair(img_size))
         tokens = self.num_prefix_tokens + math.prod(self.grid_size)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if class_token else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if distilled else None
@@ -164,11 +177,14 @@ class VisionTransformer(nn.Module):
                 qk_norm=qk_norm,
                 attn_drop=attn_drop,
                 proj_drop=drop_rate,
+                grid_size=self.grid_size,
+                prefix=self.num_prefix_tokens,
+                **extras,
                 **place,
             )
 
         hidden = int(embed_dim * mlp_ratio)
-        self.blocks = nn.Sequential(*(Block(attn(), embed_dim, hidden, drop_rate, **place) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(attn(), embed_dim, hidden, drop_rate, gelu, **place) for _ in range(depth)))
         self.norm = LAYER_NORM(embed_dim, **place)
         self.head = nn.Linear(embed_dim, num_classes, **place) if num_classes else nn.Identity()
         if distilled:
@@ -189,17 +205,16 @@ class VisionTransformer(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | nn.Conv2d):
                 module.reset_parameters()
+        for module in self.modules():  # after the linear layers inside them
+            if isinstance(module, MultiheadAttention):
+                module.reset_extras()
         for table in (self.cls_token, self.dist_token, self.pos_embed):
             if table is not None:
                 nn.init.trunc_normal_(table, std=std)
 
     def set_drop_path(self, rate: float) -> None:
         """Stochastic depth that grows linearly from 0 in the first block to `rate` in the last."""
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"drop_path must be at least 0 and below 1, got {rate}")
-        last = max(1, len(self.blocks) - 1)
-        for index, block in enumerate(self.blocks):
-            cast(Block, block).drop_path.rate = rate * (index / last)
+        spread_drop_path(self.blocks, rate)
 
     def embed(self, images: Tensor) -> Tensor:
         """Tokens with their positions, (B, T, C)."""
@@ -215,7 +230,10 @@ class VisionTransformer(nn.Module):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """All tokens after the last block and norm, (B, T, C)."""
-        return self.norm(self.blocks(self.embed(images)))
+        x, grid = self.embed(images), self.patch_embed.grid(*images.shape[-2:])
+        for block in self.blocks:
+            x = block(x, grid=grid, prefix=self.num_prefix_tokens)
+        return self.norm(x)
 
     def forward_head(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Pooling and classification of tokens (B, T, C)."""
@@ -231,6 +249,16 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.forward_head(self.forward_features(images))
+
+
+def spread_drop_path(blocks: Iterable[nn.Module], rate: float, rescale: bool = True) -> None:
+    """Stochastic depth of an encoder's blocks: linear from 0 in the first to `rate` in the last."""
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"drop_path must be at least 0 and below 1, got {rate}")
+    paths = [cast(Block, block).drop_path for block in blocks]
+    last = max(1, len(paths) - 1)
+    for index, path in enumerate(paths):
+        path.rate, path.rescale = rate * (index / last), rescale
 
 
 def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
@@ -252,25 +280,35 @@ def _resize_loaded_positions(model: VisionTransformer, state: dict[str, Any], na
     table = state.get(f"{name}pos_embed")
     if table is None or table.shape == model.pos_embed.shape or table.shape[-1] != model.embed_dim:
         return
-    side = math.isqrt(patches := table.shape[1] - model.num_prefix_tokens)
-    if side < 1 or side * side != patches:
+    old = square_grid(table.shape[1], model.num_prefix_tokens)
+    state[f"{name}pos_embed"] = resize_positions(table, old, model.grid_size)
+
+
+def square_grid(rows: int, prefix: int) -> tuple[int, int]:
+    """The square grid of a positional table with so many rows after `prefix` tokens."""
+    side = math.isqrt(max(0, rows - prefix))
+    if side < 1 or side * side != rows - prefix:
         raise ValueError(
-            f"pos_embed of the checkpoint has {table.shape[1]} rows, which is not {model.num_prefix_tokens} "
+            f"pos_embed of the checkpoint has {rows} rows, which is not {prefix} "
             "prefix tokens and a square grid; only square grids are resized"
         )
-    state[f"{name}pos_embed"] = resize_positions(table, (side, side), model.grid_size)
+    return side, side
 
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+def pair(size: int | tuple[int, int]) -> tuple[int, int]:
     if isinstance(size, int):
         return size, size
     height, width = size
     return height, width
 
 
-def _check_tokens(pool: str, class_token: bool, distilled: bool) -> None:
+def check_pool(pool: str) -> None:
     if pool not in POOLINGS:
         raise ValueError(f"pool must be one of {', '.join(map(repr, POOLINGS))}, got {pool!r}")
+
+
+def _check_tokens(pool: str, class_token: bool, distilled: bool) -> None:
+    check_pool(pool)
     if pool == "cls" and not class_token:
         raise ValueError('pool="cls" reads the class token, but class_token=False; use pool="gap"')
     if distilled and pool != "cls":

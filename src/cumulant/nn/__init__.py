@@ -1,5 +1,7 @@
-"""Attention layers: `MultiheadAttention` for any mechanism, `CumulantAttention` for timm models."""
+"""Attention layers: `MultiheadAttention` for any mechanism, `CumulantAttention` for timm models, `AxialAttention`."""
 
-from .attention import CumulantAttention, MultiheadAttention
+from .attention import MultiheadAttention
+from .axial import AxialAttention
+from .cumulant import CumulantAttention
 
-__all__ = ["CumulantAttention", "MultiheadAttention"]
+__all__ = ["AxialAttention", "CumulantAttention", "MultiheadAttention"]

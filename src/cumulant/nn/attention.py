@@ -1,11 +1,12 @@
-"""Multi-head attention layers: one for any registered mechanism, one that fits timm's `attn_layer`.
+"""The multi-head attention layer for any registered mechanism.
 
 Shape legend: ... leading dimensions, L tokens, M context tokens, C width, H heads, D = C / H.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,18 +15,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import zoo
-from .fold import folded_attention, pays
+from ..zoo.registry import suggest
+from .extras import (
+    GATES,
+    Temperature,
+    ValueConv,
+    check_temperature,
+    conv_kernel,
+    gate_name,
+    scores_toward_mean,
+    toward_mean,
+)
 
 LAYER_NORM = partial(nn.LayerNorm, eps=1e-6)
+EXTRAS = ("v_conv", "v_conv_init", "gate", "temperature")  # what a model passes on to each of its layers
 
 
 class MultiheadAttention(nn.Module):
     """Projections to query, key and value, a mechanism of the zoo between them, and an output projection.
 
-        y = proj(mechanism(q_norm(W_q x), k_norm(W_k z), W_v z)),  z = context, or x itself
+        y = proj(gate(x) * norm(mechanism(t q_norm(W_q x), k_norm(W_k z), W_v z) + conv(W_v z))),  z = context or x
 
-    Names in the state dict are timm's: qkv, q_norm, k_norm, proj (and norm with `scale_norm`).
-    Cost: 4 L C^2 for the projections, plus the mechanism's own.
+    Names in the state dict are timm's: qkv, q_norm, k_norm, proj; then, each only where it is asked for, norm,
+    v_conv, gate, temperature, and mix for a mechanism with parameters.
+    Cost: 4 L C^2 for the projections (5 with a gate), plus the mechanism's own.
 
     Args:
         dim: width C of the tokens; must be a multiple of num_heads.
@@ -34,6 +47,14 @@ class MultiheadAttention(nn.Module):
         qk_norm: normalise queries and keys per head with `norm_layer` (LayerNorm unless given).
         scale_norm: normalise the mechanism's output before the last projection.
         attn_drop: dropout on the attention probabilities; an error for mechanisms that have none.
+        grid_size: (rows, cols) or (frames, rows, cols) of the patch tokens to expect, and `prefix` the tokens that
+            stand before them: for tables whose size depends on it, and for calls that name no grid.
+        v_conv: depthwise convolution of the values on that grid, added to the mechanism's output; prefix tokens are
+            left alone. True is 3 x 3, an odd k is k x k (within each frame of a clip), (k_t, k, k) is over time too.
+            `v_conv_init="zero"` starts it at nothing.
+        gate: multiply the output by sigmoid(W x + b) (True or "sigmoid"), or by silu of it ("silu").
+        temperature: "head" learns a positive factor on the query of each head; "order", for cumulant2 and cumulant3,
+            one for the second and one for the third term of each head. They are 1 at first.
     """
 
     def __init__(
@@ -50,6 +71,12 @@ class MultiheadAttention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         norm_layer: Callable[..., nn.Module] | None = None,
+        grid_size: tuple[int, ...] | None = None,
+        prefix: int = 0,
+        v_conv: bool | int | Sequence[int] = False,
+        v_conv_init: str = "default",
+        gate: bool | str = False,
+        temperature: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -65,25 +92,111 @@ class MultiheadAttention(nn.Module):
         norm = LAYER_NORM if norm_layer is None else norm_layer
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
-        self.attn_drop = attn_drop
+        self.attn_drop, self.grid_size, self.prefix = attn_drop, grid_size, prefix
+        check_temperature(temperature, attention)
+        kernel, self.gate_activation = conv_kernel(v_conv), gate_name(gate)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **place)
         self.q_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
         self.k_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
         self.attention_options = dict(attention_options or {})
-        self.mix = self.mechanism.build(dim, num_heads, **self.attention_options)
+        self.mix = self.build_mix(place)
+        by_order = temperature == "order" and attention == "cumulant3"  # at order 2 the factor of the query is all
+        self.temperature = Temperature(num_heads, 2 if by_order else 1, **place) if temperature else None
+        self.v_conv = None if kernel is None else ValueConv(dim, kernel, v_conv_init, **place)
+        self.gate = nn.Linear(dim, dim, **place) if self.gate_activation else None
         self.norm = norm(dim, **place) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **place)
         self.proj_drop = nn.Dropout(proj_drop)
 
+    def build_mix(self, place: dict[str, Any]) -> Callable[..., Tensor]:
+        """The mechanism as this layer calls it: itself with its options, or a module with parameters."""
+        return self.mechanism.build(
+            self.dim, self.num_heads, grid_size=self.grid_size, prefix=self.prefix, **place, **self.attention_options
+        )
+
+    def mixers(self) -> tuple[Callable[..., Tensor], ...]:
+        """Every callable that `build_mix` made."""
+        return (self.mix,)
+
+    def reset_extras(self) -> None:
+        """Initialise what is not a projection or norm of every layer: mechanism, convolution and temperatures.
+
+        A model that initialises all its linear layers alike calls this afterwards.
+        """
+        for module in (*self.mixers(), self.v_conv, self.temperature):
+            reset = getattr(module, "reset_parameters", None) if isinstance(module, nn.Module) else None
+            if callable(reset):
+                reset()
+
     def forward(
-        self, x: Tensor, context: Tensor | None = None, key_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, ...] | None = None,
+        prefix: int = 0,
     ) -> Tensor:
-        """x (..., L, C), context (..., M, C), key_mask (..., M) -> (..., L, C)."""
+        """x (..., L, C), context (..., M, C), key_mask (..., M) -> (..., L, C).
+
+        `grid` (rows, cols) or (frames, rows, cols) says how the tokens after the first `prefix` are laid out; without
+        it, the layer's own `grid_size` and `prefix` hold.
+        """
+        if grid is None:
+            grid, prefix = self.grid_size, self.prefix
         query, key, value = self.project(x, context)
-        options = {"dropout_p": self.attn_drop} if self.attn_drop and self.training else {}
-        out = self.mix(query, key, value, key_mask=key_mask, is_causal=is_causal, **options)
+        shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal}
+        out = self.mix_tokens(query, key, value, x=x, grid=grid, prefix=prefix, own=context is None, **shared)
         out = out.transpose(-3, -2).flatten(-2)
-        return self.proj_drop(self.proj(self.norm(out)))
+        if self.v_conv is not None:
+            out = out + self._convolved(self.v_conv, value, context is None, key_mask, is_causal, grid, prefix)
+        out = self.norm(out)
+        if self.gate is not None and self.gate_activation is not None:
+            out = out * GATES[self.gate_activation](self.gate(x))
+        return self.proj_drop(self.proj(out))
+
+    def mix_tokens(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, ...] | None = None,
+        prefix: int = 0,
+        own: bool = True,
+    ) -> Tensor:
+        """Output (..., H, L, D) of the mechanism; `own` says that keys and values come from x (..., L, C) itself."""
+        options = self.call_options(x, key_mask if own else None, grid, prefix)
+        out = self.mix(query, key, value, key_mask=key_mask, is_causal=is_causal, **options)
+        return self.mix_in_mean(out, query, key, value, key_mask=key_mask, is_causal=is_causal)
+
+    def mix_in_mean(
+        self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, heads: slice = slice(None), **shared: Any
+    ) -> Tensor:
+        """The mechanism's output for some heads with `temperature="order"`; as it is with any other."""
+        gain = None if self.temperature is None else self.temperature.gain()
+        if gain is None:
+            return out
+        normalization = self.attention_options.get("normalization", "mean")
+        return toward_mean(out, gain[heads], query, key, value, normalization=normalization, **shared)
+
+    def call_options(
+        self, x: Tensor | None, query_mask: Tensor | None, grid: tuple[int, ...] | None, prefix: int
+    ) -> dict[str, Any]:
+        """What this mechanism wants to know at each call besides query, key, value and masks; x=None for scores."""
+        options: dict[str, Any] = {}
+        if self.attn_drop and self.training and x is not None:
+            options["dropout_p"] = self.attn_drop
+        if self.mechanism.wants_grid:
+            options |= {"grid": grid, "prefix": prefix}
+        if self.mechanism.wants_input and x is not None:
+            options["x"] = x
+        if self.mechanism.wants_query_mask:
+            options["query_mask"] = query_mask
+        return options
 
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Query (..., H, L, D) of x, and key and value (..., H, M, D) of the context, or of x itself."""
@@ -98,17 +211,49 @@ class MultiheadAttention(nn.Module):
             (query,) = self._heads(F.linear(x, W_query, own))
             key, value = self._heads(F.linear(context, W_rest, other))
         # Under autocast a norm may answer in float32; all three must be of one dtype.
-        return self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype), value
+        query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
+        return query if self.temperature is None else self.temperature.scale(query), key, value
 
     def scores(
-        self, x: Tensor, context: Tensor | None = None, key_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, ...] | None = None,
+        prefix: int = 0,
     ) -> Tensor:
-        """The weights with which this layer mixes its tokens, (..., H, L, M). Cost: L M C."""
-        if self.mechanism.scores is None:
-            raise ValueError(f"{self.mechanism.name!r} has no scores to show")
+        """The weights with which the mechanism of this layer mixes the values, (..., H, L, M). Cost: L M C.
+
+        Temperatures are in them; a convolution of the values and a gate are not.
+        """
+        if grid is None:
+            grid, prefix = self.grid_size, self.prefix
         query, key, _ = self.project(x, context)
-        options = self.mechanism.options_of_scores(self.attention_options)
-        return self.mechanism.scores(query, key, key_mask=key_mask, is_causal=is_causal, **options)
+        options = self.call_options(None, key_mask if context is None else None, grid, prefix)
+        return self.weights_of(self.mix, query, key, options, key_mask=key_mask, is_causal=is_causal)
+
+    def weights_of(
+        self,
+        mix: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        options: dict[str, Any],
+        heads: slice = slice(None),
+        **shared: Any,
+    ) -> Tensor:
+        """Weights of some heads for their query (..., h, L, D) and key (..., h, M, D), as `project` makes them."""
+        module = isinstance(mix, nn.Module)
+        scores = getattr(mix, "scores", None) if module else self.mechanism.scores
+        if scores is None:
+            raise ValueError(f"{self.mechanism.name!r} has no scores to show")
+        own = {} if module else self.mechanism.options_of_scores(self.attention_options)
+        A = scores(query, key, **shared, **own, **options)
+        gain = None if self.temperature is None else self.temperature.gain()
+        if gain is None:
+            return A
+        normalization = self.attention_options.get("normalization", "mean")
+        return scores_toward_mean(A, gain[heads], query, key, normalization=normalization, **shared)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, num_heads={self.num_heads}, attention={self.mechanism.name!r}"
@@ -118,108 +263,35 @@ class MultiheadAttention(nn.Module):
         split = x.unflatten(-1, (-1, self.num_heads, self.head_dim))
         return tuple(part.transpose(-3, -2) for part in split.unbind(-3))
 
+    def _convolved(
+        self,
+        v_conv: ValueConv,
+        value: Tensor,
+        own: bool,
+        key_mask: Tensor | None,
+        is_causal: bool,
+        grid: tuple[int, ...] | None,
+        prefix: int,
+    ) -> Tensor:
+        """Convolution of value (..., H, L, D) on the grid, (..., L, C); absent tokens count as 0."""
+        if not own or is_causal:
+            raise ValueError("v_conv mixes neighbours on a grid: it needs context=None and is_causal=False")
+        if grid is None:
+            raise ValueError("v_conv needs to know the grid: pass grid=(rows, cols) here or grid_size to the layer")
+        tokens = value.transpose(-3, -2).flatten(-2)
+        if prefix + math.prod(grid) != tokens.shape[-2]:
+            raise ValueError(f"grid={grid} with prefix={prefix} does not make {tokens.shape[-2]} tokens")
+        if key_mask is not None:
+            tokens = tokens.masked_fill((key_mask == 0).unsqueeze(-1), 0)
+        return v_conv(tokens, grid, prefix)
+
     def _check_width(self, name: str, x: Tensor) -> None:
         if x.ndim < 2 or x.shape[-1] != self.dim:
             raise ValueError(f"{name} must have shape (..., tokens, {self.dim}), got {tuple(x.shape)}")
 
 
-class CumulantAttention(MultiheadAttention):
-    """Cumulant attention with the arguments and state-dict names of timm's `Attention`: an `attn_layer`.
-
-    Arguments that are not explained here are those of `MultiheadAttention`.
-
-    Args:
-        order: 1, 2 or 3; `full=True` takes the whole third cumulant instead of its diagonal.
-        normalization: "mean", or "sum" for the form that the paper prints.
-        fold: whether the second-order layer is computed from the token covariance, without forming query, key
-            and value (`nn/fold.py`): True, False, or "auto", where a cost model says that it is faster. Only
-            order 2 in the mean form, without normalisation of queries and keys, folds; causal calls do not.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        order: int = 3,
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
-        fold: str | bool = "auto",
-        full: bool = False,
-        normalization: str = "mean",
-        proj_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        norm_layer: Callable[..., nn.Module] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        scale_norm: bool = False,
-    ) -> None:
-        if order not in (1, 2, 3):
-            raise ValueError(f"order must be 1, 2 or 3, got {order!r}")
-        if fold not in ("auto", True, False):
-            raise ValueError(f'fold must be "auto", True or False, got {fold!r}')
-        foldable = order == 2 and normalization == "mean" and not qk_norm and not scale_norm
-        if fold is True and not foldable:
-            raise ValueError(
-                "fold=True needs order=2, normalization='mean', qk_norm=False and scale_norm=False, "
-                f"got order={order}, normalization={normalization!r}, qk_norm={qk_norm}, scale_norm={scale_norm}"
-            )
-        if normalization not in ("mean", "sum"):
-            raise ValueError(f'normalization must be "mean" or "sum", got {normalization!r}')
-        super().__init__(
-            dim,
-            num_heads,
-            attention=f"cumulant{order}",
-            attention_options={"full": full, "normalization": normalization},
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
-            scale_norm=scale_norm,
-            proj_bias=proj_bias,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            norm_layer=norm_layer,
-            device=device,
-            dtype=dtype,
-        )
-        self.order, self.fold = order, fold if foldable else False
-
-    def forward(  # type: ignore[override]  # timm's signature: no cross-attention, a mask in place of key_mask
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        """x (B, L, C) -> (B, L, C). attn_mask marks keys: (B, L) bool or weights, or (B, 1, 1, L) bool."""
-        key_mask = as_key_mask(attn_mask, x)
-        if self._folds(x, is_causal):
-            self._check_width("x", x)
-            y = folded_attention(
-                x, self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias, self.num_heads,
-                self.head_dim**-0.5, key_mask,
-            )  # fmt: skip
-            return self.proj_drop(y)
-        return super().forward(x, key_mask=key_mask, is_causal=is_causal)
-
-    def _folds(self, x: Tensor, is_causal: bool) -> bool:
-        if self.fold is False:
-            return False
-        if self.fold is True:
-            if is_causal:
-                raise ValueError('fold=True has no causal form: use fold="auto" or False, or pass is_causal=False')
-            return True
-        return x.ndim == 3 and not is_causal and pays(x.shape[-2], self.dim, self.num_heads, x.device.type)
-
-
-def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """The key mask (..., L) that an attention mask for x (..., L, C) stands for; an error if it is none.
-
-    Moments are taken once for all queries, so a mask that differs from query to query cannot be honoured.
-    """
-    if attn_mask is None or attn_mask.shape == x.shape[:-1]:
-        return attn_mask
-    per_key = (*x.shape[:-2], 1, 1, x.shape[-2])
-    if attn_mask.shape == per_key and attn_mask.dtype == torch.bool:
-        return attn_mask[..., 0, 0, :]
-    raise ValueError(
-        f"attn_mask of shape {tuple(attn_mask.shape)} and dtype {attn_mask.dtype} cannot be honoured: "
-        f"cumulant attention takes one mask for all queries, {tuple(x.shape[:-1])} bool or weights, "
-        f"or {per_key} bool; for a causal mask pass is_causal=True"
-    )
+def check_extras(extras: Mapping[str, Any], known: tuple[str, ...] = (*EXTRAS, "grid_size", "prefix")) -> None:
+    """Raises for an argument that is none of the layer's extras."""
+    for name in extras:
+        if name not in known:
+            raise ValueError(f"unknown attention extra {name!r}; {suggest(name, list(known))}")

@@ -1,6 +1,10 @@
 """Attention mechanisms under one signature: `get("softmax")(query, key, value)`; `names()` lists them."""
 
-from . import softmax, linear, cumulant  # noqa: F401, I001  (importing registers; this is the order of names())
-from .registry import Mechanism, get, names, register
+# Importing registers; this is the order of names().
+from . import softmax, linear, cumulant  # noqa: F401, I001
+from . import cosformer, flow, focused_linear, rala, mala  # noqa: F401
+from . import agent, combiner, aaren, lla, hierarchical  # noqa: F401
+from .probes import capabilities
+from .registry import Mechanism, get, names, nearest, register
 
-__all__ = ["Mechanism", "get", "names", "register"]
+__all__ = ["Mechanism", "capabilities", "get", "names", "nearest", "register"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ..attention import attention, scores
+from ..attention import attention, attention_varlen, scores
+from ..streaming import Stream
 from .registry import Mechanism, register
 
 SUMMARIES = {
@@ -14,6 +16,7 @@ SUMMARIES = {
     2: "softmax to second order: one covariance of keys and values",
     3: "softmax to third order, diagonal in the key coordinates",
 }
+COSTS = {1: "L E", 2: "L D E", 3: "2 L D E"}
 
 
 def _mechanism(order: int) -> Mechanism:
@@ -41,16 +44,20 @@ def _mechanism(order: int) -> Mechanism:
         summary=SUMMARIES[order],
         paper="Cumulant Attention in ViT",
         year=2026,
-        cost="L E" if order == 1 else "L D E",
+        cost=COSTS[order],
         function=function,
         scores=weights,
+        stream=partial(Stream, order=order),
+        varlen=partial(attention_varlen, order=order),
         causal=True,
         cross=True,
+        causal_cross=True,
         key_mask=True,
         grouped_queries=True,
         subquadratic=True,
         streaming=True,
         ragged=True,
+        key_shift=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..inputs import check_tensors, in_autocast_dtype, leading
@@ -23,6 +24,28 @@ def prepare(
         absent = (key_mask == 0)[..., None, :, None]
         key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
     return query, key, value, key_mask
+
+
+def prepare_queries(query: Tensor, query_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Query with absent rows set to 0, and the query mask (bool or weights), checked, as a factor (..., 1, Lq, 1)."""
+    if query_mask is None:
+        return query, None
+    wanted = (*query.shape[:-3], query.shape[-2])
+    if not isinstance(query_mask, Tensor) or query_mask.ndim < 1 or query_mask.shape[-1] != wanted[-1]:
+        got = tuple(query_mask.shape) if isinstance(query_mask, Tensor) else type(query_mask).__name__
+        raise ValueError(f"query_mask must have shape {wanted}, one entry for each query, got {got}")
+    factor = query_mask.expand(wanted)[..., None, :, None]
+    return query.masked_fill(factor == 0, 0), factor.to(wide(query).dtype)
+
+
+def weights_of(key_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """The key mask as a factor (..., 1, Lk, 1) in the dtype of `key`, or None."""
+    return None if key_mask is None else key_mask.to(key.dtype)[..., None, :, None]
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in at least float32, in which the mechanisms keep their sums."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def fold_groups(query: Tensor, key_heads: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Linear attention with the feature map elu(x) + 1.
 
-Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width, E value width, n chunks of C.
+Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width, E value width, C tokens in a chunk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .inputs import fold_groups, prepare
+from .inputs import fold_groups, prepare, weights_of, wide
+from .products import fraction
+from .ragged import padded
 from .registry import Mechanism, register
 
 EPS = 1e-6
@@ -25,7 +27,8 @@ def feature_map(x: Tensor) -> Tensor:
 class LinearState(NamedTuple):
     """What linear attention keeps of the keys and values it has seen: KV = sum phi(k) v^T and z = sum phi(k).
 
-    `of` a set of tokens, `append` more of them, `read` with queries: constant memory, in at least float32.
+    `of` a set of tokens, `append` more of them, `read` with queries: constant memory, in at least float32. For
+    decoding against a fixed memory (cross attention), make it once and `read` it for each query.
     """
 
     KV: Tensor  # (..., D, E)
@@ -34,7 +37,7 @@ class LinearState(NamedTuple):
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> LinearState:
         """State of key (..., L, D) and value (..., L, E). Cost: L D E."""
-        features, value = feature_map(_wide(key)), _wide(value)
+        features, value = feature_map(wide(key)), wide(value)
         return cls(features.mT @ value, features.sum(-2))
 
     def append(self, key: Tensor, value: Tensor) -> LinearState:
@@ -44,7 +47,22 @@ class LinearState(NamedTuple):
 
     def read(self, query: Tensor, *, eps: float = EPS) -> Tensor:
         """phi(q) KV / (phi(q).z + eps) for query (..., L, D). Cost: L D E."""
-        return _divide(feature_map(_wide(query)), self.KV, self.z, eps).to(query.dtype)
+        features = feature_map(wide(query))
+        return (features @ self.KV / (features @ self.z.unsqueeze(-1) + eps)).to(query.dtype)
+
+
+class LinearStream:
+    """Causal linear attention token by token: `step` takes one in and answers its query. Cost: D E a token."""
+
+    def __init__(self, *, eps: float = EPS) -> None:
+        self.eps = eps
+        self.state: LinearState | None = None
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (..., H, 1, D), key (..., Hk, 1, D), value (..., Hk, 1, E) -> (..., H, 1, E)."""
+        self.state = LinearState.of(key, value) if self.state is None else self.state.append(key, value)
+        out = self.state.read(fold_groups(query, key.shape[-3]), eps=self.eps)
+        return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def linear_attention(
@@ -68,17 +86,10 @@ def linear_attention(
     Cost: L D E, and L C (D + E) more for the causal form in chunks of C tokens.
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
     with torch.autocast(query.device.type, enabled=False):
         features_q, features_k = _features(query, key, key_mask, scale)
-        value = _wide(value)
-        if is_causal:
-            out = _causal(features_q, features_k, value, chunk, eps)
-        else:
-            rows = fold_groups(features_q, key.shape[-3])
-            out = _divide(rows, features_k.mT @ value, features_k.sum(-2), eps)
-    return out.reshape(*query.shape[:-1], value.shape[-1]).to(query.dtype)
+        sums, total = fraction(features_q, features_k, wide(value), query.dtype, is_causal=is_causal, chunk=chunk)
+        return (sums / (total + eps)).to(query.dtype)
 
 
 def linear_scores(
@@ -91,7 +102,7 @@ def linear_scores(
     enable_gqa: bool = False,
     eps: float = EPS,
 ) -> Tensor:
-    """The weights w_l phi(q_i).phi(k_l) / (their sum + eps), (..., H, Lq, Lk), Cost: Lq Lk D."""
+    """The weights w_l phi(q_i).phi(k_l) / (their sum + eps), (..., H, Lq, Lk). Cost: Lq Lk D."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
         features_q, features_k = _features(query, key, key_mask, scale)
@@ -102,63 +113,33 @@ def linear_scores(
         return (weights / (weights.sum(-1, keepdim=True) + eps)).to(query.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _features(query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """phi(scale q) and w phi(k). The weight comes after the map: phi of a key set to 0 would be 1."""
-    query, key = _wide(query), _wide(key)
+    query, key = wide(query), wide(key)
     features_q = feature_map(query if scale is None else query * scale)
-    if key_mask is None:
-        return features_q, feature_map(key)
-    return features_q, feature_map(key) * key_mask.to(key.dtype)[..., None, :, None]
+    weights = weights_of(key_mask, key)
+    return features_q, feature_map(key) if weights is None else feature_map(key) * weights
 
 
-def _divide(features: Tensor, KV: Tensor, z: Tensor, eps: float) -> Tensor:
-    return (features @ KV) / (features @ z.unsqueeze(-1) + eps)
-
-
-def _causal(features_q: Tensor, features_k: Tensor, value: Tensor, chunk: int, eps: float) -> Tensor:
-    """Sums over earlier chunks, plus a masked C x C product within each: memory L (D + E) + (L/C) D E."""
-    length, key_heads = features_q.shape[-2], features_k.shape[-3]
-    chunk = max(1, min(chunk, length))
-    count = max(1, -(-length // chunk))
-    # Keys that no row may see are cut off; missing ones are padded with features of 0.
-    features_k, value = (_chunks(x[..., :length, :], count, chunk) for x in (features_k, value))
-    groups = features_q.shape[-3] // max(1, key_heads)
-    features_q = _chunks(features_q.unflatten(-3, (key_heads, groups)), count, chunk)  # (..., Hk, G, n, C, D)
-    rows = features_q.transpose(-4, -3).flatten(-3, -2)  # (..., Hk, n, G C, D)
-
-    KV, z = features_k.mT @ value, features_k.sum(-2)
-    # Shift before summing: taking the own chunk off again would let the future in through rounding.
-    KV, z = F.pad(KV, (0, 0, 0, 0, 1, -1)).cumsum(-3), F.pad(z, (0, 0, 1, -1)).cumsum(-2)
-    weights = (rows @ features_k.mT).unflatten(-2, (-1, chunk)).tril().flatten(-3, -2)
-    numerator = rows @ KV + weights @ value
-    denominator = rows @ z.unsqueeze(-1) + weights.sum(-1, keepdim=True)
-    out = (numerator / (denominator + eps)).unflatten(-2, (-1, chunk)).transpose(-4, -3)
-    return out.flatten(-3, -2)[..., :length, :]
-
-
-def _chunks(x: Tensor, count: int, chunk: int) -> Tensor:
-    """(..., L, D) padded with zeros to (..., n, C, D)."""
-    return F.pad(x, (0, 0, 0, count * chunk - x.shape[-2])).unflatten(-2, (count, chunk))
-
-
-register(
+LINEAR = register(
     Mechanism(
         name="linear",
         summary="kernel attention with the feature map elu + 1",
         paper="Transformers are RNNs (Katharopoulos et al.)",
         year=2020,
+        arxiv="2006.16236",
         cost="L D E",
         function=linear_attention,
         scores=linear_scores,
+        stream=LinearStream,
+        varlen=padded(linear_attention),
         causal=True,
         cross=True,
+        causal_cross=True,
         key_mask=True,
         grouped_queries=True,
         subquadratic=True,
         streaming=True,
+        ragged=True,
     )
 )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .inputs import fold_groups, prepare
+from .ragged import padded
 from .registry import Mechanism, register
 
 
@@ -78,19 +79,24 @@ def _logit_bias(query: Tensor, key: Tensor, key_mask: Tensor, is_causal: bool) -
     return bias, empty
 
 
-register(
+SOFTMAX = register(
     Mechanism(
         name="softmax",
         summary="exact softmax attention by PyTorch's fused kernels",
         paper="Attention Is All You Need (Vaswani et al.)",
         year=2017,
+        arxiv="1706.03762",
         cost="L^2 (D + E)",
         function=softmax_attention,
         scores=softmax_scores,
+        varlen=padded(softmax_attention),
         causal=True,
         cross=True,
+        causal_cross=True,
         key_mask=True,
         grouped_queries=True,
+        ragged=True,
         dropout=True,
+        key_shift=True,
     )
 )

@@ -1,0 +1,138 @@
+"""Clips to tokens: tubelet embedding, sampled frames, kernels and positions made from those of an image model.
+
+Shape legend: B clips, T x H x W pixels, t x h x w a tubelet, (n_t, n_h, n_w) the grid of tokens, C width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .vit import resize_positions
+
+Grid = tuple[int, int, int]
+TUBELET_INITS = ("random", "inflate", "central")
+
+
+class TubeletEmbed(nn.Module):
+    """Clips (B, channels, T, H, W) to tokens (B, n_t n_h n_w, C), frame by frame: a 3-D convolution, kernel = stride.
+
+    The weight has the shape of a convolution, (C, channels, t, h, w), but is applied as one matrix product to the
+    tubelets laid out as rows: N t h w channels x C multiply-adds, without im2col.
+
+    Args:
+        sample_frames: embed that many frames, spread evenly over the clip, in place of tubelets; needs t = 1.
+    """
+
+    def __init__(
+        self, tubelet: Sequence[int], in_chans: int, dim: int, sample_frames: int | None = None, **place: Any
+    ) -> None:
+        super().__init__()
+        if len(tubelet) != 3 or min(tubelet) < 1:
+            raise ValueError(f"tubelet must be three positive numbers (frames, height, width), got {tuple(tubelet)}")
+        if sample_frames is not None and (sample_frames < 1 or tubelet[0] != 1):
+            raise ValueError(
+                "sample_frames must be at least 1 and needs a tubelet of one frame, got "
+                f"sample_frames={sample_frames}, tubelet={tuple(tubelet)}"
+            )
+        self.tubelet: Grid = (tubelet[0], tubelet[1], tubelet[2])
+        self.in_chans, self.sample_frames = in_chans, sample_frames
+        self.proj = nn.Conv3d(in_chans, dim, kernel_size=self.tubelet, stride=self.tubelet, **place)
+
+    def grid(self, frames: int, height: int, width: int) -> Grid:
+        """Tokens over time, rows and columns; every side must be a multiple of the tubelet's."""
+        size = frames, height, width
+        if self.sample_frames is not None and frames < self.sample_frames:
+            raise ValueError(f"sample_frames={self.sample_frames} needs at least as many frames, got {frames}")
+        time = frames if self.sample_frames is None else self.sample_frames
+        if any(side < 1 or side % part for side, part in zip((time, height, width), self.tubelet, strict=True)):
+            raise ValueError(
+                f"clip size (frames, height, width) must be a multiple of the tubelet {self.tubelet}, got {size}"
+            )
+        t, h, w = self.tubelet
+        return time // t, height // h, width // w
+
+    def forward(self, clips: Tensor) -> Tensor:
+        if self.sample_frames is not None:
+            clips = clips[:, :, evenly_spaced(clips.shape[2], self.sample_frames)]
+        n_t, n_h, n_w = (side // part for side, part in zip(clips.shape[2:], self.tubelet, strict=True))
+        t, h, w = self.tubelet
+        cut = clips.reshape(*clips.shape[:2], n_t, t, n_h, h, n_w, w)
+        rows = cut.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(clips.shape[0], n_t * n_h * n_w, -1)
+        return F.linear(rows, self.proj.weight.flatten(1), self.proj.bias)
+
+    @torch.no_grad()
+    def reset_parameters(self, method: str = "random") -> None:
+        """PyTorch's default for a convolution; "inflate" and "central" draw a 2-D kernel and spread it over time."""
+        check_method(method)
+        self.proj.reset_parameters()
+        if method != "random":
+            flat = nn.Conv2d(self.in_chans, self.proj.out_channels, self.tubelet[1:], device=self.proj.weight.device)
+            self.proj.weight.copy_(over_time(flat.weight, self.tubelet[0], method))
+
+
+def check_method(method: str) -> None:
+    if method not in TUBELET_INITS:
+        raise ValueError(f"tubelet_init must be one of {', '.join(map(repr, TUBELET_INITS))}, got {method!r}")
+
+
+def over_time(kernel: Tensor, frames: int, method: str) -> Tensor:
+    """A 2-D kernel (C, channels, h, w) as one of (C, channels, t, h, w).
+
+    "inflate" repeats it and divides by t: a static clip gives what one of its frames gives.
+    "central" puts it at frame t // 2 and zeros elsewhere: a clip gives what its central frames give.
+    """
+    if method == "inflate":
+        return kernel.unsqueeze(2).repeat(1, 1, frames, 1, 1) / frames
+    if method != "central":
+        raise ValueError(f'method must be "inflate" or "central", got {method!r}')
+    spread = kernel.new_zeros(*kernel.shape[:2], frames, *kernel.shape[2:])
+    spread[:, :, frames // 2] = kernel
+    return spread
+
+
+def evenly_spaced(frames: int, count: int) -> list[int]:
+    """The frames in the middle of `count` equal parts of a clip."""
+    return [(2 * i + 1) * frames // (2 * count) for i in range(count)]
+
+
+def resize_time(table: Tensor, prefix: int, frames: int) -> Tensor:
+    """A table (1, prefix + n_t, C) for another number of frames, interpolated linearly."""
+    if table.shape[1] == prefix + frames:
+        return table
+    first, times = table.tensor_split([prefix], dim=1)
+    times = F.interpolate(times.mT.float(), size=frames, mode="linear", align_corners=False)
+    return torch.cat([first, times.mT.to(table.dtype)], dim=1)
+
+
+def resize_clip_positions(table: Tensor, old: Grid, new: Grid) -> Tensor:
+    """A table (1, prefix + n_t n_h n_w, C) for another grid: bicubic within frames, linear over time."""
+    if old == new:
+        return table
+    prefix = table.shape[1] - math.prod(old)
+    first, grid = table.tensor_split([prefix], dim=1)
+    frames = resize_positions(grid.unflatten(1, (old[0], -1)).squeeze(0), old[1:], new[1:])  # (n_t, n_h n_w, C)
+    times = resize_time(frames.flatten(1).unsqueeze(0), 0, new[0])
+    return torch.cat([first, times.reshape(1, -1, table.shape[-1])], dim=1)
+
+
+def guess_grid(rows: int, grid: Grid) -> Grid:
+    """The grid a table of so many rows was made for, if it differs from `grid` only in time or only in space."""
+    n_t, n_h, n_w = grid
+    side = math.isqrt(rows // n_t)
+    fits = []
+    if rows and rows % (n_h * n_w) == 0:
+        fits.append((rows // (n_h * n_w), n_h, n_w))
+    if rows and n_t * side * side == rows:
+        fits.append((n_t, side, side))
+    if len(set(fits)) != 1:
+        raise ValueError(
+            f"positions for {rows} tokens do not tell for which clip they were made (this model's grid is {grid}); "
+            "resize them with cumulant.models.tubelet.resize_clip_positions(table, old, new) before loading"
+        )
+    return fits[0]

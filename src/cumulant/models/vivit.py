@@ -1,0 +1,348 @@
+"""ViViT, a Video Vision Transformer (Arnab et al. 2021): models 1 to 4 and a frame average, with any attention.
+
+Shape legend: B clips, T x H x W pixels, (n_t, n_h, n_w) the grid of tubelets, S = n_h n_w, N = n_t S, C width.
+State-dict names are those of `VisionTransformer`; what the image model lacks is called temporal_*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.attention import EXTRAS, LAYER_NORM, MultiheadAttention, check_extras
+from ..nn.axial import AxialAttention
+from ..nn.extras import conv_kernel
+from .from_image import load_image_weights
+from .tubelet import TubeletEmbed, check_method, guess_grid, resize_clip_positions, resize_time
+from .vit import (
+    Block,
+    DropPath,
+    Mlp,
+    VisionTransformer,
+    check_pool,
+    pair,
+    resize_positions,
+    spread_drop_path,
+    square_grid,
+)
+
+VARIANTS = (1, 2, 3, 4, "average")
+AXIS_ORDERS = ("space-time", "time-space")
+DROP_PATH_STYLES = ("scaled", "released")
+
+
+class FactorisedBlock(nn.Module):
+    """Model 3: x + space(norm1(x)), then x + time(temporal_norm(x)), or the other way round, then x + mlp(norm2(x)).
+
+    Space attends within each frame, (B n_t, S, C), time at each place, (B S, n_t, C).
+    """
+
+    def __init__(
+        self,
+        attn: nn.Module,
+        temporal_attn: nn.Module,
+        dim: int,
+        hidden: int,
+        drop: float = 0.0,
+        gelu: str = "tanh",
+        axis_order: str = "space-time",
+        **place: Any,
+    ) -> None:
+        super().__init__()
+        self.time_first = axis_order == "time-space"
+        self.norm1 = LAYER_NORM(dim, **place)
+        self.attn = attn
+        self.temporal_norm = LAYER_NORM(dim, **place)
+        self.temporal_attn = temporal_attn
+        self.drop_path = DropPath()
+        self.norm2 = LAYER_NORM(dim, **place)
+        self.mlp = Mlp(dim, hidden, drop, gelu, **place)
+
+    def forward(self, x: Tensor, grid: tuple[int, ...], prefix: int = 0) -> Tensor:
+        """x (B, N, C), frame by frame; there are no tokens outside the grid."""
+        for branch in (self._time, self._space) if self.time_first else (self._space, self._time):
+            x = x + self.drop_path(branch(x, grid))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+    def _space(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
+        frames = self.norm1(x).reshape(-1, grid[1] * grid[2], x.shape[-1])
+        return self.attn(frames, grid=grid[1:]).reshape(x.shape)
+
+    def _time(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
+        places = self.temporal_norm(x).unflatten(1, (grid[0], -1)).transpose(1, 2)
+        out = self.temporal_attn(places.flatten(0, 1), grid=(grid[0], 1))
+        return out.unflatten(0, places.shape[:2]).transpose(1, 2).flatten(1, 2)
+
+
+class ViViT(nn.Module):
+    """Clips (B, in_chans, T, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
+
+    | variant | attention | sequences of |
+    |---|---|---|
+    | 1 | joint space-time | N tokens |
+    | 2 | factorised encoder: each frame, then the frames' features | S, then n_t |
+    | 3 | factorised self-attention: space, then time, in each block | S and n_t |
+    | 4 | factorised dot product: half of the heads over time, half over space | n_t and S |
+    | "average" | each frame by itself, features averaged: sees no order in time, a control | S |
+
+    Args:
+        frames, img_size: clip that the positional tables are made for. Others whose sides are multiples of the
+            tubelet's work too: tables are then resized, bicubically in space and linearly in time.
+        tubelet: frames, height and width of a token.
+        sample_frames: embed that many frames spread evenly over the clip instead ("uniform frame sampling");
+            needs a tubelet of one frame.
+        tubelet_init: "random"; or a 2-D kernel spread over time, "inflate" (repeated, divided by t) or "central" (at
+            frame t // 2, zeros elsewhere). See also `load_image_weights`.
+        temporal_depth: layers of the second encoder of variant 2.
+        pool: "cls" or "gap" (mean of the tokens), of each encoder in variant 2. Variants 3 and 4 have no class token.
+        axis_order: of variant 3. The paper's is "space-time", the released code's "time-space".
+        gelu: "tanh" as released, or "erf" as in DeiT.
+        zero_head: start with all logits 0, as released; then only the head has a gradient in the first step.
+        drop_path: stochastic depth of an encoder's last block, growing linearly from 0 at the first. `drop_path_style`
+            "scaled" divides kept branches by the keep probability, as our image models do; "released" does not, and
+            leaves variant 3 alone, as the released code does.
+        init_std: None initialises as released (Xavier-uniform matrices, each of query, key and value by itself; MLP
+            biases N(0, 1e-6), positions N(0, 0.02), class tokens 0); a number as DeiT, with that deviation.
+        attention, attention_options, attention_extras: as in `VisionTransformer`, for every attention of the model. A
+            `v_conv` (k_t, k, k) becomes k x k in attention within frames and k_t in attention over time.
+    """
+
+    def __init__(
+        self,
+        *,
+        variant: int | str = 1,
+        frames: int = 32,
+        img_size: int | tuple[int, int] = 224,
+        tubelet: tuple[int, int, int] = (2, 16, 16),
+        sample_frames: int | None = None,
+        tubelet_init: str = "random",
+        in_chans: int = 3,
+        num_classes: int = 400,
+        embed_dim: int = 768,
+        depth: int = 12,
+        temporal_depth: int = 4,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        attention: str = "softmax",
+        attention_options: dict[str, Any] | None = None,
+        attention_extras: dict[str, Any] | None = None,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        pool: str | None = None,
+        axis_order: str = "space-time",
+        gelu: str = "tanh",
+        zero_head: bool = True,
+        drop_rate: float = 0.0,
+        attn_drop: float = 0.0,
+        drop_path: float = 0.0,
+        drop_path_style: str = "scaled",
+        init_std: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config: dict[str, Any] | None = None  # set by create_model
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        extras = dict(attention_extras or {})
+        check_extras(extras, EXTRAS)
+        self.variant = check_variant(variant)
+        check_method(tubelet_init)
+        pool = pool or ("gap" if self.variant in (3, 4) else "cls")
+        check_pool(pool)
+        if pool == "cls" and self.variant in (3, 4):
+            raise ValueError(f'pool="cls", but variant {self.variant} has no class token; use pool="gap"')
+        for name, choice, known in (
+            ("axis_order", axis_order, AXIS_ORDERS),
+            ("drop_path_style", drop_path_style, DROP_PATH_STYLES),
+        ):
+            if choice not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}")
+        sizes = (("in_chans", in_chans), ("depth", depth), ("temporal_depth", temporal_depth))
+        for name, count in sizes:
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if num_classes < 0:
+            raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes}")
+        self.num_classes, self.embed_dim, self.pool = num_classes, embed_dim, pool
+        self.zero_head, self.tubelet_init, self.drop_path_style = zero_head, tubelet_init, drop_path_style
+        self.num_prefix_tokens = int(pool == "cls")
+
+        self.patch_embed = TubeletEmbed(tubelet, in_chans, embed_dim, sample_frames, **place)
+        self.grid_size = self.patch_embed.grid(frames, *pair(img_size))
+        self.per_frame = self.variant in (2, "average")  # the first encoder sees one temporal index at a time
+        n_t, patches = self.grid_size[0], math.prod(self.grid_size[1:] if self.per_frame else self.grid_size)
+        self.cls_token = self._table(1, place) if pool == "cls" else None
+        self.pos_embed = self._table(self.num_prefix_tokens + patches, place)
+        self.pos_drop = nn.Dropout(drop_rate)
+
+        hidden = int(embed_dim * mlp_ratio)
+        layer: dict[str, Any] = {"attention": attention, "attention_options": attention_options, "qkv_bias": qkv_bias}
+        layer |= {"qk_norm": qk_norm, "attn_drop": attn_drop, "proj_drop": drop_rate, **place}
+
+        def attn(axes: str, prefix: int = 0) -> MultiheadAttention:
+            grid = {"both": self.grid_size, "space": self.grid_size[1:], "time": (n_t, 1)}[axes]
+            kind = AxialAttention if self.variant == 4 else MultiheadAttention
+            given = {"grid_size": grid, "prefix": prefix, **layer, **extras_along(axes, extras)}
+            return kind(embed_dim, num_heads, **given)
+
+        def block(axes: str) -> nn.Module:
+            inner = embed_dim, hidden, drop_rate, gelu
+            if self.variant == 3:
+                return FactorisedBlock(attn("space"), attn("time"), *inner, axis_order, **place)
+            return Block(attn(axes, self.num_prefix_tokens), *inner, **place)
+
+        self.blocks = nn.Sequential(*(block("space" if self.per_frame else "both") for _ in range(depth)))
+        self.norm = LAYER_NORM(embed_dim, **place)
+        if self.variant == 2:
+            self.temporal_cls_token = self._table(1, place) if pool == "cls" else None
+            self.temporal_pos_embed = self._table(self.num_prefix_tokens + n_t, place)
+            self.temporal_blocks = nn.Sequential(*(block("time") for _ in range(temporal_depth)))
+            self.temporal_norm = LAYER_NORM(embed_dim, **place)
+        self.head = nn.Linear(embed_dim, num_classes, **place) if num_classes else nn.Identity()
+        self.set_drop_path(drop_path)
+        self.reset_parameters(init_std)
+        self.register_load_state_dict_pre_hook(_resize_loaded_positions)
+
+    def reset_parameters(self, std: float | None = None) -> None:
+        """The initialisation that `init_std` and the options of the model describe."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                _reset_linear(module, std, parts=3 if name.endswith(".qkv") else 1)
+                if std is None and name.endswith((".fc1", ".fc2")):
+                    nn.init.normal_(module.bias, std=1e-6)
+            elif isinstance(module, nn.LayerNorm | nn.Conv2d):
+                module.reset_parameters()
+        for module in self.modules():  # after the linear layers inside them
+            if isinstance(module, MultiheadAttention):
+                module.reset_extras()
+        for name, table in self.named_parameters(recurse=False):
+            if std is not None:
+                nn.init.trunc_normal_(table, std=std)
+            elif name.endswith("pos_embed"):
+                nn.init.normal_(table, std=0.02)
+            else:
+                nn.init.zeros_(table)
+        self.patch_embed.reset_parameters(self.tubelet_init)
+        if self.zero_head and isinstance(self.head, nn.Linear):
+            nn.init.zeros_(self.head.weight)
+
+    def set_drop_path(self, rate: float) -> None:
+        """Stochastic depth that grows linearly from 0 in the first block of each encoder to `rate` in its last."""
+        released = self.drop_path_style == "released"
+        spread_drop_path(self.blocks, 0.0 if released and self.variant == 3 else rate, rescale=not released)
+        if self.variant == 2:
+            spread_drop_path(self.temporal_blocks, rate, rescale=not released)
+
+    def load_image_weights(self, image_model: VisionTransformer, tubelet_init: str = "central") -> list[str]:
+        """Start from an image model of the same width, depth and patch size; see `models/from_image.py`.
+
+        Returns the names of the parameters that the image model has nothing for.
+        """
+        return load_image_weights(self, image_model, tubelet_init)
+
+    def embed(self, clips: Tensor) -> Tensor:
+        """Tokens with their positions: (B, prefix + N, C), or (B n_t, prefix + S, C) where frames are encoded alone."""
+        if clips.ndim != 5 or clips.shape[1] != self.patch_embed.in_chans:
+            raise ValueError(
+                f"clips must have shape (batch, {self.patch_embed.in_chans}, frames, height, width), got "
+                f"{tuple(clips.shape)}; clips.movedim(-1, 1) brings channels forward from the end"
+            )
+        grid = self.patch_embed.grid(*clips.shape[2:])
+        x = self.patch_embed(clips)
+        if self.per_frame:
+            x = x.reshape(-1, grid[1] * grid[2], x.shape[-1])
+            positions = resize_positions(self.pos_embed, self.grid_size[1:], grid[1:])
+        else:
+            positions = resize_clip_positions(self.pos_embed, self.grid_size, grid)
+        return self.pos_drop(_with_prefix(self.cls_token, x) + positions)
+
+    def forward_features(self, clips: Tensor) -> Tensor:
+        """Tokens after the last block and norm: (B, prefix + N, C) in variants 1, 3 and 4.
+
+        In variant 2 these are the tokens over time, (B, prefix + n_t, C); for "average", each frame's pooled
+        features, (B, n_t, C).
+        """
+        x = self.embed(clips)
+        grid = self.patch_embed.grid(*clips.shape[2:])
+        x = _encode(self.blocks, x, grid[1:] if self.per_frame else grid, self.num_prefix_tokens)
+        x = self.norm(x)
+        if not self.per_frame:
+            return x
+        x = self._pooled(x).unflatten(0, (-1, grid[0]))
+        if self.variant == "average":
+            return x
+        positions = resize_time(self.temporal_pos_embed, self.num_prefix_tokens, grid[0])
+        x = self.pos_drop(_with_prefix(self.temporal_cls_token, x) + positions)
+        return self.temporal_norm(_encode(self.temporal_blocks, x, (grid[0], 1), self.num_prefix_tokens))
+
+    def forward_head(self, tokens: Tensor) -> Tensor:
+        """Pooling and classification of what `forward_features` gives."""
+        return self.head(tokens.mean(1) if self.variant == "average" else self._pooled(tokens))
+
+    def forward(self, clips: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(clips))
+
+    def _pooled(self, tokens: Tensor) -> Tensor:
+        return tokens[:, 0] if self.pool == "cls" else tokens.mean(1)
+
+    def _table(self, rows: int, place: dict[str, Any]) -> nn.Parameter:
+        return nn.Parameter(torch.empty(1, rows, self.embed_dim, **place))
+
+
+def check_variant(variant: int | str) -> int | str:
+    """1, 2, 3, 4 or "average"; numbers may come as text, from a command line."""
+    known = {str(v): v for v in VARIANTS}
+    if str(variant) not in known:
+        raise ValueError(f"variant must be one of {', '.join(map(repr, VARIANTS))}, got {variant!r}")
+    return known[str(variant)]
+
+
+def extras_along(axes: str, extras: dict[str, Any]) -> dict[str, Any]:
+    """The extras of an attention over "both" axes, over "space" or over "time": each has its part of the kernel."""
+    kernel = conv_kernel(extras.get("v_conv", False))
+    if kernel is None or axes == "both":
+        return extras
+    if axes == "space":
+        return {**extras, "v_conv": kernel[-2:]}
+    return {**extras, "v_conv": (kernel[0], 1) if len(kernel) == 3 else False}
+
+
+def _encode(blocks: Iterable[nn.Module], x: Tensor, grid: tuple[int, ...], prefix: int) -> Tensor:
+    for block in blocks:
+        x = block(x, grid=grid, prefix=prefix)
+    return x
+
+
+def _with_prefix(token: Tensor | None, x: Tensor) -> Tensor:
+    return x if token is None else torch.cat([token.expand(x.shape[0], -1, -1), x], dim=1)
+
+
+def _reset_linear(linear: nn.Linear, std: float | None, parts: int) -> None:
+    """Truncated normal, or Xavier-uniform for each of the matrices stacked in this one; biases 0."""
+    if std is not None:
+        nn.init.trunc_normal_(linear.weight, std=std)
+    else:
+        for part in linear.weight.chunk(parts):
+            nn.init.xavier_uniform_(part)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def _resize_loaded_positions(model: ViViT, state: dict[str, Any], name: str, *_: Any) -> None:
+    """Before loading: fit the tables of a checkpoint made for another clip size."""
+    prefix = model.num_prefix_tokens
+    table = state.get(f"{name}pos_embed")
+    if table is not None and table.shape != model.pos_embed.shape and table.shape[-1] == model.embed_dim:
+        if model.per_frame:
+            old = square_grid(table.shape[1], prefix)
+            state[f"{name}pos_embed"] = resize_positions(table, old, model.grid_size[1:])
+        else:
+            clip = guess_grid(table.shape[1] - prefix, model.grid_size)
+            state[f"{name}pos_embed"] = resize_clip_positions(table, clip, model.grid_size)
+    times = state.get(f"{name}temporal_pos_embed")
+    if times is not None and model.variant == 2 and times.shape[-1] == model.embed_dim:
+        state[f"{name}temporal_pos_embed"] = resize_time(times, prefix, model.grid_size[0])

@@ -1,0 +1,141 @@
+"""Attention over two axes of a clip at once: half of the heads look along time, the other half within a frame.
+
+Shape legend: B clips, H heads, h = H / 2, T frames, S = rows x cols places, L = T S tokens, C width, D = C / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import MultiheadAttention
+
+Grid = tuple[int, ...]
+
+
+class AxialAttention(MultiheadAttention):
+    """`MultiheadAttention` whose first h heads attend over time at a fixed place, the others over space in a frame.
+
+    Parameters are those of `MultiheadAttention`, so weights move between the two; a mechanism with parameters has
+    two sets of them, `mix` over time and `mix_space`, each for a layer of half the width. One that looks at the layer's
+    input sees the half of its channels that belongs to its heads. Tokens are (B, T S, C), frame by frame; `grid_size`
+    or the `grid` of a call is (frames, rows, cols). Cost: that of the mechanism for B S sequences of T tokens and for
+    B T of S, with h heads each.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, **kw: Any) -> None:
+        if num_heads % 2:
+            raise ValueError(f"num_heads must be even, half for time and half for space, got {num_heads}")
+        super().__init__(dim, num_heads, **kw)
+        if self.prefix:
+            raise ValueError(f"AxialAttention has no place for tokens outside the grid, got prefix={self.prefix}")
+        self.mix_space = self._half({"device": kw.get("device"), "dtype": kw.get("dtype")}, self.grid_size, 1)
+
+    def build_mix(self, place: dict[str, Any]) -> Callable[..., Tensor]:
+        return self._half(place, self.grid_size, 0)
+
+    def mixers(self) -> tuple[Callable[..., Tensor], ...]:
+        return self.mix, self.mix_space
+
+    def mix_tokens(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: Grid | None = None,
+        prefix: int = 0,
+        own: bool = True,
+    ) -> Tensor:
+        """Query, key and value (B, H, L, D) -> (B, H, L, D), the heads over time first."""
+        grid = self._check(query, is_causal, grid, prefix, own)
+        parts = []
+        for axis, mix in enumerate(self.mixers()):
+            heads = self._heads_of(axis)
+            q, k, v = (_rows(z[:, heads], grid, axis) for z in (query, key, value))
+            mask = _row_mask(key_mask, grid, axis)
+            options = self.call_options(self._input_of(x, grid, axis), mask, _axis_grid(grid, axis), 0)
+            out = mix(q, k, v, key_mask=mask, is_causal=False, **options)
+            out = self.mix_in_mean(out, q, k, v, heads, key_mask=mask, is_causal=False)
+            parts.append(_tokens(out, grid, axis))
+        return torch.cat(parts, 1)
+
+    def scores(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: Grid | None = None,
+        prefix: int = 0,
+    ) -> Tensor:
+        """The weights (B, H, L, L), zero where a head does not look. Cost: L^2 H."""
+        query, key, _ = self.project(x, context)
+        grid = self._check(query, is_causal, self.grid_size if grid is None else grid, prefix, context is None)
+        maps = []
+        for axis, mix in enumerate(self.mixers()):
+            heads = self._heads_of(axis)
+            q, k = (_rows(z[:, heads], grid, axis) for z in (query, key))
+            mask = _row_mask(key_mask, grid, axis)
+            options = self.call_options(None, mask, _axis_grid(grid, axis), 0)
+            A = self.weights_of(mix, q, k, options, heads, key_mask=mask, is_causal=False)
+            count = grid[1] * grid[2] if axis == 0 else grid[0]  # sequences of a clip along this axis
+            same = torch.eye(count, dtype=A.dtype, device=A.device)
+            pattern = "bshtu,sr->bhtsur" if axis == 0 else "bthsr,tu->bhtsur"
+            A = torch.einsum(pattern, A.unflatten(0, (-1, count)), same)
+            maps.append(A.flatten(-4, -3).flatten(-2))
+        return torch.cat(maps, 1)
+
+    def _half(self, place: dict[str, Any], grid: Grid | None, axis: int) -> Callable[..., Tensor]:
+        size = None if grid is None else _axis_grid(grid, axis)
+        return self.mechanism.build(
+            self.dim // 2, self.num_heads // 2, grid_size=size, prefix=0, **place, **self.attention_options
+        )
+
+    def _heads_of(self, axis: int) -> slice:
+        half = self.num_heads // 2
+        return slice(axis * half, (axis + 1) * half)
+
+    def _input_of(self, x: Tensor, grid: Grid, axis: int) -> Tensor:
+        """Half of the channels of x (B, L, C) as sequences along an axis, for a mechanism that looks at them."""
+        if not self.mechanism.wants_input:
+            return x
+        return _rows(x.unflatten(-1, (2, -1))[..., axis, :].unsqueeze(1), grid, axis).squeeze(1)
+
+    def _check(self, query: Tensor, is_causal: bool, grid: Grid | None, prefix: int, own: bool) -> Grid:
+        if is_causal or prefix or not own:
+            raise ValueError("AxialAttention takes the tokens of one grid: no context, no prefix, is_causal=False")
+        if grid is None or len(grid) != 3 or grid[0] * grid[1] * grid[2] != query.shape[-2] or query.ndim != 4:
+            raise ValueError(
+                f"AxialAttention needs x (batch, tokens, {self.dim}) on a grid of (frames, rows, cols), "
+                f"got {query.shape[-2]} tokens, {query.ndim - 2} dimensions before the width, and grid={grid}"
+            )
+        return grid
+
+
+def _axis_grid(grid: Grid, axis: int) -> Grid:
+    """The grid of the sequences along time (0), a column of frames, or of those within a frame (1)."""
+    return (grid[0], 1) if axis == 0 else grid[1:]
+
+
+def _rows(x: Tensor, grid: Grid, axis: int) -> Tensor:
+    """(B, h, T S, D) as sequences along an axis: (B S, h, T, D) for time, (B T, h, S, D) for space."""
+    x = x.unflatten(-2, (grid[0], grid[1] * grid[2]))
+    return (x.permute(0, 3, 1, 2, 4) if axis == 0 else x.permute(0, 2, 1, 3, 4)).flatten(0, 1)
+
+
+def _row_mask(key_mask: Tensor | None, grid: Grid, axis: int) -> Tensor | None:
+    """(B, T S) as (B S, T) or (B T, S)."""
+    return None if key_mask is None else _rows(key_mask[:, None, :, None], grid, axis)[:, 0, :, 0]
+
+
+def _tokens(x: Tensor, grid: Grid, axis: int) -> Tensor:
+    """The inverse of `_rows`."""
+    x = x.unflatten(0, (-1, grid[1] * grid[2] if axis == 0 else grid[0]))
+    return (x.permute(0, 2, 3, 1, 4) if axis == 0 else x.permute(0, 2, 1, 3, 4)).flatten(-3, -2)

@@ -1,0 +1,131 @@
+"""Cumulant attention as a layer that fits timm's `attn_layer`, folded where that is cheaper.
+
+Shape legend: B batch, L tokens, C width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import MultiheadAttention, check_extras
+from .fold import folded_attention, pays
+
+UNFOLDABLE = ("v_conv", "gate", "temperature")
+
+
+class CumulantAttention(MultiheadAttention):
+    """Cumulant attention with the arguments and state-dict names of timm's `Attention`: an `attn_layer`.
+
+    Arguments that are not explained here are those of `MultiheadAttention`; `extras` are its grid_size, prefix, v_conv,
+    v_conv_init, gate and temperature.
+
+    Args:
+        order: 1, 2 or 3; `full=True` takes the whole third cumulant instead of its diagonal.
+        normalization: "mean", or "sum" for the form that the paper prints.
+        fold: whether the second-order layer is computed from the token covariance, without forming query, key
+            and value (`nn/fold.py`): True, False, or "auto", where a cost model says that it is faster. Only
+            order 2 in the mean form folds, without normalisation of queries and keys and without v_conv, gate and
+            temperature; causal calls do not.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        order: int = 3,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        fold: str | bool = "auto",
+        full: bool = False,
+        normalization: str = "mean",
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: Callable[..., nn.Module] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        scale_norm: bool = False,
+        **extras: Any,
+    ) -> None:
+        if order not in (1, 2, 3):
+            raise ValueError(f"order must be 1, 2 or 3, got {order!r}")
+        if fold not in ("auto", True, False):
+            raise ValueError(f'fold must be "auto", True or False, got {fold!r}')
+        check_extras(extras)
+        active = sorted(name for name, value in extras.items() if name in UNFOLDABLE and value)
+        foldable = order == 2 and normalization == "mean" and not qk_norm and not scale_norm and not active
+        if fold is True and not foldable:
+            raise ValueError(
+                "fold=True needs order=2, normalization='mean', qk_norm=False, scale_norm=False and none of "
+                f"{', '.join(UNFOLDABLE)}, got order={order}, normalization={normalization!r}, qk_norm={qk_norm}, "
+                f"scale_norm={scale_norm}" + "".join(f", {name}={extras[name]!r}" for name in active)
+            )
+        if normalization not in ("mean", "sum"):
+            raise ValueError(f'normalization must be "mean" or "sum", got {normalization!r}')
+        super().__init__(
+            dim,
+            num_heads,
+            attention=f"cumulant{order}",
+            attention_options={"full": full, "normalization": normalization},
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            scale_norm=scale_norm,
+            proj_bias=proj_bias,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            norm_layer=norm_layer,
+            device=device,
+            dtype=dtype,
+            **extras,
+        )
+        self.order, self.fold = order, fold if foldable else False
+
+    def forward(  # type: ignore[override]  # timm's signature: no cross-attention, a mask in place of key_mask
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, ...] | None = None,
+        prefix: int = 0,
+    ) -> Tensor:
+        """x (B, L, C) -> (B, L, C). attn_mask marks keys: (B, L) bool or weights, or (B, 1, 1, L) bool."""
+        key_mask = as_key_mask(attn_mask, x)
+        if self._folds(x, is_causal):
+            self._check_width("x", x)
+            y = folded_attention(
+                x, self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias, self.num_heads,
+                self.head_dim**-0.5, key_mask,
+            )  # fmt: skip
+            return self.proj_drop(y)
+        return super().forward(x, key_mask=key_mask, is_causal=is_causal, grid=grid, prefix=prefix)
+
+    def _folds(self, x: Tensor, is_causal: bool) -> bool:
+        if self.fold is False:
+            return False
+        if self.fold is True:
+            if is_causal:
+                raise ValueError('fold=True has no causal form: use fold="auto" or False, or pass is_causal=False')
+            return True
+        return x.ndim == 3 and not is_causal and pays(x.shape[-2], self.dim, self.num_heads, x.device.type)
+
+
+def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """The key mask (..., L) that an attention mask for x (..., L, C) stands for; an error if it is none.
+
+    Moments are taken once for all queries, so a mask that differs from query to query cannot be honoured.
+    """
+    if attn_mask is None or attn_mask.shape == x.shape[:-1]:
+        return attn_mask
+    per_key = (*x.shape[:-2], 1, 1, x.shape[-2])
+    if attn_mask.shape == per_key and attn_mask.dtype == torch.bool:
+        return attn_mask[..., 0, 0, :]
+    raise ValueError(
+        f"attn_mask of shape {tuple(attn_mask.shape)} and dtype {attn_mask.dtype} cannot be honoured: "
+        f"cumulant attention takes one mask for all queries, {tuple(x.shape[:-1])} bool or weights, "
+        f"or {per_key} bool; for a causal mask pass is_causal=True"
+    )

@@ -1,0 +1,152 @@
+"""What a layer can carry besides its mechanism: a convolution on the values, a gate, learned temperatures.
+
+Shape legend: ... leading dimensions, H heads, L = prefix + patches tokens, C width, D = C / H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import attention, scores
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
+TEMPERATURES = (None, "head", "order")
+CONV_INITS = ("default", "zero")
+ORDERS = {"cumulant2": 2, "cumulant3": 3}  # mechanisms whose terms can be weighted one by one
+
+
+class ValueConv(nn.Module):
+    """Depthwise convolution of the values on the grid of patches, with zeros at its border and at prefix tokens.
+
+    A kernel of two numbers moves within a frame, for images and for each frame of a clip alike; one of three
+    (frames, rows, columns) also over time. Cost: L C times the size of the kernel.
+    """
+
+    def __init__(self, dim: int, kernel: tuple[int, ...], init: str = "default", **place: Any) -> None:
+        super().__init__()
+        if init not in CONV_INITS:
+            raise ValueError(f"v_conv_init must be one of {CONV_INITS}, got {init!r}")
+        self.init = init
+        self.weight = nn.Parameter(torch.empty(dim, 1, *kernel, **place))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """PyTorch's default for a convolution, uniform within 1/sqrt(kernel size); or zero."""
+        if self.init == "zero":
+            nn.init.zeros_(self.weight)
+        else:
+            bound = math.prod(self.weight.shape[2:]) ** -0.5
+            nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, tokens: Tensor, grid: tuple[int, ...], prefix: int = 0) -> Tensor:
+        """tokens (..., L, C) with `prefix` tokens before the patches of `grid` -> (..., L, C)."""
+        kernel = self.weight.shape[2:]
+        if len(kernel) > len(grid):
+            raise ValueError(f"v_conv={tuple(kernel)} moves over frames, rows and columns, got grid={grid}")
+        patches = tokens[..., prefix:, :]
+        # Without a kernel over time, frames are further images of the batch.
+        images = patches.reshape(-1, *grid[len(grid) - len(kernel) :], patches.shape[-1])
+        convolution = F.conv2d if len(kernel) == 2 else F.conv3d
+        out = convolution(
+            images.movedim(-1, 1), self.weight, padding=[size // 2 for size in kernel], groups=self.weight.shape[0]
+        )
+        return F.pad(out.movedim(1, -1).reshape(patches.shape), (0, 0, prefix, 0))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, kernel={tuple(self.weight.shape[2:])}"
+
+
+def conv_kernel(v_conv: bool | int | Sequence[int]) -> tuple[int, ...] | None:
+    """The kernel that `v_conv` asks for: True is 3 x 3, an odd number k is k x k, 2 or 3 odd numbers are themselves."""
+    if isinstance(v_conv, int):
+        kernel: tuple[int, ...] = (3, 3) if v_conv is True else (v_conv, v_conv)
+    else:
+        kernel = tuple(v_conv)
+    if kernel == (0, 0):  # False is 0
+        return None
+    if len(kernel) not in (2, 3) or any(not isinstance(k, int) or k < 1 or k % 2 == 0 for k in kernel):
+        raise ValueError(f"v_conv must be a bool, an odd number, or 2 or 3 odd numbers, got {v_conv!r}")
+    return kernel
+
+
+def gate_name(gate: bool | str) -> str | None:
+    """The activation that `gate` asks for: True is "sigmoid"."""
+    if gate is False or gate is None:
+        return None
+    name = "sigmoid" if gate is True else gate
+    if name not in GATES:
+        raise ValueError(f"gate must be a bool or one of {', '.join(map(repr, GATES))}, got {gate!r}")
+    return name
+
+
+def check_temperature(temperature: str | None, mechanism: str) -> None:
+    if temperature not in TEMPERATURES:
+        raise ValueError(f'temperature must be None, "head" or "order", got {temperature!r}')
+    if temperature == "order" and mechanism not in ORDERS:
+        raise ValueError(
+            f'temperature="order" weights the terms of {", ".join(map(repr, ORDERS))}, got attention={mechanism!r}; '
+            'use temperature="head"'
+        )
+
+
+class Temperature(nn.Module):
+    """Learned positive factors, one per head and, with `orders` 2, one per head for each order; 1 at first.
+
+    Per head, the query is multiplied by exp(second). Per order, with a = exp(second) and b = exp(third),
+
+        <v> + a S^T q + b/2 T^T q^2  =  g out3(t q) + (1 - g) <v>,   t = b / a,  g = a^2 / b
+
+    so that the kernels stay as they are: one scaled query, and a mean of the values mixed into the output.
+    Both parameters are vectors (H,) of logarithms. Cost: L C, and a sum over the values per order.
+    """
+
+    def __init__(self, num_heads: int, orders: int = 1, **place: Any) -> None:
+        super().__init__()
+        self.second = nn.Parameter(torch.zeros(num_heads, **place))
+        self.third = nn.Parameter(torch.zeros(num_heads, **place)) if orders == 2 else None
+
+    def reset_parameters(self) -> None:
+        for factor in self.parameters():
+            nn.init.zeros_(factor)
+
+    def scale(self, query: Tensor) -> Tensor:
+        """Query (..., H, L, D) times t: in float32 before it is rounded back."""
+        t = (self.second if self.third is None else self.third - self.second).exp()
+        return (query * t[:, None, None]).to(query.dtype)
+
+    def gain(self) -> Tensor | None:
+        """g (H, 1, 1), or None where no mean is mixed in."""
+        return None if self.third is None else (2 * self.second - self.third).exp()[:, None, None]
+
+
+def toward_mean(
+    out: Tensor,
+    gain: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    normalization: str = "mean",
+) -> Tensor:
+    """g out + (1 - g) <v>, with the mean over the same keys as `out` (..., H, L, D)."""
+    if key_mask is None and not is_causal and normalization == "mean":
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+        mean = value.mean(-2, keepdim=True, dtype=wide)
+    else:
+        mean = attention(
+            query, key, value, order=1, key_mask=key_mask, is_causal=is_causal, normalization=normalization
+        )
+    return (gain * out + (1 - gain) * mean).to(out.dtype)
+
+
+def scores_toward_mean(A: Tensor, gain: Tensor, query: Tensor, key: Tensor, **shared: Any) -> Tensor:
+    """The same for the weights A (..., H, L, M)."""
+    return (gain * A + (1 - gain) * scores(query, key, order=1, **shared)).to(A.dtype)

@@ -1,0 +1,347 @@
+"""Agent attention: a few agents, pooled from the queries, gather from all keys; every query reads from the agents.
+
+Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D, E widths, n agents, p prefix tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .grid import Grid, GridConv, resolve_grid
+from .inputs import prepare, prepare_queries, wide
+from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero
+from .registry import Mechanism, register
+
+AGENTS = 49
+READ_EXPONENT, RESIDUAL = 0.3, 0.075  # of the training-free form
+TABLE = 7  # side of the bias tables that are resized to the grid
+
+
+def agent_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    query_mask: Tensor | None = None,
+    grid: Grid | None = None,
+    prefix: int = 0,
+    agents: int | tuple[int, ...] = AGENTS,
+    key_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    training_free: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """out = softmax_agents(scale q A^T + b2) softmax_keys(scale A k^T + b1) v,  A = adaptive average pooling of q.
+
+    query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E).
+    A (n agents) is pooled over the grid (rows, cols) of the queries, the first `prefix` left out, or over the sequence
+    where there is no `grid`. `agents` is a square number on a grid, or its shape, e.g. (7, 7); for clips (frames, rows,
+    cols) an integer pools all frames together. b1 = `key_bias` (H, n, Lk), b2 = `query_bias` (H, Lq, n).
+    key_mask (..., Lk) is bool, or weights; queries that `query_mask` (..., Lq) leaves out are not pooled, and bins
+    without a query have no agent. A row without any key gives 0.
+    `training_free` (AgentSD): the second softmax uses scale^0.3, and 0.075 v is added to the output.
+    Cost: (Lq + Lk) n (D + E); both steps are PyTorch's scaled_dot_product_attention.
+    """
+    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    query, queries = prepare_queries(query, query_mask)
+    if is_causal:
+        raise ValueError("is_causal=True, but agents are pooled from all queries; pass is_causal=False")
+    _check_training_free(training_free, query, key, key_bias, query_bias)
+    if query.shape[-2] == 0 or key.shape[-2] == 0:
+        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    A, absent = pool_agents(query, agents, grid, prefix, queries)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    shared: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": enable_gqa}
+    gathered = _attend(A, key, value, scale, key_bias, log_weights(key_mask, key), **shared)
+    out = _attend(query, A, gathered, scale**READ_EXPONENT if training_free else scale, query_bias, absent, dropout_p)
+    return out + RESIDUAL * repeat_heads(value, out.shape[-3]) if training_free else out
+
+
+def agent_scores(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    query_mask: Tensor | None = None,
+    grid: Grid | None = None,
+    prefix: int = 0,
+    agents: int | tuple[int, ...] = AGENTS,
+    key_bias: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    training_free: bool = False,
+) -> Tensor:
+    """The product of both softmax matrices, (..., H, Lq, Lk), of rank at most n. Cost: Lq Lk n."""
+    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    query, queries = prepare_queries(query, query_mask)
+    _check_training_free(training_free, query, key, key_bias, query_bias)
+    if query.shape[-2] == 0 or key.shape[-2] == 0:
+        return query.new_zeros((*query.shape[:-1], key.shape[-2]))
+    A, absent = pool_agents(query, agents, grid, prefix, queries)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    gather = _weights(A, repeat_heads(key, query.shape[-3]), scale, key_bias, log_weights(key_mask, key))
+    read = _weights(query, A, scale**READ_EXPONENT if training_free else scale, query_bias, absent)
+    weights = read @ gather
+    if training_free:
+        weights = weights + RESIDUAL * torch.eye(key.shape[-2], dtype=weights.dtype, device=weights.device)
+    return weights.to(query.dtype)
+
+
+def pool_agents(
+    query: Tensor, agents: int | tuple[int, ...], grid: Grid | None, prefix: int, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Agents (..., H, n, D), the means of the queries in each bin, and -inf where a bin is empty, (..., 1, n).
+
+    Bins are those of adaptive average pooling: they overlap where the sides do not divide. `factor` (..., 1, Lq, 1)
+    weighs the queries; without it there is no empty bin. Cost: Lq D.
+    """
+    shape = resolve_grid(query.shape[-2], grid, prefix)
+    if math.prod(shape) == 0:
+        raise ValueError(f"agents are pooled from the tokens after the prefix, but all {prefix} tokens are prefix")
+    target = agent_grid(agents, shape)
+    if factor is None:
+        return _pooled(wide(query)[..., prefix:, :], shape, target).to(query.dtype), None
+    weight = _pooled(factor[..., prefix:, :], shape, target)
+    sums = _pooled((wide(query) * factor)[..., prefix:, :], shape, target)
+    A = sums / torch.where(weight > 0, weight, 1)
+    absent = torch.zeros_like(weight).masked_fill(weight == 0, ABSENT).squeeze(-1)
+    return A.to(query.dtype), absent.to(query.dtype)
+
+
+def agent_grid(agents: int | tuple[int, ...], grid: Grid) -> Grid:
+    """The grid that `agents` stands for: itself, a square (in one frame), or one row where the tokens are a row."""
+    if isinstance(agents, int) and not isinstance(agents, bool):
+        side = math.isqrt(max(0, agents))
+        if agents >= 1 and len(grid) == 2 and grid[0] == 1:
+            return (1, agents)
+        if agents >= 1 and side * side == agents:
+            return (*(1 for _ in grid[2:]), side, side)
+    elif isinstance(agents, (tuple, list)) and len(agents) == len(grid) and all(a >= 1 for a in agents):
+        return tuple(agents)
+    raise ValueError(
+        f"agents must be a square number, or {len(grid)} numbers (a grid of agents), for tokens on a grid "
+        f"{tuple(grid)}; got {agents!r}"
+    )
+
+
+class AgentAttention(nn.Module):
+    """Agent attention as DeiT uses it: with learned position biases on both softmaxes and a depthwise convolution.
+
+        out = softmax(scale q A^T + b2) softmax(scale A k^T + b1) v + DWC(v)
+
+    b1 = [ac, an + ah + aw] over the keys, b2 = [ca; na + ha + wa] over the queries: tables of 7 x 7 resized bilinearly
+    to the grid, plus one for rows and one for columns, and one for the prefix tokens. The 3 x 3 convolution is on
+    patches only. Ours: at another grid than `grid_size` the row and column tables are resized too, and the frames of a
+    clip share all tables.
+
+    Args:
+        agents: number of agents, a square number, or their grid.
+        position_bias: whether b1 and b2 are learned; by default where `grid_size` is known. Off in cross attention.
+        conv: whether the convolution is there; by default where `grid_size` is known. Off in cross attention.
+        training_free: the form without parameters for trained softmax layers, see `agent_attention`.
+    """
+
+    an: Tensor
+    ah: Tensor
+    aw: Tensor
+    ac: Tensor
+    na: Tensor
+    ha: Tensor
+    wa: Tensor
+    ca: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        grid_size: Grid | None = None,
+        prefix: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        agents: int | tuple[int, ...] = AGENTS,
+        position_bias: bool | None = None,
+        conv: bool | None = None,
+        training_free: bool = False,
+    ) -> None:
+        super().__init__()
+        known = grid_size is not None and not training_free
+        position_bias, conv = (known if x is None else x for x in (position_bias, conv))
+        if training_free and (position_bias or conv):
+            raise ValueError("training_free=True has neither position_bias nor conv; leave both at None or False")
+        if grid_size is None and position_bias:
+            raise ValueError("position_bias=True needs to know the grid: pass grid_size=(rows, cols) to the layer")
+        self.agents, self.training_free, self.grid_size, self.prefix = agents, training_free, grid_size, prefix
+        agent_grid(agents, grid_size or (1, 1))
+        self.position_bias = bool(position_bias)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        if grid_size is not None and position_bias:
+            H, n, (rows, cols) = num_heads, math.prod(agent_grid(agents, grid_size)), grid_size[-2:]
+            shapes = {
+                "an": (H, n, TABLE, TABLE), "ah": (1, H, n, rows, 1), "aw": (1, H, n, 1, cols), "ac": (1, H, n, prefix),
+                "na": (H, n, TABLE, TABLE), "ha": (1, H, rows, 1, n), "wa": (1, H, 1, cols, n), "ca": (1, H, prefix, n),
+            }  # fmt: skip
+            for name, shape in shapes.items():
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)))
+        self.dwc = GridConv(dim, num_heads, 3, **place) if conv else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for table in self.parameters(recurse=False):
+            nn.init.trunc_normal_(table, std=0.02)
+        if self.dwc is not None:
+            self.dwc.reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        grid: Grid | None = None,
+        prefix: int | None = None,
+        **shared: Any,
+    ) -> Tensor:
+        """As `agent_attention`, with the module's biases and convolution."""
+        grid, prefix = self._layout(query, key, grid, prefix)
+        biases = self._biases(query, grid, prefix)
+        options: dict[str, Any] = {"agents": self.agents, "training_free": self.training_free, **biases, **shared}
+        out = AGENT(query, key, value, key_mask=key_mask, grid=grid, prefix=prefix, **options)
+        if self.dwc is None:
+            return out
+        if key_mask is not None:
+            value = value.masked_fill((key_mask == 0)[..., None, :, None], 0)
+        return out + self.dwc(repeat_heads(value, query.shape[-3]), resolve_grid(value.shape[-2], grid, prefix), prefix)
+
+    def scores(
+        self, query: Tensor, key: Tensor, *, grid: Grid | None = None, prefix: int | None = None, **shared: Any
+    ) -> Tensor:
+        """The weights with the module's biases, (..., H, Lq, Lk); the convolution is not in them."""
+        grid, prefix = self._layout(query, key, grid, prefix)
+        biases = self._biases(query, grid, prefix)
+        options: dict[str, Any] = {"agents": self.agents, "training_free": self.training_free, **biases, **shared}
+        return agent_scores(query, key, grid=grid, prefix=prefix, **options)
+
+    def _layout(self, query: Tensor, key: Tensor, grid: Grid | None, prefix: int | None) -> tuple[Grid | None, int]:
+        prefix = self.prefix if prefix is None else prefix
+        if (self.position_bias or self.dwc is not None) and query.shape[-2] != key.shape[-2]:
+            raise ValueError(
+                f"got {query.shape[-2]} queries and {key.shape[-2]} keys, but the position biases and the convolution "
+                "of this layer need one grid for both; build it with position_bias=False and conv=False"
+            )
+        return self.grid_size if grid is None else grid, prefix
+
+    def _biases(self, query: Tensor, grid: Grid | None, prefix: int) -> dict[str, Tensor]:
+        """key_bias (H, n, L) and query_bias (H, L, n) for a grid, or nothing."""
+        if not self.position_bias:
+            return {}
+        if prefix != self.prefix:
+            raise ValueError(f"the position biases were built for prefix={self.prefix} tokens, got prefix={prefix}")
+        shape = resolve_grid(query.shape[-2], grid, prefix)
+        key_bias = _bias(self.an, self.ah[0], self.aw[0], self.ac[0], shape)
+        # The query side is the same with tokens and agents exchanged.
+        rows, cols = self.ha[0].permute(0, 3, 1, 2), self.wa[0].permute(0, 3, 1, 2)
+        query_bias = _bias(self.na, rows, cols, self.ca[0].mT, shape).mT
+        return {"key_bias": key_bias.to(query.dtype), "query_bias": query_bias.to(query.dtype)}
+
+
+def _bias(table: Tensor, rows: Tensor, cols: Tensor, first: Tensor, grid: Grid) -> Tensor:
+    """(H, n, 7, 7), (H, n, r, 1), (H, n, 1, c), (H, n, p) -> (H, n, p + N) for the tokens of a grid."""
+    size = tuple(grid[-2:])
+    whole = F.interpolate(table, size=size, mode="bilinear", align_corners=False)
+    if rows.shape[-2] != size[0]:
+        rows = F.interpolate(rows, size=(size[0], 1), mode="bilinear", align_corners=False)
+    if cols.shape[-1] != size[1]:
+        cols = F.interpolate(cols, size=(1, size[1]), mode="bilinear", align_corners=False)
+    patches = (whole + rows + cols).flatten(-2).repeat(1, 1, math.prod(grid[:-2]))
+    return torch.cat((first, patches), -1)
+
+
+def _pooled(x: Tensor, grid: Grid, target: Grid) -> Tensor:
+    """Adaptive average pooling of x (..., H, N, D) from a grid to a target grid, (..., H, n, D)."""
+    image = x.mT.reshape(-1, x.shape[-1], *grid)
+    pooling: Any = F.adaptive_avg_pool3d if len(grid) == 3 else F.adaptive_avg_pool2d
+    pooled = pooling(image, target)
+    return pooled.reshape(*x.shape[:-2], x.shape[-1], math.prod(target)).mT
+
+
+def _added(bias: Tensor | None, absent: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to the logits: the bias and -inf where absent (..., 1, n); and which rows have nothing left."""
+    if absent is None:
+        return bias, None
+    empty = (absent == ABSENT).all(-1, keepdim=True).unsqueeze(-1)
+    absent = absent.unsqueeze(-2).masked_fill(empty, 0)
+    return (absent if bias is None else bias + absent), empty
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    absent: Tensor | None,
+    dropout_p: float = 0.0,
+    enable_gqa: bool = False,
+) -> Tensor:
+    added, empty = _added(bias, absent)
+    added = None if added is None else added.to(query.dtype)  # biases of a layer may be wider than autocast's tokens
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=added, scale=scale, dropout_p=dropout_p, enable_gqa=enable_gqa
+    )
+    return out if empty is None else out.masked_fill(empty, 0)
+
+
+def _weights(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, absent: Tensor | None) -> Tensor:
+    logits = (wide(query) * scale) @ wide(key).mT
+    logits = logits if bias is None else logits + bias
+    return softmax_or_zero(logits if absent is None else logits + absent.unsqueeze(-2))
+
+
+def _check_training_free(
+    training_free: bool, query: Tensor, key: Tensor, key_bias: Tensor | None, query_bias: Tensor | None
+) -> None:
+    if training_free and query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            "training_free=True adds the values to the output: it needs as many queries as keys, got "
+            f"{query.shape[-2]} and {key.shape[-2]}"
+        )
+    if training_free and (key_bias is not None or query_bias is not None):
+        raise ValueError("training_free=True has no biases; pass key_bias=None and query_bias=None")
+
+
+AGENT = register(
+    Mechanism(
+        name="agent",
+        summary="queries read from a few agents, pooled from them, that gather from all keys",
+        paper="Agent Attention (Han et al.)",
+        year=2024,
+        arxiv="2312.08874",
+        cost="L n (D + E), n agents",
+        function=agent_attention,
+        scores=agent_scores,
+        module=AgentAttention,
+        cross=True,
+        independent_rows=False,
+        key_mask=True,
+        grouped_queries=True,
+        subquadratic=True,
+        dropout=True,
+        key_shift=True,
+        wants_grid=True,
+        wants_query_mask=True,
+        pattern_options={"cross": {"position_bias": False, "conv": False}},
+    )
+)

@@ -1,0 +1,176 @@
+"""The three partitions of Combiner: fixed segments, blocks of powers of two, rows of a grid.
+
+Shape legend: ... leading dimensions with the heads, L tokens, D, E widths, c tokens of a segment or row, m segments or
+rows, p prefix tokens. Queries carry the scale; `bias` (..., L) is the log of the key weights, -inf for absent tokens.
+
+Each query has direct keys and regions that, together, hold every key it may see once. One softmax goes over the direct
+keys and the summary keys K_r; a region passes its weight on to its tokens by p_r = softmax_j(Q_r.k_j), the same for all
+queries, so that its value is V_r = sum_j p_rj v_j. Q_r and K_r are pooled from the region's queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .masking import ABSENT, softmax_or_zero
+
+POOLINGS = ("max", "mean", "sum")
+SUMMARY_KEYS = ("wsum", "none")
+
+
+def pool(x: Tensor, bias: Tensor, pooling: str) -> Tensor:
+    """Tokens of each region x (..., r, t, D) pooled over t to (..., r, D); absent tokens do not count, none give 0."""
+    absent = (bias == ABSENT).unsqueeze(-1)
+    if pooling == "max":
+        top = x.masked_fill(absent, ABSENT).amax(-2)
+        return torch.where(top == ABSENT, 0, top)
+    total = x.masked_fill(absent, 0).sum(-2)
+    return total if pooling == "sum" else total / (~absent).sum(-2).clamp(min=1)
+
+
+def summarise(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pooling: str) -> tuple[Tensor, Tensor, Tensor]:
+    """K_r (..., r, D), V_r (..., r, E) and which regions are empty (..., r), of regions (..., r, t, D)."""
+    Q, K = pool(q, bias, pooling), pool(k, bias, pooling)
+    p = softmax_or_zero((Q.unsqueeze(-2) @ k.mT).squeeze(-2) + bias)
+    return K, (p.unsqueeze(-2) @ v).squeeze(-2), (bias == ABSENT).all(-1)
+
+
+def fixed(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, c: int, is_causal: bool, prefix: int, pooling: str, own: bool
+) -> Tensor:
+    """Direct: the own segment of c tokens; regions: the other segments, the earlier ones if causal.
+
+    With `own` the own segment is a region too, if not causal: its tokens then count twice. Cost: L (c + L / c)(D + E).
+    """
+    first, rest = _split_prefix(q, k, v, bias, prefix, is_causal)
+    q, k, v, bias, length = _segments(*rest, c)
+    m = q.shape[-3]
+    K, V, empty = summarise(q, k, v, bias, pooling)
+    near = q @ k.mT + bias.unsqueeze(-2)
+    if is_causal:
+        near = near.masked_fill(_later(c, c, q.device), ABSENT)
+    far = q @ K.mT.unsqueeze(-3)  # (..., m, c, m)
+    hidden = empty[..., None, None, :] | _hidden_regions(m, is_causal, own, q.device)[:, None, :]
+    weights = softmax_or_zero(torch.cat((near, far.masked_fill(hidden, ABSENT), *first.logits(q)), -1))
+    a, b, d = weights.tensor_split([c, c + m], -1)
+    out = a @ v + b @ V.unsqueeze(-3) + first.read(d)
+    return torch.cat((first.out, out.flatten(-3, -2)[..., :length, :]), -2)
+
+
+def axial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    *,
+    c: int,
+    is_causal: bool,
+    prefix: int,
+    summary_key: str | Callable[[Tensor], Tensor],
+    own: bool,
+) -> Tensor:
+    """Direct: the own row of c tokens; regions: the other rows, through their summary in the own column.
+
+    The summary at (row, column) weighs the whole row by softmax of the query there. Its key is the same mean of the
+    keys ("wsum"), the key there ("none"), or what a function makes of the values V (..., L, E). An absent token
+    summarises its row evenly. Cost: L (c + L / c)(D + E).
+    """
+    first, rest = _split_prefix(q, k, v, bias, prefix, is_causal)
+    q, k, v, bias, length = _segments(*rest, c)
+    m = q.shape[-3]
+    near = q @ k.mT + bias.unsqueeze(-2)
+    P = softmax_or_zero(near)
+    V = P @ v
+    if callable(summary_key):
+        K = summary_key(V.flatten(-3, -2)[..., :length, :])
+        K = F.pad(K, (0, 0, 0, m * c - length)).unflatten(-2, (m, c))
+    else:
+        K = P @ k if summary_key == "wsum" else k
+    far = (q.transpose(-3, -2) @ K.transpose(-3, -2).mT).transpose(-3, -2)  # (..., m, c, m)
+    empty = (bias == ABSENT).all(-1)
+    hidden = empty[..., None, None, :] | _hidden_regions(m, is_causal, own, q.device)[:, None, :]
+    if is_causal:
+        near = near.masked_fill(_later(c, c, q.device), ABSENT)
+    weights = softmax_or_zero(torch.cat((near, far.masked_fill(hidden, ABSENT), *first.logits(q)), -1))
+    a, b, d = weights.tensor_split([c, c + m], -1)
+    columns = b.transpose(-3, -2) @ V.transpose(-3, -2)
+    out = a @ v + columns.transpose(-3, -2) + first.read(d)
+    return torch.cat((first.out, out.flatten(-3, -2)[..., :length, :]), -2)
+
+
+def log_sparse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, pooling: str) -> Tensor:
+    """Causal. Direct: the token itself; regions: a block of 2^l tokens for every bit l that is set in its index.
+
+    These blocks tile all earlier tokens. There are (L - 1).bit_length() levels; the released code takes
+    ceil(log2(L - 1)), one too few for L = 2^m + 1. Cost: L log2(L) (D + E).
+    """
+    length = q.shape[-2]
+    levels = (length - 1).bit_length()
+    missing = 2**levels - length
+    q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
+    bias = F.pad(bias, (0, missing), value=ABSENT)
+    logits, values = [(q * k).sum(-1) + bias], []
+    for level in range(levels):
+        size = 2**level
+        (Q0, Q1), (K0, _), (V0, _) = (x.unflatten(-2, (-1, 2, size)).unbind(-3) for x in (q, k, v))
+        K, V, empty = summarise(Q0, K0, V0, bias.unflatten(-1, (-1, 2, size))[..., 0, :], pooling)
+        logit = (Q1 @ K.unsqueeze(-1)).squeeze(-1).masked_fill(empty.unsqueeze(-1), ABSENT)
+        # The first block of each pair is the region of the second and has none at this level.
+        logits.append(torch.stack((torch.full_like(logit, ABSENT), logit), -2).flatten(-3))
+        values.append(V)
+    weights = softmax_or_zero(torch.stack(logits, -1)).unbind(-1)
+    out = weights[0].unsqueeze(-1) * v
+    for level, V in enumerate(values):
+        b = weights[level + 1].unflatten(-1, (-1, 2, 2**level))[..., 1, :]
+        out = out + F.pad((b.unsqueeze(-1) * V.unsqueeze(-2)).unsqueeze(-3), (0, 0, 0, 0, 1, 0)).flatten(-4, -2)
+    return out[..., :length, :]
+
+
+class _Prefix:
+    """Tokens before the grid: direct keys of all queries; as queries they see every key directly."""
+
+    def __init__(self, k: Tensor, v: Tensor, bias: Tensor, out: Tensor) -> None:
+        self.k, self.v, self.bias, self.out = k, v, bias, out
+
+    def logits(self, q: Tensor) -> list[Tensor]:
+        """Of queries (..., m, c, D), (..., m, c, p)."""
+        return [q @ self.k.mT.unsqueeze(-3) + self.bias[..., None, None, :]] if self.k.shape[-2] else []
+
+    def read(self, weights: Tensor) -> Tensor:
+        return weights @ self.v.unsqueeze(-3)
+
+
+def _split_prefix(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, prefix: int, is_causal: bool
+) -> tuple[_Prefix, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    logits = q[..., :prefix, :] @ k.mT + bias.unsqueeze(-2)
+    if is_causal:
+        logits = logits.masked_fill(_later(prefix, k.shape[-2], q.device), ABSENT)
+    out = softmax_or_zero(logits) @ v
+    first = _Prefix(k[..., :prefix, :], v[..., :prefix, :], bias[..., :prefix], out)
+    return first, (q[..., prefix:, :], k[..., prefix:, :], v[..., prefix:, :], bias[..., prefix:])
+
+
+def _segments(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """(..., L, D) padded with absent tokens to (..., m, c, D); and L."""
+    length = q.shape[-2]
+    missing = -length % c
+    split = ((length + missing) // c, c)
+    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(-2, split) for x in (q, k, v))
+    return q, k, v, F.pad(bias, (0, missing), value=ABSENT).unflatten(-1, split), length
+
+
+def _later(rows: int, cols: int, device: torch.device) -> Tensor:
+    return torch.ones(rows, cols, dtype=torch.bool, device=device).triu(1)
+
+
+def _hidden_regions(m: int, is_causal: bool, own: bool, device: torch.device) -> Tensor:
+    """Which regions a segment or row does not see, (m, m): those after it and itself if causal, else only itself."""
+    everything = torch.ones(m, m, dtype=torch.bool, device=device)
+    if is_causal:
+        return everything.triu()
+    return ~everything if own else torch.eye(m, dtype=torch.bool, device=device)

@@ -1,0 +1,156 @@
+"""cosFormer: ReLU features, re-weighted by the cosine of the distance between two positions.
+
+Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width, E value width, M longest length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .inputs import fold_groups, prepare, weights_of, wide
+from .products import fraction, with_ones
+from .ragged import padded
+from .registry import Mechanism, register
+
+EPS = 1e-6
+
+
+def cosformer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    max_len: int | Tensor | None = None,
+    chunk: int = 128,
+    eps: float = EPS,
+) -> Tensor:
+    """out_i = sum_j w_ij v_j / max(sum_j w_ij, eps), w_ij = relu(q_i).relu(k_j) cos(pi (i - j) / (2 M)).
+
+    query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E). Positions i, j count from
+    1 on both sides; M = max(Lq, Lk) as published, or `max_len` (a number, or one for each leading index). The
+    cosine splits into sines and cosines of each position, so it is linear attention with features of width 2 D.
+    Since M enters every angle, the published causal form of a prefix is not the prefix of the causal form: fix
+    `max_len` for that, and for streaming. There is no scaling: `scale` multiplies the query before the ReLU.
+    key_mask is bool or weights; a row without any key, or whose ReLU is 0, gives 0. Cost: 2 L D E.
+    """
+    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    with torch.autocast(query.device.type, enabled=False):
+        features_q, features_k = _features(query, key, key_mask, scale, max_len)
+        sums, total = fraction(features_q, features_k, wide(value), query.dtype, is_causal=is_causal, chunk=chunk)
+        return (sums / total.clamp(min=eps)).to(query.dtype)
+
+
+def cosformer_scores(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    max_len: int | Tensor | None = None,
+    eps: float = EPS,
+) -> Tensor:
+    """The weights w_ij / max(sum_j w_ij, eps), (..., H, Lq, Lk). Cost: 2 Lq Lk D."""
+    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    with torch.autocast(query.device.type, enabled=False):
+        features_q, features_k = _features(query, key, key_mask, scale, max_len)
+        weights = fold_groups(features_q, key.shape[-3]) @ features_k.mT
+        weights = weights.reshape(*query.shape[:-1], key.shape[-2])
+        if is_causal:
+            weights = weights.tril()
+        return (weights / weights.sum(-1, keepdim=True).clamp(min=eps)).to(query.dtype)
+
+
+class CosformerState(NamedTuple):
+    """Sums over the tokens so far, and how many there were."""
+
+    KV: Tensor  # (..., 2 D, E + 1), the last column is the sum of the features
+    position: Tensor  # ()
+
+
+class CosformerStream:
+    """Causal cosFormer token by token, for at most `max_len` of them. Cost: 2 D E a token."""
+
+    def __init__(self, *, max_len: int, eps: float = EPS) -> None:
+        if max_len < 1:
+            raise ValueError(f"max_len must be at least 1, got {max_len}")
+        self.max_len, self.eps, self.seen = max_len, eps, 0
+        self.state: CosformerState | None = None
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (..., H, 1, D), key (..., Hk, 1, D), value (..., Hk, 1, E) -> (..., H, 1, E)."""
+        if self.seen >= self.max_len:
+            raise ValueError(f"the stream was made for max_len={self.max_len} tokens and has seen them all")
+        self.seen += 1
+        position = torch.tensor([float(self.seen)], device=query.device, dtype=wide(query).dtype)
+        angle = position * (math.pi / 2 / self.max_len)
+        KV = _turned(F.relu(wide(key)), angle).mT @ with_ones(wide(value))
+        self.state = CosformerState(KV if self.state is None else self.state.KV + KV, position)
+        rows = fold_groups(_turned(F.relu(wide(query)), angle), key.shape[-3])
+        sums = rows @ self.state.KV
+        out = sums[..., :-1] / sums[..., -1:].clamp(min=self.eps)
+        return out.reshape(*query.shape[:-1], value.shape[-1]).to(query.dtype)
+
+
+def _features(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float | None, max_len: int | Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """relu(q) and w relu(k), each with the sine and the cosine of its position: widths 2 D."""
+    query, key = wide(query), wide(key)
+    longest = max(query.shape[-2], key.shape[-2])
+    if max_len is None:
+        max_len = max(1, longest)
+    elif not isinstance(max_len, Tensor) and max_len < longest:
+        raise ValueError(f"max_len must be at least the number of tokens, {longest}, got {max_len}")
+    features_q = _turned(F.relu(query if scale is None else query * scale), _angles(query, max_len))
+    features_k = _turned(F.relu(key), _angles(key, max_len))
+    weights = weights_of(key_mask, key)
+    return features_q, features_k if weights is None else features_k * weights
+
+
+def _angles(x: Tensor, max_len: int | Tensor) -> Tensor:
+    """pi i / (2 M) for i = 1 ... L, (L,) or (..., 1, L)."""
+    position = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=x.dtype)
+    if isinstance(max_len, Tensor):
+        return position * (math.pi / 2 / max_len.to(x.dtype)[..., None, None])
+    return position * (math.pi / 2 / max_len)
+
+
+def _turned(x: Tensor, angle: Tensor) -> Tensor:
+    return torch.cat((x * angle.sin().unsqueeze(-1), x * angle.cos().unsqueeze(-1)), -1)
+
+
+COSFORMER = register(
+    Mechanism(
+        name="cosformer",
+        summary="ReLU features re-weighted by the cosine of the distance",
+        paper="cosFormer: Rethinking Softmax in Attention (Qin et al.)",
+        year=2022,
+        arxiv="2202.08791",
+        cost="2 L D E",
+        function=cosformer_attention,
+        scores=cosformer_scores,
+        stream=CosformerStream,
+        varlen=padded(cosformer_attention, lengths_option="max_len"),
+        causal=True,
+        cross=True,
+        causal_cross=True,
+        key_mask=True,
+        grouped_queries=True,
+        subquadratic=True,
+        streaming=True,
+        ragged=True,
+        order_free=False,
+        length_option="max_len",
+    )
+)

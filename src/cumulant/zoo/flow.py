@@ -1,0 +1,206 @@
+"""Flow-Attention (Flowformer): attention as a flow from values to outputs that is conserved on either side.
+
+Shape legend: ... leading dimensions, H heads, Lq queries (sinks), Lk keys (sources), D key width, E value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .inputs import prepare, prepare_queries, weights_of, wide
+from .products import feature_product
+from .ragged import padded
+from .registry import Mechanism, register
+
+EPS = 1e-6
+
+
+class Flow(NamedTuple):
+    """out_i = allocation_i (rows_i . sum_j sources_j v_j^T); in the causal form over j <= i."""
+
+    rows: Tensor  # sigmoid(q_i) over its incoming flow, (..., H, Lq, D)
+    sources: Tensor  # w_j sigmoid(k_j) competition_j, (..., H, Lk, D)
+    allocation: Tensor  # sigmoid of the conserved incoming flow, (..., H, Lq, 1)
+
+
+def flow_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    query_mask: Tensor | None = None,
+    clamp: float | None = 1.0,
+    chunk: int = 128,
+    eps: float = EPS,
+) -> Tensor:
+    """out_i = sigmoid(cs_i L/S) (q_i I_i).sum_j k_j comp_j v_j^T, comp = S softmax_j(clamp(cr)); q, k after a sigmoid.
+
+        I_i = 1 / (q_i.sum_j k_j),  O_j = 1 / (k_j.sum_i q_i),  cs_i = q_i.sum_j k_j O_j,  cr_j = k_j.sum_i q_i I_i
+
+    with eps added to each channel of both factors. query (..., H, Lq, D), key (..., H, Lk, D), value
+    (..., H, Lk, E) -> (..., H, Lq, E). Rows do not sum to 1, and they look at the other queries: query_mask (..., Lq)
+    says which of them count. The clamp of cr at 1 is that of the released core file; None takes it off. The causal
+    form has all sums over s <= t and comp_s fixed at time s, so its last row is not that of the full form.
+    There is no scaling: `scale` multiplies the query before the sigmoid. key_mask is bool or weights; a row
+    without any key gives 0. Cost: L D E, and L C (D + E) more for the causal form in chunks of C tokens.
+    """
+    _refuse_groups(enable_gqa)
+    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=False)
+    with torch.autocast(query.device.type, enabled=False):
+        rows, sources, allocation = flow(query, key, key_mask, query_mask, is_causal, scale, clamp, eps)
+        sums = feature_product(rows, sources, wide(value), query.dtype, is_causal=is_causal, chunk=chunk)
+        return (allocation * sums).to(query.dtype)
+
+
+def flow_scores(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    query_mask: Tensor | None = None,
+    clamp: float | None = 1.0,
+    eps: float = EPS,
+) -> Tensor:
+    """The weights allocation_i q_i.k_j I_i comp_j, (..., H, Lq, Lk). Cost: Lq Lk D."""
+    _refuse_groups(enable_gqa)
+    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=False)
+    with torch.autocast(query.device.type, enabled=False):
+        rows, sources, allocation = flow(query, key, key_mask, query_mask, is_causal, scale, clamp, eps)
+        weights = allocation * (rows @ sources.mT)
+        return (weights.tril() if is_causal else weights).to(query.dtype)
+
+
+def flow(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    clamp: float | None,
+    eps: float,
+) -> Flow:
+    """The parts of flow attention for checked query (..., H, Lq, D) and key (..., H, Lk, D). Cost: L D."""
+    query, sinks = prepare_queries(query, query_mask)
+    q, k = torch.sigmoid(wide(query if scale is None else query * scale)), torch.sigmoid(wide(key))
+    one = q.new_ones(())
+    w_q = one.expand(*q.shape[:-3], 1, q.shape[-2], 1) if sinks is None else sinks
+    w_k = weights_of(key_mask, k)
+    w_k = one.expand(*k.shape[:-3], 1, k.shape[-2], 1) if w_k is None else w_k
+    return _causal_flow(q, k, w_q, w_k, clamp, eps) if is_causal else _full_flow(q, k, w_q, w_k, clamp, eps)
+
+
+def _full_flow(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, clamp: float | None, eps: float) -> Flow:
+    L, S = (w.sum(-2, keepdim=True).clamp(min=1e-30) for w in (w_q, w_k))
+    incoming = 1 / _dot(q, (w_k * k).sum(-2, keepdim=True), eps)
+    outgoing = 1 / _dot(k, (w_q * q).sum(-2, keepdim=True), eps)
+    conserved_in = _dot(q, (w_k * k * outgoing).sum(-2, keepdim=True), eps)
+    conserved_out = _clamped(_dot(k, (w_q * q * incoming).sum(-2, keepdim=True), eps), clamp)
+    logits = conserved_out.masked_fill(w_k == 0, torch.finfo(k.dtype).min)
+    peak = logits.amax(-2, keepdim=True).detach() if logits.shape[-2] else 0.0
+    kernel = w_k * (logits - peak).exp()
+    competition = kernel / kernel.sum(-2, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny) * S
+    return Flow(q * incoming, k * competition, torch.sigmoid(conserved_in * (L / S)))
+
+
+def _causal_flow(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, clamp: float | None, eps: float) -> Flow:
+    count_q, count_k = (w.cumsum(-2).clamp(min=1e-30) for w in (w_q, w_k))
+    incoming = 1 / _dot(q, (w_k * k).cumsum(-2), eps)
+    outgoing = 1 / _dot(k, (w_q * q).cumsum(-2), eps)
+    conserved_in = _dot(q, (w_k * k * outgoing * count_q).cumsum(-2), eps) / count_k
+    conserved_out = _clamped(_dot(k, (w_q * q * incoming * count_k).cumsum(-2), eps) / count_q, clamp)
+    # log w + cr, so that the running sum of exponentials is safe without a clamp, too.
+    logits = (conserved_out + w_k.clamp(min=1e-30).log()).masked_fill(w_k == 0, -1e30)
+    competition = count_k * (logits - torch.logcumsumexp(logits, -2)).exp()
+    return Flow(q * incoming, k * competition * (w_k != 0), torch.sigmoid(conserved_in))
+
+
+def _dot(x: Tensor, y: Tensor, eps: float) -> Tensor:
+    """(x + eps).(y + eps) over the channels, (..., 1)."""
+    return ((x + eps) * (y + eps)).sum(-1, keepdim=True)
+
+
+def _clamped(x: Tensor, clamp: float | None) -> Tensor:
+    return x if clamp is None else x.clamp(-clamp, clamp)
+
+
+def _refuse_groups(enable_gqa: bool) -> None:
+    if enable_gqa:
+        raise ValueError("enable_gqa=True, but flow attention has no grouped queries; repeat the key heads")
+
+
+class FlowState(NamedTuple):
+    """Sums over the tokens so far: keys, queries, both by their flows, exp(cr - max), k comp v^T, and their number."""
+
+    k: Tensor  # (..., 1, D), as the next three
+    q: Tensor
+    k_out: Tensor
+    q_in: Tensor
+    peak: Tensor  # (..., 1, 1): the largest cr, so that exponentials stay in range without a clamp
+    exp: Tensor  # (..., 1, 1)
+    KV: Tensor  # (..., D, E)
+    tokens: Tensor  # ()
+
+
+class FlowStream:
+    """Causal flow attention token by token, exactly. Cost: D E a token."""
+
+    def __init__(self, *, clamp: float | None = 1.0, eps: float = EPS) -> None:
+        self.clamp, self.eps = clamp, eps
+        self.state: FlowState | None = None
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (..., H, 1, D), key (..., H, 1, D), value (..., H, 1, E) -> (..., H, 1, E)."""
+        q, k, v = torch.sigmoid(wide(query)), torch.sigmoid(wide(key)), wide(value)
+        old = self.state
+        if old is None:
+            none, low = torch.zeros_like(k), k.new_full((*k.shape[:-1], 1), -float("inf"))
+            KV = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1])
+            old = FlowState(none, none, none, none, low, torch.zeros_like(low), KV, k.new_zeros(()))
+        t = old.tokens + 1
+        sum_k, sum_q = old.k + k, old.q + q
+        incoming, outgoing = 1 / _dot(q, sum_k, self.eps), 1 / _dot(k, sum_q, self.eps)
+        k_out, q_in = old.k_out + k * outgoing * t, old.q_in + q * incoming * t
+        conserved_in = _dot(q, k_out, self.eps) / t
+        conserved_out = _clamped(_dot(k, q_in, self.eps) / t, self.clamp)
+        peak = torch.maximum(old.peak, conserved_out).detach()
+        total = old.exp * (old.peak - peak).exp() + (conserved_out - peak).exp()
+        competition = t * (conserved_out - peak).exp() / total
+        KV = old.KV + (k * competition).mT @ v
+        self.state = FlowState(sum_k, sum_q, k_out, q_in, peak, total, KV, t)
+        return (torch.sigmoid(conserved_in) * (q * incoming @ KV)).to(query.dtype)
+
+
+FLOW = register(
+    Mechanism(
+        name="flow",
+        summary="attention as a conserved flow: sources compete, sinks are gated",
+        paper="Flowformer: Linearizing Transformers with Conservation Flows (Wu et al.)",
+        year=2022,
+        arxiv="2202.06258",
+        cost="L D E",
+        function=flow_attention,
+        scores=flow_scores,
+        stream=FlowStream,
+        varlen=padded(flow_attention, query_mask=True),
+        causal=True,
+        cross=True,
+        independent_rows=False,
+        key_mask=True,
+        subquadratic=True,
+        streaming=True,
+        ragged=True,
+        value_shift=False,
+        wants_query_mask=True,
+    )
+)

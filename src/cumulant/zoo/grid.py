@@ -1,0 +1,111 @@
+"""Parts that look at the patch grid, shared by the mechanisms: token layout, depthwise convolution, rotary turns.
+
+Shape legend: B images or clips, H heads, D head width, C = H D, p prefix tokens, N = [frames x] rows x cols patches,
+L = p + N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .inputs import wide
+
+Grid = tuple[int, ...]
+
+
+def resolve_grid(tokens: int, grid: Grid | None, prefix: int, grid_size: Grid | None = None) -> Grid:
+    """The grid of the `tokens - prefix` patch tokens: as given, else as built for, else one row of all of them."""
+    patches = tokens - prefix
+    if prefix < 0 or patches < 0:
+        raise ValueError(f"prefix must lie between 0 and the {tokens} tokens, got {prefix}")
+    chosen = grid if grid is not None else grid_size
+    if chosen is None:
+        return (1, patches)
+    if len(chosen) not in (2, 3):
+        raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols), got {tuple(chosen)}")
+    if math.prod(chosen) != patches:
+        origin = "grid" if grid is not None else "grid_size, for which the layer was built,"
+        raise ValueError(
+            f"{origin} {tuple(chosen)} holds {math.prod(chosen)} patches, but there are {tokens} tokens, {prefix} of "
+            f"them prefix: {patches} patches; pass grid= and prefix= that fit"
+        )
+    return tuple(chosen)
+
+
+class GridConv(nn.Conv2d):
+    """Depthwise k x k convolution of the values over the patch grid, one frame at a time; prefix tokens get 0.
+
+    value (..., H, L, D) -> (..., H, L, D). With `per_head` all heads share D filters, else each of the C channels
+    has its own. Without `std` the initialisation is PyTorch's, with it normal weights of that std and bias 0.
+    Cost: k^2 L C.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, kernel: int, *, per_head: bool = False, std: float | None = None, **place: Any
+    ) -> None:
+        if kernel < 1 or kernel % 2 == 0:
+            raise ValueError(f"the kernel of the depthwise convolution must be odd and positive, got {kernel}")
+        self.per_head, self.std = per_head, std
+        width = dim // num_heads if per_head else dim
+        super().__init__(width, width, kernel, padding=kernel // 2, groups=width, **place)
+
+    def reset_parameters(self) -> None:
+        if self.std is None:
+            return super().reset_parameters()
+        nn.init.trunc_normal_(self.weight, std=self.std)
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+    def forward(self, value: Tensor, grid: Grid, prefix: int = 0) -> Tensor:  # type: ignore[override]
+        lead, (heads, _, width) = value.shape[:-3], value.shape[-3:]
+        rows, cols = grid[-2:]
+        frames = math.prod(grid[:-2])
+        patches = value[..., prefix:, :].unflatten(-2, (frames, rows, cols))  # (..., H, f, r, c, D)
+        patches = patches.movedim(-4, -5) if not self.per_head else patches  # (..., f, H, r, c, D): frames are images
+        outer = patches.shape[:-3] if self.per_head else patches.shape[:-4]
+        image = patches.movedim(-1, -3).reshape(-1, self.in_channels, rows, cols)
+        out = super().forward(image) if image.numel() else image
+        out = out.reshape(*outer, *(() if self.per_head else (heads,)), width, rows, cols).movedim(-3, -1)
+        out = out.movedim(-5, -4) if not self.per_head else out
+        out = out.reshape(*lead, heads, frames * rows * cols, width)
+        return F.pad(out, (0, 0, prefix, 0))
+
+
+def rotary_angles(grid: Grid, prefix: int, dim: int, *, device: Any = None, dtype: Any = None) -> Tensor:
+    """Angles (L, D/2) of a 2-D rotary position: D/4 frequencies turn by the row, D/4 by the column, prefix by 0.
+
+    theta = 10000^(-linspace(0, 1, D/4)), both ends included. Frames of a clip share the angles of their patches.
+    """
+    if dim % 4:
+        raise ValueError(f"rotary positions on a grid need a head width that is a multiple of 4, got {dim}")
+    theta = 10000.0 ** -torch.linspace(0, 1, dim // 4, device=device, dtype=dtype)
+    row = torch.arange(grid[-2], device=device, dtype=dtype)[:, None, None] * theta
+    col = torch.arange(grid[-1], device=device, dtype=dtype)[:, None] * theta
+    shape = (grid[-2], grid[-1], dim // 4)
+    angles = torch.cat((row.expand(shape), col.expand(shape)), -1).flatten(0, 1)
+    return F.pad(angles.repeat(math.prod(grid[:-2]), 1), (0, 0, prefix, 0))
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turns the interleaved pairs (x_0, x_1), (x_2, x_3), ... of x (..., L, D) by angles (L, D/2)."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+
+def resize_table(table: Tensor, old: Grid, new: Grid, prefix: int) -> Tensor:
+    """A table (1, prefix + old patches, C) for another grid: bilinear over rows and columns (and frames)."""
+    if tuple(old) == tuple(new):
+        return table
+    if len(old) != len(new):
+        raise ValueError(f"grid must have {len(old)} sides like the {tuple(old)} it was built for, got {tuple(new)}")
+    first, patches = table.tensor_split([prefix], dim=1)
+    image = wide(patches).mT.unflatten(-1, old)
+    mode = "bilinear" if len(old) == 2 else "trilinear"
+    image = F.interpolate(image, size=tuple(new), mode=mode, align_corners=False)
+    return torch.cat((first, image.flatten(2).mT.to(table.dtype)), dim=1)

@@ -1,0 +1,342 @@
+"""Hierarchical self-attention (HSA): attention over a tree of tokens, constant on blocks of sibling subtrees.
+
+Shape legend: ... leading dimensions, H heads, N tokens, D, E widths, X nodes of a level, P parents of up to b nodes.
+
+For siblings B and C with n_B, n_C leaves and means q_B, k_C of them: s_BC = scale q_B.k_C, and from the leaves up
+
+    phi(i) = -s_ii,   Z_B = exp(-phi(B)) + sum_{C sibling of B} n_C exp(s_BC),   phi(A) = -sum_B n_B / n_A log Z_B
+
+Token i gives token j the weight mass(A) exp(s_BC) / Z_B, where B and C are the children of their lowest common
+ancestor A that hold i and j, and mass is the product of exp(-phi) / Z on the way from the root down to A. Of all
+weights that are constant on such blocks, these are nearest to softmax (in sum_i KL(theta_i | softmax_i)).
+
+No code was released; the value path, the leaf term phi(i) and the dynamic programme were worked out from the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..moments import ratio
+from .grid import Grid, resolve_grid
+from .inputs import prepare, wide
+from .masking import ABSENT, repeat_heads
+from .ragged import padded
+from .registry import Mechanism, register
+from .tree import Level, Tree
+
+ENERGIES = ("dot", "l2")
+
+
+def hierarchical_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    grid: Grid | None = None,
+    prefix: int = 0,
+    branching: int | tuple[int, ...] | None = None,
+    levels: int | None = None,
+    tree: Tree | Sequence[Any] | None = None,
+    energy: str = "dot",
+    position: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """out_i = sum_j theta_ij v_j with the block weights theta of the tree, by one pass up and one down.
+
+    query, key (..., H, N, D), value (..., H, N, E) -> (..., H, N, E): self-attention only.
+    The tree: windows of `branching` tokens (4 of a sequence, 2 x 2 on a `grid`, or the sides of a window), windows of
+    windows and so on; after `levels` groupings the root takes all that is left, e.g. levels=1 makes 14 x 14 patches 49
+    groups of 4 under one root. The first `prefix` tokens are children of the root. Or `tree`, a `Tree` or nested
+    sequences of token indices. `energy` "dot" assumes normalised queries and keys; "l2" is s_BC = -scale / 2 times the
+    mean of |q_i - k_j|^2, the form before that assumption. `position` holds a table (b, F) or (H, b, F) for each level:
+    e of a child among its siblings, with e_B.e_C added to s_BC (its exact form is not known from the paper).
+    key_mask (..., N) is bool, or weights, which count as so many equal leaves; a token of weight 0 is not in the tree
+    and its row gives 0. Cost: N b (D + E) for b children, over log_b N levels that shrink by b; memory N (b + D + E).
+    """
+    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    _check(query, key, is_causal, energy)
+    if query.shape[-2] == 0:
+        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    layout: dict[str, Any] = {"grid": grid, "prefix": prefix, "branching": branching, "levels": levels, "tree": tree}
+    nodes = make_tree(query.shape[-2], device=query.device, **layout)
+    with torch.autocast(query.device.type, enabled=False):
+        leaves = _leaves(query, key, value, key_mask, scale, energy, nodes, position)
+        steps, _ = _up(leaves, nodes, position)
+        mass = leaves.key.new_ones(1)
+        out = leaves.value.new_zeros(1, 1)
+        for level, (u, child_values) in zip(reversed(nodes.levels), reversed(steps), strict=True):
+            keep = u.diagonal(dim1=-2, dim2=-1)  # (..., H, P, b)
+            siblings = (u - torch.diag_embed(keep)) @ child_values
+            out = out.unsqueeze(-2) + mass[..., None, None] * siblings
+            mass = mass.unsqueeze(-1) * keep
+            out, mass = level.scatter(out.flatten(-3, -2)), level.scatter(mass.flatten(-2), -1)
+        out = out + mass.unsqueeze(-1) * leaves.value
+        out = out.masked_fill((leaves.size == 0).unsqueeze(-1), 0)
+    return out.to(query.dtype)
+
+
+def hierarchical_scores(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    grid: Grid | None = None,
+    prefix: int = 0,
+    branching: int | tuple[int, ...] | None = None,
+    levels: int | None = None,
+    tree: Tree | Sequence[Any] | None = None,
+    energy: str = "dot",
+    position: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The weights theta, (..., H, N, N): positive, rows sum to 1, constant on sibling blocks. Cost: N^2 b."""
+    N = key.shape[-2]
+    shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    layout: dict[str, Any] = {"grid": grid, "prefix": prefix, "branching": branching, "levels": levels, "tree": tree}
+    tokens = torch.eye(N, dtype=key.dtype, device=key.device).expand(*key.shape[:-1], N)
+    return hierarchical_attention(query, key, tokens, energy=energy, position=position, **shared, **layout)
+
+
+def hierarchical_energy(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    energy: str = "dot",
+    position: Sequence[Tensor] | None = None,
+    **layout: Any,
+) -> Tensor:
+    """phi(root), (..., H), of at least one token; `layout` is grid, prefix, branching, levels and tree.
+
+    Its gradient is the attention: -N d phi / d q_i = scale sum_j theta_ij k_j for the energy "dot".
+    """
+    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    _check(query, key, False, energy)
+    nodes = make_tree(query.shape[-2], device=query.device, **layout)
+    return _up(_leaves(query, key, key, key_mask, scale, energy, nodes, position), nodes, position)[1].squeeze(-1)
+
+
+class Nodes(NamedTuple):
+    """A level on the way up: of each node the number of leaves, the means over them and the energy."""
+
+    size: Tensor  # (..., 1, X)
+    query: Tensor  # (..., H, X, D), times the scale
+    key: Tensor  # (..., H, X, D)
+    value: Tensor  # (..., H, X, E)
+    norms: Tensor | None  # (..., H, X, 2): scale / 2 times |q|^2 and |k|^2, for the l2 energy
+    phi: Tensor  # (..., H, X); 0 for nodes without leaves
+
+
+def _up(nodes: Nodes, tree: Tree, position: Sequence[Tensor] | None) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """For each level u (..., H, P, b, b) and the children's values (..., H, P, b, E); and phi of the root."""
+    steps = []
+    for index, level in enumerate(tree.levels):
+        u, values, nodes = _parents(nodes, level, None if position is None else position[index])
+        steps.append((u, values))
+    return steps, nodes.phi
+
+
+def _parents(nodes: Nodes, level: Level, e: Tensor | None) -> tuple[Tensor, Tensor, Nodes]:
+    count = level.gather(nodes.size, -1).masked_fill(level.children < 0, 0)  # (..., 1, P, b)
+    q, k, v = (level.gather(x) for x in (nodes.query, nodes.key, nodes.value))
+    phi = level.gather(nodes.phi, -1)
+    s = q @ k.mT
+    norms = None if nodes.norms is None else level.gather(nodes.norms)
+    if norms is not None:
+        s = s - norms[..., :1] - norms[..., 1:].mT
+    if e is not None:
+        s = s + _products(e, s)
+    # Siblings count with all their leaves, a node itself through its energy, in which they are already.
+    siblings = s + torch.where(count > 0, count, 1).log().masked_fill(count == 0, ABSENT).unsqueeze(-2)
+    own = torch.eye(s.shape[-1], dtype=torch.bool, device=s.device)
+    logits = torch.where(own, -phi.unsqueeze(-1), siblings)
+    log_Z = logits.logsumexp(-1)
+    share = ratio(count, count.sum(-1, keepdim=True))  # n_B / n_A
+    mean = share.unsqueeze(-2)
+
+    def average(x: Tensor) -> Tensor:
+        return (mean @ x).squeeze(-2)
+
+    above = Nodes(
+        count.sum(-1),
+        average(q),
+        average(k),
+        average(v),
+        None if norms is None else average(norms),
+        -(share * log_Z).sum(-1),
+    )
+    return (logits - log_Z.unsqueeze(-1)).exp(), v, above
+
+
+def _products(e: Tensor, like: Tensor) -> Tensor:
+    """e_B.e_C of a table (b, F) or (H, b, F), to be added to scores (..., H, P, b, b)."""
+    e = e.to(like.dtype)
+    return (e @ e.mT).unsqueeze(-3)
+
+
+def _leaves(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    scale: float | None,
+    energy: str,
+    tree: Tree,
+    position: Sequence[Tensor] | None,
+) -> Nodes:
+    if position is not None and tuple(e.shape[-2] for e in position) != tree.widths:
+        got = tuple(e.shape[-2] for e in position)
+        raise ValueError(f"position must hold a table for each level of the tree, of {tree.widths} children, got {got}")
+    N, heads = query.shape[-2], query.shape[-3]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = wide(query), repeat_heads(wide(key), heads), repeat_heads(wide(value), heads)
+    count = q.new_ones(*key.shape[:-3], 1, N) if key_mask is None else key_mask.unsqueeze(-2).to(q.dtype)
+    q = q.masked_fill((count == 0).unsqueeze(-1), 0)
+    s = scale * (q * k).sum(-1)
+    norms = None
+    if energy == "l2":
+        norms = torch.stack((q.square().sum(-1), k.square().sum(-1)), -1) * (scale / 2)
+        s = s - norms.sum(-1)
+    if position is not None:
+        e = position[0].to(s.dtype)
+        s = s + e.square().sum(-1)[..., tree.levels[0].place % e.shape[-2]]
+    phi = -(s + torch.where(count > 0, count, 1).log()).masked_fill(count == 0, 0)
+    return Nodes(count, scale * q, k, v, norms, phi)
+
+
+def make_tree(
+    tokens: int,
+    *,
+    grid: Grid | None = None,
+    prefix: int = 0,
+    branching: int | tuple[int, ...] | None = None,
+    levels: int | None = None,
+    tree: Tree | Sequence[Any] | None = None,
+    device: Any = None,
+) -> Tree:
+    """The tree that the options stand for; an error if it does not fit the tokens."""
+    if tree is not None:
+        tree = tree.to(device) if isinstance(tree, Tree) else Tree.nested(tree, device=device)
+        if tree.tokens != tokens:
+            raise ValueError(f"tree holds {tree.tokens} tokens, but there are {tokens}")
+        return tree
+    if levels is not None and levels < 0:
+        raise ValueError(f"levels must not be negative, got {levels}")
+    shape = resolve_grid(tokens, grid, prefix)
+    shape = (tokens - prefix,) if grid is None else shape
+    return Tree.windows(shape, branching, prefix=prefix, levels=levels, device=device)
+
+
+def _check(query: Tensor, key: Tensor, is_causal: bool, energy: str) -> None:
+    if is_causal:
+        raise ValueError("is_causal=True, but the means of a subtree hold later tokens; pass is_causal=False")
+    if query.shape[-2] != key.shape[-2]:
+        lengths = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+        raise ValueError(f"the tree is one of queries and keys alike, got {lengths}: their numbers must agree")
+    if energy not in ENERGIES:
+        raise ValueError(f"energy must be one of {', '.join(map(repr, ENERGIES))}, got {energy!r}")
+
+
+class HierarchicalAttention(nn.Module):
+    """HSA for a layer: the tree is built from the grid of each call; with `position` children have learned places.
+
+    Arguments are the options of `hierarchical_attention`; `position` is the width F of the tables e, 0 for none. They
+    need to know the tree beforehand, from `grid_size` or `tree`, and serve that tree only.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        grid_size: Grid | None = None,
+        prefix: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        branching: int | tuple[int, ...] | None = None,
+        levels: int | None = None,
+        tree: Tree | Sequence[Any] | None = None,
+        energy: str = "dot",
+        position: int = 0,
+    ) -> None:
+        super().__init__()
+        if energy not in ENERGIES:
+            raise ValueError(f"energy must be one of {', '.join(map(repr, ENERGIES))}, got {energy!r}")
+        if position < 0:
+            raise ValueError(f"position must be 0 (none) or the width of the tables, got {position}")
+        self.grid_size, self.prefix = grid_size, prefix
+        self.options: dict[str, Any] = {"branching": branching, "levels": levels, "energy": energy}
+        self.options["tree"] = Tree.nested(tree) if tree is not None and not isinstance(tree, Tree) else tree
+        tables = []
+        if position:
+            if grid_size is None and tree is None:
+                raise ValueError("position needs to know the tree: pass grid_size to the layer, or the option tree")
+            built = self.options["tree"] or Tree.windows(grid_size or (1,), branching, prefix=prefix, levels=levels)
+            place = {"device": device, "dtype": dtype}
+            tables = [nn.Parameter(torch.empty(num_heads, width, position, **place)) for width in built.widths]
+        self.position = nn.ParameterList(tables)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for table in self.position:
+            nn.init.trunc_normal_(table, std=0.02)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        grid: Grid | None = None,
+        prefix: int | None = None,
+        **shared: Any,
+    ) -> Tensor:
+        """As `hierarchical_attention`."""
+        return HIERARCHICAL(query, key, value, **self._call(grid, prefix), **shared)
+
+    def scores(
+        self, query: Tensor, key: Tensor, *, grid: Grid | None = None, prefix: int | None = None, **shared: Any
+    ) -> Tensor:
+        """The weights, (..., H, N, N)."""
+        return hierarchical_scores(query, key, **self._call(grid, prefix), **shared)
+
+    def _call(self, grid: Grid | None, prefix: int | None) -> dict[str, Any]:
+        grid = self.grid_size if grid is None else grid
+        prefix = self.prefix if prefix is None else prefix
+        return {"grid": grid, "prefix": prefix, "position": list(self.position) or None, **self.options}
+
+
+HIERARCHICAL = register(
+    Mechanism(
+        name="hierarchical",
+        summary="attention over a tree of tokens, constant on blocks of sibling subtrees",
+        paper="Hierarchical Self-Attention (Amizadeh et al.)",
+        year=2025,
+        arxiv="2509.15448",
+        cost="L b (D + E), b children a node",
+        function=hierarchical_attention,
+        scores=hierarchical_scores,
+        module=HierarchicalAttention,
+        varlen=padded(hierarchical_attention),
+        independent_rows=False,
+        key_mask=True,
+        grouped_queries=True,
+        subquadratic=True,
+        ragged=True,
+        order_free=False,
+        key_shift=True,
+        wants_grid=True,
+    )
+)

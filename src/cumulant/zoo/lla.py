@@ -1,0 +1,376 @@
+"""Local linear attention (LLA): a weighted affine fit of values to keys around each query, read at the query.
+
+Shape legend: ... leading dimensions, H heads, L queries, S keys, D key width, E value width, b queries of a block.
+
+With softmax weights w_j of a query, their means k_bar, v_bar and covariances C = Cov(k, k), B = Cov(v, k), the fit
+min_{c,W} sum_j w_j |v_j - c - W (k_j - q)|^2 + ridge |W|^2 has the intercept
+
+    out = v_bar - B g,   (C + ridge I) g = k_bar - q,   i.e. weights s_j = w_j (1 - (k_j - k_bar).g)
+
+This is the published form, rho = Sigma^-1 mu and s_j = w_j (1 - z_j.rho) / (omega - mu.rho) with the ridge times omega,
+after one Sherman-Morrison step. Nothing here is divided by a difference, so that the published delta = 1e-12, which
+keeps that denominator from 0, is not needed, and the system is better conditioned: C is centred, Sigma is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..inputs import transformed
+from .inputs import prepare, wide
+from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero
+from .ragged import padded
+from .registry import Mechanism, register
+
+RIDGE = 10.0
+SOLVERS = ("auto", "direct", "cg")
+DIRECT_UP_TO = 32  # width above which "auto" takes conjugate gradients: the direct solve costs D times as much a step
+
+
+class Settings(NamedTuple):
+    """How the fit is computed; none of it changes the answer beyond `tolerance`."""
+
+    scale: float
+    is_causal: bool
+    solver: str
+    iterations: int
+    tolerance: float
+    precondition: bool
+    block: int
+
+
+def lla_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    ridge: float | Tensor = RIDGE,
+    solver: str = "auto",
+    iterations: int = 32,
+    tolerance: float = 1e-12,
+    precondition: bool = False,
+    qk_norm: bool = False,
+    block: int = 128,
+) -> Tensor:
+    """out_i = c_i of min_{c,W} sum_j w_ij |v_j - c - W (k_j - q_i)|^2 + ridge |W|^2, w_i = softmax_j(scale q_i.k_j).
+
+    query (..., H, L, D), key (..., H, S, D), value (..., H, S, E) -> (..., H, L, E). Weights may be negative.
+    The ridge acts on normalised weights (the released code; the paper's plain lambda I would depend on the shift of the
+    softmax). It is a number or a tensor that broadcasts to (..., H, L), with gradients (the released code has none).
+    key_mask (..., S) is bool, or weights; a row without any key gives 0. `qk_norm` normalises queries and keys to
+    length 1, where the softmax is a Gaussian kernel in k - q (ours, to match the theory).
+
+    `solver`: "direct" solves the D x D systems; "cg" runs `iterations` of conjugate gradients, which end early where
+    the squared residual is below `tolerance` times its start, with `precondition` after Jacobi; "auto" is direct up to
+    D = 32. Gradients are implicit: one more solve, no step of it is recorded. Works in blocks of `block` queries.
+    Cost: L S (D + E) + T L S D for T steps, or L S D^2 + L D^3 direct; memory (L + S)(D + E) + b S (+ b D^2 direct).
+    """
+    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    settings = _settings(query, is_causal, scale, solver, iterations, tolerance, precondition, block)
+    dtype = query.dtype
+    if query.shape[-2] == 0 or key.shape[-2] == 0:
+        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v, lam = _rows(query, key, value, ridge, qk_norm)
+        added = log_weights(key_mask, q)
+        if transformed():
+            out = torch.cat([fit.out for fit in _fits(q, k, v, added, lam, settings)], -2)
+        else:
+            out = _LocalLinear.apply(q, k, v, added, lam, settings)
+    return out.to(dtype)
+
+
+def lla_scores(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    ridge: float | Tensor = RIDGE,
+    solver: str = "auto",
+    iterations: int = 32,
+    tolerance: float = 1e-12,
+    precondition: bool = False,
+    qk_norm: bool = False,
+) -> Tensor:
+    """The signed weights s_ij, (..., H, L, S); rows sum to 1. Cost: as the attention."""
+    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    settings = _settings(query, is_causal, scale, solver, iterations, tolerance, precondition, 128)
+    if query.shape[-2] == 0 or key.shape[-2] == 0:
+        return query.new_zeros((*query.shape[:-1], key.shape[-2]))
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, _, lam = _rows(query, key, key, ridge, qk_norm)
+        blocks = [
+            F.pad(fit.weights * (1 - fit.tilt), (0, k.shape[-2] - fit.keys))
+            for fit in _fits(q, k, k, log_weights(key_mask, q), lam, settings)
+        ]
+    return torch.cat(blocks, -2).to(query.dtype)
+
+
+class Fit(NamedTuple):
+    """The fits of a block of queries over the keys that any of them may see."""
+
+    rows: slice
+    keys: int
+    weights: Tensor  # (..., b, S') softmax weights, 0 where a key is not seen
+    key_mean: Tensor  # (..., b, D)
+    slope: Tensor  # (..., b, D), g
+    tilt: Tensor  # (..., b, S'), (k_j - k_bar).g
+    out: Tensor  # (..., b, E)
+    solve: Callable[[Tensor], Tensor]  # (C + ridge I)^-1 for rows (..., b, D)
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, lam: Tensor, settings: Settings) -> Iterator[Fit]:
+    """One `Fit` for each block of queries: what forward, backward and the weights all walk through."""
+    for start in range(0, q.shape[-2], settings.block):
+        rows = slice(start, min(start + settings.block, q.shape[-2]))
+        seen = min(rows.stop, k.shape[-2]) if settings.is_causal else k.shape[-2]
+        qb, kb = q[..., rows, :], k[..., :seen, :]
+        logits = (settings.scale * qb) @ kb.mT
+        if added is not None:
+            logits = logits + added[..., None, :seen]
+        if settings.is_causal:
+            place = torch.arange(rows.start, rows.stop, device=q.device)
+            logits = logits.masked_fill(torch.arange(seen, device=q.device) > place[:, None], ABSENT)
+        weights = softmax_or_zero(logits)
+        key_mean = weights @ kb
+        solve = _solver(weights, kb, key_mean, lam[..., rows], settings)
+        slope = solve(key_mean - qb)
+        tilt = slope @ kb.mT - (slope * key_mean).sum(-1, keepdim=True)
+        out = (weights * (1 - tilt)) @ v[..., :seen, :]
+        yield Fit(rows, seen, weights, key_mean, slope, tilt, out, solve)
+
+
+def _solver(w: Tensor, k: Tensor, key_mean: Tensor, lam: Tensor, settings: Settings) -> Callable[[Tensor], Tensor]:
+    """x -> (C + ridge I)^-1 x for the covariances C of k (..., S, D) under w (..., b, S)."""
+    lam = lam.unsqueeze(-1)
+    if settings.solver == "direct":
+        matrix = _covariances(w, k, key_mean, settings.block) + torch.diag_embed(lam.expand(key_mean.shape))
+        return lambda x: torch.linalg.solve(matrix, x.unsqueeze(-1)).squeeze(-1)
+
+    def product(p: Tensor) -> Tensor:
+        """C p + ridge p. The weighted (k_j - k_bar).p sum to 0, so that the second factor need not be centred."""
+        along = p @ k.mT - (p * key_mean).sum(-1, keepdim=True)
+        return (w * along) @ k + lam * p
+
+    diagonal = (w @ k.square() - key_mean.square()).clamp(min=0) + lam if settings.precondition else None
+    return lambda x: conjugate_gradients(
+        product, x, iterations=settings.iterations, tolerance=settings.tolerance, diagonal=diagonal
+    )
+
+
+def _covariances(w: Tensor, k: Tensor, key_mean: Tensor, block: int) -> Tensor:
+    """C (..., b, D, D), from keys about their plain mean, so that little cancels. Cost: b S D^2."""
+    origin = k.mean(-2, keepdim=True)
+    k, mean = k - origin, key_mean - w.sum(-1, keepdim=True) * origin
+    second: Tensor | float = 0.0
+    for start in range(0, k.shape[-2], block):
+        part = k[..., start : start + block, :]
+        second = second + w[..., start : start + block] @ (part.unsqueeze(-1) * part.unsqueeze(-2)).flatten(-2)
+    assert isinstance(second, Tensor)
+    return second.unflatten(-1, (k.shape[-1], k.shape[-1])) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    target: Tensor,
+    *,
+    iterations: int,
+    tolerance: float = 1e-12,
+    diagonal: Tensor | None = None,
+) -> Tensor:
+    """x with product(x) = target for every row of target (..., D) at once; product is symmetric and positive.
+
+    A row stops where its squared residual is at most tolerance * max(tolerance, its start). `diagonal` preconditions.
+    """
+    x, r = torch.zeros_like(target), target
+    z = r if diagonal is None else r / diagonal
+    p, rz = z, (r * z).sum(-1, keepdim=True)
+    enough = tolerance * r.square().sum(-1, keepdim=True).clamp(min=tolerance)
+    active = rz > 0
+    # Looking whether all rows have stopped makes a GPU wait: rarely there, never in a traced graph.
+    every = 0 if torch.compiler.is_compiling() or transformed() else 4 if target.is_cuda else 1
+    for step in range(iterations):
+        if every and step % every == 0 and not bool(active.any()):
+            break
+        y = product(p)
+        a = torch.where(active, rz, 0) / torch.where(active, (p * y).sum(-1, keepdim=True), 1)
+        x, r = x + a * p, r - a * y
+        left = r.square().sum(-1, keepdim=True)
+        active = active & (left > enough) & left.isfinite()
+        z = r if diagonal is None else r / diagonal
+        rz_new = (r * z).sum(-1, keepdim=True)
+        p = z + torch.where(active, rz_new, 0) / torch.where(active, rz, 1) * p
+        rz = rz_new
+    return x
+
+
+class _LocalLinear(torch.autograd.Function):
+    """The blocks of `_fits`, with the gradient by implicit differentiation; the weights are computed again.
+
+    With a_j = do.v_j and Cov under the weights of a row: h = -(C + ridge I)^-1 Cov(k, a), r_j = (k_j - k_bar).h,
+    f_j = a_j - a_bar + r_j, t_j the tilt. Then the logit of key j receives w_j (f_j (1 - t_j) - ridge g.h), besides
+
+        dv_j = w_j (1 - t_j) do    dk_j = w_j ((1 - t_j) h - f_j g)    dq = -h    d ridge = -g.h
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, lam: Tensor, settings: Settings
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, added, lam)
+        ctx.settings = settings
+        return torch.cat([fit.out for fit in _fits(q, k, v, added, lam, settings)], -2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, added, lam = ctx.saved_tensors
+        scale = ctx.settings.scale
+        dq, d_lam, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
+        for fit in _fits(q, k, v, added, lam, ctx.settings):
+            kb, w, g = k[..., : fit.keys, :], fit.weights, fit.slope
+            row = do[..., fit.rows, :]
+            a = row @ v[..., : fit.keys, :].mT
+            a = a - (w * a).sum(-1, keepdim=True)
+            h = -fit.solve((w * a) @ kb)
+            f = a + h @ kb.mT - (h * fit.key_mean).sum(-1, keepdim=True)
+            gh = (g * h).sum(-1)
+            flat = w * (1 - fit.tilt)
+            d_logits = flat * f - w * (lam[..., fit.rows] * gh).unsqueeze(-1)
+            dq.append(scale * d_logits @ kb - h)
+            d_lam.append(-gh)
+            dv[..., : fit.keys, :] += flat.mT @ row
+            dk[..., : fit.keys, :] += scale * d_logits.mT @ q[..., fit.rows, :] + flat.mT @ h - (w * f).mT @ g
+        return torch.cat(dq, -2), dk, dv, None, torch.cat(d_lam, -1), None
+
+
+class LocalLinearAttention(nn.Module):
+    """LLA for a layer, with a fixed ridge or one learned for each head, softplus(parameter) (ours, not published).
+
+    Arguments are the options of `lla_attention`; `learn_ridge` starts at `ridge`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        grid_size: tuple[int, ...] | None = None,
+        prefix: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        ridge: float = RIDGE,
+        learn_ridge: bool = False,
+        solver: str = "auto",
+        iterations: int = 32,
+        tolerance: float = 1e-12,
+        precondition: bool = False,
+        qk_norm: bool = False,
+        block: int = 128,
+    ) -> None:
+        super().__init__()
+        _check_ridge(ridge)
+        self.start, self.block = float(ridge), block
+        self.options: dict[str, Any] = {"solver": solver, "iterations": iterations, "tolerance": tolerance}
+        self.options |= {"precondition": precondition, "qk_norm": qk_norm}
+        _settings(torch.empty(0, dim // num_heads), False, None, solver, iterations, tolerance, precondition, block)
+        place = {"device": device, "dtype": dtype}
+        self.raw_ridge = nn.Parameter(torch.empty(num_heads, 1, **place)) if learn_ridge else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.raw_ridge is not None:
+            start = torch.tensor(self.start, dtype=torch.float64)
+            nn.init.constant_(self.raw_ridge, float(start + torch.log(-torch.expm1(-start))))
+
+    @property
+    def ridge(self) -> float | Tensor:
+        """The ridge in use: a number, or (H, 1) where it is learned."""
+        return self.start if self.raw_ridge is None else F.softplus(wide(self.raw_ridge))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **shared: Any) -> Tensor:
+        """As `lla_attention`."""
+        return LLA(query, key, value, ridge=self.ridge, block=self.block, **self.options, **shared)
+
+    def scores(self, query: Tensor, key: Tensor, **shared: Any) -> Tensor:
+        """The signed weights, (..., H, L, S)."""
+        return lla_scores(query, key, ridge=self.ridge, **self.options, **shared)
+
+
+def _rows(query: Tensor, key: Tensor, value: Tensor, ridge: float | Tensor, qk_norm: bool) -> tuple[Tensor, ...]:
+    """q, k, v in at least float32 with equal heads, and the ridge of each row, (..., H, L)."""
+    heads = query.shape[-3]
+    q, k, v = wide(query), repeat_heads(wide(key), heads), repeat_heads(wide(value), heads)
+    if qk_norm:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    _check_ridge(ridge)
+    lam = ridge if isinstance(ridge, Tensor) else q.new_full((), float(ridge))
+    try:
+        return q, k, v, lam.to(q).expand(q.shape[:-1])
+    except RuntimeError:
+        raise ValueError(
+            f"ridge must be a number or broadcast to {tuple(q.shape[:-1])}, got a tensor {tuple(lam.shape)}"
+        ) from None
+
+
+def _check_ridge(ridge: float | Tensor) -> None:
+    if not isinstance(ridge, Tensor) and not 0 < ridge < float("inf"):
+        raise ValueError(f"ridge must be positive and finite, got {ridge!r}: without it a few keys leave the fit open")
+
+
+def _settings(
+    query: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    solver: str,
+    iterations: int,
+    tolerance: float,
+    precondition: bool,
+    block: int,
+) -> Settings:
+    if solver not in SOLVERS:
+        raise ValueError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, got {solver!r}")
+    for name, count in (("iterations", iterations), ("block", block)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must not be negative, got {tolerance}")
+    width = query.shape[-1]
+    if solver == "auto":
+        solver = "direct" if width <= DIRECT_UP_TO else "cg"
+    scale = width**-0.5 if scale is None else float(scale)
+    return Settings(scale, is_causal, solver, iterations, tolerance, precondition, block)
+
+
+LLA = register(
+    Mechanism(
+        name="lla",
+        summary="a local affine fit of values to keys around each query: softmax without its bias at the edges",
+        paper="Local Linear Attention (Zuo et al.)",
+        year=2026,
+        arxiv="2510.01450",
+        cost="L^2 (T D + E), T = 32 solver steps",
+        function=lla_attention,
+        scores=lla_scores,
+        module=LocalLinearAttention,
+        varlen=padded(lla_attention),
+        causal=True,
+        cross=True,
+        causal_cross=True,
+        key_mask=True,
+        grouped_queries=True,
+        ragged=True,
+    )
+)

@@ -1,0 +1,37 @@
+"""Softmax over logits of which some, or all, stand for nothing; shared by the mechanisms that are built on it.
+
+Shape legend: ... leading dimensions, H query heads, Hk key heads, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ABSENT = float("-inf")
+
+
+def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """What a key mask (..., Lk), bool or weights w >= 0, adds to the logits: log w, -inf where absent; (..., 1, Lk)."""
+    if key_mask is None:
+        return None
+    present = key_mask != 0
+    if key_mask.dtype == torch.bool:
+        added = torch.zeros((), dtype=like.dtype, device=like.device)
+    else:
+        added = torch.where(present, key_mask, 1).to(like.dtype).log()
+    return torch.where(present, added, ABSENT).unsqueeze(-2)
+
+
+def softmax_or_zero(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
+    empty = (logits == ABSENT).all(-1, keepdim=True)
+    return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Key heads (..., Hk, L, D) as (..., H, L, D): each serves H / Hk query heads in a row, as in SDPA."""
+    own = x.shape[-3]
+    if own in (heads, 0):
+        return x
+    return x.unsqueeze(-3).expand(*x.shape[:-2], heads // own, *x.shape[-2:]).flatten(-4, -3)

@@ -1,0 +1,93 @@
+"""Products of features with the sums of keys and values, over all keys or those up to each row: q (K^T V).
+
+Shape legend: ... leading dimensions, H heads, Hk key heads, G = H / Hk, Lq queries, Lk keys, D, E widths, n chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .inputs import fold_groups
+
+
+def feature_product(
+    query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, *, is_causal: bool = False, chunk: int = 128
+) -> Tensor:
+    """out_t = sum_s (q_t.k_s) v_s over all keys, or over s <= t: (..., H, Lq, D), (..., Hk, Lk, D), (..., Hk, Lk, E).
+
+    `dtype` is that of the mechanism's inputs, see `product`. Cost: L D E; the causal form L C (D + E) more with chunks
+    of C tokens.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    if is_causal:
+        return _causal_product(query, key, value, dtype, chunk)
+    rows = fold_groups(query, key.shape[-3])
+    out = product(rows, product(key.mT, value, dtype), dtype)
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def fraction(
+    query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, *, is_causal: bool = False, chunk: int = 128
+) -> tuple[Tensor, Tensor]:
+    """`feature_product` and the sum of its weights, (..., H, Lq, E) and (..., H, Lq, 1), from one product."""
+    E = value.shape[-1]
+    columns = with_ones(value)
+    if columns.is_cuda:
+        columns = F.pad(columns, (0, -columns.shape[-1] % 8))  # tensor cores want rows of 16 bytes
+    sums = feature_product(query, key, columns, dtype, is_causal=is_causal, chunk=chunk)
+    return sums[..., :E], sums[..., E : E + 1]
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in at least float32. For bfloat16 inputs a GPU multiplies bfloat16 numbers and sums them in float32.
+
+    Its range is that of float32, so that long sums do not overflow; float16 inputs are multiplied in float32.
+    """
+    if multiplies_narrow(a, dtype):
+        return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
+    return a @ b
+
+
+def multiplies_narrow(x: Tensor, dtype: torch.dtype) -> bool:
+    return x.is_cuda and dtype == torch.bfloat16
+
+
+def with_ones(value: Tensor) -> Tensor:
+    """value (..., L, E) with a column of ones, so that one product gives a numerator and its denominator."""
+    return F.pad(value, (0, 1), value=1.0)
+
+
+def fit_length(x: Tensor, length: int) -> Tensor:
+    """x (..., L, D) cut off, or padded with zeros, to (..., length, D)."""
+    x = x[..., :length, :]
+    return F.pad(x, (0, 0, 0, length - x.shape[-2]))
+
+
+def _causal_product(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, chunk: int) -> Tensor:
+    """Sums over earlier chunks, plus a masked C x C product within each. Rows beyond the last key see all keys.
+
+    Memory: L (D + E) + (L/C) D E.
+    """
+    length, key_heads = query.shape[-2], key.shape[-3]
+    chunk = max(1, min(chunk, length))
+    count = max(1, -(-length // chunk))
+    # Keys that no row may see are cut off; missing ones are padded with zeros, which add nothing.
+    key, value = (_chunks(fit_length(x, length), count, chunk) for x in (key, value))
+    groups = query.shape[-3] // max(1, key_heads)
+    query = _chunks(query.unflatten(-3, (key_heads, groups)), count, chunk)  # (..., Hk, G, n, C, D)
+    rows = query.transpose(-4, -3).flatten(-3, -2)  # (..., Hk, n, G C, D)
+
+    # Shift before summing: taking the own chunk off again would let the future in through rounding.
+    earlier = F.pad(product(key.mT, value, dtype), (0, 0, 0, 0, 1, -1)).cumsum(-3)
+    within = product(rows, key.mT, dtype).unflatten(-2, (-1, chunk)).tril().flatten(-3, -2)
+    out = product(rows, earlier, dtype) + product(within, value, dtype)
+    out = out.unflatten(-2, (-1, chunk)).transpose(-4, -3)
+    return out.flatten(-3, -2)[..., :length, :].flatten(-4, -3)
+
+
+def _chunks(x: Tensor, count: int, chunk: int) -> Tensor:
+    """(..., L, D) padded with zeros to (..., n, C, D)."""
+    return F.pad(x, (0, 0, 0, count * chunk - x.shape[-2])).unflatten(-2, (count, chunk))

@@ -1,0 +1,70 @@
+"""Packed sequences for mechanisms that know key masks: pad once, one call, take the padding out again.
+
+Shape legend: T tokens of all sequences in a row, N sequences, M the longest of them, H heads, D, E widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..inputs import offsets
+
+
+def padded(function: Callable[..., Tensor], *, query_mask: bool = False, lengths_option: str | None = None) -> Any:
+    """The packed form of `function(query, key, value, *, key_mask, ...)`: `varlen(query, key, value, cu_seq_q, ...)`.
+
+    `query_mask=True` passes the mask of the queries too, for mechanisms whose rows look at other queries.
+    `lengths_option` names an option that the unpacked form would set to max(Lq, Lk): it is set for each sequence.
+    Cost: that of N sequences of the longest length.
+    """
+
+    def varlen(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int | None = None,
+        max_k: int | None = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """query (T, H, D), key (S, H, D), value (S, H, E) -> (T, H, E); cu_seq = [0, end of first, ..., T]."""
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) or x.ndim != 3:
+                shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name} must be packed, (tokens, heads, width), got {shape}")
+        at_q = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
+        at_k = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
+        if len(at_q) != len(at_k):
+            raise ValueError(
+                f"cu_seq_q and cu_seq_k must hold as many sequences, got {len(at_q) - 1} and {len(at_k) - 1}"
+            )
+        place_q, mask_q = _places(at_q, query.device)
+        place_k, mask_k = _places(at_k, key.device)
+        if query_mask:
+            options["query_mask"] = mask_q
+        if lengths_option is not None and options.get(lengths_option) is None:
+            options[lengths_option] = torch.maximum(mask_q.sum(-1), mask_k.sum(-1)).clamp(min=1)
+        # Padding repeats some token of the pack: it is masked, so that it does not matter which.
+        rows = (x[place].transpose(1, 2) for x, place in ((query, place_q), (key, place_k), (value, place_k)))
+        out = function(*rows, key_mask=mask_k, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, **options)
+        return out.transpose(1, 2)[mask_q]
+
+    return varlen
+
+
+def _places(at: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each sequence the places of its tokens in the pack, (N, M), and which of them are there, (N, M)."""
+    start = torch.tensor(at[:-1], device=device, dtype=torch.long)
+    length = torch.tensor(at[1:], device=device, dtype=torch.long) - start
+    steps = torch.arange(int(max((b - a for a, b in pairwise(at)), default=0)), device=device)
+    return (start[:, None] + steps).clamp(max=max(0, at[-1] - 1)), steps < length[:, None]
