@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import asdict, replace
+from typing import Annotated, Any
 
 import tyro
 
 from cumulant.commands import Bench, Error, ListMechanisms, Speed
 from cumulant.studies.settings import Reproduce
-
-Command = (
-    Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[ListMechanisms, tyro.conf.subcommand("list")]
-)
+from cumulant.train_commands import Evaluate, Train, train_with_recipe
 
 DESCRIPTION = """Linear-time attention from the cumulant expansion of softmax.
 
 Example, training four mechanisms and writing a report: cumulant reproduce
+
+Example, training one model from a recipe: cumulant train digits
 
 Options of a command, with examples: cumulant reproduce --help"""
 
@@ -29,19 +29,96 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 stopped by Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        command = tyro.cli(
-            Command,
-            prog="cumulant",
-            description=DESCRIPTION,
-            args=words or ["--help"],
-            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes),
-        )
+        command = parse(words or ["--help"])
+        if isinstance(command, Train):
+            return train(command)
+        if isinstance(command, Evaluate):
+            return evaluate(command)
         if isinstance(command, Bench):
             return bench(command.what)
         return list_mechanisms(command) if isinstance(command, ListMechanisms) else reproduce(command)
     except ValueError as error:
         print(f"cumulant: error: {error}", file=sys.stderr)
         return 2
+
+
+def parse(words: list[str]) -> Any:
+    """The command that the words stand for."""
+    recipe = train_with_recipe(words[1:]) if words[0] == "train" else None
+    options = {} if recipe is None else {"default": recipe}
+    commands = (
+        Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+        | Annotated[Train, tyro.conf.subcommand("train", **options)]
+        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+        | Annotated[Bench, tyro.conf.subcommand("bench")]
+        | Annotated[ListMechanisms, tyro.conf.subcommand("list")]
+    )
+    config = [tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]
+    if recipe is None:  # a recipe may have a flag on or off, so both forms can be given
+        config.append(tyro.conf.FlagCreatePairsOff)
+    command = tyro.cli(commands, prog="cumulant", description=DESCRIPTION, args=words, config=config)
+    if recipe is not None and isinstance(command, Train):
+        command = replace(command, settings=recipe.settings.merged(command.settings))
+    return command
+
+
+def train(command: Train) -> int:
+    from cumulant import train as room
+
+    folder = command.folder
+    try:
+        result = room.train(command.settings, folder, device=command.device, fresh=command.fresh, progress=sys.stderr)
+    except (OSError, ImportError, FloatingPointError) as error:
+        print(f"cumulant: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nstopped. The state is kept in {folder}; give the same command again to go on.", file=sys.stderr)
+        return 130
+    if os.environ.get("RANK", "0") != "0":  # one process of torchrun speaks for all
+        return 0
+    if command.json:
+        print(json.dumps(asdict(result), indent=1, default=str))
+    else:
+        print(
+            f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  (best {result.best_top1:.2%} in epoch "
+            f"{result.best_epoch})  {result.parameters:,} parameters  {result.seconds:.0f} s\n"
+            f"weights, log and result are in {folder}"
+        )
+    return 0
+
+
+def evaluate(command: Evaluate) -> int:
+    from cumulant.train import evaluate_checkpoint
+
+    try:
+        found, classes = evaluate_checkpoint(
+            command.checkpoint,
+            command.data,
+            views=command.views,
+            crops=command.crops,
+            batch_size=command.batch_size,
+            workers=command.workers,
+            device=command.device,
+            progress=sys.stderr,
+        )
+        if os.environ.get("RANK", "0") != "0":
+            return 0
+        if command.predictions is not None:
+            found.save(command.predictions)
+    except (OSError, ImportError) as error:
+        print(f"cumulant: error: {error}", file=sys.stderr)
+        return 1
+    each = dict(zip(classes, found.per_class().tolist(), strict=True))
+    if command.json:
+        values = {"top1": found.top(1), "top5": found.top(5), "items": len(found.labels)}
+        shown = {name: None if math.isnan(value) else value for name, value in each.items()}
+        print(json.dumps({**values, **({"per_class": shown} if command.per_class else {})}, indent=1))
+        return 0
+    if command.per_class:
+        for name, value in sorted(each.items(), key=lambda pair: (math.isnan(pair[1]), -pair[1])):
+            print(f"{'no items' if math.isnan(value) else format(value, '.2%'):>8}  {name}")
+    print(f"top-1 {found.top(1):.2%}  top-5 {found.top(5):.2%}  ({len(found.labels):,} items)")
+    return 0
 
 
 def reproduce(settings: Reproduce) -> int:
@@ -124,3 +201,7 @@ def list_mechanisms(options: ListMechanisms) -> int:
         "constant memory while tokens arrive · ragged: sequences of different lengths packed without padding"
     )
     return 0
+
+
+if __name__ == "__main__":  # for torchrun -m cumulant.cli
+    sys.exit(main())

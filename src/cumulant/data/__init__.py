@@ -1,7 +1,37 @@
-"""Data sets in memory and augmentation."""
+"""Readers for images and video, clip sampling, loading, augmentation."""
 
 from .augment import random_shift
+from .augmentation import DEIT, PRESETS, SMALL_DATA, VIDEO, Augment, Augmentation
+from .clips import ClipPart, ClipSampling
 from .digits import digits
+from .images import ImageFiles, ImageRows, TensorImages
+from .loader import BadItem, Loader
+from .part import DataError, DecodeError, Part, Source
+from .source import ALIASES, digits_source, open_source
 from .split import Split
 
-__all__ = ["Split", "digits", "random_shift"]
+__all__ = [
+    "ALIASES",
+    "DEIT",
+    "PRESETS",
+    "SMALL_DATA",
+    "VIDEO",
+    "Augment",
+    "Augmentation",
+    "BadItem",
+    "ClipPart",
+    "ClipSampling",
+    "DataError",
+    "DecodeError",
+    "ImageFiles",
+    "ImageRows",
+    "Loader",
+    "Part",
+    "Source",
+    "Split",
+    "TensorImages",
+    "digits",
+    "digits_source",
+    "open_source",
+    "random_shift",
+]

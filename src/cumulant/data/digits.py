@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .split import Split
@@ -15,17 +17,20 @@ def digits(seed: int = 0) -> Split:
     Pixels have mean 0 and std 1 over the training part; `seed` chooses the split. Needs scikit-learn, which
     the extra `train` installs.
     """
+    train_x, test_x, train_y, test_y = digit_levels(seed)
+    mean, std = train_x.mean(), train_x.std()
+    train_images, test_images = (
+        torch.tensor((x - mean) / std, dtype=torch.float32).reshape(-1, 1, 8, 8) for x in (train_x, test_x)
+    )
+    return Split(train_images, torch.tensor(train_y), test_images, torch.tensor(test_y), classes=10)
+
+
+def digit_levels(seed: int = 0) -> Any:
+    """The same split as arrays: grey levels 0 to 16, train (1347, 64) and test (450, 64), then the labels of both."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
         raise ImportError("the digits need scikit-learn: pip install 'cumulant[train]'") from error
     pixels, labels = load_digits(return_X_y=True)
-    train_x, test_x, train_y, test_y = train_test_split(
-        pixels, labels, test_size=TEST_IMAGES, random_state=seed, stratify=labels
-    )
-    mean, std = train_x.mean(), train_x.std()
-    train_images, test_images = (
-        torch.tensor((x - mean) / std, dtype=torch.float32).reshape(-1, 1, 8, 8) for x in (train_x, test_x)
-    )
-    return Split(train_images, torch.tensor(train_y), test_images, torch.tensor(test_y), classes=10)
+    return train_test_split(pixels, labels, test_size=TEST_IMAGES, random_state=seed, stratify=labels)

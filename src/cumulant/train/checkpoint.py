@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 import safetensors
@@ -14,6 +12,7 @@ from safetensors.torch import save as to_bytes
 from torch import nn
 
 from ..models import create_model
+from .files import write_atomically
 
 
 def save(model: nn.Module, path: str | Path, *, notes: dict[str, str] | None = None) -> Path:
@@ -21,17 +20,7 @@ def save(model: nn.Module, path: str | Path, *, notes: dict[str, str] | None = N
     path = Path(path)
     header = {**(notes or {}), "format": "pt", "config": json.dumps(getattr(model, "config", None))}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(to_bytes(tensors, metadata=header))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomically(path, to_bytes(tensors, metadata=header))
     return path
 
 

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import Split, random_shift
+from .optimise import adamw, decay_groups, learning_rate, set_drop_path, step
 from .recipe import Recipe
+
+__all__ = ["History", "decay_groups", "evaluate", "fit", "learning_rate"]
 
 
 @dataclass
@@ -35,8 +38,8 @@ def fit(
     device = next(model.parameters()).device
     split = split.to(device)
     if recipe.drop_path is not None:
-        _set_drop_path(model, recipe.drop_path)
-    optimizer = _optimizer(model, recipe)
+        set_drop_path(model, recipe.drop_path)
+    optimizer = adamw(model, lr=recipe.lr, weight_decay=recipe.weight_decay, beta2=recipe.beta2)
     generator = torch.Generator(device).manual_seed(recipe.seed)
     count = len(split.train_images)
     steps_per_epoch = math.ceil(count / recipe.batch_size)
@@ -76,42 +79,12 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor, *, batch_size: in
     return correct / len(images)
 
 
-def learning_rate(recipe: Recipe, epoch: float) -> float:
-    """Rate after that (fractional) number of epochs: linear warm-up, then a cosine down to min_lr."""
-    if epoch < recipe.warmup_epochs:
-        return recipe.lr * epoch / recipe.warmup_epochs
-    done = (epoch - recipe.warmup_epochs) / max(recipe.epochs - recipe.warmup_epochs, 1e-9)
-    return recipe.min_lr + 0.5 * (recipe.lr - recipe.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Parameter groups: matrices and convolutions decay; biases, norms, tokens and positions do not."""
-    tables = ("cls_token", "dist_token", "pos_embed")
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_matrix = parameter.ndim >= 2 and not name.endswith(tables)
-            (decayed if is_matrix else kept).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-
-
-def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    groups = decay_groups(model, recipe.weight_decay)
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, recipe.beta2), fused=True)
-
-
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, rate: float, recipe: Recipe
 ) -> Tensor:
     loss = F.cross_entropy(model(images), labels, label_smoothing=recipe.label_smoothing)
     loss.backward()
-    if recipe.clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, foreach=True)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    step(optimizer, model.parameters(), rate, recipe.clip)
     return loss.detach()
 
 
@@ -122,10 +95,3 @@ def _finite(loss: float, epoch: int, recipe: Recipe) -> float:
             f"(now {recipe.clip}), and look for non-finite values in the images"
         )
     return loss
-
-
-def _set_drop_path(model: nn.Module, rate: float) -> None:
-    setter = getattr(model, "set_drop_path", None)
-    if setter is None:
-        raise ValueError(f"drop_path={rate} in the recipe, but {type(model).__name__} has no set_drop_path")
-    setter(rate)

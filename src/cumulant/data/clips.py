@@ -1,0 +1,101 @@
+"""Which frames of a video make a clip: random starts for training, several views for evaluation.
+
+T: frames of a clip, F: frames of a video, n: clips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Choice = Callable[[int], NDArray[np.int64]]
+"""From the number of frames of a video to the numbers (T,) of those wanted."""
+
+
+@dataclass(frozen=True)
+class ClipSampling:
+    """A clip is `frames` frames, every `stride`-th. A video that is too short is run through again from its start.
+
+    Training starts anywhere the clip fits. Evaluation takes `views` starts spread evenly from the first to the last
+    possible one (a single view: the middle) times `crops` squares along the long side of the picture.
+    """
+
+    frames: int = 16
+    stride: int = 2
+    views: int = 1
+    crops: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("frames", "stride", "views", "crops"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+    def last_start(self, total: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.maximum(total - (self.frames - 1) * self.stride - 1, 0)
+
+    def training(self, total: NDArray[np.int64], seeds: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Frame numbers (n, T) for videos of `total` (n,) frames; the start is seed modulo the number of starts."""
+        return self._from(seeds % (self.last_start(total) + 1), total)
+
+    def evaluation(self, total: NDArray[np.int64], view: int = 0) -> NDArray[np.int64]:
+        """Frame numbers (n, T) of the view-th of `views` clips."""
+        share = 0.5 if self.views == 1 else view / (self.views - 1)
+        return self._from(np.floor(self.last_start(total) * share + 0.5).astype(np.int64), total)
+
+    def _from(self, start: NDArray[np.int64], total: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (start[..., None] + np.arange(self.frames) * self.stride) % total[..., None]
+
+
+class Videos(Protocol):
+    """Videos somewhere: what a `ClipPart` reads from."""
+
+    labels: Tensor
+
+    def name(self, index: int) -> str: ...
+
+    def length(self, index: int) -> int:
+        """Frames of the video, exact or as its header says: for estimates of memory."""
+        ...
+
+    def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
+        """The chosen frames, uint8 (T, 3, size, size)."""
+        ...
+
+
+class ClipPart:
+    """One clip a video (training: `jitter`), or views x crops clips in a row of each video (evaluation)."""
+
+    def __init__(self, videos: Videos, sampling: ClipSampling, *, jitter: bool) -> None:
+        self.videos, self.jitter = videos, jitter
+        self.sampling = replace(sampling, views=1, crops=1) if jitter else sampling
+        self.views = self.sampling.views * self.sampling.crops
+        self.labels = videos.labels.repeat_interleave(self.views)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return self.videos.name(index // self.views)
+
+    def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
+        """uint8 (3, T, size, size). View v, crop c of video i is item (i * views + v) * crops + c."""
+        video, view = divmod(index, self.views)
+        view, crop = divmod(view, self.sampling.crops)
+
+        def choose(total: int) -> NDArray[np.int64]:
+            frames = np.asarray(total)
+            if seed is None or not self.jitter:
+                return self.sampling.evaluation(frames, view)
+            return self.sampling.training(frames, np.asarray(seed))
+
+        return self.videos.read(video, choose, size, crop, self.sampling.crops).transpose(0, 1).contiguous()
+
+    def whole(self, index: int, size: int) -> Tensor:
+        """Every frame, uint8 (F, 3, size, size): what is kept in memory when clips start anywhere."""
+        return self.videos.read(index, np.arange, size, 0, 1)

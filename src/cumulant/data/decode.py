@@ -1,0 +1,74 @@
+"""From encoded bytes to square uint8 pixels with Pillow: one image, one way, for files, parquet and video frames."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .part import DecodeError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+
+# Without a hint Pillow asks every plugin in turn, which costs as much as decoding a 64 x 64 picture.
+SIGNATURES = ((b"\xff\xd8", "JPEG"), (b"\x89PNG", "PNG"), (b"RIFF", "WEBP"))
+
+
+def decode_image(data: bytes | Path, size: int, name: str) -> Tensor:
+    """Encoded image or its file -> uint8 (3, size, size): RGB, short side resized to `size`, centre square."""
+    return to_tensor(fit(open_image(data, size, name), size))
+
+
+def open_image(data: bytes | Path, size: int, name: str) -> Image:
+    """The decoded RGB picture, at its own size or, for a JPEG, at the smallest that is still twice `size`."""
+    pillow = pillow_image()
+    try:
+        if isinstance(data, Path):
+            data = data.read_bytes()
+        formats = [kind for magic, kind in SIGNATURES if data.startswith(magic)] or None
+        image = pillow.open(io.BytesIO(data), formats=formats)
+        if image.format == "JPEG":
+            image.draft("RGB", (2 * size, 2 * size))  # the codec drops what resizing would average away
+        if image.mode.startswith("I;16"):  # convert("RGB") would clip 16-bit grey instead of scaling it
+            image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode != "RGB":
+            return image.convert("RGB")
+        image.load()  # Pillow decodes here, not at open()
+        return image
+    except Exception as error:  # Pillow raises many kinds; each means that this one item cannot be used
+        said = getattr(error, "strerror", None) or error  # without the file name, which `name` gives already
+        raise DecodeError(name, f"{type(error).__name__}: {said}") from error
+
+
+def fit(image: Image, size: int, crop: int = 0, crops: int = 1) -> Image:
+    """Short side resized to `size` (bicubic, antialiased), then a square: the centre, or the crop-th of `crops`
+    squares spread evenly over the long side."""
+    width, height = image.size
+    if (width, height) == (size, size):
+        return image
+    short, long = min(width, height), max(width, height)
+    place = (long - short) * (0.5 if crops == 1 else crop / (crops - 1))
+    left, top = (place, 0.0) if width > height else (0.0, place)
+    box = (left, top, left + short, top + short)
+    return image.resize((size, size), pillow_image().Resampling.BICUBIC, box=box)
+
+
+def to_tensor(image: Image) -> Tensor:
+    """uint8 (3, height, width)."""
+    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
+
+
+def pillow_image():  # type: ignore[no-untyped-def]
+    """The module PIL.Image."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("decoding images needs Pillow: pip install 'cumulant[data]'") from error
+    return Image

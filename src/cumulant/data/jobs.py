@@ -1,0 +1,129 @@
+"""Decoding in chunks, in this process or in worker processes: what streaming and filling the memory share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .clips import ClipPart
+from .part import DecodeError, Part
+
+CHUNK_BYTES = 4 << 20
+
+
+class Job(NamedTuple):
+    """Items to decode together; `seeds` as many, or None."""
+
+    positions: NDArray[Any]
+    seeds: NDArray[Any] | None
+
+
+class Decoded(NamedTuple):
+    """`pixels` of the items `positions`, one after the other; `lengths` frames each when whole videos were asked for.
+
+    `bad`: (position, why) of items met on the way that could not be decoded.
+    """
+
+    pixels: Tensor
+    positions: Tensor
+    lengths: list[int]
+    bad: list[tuple[int, str]]
+
+
+class Decoder(Dataset[Decoded]):
+    """Decodes jobs. A bad item gives way to the next good one after it (`replace`), or is left out.
+
+    `whole` reads all frames of each video instead of a clip.
+    """
+
+    def __init__(self, part: Part, size: int, *, replace: bool, attempts: int, whole: bool = False) -> None:
+        self.part, self.size, self.replace, self.attempts, self.whole = part, size, replace, attempts, whole
+        self.known_bad: dict[int, str] = {}
+
+    def __getitem__(self, job: Job) -> Decoded:
+        pixels: list[Tensor] = []
+        positions: list[int] = []
+        bad: list[tuple[int, str]] = []
+        for slot, wanted in enumerate(job.positions.tolist()):
+            seed = None if job.seeds is None else int(job.seeds[slot])
+            for step in range(self.attempts if self.replace else 1):
+                position = (wanted + step) % len(self.part)
+                item = self._decode(position, seed)
+                if item is not None:
+                    pixels.append(item)
+                    positions.append(position)
+                    break
+                bad.append((position, self.known_bad[position]))
+        stacked = torch.cat(pixels) if pixels else torch.empty(0, dtype=torch.uint8)
+        lengths = [len(item) for item in pixels]
+        return Decoded(stacked, torch.tensor(positions, dtype=torch.int64), lengths, bad)
+
+    def _decode(self, position: int, seed: int | None) -> Tensor | None:
+        if position in self.known_bad:
+            return None
+        try:
+            if self.whole:
+                assert isinstance(self.part, ClipPart)
+                return self.part.whole(position, self.size)
+            return self.part.decode(position, self.size, seed)[None]
+        except DecodeError as error:
+            self.known_bad[position] = error.why
+            return None
+
+
+class Plan(Sampler[Job]):
+    """The jobs of the epoch at hand: set before each pass, so that the worker processes live on between epochs."""
+
+    def __init__(self) -> None:
+        self.jobs: Sequence[Job] = ()
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self.jobs)
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+
+def keep(decoded: Any) -> Any:
+    """Collation has nothing to do: a job is a chunk already."""
+    return decoded
+
+
+def worker_loader(decoder: Decoder, plan: Plan, workers: int, *, pin: bool, ahead: int = 2) -> DataLoader[Decoded]:
+    """Jobs of the plan in order; each worker works `ahead` jobs ahead."""
+    options: dict[str, Any] = dict(prefetch_factor=ahead, persistent_workers=True) if workers else {}
+    # A generator of its own: the default would draw from torch's global one at every pass.
+    options["generator"] = torch.Generator()
+    return DataLoader(
+        decoder, batch_size=None, sampler=plan, num_workers=workers, collate_fn=keep, pin_memory=pin, **options
+    )
+
+
+def run_once(decoder: Decoder, jobs: Sequence[Job], workers: int) -> Iterator[Decoded]:
+    """All jobs in order: in worker processes, or in threads (Pillow and PyAV let go of the interpreter while most
+    codecs work; WebP's does not, and small pictures spend their time in Python)."""
+    if workers:
+        plan = Plan()
+        plan.jobs = jobs
+        yield from worker_loader(decoder, plan, workers, pin=False)
+        return
+    with ThreadPoolExecutor(cores()) as pool:
+        yield from pool.map(decoder.__getitem__, jobs)
+
+
+def chunk_length(item_bytes: int) -> int:
+    """Items a job: a few MiB, at most 64 items, so that one batch is shared by many workers."""
+    return max(1, min(64, CHUNK_BYTES // max(1, item_bytes)))
+
+
+def cores() -> int:
+    """Cores of this process, shared with the other processes of the same torchrun on this machine."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

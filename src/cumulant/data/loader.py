@@ -1,0 +1,229 @@
+"""Batches of uint8 pixels on the device, in an order that depends on the seed and the epoch alone.
+
+B: global batch, b: the share of this rank, N: items of the part, T: frames of a clip.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .jobs import Decoded, Decoder, Job, Plan, chunk_length, cores, worker_loader
+from .memory import Memory, allowed_bytes, item_bytes, needed_bytes
+from .order import epoch_order, rank_slice
+from .part import DataError, DecodeError, Part, shorten
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+MANY_FRAMES = 2000
+"""Fewer pictures than this are decoded before worker processes would have started."""
+
+
+@dataclass(frozen=True)
+class BadItem:
+    """An image or clip that could not be decoded."""
+
+    position: int
+    name: str
+    why: str
+
+
+class Steps(NamedTuple):
+    """What this rank decodes: step s takes the positions bounds[s] to bounds[s + 1]."""
+
+    positions: NDArray[np.int64]
+    seeds: NDArray[np.int64] | None
+    bounds: list[int]
+
+
+class Loader:
+    """Steps through a part of a data set.
+
+    Args:
+        part: `source.train` or `source.test`.
+        batch_size: the global batch B; rank r gets items r B / world to (r + 1) B / world of each, so that all ranks
+            together see what a single process would see.
+        size: side of the pictures; the short side is resized to it and the centre square taken.
+        seed: of the order and of where training clips start, with the epoch and the place in it.
+        shuffle: False goes through the items in order, clips from the middle of their video: for evaluation.
+        repeats: repeated augmentation: so many copies of each item in a batch, which then holds B / repeats items.
+        device: where the batches are wanted.
+        workers: decoding processes; None takes one a core where that pays, 0 stays in this process.
+        in_memory: decode once and keep everything on the device; "auto" does so if it takes at most a quarter of the
+            free memory. The batches are the same, bit for bit.
+        drop_last: True gives full batches only; False also gives the rest.
+        max_bad: more items than this that cannot be decoded are an error (default: 1 %, at least 10, at most half).
+            Fewer are reported in `bad` and by a warning; the next good item takes the place of a bad one where
+            batches are full (`drop_last`), and otherwise, as in evaluation, it is left out.
+        progress: show a bar while decoding into memory; None: in a terminal.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        batch_size: int,
+        *,
+        size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        repeats: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        workers: int | None = None,
+        in_memory: bool | Literal["auto"] = "auto",
+        drop_last: bool = True,
+        max_bad: int | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        check_arguments(part, batch_size, size, repeats, rank, world, drop_last)
+        self.part, self.batch_size, self.size, self.seed = part, batch_size, size, seed
+        self.shuffle, self.repeats, self.drop_last = shuffle, repeats, drop_last
+        self.rank, self.world, self.device = rank, world, torch.device(device)
+        items = len(part) // part.views
+        self.max_bad = min(max(10, items // 100), items // 2) if max_bad is None else max_bad
+        self.bad: list[BadItem] = []
+        attempts = self.max_bad * part.views + 1
+        open_files(part, size)
+        needed = needed_bytes(part, size)
+        self.in_memory = needed <= allowed_bytes(self.device) if in_memory == "auto" else bool(in_memory)
+        if workers is None:
+            busy = not self.in_memory or needed >= MANY_FRAMES * 3 * size * size
+            workers = cores() if busy and cores() > 1 else 0
+        self._running = 0
+        if self.in_memory:
+            self._memory = Memory.fill(part, size, self.device, workers=workers, progress=progress, attempts=attempts)
+            self._report(self._memory.bad.items())
+        else:
+            self._plan = Plan()
+            self._chunk = chunk_length(item_bytes(part, size))
+            decoder = Decoder(part, size, replace=drop_last, attempts=attempts)
+            per_batch = -(-batch_size // world // self._chunk)
+            ahead = max(2, -(-2 * per_batch // max(1, workers)))  # two batches in the making
+            self._jobs = worker_loader(decoder, self._plan, workers, pin=self.device.type == "cuda", ahead=ahead)
+
+    def __len__(self) -> int:
+        """Steps per epoch."""
+        return len(self.part) // self.batch_size if self.drop_last else -(-len(self.part) // self.batch_size)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Batches of an epoch from step `first_step` on: pixels uint8 (b, 3, [T,] size, size), labels (b,) and
+        positions in the part (b,), all on the device. A new epoch ends the one before."""
+        if not 0 <= first_step <= len(self):
+            raise ValueError(f"first_step must be between 0 and {len(self)} (steps per epoch), got {first_step}")
+        self._running += 1
+        steps = self._steps(epoch, first_step)
+        return self._from_memory(steps) if self.in_memory else self._streamed(steps, self._running)
+
+    def _steps(self, epoch: int, first_step: int) -> Steps:
+        order, seeds = epoch_order(
+            len(self.part),
+            self.batch_size,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            repeats=self.repeats,
+            drop_last=self.drop_last,
+        )
+        slots, bounds = [np.arange(0)], [0]
+        for first in range(first_step * self.batch_size, len(order), self.batch_size):
+            share = rank_slice(min(self.batch_size, len(order) - first), self.rank, self.world)
+            slots.append(np.arange(first + share.start, first + share.stop))
+            bounds.append(bounds[-1] + len(slots[-1]))
+        mine = np.concatenate(slots)
+        return Steps(order[mine], None if seeds is None else seeds[mine], bounds)
+
+    def _from_memory(self, steps: Steps) -> Iterator[Batch]:
+        positions, seeds, bounds = steps
+        if self._memory.bad and self.drop_last:
+            positions = self._memory.replacements()[positions]
+        elif self._memory.bad:
+            good = ~np.isin(positions, list(self._memory.bad))
+            bounds = np.concatenate([[0], np.cumsum(good)])[bounds].tolist()
+            positions, seeds = positions[good], None if seeds is None else seeds[good]
+        frames = self._memory.frames(positions, seeds)
+        there = torch.from_numpy(positions).to(self.device)
+        frames = None if frames is None else frames.to(self.device)
+        for first, last in pairwise(bounds):
+            chosen = there[first:last]
+            pixels = self._memory.take(chosen, None if frames is None else frames[first:last])
+            yield pixels, self._memory.labels[chosen], chosen
+
+    def _streamed(self, steps: Steps, run: int) -> Iterator[Batch]:
+        positions, seeds, bounds = steps
+        jobs, jobs_of_step = [], []
+        for first, last in pairwise(bounds):
+            cuts = [*range(first, last, self._chunk), last]
+            for a, b in pairwise(cuts):
+                jobs.append(Job(positions[a:b], None if seeds is None else seeds[a:b]))
+            jobs_of_step.append(len(cuts) - 1)
+        self._plan.jobs = jobs
+        decoded = iter(self._jobs)
+        for count in jobs_of_step:
+            if run != self._running:
+                raise RuntimeError("this epoch has ended: a later one of the same loader was begun")
+            yield self._assemble([next(decoded) for _ in range(count)])
+
+    def _assemble(self, chunks: list[Decoded]) -> Batch:
+        self._report(item for chunk in chunks for item in chunk.bad)
+        positions = torch.cat([torch.empty(0, dtype=torch.int64), *(chunk.positions for chunk in chunks)])
+        full = [chunk.pixels for chunk in chunks if len(chunk.pixels)]
+        shape = full[0].shape[1:] if full else self._item_shape()
+        pixels = torch.empty(len(positions), *shape, dtype=torch.uint8, device=self.device)
+        first = 0
+        for piece in full:
+            pixels[first : first + len(piece)].copy_(piece, non_blocking=True)
+            first += len(piece)
+        return pixels, self.part.labels[positions].to(self.device), positions.to(self.device)
+
+    def _item_shape(self) -> tuple[int, ...]:
+        sampling = getattr(self.part, "sampling", None)
+        return (3, *(() if sampling is None else (sampling.frames,)), self.size, self.size)
+
+    def _report(self, found: Iterable[tuple[int, str]]) -> None:
+        """Remember bad items, warn of new ones, and give up when there are too many."""
+        known = {item.position for item in self.bad}
+        new = {position: BadItem(position, self.part.name(position), why) for position, why in found}
+        fresh = [item for position, item in sorted(new.items()) if position not in known]
+        if not fresh:
+            return
+        self.bad += fresh
+        shown = shorten(dict.fromkeys(f"{item.name} ({item.why})" for item in fresh))
+        names = len({item.position // self.part.views for item in self.bad})
+        total = len(self.part) // self.part.views
+        if names > self.max_bad:
+            raise DataError(f"{names} of {total} items cannot be decoded, more than max_bad={self.max_bad}: {shown}")
+        if names == total:
+            raise DataError(f"all {total} items cannot be decoded: {shown}")
+        what = "the next good item is used instead" if self.drop_last else "left out"
+        warnings.warn(f"{names} of {total} items cannot be decoded, {what}: {shown}", stacklevel=3)
+
+
+def open_files(part: Part, size: int) -> None:
+    """Decode one item here, so that tables are read once, before workers are forked or threads started, and a missing
+    package is told at once."""
+    with suppress(DecodeError):
+        part.decode(0, size)
+
+
+def check_arguments(
+    part: Part, batch_size: int, size: int, repeats: int, rank: int, world: int, drop_last: bool
+) -> None:
+    for name, value in (("batch_size", batch_size), ("size", size), ("repeats", repeats), ("world", world)):
+        if value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must be between 0 and world - 1 = {world - 1}, got {rank}")
+    if batch_size % world:
+        raise ValueError(f"batch_size must be a multiple of world={world}, got {batch_size}")
+    if drop_last and batch_size > len(part):
+        raise ValueError(f"batch_size {batch_size} is larger than the part ({len(part)} items); use drop_last=False")

@@ -1,0 +1,138 @@
+"""A part decoded once and kept as uint8 on the device: a step is one gather there, without work on the host.
+
+N: items, T: frames of a clip, F: frames of all videos together.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .clips import ClipPart
+from .jobs import Decoder, Job, chunk_length, run_once
+from .part import Part
+
+SHARE = 0.25
+"""What may be taken of the free memory without being asked."""
+
+
+class Memory:
+    """`pixels` (N, 3, [T,] size, size); of videos whose clips start anywhere all frames (F, 3, size, size), the
+    frames of video i being starts[i] to starts[i + 1]."""
+
+    def __init__(self, part: Part, pixels: Tensor, starts: NDArray[np.int64] | None, bad: dict[int, str]) -> None:
+        self.part, self.pixels, self.starts, self.bad = part, pixels, starts, bad
+        self.labels = part.labels.to(pixels.device)
+
+    @classmethod
+    def fill(
+        cls, part: Part, size: int, device: torch.device, *, workers: int, progress: bool | None, attempts: int
+    ) -> Memory:
+        """Decode everything, with a progress bar once it takes longer than two seconds."""
+        from tqdm import tqdm
+
+        whole = keeps_whole_videos(part)
+        decoder = Decoder(part, size, replace=False, attempts=attempts, whole=whole)
+        chunk = 1 if whole else chunk_length(item_bytes(part, size))
+        jobs = [Job(np.arange(first, min(first + chunk, len(part))), None) for first in range(0, len(part), chunk)]
+        bad: dict[int, str] = {}
+        lengths = np.zeros(len(part), dtype=np.int64)
+        pieces: list[Tensor] = []
+        pixels: Tensor | None = None
+        with tqdm(
+            total=len(part), desc="decoding", unit=" items", delay=2, disable=None if progress is None else not progress
+        ) as bar:
+            for job, decoded in zip(jobs, run_once(decoder, jobs, workers), strict=True):
+                bad.update(decoded.bad)
+                lengths[decoded.positions.numpy()] = decoded.lengths
+                bar.update(len(job.positions))
+                if not len(decoded.pixels):
+                    continue
+                if whole:
+                    pieces.append(decoded.pixels.to(device))
+                    continue
+                if pixels is None:
+                    pixels = torch.zeros(len(part), *decoded.pixels.shape[1:], dtype=torch.uint8, device=device)
+                if decoded.bad:
+                    pixels[decoded.positions.to(device)] = decoded.pixels.to(device)
+                else:  # a plain copy is several times faster than an indexed one
+                    pixels[job.positions[0] : job.positions[-1] + 1].copy_(decoded.pixels)
+        if whole:
+            pixels = torch.cat(pieces) if pieces else None
+        if pixels is None:
+            pixels = torch.empty(0, dtype=torch.uint8, device=device)
+        return cls(part, pixels, np.cumsum([0, *lengths]) if whole else None, bad)
+
+    def replacements(self) -> NDArray[np.int64]:
+        """Position -> the position used for it: itself, or for a bad item the next good one after it."""
+        used = np.arange(len(self.part))
+        for position in self.bad:
+            while used[position] in self.bad:
+                used[position] = (used[position] + 1) % len(self.part)
+        return used
+
+    def frames(self, positions: NDArray[np.int64], seeds: NDArray[np.int64] | None) -> Tensor | None:
+        """Rows (n, T) of `pixels` that make the clips of an epoch; None where an item is one row."""
+        if self.starts is None:
+            return None
+        assert isinstance(self.part, ClipPart)
+        total = np.diff(self.starts)[positions]
+        sampling = self.part.sampling
+        chosen = sampling.evaluation(total) if seeds is None else sampling.training(total, seeds)
+        return torch.from_numpy(self.starts[positions][:, None] + chosen)
+
+    def take(self, positions: Tensor, frames: Tensor | None) -> Tensor:
+        """Pixels (n, 3, [T,] size, size) of `positions` (n,), all on the device."""
+        if frames is None:
+            return self.pixels[positions]
+        return self.pixels[frames].transpose(1, 2).contiguous()
+
+
+def keeps_whole_videos(part: Part) -> bool:
+    return isinstance(part, ClipPart) and part.jitter
+
+
+def item_bytes(part: Part, size: int) -> int:
+    frames = part.sampling.frames if isinstance(part, ClipPart) else 1
+    return 3 * frames * size * size
+
+
+def needed_bytes(part: Part, size: int) -> int:
+    """Bytes of the decoded part; for whole videos from the lengths of up to 16 of them."""
+    if not keeps_whole_videos(part):
+        return len(part) * item_bytes(part, size)
+    assert isinstance(part, ClipPart)
+    lengths = []
+    for index in np.unique(np.linspace(0, len(part) - 1, 16).astype(int)).tolist():
+        try:
+            lengths.append(part.videos.length(index))
+        except ValueError:  # a bad item: reported when it is decoded
+            continue
+    return int(len(part) * 3 * size * size * np.mean(lengths)) if lengths else 0
+
+
+def allowed_bytes(device: torch.device) -> int:
+    """A quarter of the free memory of the device."""
+    if device.type == "cuda":
+        return int(SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(SHARE * free_memory() / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def free_memory() -> int:
+    """Bytes the machine, or the container this runs in, can still give."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 4 << 30
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free

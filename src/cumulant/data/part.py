@@ -1,0 +1,104 @@
+"""What every reader hands over: a `Source` of two `Part`s, checked so that training cannot fail late on bad labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+class DataError(ValueError):
+    """A data set that cannot be used as it is: the message names the file or folder and what was expected."""
+
+
+class DecodeError(ValueError):
+    """One image or clip that cannot be decoded: `name` of the item and `why`."""
+
+    def __init__(self, name: str, why: str = "") -> None:
+        super().__init__(name, why)  # both as arguments, so that it survives pickling between processes
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+@runtime_checkable
+class Part(Protocol):
+    """The training or the test part of a data set. Picklable; files are opened in the process that decodes.
+
+    `labels` (N,) int64. `views` items in a row show the same image or video (1 but for multi-view evaluation).
+    """
+
+    labels: Tensor
+    views: int
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """File name, or parquet file and row: what an error shows."""
+        ...
+
+    def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
+        """uint8 image (3, size, size) or clip (3, T, size, size); raises DecodeError.
+
+        `seed` chooses where a training clip starts (None: in the middle); images do not depend on it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set: two parts with the same classes. Label i means `classes[i]`."""
+
+    name: str
+    kind: Literal["image", "video"]
+    train: Part
+    test: Part
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_labels(self.name, self.train.labels, self.test.labels, self.classes)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.train):,} train, {len(self.test):,} test"
+        return f"Source({self.name!r}, {self.kind}s, {len(self.classes)} classes, {counts})"
+
+
+def check_labels(name: str, train: Tensor, test: Tensor, classes: tuple[str, ...]) -> None:
+    """Every class has training items, and the test part has no others."""
+    for part, labels in (("train", train), ("test", test)):
+        if not len(labels):
+            raise DataError(f"{name}: the {part} part is empty")
+        if labels.min() < 0:
+            raise DataError(
+                f"{name}: the {part} part has label {int(labels.min())}: unlabelled items cannot be used "
+                "(choose another part with test_part=)"
+            )
+    count = torch.bincount(train, minlength=len(classes))
+    unknown = sorted({int(label) for label in test.unique() if label >= len(count) or not count[label]})
+    if len(count) > len(classes):
+        raise DataError(f"{name}: train label {len(count) - 1}, but only {len(classes)} classes are named")
+    if unknown:
+        shown = shorten(classes[label] if label < len(classes) else str(label) for label in unknown)
+        raise DataError(f"{name}: unknown class in the test part, without training items: {shown}")
+    empty = [classes[label] for label in (count == 0).nonzero().flatten().tolist()]
+    if empty:
+        raise DataError(f"{name}: empty class, no training items: {shorten(empty)}")
+
+
+def check_groups(name: str, train: Iterable[tuple[int, int]], test: Iterable[tuple[int, int]]) -> None:
+    """Clips of one group (class, group) come from one video: a group on both sides would leak the answer."""
+    mixed = sorted(set(train) & set(test))
+    if mixed:
+        shown = shorten(f"class {label} g{group:02d}" for label, group in mixed)
+        raise DataError(f"{name}: mixed groups, clips of the same video in train and test: {shown}")
+
+
+def shorten(names: Iterable[str], limit: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(every[:limit]) + more

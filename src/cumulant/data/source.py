@@ -1,0 +1,134 @@
+"""`open_source`: a folder, a name, the embedded digits; whatever it is, it becomes a Source."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .clips import ClipSampling
+from .digits import digit_levels
+from .folders import has_ucf_lists, tree_source, ucf_source
+from .images import TensorImages
+from .part import DataError, Source
+from .rows import HubRows
+from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, parquet_source, table_source
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A data set on the Hugging Face Hub; `every` = 2 keeps every second class."""
+
+    repository: str
+    every: int = 1
+
+
+ALIASES = {
+    "tiny-imagenet": HubName("zh-plus/tiny-imagenet"),
+    "tiny-imagenet-100": HubName("zh-plus/tiny-imagenet", every=2),
+    "imagenet-100": HubName("clane9/imagenet-100"),
+    "cifar10": HubName("uoft-cs/cifar10"),
+    "cifar100": HubName("uoft-cs/cifar100"),
+    "ucf101": HubName("flwrlabs/ucf101"),
+}
+
+
+def open_source(
+    data: str | Path,
+    *,
+    frames: int = 16,
+    stride: int = 2,
+    views: int = 1,
+    crops: int = 1,
+    split: int = 1,
+    test_part: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+) -> Source:
+    """The data set called `data`. Labels are read and checked here; pixels are decoded later.
+
+    `data` is, in this order: "digits"; a folder; the name of a folder in $CUMULANT_DATA; one of `ALIASES`
+    (tiny-imagenet, tiny-imagenet-100, imagenet-100, cifar10, cifar100, ucf101) or another "owner/name" of the
+    Hugging Face Hub, which needs the package `datasets`. A folder holds parquet shards (train-*.parquet and
+    validation- or test-*.parquet), or train/<class>/ and val|validation|test/<class>/ with images or clips, or
+    UCF-101's clips and split lists.
+
+    Video: a clip has `frames` frames, every `stride`-th; the test part shows each video in `views` temporal clips
+    times `crops` squares; `split` is UCF-101's 1, 2 or 3. `test_part` names the part to test on where there are
+    several (validation comes before test); `image_column` and `label_column` where a table has several.
+    """
+    sampling = ClipSampling(frames, stride, views, crops)
+    choices: dict[str, Any] = dict(test_part=test_part, image_column=image_column, label_column=label_column)
+    if data == "digits":
+        return digits_source()
+    folder = local_folder(data)
+    if folder is not None:
+        return folder_source(folder, sampling, split, choices)
+    return hub_source(str(data), sampling, split=split, **choices)
+
+
+def digits_source(seed: int = 0) -> Source:
+    """The embedded digits in three equal channels, 8 x 8, split as `digits(seed)` splits them."""
+    train, test, train_labels, test_labels = map(torch.from_numpy, digit_levels(seed))
+
+    def part(levels: Tensor, labels: Tensor, title: str) -> TensorImages:
+        grey = (levels * 255 / 16).round().to(torch.uint8).reshape(-1, 1, 8, 8)
+        return TensorImages(grey.expand(-1, 3, -1, -1).contiguous(), labels, title)
+
+    parts = part(train, train_labels, "digits train"), part(test, test_labels, "digits test")
+    return Source("digits", "image", *parts, classes=tuple("0123456789"))
+
+
+def local_folder(data: str | Path) -> Path | None:
+    """The folder meant, or None when `data` can only be a name of the Hub."""
+    places = [Path(data).expanduser()]
+    if os.environ.get("CUMULANT_DATA") and not places[0].is_absolute():
+        places.append(Path(os.environ["CUMULANT_DATA"]).expanduser() / data)
+    for place in places:
+        if place.is_dir():
+            return place.resolve()  # so that the name is not "." and workers may change folder
+        if place.exists():
+            raise DataError(f"{place}: a file; expected the folder that holds the data set")
+    if data in ALIASES or (isinstance(data, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data)):
+        return None
+    looked = " or ".join(str(place) for place in places)
+    raise FileNotFoundError(
+        f"no data set {str(data)!r}: no folder {looked}, and not one of digits, {', '.join(ALIASES)} "
+        "or owner/name of the Hugging Face Hub"
+    )
+
+
+def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dict[str, Any]) -> Source:
+    if find_shards(folder):
+        return parquet_source(folder, sampling, split=split, **choices)
+    if has_ucf_lists(folder):
+        return ucf_source(folder, sampling, split=split)
+    if split != 1:
+        raise DataError(f"{folder}: split {split} needs UCF-101's split lists or a parquet table with groups")
+    if any((folder / part).is_dir() for part in (*TRAIN_PARTS, *TEST_PARTS)):
+        return tree_source(folder, sampling, test_part=choices["test_part"])
+    found = sorted(entry.name for entry in folder.iterdir())[:5]
+    raise DataError(
+        f"{folder}: no train part; expected train-*.parquet, train/<class>/ or UCF-101's trainlist0{split}.txt, "
+        f"found {', '.join(found) or 'nothing'}"
+    )
+
+
+def hub_source(name: str, sampling: ClipSampling, **choices: Any) -> Source:
+    """A data set of the Hub through the package `datasets`, which downloads it once and keeps it in its own cache."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{name!r} is no folder here; as a name of the Hugging Face Hub it needs the package datasets: "
+            "pip install 'cumulant[data]'"
+        ) from error
+    known = ALIASES.get(name, HubName(name))
+    loaded = datasets.load_dataset(known.repository)
+    parts = {part: HubRows(table, f"{known.repository} {part}") for part, table in loaded.items()}
+    return table_source(name, parts, sampling, every=known.every, **choices)

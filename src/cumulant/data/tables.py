@@ -1,0 +1,278 @@
+"""A Source from tables: which column is what, what the classes are called, and who belongs to which part."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .clips import ClipPart, ClipSampling, Videos
+from .images import ImageRows
+from .part import DataError, Part, Source, check_groups, shorten
+from .rows import JoinedRows, ParquetRows, Rows
+from .video import ClipRows, FrameLists, FrameRows
+
+TRAIN_PARTS = ("train", "training")
+TEST_PARTS = ("validation", "valid", "val", "test", "testing")
+"""Validation comes first: the test parts of ImageNet and its relatives carry no labels."""
+
+LABEL_COLUMNS = ("label", "labels", "fine_label")
+GROUP_IN_NAME = re.compile(r"_g(\d+)_c\d+")
+GROUPS_PER_SPLIT = 7
+"""UCF-101's official split k tests on the groups 7 (k - 1) + 1 to 7 k of every class and trains on the rest."""
+
+
+def find_shards(folder: Path) -> dict[str, list[Path]]:
+    """Part name -> parquet files: train-*.parquet and so on in the folder or its data/, or train/*.parquet."""
+    shards: dict[str, list[Path]] = {}
+    for part in (*TRAIN_PARTS, *TEST_PARTS):
+        for place in (folder, folder / "data"):
+            named = [file for file in place.glob(f"{part}*.parquet") if re.match(rf"{part}([-_.]|$)", file.stem)]
+            found = sorted(named) or sorted((place / part).glob("*.parquet"))
+            if found:
+                shards[part] = found
+                warn_of_missing_shards(found)
+                break
+    return shards
+
+
+def warn_of_missing_shards(files: Sequence[Path]) -> None:
+    count = re.search(r"-of-0*(\d+)$", files[0].stem)
+    if count and int(count[1]) != len(files):
+        warnings.warn(f"{files[0].parent}: {len(files)} of {count[1]} shards like {files[0].name}", stacklevel=4)
+
+
+def parquet_source(folder: Path, sampling: ClipSampling, **choices: Any) -> Source:
+    parts = {name: ParquetRows(files) for name, files in find_shards(folder).items()}
+    return table_source(folder.name, parts, sampling, class_names=names_from_tsv(folder / "classes.tsv"), **choices)
+
+
+def table_source(
+    name: str,
+    parts: Mapping[str, Rows],
+    sampling: ClipSampling,
+    *,
+    split: int = 1,
+    test_part: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    class_names: Sequence[str] | None = None,
+    every: int = 1,
+) -> Source:
+    """Two parts out of named tables. `every` = 2 keeps the classes 0, 2, 4, ... only, numbered anew."""
+    train, test = (parts[part] for part in pick_parts(name, parts, test_part))
+    column, kind = payload_column(name, train.schema, image_column)
+    label = named_label_column(name, train.schema, label_column)
+    missing = {column, label} - set(test.schema.names)
+    if missing:
+        raise DataError(
+            f"{name}: wrong columns, {shorten(sorted(missing))} missing in the test part {test.schema.names}"
+        )
+    labels, classes = numbered_labels(
+        name, train.column(label), test.column(label), class_names or names_from_schema(train.schema, label)
+    )
+    rows: Rows = JoinedRows(train, test)
+    in_test = np.arange(len(rows)) >= len(train)
+
+    if kind == "frame":
+        return frame_rows_source(name, rows, column, labels, classes, in_test, split, sampling)
+    groups = row_groups(rows)
+    in_test = resplit(name, split, labels, groups, in_test)
+    if every > 1:
+        keep = (labels % every == 0) | (labels < 0)
+        labels, classes = np.where(labels < 0, labels, labels // every), classes[::every]
+    else:
+        keep = np.ones(len(rows), dtype=bool)
+    clips = rows.column("clip") if "clip" in rows.schema.names else None
+
+    def videos(picks: NDArray[np.int64]) -> Videos:
+        chosen = torch.from_numpy(labels[picks])
+        if kind == "video":
+            return ClipRows(rows, picks, column, chosen)
+        return FrameLists(rows, picks, column, chosen, [clips[pick] for pick in picks] if clips else None)
+
+    def part(testing: bool) -> Part:
+        picks = np.flatnonzero(keep & (in_test == testing))
+        if kind == "image":
+            return ImageRows(rows, picks, column, torch.from_numpy(labels[picks]))
+        return ClipPart(videos(picks), sampling, jitter=not testing)
+
+    return Source(name, "image" if kind == "image" else "video", part(False), part(True), classes)
+
+
+def frame_rows_source(
+    name: str,
+    rows: Rows,
+    column: str,
+    labels: NDArray[np.int64],
+    classes: tuple[str, ...],
+    in_test: NDArray[np.bool_],
+    split: int,
+    sampling: ClipSampling,
+) -> Source:
+    """One row a frame (columns clip_id and frame): the rows of a clip, sorted by frame, are its video."""
+    ids, clip_of_row = np.unique(np.asarray(rows.column("clip_id")), return_inverse=True)
+    order = np.lexsort((np.asarray(rows.column("frame")), clip_of_row))
+    first = np.flatnonzero(np.diff(clip_of_row[order], prepend=-1))
+    frames = np.split(order, first[1:])
+    head = order[first]
+    names = [str(clip) for clip in ids]
+    clip_labels, clip_test = labels[head], in_test[head]
+    clip_test = resplit(name, split, clip_labels, groups_in_names(names), clip_test)
+
+    def part(testing: bool) -> ClipPart:
+        picks = np.flatnonzero(clip_test == testing)
+        chosen = [frames[pick] for pick in picks], column, torch.from_numpy(clip_labels[picks])
+        return ClipPart(FrameRows(rows, *chosen, [names[pick] for pick in picks]), sampling, jitter=not testing)
+
+    return Source(name, "video", part(False), part(True), classes)
+
+
+def pick_parts(name: str, available: Mapping[str, Any], test_part: str | None) -> tuple[str, str]:
+    """The names of the training and the test part, or what is missing."""
+    train = next((part for part in TRAIN_PARTS if part in available), None)
+    if train is None:
+        raise DataError(f"{name}: no train part among {sorted(available)}; expected one called {TRAIN_PARTS[0]!r}")
+    wanted = TEST_PARTS if test_part is None else (test_part,)
+    test = next((part for part in wanted if part in available), None)
+    if test is None:
+        raise DataError(f"{name}: no test part among {sorted(available)}; expected one of {', '.join(wanted)}")
+    return train, test
+
+
+def payload_column(name: str, schema: Any, wanted: str | None) -> tuple[str, str]:
+    """The column with the pixels, and what a row of it is: image, frames (a list), video, or frame (of a clip)."""
+    kinds = {field.name: kind for field in schema if (kind := payload_kind(field, features(schema))) is not None}
+    if wanted is not None and wanted not in kinds:
+        raise DataError(f"{name}: wrong columns, image_column={wanted!r} holds no images; those that do: {list(kinds)}")
+    if not kinds:
+        raise DataError(
+            f"{name}: wrong columns, no image column in {schema.names}; expected 'image' as struct(bytes, path) or "
+            "binary, or a list of such frames"
+        )
+    if wanted is None and len(kinds) > 1:
+        raise DataError(f"{name}: several image columns {list(kinds)}; choose with image_column=")
+    column = wanted or next(iter(kinds))
+    if kinds[column] == "image" and {"clip_id", "frame"} <= set(schema.names):
+        return column, "frame"
+    return column, kinds[column]
+
+
+def payload_kind(field: Any, described: Mapping[str, Any]) -> str | None:
+    from pyarrow import types
+
+    def holds_bytes(kind: Any) -> bool:
+        if types.is_struct(kind):
+            return any(
+                child.name == "bytes" and (types.is_null(child.type) or holds_bytes(child.type)) for child in kind
+            )
+        return types.is_binary(kind) or types.is_large_binary(kind)
+
+    if types.is_list(field.type) or types.is_large_list(field.type):
+        return "frames" if holds_bytes(field.type.value_type) else None
+    if not holds_bytes(field.type):
+        return None
+    feature = described.get(field.name)
+    declared = feature.get("_type") if isinstance(feature, dict) else None
+    return "video" if declared == "Video" or (declared is None and "video" in field.name) else "image"
+
+
+def named_label_column(name: str, schema: Any, wanted: str | None) -> str:
+    accepted = LABEL_COLUMNS if wanted is None else (wanted,)
+    for column in accepted:
+        if column in schema.names:
+            return column
+    raise DataError(f"{name}: wrong columns, no label column in {schema.names}; expected {' or '.join(accepted)}")
+
+
+def features(schema: Any) -> dict[str, Any]:
+    """The Hugging Face description of the columns, empty when there is none."""
+    try:
+        described = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return {}
+    return described if isinstance(described, dict) else {}
+
+
+def names_from_schema(schema: Any, label: str) -> list[str] | None:
+    feature = features(schema).get(label)
+    names = feature.get("names") if isinstance(feature, dict) else None
+    return [str(each) for each in (names.values() if isinstance(names, dict) else names)] if names else None
+
+
+def names_from_tsv(file: Path) -> list[str] | None:
+    """Class names from a table label, ..., name with a header line, sorted by label."""
+    if not file.exists():
+        return None
+    with file.open(newline="", encoding="utf-8") as lines:
+        table = list(csv.DictReader(lines, delimiter="\t"))
+    try:
+        named = sorted((int(row["label"]), row["name"]) for row in table)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{file}: expected the tab-separated columns label and name, with a header line") from error
+    if [label for label, _ in named] != list(range(len(named))):
+        raise DataError(f"{file}: labels must run from 0 to {len(named) - 1}, each once")
+    return [title for _, title in named]
+
+
+def numbered_labels(
+    name: str, train: Sequence[Any], test: Sequence[Any], names: Sequence[str] | None
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Labels of both parts as numbers (-1: none), and the class names; text labels are numbered in sorted order."""
+    everything = [*train, *test]
+    given = {type(label) for label in everything if label is not None}
+    if given == {str}:
+        names = sorted({label for label in train if label is not None})
+        number: Callable[[Any], int] = {title: i for i, title in enumerate(names)}.__getitem__
+        unknown = sorted({label for label in test if label is not None} - set(names))
+        if unknown:
+            raise DataError(f"{name}: unknown class in the test part, without training items: {shorten(unknown)}")
+    elif given == {int}:
+        number = int
+        names = names or [str(i) for i in range(1 + max((label for label in train if label is not None), default=-1))]
+    else:
+        kinds = shorten(sorted(kind.__name__ for kind in given)) or "nothing"
+        raise DataError(f"{name}: wrong columns, labels must be integers or text, got {kinds}")
+    numbers = [-1 if label is None else number(label) for label in everything]
+    return np.asarray(numbers, dtype=np.int64), tuple(names)
+
+
+def row_groups(rows: Rows) -> NDArray[np.int64] | None:
+    if "group" in rows.schema.names:
+        return np.asarray(rows.column("group"), dtype=np.int64)
+    return groups_in_names(rows.column("clip")) if "clip" in rows.schema.names else None
+
+
+def groups_in_names(names: Sequence[str]) -> NDArray[np.int64] | None:
+    """Group numbers from names like v_Archery_g08_c01; None unless every name has one."""
+    found = [GROUP_IN_NAME.search(name) for name in names]
+    return np.asarray([int(match[1]) for match in found if match]) if found and all(found) else None
+
+
+def resplit(
+    name: str, split: int, labels: NDArray[np.int64], groups: NDArray[np.int64] | None, in_test: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Who is in the test part: as given for split 1, by group number for splits 2 and 3. Groups stay together."""
+    if split not in (1, 2, 3):
+        raise ValueError(f"split must be 1, 2 or 3, got {split!r}")
+    if groups is None:
+        if split != 1:
+            raise DataError(f"{name}: split {split} needs a column 'group', or clip names like v_Class_g01_c01")
+        return in_test
+    if split != 1:
+        in_test = (groups - 1) // GROUPS_PER_SPLIT == split - 1
+    pairs = list(zip(labels.tolist(), groups.tolist(), strict=True))
+    check_groups(
+        name,
+        [p for p, t in zip(pairs, in_test, strict=True) if not t],
+        [p for p, t in zip(pairs, in_test, strict=True) if t],
+    )
+    return in_test

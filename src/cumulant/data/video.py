@@ -1,0 +1,176 @@
+"""Videos as sequences of frames: encoded images in a table, or clips that PyAV decodes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .clips import Choice
+from .decode import fit, open_image, to_tensor
+from .part import DecodeError
+from .rows import Rows, encoded
+
+VIDEO_SUFFIXES = frozenset({".avi", ".mp4", ".m4v", ".mkv", ".webm", ".mov", ".mpg", ".mpeg", ".wmv"})
+
+
+class FrameLists:
+    """One row a video: a column that holds the list of its encoded frames."""
+
+    def __init__(
+        self, rows: Rows, picks: NDArray[np.int64], column: str, labels: Tensor, names: Sequence[str] | None = None
+    ) -> None:
+        self.rows, self.picks, self.column, self.labels, self.names = rows, picks, column, labels, names
+
+    def name(self, index: int) -> str:
+        place = self.rows.name(int(self.picks[index]))
+        return f"{self.names[index]} ({place})" if self.names is not None else place
+
+    def length(self, index: int) -> int:
+        return len(self._frames(index))
+
+    def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
+        frames, name = self._frames(index), self.name(index)
+        if not frames:
+            raise DecodeError(name, "a video without frames")
+        pictures: dict[int, Tensor] = {}
+        chosen = choose(len(frames)).tolist()
+        for number in sorted(set(chosen)):
+            content = encoded(frames[number], self.rows.folder(), f"{name} frame {number}")
+            pictures[number] = to_tensor(fit(open_image(content, size, f"{name} frame {number}"), size, crop, crops))
+        return torch.stack([pictures[number] for number in chosen])
+
+    def _frames(self, index: int) -> list[Any]:
+        return self.rows.cell(int(self.picks[index]), self.column) or []
+
+
+class FrameRows:
+    """One row a frame: `frames[i]` are the rows of video i in the order of time."""
+
+    def __init__(
+        self, rows: Rows, frames: Sequence[NDArray[np.int64]], column: str, labels: Tensor, names: Sequence[str]
+    ) -> None:
+        self.rows, self.frames, self.column, self.labels, self.names = rows, frames, column, labels, names
+
+    def name(self, index: int) -> str:
+        return f"{self.names[index]} ({self.rows.name(int(self.frames[index][0]))})"
+
+    def length(self, index: int) -> int:
+        return len(self.frames[index])
+
+    def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
+        pictures: dict[int, Tensor] = {}
+        chosen = choose(len(self.frames[index])).tolist()
+        for number in sorted(set(chosen)):
+            row = int(self.frames[index][number])
+            name = f"{self.names[index]} ({self.rows.name(row)})"
+            content = encoded(self.rows.cell(row, self.column), self.rows.folder(), name)
+            pictures[number] = to_tensor(fit(open_image(content, size, name), size, crop, crops))
+        return torch.stack([pictures[number] for number in chosen])
+
+
+class ClipFiles:
+    """Video files; `files` are relative to `folder`."""
+
+    def __init__(self, folder: Path, files: Sequence[str], labels: Tensor) -> None:
+        self.folder, self.files, self.labels = folder, list(files), labels
+
+    def name(self, index: int) -> str:
+        return str(self.folder / self.files[index])
+
+    def length(self, index: int) -> int:
+        return declared_frames(self.folder / self.files[index], self.name(index))
+
+    def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
+        return read_clip(self.folder / self.files[index], choose, size, crop, crops, self.name(index))
+
+
+class ClipRows:
+    """One row a video: a column that holds the encoded video file (or the path of one)."""
+
+    def __init__(self, rows: Rows, picks: NDArray[np.int64], column: str, labels: Tensor) -> None:
+        self.rows, self.picks, self.column, self.labels = rows, picks, column, labels
+
+    def name(self, index: int) -> str:
+        return self.rows.name(int(self.picks[index]))
+
+    def length(self, index: int) -> int:
+        return declared_frames(self._content(index), self.name(index))
+
+    def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
+        return read_clip(self._content(index), choose, size, crop, crops, self.name(index))
+
+    def _content(self, index: int) -> bytes | Path:
+        cell = self.rows.cell(int(self.picks[index]), self.column)
+        return encoded(cell, self.rows.folder(), self.name(index))
+
+
+def read_clip(video: bytes | Path, choose: Choice, size: int, crop: int, crops: int, name: str) -> Tensor:
+    """The chosen frames of an encoded video, uint8 (T, 3, size, size).
+
+    The video is decoded to its end, since headers lie about the number of frames; only chosen frames are converted
+    and resized. One pass when the header is right, two otherwise.
+    """
+    declared = declared_frames(video, name)
+    wanted = set(choose(declared).tolist()) if declared else set()
+    pictures, total = decode_frames(video, wanted, size, crop, crops, name)
+    if total == 0:
+        raise DecodeError(name, "a video without frames")
+    if 2 * total < declared:
+        raise DecodeError(name, f"only {total} of {declared} frames can be decoded")
+    chosen = choose(total).tolist()
+    if not pictures.keys() >= set(chosen):
+        pictures, _ = decode_frames(video, set(chosen), size, crop, crops, name)
+    return torch.stack([pictures[number] for number in chosen])
+
+
+def decode_frames(
+    video: bytes | Path, wanted: set[int], size: int, crop: int, crops: int, name: str
+) -> tuple[dict[int, Tensor], int]:
+    """The wanted frames by number, and how many frames there are up to the end or the first damage."""
+    pictures: dict[int, Tensor] = {}
+    total = 0
+    with open_video(video, name) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1  # many clips are decoded side by side already
+        try:
+            for frame in container.decode(stream):
+                if total in wanted:
+                    pictures[total] = to_tensor(fit(frame.to_image(), size, crop, crops))
+                total += 1
+        except pyav().FFmpegError as error:
+            if total == 0:
+                raise DecodeError(name, f"{type(error).__name__}: {error}") from error
+    return pictures, total
+
+
+def declared_frames(video: bytes | Path, name: str) -> int:
+    """Frames according to the header; 0 where it does not say."""
+    with open_video(video, name) as container:
+        return int(container.streams.video[0].frames)
+
+
+def open_video(video: bytes | Path, name: str) -> Any:
+    av = pyav()
+    try:
+        container = av.open(io.BytesIO(video) if isinstance(video, bytes) else str(video))
+    except (av.FFmpegError, OSError) as error:
+        raise DecodeError(name, f"{type(error).__name__}: {error}") from error
+    if not container.streams.video:
+        container.close()
+        raise DecodeError(name, "no video stream in this file")
+    return container
+
+
+def pyav() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("decoding video needs PyAV: pip install 'cumulant[video]'") from error
+    return av

@@ -1,0 +1,76 @@
+"""What a recipe stands for: its data, its model, its loaders and its augmentation."""
+
+from __future__ import annotations
+
+from typing import IO, Any, Literal
+
+import torch
+from torch import nn
+
+from ..data.augmentation import Augment
+from ..data.loader import Loader
+from ..data.order import mix
+from ..data.part import Source
+from ..data.source import open_source
+from ..models import create_model
+from .optimise import set_drop_path
+from .processes import Processes
+from .train_recipe import TrainRecipe
+
+INITIAL, AUGMENT, DROPOUT = 1, 2, 3  # streams of random numbers
+
+
+def open_recipe_source(recipe: TrainRecipe, data: str | None = None) -> Source:
+    """The data of a recipe, or other data read in the same way."""
+    video = {name: getattr(recipe, name) for name in ("frames", "stride", "views", "crops", "split")}
+    return open_source(data or recipe.data, **video, **recipe.data_options)
+
+
+def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
+    """The model of a recipe for the classes and the kind of that data; its weights come from the recipe's seed."""
+    options: dict[str, Any] = {"img_size": recipe.image_size}
+    if source.kind == "video":
+        options["frames"] = recipe.frames
+    options |= {name: given for name in ("attention_options", "attention_extras") if (given := getattr(recipe, name))}
+    torch.manual_seed(int(mix(recipe.seed, INITIAL)))
+    model = create_model(
+        recipe.model, attention=recipe.attention, num_classes=len(source.classes), **{**options, **recipe.model_options}
+    )
+    if recipe.drop_path:
+        set_drop_path(model, recipe.drop_path)
+    return model
+
+
+def loader_of(
+    recipe: TrainRecipe, source: Source, part: Literal["train", "test"], team: Processes, screen: IO[str] | None
+) -> Loader:
+    """Batches of the training part (shuffled, augmented anew each time) or of the test part (each item once)."""
+    training = part == "train"
+    return Loader(
+        source.train if training else source.test,
+        recipe.batch_size,
+        size=recipe.loaded_size,
+        seed=recipe.seed,
+        shuffle=training,
+        drop_last=training,
+        repeats=recipe.repeats if training else 1,
+        rank=team.rank,
+        world=team.world,
+        device=team.device,
+        workers=recipe.workers,
+        in_memory="auto" if recipe.in_memory == "auto" else recipe.in_memory == "yes",
+        progress=None if screen is not None and screen.isatty() else False,
+    )
+
+
+def augment_of(recipe: TrainRecipe, classes: int) -> Augment:
+    """The augmentation of a recipe; its `evaluate` only normalises."""
+    return Augment(
+        recipe.augmentation,
+        size=recipe.image_size,
+        classes=classes,
+        mean=recipe.mean,
+        std=recipe.std,
+        label_smoothing=recipe.label_smoothing,
+        compile=recipe.compile,
+    )

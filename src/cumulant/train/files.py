@@ -1,0 +1,87 @@
+"""Files that are whole or not there, room on the disk before it is needed, and one trainer to a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Either the whole file or what was there before, also after a kill or a full disk in the middle."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the unfinished files of processes that were killed while writing. Only for the owner of the folder."""
+    for pattern in (".*.safetensors.*", ".*.json.*", ".*.jsonl.*", ".room"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def claim_room(folder: Path, size: int) -> None:
+    """Prove that `size` bytes can be written into the folder, which is made if need be; OSError if they cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".room"
+        try:
+            with probe.open("wb") as file:
+                _fill(file.fileno(), size)
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot write the {size / 1e6:,.1f} MB that the checkpoints need into {folder}: {error.strerror}; "
+            "free some space or choose another folder with --out",
+        ) from error
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """A failed write within is told with what could not be written and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot write {what}: {error.strerror or error}; what was saved before is whole: free some space and "
+            "give the same command again to go on from there",
+        ) from error
+
+
+@contextmanager
+def sole_owner(folder: Path) -> Iterator[None]:
+    """While this is held, no other process trains into the folder. A killed process holds nothing."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(f"another process is training into {folder}; wait for it or choose another --out") from error
+        yield
+
+
+def _fill(handle: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, max(size, 1))
+        return
+    block = bytes(1 << 20)
+    while size > 0:
+        size -= os.write(handle, block[: min(size, len(block))])

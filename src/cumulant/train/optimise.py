@@ -1,0 +1,72 @@
+"""What every training loop here shares: the schedule of the rate, what decays, and one step of AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+# Learned tables and factors, by the end of their name: they are no matrices, whatever their shape.
+TABLES = ("cls_token", "dist_token", "pos_embed", "temperature", "bias")
+
+
+class Schedule(Protocol):
+    """The part of a recipe that decides the learning rate."""
+
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def min_lr(self) -> float: ...
+    @property
+    def warmup_epochs(self) -> float: ...
+
+
+def learning_rate(recipe: Schedule, epoch: float) -> float:
+    """Rate after that (fractional) number of epochs: linear warm-up, then a cosine down to min_lr."""
+    if epoch < recipe.warmup_epochs:
+        return recipe.lr * epoch / recipe.warmup_epochs
+    done = (epoch - recipe.warmup_epochs) / max(recipe.epochs - recipe.warmup_epochs, 1e-9)
+    return recipe.min_lr + 0.5 * (recipe.lr - recipe.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Parameter groups: matrices and convolutions decay; biases, norms, tokens, positions and factors do not."""
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layer_weight = name.endswith("weight") and parameter.ndim >= 2
+            is_matrix = layer_weight or sum(side > 1 for side in parameter.shape) >= 2
+            (decayed if is_matrix and not name.endswith(TABLES) else kept).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+
+
+def adamw(model: nn.Module, *, lr: float, weight_decay: float, beta2: float) -> torch.optim.AdamW:
+    """AdamW over the decay groups of the model, as one fused kernel where there is one."""
+    return torch.optim.AdamW(decay_groups(model, weight_decay), lr=lr, betas=(0.9, beta2), fused=True)
+
+
+def step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rate: float, clip: float | None) -> None:
+    """Apply the gradients that are there, clipped to a norm of `clip`, with that rate; then drop them.
+
+    Nothing here waits for the device.
+    """
+    if clip is not None:
+        nn.utils.clip_grad_norm_(parameters, clip, foreach=True)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def set_drop_path(model: nn.Module, rate: float) -> None:
+    """Set the model's stochastic depth; an error that says so if it has none."""
+    setter = getattr(model, "set_drop_path", None)
+    if setter is None:
+        raise ValueError(f"drop_path={rate} in the recipe, but {type(model).__name__} has no set_drop_path")
+    setter(rate)

@@ -1,0 +1,113 @@
+"""One process or many: who this one is, the model spread over all of them, and tensors made whole again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among `world` of them, and the device it works on."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def spread(self, model: nn.Module, how: str) -> nn.Module:
+        """The module to call in training: the model itself, DDP around it, or the model cut into FSDP2 shards."""
+        if self.world == 1:
+            return model
+        if how == "ddp":
+            devices = [self.device] if self.device.type == "cuda" else None
+            return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        blocks = [
+            block for name, module in model.named_modules() if name.split(".")[-1] == "blocks"
+            for block in module.children()
+        ]  # fmt: skip
+        # Resharding after every forward, also of the root: an evaluation must not leave gathered weights behind that
+        # the next one would take for the current ones.
+        for module in (*blocks, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        return model
+
+    def without_exchange(self, core: nn.Module, quiet: bool) -> AbstractContextManager[Any]:
+        """While `quiet`, gradients are only added up here: all parts of a batch but the last need no exchange."""
+        if isinstance(core, nn.parallel.DistributedDataParallel):
+            return core.no_sync() if quiet else nullcontext()
+        if self.world > 1:
+            core.set_requires_gradient_sync(not quiet)  # type: ignore[operator]
+        return nullcontext()
+
+
+@contextmanager
+def processes(device: torch.device | str | None = None) -> Iterator[Processes]:
+    """The processes that torchrun started, joined for as long as this is held; alone without torchrun."""
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield Processes(chosen)
+        return
+    if chosen.type == "cuda":
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(chosen)
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield Processes(chosen, dist.get_rank(), dist.get_world_size())
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is here; it shares memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor on the CPU. Every process must ask at the same time."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True).contiguous()
+
+
+def like(full: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor, placed and cut as `other` is."""
+    full = full.to(other.device)
+    return distribute_tensor(full, other.device_mesh, other.placements) if isinstance(other, DTensor) else full
+
+
+@torch.no_grad()
+def put(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into the model, in place, by the names of its state dict."""
+    for name, target in model.state_dict().items():
+        local(target).copy_(local(like(tensors[name], target)))

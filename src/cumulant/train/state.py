@@ -1,0 +1,136 @@
+"""The folder of a run and the state from which it goes on: one safetensors file, whole or the one before it.
+
+recipe.json        what the folder is for          log.jsonl                one line per logged step
+state.safetensors  to go on from; gone at the end  result.json              of a finished run
+best.safetensors   best weights so far             last.safetensors         weights after the last step
+predictions.safetensors  class probabilities of the test part
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+from .average import Average
+from .checkpoint import read_header
+from .files import write_atomically
+from .meter import Meter
+from .processes import like, put, whole
+from .recipe_files import differences, from_json, to_json
+from .train_recipe import TrainRecipe
+
+FILES = ("recipe.json", "log.jsonl", "state.safetensors", "result.json", "best.safetensors", "last.safetensors",
+         "predictions.safetensors")  # fmt: skip
+
+
+class RecipeError(ValueError):
+    """The folder holds a run with another recipe."""
+
+
+@dataclass
+class Progress:
+    """How far a run is: steps done, best accuracy so far with its epoch, seconds of work."""
+
+    step: int = 0
+    best: float = -1.0
+    best_epoch: int = 0
+    seconds: float = 0.0
+    loss_steps: int = field(default=0)  # steps in the loss that is added up and not yet logged
+
+
+def check_recipe(folder: Path, recipe: TrainRecipe) -> None:
+    """Refuse to go on in a folder that was begun with another recipe; claim an empty one."""
+    path = folder / "recipe.json"
+    if path.is_file():
+        changed = differences(from_json(path.read_text(encoding="utf-8")), recipe)
+        if changed:
+            raise RecipeError(
+                f"{folder} holds a run with another recipe ({'; '.join(changed)}). Give the old values to go on "
+                "with it, choose another folder with --out, or start afresh with --fresh, which deletes that run"
+            )
+    write_atomically(path, json.dumps(json.loads(to_json(recipe)), indent=1).encode())
+
+
+def clear(folder: Path) -> None:
+    """Delete the run in the folder, its recipe last: the rest of a stopped deletion is still known for what it is."""
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    for name in reversed(FILES):
+        (folder / name).unlink(missing_ok=True)
+
+
+def bytes_needed(model: nn.Module, averaged: bool) -> int:
+    """Room on the disk for the states (an old and a new one at the moment of saving), the best and the last weights."""
+    weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    return weights * (2 * (4 if averaged else 3) + 2) + (1 << 20)
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict on the CPU, whole in every process. Every process must ask at the same time."""
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def save_state(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    meter: Meter,
+    progress: Progress,
+    *,
+    write: bool,
+) -> None:
+    """Gather everything (all processes together) and, if `write`, put it into one file."""
+    tensors = {f"model.{name}": tensor for name, tensor in whole_weights(model).items()}
+    if average is not None:
+        with average.in_place():
+            tensors |= {f"average.{name}": tensor for name, tensor in whole_weights(model).items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{key}.{name}"] = whole(value)
+    tensors["loss"] = whole(meter.processes.sum(meter.total.detach().clone()) / meter.processes.world)
+    progress.loss_steps = meter.steps
+    if write:
+        header = {"format": "pt", "progress": json.dumps(asdict(progress)), "torch": torch.__version__}
+        write_atomically(path, to_bytes(tensors, metadata=header))
+
+
+def load_state(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, meter: Meter
+) -> Progress:
+    """Put everything back and say how far the run was. Without a file it has not begun."""
+    if not path.is_file():
+        return Progress()
+    tensors = load_file(path)
+    if average is not None:
+        put(model, _under("average.", tensors))
+        average.take()
+    put(model, _under("model.", tensors))
+    for name, parameter in model.named_parameters():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            full = tensors.get(f"optimizer.{key}.{name}")
+            if full is not None:
+                # The step counter is one number, never cut into shards.
+                placed = full.to(parameter.device) if key == "step" else like(full, parameter)
+                optimizer.state[parameter][key] = placed
+    progress = Progress(**json.loads(read_header(path)["progress"]))
+    meter.total.copy_(tensors["loss"])
+    meter.steps = progress.loss_steps
+    return progress
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a finished run left, or None."""
+    path = folder / "result.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

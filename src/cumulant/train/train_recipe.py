@@ -1,0 +1,180 @@
+"""The recipe of a training run from data on disk: one typed value to read from a file, print, change and compare."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ..data.augmentation import Augmentation
+
+OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+def _value(word: str) -> Any:
+    """What follows `key=` on the command line: JSON where it is JSON (3, true, [2, 8, 8]), else the word itself."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return None if word.lower() == "none" else word
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    pairs = [word.partition("=") for word in words]
+    for key, sign, _ in pairs:
+        if not key or not sign:
+            raise ValueError(f"options are written key=value, got {' '.join(words)}")
+    return {key: _value(value) for key, _, value in pairs}
+
+
+# A dictionary on the command line: `--model-options pool=gap depth=6`.
+Options = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="KEY=VALUE ...",
+        instance_from_str=_options,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [f"{key}={json.dumps(one)}" for key, one in value.items()],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class TrainRecipe:
+    """All that decides a training run. AdamW, linear warm-up, cosine decay, soft-target cross entropy."""
+
+    data: str = "digits"
+    """Name of a data set, or a folder: parquet shards, one sub-folder per class, UCF-101."""
+    data_options: Options = field(default_factory=dict)
+    """How to read it, added to that of the recipe: test_part=test image_column=img label_column=fine_label."""
+    image_size: int = 224
+    """Side of the images that the model sees."""
+    decode_size: int = 0
+    """Side to which images are decoded before augmentation. 0: image_size."""
+    frames: int = 16
+    """Video: frames in a clip."""
+    stride: int = 2
+    """Video: distance of these frames in the source."""
+    views: int = 1
+    """Video: clips per video in evaluation; their softmax outputs are averaged."""
+    crops: int = 1
+    """Video: squares along the long side of each of these clips; they are views too."""
+    split: int = 1
+    """Video: number of the official split."""
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    """Mean of the colour channels, for pixels from 0 to 1."""
+    std: tuple[float, float, float] = IMAGENET_STD
+    """Their standard deviation."""
+
+    model: str = "vit_tiny_patch16_224"
+    """Name of a model, see cumulant.models.model_names()."""
+    model_options: Options = field(default_factory=dict)
+    """Further arguments of the model, added to those of the recipe: pool=gap depth=6. key=none takes one away."""
+    attention: str = "softmax"
+    """Attention mechanism, by a name that `cumulant list` prints."""
+    attention_options: Options = field(default_factory=dict)
+    """Options of that mechanism, added to those of the recipe: full=true."""
+    attention_extras: Options = field(default_factory=dict)
+    """What goes around any mechanism, added to that of the recipe: v_conv=true gate=true temperature=head."""
+    drop_path: float = 0.0
+    """Stochastic depth of the last block; it grows linearly from 0 at the first."""
+
+    epochs: int = 100
+    """Passes over the training part."""
+    batch_size: int = 1024
+    """Samples per step, over all processes and accumulated parts together."""
+    lr: float = 1e-3
+    """Highest learning rate."""
+    lr_batch: int = 0
+    """Scale lr linearly: it is meant for this batch size and multiplied by batch_size / lr_batch. 0: as it is."""
+    min_lr: float = 1e-5
+    """Learning rate at the end."""
+    warmup_epochs: float = 5.0
+    """Epochs in which the rate rises linearly from 0."""
+    weight_decay: float = 0.05
+    """Of matrices and convolutions; biases, norms, tokens and positions do not decay."""
+    beta2: float = 0.999
+    """Second moment decay of AdamW; the first is 0.9."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread over all classes."""
+    clip: float | None = None
+    """Largest norm of the gradient. None: no clipping."""
+    ema: float = 0.0
+    """Decay of the average of the weights that is evaluated and saved; 0: no average. It starts lower, as
+    (1 + step) / (10 + step)."""
+    accumulate: int = 1
+    """Cut every batch into so many parts and add up their gradients: less memory, same step."""
+    repeats: int = 1
+    """Repeated augmentation: every image so often in a row of batches, each time augmented anew."""
+    augmentation: Augmentation = field(default_factory=Augmentation)
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: autocast; weights and optimizer stay in float32."""
+    compile: bool = False
+    """torch.compile the model with its loss, and the evaluation."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: whole copies of the model, or FSDP2 shards of it."""
+    seed: int = 0
+    """Initial weights, order, augmentation and dropout."""
+    workers: int | None = None
+    """Processes that decode; 0: none beside this one, None: one a core where that pays."""
+    in_memory: Literal["auto", "yes", "no"] = "auto"
+    """Keep the decoded data on the device."""
+    eval_epochs: int = 1
+    """Evaluate after every so many epochs, and after the last."""
+    checkpoint_epochs: int = 1
+    """Save the state to go on from after every so many epochs; 0: never by epochs."""
+    checkpoint_steps: int = 0
+    """Save it after every so many steps too; 0: never by steps."""
+    log_steps: int = 0
+    """Log the loss every so many steps and at the end of an epoch; 0: at the end of an epoch."""
+    tensorboard: bool = False
+    """Write the log for TensorBoard too."""
+
+    def __post_init__(self) -> None:
+        least = {
+            **dict.fromkeys(("image_size", "frames", "stride", "views", "crops", "split"), 1),
+            **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs"), 1),
+            **dict.fromkeys(("decode_size", "lr", "lr_batch", "min_lr", "warmup_epochs", "weight_decay"), 0),
+            **dict.fromkeys(("checkpoint_epochs", "checkpoint_steps", "log_steps", "seed"), 0),
+        }
+        for name, low in least.items():
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name} must be {low} or more, got {getattr(self, name)}")
+        for name in ("label_smoothing", "drop_path", "ema", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if self.workers is not None and self.workers < 0:
+            raise ValueError(f"workers must be 0 or more, or None, got {self.workers}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be positive or None, got {self.clip}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size must be a multiple of accumulate, got batch_size={self.batch_size}, "
+                f"accumulate={self.accumulate}"
+            )
+
+    @property
+    def loaded_size(self) -> int:
+        """Side to which the loader decodes."""
+        return self.decode_size or self.image_size
+
+    def scaled(self) -> TrainRecipe:
+        """The same recipe with lr as it is for its own batch size."""
+        if not self.lr_batch:
+            return self
+        return replace(self, lr=self.lr * self.batch_size / self.lr_batch, lr_batch=0)
+
+    def merged(self, given: TrainRecipe) -> TrainRecipe:
+        """`given`, with the options of this recipe kept where `given` does not name them; None takes one away."""
+        tables: dict[str, Any] = {}
+        for name in OPTIONS:
+            both = {**getattr(self, name), **getattr(given, name)}
+            tables[name] = {key: value for key, value in both.items() if value is not None}
+        return replace(given, **tables)

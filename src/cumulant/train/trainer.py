@@ -1,0 +1,320 @@
+"""Training from data on disk: one recipe, one folder, any number of processes, and exact continuation after a kill.
+
+The order of the data, the augmentation and the dropout of a step are functions of (seed, step) alone, so the state to
+go on from is weights, their average, the optimizer's moments and the number of steps done. The device never waits for
+the host within an epoch: the loss is added up there and read when it has arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from ..data.order import mix
+from ..data.part import Source
+from . import optimise
+from .average import Average
+from .build import AUGMENT, DROPOUT, augment_of, build_model, loader_of, open_recipe_source
+from .evaluation import Predictions, predict
+from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
+from .log import Log
+from .meter import CHECK_STEPS, Meter
+from .processes import Processes, processes
+from .progress import Bar, Stop
+from .recipe_files import to_json
+from .state import bytes_needed, check_recipe, clear, load_state, read_result, save_state, whole_weights
+from .train_recipe import TrainRecipe
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a finished run reached; accuracies from 0 to 1, of the averaged weights where the recipe averages."""
+
+    out: Path
+    top1: float
+    top5: float
+    loss: float
+    best_top1: float
+    best_epoch: int
+    epochs: int
+    steps: int
+    parameters: int
+    seconds: float
+    epoch_seconds: float
+
+    @property
+    def predictions(self) -> Predictions:
+        """Class probabilities of the test part after the last step."""
+        return Predictions.load(self.out / "predictions.safetensors")
+
+
+def train(
+    recipe: TrainRecipe,
+    out: str | Path,
+    *,
+    source: Source | None = None,
+    device: torch.device | str | None = None,
+    fresh: bool = False,
+    progress: IO[str] | None = None,
+) -> TrainResult:
+    """Train as the recipe says into the folder `out`, going on from what is there; a finished run is only read.
+
+    `source` replaces the data that the recipe names; `fresh` deletes an earlier run in the folder; `progress` is where
+    the progress bar goes. Under torchrun every process calls this with the same arguments and the same folder.
+    """
+    out, settings = Path(out), recipe.scaled()
+    with ExitStack() as stack:
+        team = stack.enter_context(processes(device))
+        if team.first:
+            claim_room(out, 0)
+            stack.enter_context(sole_owner(out))
+            remove_leftovers(out)
+            if fresh:
+                clear(out)
+            check_recipe(out, settings)
+        team.wait()
+        done = read_result(out)
+        if done is not None:
+            return TrainResult(out=out, **done["result"])
+        stack.enter_context(torch.random.fork_rng([team.device] if team.device.type == "cuda" else []))
+        return _Run(settings, out, source or open_recipe_source(settings), team, progress).go()
+
+
+class _Run:
+    """One run from its state in the folder to the end."""
+
+    def __init__(
+        self, recipe: TrainRecipe, out: Path, source: Source, team: Processes, progress: IO[str] | None
+    ) -> None:
+        share, rest = divmod(recipe.batch_size, team.world * recipe.accumulate)
+        if rest:
+            raise ValueError(
+                f"batch_size must be a multiple of processes times accumulate, got batch_size={recipe.batch_size}, "
+                f"{team.world} processes, accumulate={recipe.accumulate}"
+            )
+        if recipe.batch_size > len(source.train):
+            raise ValueError(
+                f"batch_size must not exceed the {len(source.train)} training items of {source.name}, "
+                f"got {recipe.batch_size}"
+            )
+        self.recipe, self.out, self.source, self.team = recipe, out, source, team
+        self.screen = progress if team.first else None
+        self.share, self.classes = share, len(source.classes)
+        self.model = build_model(recipe, source).to(team.device)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        if team.first:
+            claim_room(out, bytes_needed(self.model, recipe.ema > 0))
+        self.core = team.spread(self.model, recipe.parallel)
+        self.optimizer = optimise.adamw(self.model, lr=recipe.lr, weight_decay=recipe.weight_decay, beta2=recipe.beta2)
+        self.average = Average(self.model, recipe.ema) if recipe.ema else None
+        self.meter = Meter(team, self.not_finite)
+        self.done = load_state(out / "state.safetensors", self.model, self.optimizer, self.average, self.meter)
+        self.loader = loader_of(recipe, source, "train", team, self.screen)
+        self.test = loader_of(recipe, source, "test", team, self.screen)
+        self.steps = len(self.loader)
+        self.augment = augment_of(recipe, self.classes)
+        self.objective, self.call = self._compiled()
+
+    def _compiled(self) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Loss of (images, soft targets) in training, and logits of images in evaluation."""
+        core, model = self.core, self.model
+
+        def objective(images: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(core(images).float(), targets)
+
+        def call(images: Tensor) -> Tensor:
+            return model(images)
+
+        if not self.recipe.compile:
+            return objective, call
+        mode = None if self.recipe.compile_mode == "default" else self.recipe.compile_mode
+        return torch.compile(objective, dynamic=False, mode=mode), torch.compile(call, dynamic=False)
+
+    def go(self) -> TrainResult:
+        recipe, done = self.recipe, self.done
+        total = recipe.epochs * self.steps
+        began, times = time.perf_counter() - done.seconds, []
+        with ExitStack() as stack:
+            self.log = stack.enter_context(self._log()) if self.team.first else None
+            stop = stack.enter_context(Stop(active=self.team.world == 1))
+            self.bar = stack.enter_context(Bar(self.screen, total, done.step, recipe.batch_size))
+            found: Predictions | None = None
+            for epoch in range(done.step // self.steps, recipe.epochs):
+                start, first = time.perf_counter(), done.step - epoch * self.steps
+                self.model.train()
+                for pixels, labels, _ in self.loader.epoch(epoch, first):
+                    self._step(pixels, labels)
+                    done.seconds = time.perf_counter() - began
+                    at_end = done.step % self.steps == 0
+                    self._look(at_end)
+                    self.bar.update()
+                    if not at_end and (stop.asked or _due(done.step, recipe.checkpoint_steps)):
+                        self._save()
+                    if not at_end:
+                        stop.obey()
+                if not first:
+                    times.append(time.perf_counter() - start)
+                number = epoch + 1
+                if _due(number, recipe.eval_epochs) or number == recipe.epochs:
+                    found = self._evaluate(number)
+                    done.seconds = time.perf_counter() - began
+                saved = _due(number, recipe.checkpoint_epochs) or _due(done.step, recipe.checkpoint_steps)
+                if number < recipe.epochs and (saved or stop.asked):
+                    self._save()
+                    stop.obey()
+            assert found is not None  # no state is saved after the last step, so the last epoch was evaluated here
+            return self._finish(found, statistics.median(times) if times else 0.0)
+
+    def _step(self, pixels: Tensor, labels: Tensor) -> None:
+        """One step of the optimizer on this process's share of a batch."""
+        recipe, team, done = self.recipe, self.team, self.done
+        step = done.step
+        images, targets = self.augment(
+            pixels, labels, seed=int(mix(recipe.seed, AUGMENT, step)), rank=team.rank, world=team.world
+        )
+        torch.manual_seed(int(mix(recipe.seed, DROPOUT, step, team.rank)))
+        parts = zip(images.split(self.share), targets.split(self.share), strict=True)
+        loss = torch.zeros((), device=team.device)
+        for number, (x, y) in enumerate(parts, 1):
+            with team.without_exchange(self.core, quiet=number < recipe.accumulate):
+                with torch.autocast(team.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+                    part = self.objective(x, y)
+                (part / recipe.accumulate).backward()
+            loss += part.detach()
+        rate = optimise.learning_rate(recipe, (step + 1) / self.steps)
+        optimise.step(self.optimizer, self.model.parameters(), rate, recipe.clip)
+        done.step = step + 1
+        if self.average is not None:
+            self.average.update(done.step)
+        self.meter.add(loss / recipe.accumulate)
+
+    def _look(self, at_end: bool) -> None:
+        """Log the loss where the recipe wants it, and look now and then whether it is still a number."""
+        recipe, step, seconds = self.recipe, self.done.step, self.done.seconds
+        if not at_end and not _due(step, recipe.log_steps):
+            if step % CHECK_STEPS == 0:
+                self.meter.look(step)
+            else:
+                self.meter.answers()
+            return
+        epoch = step / self.steps
+        rate = optimise.learning_rate(recipe, epoch)
+
+        def write(loss: float) -> None:
+            self.last_loss = loss
+            self.bar.say(loss=f"{loss:.3f}")
+            self._write("train", step=step, epoch=epoch, loss=loss, lr=rate, seconds=seconds)
+
+        self.meter.look(step, write)
+
+    def _evaluate(self, epoch: int) -> Predictions:
+        """Top-1 and top-5 on the test part; the best weights are kept."""
+        recipe = self.recipe
+        self.meter.answers(wait=True)  # weights that are no numbers are not evaluated and not kept
+        with self.average.in_place() if self.average else nullcontext():
+            found = predict(
+                self.model,
+                self.test,
+                self.augment,
+                classes=self.classes,
+                team=self.team,
+                precision=recipe.precision,
+                call=self.call,
+            )
+            top1, top5 = found.top(1), found.top(5)
+            if top1 > self.done.best:
+                self.done.best, self.done.best_epoch = top1, epoch
+                self._keep("best.safetensors", epoch, top1)
+        self.bar.say(top1=f"{top1:.2%}")
+        self._write("test", step=self.done.step, epoch=epoch, top1=top1, top5=top5, seconds=self.done.seconds)
+        return found
+
+    def _save(self) -> None:
+        """The state to go on from: only with a loss that is a number, and after the log is on the disk."""
+        self.meter.look(self.done.step)
+        self.meter.answers(wait=True)
+        if self.log is not None:
+            self.log.settle()
+        with naming(f"the state after step {self.done.step} into {self.out}"):
+            save_state(
+                self.out / "state.safetensors", self.model, self.optimizer, self.average, self.meter, self.done,
+                write=self.team.first,
+            )  # fmt: skip
+
+    def _keep(self, name: str, epoch: int, top1: float) -> None:
+        """Write the weights that the model has now, with all that evaluation needs to know."""
+        tensors = whole_weights(self.model)
+        if self.team.first:
+            notes = {
+                "format": "pt",
+                "config": json.dumps(self.model.config),
+                "recipe": to_json(self.recipe),
+                "classes": json.dumps(self.source.classes),
+                "epoch": str(epoch),
+                "top1": repr(top1),
+                "weights": "average" if self.average else "plain",
+            }
+            with naming(str(self.out / name)):
+                write_atomically(self.out / name, to_bytes(tensors, metadata=notes))
+
+    def _finish(self, found: Predictions, epoch_seconds: float) -> TrainResult:
+        with self.average.in_place() if self.average else nullcontext():
+            self._keep("last.safetensors", self.recipe.epochs, found.top(1))
+        result = TrainResult(
+            out=self.out,
+            top1=found.top(1),
+            top5=found.top(5),
+            loss=self.last_loss,
+            best_top1=self.done.best,
+            best_epoch=self.done.best_epoch,
+            epochs=self.recipe.epochs,
+            steps=self.done.step,
+            parameters=self.parameters,
+            seconds=self.done.seconds,
+            epoch_seconds=epoch_seconds,
+        )
+        if self.team.first:
+            values = {key: value for key, value in asdict(result).items() if key != "out"}
+            content = {"recipe": asdict(self.recipe), "torch": torch.__version__, "result": values}
+            with naming(f"the result into {self.out}"):
+                found.save(self.out / "predictions.safetensors")
+                write_atomically(self.out / "result.json", json.dumps(content, indent=1).encode())
+            (self.out / "state.safetensors").unlink(missing_ok=True)
+        self.team.wait()
+        return result
+
+    def _log(self) -> Log:
+        return Log(self.out, after=self.done.step, tensorboard=self.recipe.tensorboard)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if self.log is not None:
+            with naming(str(self.log.path)):
+                self.log.write({"kind": kind, **values})
+
+    def not_finite(self, step: int, loss: float) -> FloatingPointError:
+        recipe = self.recipe
+        clip = "set clip (e.g. 1.0)" if recipe.clip is None else f"lower clip (now {recipe.clip:g})"
+        kept = (
+            "the state saved before that is whole" if (self.out / "state.safetensors").exists() else "nothing was saved"
+        )
+        return FloatingPointError(
+            f"the training loss became {loss} at or shortly before step {step} (epoch {step / self.steps:.2f}); lower "
+            f"lr (now {recipe.lr:g}), lengthen warmup_epochs (now {recipe.warmup_epochs:g}), {clip}"
+            + (", or try precision='fp32'" if recipe.precision == "bf16" else "")
+            + f"; {kept}"
+        )
+
+
+def _due(count: int, every: int) -> bool:
+    return every > 0 and count % every == 0
