@@ -1,7 +1,7 @@
 """Causal kernels on the GPU: correct first, then time, fraction of the memory floor and the share of each kernel.
 
     python benchmarks/gpu_causal.py            all lengths, forward and backward, orders 2 and 3   (about 1 minute)
-    python benchmarks/gpu_causal.py --quick    L 16,384 only
+    python benchmarks/gpu_causal.py --quick    L 16,384 only, and only what it measures is checked
     python benchmarks/gpu_causal.py --sweep    configurations of each kernel, then lengths of parts (about 5 minutes)
 
 bfloat16, D 64, H 12, batch so that B H L D is about 100 M, inputs with a non-zero mean, medians by CUDA events with a
@@ -45,8 +45,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: in
     return out.flatten(1, 2)
 
 
-def check() -> bool:
-    """Outputs and gradients against the reference in float64; prints a line for each case."""
+def check(quick: bool) -> bool:
+    """Outputs and gradients against the reference in float64, of the family that is measured if `quick`."""
     right = True
     cases = [
         # B, H, G, L, D, E, dtype, masked, shift of keys and values
@@ -55,7 +55,10 @@ def check() -> bool:
         (1, 2, 1, 1500, 64, 64, torch.float32, True, 3.0), (2, 2, 1, 1500, 80, 40, torch.float16, False, 1.0),
         (1, 2, 1, 1200, 128, 128, torch.bfloat16, False, 1.0), (1, 1, 1, 900, 256, 256, torch.bfloat16, False, 1.0),
     ]  # fmt: skip
+    cases = cases[:2] if quick else cases
     for (B, H, G, L, D, E, dtype, masked, shift), order in itertools.product(cases, (2, 3)):
+        if dtype == torch.float16 and order == 3:  # kept from the kernels, see launch.obstacle
+            continue
         generator = torch.Generator("cuda").manual_seed(L)
 
         def tokens(*shape: int, mean: float = 0.0, dtype=dtype, generator=generator) -> Tensor:  # type: ignore[no-untyped-def]
@@ -139,16 +142,18 @@ def peer(leaves: list[Tensor], grad: Tensor) -> float | None:
     return milliseconds(call)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'L':>8} {'B':>4} o {'span':>5} | {'fwd ms':>8} {'frac':>5} | {'bwd ms':>8} {'frac':>5} | {'both ms':>8} |")
-    for r in rows:
-        kernels = "  ".join(f"{name} {t['ms']:.3f} ({t['fraction']:.2f})" for name, t in r["kernels"].items())
-        print(
-            f"{r['L']:8d} {r['B']:4d} {r['order']} {r['span']:5d} | {r['forward_ms']:8.4f} {r['forward_fraction']:5.2f}"
-            f" | {r['backward_ms']:8.4f} {r['backward_fraction']:5.2f} | {r['both_ms']:8.4f} | {kernels}"
-        )
-        if r["L"] == 16384 and r["order"] == 2:
-            print(f"         goal {GOAL} ms in all; peer {r['peer_both_ms']} ms")
+HEADER = f"{'L':>8} {'B':>4} o {'span':>5} | {'fwd ms':>8} {'frac':>5} | {'bwd ms':>8} {'frac':>5} | {'both ms':>8} |"
+
+
+def show(r: dict[str, Any]) -> None:
+    kernels = "  ".join(f"{name} {t['ms']:.3f} ({t['fraction']:.2f})" for name, t in r["kernels"].items())
+    print(
+        f"{r['L']:8d} {r['B']:4d} {r['order']} {r['span']:5d} | {r['forward_ms']:8.4f} {r['forward_fraction']:5.2f}"
+        f" | {r['backward_ms']:8.4f} {r['backward_fraction']:5.2f} | {r['both_ms']:8.4f} | {kernels}",
+        flush=True,
+    )
+    if r["L"] == 16384 and r["order"] == 2:
+        print(f"         goal {GOAL} ms in all; peer {r['peer_both_ms']} ms", flush=True)
 
 
 CANDIDATES = [
@@ -244,21 +249,28 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/gpu_causal.py needs a CUDA device")
-    if not check():
+    if not check(options.quick):
         raise SystemExit("wrong results: no speed is printed")
     speed = bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {speed / 1e12:.2f} TB/s, triton {triton.__version__}")
     results: dict[str, Any] = {"copy_bytes_per_second": speed, "device": torch.cuda.get_device_name(),
                                "torch": torch.__version__, "triton": triton.__version__}  # fmt: skip
+    name = "gpu_causal_sweep.json" if options.sweep else "gpu_causal.json"
+
+    def keep() -> None:
+        if "OUT" in os.environ:
+            Path(os.environ["OUT"], name).write_text(json.dumps(results, indent=1))
+
     if options.sweep:
         results["sweep"] = sweep(options.kernels, tuple(options.orders), 16384, speed)
-    else:
-        chosen = (16384,) if options.quick else LENGTHS
-        results["rows"] = [measure(L, order, speed) for order in options.orders for L in chosen]
-        show(results["rows"])
-    if "OUT" in os.environ:
-        name = "gpu_causal_sweep.json" if options.sweep else "gpu_causal.json"
-        Path(os.environ["OUT"], name).write_text(json.dumps(results, indent=1))
+        keep()
+        return
+    print(HEADER)
+    results["rows"] = []
+    for order, L in itertools.product(options.orders, (16384,) if options.quick else LENGTHS):
+        results["rows"].append(measure(L, order, speed))
+        show(results["rows"][-1])
+        keep()
 
 
 if __name__ == "__main__":

@@ -101,3 +101,44 @@ def test_a_compiled_folded_layer_is_one_graph():
     compiled = torch.compile(folded, fullgraph=True, backend="aot_eager")
     for a, b in zip(run(folded, x), run(compiled, x), strict=True):
         assert relative(b, a) < 1e-5
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("fold", [True, False, "auto"])
+def test_packed_sequences_equal_a_loop_over_them(fold, order):
+    if order == 3 and fold is True:
+        fold = "auto"
+    layer = CumulantAttention(48, 4, order=order, fold=fold, dtype=torch.float64)
+    cu_seq = torch.tensor([0, 5, 5, 37, 90])  # one of them without tokens
+    x = (torch.randn(90, 48, dtype=torch.float64) + 1).requires_grad_()
+    y = layer.forward_packed(x, cu_seq)
+    loop = torch.cat([layer(x[a:b].unsqueeze(0))[0] for a, b in ((0, 5), (5, 37), (37, 90))])
+    torch.testing.assert_close(y, loop, rtol=1e-10, atol=1e-10)
+    weight = torch.randn_like(y)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(z, [x, *layer.parameters()], weight) for z in (y, loop)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_packed_sequences_can_be_causal():
+    layer = CumulantAttention(32, 4, order=2, dtype=torch.float64)
+    x = torch.randn(20, 32, dtype=torch.float64)
+    y = layer.forward_packed(x, torch.tensor([0, 12, 20]), is_causal=True)
+    torch.testing.assert_close(y[:12], layer(x[:12].unsqueeze(0), is_causal=True)[0])
+
+
+def test_packed_sequences_refuse_what_they_cannot_honour():
+    layer = CumulantAttention(32, 4, order=2)
+    x = torch.randn(20, 32)
+    with pytest.raises(ValueError, match=r"cu_seq.*rise from 0"):
+        layer.forward_packed(x, torch.tensor([0, 12, 19]))
+    with pytest.raises(ValueError, match="packed as"):
+        layer.forward_packed(x.unsqueeze(0), torch.tensor([0, 20]))
+    with pytest.raises(ValueError, match="gate"):
+        CumulantAttention(32, 4, order=2, gate=True).forward_packed(x, torch.tensor([0, 20]))
+
+
+def test_no_packed_sequences_give_no_tokens():
+    layer = CumulantAttention(32, 4, order=2, fold=True)
+    assert layer.forward_packed(torch.zeros(0, 32), torch.tensor([0])).shape == (0, 32)

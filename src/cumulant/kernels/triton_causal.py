@@ -70,7 +70,7 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         256: (Config(32, 8, 1), Config(16, 8, 1)),
     },
     "key_gradients": {
-        64: (Config(64, 4, 2), Config(64, 4, 1)),
+        64: (Config(64, 4, 3), Config(64, 4, 1)),
         128: (Config(64, 8, 1), Config(32, 8, 1)),
         256: (Config(32, 8, 1), Config(16, 8, 1)),
     },
@@ -80,7 +80,7 @@ SCAN_WARPS = (2, 8)  # of `prefixes` and `suffixes`
 ROWS = 16  # rows of D that a program of `prefixes` carries
 SHORTEST = 256  # tokens of a part, at least
 ENOUGH = 4  # programs a multiprocessor from which on sequences stay whole: then k and v are read once
-WANTED = 12  # programs a multiprocessor when sequences are cut
+WANTED = 6  # programs a multiprocessor when sequences are cut
 
 
 def config(kernel: str, order: int, width: int, dtype: torch.dtype) -> Config:

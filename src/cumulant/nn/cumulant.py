@@ -1,16 +1,19 @@
 """Cumulant attention as a layer that fits timm's `attn_layer`, folded where that is cheaper.
 
-Shape legend: B batch, L tokens, C width.
+Shape legend: B batch, L tokens, T packed tokens, C width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..attention import attention_varlen
+from ..inputs import offsets
 from .attention import MultiheadAttention, check_extras
 from .fold import folded_attention, pays
 
@@ -84,6 +87,7 @@ class CumulantAttention(MultiheadAttention):
             **extras,
         )
         self.order, self.fold = order, fold if foldable else False
+        self.packs_not = active
 
     def forward(  # type: ignore[override]  # timm's signature: no cross-attention, a mask in place of key_mask
         self,
@@ -97,21 +101,50 @@ class CumulantAttention(MultiheadAttention):
         key_mask = as_key_mask(attn_mask, x)
         if self._folds(x, is_causal):
             self._check_width("x", x)
-            y = folded_attention(
-                x, self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias, self.num_heads,
-                self.head_dim**-0.5, key_mask,
-            )  # fmt: skip
-            return self.proj_drop(y)
+            return self.proj_drop(self._folded(x, key_mask))
         return super().forward(x, key_mask=key_mask, is_causal=is_causal, grid=grid, prefix=prefix)
 
-    def _folds(self, x: Tensor, is_causal: bool) -> bool:
+    def forward_packed(self, x: Tensor, cu_seq: Tensor, longest: int | None = None, is_causal: bool = False) -> Tensor:
+        """Sequences of different lengths end to end, x (T, C), without padding -> (T, C); equal to a loop over them.
+
+        Sequence i is x[cu_seq[i] : cu_seq[i + 1]]; `longest`, their greatest length, spares a GPU the wait for the
+        offsets where nothing is folded. They are folded one by one where that pays at their mean length.
+        """
+        self._check_width("x", x)
+        if x.ndim != 2:
+            raise ValueError(f"x must be packed as (tokens, {self.dim}), got {tuple(x.shape)}")
+        if self.packs_not:
+            raise ValueError(
+                f"packed sequences have no form with {', '.join(self.packs_not)}; pad them and pass a mask"
+            )
+        if self._folds(x, is_causal, x.shape[0] // max(1, cu_seq.numel() - 1)):
+            at = offsets("cu_seq", cu_seq, x.shape[0], longest, "longest")
+            parts = [self._folded(x[a:b].unsqueeze(0), None)[0] for a, b in pairwise(at) if a < b]
+            return self.proj_drop(torch.cat(parts)) if parts else x.new_zeros(x.shape)
+        query, key, value = (part.transpose(0, 1) for part in self.project(x))
+        out = attention_varlen(
+            query, key, value, cu_seq, cu_seq, longest, longest, order=self.order, is_causal=is_causal,
+            **self.attention_options,
+        )  # fmt: skip
+        return self.proj_drop(self.proj(self.norm(out.flatten(-2))))
+
+    def _folded(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        return folded_attention(
+            x, self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias, self.num_heads,
+            self.head_dim**-0.5, key_mask,
+        )  # fmt: skip
+
+    def _folds(self, x: Tensor, is_causal: bool, length: int | None = None) -> bool:
+        """Whether to fold x (B, L, C), or packed sequences of that mean length."""
         if self.fold is False:
             return False
         if self.fold is True:
             if is_causal:
                 raise ValueError('fold=True has no causal form: use fold="auto" or False, or pass is_causal=False')
             return True
-        return x.ndim == 3 and not is_causal and pays(x.shape[-2], self.dim, self.num_heads, x.device.type)
+        if is_causal or (length is None and x.ndim != 3):
+            return False
+        return pays(x.shape[-2] if length is None else length, self.dim, self.num_heads, x.device.type)
 
 
 def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:

@@ -1,0 +1,107 @@
+"""The experiments of docs/results.md: what they are, their records, and the page made from them.
+
+    python benchmarks/experiments.py                      # write docs/results.md anew from the records
+    python benchmarks/experiments.py --list               # name, runs done, command
+    python benchmarks/experiments.py --add runs/digits    # take over records: a folder of `cumulant reproduce`,
+                                                          # a folder of records, or a results.json
+
+Records lie in benchmarks/results/experiments, one file per experiment and one run per line. Training itself is
+`cumulant reproduce` with the command shown, given the folder of the data: `--data FOLDER/tiny-imagenet-100`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from cumulant.studies.records import Key, read_records
+from cumulant.studies.settings import Reproduce
+from cumulant.studies.tables import fill, in_order, planned, study_block
+
+HERE = Path(__file__).parent
+RECORDS = HERE / "results" / "experiments"
+PAGE = HERE.parent / "docs" / "results.md"
+
+TINY = "tiny-imagenet-100"
+FOUR = ("softmax", "linear", "cumulant2", "cumulant3")
+SWEEP = (
+    "softmax", "cumulant3", "cumulant3+normalization=sum", "cumulant3+qk_norm", "cumulant3+temperature=head",
+    "cumulant3+temperature=order", "cumulant3+full", "cumulant3+v_conv", "cumulant3+gate", "cumulant3+pool=gap",
+    "cumulant3+patch=4", "softmax+qk_norm", "softmax+v_conv", "softmax+gate", "softmax+pool=gap", "softmax+patch=4",
+)  # fmt: skip
+# The best of the sweep; change it here when the sweep says so.
+BEST = ("softmax+v_conv", "cumulant3+v_conv")
+VIDEO = (*FOUR, *(f"{name}+variant=2" for name in FOUR), "softmax+variant=average")
+
+EXPERIMENTS = {
+    "digits": Reproduce(),
+    "tiny-imagenet-100": Reproduce(data=TINY, attention=FOUR, seeds=3),
+    "sweep": Reproduce(data=TINY, attention=SWEEP, seeds=1, control=2, epochs=40),
+    "best": Reproduce(data=TINY, attention=BEST, seeds=3),
+    "patch4": Reproduce(data=TINY, recipe="tiny-imagenet-100-patch4", attention=FOUR, seeds=1, control=0),
+    "ucf101-6": Reproduce(data="ucf101-6", attention=VIDEO, seeds=3),
+    "cifar10": Reproduce(data="cifar10", attention=FOUR, seeds=1, control=0),
+}
+
+
+def kept() -> dict[Key, dict[str, Any]]:
+    """All records of all experiments."""
+    found, unreadable = read_records(RECORDS)
+    if unreadable:
+        raise SystemExit(f"not records of this version in {RECORDS}: {', '.join(unreadable)}")
+    return found
+
+
+def add(places: list[Path]) -> None:
+    """Take over the records of other folders and files; a run that is there already is replaced."""
+    new: dict[Key, dict[str, Any]] = {}
+    for place in places:
+        if place.is_file():
+            content = json.loads(place.read_text(encoding="utf-8"))
+            several = content.get("runs", [content]) if isinstance(content, dict) else content
+            new |= {(record["fingerprint"], record["seed"]): record for record in several}
+        else:
+            folder = place / "records" if (place / "records").is_dir() else place
+            new |= read_records(folder)[0]
+    records = kept() | new
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    for name, settings in EXPERIMENTS.items():
+        own = in_order(records, [settings])
+        if own:
+            lines = ",\n".join(json.dumps(record, sort_keys=True, allow_nan=False) for record in own)
+            (RECORDS / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    wanted = {(one["fingerprint"], one["seed"]) for one in in_order(records, list(EXPERIMENTS.values()))}
+    strange = [f"{one['configuration']} seed {one['seed']}" for key, one in new.items() if key not in wanted]
+    print(f"{len(new) - len(strange)} runs taken over")
+    if strange:
+        print(f"not part of any experiment, left out: {', '.join(strange)}")
+
+
+def page() -> str:
+    """docs/results.md with the blocks that follow from the records."""
+    records = kept()
+    blocks = {name: study_block(settings, records) for name, settings in EXPERIMENTS.items()}
+    return fill(PAGE.read_text(encoding="utf-8"), blocks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name, runs done and command of every experiment")
+    parser.add_argument("--add", nargs="+", type=Path, default=[], metavar="PLACE", help="take over records")
+    choices = parser.parse_args()
+    if choices.add:
+        add(choices.add)
+    if choices.list:
+        records = kept()
+        for name, settings in EXPERIMENTS.items():
+            runs = planned(settings)
+            print(f"{name:18} {sum(run.key in records for run in runs):3} of {len(runs):3}  {settings.command()}")
+        return
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(HERE.parent)}")
+
+
+if __name__ == "__main__":
+    main()
