@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from .causal import causal_attention
-from .inputs import check_order, check_tensors, in_autocast_dtype, leading, offsets, positions_of, transformed
+from .inputs import (
+    check_order,
+    check_tensors,
+    in_autocast_dtype,
+    leading,
+    offsets,
+    positions_of,
+    transformed,
+    without_autocast,
+)
 from .kernels import cpu, launch
 from .moments import Moments, ratio, statistics_dtype
 
@@ -68,10 +77,10 @@ def attention(
     check_order(order, full, normalization)
     _check_backend(backend, query)
     lead = leading(query, key)
-    q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]) for x in (query, key, value))
+    q, k, v = (_one_batch(x, lead) for x in (query, key, value))
     weights = None if key_mask is None else key_mask.expand(*lead, k.shape[-2]).reshape(prod(lead), k.shape[-2])
     plain = partial(_reference, order=order, full=full, weights=weights, is_causal=is_causal, scale=scale)
-    with torch.autocast(query.device.type, enabled=False):  # statistics stay in float32
+    with without_autocast(query.device.type):  # statistics stay in float32
         path = _choose(backend, q, k, v, weights, order, full, is_causal)
         if path == "triton":
             out = _triton(is_causal)(q, k, v, weights, order, scale, normalization)
@@ -81,7 +90,7 @@ def attention(
                 out = (out * _total_weight(k, weights)).to(query.dtype)
         else:
             out = plain(q, k, v, normalization=normalization)
-    return out.reshape(*lead, *out.shape[-3:])
+    return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
 
 
 def attention_varlen(
@@ -126,7 +135,7 @@ def attention_varlen(
     check_order(order, full, normalization)
     if max_q is not None and max_k is not None and _choose(backend, q, k, v, None, order, full, is_causal) == "triton":
         # Offsets on a GPU are taken at their word: looking at them would wait for everything before them.
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             packed = query, key, value, None, order, checked_scale, normalization
             return _triton(is_causal)(*packed, cu_seq_q.int(), cu_seq_k.int(), max_q, max_k)
     q_at = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
@@ -179,7 +188,7 @@ def scores(
     check_order(order, full, normalization)
     lead = leading(query, key)
     dtype, (heads, Lq, _), (groups, Lk, _) = statistics_dtype(query.dtype), query.shape[-3:], key.shape[-3:]
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         q = (query.to(dtype) * scale).expand(*lead, *query.shape[-3:])
         q = q.unflatten(-3, (groups, heads // max(1, groups))).flatten(-3, -2)  # grouped heads share their keys
         k, weights = key.to(dtype), q.new_ones(1, Lk)
@@ -241,6 +250,13 @@ def _total_weight(key: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return torch.full((1, 1, 1, 1), float(key.shape[-2]), dtype=dtype, device=key.device)
     return weights.sum(-1, dtype=dtype)[:, None, None, None]
+
+
+def _one_batch(x: Tensor, lead: torch.Size) -> Tensor:
+    """x (..., H, L, D) as (B, H, L, D). What has that shape stays itself: each view costs time in the backward pass."""
+    if len(lead) == 1 and x.shape[:-3] == lead:
+        return x
+    return x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:])
 
 
 def _check_backend(backend: str, query: Tensor) -> None:

@@ -6,7 +6,9 @@ Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,12 @@ NORMALIZATIONS = ("mean", "sum")
 def transformed() -> bool:
     """Inside torch.func transforms or forward-mode differentiation, which need plain operations."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context without autocast; entering torch's own costs as much as launching a kernel, so only where one is on."""
+    active = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -75,7 +75,8 @@ def multiprocessors(device: torch.device) -> int:
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Triton launches on the current device: make it that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def padded(width: int, least: int = 16) -> int:
