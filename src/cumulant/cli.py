@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from cumulant.commands import Bench, Error, ListMechanisms, Speed
+from cumulant.commands import Bench, Efficiency, Error, ListMechanisms, Speed, TrainBench
 from cumulant.studies.settings import Reproduce
 from cumulant.train_commands import Evaluate, Train, train_with_recipe
 
@@ -26,7 +26,7 @@ Options of a command, with examples: cumulant reproduce --help"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 stopped by Ctrl-C."""
+    """Run one command. Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 3 time was over, 130 stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         command = parse(words or ["--help"])
@@ -122,68 +122,100 @@ def evaluate(command: Evaluate) -> int:
 
 
 def reproduce(settings: Reproduce) -> int:
-    from cumulant.studies import digits
-    from cumulant.studies.runs import RunError
+    from cumulant.studies import study
+    from cumulant.studies.terminal import terminal_summary
 
     try:
         if settings.report_only:
-            results = digits.remake_report(settings.out)
+            results = study.remake_report(settings)
         else:
-            results = digits.reproduce(settings, progress=sys.stderr)
-    except (OSError, RunError, ImportError) as error:
+            results = study.reproduce(settings, progress=sys.stderr)
+    except study.TimeOverError as error:
+        print(f"cumulant: {error}", file=sys.stderr)
+        return 3
+    except (OSError, study.RunError, ImportError) as error:
         print(f"cumulant: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         again = "the command without --fresh" if settings.fresh else "the same command"
-        print(f"\nstopped. Finished runs are kept in {settings.out}; give {again} again to go on.", file=sys.stderr)
+        print(f"\nstopped. Finished runs are kept in {settings.folder}; give {again} again to go on.", file=sys.stderr)
         return 130
-    report = settings.out / "report.html"
     if settings.json:
         print(json.dumps(results, indent=1))
     else:
-        print(digits.terminal_summary(results))
-        print(f"\nopen {report} in a browser to see the report")
-    return 0
+        print(terminal_summary(results))
+        print(f"\nopen {settings.folder / 'report.html'} in a browser to see the report")
+    return 3 if settings.minutes is not None and results["missing"] else 0
 
 
-def bench(settings: Speed | Error) -> int:
-    if isinstance(settings, Error):
-        from cumulant.bench import softmax_error
-
-        errors = softmax_error(settings.sizes, length=settings.length, dim=settings.dim)
-        if settings.json:
-            print(json.dumps(errors, indent=1))
-            return 0
-        print("relative error against softmax\n" + f"{'logit size':20s}" + "".join(f"{x:>9g}" for x in settings.sizes))
-        for name, curve in errors["relative_error"].items():
-            print(f"{name:20s}" + "".join(f"{error:9.1e}" for error in curve))
-        return 0
-    from cumulant.bench import speed
-
+def bench(settings: Speed | Error | Efficiency | TrainBench) -> int:
     try:
-        result = speed.run(
-            settings, progress=lambda text: print(text, file=sys.stderr if settings.json else sys.stdout)
-        )
+        if isinstance(settings, Error) and settings.quick:
+            return quick_error(settings)
+        if isinstance(settings, Speed):
+            return bench_speed(settings)
+        return bench_report(settings)
     except (OSError, ImportError) as error:
         print(f"cumulant: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        kept = "; finished runs are kept: give the same command again to go on" * isinstance(settings, TrainBench)
+        print(f"\nstopped{kept}", file=sys.stderr)
+        return 130
+
+
+def quick_error(settings: Error) -> int:
+    from cumulant.bench import softmax_error
+
+    errors = softmax_error(settings.sizes, length=settings.length, dim=settings.dim)
+    if settings.json:
+        print(json.dumps(errors, indent=1))
+        return 0
+    print("relative error against softmax\n" + f"{'logit size':20s}" + "".join(f"{x:>9g}" for x in settings.sizes))
+    for name, curve in errors["relative_error"].items():
+        print(f"{name:20s}" + "".join(f"{error:9.1e}" for error in curve))
+    return 0
+
+
+def bench_speed(settings: Speed) -> int:
+    from cumulant.bench import speed
+
+    result = speed.run(settings, progress=lambda text: print(text, file=sys.stderr if settings.json else sys.stdout))
     print(json.dumps(result, indent=1) if settings.json else f"wrote {settings.out}/speed.json and speed.svg")
     return 0
 
 
+def bench_report(settings: Error | Efficiency | TrainBench) -> int:
+    """Error against cost, cost against length, accuracy: measured, written into --out, shown as a table."""
+    from cumulant.bench import crossings, efficiency, pareto, report, training
+
+    report.prepare(settings.out)
+    if isinstance(settings, Error):
+        result, table = pareto.run(settings, sys.stderr), pareto.table
+    elif isinstance(settings, Efficiency):
+        screen = sys.stderr if settings.json else sys.stdout
+        result, table = efficiency.run(settings, lambda text: print(text, file=screen, flush=True)), crossings.table
+    else:
+        result, table = training.run(settings, sys.stderr), training.table
+    result = report.publish(result, settings)
+    print(json.dumps(result, indent=1) if settings.json else table(result))
+    if not settings.json:
+        print(f"\nwrote {settings.out}/{result['bench']}.json, .svg and .png; open {settings.out}/report.html")
+    return 1 if result.get("failed") else 0
+
+
 def list_mechanisms(options: ListMechanisms) -> int:
+    """The registry; what each can do is found by running it, not read from what it declares."""
+    from tqdm import tqdm
+
     from cumulant import zoo
 
-    able = ("causal", "cross", "key_mask", "grouped_queries", "subquadratic", "streaming", "ragged")
+    able = ("causal", "cross", "key_mask", "grouped_queries", "weights", "subquadratic", "streaming", "ragged")
     rows = []
-    for name in zoo.names():
-        mechanism = zoo.get(name)
-        rows.append(
-            {
-                **{key: getattr(mechanism, key) for key in ("name", "summary", "paper", "year", "cost")},
-                **{key: getattr(mechanism, key) for key in able},
-            }
-        )
+    for name in tqdm(zoo.names(), desc="running each mechanism", leave=False, disable=None):
+        mechanism, marks = zoo.get(name), zoo.capabilities(name)[name]
+        told = {key: getattr(mechanism, key) for key in ("name", "summary", "paper", "year", "cost")}
+        rows.append({**told, "patterns": list(mechanism.patterns), **marks, "options": list(mechanism.options)})
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -195,10 +227,11 @@ def list_mechanisms(options: ListMechanisms) -> int:
         print(f"{row['name']:{width}}  {row['cost']:{cost}}  {row['summary']} ({row['paper']}, {row['year']})")
         print(f"{'':{width}}  {'':{cost}}  {can}")
     print(
-        "\ncost: multiply-adds of one head for L tokens, key width D, value width E\n"
+        "\ncost: order of the multiply-adds of one head for L tokens, key width D, value width E. Found by running each:\n"
         "causal: tokens see only the past · cross: queries and keys of different sequences · key mask: padding or\n"
-        "weights · grouped queries: several query heads share a key head · subquadratic: no L x L work · streaming:\n"
-        "constant memory while tokens arrive · ragged: sequences of different lengths packed without padding"
+        "weights · grouped queries: several query heads share a key head · weights: the L x L map can be shown ·\n"
+        "subquadratic: no L x L work · streaming: constant memory while tokens arrive · ragged: sequences of different\n"
+        "lengths packed without padding"
     )
     return 0
 

@@ -55,7 +55,11 @@ class ListMechanisms:
 class Error:
     """Print how far each order is from softmax on random tokens, by the size of the logits.
 
+    With --attention or --checkpoint: error beside cost for all mechanisms, with a plot, JSON and a page in --out.
+
     Example: cumulant bench error --sizes 0.1 0.5 1 2
+
+    Example: cumulant bench error --attention all --checkpoint runs/digits-softmax-0
     """
 
     sizes: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0)
@@ -64,15 +68,125 @@ class Error:
     """Tokens."""
     dim: int = 16
     """Width of a head."""
+    attention: tuple[str, ...] = ()
+    """Mechanisms by name, with options as in cumulant3:full=true; all: every one."""
+    checkpoint: Path | None = None
+    """Also measure on the q, k, v of this model: a file that `cumulant train` wrote, or the folder of a run."""
+    data: str | None = None
+    """Inputs for that model; by default the test part of the data it was trained on."""
+    images: int = 32
+    """How many of them."""
+    causal: bool = False
+    """Random tokens see only the past; needs --attention."""
+    out: Path = Path("runs/bench")
+    """Folder for error.json, the plot and report.html; the quick form writes nothing."""
     json: bool = False
     """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        if self.causal and self.quick:
+            raise ValueError("--causal needs --attention: the quick form is about the orders of the expansion alone")
+        if self.data is not None and self.checkpoint is None:
+            raise ValueError(f"--data {self.data} needs --checkpoint: there is no model to show it to")
+
+    @property
+    def quick(self) -> bool:
+        """Whether only the orders of the expansion are printed."""
+        return not self.attention and self.checkpoint is None
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Time and peak memory of every mechanism against length, and from which length on it beats softmax.
+
+    Opponents are the textbook softmax and the fused kernel. A result that is off is not timed.
+
+    Example: cumulant bench efficiency
+
+    Example: cumulant bench efficiency --attention linear cumulant3 --lengths 512 1024 2048 4096 --pattern causal
+    """
+
+    attention: tuple[str, ...] = ("all",)
+    """Mechanisms by name, with options as in agent:agents=16; all: every one that has the pattern."""
+    lengths: tuple[int, ...] = ()
+    """Numbers of tokens. By default 256 to 8192 on a GPU, 256 to 2048 elsewhere."""
+    heads: int = 8
+    dim: int = 64
+    """Width of a head."""
+    batch: int = 0
+    """Sequences. 0: 4 on a GPU, 1 elsewhere."""
+    pattern: Literal["noncausal", "causal", "cross"] = "noncausal"
+    """cross: half as many keys as queries."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """auto: bfloat16 on a GPU, float32 elsewhere."""
+    calls: int = 15
+    """On a CPU: calls of each, at most; at least 3."""
+    time_limit: float = 1.0
+    """A mechanism that takes more seconds a call is not measured at longer lengths."""
+    memory_limit: float = 4.0
+    """The textbook softmax is not measured where its matrices need more GiB."""
+    out: Path = Path("runs/bench")
+    """Folder for efficiency.json, the plot and report.html."""
+    json: bool = False
+    """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("heads", 1), ("dim", 1), ("batch", 0), ("calls", 3)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    """Train one model per mechanism under one recipe: accuracy beside parameters, FLOPs, throughput and memory.
+
+    The baseline is trained again with other seeds: this A/A control shows what chance alone does. Finished runs are
+    kept, so a stopped command goes on where it was when it is given again.
+
+    Example: cumulant bench train
+
+    Example: cumulant bench train --recipe tiny-imagenet-100 --data FOLDER --epochs 50
+    """
+
+    recipe: str = "digits"
+    """Name of a built-in recipe, or path of a TOML file."""
+    data: str | None = None
+    """Name of a data set, or a folder; by default that of the recipe."""
+    attention: tuple[str, ...] = ("all",)
+    """Mechanisms by name, with options of their layers as in agent:conv=false; all: every one."""
+    epochs: int = 0
+    """Passes over the training part. 0: as in the recipe."""
+    seeds: int = 1
+    """Runs per mechanism."""
+    control: int = 2
+    """Further runs of the baseline, softmax unless it takes no part: the A/A control."""
+    device: str | None = None
+    """cpu or cuda; by default cuda where there is one."""
+    out: Path = Path("runs/bench")
+    """Folder for the runs (below RECIPE), train.json, the plot and report.html."""
+    fresh: bool = False
+    """Train every run anew, also those that are finished."""
+    json: bool = False
+    """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 0), ("seeds", 1), ("control", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure on this machine: speed against other attentions, or error against softmax.
+    """Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe.
 
     Example: cumulant bench speed --lengths 1024 4096
     """
 
-    what: Annotated[Speed, tyro.conf.subcommand("speed")] | Annotated[Error, tyro.conf.subcommand("error")]
+    what: (
+        Annotated[Speed, tyro.conf.subcommand("speed")]
+        | Annotated[Error, tyro.conf.subcommand("error")]
+        | Annotated[Efficiency, tyro.conf.subcommand("efficiency")]
+        | Annotated[TrainBench, tyro.conf.subcommand("train")]
+    )

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from cumulant import cli, zoo
-from cumulant.studies import digits
+from cumulant.studies import study
 from cumulant.studies.runs import RunError
 
 
@@ -78,7 +78,7 @@ def test_stopping_says_how_to_go_on(capsys, monkeypatch, flags, advice):
     def stopped(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(digits, "reproduce", stopped)
+    monkeypatch.setattr(study, "reproduce", stopped)
     assert cli.main(["reproduce", "--out", "runs/here", *flags]) == 130
     message = capsys.readouterr().err
     assert "runs/here" in message
@@ -89,19 +89,34 @@ def test_a_failed_run_is_an_error_without_a_traceback(capsys, monkeypatch):
     def failed(*_arguments, **_options):
         raise RunError("linear, seed 2: the loss became nan")
 
-    monkeypatch.setattr(digits, "reproduce", failed)
+    monkeypatch.setattr(study, "reproduce", failed)
     assert cli.main(["reproduce"]) == 1
     assert capsys.readouterr().err == "cumulant: error: linear, seed 2: the loss became nan\n"
 
 
 def test_json_prints_the_results_and_nothing_else(capsys, monkeypatch):
-    monkeypatch.setattr(digits, "reproduce", lambda settings, progress: {"seeds": settings.seeds})
+    monkeypatch.setattr(study, "reproduce", lambda settings, progress: {"seeds": settings.seeds})
     assert cli.main(["reproduce", "--json", "--seeds", "2"]) == 0
     assert json.loads(capsys.readouterr().out) == {"seeds": 2}
 
 
+@pytest.mark.parametrize(("flags", "status"), [(["--minutes", "5"], 3), ([], 0)])
+def test_runs_left_for_want_of_time_end_with_a_status_of_their_own(monkeypatch, flags, status):
+    monkeypatch.setattr(study, "reproduce", lambda settings, progress: {"missing": [{"configuration": "linear"}]})
+    assert cli.main(["reproduce", "--json", *flags]) == status
+
+
+def test_no_time_for_a_single_run_is_told_with_that_status_too(capsys, monkeypatch):
+    def over(*_arguments, **_options):
+        raise study.TimeOverError("no run was finished within the 1 minutes")
+
+    monkeypatch.setattr(study, "reproduce", over)
+    assert cli.main(["reproduce", "--minutes", "1"]) == 3
+    assert "no run was finished" in capsys.readouterr().err
+
+
 def test_starting_the_program_loads_nothing_that_only_a_command_needs():
-    heavy = "sklearn plotly jinja2 scipy cumulant.studies.digits cumulant.bench"
+    heavy = "sklearn plotly jinja2 scipy cumulant.studies.study cumulant.bench"
     code = f"import sys, cumulant.cli; print([m for m in {heavy.split()!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -5,10 +5,13 @@ import html
 import json
 import re
 
+import numpy as np
 import plotly.graph_objects as go
 import pytest
 
 from cumulant.studies import figures, wording
+from cumulant.studies.outcome import confused, origins, outcome
+from cumulant.studies.plan import Planned
 from cumulant.studies.report import render
 
 
@@ -42,40 +45,89 @@ def test_the_page_says_what_the_verdict_says(study, page):
         assert sentence in text
 
 
-def test_command_versions_and_recipe_are_on_the_page(study, page):
+def test_command_versions_machine_and_recipe_are_on_the_page(study, page):
     results = study[1]
-    assert results["provenance"]["command"] in page
-    assert f"torch {results['provenance']['versions']['torch']}" in page
-    assert f"batch_size {results['recipe']['batch_size']}" in page
+    text = html.unescape(page)
+    (origin,) = results["origins"]
+    assert html.unescape(results["provenance"]["command"]) in text
+    assert f"torch {results['provenance']['versions']['torch']}" in text
+    assert f"batch_size {results['recipe']['batch_size']}" in text
+    for word in (origin["source"], origin["device"], "6 runs from"):
+        assert word in text
 
 
 def test_every_figure_is_one_that_plotly_accepts(study, page):
-    for place, figure in figures.figures(study[1]).items():
+    found = figures.figures(study[1])
+    assert {"loss-curves", "accuracy-curves", "class-accuracy", "confusion"} <= set(found)
+    for place, figure in found.items():
         go.Figure(figure)
         assert f'id="{place}"' in page
+
+
+def test_training_speed_and_every_class_are_on_the_page(study, page):
+    results = study[1]
+    for row in results["summary"]:
+        assert f"<td>{row['items_per_second']:,.0f}</td>" in page
+    for share in results["per_class"]["cumulant3"]:
+        assert f"<td>{100 * share:.1f}</td>" in page
+
+
+def test_the_page_carries_maps_of_several_layers_and_heads(study, page):
+    maps = json.loads(re.search(r"const page = (.*?);</script>", page, re.DOTALL)[1])["maps"]["models"]
+    assert set(maps) == {"softmax", "cumulant3"}
+    one = maps["cumulant3"]
+    assert len(one["items"]) == 6
+    assert np.array(one["scores"]).shape == (6, len(one["layers"]), 2, 17)
 
 
 def test_text_in_the_results_cannot_become_markup(study):
     results = copy.deepcopy(study[1])
     results["provenance"]["command"] = "<img src=x onerror=alert(1)>"
-    results["maps"]["examples"][0]["label"] = "</script><script>alert(2)</script>"
+    results["classes"][3] = "</script><script>alert(2)</script>"
     own = render(results)
     assert "<img src=x" not in own
     assert "<script>alert(2)" not in own
 
 
-def test_a_study_without_softmax_or_with_one_seed_still_has_a_page(study):
+def test_a_study_without_softmax_with_one_seed_and_nothing_measured_still_has_a_page(study):
     results = copy.deepcopy(study[1])
-    results["attention"] = ["cumulant3"]
-    results["baseline"] = "cumulant3"
-    results["runs"] = [run for run in results["runs"] if run["mechanism"] == "cumulant3" and run["seed"] == 0]
-    results["runs"].append({**results["runs"][0], "role": "control", "seed": 1})
-    results["summary"] = [{**row, "std": None} for row in results["summary"] if row["mechanism"] == "cumulant3"]
-    results["verdict"] = {**results["verdict"], "comparisons": [], "claim": "untested"}
-    results["maps"]["locality"] = {"cumulant3": results["maps"]["locality"]["cumulant3"]}
-    results["error"]["trained"] = []
-    results["scaling"]["measurements"] = [m for m in results["scaling"]["measurements"] if m["name"] == "cumulant3"]
-    assert "cumulant3" in without_plotly(render(results))
+    only = [
+        {**run, "trained": []} for run in results["runs"] if run["configuration"] == "cumulant3" and run["seed"] == 0
+    ]
+    plan = [Planned(run["configuration"], run["seed"], run["role"], run["fingerprint"]) for run in only]
+    results |= outcome(only, plan, ["cumulant3"], "cumulant3", {})
+    results |= {"error": None, "scaling": None}
+    own = without_plotly(render(results))
+    assert "cumulant3" in own
+    assert 'id="cost"' not in own
+    assert 'id="map-grid"' not in own
+
+
+def test_runs_from_different_places_are_told_apart(study):
+    runs = copy.deepcopy(study[1]["runs"])
+    runs[0]["device"] = "another machine"
+    runs[1]["source"] = "0123456789ab"
+    assert sorted(one["runs"] for one in origins(runs)) == [1, 1, 4]
+
+
+def test_the_most_frequent_confusions_come_first():
+    matrix = [[8, 2, 0], [0, 5, 5], [1, 0, 9]]
+    found = [(one["label"], one["predicted"], one["share"]) for one in confused(matrix, ["a", "b", "c"])]
+    assert found == [("b", "c", 0.5), ("a", "b", 0.2), ("c", "a", 0.1)]
+
+
+def test_many_classes_are_ordered_by_accuracy_and_named_briefly(study):
+    results = copy.deepcopy(study[1])
+    count = 30
+    results["classes"] = [f"class {i}, a synonym" for i in range(count)]
+    shares = [i / count for i in range(count)]
+    matrix = [[1 if i == j else 0 for j in range(count)] for i in range(count)]
+    for name in results["attention"]:
+        results["per_class"][name], results["confusion"][name] = shares, matrix
+    drawn = figures.figures(results)
+    assert drawn["class-accuracy"]["data"][0]["text"][0] == "class 29"
+    assert "text" not in drawn["confusion"]["data"][0]
+    go.Figure(drawn["confusion"])
 
 
 def test_results_are_plain_json_without_nan(study):
@@ -84,7 +136,7 @@ def test_results_are_plain_json_without_nan(study):
 
 def spread(low, high):
     use = {"mean": (low + high) / 2, "low": low, "high": high}
-    return {"tokens_used": use, "negative_mass": {"mean": 0.0, "low": 0.0, "high": 0.0}}
+    return {"tokens_used": use, "negative_mass": {"mean": 0.0, "low": 0.0, "high": 0.0}, "tokens": 17}
 
 
 @pytest.mark.parametrize(
@@ -113,3 +165,10 @@ def test_ratios_of_cost_are_taken_at_the_longest_common_length(disturbed):
     assert "Up to L = 64 softmax is the quicker one" in text
     assert "softmax (slow)" in text
     assert ("quickest calls" in text) == disturbed
+
+
+def test_a_mechanism_given_up_early_on_a_busy_machine_is_compared_as_far_as_it_was_measured():
+    measured = [{"name": name, "length": 64, "seconds": 1.0, "seconds_low": 1.0} for name in ("softmax", "cumulant3")]
+    measured.append({"name": "softmax", "length": 128, "seconds": 4.0, "seconds_low": 4.0})
+    cost = {"measurements": measured, "given_up": {"cumulant3": "slow"}, "disturbed": False, "time_shown": "seconds"}
+    assert "At L = 64 softmax takes 1 times as long as cumulant3" in " ".join(wording.about_cost({"scaling": cost}))

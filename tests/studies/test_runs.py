@@ -1,72 +1,134 @@
-"""Finished runs are kept, found again, and dropped as soon as they no longer belong to the recipe."""
+"""Runs are trained side by side or one by one with the same result, and go on where they were stopped."""
 
 import json
-from dataclasses import replace
+import multiprocessing
+import os
+import signal
 
 import pytest
 import torch
+from small_studies import small_run, workshop
 
-from cumulant.studies import runs
-from cumulant.studies.runs import Run, RunError, fingerprint, finished, train_all
-from cumulant.train import Recipe
-
-RECIPE = Recipe(epochs=1, batch_size=256)
+from cumulant.studies.budget import Budget, epochs_done
+from cumulant.studies.runs import RunError, train_all, train_one
+from cumulant.train import read_log
 
 
-def trained(folder, *wanted, workers=1, recipe=RECIPE):
-    folder.mkdir(exist_ok=True)
+def trained(folder, *wanted, workers=1, **options):
+    shop = workshop(folder)
     records, epochs = {}, []
 
     def report(run, record):
         epochs.append(run) if record is None else records.update({run: record})
 
-    train_all(wanted, recipe, folder, fingerprint(recipe), workers=workers, report=report)
-    assert len(epochs) == len(wanted) * recipe.epochs
-    return records
+    left = train_all(wanted, shop, workers=workers, report=report, **options)
+    return shop, records, epochs, left
 
 
 def test_two_processes_give_the_same_result_as_one(tmp_path):
-    wanted = (Run("softmax", 0), Run("cumulant2", 1))
-    alone, side_by_side = trained(tmp_path / "a", *wanted), trained(tmp_path / "b", *wanted, workers=2)
+    wanted = small_run("softmax", 0), small_run("cumulant2+gate", 1)
+    _, alone, _, _ = trained(tmp_path / "a", *wanted)
+    shop, side_by_side, epochs, left = trained(tmp_path / "b", *wanted, workers=2)
+    assert sorted(run.configuration for run in epochs) == ["cumulant2+gate", "softmax"]
+    assert left == []
     for run in wanted:
-        for key in ("accuracy", "loss", "test_accuracy"):
+        for key in ("accuracy", "loss", "test_accuracy", "confusion", "locality"):
             assert alone[run][key] == side_by_side[run][key]
+        assert json.loads(shop.record(run).read_text()) == side_by_side[run]
 
 
-def test_a_finished_run_is_found_again(tmp_path):
-    run = Run("linear", 3)
-    record = trained(tmp_path, run)[run]
-    assert finished(run, tmp_path, fingerprint(RECIPE)) == record
+def test_a_record_tells_what_was_reached(tmp_path):
+    run = small_run("softmax", 3, epochs=2)
+    _, records, _, _ = trained(tmp_path, run)
+    record = records[run]
+    assert record["accuracy"] == pytest.approx(record["test_accuracy"][-1], abs=1e-6)
+    assert (record["evaluated"], len(record["loss"]), record["epochs"]) == ([1, 2], 2, 2)
+    assert sum(sum(row[1::2]) for row in record["confusion"]) == record["data"]["test"] == 450
+    assert record["configuration"] == "softmax"
+    assert record["seed"] == 3
 
 
-def test_another_recipe_or_a_damaged_file_is_not_taken_for_a_finished_run(tmp_path):
-    run = Run("softmax", 0)
-    mark = fingerprint(RECIPE)
-    run.file(tmp_path).write_text(json.dumps({"fingerprint": mark}))
-    assert finished(run, tmp_path, mark) is None, "no checkpoint beside it"
-    run.checkpoint(tmp_path).write_bytes(b"")
-    assert finished(run, tmp_path, mark) is not None
-    assert finished(run, tmp_path, fingerprint(replace(RECIPE, lr=0.5))) is None
-    run.file(tmp_path).write_text('{"fingerprint": "' + mark[:5])
-    assert finished(run, tmp_path, mark) is None
+def train_until_killed(folder, run, at_epoch):
+    """Train and be killed one step into an epoch, by a signal that nothing can catch."""
+    import cumulant.train.trainer as trainer
+
+    step = trainer._Run._step
+
+    def killed(self, *arguments):
+        if self.done.step > at_epoch * self.steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(self, *arguments)
+
+    trainer._Run._step = killed
+    train_one(run, workshop(folder))
 
 
-def test_the_seed_is_no_part_of_the_fingerprint_and_the_source_is(tmp_path, monkeypatch):
-    assert fingerprint(RECIPE) == fingerprint(replace(RECIPE, seed=9))
-    monkeypatch.setattr(runs, "SOURCES", ("moments.py",))
-    assert fingerprint(RECIPE) != fingerprint(replace(RECIPE, epochs=2))
-    before = fingerprint(RECIPE)
-    monkeypatch.setattr(runs, "SOURCES", ("moments.py", "attention.py"))
-    assert fingerprint(RECIPE) != before
+def test_a_killed_run_goes_on_from_its_last_state_to_the_same_end(tmp_path):
+    run = small_run("cumulant3", 0, epochs=4, checkpoint_epochs=1)
+    child = multiprocessing.get_context("fork").Process(target=train_until_killed, args=(tmp_path / "killed", run, 2))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    folder = workshop(tmp_path / "killed").folder(run)
+    assert epochs_done(folder) == 2
+    before = (folder / "log.jsonl").read_text().splitlines()
+    _, resumed, _, _ = trained(tmp_path / "killed", run)
+    assert (folder / "log.jsonl").read_text().splitlines()[: len(before)] == before, (
+        "the first epochs were not repeated"
+    )
+    _, whole, _, _ = trained(tmp_path / "whole", run)
+    for key in ("accuracy", "loss", "test_accuracy", "confusion"):
+        assert resumed[run][key] == whole[run][key]
+
+
+def test_a_run_that_was_finished_without_its_record_is_not_trained_again(tmp_path):
+    run = small_run("softmax", 0)
+    shop, first, _, _ = trained(tmp_path, run)
+    shop.record(run).unlink()
+    _, again, _, _ = trained(tmp_path, run)
+    assert len(read_log(shop.folder(run))) == 2
+    for key in ("accuracy", "seconds", "confusion"):
+        assert again[run][key] == first[run][key]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_failing_run_is_named(tmp_path, workers):
-    with pytest.raises(RunError, match="softmax, seed 4: FloatingPointError"):
-        trained(tmp_path, Run("softmax", 4), Run("softmax", 5), workers=workers, recipe=replace(RECIPE, lr=1e30))
+def test_a_run_that_outlasts_the_time_is_stopped_with_its_state(tmp_path, workers):
+    wanted = [small_run("softmax", seed, epochs=10_000) for seed in range(workers)]
+    folders = [workshop(tmp_path).folder(run) for run in wanted]
+
+    def clock():
+        """Stands still until every run has logged an epoch; then the time is over."""
+        return 3600.0 * all((folder / "log.jsonl").exists() and read_log(folder) != [] for folder in folders)
+
+    _, records, _, left = trained(tmp_path, *wanted, workers=workers, budget=Budget(1, clock))
+    assert (records, left) == ({}, wanted)
+    assert min(map(epochs_done, folders)) >= 1
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_not_the_study(tmp_path):
+    wrong, right = small_run("softmax", 4, lr=1e30, clip="none"), small_run("softmax", 5)
+    shop, records, _, left = trained(tmp_path, wrong, right)
+    assert "the training loss became" in records[wrong]["failed"]
+    assert records[right]["accuracy"] > 0
+    assert json.loads(shop.record(wrong).read_text()) == records[wrong]
+    assert left == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_cannot_be_made_is_named(tmp_path, workers):
+    wanted = small_run("softmax", 4, batch_size=4096), small_run("softmax", 5, batch_size=4096)
+    with pytest.raises(RunError, match=r"softmax, seed [45]: ValueError: batch_size must not exceed the 1347"):
+        trained(tmp_path, *wanted, workers=workers)
 
 
 def test_the_number_of_threads_is_left_as_it_was(tmp_path):
     before = torch.get_num_threads()
-    trained(tmp_path, Run("cumulant1", 0))
+    trained(tmp_path, small_run("cumulant1"))
     assert torch.get_num_threads() == before
+
+
+def test_only_the_first_seed_keeps_maps_to_show(tmp_path):
+    first, second = small_run("linear", 0), small_run("linear", 1)
+    shop, records, _, _ = trained(tmp_path, first, second)
+    assert (shop.maps(first).exists(), shop.maps(second).exists()) == (True, False)
+    assert records[second]["locality"]["tokens"] == 17

@@ -3,7 +3,7 @@
 import pytest
 from scipy.stats import ttest_ind
 
-from cumulant.studies.verdict import claim, compare, ordering, summarise, verdict
+from cumulant.studies.verdict import claim, compare, ordering, pairs, summarise, verdict
 
 FAR_APART = {
     "softmax": [0.990, 0.991, 0.989, 0.990],
@@ -84,16 +84,37 @@ def test_a_control_that_differs_beyond_chance_is_a_warning():
     assert odd["control_gap"] == pytest.approx(4.0)
 
 
+def test_without_a_control_that_is_said_and_seeds_alone_decide():
+    words = verdict(FAR_APART, [], "softmax")
+    assert words["control_text"].startswith("No control was run")
+    assert words["claim"] == "reproduced"
+
+
+def test_extras_are_compared_with_the_plain_mechanism_and_with_softmax_with_the_same_extras():
+    names = ("softmax", "cumulant3", "cumulant3+v_conv+gate", "softmax+gate+v_conv", "cumulant3+full")
+    found = pairs({name: [0.5, 0.6] for name in names}, 0.0)
+    assert [(one.first, one.second) for one in found] == [
+        ("cumulant3+v_conv+gate", "cumulant3"),
+        ("cumulant3+v_conv+gate", "softmax+gate+v_conv"),
+        ("softmax+gate+v_conv", "softmax"),
+        ("cumulant3+full", "cumulant3"),
+    ]
+
+
 def test_a_summary_row_holds_mean_spread_and_extremes():
     records = [
         {
-            "mechanism": "softmax",
+            "configuration": "softmax",
             "role": "compared",
             "seed": i,
             "accuracy": a,
+            "top5": 1.0,
             "loss": [2.0, 1 - a],
             "parameters": 10,
             "seconds": 2.0,
+            "epoch_seconds": 0.5,
+            "items_per_epoch": 100,
+            "device": "a machine",
         }
         for i, a in enumerate((0.9, 1.0))
     ]
@@ -102,4 +123,5 @@ def test_a_summary_row_holds_mean_spread_and_extremes():
     assert row["std"] == pytest.approx(0.0707, abs=1e-4)
     assert row["loss"] == pytest.approx(0.05)
     assert (row["low"], row["high"], row["seeds"]) == (0.9, 1.0, [0, 1])
+    assert (row["epoch_seconds"], row["items_per_second"]) == (0.5, 200)
     assert summarise(records[:1])[0]["std"] is None

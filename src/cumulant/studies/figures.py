@@ -6,6 +6,7 @@ Text and grid colours are left to the page, which sets them for light or dark wh
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 Figure = dict[str, Any]
@@ -24,14 +25,15 @@ COLOURS = {
     "order 3, diagonal": "#2b7de0",
     "order 3, full": "#5a4fd0",
 }
-SPARE = ("#c0558f", "#6b8e23", "#a0522d", "#4a90a4", "#d4526e", "#7a7a3a")
+SPARE = ("#c0558f", "#6b8e23", "#a0522d", "#4a90a4", "#d4526e", "#7a7a3a", "#3f6f5f", "#9467bd", "#c49c2d", "#5b7fa6")
 DASHES = {"softmax": "solid", "linear": "dash", "cumulant2": "dashdot", "control": "dot"}
 SYMBOLS = {"softmax": "circle", "linear": "square", "cumulant2": "diamond", "cumulant3": "triangle-up"}
 
 
-def colour(name: str) -> str:
-    """The colour of a mechanism, the same in every figure."""
-    return COLOURS.get(name) or SPARE[sum(name.encode()) % len(SPARE)]
+def palette(names: Sequence[str]) -> dict[str, str]:
+    """The colour of every configuration, the same in every figure; those without one of their own take a spare one."""
+    others = [name for name in names if name not in COLOURS]
+    return COLOURS | {name: SPARE[i % len(SPARE)] for i, name in enumerate(others)}
 
 
 def transparent(hexadecimal: str, alpha: float) -> str:
@@ -55,22 +57,23 @@ def layout(x: str, y: str, *, height: int = 340, **more: Any) -> dict[str, Any]:
 
 
 def groups(results: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
-    """(label, colour name, runs) of every mechanism and of the control."""
+    """(label, name of the colour, runs) of every configuration and of the control, as far as there are runs."""
     found = [
-        (name, name, [r for r in results["runs"] if r["mechanism"] == name and r["role"] == "compared"])
+        (name, name, [r for r in results["runs"] if r["configuration"] == name and r["role"] == "compared"])
         for name in results["attention"]
     ]
     control = [run for run in results["runs"] if run["role"] == "control"]
-    return [*found, (f"{results['baseline']} again (control)", "control", control)]
+    return [*found, (f"{results['baseline']} again (control)", "control", control)] if control else found
 
 
 def accuracy_points(results: dict[str, Any]) -> Figure:
     """Every run as a point, the mean as a bar across: the spread is seen before any statistic."""
     data = []
+    colours = palette(results["attention"])
     for row, (label, key, runs) in enumerate(groups(results)):
         values = [100 * run["accuracy"] for run in runs]
         # Runs of the same accuracy would hide each other: spread them a little around their row.
-        offsets = [row + 0.3 * (i / max(len(runs) - 1, 1) - 0.5) for i in range(len(runs))]
+        offsets = [row + 0.3 * (i / (len(runs) - 1) - 0.5) if len(runs) > 1 else row for i in range(len(runs))]
         data.append(
             {
                 "type": "scatter",
@@ -80,7 +83,7 @@ def accuracy_points(results: dict[str, Any]) -> Figure:
                 "y": offsets,
                 "text": [f"seed {run['seed']}" for run in runs],
                 "hovertemplate": "%{x:.2f} %<br>%{text}<extra>" + label + "</extra>",
-                "marker": {"color": transparent(colour(key), 0.55), "size": 10},
+                "marker": {"color": transparent(colours[key], 0.55), "size": 10},
                 "showlegend": False,
             }
         )
@@ -91,7 +94,7 @@ def accuracy_points(results: dict[str, Any]) -> Figure:
                 "mode": "lines",
                 "x": [mean, mean],
                 "y": [row - 0.34, row + 0.34],
-                "line": {"color": colour(key), "width": 4},
+                "line": {"color": colours[key], "width": 4},
                 "hovertemplate": f"mean {mean:.2f} %<extra>{label}</extra>",
                 "showlegend": False,
             }
@@ -114,9 +117,11 @@ def accuracy_points(results: dict[str, Any]) -> Figure:
 def curves(results: dict[str, Any], field: str, y: str, factor: float = 1.0) -> Figure:
     """Mean over seeds against epochs, with a band from the lowest to the highest seed."""
     data = []
+    colours = palette(results["attention"])
     for label, key, runs in groups(results):
-        epochs = list(range(1, len(runs[0][field]) + 1))
-        by_epoch = [[factor * value for value in values] for values in zip(*(r[field] for r in runs), strict=True)]
+        by_run = [dict(zip(epochs_of(run, field), run[field], strict=True)) for run in runs]
+        epochs = [epoch for epoch in by_run[0] if all(epoch in run for run in by_run)]
+        by_epoch = [[factor * run[epoch] for run in by_run] for epoch in epochs]
         low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
         data.append(
             {
@@ -125,7 +130,7 @@ def curves(results: dict[str, Any], field: str, y: str, factor: float = 1.0) -> 
                 "y": high + low[::-1],
                 "fill": "toself",
                 "mode": "none",
-                "fillcolor": transparent(colour(key), 0.15),
+                "fillcolor": transparent(colours[key], 0.15),
                 "hoverinfo": "skip",
                 "showlegend": False,
                 "legendgroup": label,
@@ -139,11 +144,16 @@ def curves(results: dict[str, Any], field: str, y: str, factor: float = 1.0) -> 
                 "legendgroup": label,
                 "x": epochs,
                 "y": [statistics.mean(v) for v in by_epoch],
-                "line": {"color": colour(key), "width": 2.2, "dash": DASHES.get(key, "solid")},
+                "line": {"color": colours[key], "width": 2.2, "dash": DASHES.get(key, "solid")},
                 "hovertemplate": "%{y:.2f}",
             }
         )
     return {"data": data, "layout": layout("epoch", y)}
+
+
+def epochs_of(run: dict[str, Any], field: str) -> list[int]:
+    """The epochs, counted from 1, that a list of a record belongs to."""
+    return run["evaluated"] if field == "test_accuracy" else list(range(1, len(run[field]) + 1))
 
 
 def logarithmic(**more: Any) -> dict[str, Any]:
@@ -152,7 +162,7 @@ def logarithmic(**more: Any) -> dict[str, Any]:
 
 def error_by_order(results: dict[str, Any]) -> Figure:
     """Relative error against the size of the logits, lines for random data, points for the trained softmax model."""
-    error = results["error"]
+    error, trained = results["error"], results["trained"]
     data = []
     for name, values in error["relative_error"].items():
         data.append(
@@ -163,11 +173,11 @@ def error_by_order(results: dict[str, Any]) -> Figure:
                 "legendgroup": name,
                 "x": error["logit_sizes"],
                 "y": values,
-                "line": {"color": colour(name), "width": 2.4, "dash": DASHES.get(name, "solid")},
+                "line": {"color": COLOURS[name], "width": 2.4, "dash": DASHES.get(name, "solid")},
                 "hovertemplate": "%{y:.2~%} at %{x}",
             }
         )
-        if error["trained"]:
+        if trained:
             data.append(
                 {
                     "type": "scatter",
@@ -175,10 +185,10 @@ def error_by_order(results: dict[str, Any]) -> Figure:
                     "name": f"{name}, trained model",
                     "legendgroup": name,
                     "showlegend": False,
-                    "x": [layer["logit_size"] for layer in error["trained"]],
-                    "y": [layer["relative_error"][name] for layer in error["trained"]],
-                    "text": [f"layer {layer['layer']}" for layer in error["trained"]],
-                    "marker": {"color": colour(name), "size": 9, "symbol": "circle-open", "line": {"width": 2}},
+                    "x": [layer["logit_size"] for layer in trained],
+                    "y": [layer["relative_error"][name] for layer in trained],
+                    "text": [f"layer {layer['layer']}" for layer in trained],
+                    "marker": {"color": COLOURS[name], "size": 9, "symbol": "circle-open", "line": {"width": 2}},
                     "hovertemplate": "%{text}: %{y:.2~%} at %{x:.2f}<extra>" + name + ", trained model</extra>",
                 }
             )
@@ -202,6 +212,7 @@ def cost_by_length(results: dict[str, Any], field: str, y: str, factor: float) -
     """Time or memory of every mechanism against the number of tokens, both axes logarithmic."""
     measurements = results["scaling"]["measurements"]
     data = []
+    colours = palette(list(dict.fromkeys(one["name"] for one in measurements)))
     for name in dict.fromkeys(one["name"] for one in measurements):
         own = [one for one in measurements if one["name"] == name]
         trace: dict[str, Any] = {
@@ -210,7 +221,7 @@ def cost_by_length(results: dict[str, Any], field: str, y: str, factor: float) -
             "name": name,
             "x": [one["length"] for one in own],
             "y": [factor * one[field] for one in own],
-            "line": {"color": colour(name), "width": 2.2, "dash": DASHES.get(name, "solid")},
+            "line": {"color": colours[name], "width": 2.2, "dash": DASHES.get(name, "solid")},
             "marker": {"size": 7, "symbol": SYMBOLS.get(name, "circle")},
             "hovertemplate": "%{y:.3~g}",
         }
@@ -231,12 +242,21 @@ def cost_by_length(results: dict[str, Any], field: str, y: str, factor: float) -
 
 
 def figures(results: dict[str, Any]) -> dict[str, Figure]:
-    """All figures of the report by the id of their place on the page."""
-    return {
+    """All figures of the report by the id of their place on the page; none of what was not measured."""
+    from cumulant.studies import class_figures
+
+    found = {
         "accuracy-points": accuracy_points(results),
         "loss-curves": curves(results, "loss", "training loss"),
         "accuracy-curves": curves(results, "test_accuracy", "test accuracy, %", 100.0),
-        "error-by-order": error_by_order(results),
-        "time-by-length": cost_by_length(results, results["scaling"]["time_shown"], "milliseconds per call", 1e3),
-        "memory-by-length": cost_by_length(results, "peak_bytes", "peak memory, MiB", 2.0**-20),
     }
+    if results["attention"]:
+        found["class-accuracy"] = class_figures.class_accuracy(results)
+        found["confusion"] = class_figures.confusion(results)
+    if results["error"]:
+        found["error-by-order"] = error_by_order(results)
+    if results["scaling"]:
+        seconds = results["scaling"]["time_shown"]
+        found["time-by-length"] = cost_by_length(results, seconds, "milliseconds per call", 1e3)
+        found["memory-by-length"] = cost_by_length(results, "peak_bytes", "peak memory, MiB", 2.0**-20)
+    return found

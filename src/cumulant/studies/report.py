@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cumulant.studies.runs import write_atomically
+from cumulant.studies.records import write_atomically
 from cumulant.studies.verdict import signed
 
 TEMPLATE = "report.html.j2"
@@ -27,7 +27,8 @@ def render(results: dict[str, Any]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    from cumulant.studies import figures, wording
+    from cumulant.studies import class_figures, figures, wording
+    from cumulant.studies.outcome import confused
 
     environment = Environment(
         loader=PackageLoader("cumulant", "studies"),
@@ -38,14 +39,28 @@ def render(results: dict[str, Any]) -> str:
     )
     environment.filters["points"] = lambda share: f"{100 * share:.2f}"
     environment.filters["signed"] = signed
+    noun, names = wording.noun(results), results["attention"]
     return environment.get_template(TEMPLATE).render(
         results=results,
         verdict=results["verdict"],
-        colour=figures.colour,
-        page={"figures": figures.figures(results), "maps": results["maps"], "attention": results["attention"]},
-        about_maps=wording.about_maps(results),
-        about_error=wording.about_error(results),
-        about_cost=wording.about_cost(results),
+        title=wording.title(results),
+        noun=noun,
+        missing=wording.missing(results),
+        failures=wording.failures(results),
+        on_cpu=any(run["device_kind"] == "cpu" for run in results["runs"]),
+        colours=figures.palette(names),
+        confused={name: confused(results["confusion"][name], results["classes"]) for name in names},
+        class_order=class_figures.by_accuracy(results) if names else [],
+        page={
+            "figures": figures.figures(results),
+            "maps": results["maps"],
+            "attention": names,
+            "classes": [class_figures.short(name) for name in results["classes"]],
+            "noun": noun,
+        },
+        about_maps=wording.about_maps(results) if results["maps"]["locality"] else [],
+        about_error=wording.about_error(results) if results["error"] else [],
+        about_cost=wording.about_cost(results) if results["scaling"] else [],
         plotlyjs=get_plotlyjs(),
     )
 

@@ -1,189 +1,318 @@
-"""Training runs of a study: done by worker processes, each kept on disk when it is finished, never done twice.
+"""Training runs of a study: each in a folder of its own, kept as a record when it is finished, never done twice.
 
-A finished run is one JSON file and one checkpoint, named after mechanism and seed. It is used again only while its
-fingerprint holds: recipe, model, torch version and the source of every module that takes part in training.
+On CPUs worker processes train side by side; on a GPU one run follows the other in this process. A killed run goes on
+from its last saved state, a stopped one from the step at which it was stopped.
 """
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import json
 import multiprocessing
 import os
 import queue
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-import cumulant
 from cumulant.bench.scaling import threads
+from cumulant.studies.budget import Budget, epochs_done
+from cumulant.studies.records import MAPS, Run, failed_record, make_record, write_atomically
 
 if TYPE_CHECKING:
-    from cumulant.train import Recipe
+    from cumulant.data.part import Source
+    from cumulant.train import TrainRecipe
 
-# Initial weights of 0.1: with the 0.02 of wide models this narrow one is far from converged after 20 epochs.
-MODEL = {"name": "vit_nano_patch2_8", "num_classes": 10, "init_std": 0.1}
-# What a training run depends on, under src/cumulant: an edit to any of it makes finished runs stale.
-SOURCES = ("*.py", "kernels/*.py", "zoo/*.py", "nn/*.py", "models/*.py", "data/*.py", "train/*.py", "studies/runs.py")
-NOT_SOURCES = {"__init__.py", "cli.py"}
-
-Report = Callable[["Run", dict[str, Any] | None], None]  # (run, None) after an epoch, (run, record) at the end
+Record = dict[str, Any]
+Report = Callable[[Run, Record | None], None]  # (run, None) after an epoch, (run, record) at the end
 
 
 class RunError(RuntimeError):
-    """A training run stopped with an error; the message names mechanism and seed."""
+    """A training run stopped with an error; the message names configuration and seed."""
 
 
-@dataclass(frozen=True, order=True)
-class Run:
-    """One model trained with one mechanism from one seed."""
+@dataclass(frozen=True)
+class Workshop:
+    """Where and how the runs of a study are made; `made` goes into every record."""
 
-    mechanism: str
-    seed: int
+    out: Path
+    device: str
+    made: dict[str, Any]
+    fresh: bool = False
 
-    def file(self, folder: Path) -> Path:
-        return folder / f"{self.mechanism}-{self.seed}.json"
+    def folder(self, run: Run) -> Path:
+        return self.out / "runs" / run.name
 
-    def checkpoint(self, folder: Path) -> Path:
-        return folder / f"{self.mechanism}-{self.seed}.safetensors"
+    def record(self, run: Run) -> Path:
+        return self.out / "records" / f"{run.name}.json"
 
-
-def fingerprint(recipe: Recipe) -> str:
-    """Digest of all that decides the outcome of a run besides mechanism and seed."""
-    digest = hashlib.sha256()
-    choices = {**asdict(recipe), "seed": None, "model": MODEL, "torch": torch.__version__}
-    digest.update(json.dumps(choices, sort_keys=True, default=str).encode())
-    root = Path(cumulant.__file__).parent
-    for path in sorted(path for pattern in SOURCES for path in root.glob(pattern)):
-        if path.relative_to(root).as_posix() not in NOT_SOURCES:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    def maps(self, run: Run) -> Path:
+        return self.out / "records" / f"{run.name}{MAPS}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Either the whole file or none of it: a reader never sees half, a stopped run leaves no broken file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+def train_one(run: Run, shop: Workshop, held: Source | None = None, progress: IO[str] | None = None) -> Record:
+    """Train one model, look at its maps and keep the record; `held` is its data where that is in memory already.
 
+    On a CPU it has one thread, so that the result does not depend on how many run beside it. A loss that is no number
+    ends the run, not the study: its record says so.
+    """
+    from cumulant.train.build import open_recipe_source
 
-def finished(run: Run, folder: Path, mark: str) -> dict[str, Any] | None:
-    """The record of a run that is complete and still valid, else None."""
-    try:
-        record = json.loads(run.file(folder).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    valid = isinstance(record, dict) and record.get("fingerprint") == mark and run.checkpoint(folder).exists()
-    return record if valid else None
-
-
-def train_one(run: Run, recipe: Recipe, folder: Path, mark: str, on_epoch: Callable[[], None]) -> dict[str, Any]:
-    """Train one model on one thread (so that the result does not depend on how many run beside it) and keep it."""
-    from cumulant.data import digits
-    from cumulant.models import create_model
-    from cumulant.train import fit, save
-
-    with threads(1):
-        torch.manual_seed(run.seed)
-        model = create_model(**MODEL, attention=run.mechanism)  # type: ignore[arg-type]
+    with threads(1) if shop.device == "cpu" else nullcontext():
         start = time.perf_counter()
-        history = fit(model, digits(), replace(recipe, seed=run.seed), on_epoch=lambda *_: on_epoch())
-        seconds = time.perf_counter() - start
-    record = {
-        "mechanism": run.mechanism,
-        "seed": run.seed,
-        "accuracy": history.test_accuracy[-1],  # of the last epoch: picking the best would look at the test images
-        "test_accuracy": history.test_accuracy,
-        "loss": history.loss,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "seconds": seconds,
-        "fingerprint": mark,
-    }
-    save(model, run.checkpoint(folder))
-    write_atomically(run.file(folder), json.dumps(record, allow_nan=False))
+        recipe = replace(run.recipe, seed=run.seed)
+        if held is not None:
+            recipe = replace(recipe, workers=0)  # nothing to decode
+        source = held or open_recipe_source(recipe)
+        # By name only: the run goes on, and its files say the same, wherever the data lies.
+        recipe = replace(recipe, data=Path(recipe.data).name)
+        try:
+            record = _trained(run, recipe, source, shop, progress)
+        except FloatingPointError as error:
+            record = failed_record(run, str(error), shop.device, shop.made)
+        # With start and evaluation; of a run that went on, at least all its training.
+        record["wall_seconds"] = round(max(time.perf_counter() - start, record.get("seconds", 0.0)), 2)
+    write_atomically(shop.record(run), json.dumps(record, allow_nan=False))
     return record
 
 
-def train_all(runs: Sequence[Run], recipe: Recipe, folder: Path, mark: str, *, workers: int, report: Report) -> None:
-    """Train `runs`, `workers` at a time, telling `report` of every epoch and every finished run.
+def _trained(run: Run, recipe: TrainRecipe, source: Source, shop: Workshop, progress: IO[str] | None) -> Record:
+    from cumulant.studies.maps import look
+    from cumulant.train import load, train
 
-    `mark` is the fingerprint taken before training: the source may be edited while the workers run the old one.
+    result = train(recipe, shop.folder(run), source=source, device=shop.device, fresh=shop.fresh, progress=progress)
+    record = make_record(run, result, source, shop.device, shop.made)
+    seen = look(load(result.out / "last.safetensors"), recipe, source, examples=run.seed == 0) or {}
+    record["locality"] = seen.get("locality")
+    record["trained"] = seen.get("trained", [])
+    if "maps" in seen:
+        write_atomically(shop.maps(run), json.dumps(seen["maps"], allow_nan=False))
+    return record
+
+
+def train_all(
+    runs: Sequence[Run],
+    shop: Workshop,
+    *,
+    workers: int,
+    report: Report,
+    budget: Budget | None = None,
+    progress: IO[str] | None = None,
+) -> list[Run]:
+    """Train `runs` in order, `workers` at a time on CPUs, telling `report` of every finished run; those left undone.
+
+    With workers beside this process `report` hears of every epoch too; otherwise the trainer draws its bar on
+    `progress`. Runs for which the budget has no time are left undone; one that outlasts it is stopped with its state
+    saved.
     """
+    budget = budget or Budget(None)
     workers = min(workers, len(runs))
-    if workers > 1:
-        return _train_in_processes(runs, recipe, folder, mark, workers, report)
-    for run in runs:
+    if workers > 1 and shop.device == "cpu":
+        return _Team(shop, workers, report, budget).train(runs)
+    left: list[Run] = []
+    kept: dict[tuple[Any, ...], Source] = {}
+    for number, run in enumerate(runs, 1):
+        to_do = run.recipe.epochs - epochs_done(shop.folder(run))
+        if not budget.fits(run.configuration, to_do):
+            left.append(run)
+            continue
+        if progress is not None:
+            print(f"[{number}/{len(runs)}] {run.configuration}, seed {run.seed}", file=progress)
+        started = budget.clock()
         try:
-            record = train_one(run, recipe, folder, mark, lambda run=run: report(run, None))  # type: ignore[misc]
+            with time_limit(budget) as over:
+                record = train_one(run, shop, _decoded(run, kept), progress)
+        except KeyboardInterrupt:
+            if not over.is_set():
+                raise
+            left.append(run)
+            continue
         except Exception as error:
-            raise RunError(f"{run.mechanism}, seed {run.seed}: {type(error).__name__}: {error}") from error
+            raise RunError(f"{run.configuration}, seed {run.seed}: {type(error).__name__}: {error}") from error
+        finally:
+            _clean_up()
+        if "failed" not in record:
+            budget.saw(run.configuration, to_do, budget.clock() - started)
         report(run, record)
-    return None
+    return left
 
 
-def _train_in_processes(
-    runs: Sequence[Run], recipe: Recipe, folder: Path, mark: str, workers: int, report: Report
-) -> None:
-    """One process per worker, fed from a queue; they are ended here whatever happens."""
-    context = multiprocessing.get_context("spawn")  # forked threads of torch would hang
-    tasks: Any = context.Queue()
-    events: Any = context.Queue()
-    for run in runs:
-        tasks.put(run)
-    for _ in range(workers):
-        tasks.put(None)
-    processes = [
-        context.Process(target=_work, args=(tasks, events, recipe, folder, mark), daemon=True) for _ in range(workers)
-    ]
-    # Ctrl-C reaches the whole group: the workers inherit this and leave the answer to the process that started them.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def time_limit(budget: Budget) -> Iterator[threading.Event]:
+    """Ask the trainer to stop, as a SIGTERM would, when the time of the budget is over; the event then is set."""
+    over, done = threading.Event(), threading.Event()
+    if budget.left is None or threading.current_thread() is not threading.main_thread():
+        yield over
+        return
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            if (budget.left or 0) <= 0:
+                over.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    before = signal.signal(signal.SIGTERM, stop)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
-        for process in processes:
-            process.start()
+        yield over
     finally:
-        signal.signal(signal.SIGINT, handler)
-    try:
-        left = len(runs)
-        while left:
-            try:
-                run, record, failure = events.get(timeout=1)
-            except queue.Empty:
-                dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
-                if dead:
-                    raise RunError(f"a training process ended by itself with exit status {dead[0]}") from None
-                continue
-            if failure is not None:
-                raise RunError(f"{run.mechanism}, seed {run.seed}: {failure}")
-            report(run, record)
-            left -= record is not None
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join()
+        done.set()
+        watcher.join()
+        signal.signal(signal.SIGTERM, before)
 
 
-def _work(tasks: Any, events: Any, recipe: Recipe, folder: Path, mark: str) -> None:
-    """Take runs until there are none, or until the process that started this one is gone."""
-    parent = multiprocessing.parent_process()
+class _Team:
+    """Worker processes, each fed with the next run as soon as it is free; they are ended here whatever happens."""
 
-    def epoch_done(run: Run) -> None:
-        if parent is not None and not parent.is_alive():
-            os._exit(1)
-        events.put((run, None, None))
+    def __init__(self, shop: Workshop, workers: int, report: Report, budget: Budget) -> None:
+        context = multiprocessing.get_context("spawn")  # forked threads of torch would hang
+        self.shop, self.report, self.budget = shop, report, budget
+        self.tasks: Any = context.Queue()
+        self.events: Any = context.Queue()
+        self.processes = [
+            context.Process(target=_work, args=(self.tasks, self.events, shop), daemon=True) for _ in range(workers)
+        ]
+        self.running: dict[Run, tuple[float, float, int]] = {}  # when it began, epochs to do, epochs told
 
-    while (run := tasks.get()) is not None:
+    def train(self, runs: Sequence[Run]) -> list[Run]:
+        # Ctrl-C reaches the whole group: the workers inherit this and leave the answer to the process that started
+        # them, whose SIGTERM has the trainer save its state.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            record = train_one(run, recipe, folder, mark, lambda run=run: epoch_done(run))  # type: ignore[misc]
-            events.put((run, record, None))
+            for process in self.processes:
+                process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        waiting, left = list(runs), []
+        try:
+            while waiting or self.running:
+                while waiting and len(self.running) < len(self.processes):
+                    run = waiting.pop(0)
+                    to_do = run.recipe.epochs - epochs_done(self.shop.folder(run))
+                    if self.budget.fits(run.configuration, to_do):
+                        self.running[run] = (self.budget.clock(), to_do, 0)
+                        self.tasks.put(run)
+                    else:
+                        left.append(run)
+                if self.running and self.budget.left is not None and self.budget.left <= 0:
+                    return sorted([*left, *self.running, *waiting], key=list(runs).index)
+                self._listen()
+            return left
+        finally:
+            if not self.running:
+                for _ in self.processes:
+                    self.tasks.put(None)
+                for process in self.processes:
+                    process.join(5)
+            for process in self.processes:
+                process.terminate()
+            for process in self.processes:
+                process.join()
+
+    def _listen(self) -> None:
+        """Wait up to a second for a finished run; tell of the epochs that the others have logged since."""
+        try:
+            run, record, failure = self.events.get(timeout=1)
+        except queue.Empty:
+            dead = [p.exitcode for p in self.processes if p.exitcode not in (None, 0)]
+            if dead:
+                raise RunError(f"a training process ended by itself with exit status {dead[0]}") from None
+        else:
+            if failure is not None:
+                raise RunError(f"{run.configuration}, seed {run.seed}: {failure}")
+            self._tell_epochs(run, record["epochs"])
+            began, to_do, _ = self.running.pop(run)
+            if "failed" not in record:
+                self.budget.saw(run.configuration, to_do, self.budget.clock() - began)
+            self.report(run, record)
+        for run in self.running:
+            self._tell_epochs(run, _epochs_logged(self.shop.folder(run)))
+
+    def _tell_epochs(self, run: Run, count: int) -> None:
+        began, to_do, told = self.running[run]
+        for _ in range(count - told):
+            self.report(run, None)
+        self.running[run] = (began, to_do, max(count, told))
+
+
+def _work(tasks: Any, events: Any, shop: Workshop) -> None:
+    """Take runs until there are none, or until the process that started this one is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while (run := tasks.get()) is not None:
+        run = replace(run, recipe=replace(run.recipe, workers=0))  # a daemon may have no processes of its own
+        try:
+            events.put((run, train_one(run, shop), None))
+        except KeyboardInterrupt:
+            return
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno}"
             events.put((run, None, f"{type(error).__name__}: {error} ({where})"))
             return
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
+        time.sleep(1)
+    os._exit(1)
+
+
+def _epochs_logged(folder: Path) -> int:
+    from cumulant.train import read_log
+
+    try:
+        return int(max((line["epoch"] for line in read_log(folder)), default=0))
+    except OSError:
+        return 0
+
+
+def _decoded(run: Run, kept: dict[tuple[Any, ...], Source]) -> Source | None:
+    """The images of a run, decoded once for all runs that follow each other; None for what is not held in memory."""
+    from cumulant.data.images import TensorImages
+    from cumulant.data.jobs import cores
+    from cumulant.data.memory import Memory, allowed_bytes, needed_bytes
+    from cumulant.data.part import Source
+    from cumulant.train.build import open_recipe_source
+
+    recipe, here = run.recipe, torch.device("cpu")
+    size, key = recipe.loaded_size, (recipe.data, recipe.loaded_size, str(recipe.data_options))
+    if key in kept:
+        return kept[key]
+    source = open_recipe_source(recipe)
+    if source.kind != "image" or recipe.in_memory == "no":
+        return None
+    parts = (source.train, source.test)
+    if sum(needed_bytes(part, size) for part in parts) > allowed_bytes(here):
+        return None
+    memories = [
+        Memory.fill(part, size, here, workers=cores() if len(part) > 2000 else 0, progress=None, attempts=1)
+        for part in parts
+    ]
+    if any(memory.bad for memory in memories):
+        return None  # the trainer's own loader reports and replaces them
+    train, test = (TensorImages(m.pixels, part.labels, source.name) for m, part in zip(memories, parts, strict=True))
+    kept.clear()
+    kept[key] = Source(source.name, source.kind, train, test, source.classes)
+    return kept[key]
+
+
+def _clean_up() -> None:
+    """What a run leaves in this process: compiled code, of which torch keeps a few versions only, and memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

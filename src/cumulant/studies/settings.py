@@ -6,41 +6,70 @@ import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+# What decides the results; where they go, and how quickly they are made, does not.
+DECISIVE = ("data", "recipe", "attention", "seeds", "control", "epochs", "change", "workers")
+
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Compare attention mechanisms on handwritten digits, as the cumulant-attention paper does on ImageNet-100.
+    """Compare attention mechanisms as the cumulant-attention paper does: on handwritten digits, or on your data.
 
-    Trains the same small vision transformer with each mechanism and several seeds, then measures the error against
-    softmax and the cost on this machine. Ends with a table and one self-contained page, report.html. Finished runs
-    are kept, so a stopped command goes on where it was when it is given again.
+    Trains the same model with each mechanism and several seeds, and ends with a table and one self-contained page,
+    report.html. Without --data it is a demo of a few minutes: a small vision transformer on digits of 8 x 8 pixels,
+    with the error against softmax and the cost on this machine. Finished runs are kept as small records, and a stopped
+    one goes on where it was when the command is given again. Records made elsewhere join by being copied into the
+    folder `records`.
+
+    What stands behind a mechanism's name with + changes the model: v_conv, gate, qk_norm, temperature=order, full,
+    normalization=sum, pool=gap, patch=4, variant=2 and further options of the mechanism, the model or the recipe.
 
     Example: cumulant reproduce
 
     Example: cumulant reproduce --attention softmax cumulant3 --seeds 3 --epochs 10 --out runs/quick
+
+    Example: cumulant reproduce --data path/to/tiny-imagenet-100 --seeds 3 --minutes 25
+
+    Example: cumulant reproduce --data path/to/tiny-imagenet-100 --attention softmax cumulant3 cumulant3+v_conv
     """
 
+    data: str = "digits"
+    """Name of a data set (digits, tiny-imagenet-100, cifar10, ucf101-6) or a folder."""
     attention: tuple[str, ...] = ("softmax", "linear", "cumulant2", "cumulant3")
-    """Mechanisms to compare, by the names that `cumulant list` prints."""
+    """What to compare: mechanisms by the names that `cumulant list` prints, with extras: cumulant3+v_conv+pool=gap."""
+    recipe: str | None = None
+    """Name or TOML file of the recipe; by default the one named like the data."""
     seeds: int = 5
-    """Training runs per mechanism. The control, softmax once more with other seeds, has as many."""
-    epochs: int = 20
-    """Passes over the training images in each run."""
-    out: Path = Path("runs/digits")
-    """Folder for report.html, results.json and the finished runs."""
+    """Training runs of each."""
+    control: int | None = None
+    """Runs of the control, softmax once more with other seeds; by default as many as seeds."""
+    epochs: int | None = None
+    """Passes over the training part in each run; by default as in the recipe (digits: 20)."""
+    change: tuple[str, ...] = ()
+    """Values of the recipe or the model to change in every run: batch_size=256 precision=fp32 compile=false."""
+    out: Path | None = None
+    """Folder for report.html, results.json, the records and the runs; by default runs/ and the name of the recipe."""
     workers: int = 2
-    """Training runs at the same time, one processor core each. The results do not depend on it."""
+    """Training runs at the same time on CPUs, one core each; on a GPU one after the other. Results do not depend on
+    it."""
+    device: str | None = None
+    """cpu or cuda; by default cuda where there is one, except for the digits."""
+    minutes: float | None = None
+    """Start no run that would not end within so many minutes, as far as the runs so far tell, and stop one that has not
+    ended by then; exit status 3 says that runs are left for another time."""
     fresh: bool = False
     """Train every run anew, also those that are finished."""
     report_only: bool = False
-    """Only write report.html again, from the results.json in the folder."""
+    """Train nothing: write results.json and report.html from the records in the folder."""
     json: bool = False
     """Print the results as JSON instead of the table."""
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "epochs", "workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name, least in (("seeds", 1), ("epochs", 1), ("workers", 1), ("control", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be {least} or more, got {value}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes must be positive, got {self.minutes}")
         if not self.attention:
             raise ValueError("attention must name at least one mechanism, got none")
         if len(set(self.attention)) < len(self.attention):
@@ -48,16 +77,33 @@ class Reproduce:
 
     @property
     def baseline(self) -> str:
-        """The mechanism that the control repeats."""
+        """What the control repeats."""
         return "softmax" if "softmax" in self.attention else self.attention[0]
 
+    @property
+    def controls(self) -> int:
+        """Runs of the control."""
+        return self.seeds if self.control is None else self.control
+
+    @property
+    def data_name(self) -> str:
+        """The data without the place where it lies."""
+        return Path(self.data).name
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is kept."""
+        return self.out or Path("runs") / Path(self.recipe or self.data).stem
+
     def command(self) -> str:
-        """The command line that gives these results. Where they are written does not belong to it."""
+        """The command line that gives these results. Where data and results lie does not belong to it."""
         words = ["cumulant", "reproduce"]
         for field in fields(self):
             value = getattr(self, field.name)
-            if value == field.default or field.name not in ("attention", "seeds", "epochs", "workers"):
+            if value == field.default or field.name not in DECISIVE:
                 continue
             words.append(f"--{field.name}")
+            if field.name in ("data", "recipe"):
+                value = Path(value).name
             words.extend(value if isinstance(value, tuple) else [str(value)])
         return shlex.join(words)

@@ -128,26 +128,30 @@ def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tupl
     return "undecided", text, results
 
 
+def pairs(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> list[Comparison]:
+    """Every configuration with extras against its mechanism alone, and against softmax with the same extras."""
+    plain = {_sorted(name): name for name in accuracies}
+    found: list[Comparison] = []
+    for name in accuracies:
+        mechanism, *extras = name.split("+")
+        others = [mechanism] if extras else []
+        if mechanism != "softmax" and extras:
+            others.append("+".join(["softmax", *extras]))
+        there = [plain[_sorted(other)] for other in others if _sorted(other) in plain]
+        found += [compare(name, other, accuracies, control_gap) for other in there]
+    return found
+
+
+def _sorted(name: str) -> tuple[str, ...]:
+    mechanism, *extras = name.split("+")
+    return (mechanism, *sorted(extras))
+
+
 def verdict(accuracies: Mapping[str, Sequence[float]], control: Sequence[float], baseline: str) -> dict[str, Any]:
-    """The summary of a study: final accuracies (fractions) by mechanism, the control's, and whom it repeats."""
-    again = f"{baseline} again"
-    check = compare(baseline, again, {baseline: accuracies[baseline], again: control})
-    gap = abs(check.difference)
+    """The summary of a study: final accuracies (fractions) by configuration, the control's, and whom it repeats."""
+    gap, control_text = judge_control(accuracies.get(baseline, ()), control, baseline)
     keyword, sentence, links = claim(accuracies, gap)
     ties = {(first, second): tie for first, second, tie in PAPER_CLAIM}
-    if check.low is None or check.high is None:
-        control_text = "With one seed per mechanism there is no spread to judge by: use more seeds."
-    else:
-        caution = (
-            f": not told apart, as it should be. Differences of up to about {(check.high - check.low) / 2:.1f} points "
-            "are what chance alone can make of this many seeds."
-            if check.low <= 0 <= check.high
-            else ". They should not differ at all: by bad luck they do, and every other difference deserves doubt."
-        )
-        control_text = (
-            f"Two sets of {baseline} runs that differ only in their seeds are {gap:.2f} points apart (95 % interval "
-            f"{signed(check.low)} to {signed(check.high)}){caution}"
-        )
     return {
         "claim": keyword,
         "claim_text": sentence,
@@ -156,38 +160,67 @@ def verdict(accuracies: Mapping[str, Sequence[float]], control: Sequence[float],
         "control_text": control_text,
         "comparisons": [
             {
-                **asdict(result),
-                "outcome": result.outcome,
+                **_values(result),
                 "tie_agrees": ties[result.first, result.second],
                 "agreement": agreement(result.outcome, ties[result.first, result.second]),
-                "text": describe(result),
             }
             for result in links
         ],
+        "pairs": [_values(result) for result in pairs(accuracies, gap)],
         "paper_accuracy": PAPER_ACCURACY,
     }
 
 
+def judge_control(own: Sequence[float], control: Sequence[float], baseline: str) -> tuple[float, str]:
+    """How far two sets of runs of the same model are apart, in points, and what that says."""
+    if not own or not control:
+        return 0.0, f"No control was run ({baseline} once more, with other seeds), so chance is judged by seeds alone."
+    again = f"{baseline} again"
+    check = compare(baseline, again, {baseline: own, again: control})
+    gap = abs(check.difference)
+    if check.low is None or check.high is None:
+        return gap, "With one seed of the baseline or of its control there is no spread to judge by: use more seeds."
+    caution = (
+        f": not told apart, as it should be. Differences of up to about {(check.high - check.low) / 2:.1f} points "
+        "are what chance alone can make of this many seeds."
+        if check.low <= 0 <= check.high
+        else ". They should not differ at all: by bad luck they do, and every other difference deserves doubt."
+    )
+    return gap, (
+        f"Two sets of {baseline} runs that differ only in their seeds are {gap:.2f} points apart (95 % interval "
+        f"{signed(check.low)} to {signed(check.high)}){caution}"
+    )
+
+
+def _values(result: Comparison) -> dict[str, Any]:
+    return {**asdict(result), "outcome": result.outcome, "text": describe(result)}
+
+
 def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per mechanism and role: mean, standard deviation (over seeds), extremes, parameters, seconds."""
+    """One row per configuration and role: mean, standard deviation (over seeds), extremes, parameters, seconds."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
-        groups.setdefault((record["mechanism"], record["role"]), []).append(record)
+        groups.setdefault((record["configuration"], record["role"]), []).append(record)
     rows = []
     for (name, role), group in groups.items():
         final = [record["accuracy"] for record in group]
+        epochs = [record["epoch_seconds"] for record in group if record["epoch_seconds"]]
         rows.append(
             {
-                "mechanism": name,
+                "configuration": name,
                 "role": role,
                 "seeds": [record["seed"] for record in group],
                 "mean": statistics.mean(final),
                 "std": statistics.stdev(final) if len(final) > 1 else None,
                 "low": min(final),
                 "high": max(final),
+                "top5": statistics.mean(record["top5"] for record in group),
                 "parameters": group[0]["parameters"],
                 "loss": statistics.mean(record["loss"][-1] for record in group),
                 "seconds": statistics.mean(record["seconds"] for record in group),
+                "epoch_seconds": statistics.median(epochs) if epochs else None,
+                "items_per_second": group[0]["items_per_epoch"] / statistics.median(epochs) if epochs else None,
+                "devices": sorted({record["device"] for record in group}),
             }
         )
     return rows

@@ -16,9 +16,34 @@ def joined(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
+def title(results: dict[str, Any]) -> str:
+    """The data in a headline."""
+    return {"digits": "handwritten digits"}.get(results["data"]["name"], results["data"]["name"])
+
+
+def noun(results: dict[str, Any]) -> str:
+    """What one item of the data is."""
+    return "clip" if results["data"]["kind"] == "video" else "image"
+
+
+def missing(results: dict[str, Any]) -> str:
+    """The runs that are not finished, by configuration."""
+    counts: dict[str, int] = {}
+    for one in results["missing"]:
+        name = one["configuration"] + (" again (control)" if one["role"] == "control" else "")
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} of {name}" for name, count in counts.items())
+
+
+def failures(results: dict[str, Any]) -> list[str]:
+    """A sentence for every run that ended without a result."""
+    return [f"{one['configuration']}, seed {one['seed']}: {one['failed']}" for one in results["failed"]]
+
+
 def about_maps(results: dict[str, Any]) -> list[str]:
     """How far the maps are spread, and whether those of the cumulants are more local than linear attention's."""
     locality, tokens = results["maps"]["locality"], results["maps"]["tokens"]
+    locality = {name: values for name, values in locality.items() if values["tokens"] == tokens}  # alike to compare
     used = {name: values["tokens_used"] for name, values in locality.items()}
     spreads = joined([f"{value['mean']:.1f} ({name})" for name, value in used.items()])
     sentences = [
@@ -41,6 +66,7 @@ def about_maps(results: dict[str, Any]) -> list[str]:
         sentences.append(claim + "; ".join(parts) + ".")
     negative = {name: values["negative_mass"]["mean"] for name, values in locality.items()}
     signed = [f"{value:.2f} ({name})" for name, value in negative.items() if value > 5e-4]
+    signed = [one for one in signed if "normalization=sum" not in one]
     if signed:
         sentences.append(
             f"The negative weights of a map add up to {joined(signed)} on average; the positive ones to 1 plus that, "
@@ -51,7 +77,7 @@ def about_maps(results: dict[str, Any]) -> list[str]:
 
 def about_error(results: dict[str, Any]) -> list[str]:
     """Error of each order at a small and at a large logit size, and where the trained model stands."""
-    error = results["error"]
+    error, trained = results["error"], results["trained"]
     sizes, curves = error["logit_sizes"], error["relative_error"]
     sentences = []
     for wanted in (0.2, 1.0):
@@ -66,8 +92,8 @@ def about_error(results: dict[str, Any]) -> list[str]:
             f"The full third order helps up to a logit size of about {max(useful):g}; beyond it the series "
             "no longer converges and a higher order makes it worse."
         )
-    if error["trained"]:
-        layers = error["trained"]
+    if trained:
+        layers = trained
         low, high = min(layer["logit_size"] for layer in layers), max(layer["logit_size"] for layer in layers)
         best = {name: [layer["relative_error"][name] for layer in layers] for name in curves}
         listed = joined([f"{percent(min(v))} to {percent(max(v))} ({name})" for name, v in best.items()])
@@ -94,13 +120,13 @@ def about_cost(results: dict[str, Any]) -> list[str]:
     sentences = []
     linear_time: list[str] = [name for name in ("cumulant2", "cumulant3") if name in by_name]
     if "softmax" in by_name and linear_time:
-        longest = max(by_name["softmax"].keys() & by_name[linear_time[-1]].keys())
+        longest = max(set.intersection(*(set(by_name[name]) for name in ("softmax", *linear_time))))
         softmax = by_name["softmax"][longest][seconds]
         ratios = [f"{softmax / by_name[name][longest][seconds]:.3g} times as long as {name}" for name in linear_time]
         sentences.append(f"At L = {longest:,} softmax takes {joined(ratios)}.")
         for name in linear_time:
-            slower = [n for n, one in by_name["softmax"].items() if one[seconds] < by_name[name][n][seconds]]
             shared = by_name["softmax"].keys() & by_name[name].keys()
+            slower = [n for n in shared if by_name["softmax"][n][seconds] < by_name[name][n][seconds]]
             if slower and max(slower) < max(shared):
                 sentences.append(f"Up to L = {max(slower):,} softmax is the quicker one against {name}.")
     grown: dict[tuple[int, int], list[str]] = {}

@@ -1,0 +1,216 @@
+"""Error against softmax beside cost, for every mechanism: on random tokens and on those of a trained model.
+
+Shape legend: B sequences, H heads, L tokens, D width.
+
+Two errors are given, in float64. `relative` is ||out - softmax|| / ||softmax||. `centred` is
+||out - softmax|| / ||softmax - mean of the values||: the mean, to which no query contributes, has 1, so that only what
+is below 1 is worth its cost. Only cumulant and cluster attention set out to equal softmax; for the others
+the error says what happens where they replace it without training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, Any
+
+import torch
+
+from cumulant.bench.capture import Captured, from_checkpoint
+from cumulant.bench.error import logit_size, relative_error
+from cumulant.bench.variants import Variant, parse, select
+from cumulant.bench.work import work_of
+from cumulant.commands import Error
+
+SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+def random_tokens(
+    size: float,
+    *,
+    length: int = 256,
+    dim: int = 64,
+    heads: int = 2,
+    batch: int = 2,
+    seed: int = 0,
+    causal: bool = False,
+) -> Captured:
+    """Independent normal q, k, v (B, H, L, D); the standard deviation of the scaled q.k over keys is `size`."""
+    if not size > 0:
+        raise ValueError(f"sizes must be positive, got {size:g}")
+    for name, number in (("length", length), ("dim", dim)):
+        if number < 1:
+            raise ValueError(f"{name} must be 1 or more, got {number}")
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = torch.randn(3, batch, heads, length, dim, generator=generator, dtype=torch.float64)
+    if length > 1:
+        query = query * (size / logit_size(query, key))
+    return Captured(f"random, logit size {size:g}", query, key, value, is_causal=causal)
+
+
+@torch.no_grad()
+def case(tokens: Captured, variants: Sequence[Variant], kind: str) -> dict[str, Any]:
+    """Error and work of every variant on the same tokens; `of_softmax` is its work over that of softmax."""
+    query, key, value = (x.double() for x in (tokens.query, tokens.key, tokens.value))
+    softmax, mean = parse("softmax"), parse("cumulant1").plain()
+    expected = softmax(query, key, value, **tokens.call)
+    spread = (expected - mean(query, key, value, **tokens.call)).norm().item()
+    one = tuple(x[:1, :1] for x in (query, key, value))  # the work is that of one head
+    first = {**tokens.call, "key_mask": None}
+    exact = work_of(softmax, *one, **first).total
+    rows = []
+    for variant in variants:
+        row: dict[str, Any] = {"variant": variant.label, "note": ""}
+        try:
+            out = variant.plain()(query, key, value, **tokens.call)
+            work = work_of(variant, *one, **first)
+        except ValueError as error:
+            rows.append({**row, "note": str(error)})
+            continue
+        gap = (out - expected).norm().item()
+        if not out.isfinite().all():
+            row["note"] = "not finite"
+        row |= {
+            "relative": None if row["note"] else relative_error(out, expected),
+            "centred": None if row["note"] or not spread else gap / spread,
+            **work.as_dict(),
+            "of_softmax": work.total / exact,
+        }
+        rows.append(row)
+    mark_front(rows)
+    return {
+        "name": tokens.layer,
+        "kind": kind,
+        "logit_size": logit_size(query, key),
+        "heads": query.shape[-3],
+        "tokens": query.shape[-2],
+        "dim": query.shape[-1],
+        "is_causal": tokens.is_causal,
+        "rows": rows,
+    }
+
+
+def mark_front(rows: Iterable[dict[str, Any]]) -> None:
+    """Set `front` on every row: whether no other is both cheaper (or equal) and closer to softmax.
+
+    Softmax itself is the end of every front and is not on it; nor is what is further off than the mean of the values.
+    """
+    able = [row for row in rows if row.get("centred") is not None and row["variant"] != "softmax"]
+    best = 0.999
+    for row in rows:
+        row["front"] = False
+    for row in sorted(able, key=lambda row: (row["total"], row["centred"])):
+        if row["centred"] < best and row["of_softmax"] < 1:
+            row["front"], best = True, row["centred"]
+
+
+def error_against_cost(
+    texts: Sequence[str] = ("all",),
+    *,
+    sizes: Sequence[float] = SIZES,
+    length: int = 256,
+    dim: int = 64,
+    seed: int = 0,
+    causal: bool = False,
+    captured: Sequence[Captured] = (),
+    captured_from: str = "",
+    on_case: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Error and cost of the named variants ("all": every mechanism) on random tokens and on captured ones.
+
+    Cost: that of softmax and of every mechanism, in float64, once for each size and each captured layer.
+    """
+    variants, left_out = select(texts, "causal" if causal else "noncausal")
+    cases = []
+    drawn = [random_tokens(size, length=length, dim=dim, seed=seed, causal=causal) for size in sizes]
+    for kind, group in (("random", drawn), ("captured", captured)):
+        for tokens in group:
+            cases.append(case(tokens, variants, kind))
+            if on_case is not None:
+                on_case(tokens.layer)
+    if not cases:
+        raise ValueError("there is nothing to measure: give sizes, or a checkpoint")
+    return {
+        "bench": "error",
+        "variants": [variant.label for variant in variants],
+        "left_out": left_out,
+        "cases": cases,
+        "groups": [group for kind in ("random", "captured") for group in _groups(cases, kind)],
+        "captured_from": captured_from,
+        "setting": {"length": length, "dim": dim, "seed": seed, "causal": causal, "sizes": list(sizes)},
+    }
+
+
+def run(settings: Error, progress: IO[str] | None = None) -> dict[str, Any]:
+    """What `cumulant bench error` measures when mechanisms or a checkpoint are named; `progress` gets a bar."""
+    from tqdm import tqdm
+
+    captured: Sequence[Captured] = ()
+    words = ""
+    if settings.checkpoint is not None:
+        captured, words = from_checkpoint(settings.checkpoint, data=settings.data, images=settings.images)
+    total = len(settings.sizes) + len(captured)
+    with tqdm(total=total, desc="error", unit="case", file=progress, disable=progress is None, leave=False) as bar:
+        return error_against_cost(
+            settings.attention or ("all",),
+            sizes=settings.sizes,
+            length=settings.length,
+            dim=settings.dim,
+            causal=settings.causal,
+            captured=captured,
+            captured_from=words,
+            on_case=lambda _: bar.update(),
+        )
+
+
+def _groups(cases: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """What a panel shows: each random case, and the captured layers together (root mean square of their errors)."""
+    own = [one for one in cases if one["kind"] == kind]
+    if kind == "random" or not own:
+        return [{"name": one["name"], "kind": kind, "rows": one["rows"]} for one in own]
+    rows = []
+    for number, first in enumerate(own[0]["rows"]):
+        errors = [one["rows"][number].get("centred") for one in own]
+        if any(error is None for error in errors):
+            rows.append({"variant": first["variant"], "note": first["note"] or "not on every layer", "front": False})
+            continue
+        rows.append({**first, "centred": (sum(error**2 for error in errors) / len(errors)) ** 0.5})
+    mark_front(rows)
+    return [{"name": f"trained model, {len(own)} layers", "kind": kind, "rows": rows}]
+
+
+def table(result: dict[str, Any]) -> str:
+    """For a terminal: cost beside the centred error of every group; * marks the front of a column."""
+    groups = result["groups"]
+    heads = [_head(group["name"]) for group in groups]
+    lines = [
+        "centred error against softmax (1: no better than the mean of the values); * not beaten at its cost",
+        f"{'':28s}{'multiply-adds':>15s}{'all work':>15s}{'of softmax':>12s}" + "".join(f"{h:>11s}" for h in heads),
+    ]
+    lines[1] = lines[1].replace("    trained", f"{'of softmax':>12s}    trained")
+    by_variant = {name: [_row(group, name) for group in groups] for name in result["variants"]}
+    ordered = sorted(by_variant, key=lambda name: by_variant[name][0].get("total", float("inf")))
+    for name in ordered:
+        rows = by_variant[name]
+        if "total" not in rows[0]:
+            lines.append(f"{name:28s}  {rows[0]['note']}")
+            continue
+        cost = f"{rows[0]['multiply_adds']:>15,}{rows[0]['total']:>15,}{rows[0]['of_softmax']:>12.3f}"
+        cells = [_cell(row, group["kind"]) for row, group in zip(rows, groups, strict=True)]
+        lines.append(f"{name:28s}{cost}" + "".join(cells))
+    lines += [f"left out: {name}: {reason}" for name, reason in result["left_out"].items()]
+    return "\n".join(lines)
+
+
+def _row(group: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(row for row in group["rows"] if row["variant"] == name)
+
+
+def _cell(row: dict[str, Any], kind: str) -> str:
+    """The error; that of the trained model behind the share of work at its own number of tokens."""
+    error = f"{row['centred']:.3g}" + "* "[not row["front"]] if row.get("centred") is not None else row["note"][:9]
+    share = f"{row['of_softmax']:>12.3f}" if "of_softmax" in row else f"{'':12s}"
+    return (share if kind == "captured" else "") + f"{error or '-':>11s}"
+
+
+def _head(name: str) -> str:
+    return name.replace("random, logit size ", "size ").replace("trained model", "trained").split(",")[0]

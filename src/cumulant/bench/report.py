@@ -1,0 +1,112 @@
+"""Results of the bench on disk: a JSON file each, figures, and one self-contained page of all that is in the folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from cumulant.bench import crossings, plots
+from cumulant.bench.provenance import provenance
+from cumulant.commands import Efficiency, Error, TrainBench
+
+TEMPLATE = "report.html.j2"
+PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "error": plots.pareto,
+    "efficiency": plots.efficiency,
+    "train": plots.training,
+}
+NOT_SAID = ("out", "json", "fresh")  # they do not change the numbers
+
+
+def prepare(out: Path) -> None:
+    """Fail before minutes of measuring where packages of figures and page are missing or nothing can be written."""
+    try:
+        import jinja2
+        import matplotlib
+        import plotly.offline  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"the report needs the package {error.name}: pip install 'cumulant[train]'") from error
+    assert jinja2.__version__
+    assert matplotlib.__version__
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"cannot write into --out {out}: {error.strerror}; choose another folder") from error
+
+
+def command(settings: Error | Efficiency | TrainBench) -> str:
+    """The command line that gives these results; of paths only the last part is said."""
+    words = ["cumulant", "bench", {Error: "error", Efficiency: "efficiency", TrainBench: "train"}[type(settings)]]
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if value == one.default or one.name in NOT_SAID:
+            continue
+        words.append(f"--{one.name.replace('_', '-')}")
+        if value is True:
+            continue
+        parts = value if isinstance(value, tuple) else (value,)
+        is_path = one.name in ("checkpoint", "data", "recipe")
+        words += [Path(part).name if is_path else str(part) for part in parts]
+    return shlex.join(words)
+
+
+def publish(result: dict[str, Any], settings: Error | Efficiency | TrainBench) -> dict[str, Any]:
+    """Write NAME.json, NAME.svg, NAME.png and report.html into settings.out; the result with its provenance."""
+    from cumulant.train.files import write_atomically
+
+    result = {**result, **provenance(command(settings))}
+    device = result.get("setting", {}).get("device") or next(
+        (r["device"] for r in result.get("runs", ()) if "device" in r), ""
+    )
+    if device == "cuda":
+        import torch
+
+        result["machine"]["gpu"] = torch.cuda.get_device_name()
+    name, out = result["bench"], settings.out
+    write_atomically(out / f"{name}.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+    PLOTS[name](result, out / name)
+    write_atomically(out / "report.html", render(read(out)).encode())
+    return result
+
+
+def read(out: Path) -> dict[str, dict[str, Any]]:
+    """The results in a folder by name: error, efficiency, train."""
+    paths = {name: out / f"{name}.json" for name in PLOTS}
+    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
+    if not found:
+        raise FileNotFoundError(f"there are no results in {out}: it must hold {', '.join(f'{n}.json' for n in PLOTS)}")
+    return found
+
+
+def render(results: dict[str, dict[str, Any]]) -> str:
+    """The page as text: plotly is inline, nothing is fetched."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
+
+    from cumulant.bench import figures, style
+
+    environment = Environment(
+        loader=PackageLoader("cumulant", "bench"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["by_work"] = lambda rows: sorted(rows, key=lambda row: row.get("total", float("inf")))
+    environment.filters["crossing"] = crossings.crossing_text
+    return environment.get_template(TEMPLATE).render(
+        results=results,
+        panels=plots.panels(results["error"]) if "error" in results else [],
+        phases=crossings.PHASES,
+        opponents=tuple(crossings.OPPONENTS),
+        colour=style.colour,
+        page=figures.figures(results),
+        plotlyjs=get_plotlyjs(),
+    )

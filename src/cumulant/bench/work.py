@@ -1,0 +1,86 @@
+"""Work of an operator, counted while it runs: multiply-adds of its products and steps of everything else.
+
+Nothing is taken from a formula. A product of (M, K) and (K, N) is M K N multiply-adds, as torch's own counter has it
+(which gives operations, twice that). Every other operation that computes counts one step for each number of its
+largest tensor: an exponential, an addition and a comparison alike. What only moves or makes numbers counts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from cumulant.bench.variants import Variant
+
+MOVES = {
+    "_linalg_check_errors", "_local_scalar_dense", "_to_copy", "arange", "cat", "clone", "constant_pad_nd", "copy",
+    "detach", "empty", "empty_like", "empty_strided", "eye", "fill", "flip", "full", "full_like", "gather",
+    "index", "index_put", "index_select", "lift_fresh", "masked_fill", "new_empty", "new_full", "new_ones",
+    "new_zeros", "ones", "ones_like", "repeat", "resize", "roll", "scalar_tensor", "scatter", "select_scatter",
+    "set", "slice_scatter", "stack", "tril", "triu", "zeros", "zeros_like",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """Multiply-adds of matrix products and convolutions, and steps of all other arithmetic."""
+
+    multiply_adds: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.multiply_adds + self.other
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
+
+
+class WorkCounter(TorchDispatchMode):
+    """While active, adds up the work of every operation; not under inference_mode, which hides them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiply_adds = self.other = 0
+
+    @property
+    def work(self) -> Work:
+        return Work(self.multiply_adds, self.other)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.multiply_adds += flop_registry[packet](*args, **kwargs, out_val=out) // 2
+        elif func.namespace not in ("aten", "prims", "prim"):
+            raise RuntimeError(f"the work of the fused operation {func} cannot be counted; use a plain backend")
+        elif not func.is_view and func._opname.rstrip("_") not in MOVES:
+            self.other += max((x.numel() for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)), default=0)
+            self.multiply_adds += _solve(func._opname, args)
+        return out
+
+
+def work_of(variant: Variant, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Work:
+    """Work of one forward call in its plain form; fused kernels do the same arithmetic, or a little more."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), WorkCounter() as counter:
+        variant.plain()(query, key, value, **call)
+    return counter.work
+
+
+def _solve(name: str, args: Any) -> int:
+    """Multiply-adds of solving A x = b, A (..., n, n), b (..., n, r): n^3 / 3 + n^2 r. Not in torch's counter."""
+    if "linalg" not in name or "norm" in name:
+        return 0
+    if "linalg_solve" not in name:
+        raise RuntimeError(f"the work of {name} is not known here; add it to cumulant.bench.work")
+    matrix, right = args[0], args[1]
+    n = matrix.shape[-1]
+    return matrix.numel() * n // 3 + right.numel() * n

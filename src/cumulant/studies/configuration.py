@@ -1,0 +1,157 @@
+"""What is compared: a mechanism and extras, written `cumulant3+v_conv+pool=gap`, turned into values of a recipe."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cumulant.train import TrainRecipe
+
+# Arguments of the models that are chosen in another way.
+NOT_EXTRAS = {"self", "attention", "attention_options", "attention_extras", "img_size", "frames", "num_classes"}
+NOT_EXTRAS |= {"drop_path", "device", "dtype", "in_chans", "distilled", "distilled_training"}
+# Values of the recipe that decide a run, each a single number or word.
+RECIPE_EXTRAS = (
+    "image_size", "decode_size", "frames", "stride", "views", "crops", "split", "model", "drop_path", "batch_size",
+    "lr", "lr_batch", "min_lr", "warmup_epochs", "weight_decay", "beta2", "label_smoothing", "clip", "ema",
+    "accumulate", "repeats", "precision",
+)  # fmt: skip
+# Values that change how a run is done and not what comes out of it; `--change` takes them too.
+MANNERS = ("compile", "compile_mode", "workers", "in_memory", "eval_epochs", "checkpoint_epochs", "checkpoint_steps",
+           "log_steps", "tensorboard")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A mechanism with extras; `name` is as the user wrote it."""
+
+    name: str
+    mechanism: str
+    extras: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        """The extras as they are written behind a mechanism: "+v_conv+pool=gap", in alphabetical order."""
+        return "".join(f"+{_word(key, value)}" for key, value in sorted(self.extras, key=lambda pair: pair[0]))
+
+
+def parse(name: str) -> Configuration:
+    """The configuration that `cumulant3+v_conv+pool=gap` stands for; the extras are checked by `configured`."""
+    from cumulant import zoo
+
+    mechanism, *words = name.split("+")
+    if not mechanism:
+        raise ValueError(f"name a mechanism before the extras, e.g. cumulant3{name}; got {name!r}")
+    zoo.get(mechanism)
+    extras = dict(pair(word, name) for word in words)
+    if len(extras) < len(words):
+        raise ValueError(f"each extra can be given once, got {name!r}")
+    return Configuration(name, mechanism, tuple(extras.items()))
+
+
+def pair(word: str, where: str) -> tuple[str, Any]:
+    """`v_conv` as ("v_conv", True), `patch=4` as ("patch", 4); values are JSON where they are JSON."""
+    key, sign, text = word.partition("=")
+    if not key or (sign and not text):
+        raise ValueError(f"extras are written +name or +name=value, got {word!r} in {where!r}")
+    if not sign:
+        return key, True
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        return key, None if text == "none" else text
+
+
+def configured(recipe: TrainRecipe, configuration: Configuration) -> TrainRecipe:
+    """The recipe with that mechanism and its extras."""
+    recipe = replace(recipe, attention=configuration.mechanism)
+    for key, value in configuration.extras:
+        recipe = with_extra(recipe, key, value, configuration.name)
+    return recipe
+
+
+def changed(recipe: TrainRecipe, words: Sequence[str]) -> TrainRecipe:
+    """The recipe with `--change key=value ...`; options that belong to one mechanism alone have no place there."""
+    for word in words:
+        key, value = pair(word, "--change")
+        recipe = with_extra(recipe, key, value, "--change", (*RECIPE_EXTRAS, *MANNERS), mechanism=False)
+    return recipe
+
+
+def with_extra(
+    recipe: TrainRecipe, key: str, value: Any, where: str, fields: Sequence[str] = RECIPE_EXTRAS, mechanism: bool = True
+) -> TrainRecipe:
+    """The recipe with one extra: an option of the mechanism, of every layer, of the model or of the recipe itself."""
+    from cumulant import zoo
+    from cumulant.nn.attention import EXTRAS
+    from cumulant.zoo.registry import suggest
+
+    options = zoo.get(recipe.attention).options if mechanism else ()
+    if key in options:
+        return replace(recipe, attention_options={**recipe.attention_options, key: value})
+    if key in EXTRAS:
+        return replace(recipe, attention_extras={**recipe.attention_extras, key: value})
+    if key == "patch":
+        return replace(recipe, model_options={**recipe.model_options, **_patch(recipe, value)})
+    of_model = model_arguments(recipe.model)
+    if key in of_model:
+        return replace(recipe, model_options={**recipe.model_options, key: value})
+    if key in fields:
+        _check_kind(recipe, key, value, where)
+        return replace(recipe, **{key: value})
+    owners = [name for name in zoo.names() if key in zoo.get(name).options]
+    if owners and mechanism:
+        raise ValueError(
+            f"{key!r} in {where!r} is an option of {', '.join(owners)}, not of {recipe.attention}, which has: "
+            f"{', '.join(options) or 'none'}"
+        )
+    known = [*options, *EXTRAS, "patch", *of_model, *fields]
+    raise ValueError(f"unknown extra {key!r} in {where!r}; {suggest(key, list(dict.fromkeys(known)))}")
+
+
+def model_arguments(model: str) -> list[str]:
+    """Arguments of the model of that name that can be extras."""
+    from cumulant.models import VisionTransformer, ViViT, model_names
+    from cumulant.zoo.registry import suggest
+
+    if model not in model_names():
+        raise ValueError(f"unknown model {model!r}; {suggest(model, model_names())}")
+    kind = ViViT if model.startswith("vivit") else VisionTransformer
+    return [name for name in inspect.signature(kind.__init__).parameters if name not in NOT_EXTRAS]
+
+
+def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:
+    """The argument of the model for patches of `side` x `side` pixels, in clips with as many frames as before."""
+    if isinstance(side, bool) or not isinstance(side, int) or side < 1:
+        raise ValueError(f"patch must be the side of a patch in pixels, got {side!r}")
+    if not recipe.model.startswith("vivit"):
+        return {"patch_size": side}
+    from cumulant.models.registry import VIVIT_CONFIGS
+
+    usual = VIVIT_CONFIGS[recipe.model].get("tubelet", (2, 16, 16))
+    frames = recipe.model_options.get("tubelet", usual)[0]
+    return {"tubelet": [frames, side, side]}
+
+
+def _check_kind(recipe: TrainRecipe, key: str, value: Any, where: str) -> None:
+    """A value of the recipe must be of the kind that is there: no word for a number, no number for a switch."""
+    now = getattr(recipe, key)
+    numbers = (int, float)
+    if isinstance(now, bool) or now is None or value is None:
+        right = isinstance(value, bool) if isinstance(now, bool) else True
+    elif isinstance(now, numbers):
+        right = isinstance(value, type(now) if isinstance(now, int) else numbers) and not isinstance(value, bool)
+    else:
+        right = isinstance(value, type(now))
+    if not right:
+        raise ValueError(f"{key} in {where!r} must be like {now!r}, got {value!r}")
+
+
+def _word(key: str, value: Any) -> str:
+    if value is True:
+        return key
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"

@@ -1,0 +1,31 @@
+"""What the report shows besides the training runs: error against softmax, and time and memory on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+Bar = Callable[[str, int, str], AbstractContextManager[Any]]
+
+
+def measured(results: dict[str, Any], make_bar: Bar) -> dict[str, Any]:
+    """Error of every order by the size of the logits, and cost by length, of the mechanisms that were compared."""
+    from cumulant.bench import scaling, softmax_error
+    from cumulant.bench.error import LOGIT_SIZES
+    from cumulant.bench.scaling import LENGTHS
+
+    mechanisms = tuple(dict.fromkeys(name.split("+")[0] for name in results["attention"]))
+    with make_bar("measuring", len(LOGIT_SIZES) + len(LENGTHS), "step") as bar:
+        bar.set_postfix_str("error against softmax")
+        error = softmax_error(on_size=lambda _: bar.update())
+        bar.set_postfix_str("time and memory")
+        cost = scaling(mechanisms, LENGTHS, on_length=lambda _: bar.update())
+        if cost["disturbed"] and cost["threads"] > 1:
+            # Threads that wait for one another suffer most from other work on the machine; a single one hardly does.
+            bar.total += len(LENGTHS)
+            bar.set_postfix_str("time and memory again: the machine is busy")
+            disturbed_on = cost["threads"]
+            cost = scaling(mechanisms, LENGTHS, num_threads=1, on_length=lambda _: bar.update())
+            cost["disturbed_on"] = disturbed_on
+    return {"error": error, "scaling": cost}

@@ -1,0 +1,100 @@
+"""Tables for docs/results.md from records: nothing in them is written by hand.
+
+A block of the page stands between `<!-- results: NAME -->` and `<!-- end -->`; filling the page replaces what is
+between the two and leaves the rest alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cumulant.studies.outcome import outcome, records_of
+from cumulant.studies.plan import planned
+from cumulant.studies.records import Key
+from cumulant.studies.settings import Reproduce
+from cumulant.studies.verdict import signed
+from cumulant.studies.wording import failures, missing
+
+BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def study_block(settings: Reproduce, records: Mapping[Key, dict[str, Any]]) -> str:
+    """The command of a study, and its table, verdict and origin as far as there are records."""
+    plan = planned(settings)
+    found = records_of(plan, records)
+    command = f"```\n{settings.command()}\n```\n"
+    if not found:
+        return f"{command}\nNot run yet: none of {len(plan)} runs.\n"
+    if all("failed" in record for record in found):
+        return f"{command}\nEvery run so far failed: {found[0]['failed']}\n"
+    results = outcome(found, plan, settings.attention, settings.baseline, {})
+    parts = [command, table(results), words(results), origin(results)]
+    parts += [f"Failed: {sentence}\n" for sentence in failures(results)]
+    if results["missing"]:
+        parts.insert(1, f"Not finished: {len(found)} of {len(plan)} runs; missing are {missing(results)}.\n")
+    return "\n".join(parts)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """One row per configuration, the control last."""
+    items = "clips" if results["data"]["kind"] == "video" else "images"
+    lines = [
+        f"| attention | runs | top-1, % | lowest .. highest | top-5, % | parameters | s/epoch | {items}/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(results["summary"], key=lambda row: row["role"] == "control"):
+        name = row["configuration"] + (" again (control)" if row["role"] == "control" else "")
+        spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
+        extremes = "" if row["std"] is None else f"{100 * row['low']:.2f} .. {100 * row['high']:.2f}"
+        epoch = f"{row['epoch_seconds']:.2f}" if row["epoch_seconds"] else ""
+        speed = f"{row['items_per_second']:,.0f}" if row["items_per_second"] else ""
+        lines.append(
+            f"| {name} | {len(row['seeds'])} | {100 * row['mean']:.2f}{spread} | {extremes} | {100 * row['top5']:.2f} "
+            f"| {row['parameters']:,} | {epoch} | {speed} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def words(results: Mapping[str, Any]) -> str:
+    """The verdict, one line per comparison."""
+    verdict = results["verdict"]
+    lines = [f"Found: {verdict['ordering']}. {verdict['claim_text']} {verdict['control_text']}", ""]
+    lines += [f"- {one['text']}" for one in verdict["comparisons"]]
+    for one in verdict["pairs"]:
+        between = "one run each" if one["low"] is None else f"95 % {signed(one['low'])} to {signed(one['high'])}"
+        lines.append(f"- {one['first']} against {one['second']}: {signed(one['difference'])} points ({between})")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def origin(results: Mapping[str, Any]) -> str:
+    """Commit, code, machine, versions and dates of the runs, and their seeds."""
+    lines = []
+    for one in results["origins"]:
+        versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
+        count = f"{one['runs']} run{'s' if one['runs'] > 1 else ''}"
+        commit = f"commit {one['commit']}, code {one['source']}" if one["commit"] else f"code {one['source']}"
+        lines.append(f"{count}: {commit}; {one['device']}; {versions}; {', '.join(one['dates'])}.")
+    seeds = ", ".join(map(str, results["seeds"]["compared"]))
+    control = ", ".join(map(str, results["seeds"]["control"]))
+    lines.append(f"Seeds {seeds}{f'; control {control}' if control else ''}.")
+    return "\n".join(lines) + "\n"
+
+
+def fill(page: str, blocks: Mapping[str, str]) -> str:
+    """The page with every block replaced; a block without a place, or a place without a block, is an error."""
+    places = [name for _, name, _, _ in BLOCK.findall(page)]
+    if sorted(places) != sorted(blocks):
+        raise ValueError(f"the page has places for {sorted(places)}, got blocks {sorted(blocks)}")
+    return BLOCK.sub(lambda match: f"{match[1]}{_tidy(blocks[match[2]])}{match[4]}", page)
+
+
+def in_order(records: Mapping[Key, dict[str, Any]], studies: Sequence[Reproduce]) -> list[dict[str, Any]]:
+    """Those of the records that belong to the studies, in the order of their plans, each once."""
+    keys = dict.fromkeys(run.key for settings in studies for run in planned(settings))
+    return [records[key] for key in keys if key in records]
+
+
+def _tidy(block: str) -> str:
+    return block.strip("\n") + "\n"

@@ -1,0 +1,164 @@
+"""Accuracy under one recipe: what is trained, what is kept, and what the runs allow to be said."""
+
+import io
+import json
+
+import pytest
+from bench_records import baseline, record
+
+from cumulant.bench import training
+from cumulant.bench.capture import from_checkpoint
+from cumulant.bench.training import chosen, judged, planned, run, table
+from cumulant.commands import TrainBench
+
+
+def outcome(result, claim):
+    return next(one["outcome"] for one in result["claims"] if one["claim"] == claim)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    settings = TrainBench(
+        attention=("softmax", "linear", "lla:ridge=-1.0"), epochs=1, control=1, device="cpu",
+        out=tmp_path_factory.mktemp("bench"),
+    )  # fmt: skip
+    return settings, run(settings)
+
+
+def test_every_mechanism_and_the_control_are_trained_and_kept(trained):
+    settings, result = trained
+    assert [(r["variant"], r["seed"], r["role"]) for r in result["runs"]] == [
+        ("softmax", 0, "compared"),
+        ("softmax", 1, "control"),
+        ("linear", 0, "compared"),
+        ("lla:ridge=-1.0", 0, "compared"),
+    ]
+    for run_ in result["runs"][:3]:
+        kept = json.loads((settings.out / "digits" / f"{run_['variant']}-{run_['seed']}" / "bench.json").read_text())
+        assert kept == {key: value for key, value in run_.items() if key != "role"}
+        assert kept["provenance"]["command"] == "cumulant bench train --recipe digits"
+
+
+def test_a_mechanism_that_fails_is_told_and_the_others_are_not_lost(trained):
+    _, result = trained
+    assert "ridge must be positive" in result["failed"]["lla:ridge=-1.0"]
+    assert [row["variant"] for row in result["ranking"]] != []
+    assert "failed: lla:ridge=-1.0: ValueError" in table(result)
+
+
+def test_costs_stand_beside_accuracy(trained):
+    _, result = trained
+    rows = {row["variant"]: row for row in result["ranking"]}
+    assert rows["softmax"]["parameters"] == rows["linear"]["parameters"] == 136_650
+    assert rows["softmax"]["seeds"] == 2
+    for row in rows.values():
+        assert row["flops"] > 4e6
+        assert row["throughput"] > 0
+        assert row["step_bytes"] > 1 << 20
+
+
+def test_the_same_command_again_trains_nothing(trained, monkeypatch):
+    settings, result = trained
+    monkeypatch.setattr(training, "costs", lambda *_: pytest.fail("measured again"))
+    screen = io.StringIO()
+    again = run(settings, screen)
+    assert again["runs"][:3] == result["runs"][:3]
+    assert "[1/4] softmax, seed 0, compared" in screen.getvalue()
+
+
+def test_another_recipe_in_the_same_folder_is_refused(trained):
+    settings, _ = trained
+    changed = TrainBench(attention=("softmax",), epochs=2, control=1, device="cpu", out=settings.out)
+    with pytest.raises(ValueError, match="another recipe"):
+        run(changed)
+
+
+def test_flops_of_cumulant_layers_are_not_hidden_by_a_fused_kernel():
+    from dataclasses import replace
+
+    from cumulant.data import open_source
+    from cumulant.train import read_recipe
+
+    recipe, source = read_recipe("digits"), open_source("digits")
+    counted = {name: training.flops(replace(recipe, attention=name), source) for name in ("cumulant1", "cumulant2")}
+    tokens, width, heads, layers = 17, 16, 4, 4
+    assert counted["cumulant2"] - counted["cumulant1"] == 2 * layers * heads * 2 * tokens * width**2
+
+
+def test_the_baseline_comes_first_with_its_control_then_seed_by_seed():
+    variants = chosen(("linear", "softmax"))
+    runs = planned(variants, variants[1], TrainBench(seeds=2, control=1))
+    assert [(r.variant.label, r.seed, r.role) for r in runs] == [
+        ("softmax", 0, "compared"),
+        ("softmax", 1, "compared"),
+        ("softmax", 2, "control"),
+        ("linear", 0, "compared"),
+        ("linear", 1, "compared"),
+    ]
+
+
+def test_only_differences_beyond_the_spread_of_the_baseline_count():
+    result = judged([*baseline(0.50, 0.52), record("linear", 0.40), record("agent", 0.525)], "softmax")
+    assert result["control"]["spread"] == pytest.approx(2)
+    beyond = {row["variant"]: row["beyond_chance"] for row in result["ranking"]}
+    assert beyond == {"agent": False, "softmax": None, "linear": True}
+    assert outcome(result, "softmax > linear") == "confirmed"
+    assert outcome(result, "agent > softmax") == "not resolved"
+    assert outcome(result, "rala > focused_linear") == "not tested"
+
+
+def test_claims_are_refuted_when_the_other_side_is_beyond_the_spread():
+    records = [*baseline(0.50, 0.51), record("mala", 0.40), record("rala", 0.45), record("linear", 0.60)]
+    result = judged(records, "softmax")
+    assert outcome(result, "mala >= rala") == "refuted"
+    assert outcome(result, "softmax > linear") == "refuted"
+
+
+def test_a_tie_agrees_with_at_least():
+    result = judged([*baseline(0.5, 0.6), record("mala", 0.50), record("rala", 0.52)], "softmax")
+    assert outcome(result, "mala >= rala") == "not contradicted"
+
+
+def test_with_several_seeds_the_interval_decides():
+    far = [record("linear", x, seed) for seed, x in enumerate((0.40, 0.41, 0.405))]
+    near = [record("cumulant3", x, seed) for seed, x in enumerate((0.40, 0.60, 0.49))]
+    own = [record("softmax", x, seed) for seed, x in enumerate((0.50, 0.51))] + baseline(0.505, 0.5)[1:]
+    result = judged([*own, *far, *near], "softmax")
+    claims = {one["claim"]: one for one in result["claims"]}
+    assert claims["softmax > linear"]["outcome"] == "confirmed"
+    low, high = claims["softmax > cumulant3"]["interval"]
+    assert low < 0 < high
+    assert claims["softmax > cumulant3"]["outcome"] == "not resolved"
+
+
+def test_failed_runs_are_no_results():
+    failed = {"variant": "linear", "seed": 0, "role": "compared", "failure": "FloatingPointError: nan"}
+    result = judged([*baseline(0.5, 0.6), failed], "softmax")
+    assert [row["variant"] for row in result["ranking"]] == ["softmax"]
+    assert result["failed"] == {"linear": "FloatingPointError: nan"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"seeds": 0}, "seeds must be 1"), ({"control": 0}, "control must be 1")]
+)
+def test_settings_that_mean_nothing_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        TrainBench(**given)
+
+
+def test_a_baseline_that_fails_ends_it(tmp_path):
+    settings = TrainBench(attention=("lla:ridge=-1.0", "linear"), epochs=1, device="cpu", out=tmp_path)
+    with pytest.raises(ValueError, match=r"the baseline lla:ridge=-1.0 failed: ValueError: ridge must be positive"):
+        run(settings)
+
+
+def test_an_unknown_option_of_a_layer_is_refused_before_training():
+    with pytest.raises(ValueError, match="unknown option 'cone'"):
+        chosen(("agent:cone=false",))
+
+
+def test_a_kept_run_gives_real_queries_keys_and_values(trained):
+    settings, _ = trained
+    layers, words = from_checkpoint(settings.out / "digits" / "linear-0", images=6)
+    assert [layer.query.shape for layer in layers] == [(6, 4, 17, 16)] * 4
+    assert words == "vit_nano_patch2_8 trained with linear, 6 of digits"

@@ -1,0 +1,56 @@
+"""How mechanisms are named on the command line, and who takes part."""
+
+import pytest
+import torch
+
+from cumulant import zoo
+from cumulant.bench.variants import parse, select
+
+
+def test_options_are_written_behind_the_name():
+    variant = parse("cumulant3:full=true:normalization=sum")
+    assert variant.mechanism.name == "cumulant3"
+    assert variant.options == {"full": True, "normalization": "sum"}
+
+
+def test_a_variant_is_the_mechanism_with_these_options():
+    query, key, value = torch.randn(3, 1, 2, 12, 4)
+    expected = zoo.get("cumulant3")(query, key, value, full=True)
+    torch.testing.assert_close(parse("cumulant3:full=true")(query, key, value), expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cumulat3", "did you mean 'cumulant"),
+        ("cumulant3:fall=true", "unknown option 'fall'.*did you mean 'full'"),
+        ("agent:16", "name:option=value"),
+    ],
+)
+def test_wrong_names_and_options_are_answered_with_right_ones(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_options_of_a_layer_are_not_those_of_the_operator():
+    assert parse("agent:conv=false", layer=True).options == {"conv": False}
+    with pytest.raises(ValueError, match="unknown option 'conv'"):
+        parse("agent:conv=false")
+
+
+@pytest.mark.parametrize("pattern", ["noncausal", "causal", "cross"])
+def test_all_means_every_mechanism_that_has_the_pattern_and_the_others_are_named(pattern):
+    variants, left_out = select(("all",), pattern)
+    able = {name for name in zoo.names() if getattr(zoo.get(name), pattern)}
+    assert {variant.mechanism.name for variant in variants} == able
+    assert {label.split(":")[0] for label in left_out} == set(zoo.names()) - able
+
+
+def test_a_mechanism_named_without_the_pattern_is_refused_with_an_alternative():
+    with pytest.raises(ValueError, match=r"'rala' cannot take part.*nearest mechanism that can"):
+        select(("linear", "rala"), "causal")
+
+
+def test_nothing_named_is_refused():
+    with pytest.raises(ValueError, match="at least one mechanism"):
+        select(())

@@ -1,0 +1,39 @@
+"""Small runs and studies on the digits: models that train for an epoch in a fraction of a second."""
+
+import importlib
+
+from cumulant.studies.configuration import configured, parse
+from cumulant.studies.plan import recipe_of
+from cumulant.studies.records import Run
+from cumulant.studies.runs import Workshop
+from cumulant.studies.settings import Reproduce
+
+SMALL = ("depth=2", "embed_dim=32", "num_heads=2", "batch_size=256")
+MADE = {
+    "source": "none",
+    "provenance": {
+        "command": "a test",
+        "commit": None,
+        "date": "2026-01-01 00:00 UTC",
+        "versions": {"python": "3", "torch": "2"},
+        "machine": {"system": "Linux"},
+    },
+}
+
+
+def small_run(name="softmax", seed=0, epochs=1, role="compared", **changes):
+    """A run of a small model."""
+    change = (*SMALL, *(f"{key}={value}" for key, value in changes.items()))
+    return Run(name, seed, role, configured(recipe_of(Reproduce(epochs=epochs, change=change)), parse(name)))
+
+
+def workshop(folder, **options):
+    """An empty place for runs on the CPU."""
+    for name in ("records", "runs"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return Workshop(folder, "cpu", MADE, **options)
+
+
+def quickly(monkeypatch):
+    """Measure short sequences only."""
+    monkeypatch.setattr(importlib.import_module("cumulant.bench.scaling"), "LENGTHS", (16, 32))

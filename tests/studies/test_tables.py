@@ -1,0 +1,89 @@
+"""docs/results.md says what the records say, and nothing where there are none."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from cumulant.studies.plan import planned
+from cumulant.studies.records import read_records
+from cumulant.studies.settings import Reproduce
+from cumulant.studies.tables import fill, study_block
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script():
+    """benchmarks/experiments.py as a module."""
+    spec = importlib.util.spec_from_file_location("experiments", ROOT / "benchmarks" / "experiments.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_study_without_records_is_said_to_be_not_run():
+    block = study_block(Reproduce(data="cifar10", seeds=1, control=0), {})
+    assert "Not run yet: none of 4 runs." in block
+    assert "cumulant reproduce --data cifar10 --seeds 1 --control 0" in block
+    assert "|" not in block
+
+
+def test_the_table_holds_mean_spread_verdict_and_origin(study):
+    settings, results = study
+    block = study_block(settings, read_records(settings.out / "records")[0])
+    for row in results["summary"]:
+        assert f"| {100 * row['mean']:.2f} ± {100 * row['std']:.2f} |" in block
+    assert results["verdict"]["ordering"] in block
+    assert results["origins"][0]["device"] in block
+    assert "Seeds 0, 1; control 1000, 1001." in block
+    assert "Not finished" not in block
+
+
+def test_missing_runs_are_named(study):
+    settings, _ = study
+    records = read_records(settings.out / "records")[0]
+    gone = planned(settings)[3].key
+    block = study_block(settings, {key: value for key, value in records.items() if key != gone})
+    assert "Not finished: 5 of 6 runs; missing are 1 of cumulant3." in block
+
+
+def test_filling_a_page_leaves_the_words_around_the_blocks_alone():
+    page = "before\n<!-- results: a -->\nold | table\n<!-- end -->\nafter\n"
+    assert fill(page, {"a": "new\n"}) == "before\n<!-- results: a -->\nnew\n<!-- end -->\nafter\n"
+    assert fill(fill(page, {"a": "x"}), {"a": "new"}) == fill(page, {"a": "new"})
+    with pytest.raises(ValueError, match=r"places for \['a'\], got blocks \['b'\]"):
+        fill(page, {"b": ""})
+
+
+def test_the_results_page_is_what_the_records_say(script):
+    assert script.PAGE.read_text() == script.page(), "run python benchmarks/experiments.py"
+
+
+def test_every_experiment_can_be_planned(script):
+    for name, settings in script.EXPERIMENTS.items():
+        assert planned(settings), name
+
+
+def test_records_are_taken_over_into_one_file_per_experiment(script, study, tmp_path, monkeypatch, capsys):
+    settings, results = study
+    monkeypatch.setattr(script, "RECORDS", tmp_path / "kept")
+    monkeypatch.setattr(script, "EXPERIMENTS", {"small": settings})
+    shutil.copytree(settings.out / "records", tmp_path / "elsewhere")
+    script.add([tmp_path / "elsewhere", settings.out / "results.json"])
+    kept = json.loads((tmp_path / "kept" / "small.json").read_text())
+    assert [run["accuracy"] for run in kept] == [run["accuracy"] for run in results["runs"]]
+    assert "6 runs taken over" in capsys.readouterr().out
+    monkeypatch.setattr(script, "EXPERIMENTS", {"other": Reproduce()})
+    script.add([settings.out])
+    assert "not part of any experiment, left out: cumulant3 seed 0" in capsys.readouterr().out
+
+
+def test_what_a_program_may_not_find_is_not_in_the_records(study):
+    settings, _ = study
+    for path in (settings.out / "records").glob("*.json"):
+        assert str(settings.out) not in path.read_text()
+        assert sys.prefix not in path.read_text()
