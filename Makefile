@@ -19,6 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@# timm needs torchvision, whose dependencies would replace torch; without both, the tests of timm models are skipped
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps timm torchvision==0.28.0
 	@touch $@
 
 install: $(STAMP)

@@ -2,10 +2,23 @@
 
 from . import nn, zoo
 from .attention import attention, attention_varlen, scores
+from .convert import convert, register_transformers
 from .models import create_model
 from .moments import Moments
 from .streaming import SlidingWindow, Stream
 
 __version__ = "0.1.0"
 
-__all__ = ["Moments", "SlidingWindow", "Stream", "attention", "attention_varlen", "create_model", "nn", "scores", "zoo"]
+__all__ = [
+    "Moments",
+    "SlidingWindow",
+    "Stream",
+    "attention",
+    "attention_varlen",
+    "convert",
+    "create_model",
+    "nn",
+    "register_transformers",
+    "scores",
+    "zoo",
+]

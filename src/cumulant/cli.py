@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from cumulant.commands import Bench, Efficiency, Error, ListMechanisms, Speed, TrainBench
+from cumulant.convert.settings import Convert, Diagnose
 from cumulant.studies.settings import Reproduce
 from cumulant.train_commands import Evaluate, Train, train_with_recipe
 
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return evaluate(command)
         if isinstance(command, Bench):
             return bench(command.what)
+        if isinstance(command, Diagnose):
+            return diagnose(command)
+        if isinstance(command, Convert):
+            return convert(command)
         return list_mechanisms(command) if isinstance(command, ListMechanisms) else reproduce(command)
     except ValueError as error:
         print(f"cumulant: error: {error}", file=sys.stderr)
@@ -51,6 +56,8 @@ def parse(words: list[str]) -> Any:
         | Annotated[Train, tyro.conf.subcommand("train", **options)]
         | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
         | Annotated[Bench, tyro.conf.subcommand("bench")]
+        | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+        | Annotated[Convert, tyro.conf.subcommand("convert")]
         | Annotated[ListMechanisms, tyro.conf.subcommand("list")]
     )
     config = [tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]
@@ -204,6 +211,36 @@ def bench_report(settings: Error | Efficiency | TrainBench) -> int:
     return 1 if result.get("failed") else 0
 
 
+def diagnose(settings: Diagnose) -> int:
+    from cumulant.convert.command import run_diagnose
+
+    try:
+        found = run_diagnose(settings, progress=sys.stderr)
+    except (OSError, ImportError, RuntimeError) as error:
+        print(f"cumulant: error: {error}", file=sys.stderr)
+        return 1
+    if settings.json:
+        print(json.dumps(found.to_json(), indent=1))
+        return 0
+    print(f"{found.table()}\n\n{found.proposal(settings.budget)}\n")
+    print(f"wrote {settings.out}/diagnosis.json and diagnosis.svg")
+    return 0
+
+
+def convert(settings: Convert) -> int:
+    from cumulant.convert.command import run_convert
+
+    try:
+        report = run_convert(settings, progress=sys.stderr)
+    except (OSError, ImportError, RuntimeError) as error:
+        print(f"cumulant: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(report.to_json(), indent=1) if settings.json else report)
+    if not settings.json:
+        print(f"the model is in {settings.out}; load it with load() of cumulant.convert")
+    return 0
+
+
 def list_mechanisms(options: ListMechanisms) -> int:
     """The registry; what each can do is found by running it, not read from what it declares."""
     from tqdm import tqdm
@@ -227,11 +264,11 @@ def list_mechanisms(options: ListMechanisms) -> int:
         print(f"{row['name']:{width}}  {row['cost']:{cost}}  {row['summary']} ({row['paper']}, {row['year']})")
         print(f"{'':{width}}  {'':{cost}}  {can}")
     print(
-        "\ncost: order of the multiply-adds of one head for L tokens, key width D, value width E. Found by running each:\n"
+        "\ncost: order of the multiply-adds of one head for L tokens, key width D, value width E. Found by running:\n"
         "causal: tokens see only the past · cross: queries and keys of different sequences · key mask: padding or\n"
-        "weights · grouped queries: several query heads share a key head · weights: the L x L map can be shown ·\n"
-        "subquadratic: no L x L work · streaming: constant memory while tokens arrive · ragged: sequences of different\n"
-        "lengths packed without padding"
+        "weights · grouped queries: several query heads share a key head · weights: the L x L map can be shown\n"
+        "subquadratic: no L x L work · streaming: constant memory while tokens arrive · ragged: sequences of\n"
+        "different lengths packed without padding"
     )
     return 0
 

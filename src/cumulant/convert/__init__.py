@@ -1,0 +1,56 @@
+"""Linear-time attention in models that exist: registration, conversion, diagnosis, saving and export."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cache import MomentsCache
+    from .choice import Choice, fitting
+    from .conversion import ConversionReport, convert, count_calls, restore
+    from .diagnosis import Diagnosis, diagnose
+    from .export import export_onnx, export_program
+    from .hf import register_transformers
+    from .saving import load, save
+
+# Found when they are first used: the command line reads `settings` and nothing else.
+_HOMES = {
+    "Choice": "choice",
+    "ConversionReport": "conversion",
+    "Diagnosis": "diagnosis",
+    "MomentsCache": "cache",
+    "convert": "conversion",
+    "count_calls": "conversion",
+    "diagnose": "diagnosis",
+    "export_onnx": "export",
+    "export_program": "export",
+    "fitting": "choice",
+    "load": "saving",
+    "register_transformers": "hf",
+    "restore": "conversion",
+    "save": "saving",
+}
+
+__all__ = [
+    "Choice",
+    "ConversionReport",
+    "Diagnosis",
+    "MomentsCache",
+    "convert",
+    "count_calls",
+    "diagnose",
+    "export_onnx",
+    "export_program",
+    "fitting",
+    "load",
+    "register_transformers",
+    "restore",
+    "save",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

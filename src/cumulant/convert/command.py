@@ -1,0 +1,58 @@
+"""What `cumulant diagnose` and `cumulant convert` do."""
+
+from __future__ import annotations
+
+import json
+from typing import TextIO
+
+from ..train.files import write_atomically
+from .conversion import ConversionReport, Layers, convert
+from .diagnosis import Diagnosis, diagnose
+from .opening import open_batches, open_model
+from .saving import save
+from .settings import Convert, Diagnose
+
+
+def run_diagnose(settings: Diagnose, progress: TextIO | None = None) -> Diagnosis:
+    """Diagnose the model; diagnosis.json and diagnosis.svg go to the folder `out`."""
+    model = open_model(settings.model, settings.device)
+    data = None
+    if settings.data is not None:
+        data = open_batches(model, settings.model, settings.data, settings.batches, settings.batch_size)
+    found = diagnose(
+        model,
+        data,
+        attention=settings.attention,
+        batches=settings.batches,
+        queries=settings.queries,
+        heads=settings.heads,
+        progress=progress,
+    )
+    settings.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(settings.out / "diagnosis.json", json.dumps(found.to_json(), indent=1).encode())
+    found.figure(settings.out / "diagnosis.svg")
+    return found
+
+
+def run_convert(settings: Convert, progress: TextIO | None = None) -> ConversionReport:
+    """Convert the model; it and conversion.json go to the folder `out`."""
+    layers: Layers = [int(x) if x.lstrip("-").isdigit() else x for x in settings.layers]
+    if settings.layers in (("all",), ("auto",)):
+        layers = None if settings.layers == ("all",) else "auto"
+    model = open_model(settings.model, settings.device)
+    data = None
+    if settings.data is not None:
+        data = open_batches(model, settings.model, settings.data, settings.batches, settings.batch_size)
+    report = convert(
+        model,
+        settings.attention,
+        layers=layers,
+        budget=settings.budget,
+        data=data,
+        heads=settings.heads,
+        batches=settings.batches,
+        progress=progress,
+    )
+    save(model, settings.out)
+    write_atomically(settings.out / "conversion.json", json.dumps(report.to_json(), indent=1).encode())
+    return report

@@ -1,0 +1,301 @@
+"""`convert`: another attention in a model that exists, checked on the way, with a report of what was done."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from . import hf, sites
+from .choice import KEPT, Choice, observing
+from .inputs import Batch, answers, call, evaluating, example_for, relative_error, some
+from .sites import Site
+
+if TYPE_CHECKING:
+    from .diagnosis import Diagnosis
+
+Layers = str | Sequence[int | str] | Mapping[int | str, Any] | None
+SAME = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass
+class ConversionReport:
+    """What `convert` did. Errors are ||converted - original|| / ||original|| of the model's output."""
+
+    model: str
+    attention: str
+    replaced: dict[str, Choice]
+    kept: dict[str, str]  # layer: why it stays softmax
+    calls: dict[str, int]  # of each replaced layer in the dry run
+    measured_error: float
+    predicted_error: float | None = None  # from the diagnosis, with layers="auto"
+    dropout_off: dict[str, float] = field(default_factory=dict)  # attention dropout that no longer acts
+    measured_on: str = "noise"  # "data" if some was given
+    seconds: tuple[float, float] | None = None  # forward pass before and after, on what the error was measured
+    peak_bytes: tuple[int, int] | None = None  # the same for memory, on CUDA
+
+    def to_json(self) -> dict[str, Any]:
+        values = {key: value for key, value in vars(self).items() if key != "replaced"}
+        return {**values, "replaced": {name: choice.to_json() for name, choice in self.replaced.items()}}
+
+    def __str__(self) -> str:
+        total = len(self.replaced) + len(self.kept)
+        lines = [f"{self.model}: {len(self.replaced)} of {total} attention layers replaced"]
+        lines += [f"  {name}: {choice}" for name, choice in self.replaced.items()]
+        lines += [f"  {name}: softmax, {reason}" for name, reason in self.kept.items()]
+        said = "" if self.predicted_error is None else f", predicted {self.predicted_error:.2%}"
+        lines.append(f"relative change of the output on {self.measured_on}: {self.measured_error:.2%}{said}")
+        if self.seconds is not None:
+            lines.append(f"forward pass: {self.seconds[0] * 1e3:.1f} ms before, {self.seconds[1] * 1e3:.1f} ms after")
+        if self.peak_bytes is not None:
+            before, after = (x / 2**20 for x in self.peak_bytes)
+            lines.append(f"peak memory: {before:.0f} MiB before, {after:.0f} MiB after")
+        if self.dropout_off:
+            lines.append(f"attention dropout switched off in {len(self.dropout_off)} layers: no probabilities to drop")
+        return "\n".join(lines)
+
+
+def convert(
+    model: nn.Module,
+    attention: str = "cumulant3",
+    *,
+    layers: Layers = None,
+    budget: float | None = None,
+    data: Iterable[Batch] | Batch | None = None,
+    example: Batch | None = None,
+    options: dict[str, Any] | None = None,
+    heads: bool = False,
+    diagnosis: Diagnosis | None = None,
+    batches: int = 4,
+    output: Callable[[Any, Batch], Tensor] | None = None,
+    progress: TextIO | None = None,
+) -> ConversionReport:
+    """Put a mechanism of linear cost into a model of transformers, timm or this library, in place; weights stay.
+
+        report = cumulant.convert(model, "cumulant3")                             # every layer
+        report = cumulant.convert(model, layers=[4, 5])                           # by index or name pattern
+        report = cumulant.convert(model, layers={4: "cumulant2", 5: {"attention": "cumulant3", "heads": [0, 2]}})
+        report = cumulant.convert(model, layers="auto", budget=0.05, data=batches)  # where it is safe
+
+    A dry run counts that every replaced layer really runs; a layer that takes the name and ignores it, a bias or mask
+    that cannot be honoured, and projections that were not taken over exactly are errors, and the model is left as it
+    was. See `restore`, `save`, `load`.
+
+    Args:
+        attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 or linear.
+        layers: None for all that can be replaced; indices in running order or name patterns; a mapping from those to a
+            mechanism, or to {"attention", "heads", "options"}; "auto" to choose by diagnosis.
+        budget: with layers="auto", the largest relative change of the output to accept, e.g. 0.05.
+        data: batches (tensors, tuples of arguments or mappings of keyword arguments); the error is measured on them.
+        example: one batch for the dry run; made from the model's config unless given.
+        options: of the mechanism, e.g. {"full": True}.
+        heads: with layers="auto", also replace single heads in layers that do not fit the budget as a whole.
+        diagnosis: what `diagnose` found for this model, so that layers="auto" need not find it again.
+        batches: how many batches of `data` to use.
+        output: function(output, batch) -> tensor to compare models by; logits or hidden states unless given.
+        progress: where a bar is shown while layers="auto" measures.
+    """
+    asked = Choice(attention, None, dict(options or {}))
+    if sites.is_converted(model):
+        raise ValueError("the model is converted already; restore(model) of cumulant.convert takes that back")
+    if budget is not None and layers != "auto":
+        raise ValueError(f'budget={budget} goes with layers="auto", got layers={layers!r}')
+    used = None if data is None else some(data, batches, model)
+    first = some(example, 1, model)[0] if example is not None else used[0] if used else example_for(model)
+    measured = used or [first]
+    with evaluating(model):
+        found = find_sites(model, first)
+        predicted = None
+        if layers == "auto":
+            from .diagnosis import select
+
+            if used is None:
+                raise ValueError('layers="auto" needs data: batches like those that the model will see')
+            budget = 0.05 if budget is None else budget
+            plan, predicted = select(model, used, asked, budget, heads, output, diagnosis, progress)
+        else:
+            plan = _planned(found, layers, asked)
+        if not plan:
+            raise ValueError(f"no layer of {type(model).__name__} fits the budget of {budget}; nothing was replaced")
+        wanted, seconds, memory = _measured(model, measured, output)
+        _check_taken_over(model, found, measured[:1], wanted[:1], output)
+        undo = sites.apply(model, {**_kept_plan(model, found), **plan})
+        try:
+            calls = count_calls(model, first, plan)
+            got, seconds_after, memory_after = _measured(model, measured, output)
+        except BaseException:
+            undo()
+            raise
+    sites.remember(model, plan, undo, whole=len(plan) == len(found))
+    reasons = {site.name: site.obstacle or "not chosen" for site in found if site.name not in plan}
+    return ConversionReport(
+        model=type(model).__name__,
+        attention=attention,
+        replaced=plan,
+        kept=reasons | uncalled(model, found),
+        calls=calls,
+        measured_error=relative_error(got, wanted),
+        predicted_error=predicted,
+        dropout_off={s.name: s.dropout for s in found if s.name in plan and s.dropout},
+        measured_on="noise" if used is None and example is None else "data",
+        seconds=(seconds, seconds_after),
+        peak_bytes=None if memory is None or memory_after is None else (memory, memory_after),
+    )
+
+
+def restore(model: nn.Module) -> None:
+    """Take a conversion of this session back: the model computes what it did before."""
+    sites.forget(model)
+
+
+def find_sites(model: nn.Module, example: Batch) -> list[Site]:
+    """Attention layers in the order in which they run. An error if there are none, or none that can be replaced."""
+    found = sites.find(model, lambda: call(model, example))
+    name = type(model).__name__
+    if not found:
+        silent = ", ".join(uncalled(model, found)) or "none found"
+        raise RuntimeError(
+            f"{name} takes an attn_implementation but never calls it (attention layers: {silent}); it cannot be "
+            "converted, and would go on computing softmax in silence"
+        )
+    if all(site.obstacle for site in found):
+        reasons = "; ".join(dict.fromkeys(str(site.obstacle) for site in found))
+        raise ValueError(f"no attention layer of {name} can be replaced: {reasons}")
+    return found
+
+
+def count_calls(model: nn.Module, example: Batch, names: Iterable[str]) -> dict[str, int]:
+    """How often each named layer computes a mechanism of ours in one forward pass; an error if one never does."""
+    modules = {id(model.get_submodule(name)): name for name in names}
+    calls = dict.fromkeys(modules.values(), 0)
+
+    def count(module: nn.Module, _: Any) -> None:
+        if id(module) in modules:
+            calls[modules[id(module)]] += 1
+
+    with observing(count), torch.no_grad(), evaluating(model):
+        call(model, example)
+    never = [name for name, times in calls.items() if times == 0]
+    if never:
+        raise RuntimeError(
+            f"{len(never)} of {len(calls)} replaced layers of {type(model).__name__} never ran: {', '.join(never)}"
+        )
+    return calls
+
+
+def uncalled(model: nn.Module, found: Sequence[Site]) -> dict[str, str]:
+    """Attention layers of a transformers model that never ask its attention registry, and that as the reason."""
+    names = [site.name for site in found]
+    if sites.library_of(model) != sites.TRANSFORMERS:
+        return {}
+    silent: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        linear = any(isinstance(child, nn.Linear) for child in module.children())
+        own = kind.__module__.startswith("transformers.") and "Attention" in kind.__name__ and linear
+        if not own and not isinstance(module, nn.MultiheadAttention):
+            continue
+        if not any(n == name or n.startswith(f"{name}.") or name.startswith(f"{n}.") for n in names):
+            silent[name] = f"{kind.__name__} computes softmax itself and never asks the attention registry"
+    return silent
+
+
+def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, Choice]:
+    """The choice for each layer that the user named; an error for one that is not there or cannot be replaced."""
+    if layers is None:
+        return {site.name: asked for site in found if site.obstacle is None}
+    if isinstance(layers, str):
+        raise ValueError(f'layers must be None, "auto", a list or a mapping, got {layers!r}')
+    wanted = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, asked)
+    plan: dict[str, Choice] = {}
+    for key, value in wanted.items():
+        for site in _named(found, key):
+            choice = _choice(value, asked)
+            if choice is None:
+                continue
+            if site.obstacle is not None:
+                raise ValueError(f"layer {key!r} ({site.name}) cannot be replaced: {site.obstacle}")
+            bad = [h for h in choice.heads or () if not 0 <= h < site.heads]
+            if bad:
+                raise ValueError(f"layer {key!r} ({site.name}) has heads 0 to {site.heads - 1}, got {bad}")
+            plan[site.name] = choice
+    return plan
+
+
+def _named(found: Sequence[Site], key: int | str) -> list[Site]:
+    if isinstance(key, int):
+        if not -len(found) <= key < len(found):
+            raise ValueError(f"layer {key} does not exist: the model has {len(found)} attention layers")
+        return [found[key]]
+    matching = [site for site in found if fnmatch.fnmatchcase(site.name, key)]
+    if not matching:
+        raise ValueError(f"no attention layer matches {key!r}; there are: {', '.join(s.name for s in found)}")
+    return matching
+
+
+def _choice(value: Any, asked: Choice) -> Choice | None:
+    if value is None or value in ("softmax", KEPT):
+        return None
+    if isinstance(value, Choice):
+        return value
+    if isinstance(value, str):
+        return Choice(value, None, asked.options if value == asked.attention else {})
+    if isinstance(value, Mapping):
+        return Choice.from_json({"attention": asked.attention, **value})
+    raise ValueError(f"a layer's choice must be a name, a mapping or a Choice, got {value!r}")
+
+
+def _kept_plan(model: nn.Module, found: Sequence[Site]) -> dict[str, Choice]:
+    """Layers of transformers that stay softmax are tagged so; elsewhere they are left alone."""
+    if sites.library_of(model) != sites.TRANSFORMERS:
+        return {}
+    return {site.name: KEPT for site in found}
+
+
+def _measured(
+    model: nn.Module, batches: Sequence[Batch], output: Callable[[Any, Batch], Tensor] | None
+) -> tuple[list[Tensor], float, int | None]:
+    """Answers, seconds of a forward pass over all batches, and peak bytes on CUDA."""
+    cuda = any(p.is_cuda for p in model.parameters())
+    answers(model, batches[:1], output)
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    found = answers(model, batches, output)
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    return found, seconds, torch.cuda.max_memory_allocated() if cuda else None
+
+
+def _check_taken_over(
+    model: nn.Module,
+    found: Sequence[Site],
+    batches: Sequence[Batch],
+    wanted: Sequence[Tensor],
+    output: Callable[[Any, Batch], Tensor] | None,
+) -> None:
+    """With our own softmax in every layer the model must say what it said before."""
+    softmax = {site.name: KEPT for site in found if site.obstacle is None and _is_softmax(site.module)}
+    with sites.applied(model, {**_kept_plan(model, found), **softmax}):
+        error = relative_error(answers(model, batches, output), wanted)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if not error <= SAME.get(dtype, 1e-4):
+        raise RuntimeError(
+            f"{type(model).__name__} says something else (relative change {error:.1e}) when its attention layers are "
+            "computed with softmax between their own projections: they do more than that, and cannot be converted"
+        )
+
+
+def _is_softmax(module: nn.Module) -> bool:
+    mechanism = getattr(module, "mechanism", None)
+    return mechanism is None or mechanism.name == "softmax"
+
+
+__all__ = ["ConversionReport", "convert", "count_calls", "find_sites", "hf", "restore", "uncalled"]

@@ -1,0 +1,315 @@
+"""`diagnose`: which layers and heads of a model may lose softmax, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from . import sites
+from .choice import KEPT, Call, Choice, fitting, observing
+from .conversion import _is_softmax, _kept_plan, find_sites
+from .inputs import Batch, answers, call, evaluating, example_for, relative_error, some
+from .statistics import ORDERS, HeadSums, head_sums
+
+CANDIDATES = ("cumulant2", "cumulant3")
+PATIENCE = 3  # heads that may not fit before the search, by rising effect, ends
+
+
+@dataclass
+class LayerDiagnosis:
+    """One attention layer. Lists are by head; mappings by order, or by mechanism for effects on the output."""
+
+    name: str
+    heads: int
+    tokens: int  # keys of a sequence
+    width: int  # of a head
+    spread: list[float]  # standard deviation of the logits over the keys
+    largest: list[float]  # |logit - mean| at its largest
+    error: dict[int, list[float]]  # ||order n - softmax|| / ||softmax|| of the layer's own output
+    left_out: dict[int, list[float]]  # what order n leaves out to fourth order, over ||softmax||
+    negative: dict[int, list[float]]  # share of weight that is negative
+    effect: dict[str, float]  # relative change of the model's output if this layer alone is replaced
+    head_effect: dict[str, list[float]] = field(default_factory=dict)  # the same for single heads
+
+    def best(self) -> str:
+        """The mechanism with the smallest effect."""
+        return min(self.effect, key=self.effect.__getitem__)
+
+
+@dataclass
+class Diagnosis:
+    """What `diagnose` found, layers in the order in which they run."""
+
+    model: str
+    layers: list[LayerDiagnosis]
+    kept: dict[str, str]  # layers that cannot be replaced, and why
+    linear: int  # multiply-adds of a token in all linear layers
+
+    def ranked(self) -> list[LayerDiagnosis]:
+        """Layers by their effect on the output, the safest first."""
+        return sorted(self.layers, key=lambda layer: layer.effect[layer.best()])
+
+    def best(self, count: int) -> dict[str, Choice]:
+        """The `count` safest layers with the mechanism that suits each: `convert(model, layers=diagnosis.best(3))`."""
+        return {layer.name: Choice(layer.best()) for layer in self.ranked()[:count]}
+
+    def best_heads(self, count: int) -> dict[str, Choice]:
+        """The `count` safest heads of the model, after `diagnose(..., heads=True)`; their layers keep the others."""
+        if not all(layer.head_effect for layer in self.layers):
+            raise ValueError("best_heads needs a diagnosis of single heads: diagnose(model, data, heads=True)")
+        ranked = sorted(
+            (effect, layer.name, head)
+            for layer in self.layers
+            for head, effect in enumerate(layer.head_effect[layer.best()])
+        )
+        chosen: dict[str, tuple[int, ...]] = {}
+        for _, name, head in ranked[:count]:
+            chosen[name] = (*chosen.get(name, ()), head)
+        by_name = {layer.name: layer for layer in self.layers}
+        return {
+            name: Choice(by_name[name].best(), None if len(heads) == by_name[name].heads else heads)
+            for name, heads in chosen.items()
+        }
+
+    def speedup(self, tokens: int, layers: Iterable[str] | None = None) -> float:
+        """Multiply-adds of a forward pass before, over those after replacing `layers` (all), at so many tokens.
+
+        A count, not a measurement: softmax takes 2 L^2 D a head, order n takes 2 (n - 1) L D^2.
+        """
+        chosen = {layer.name for layer in self.layers} if layers is None else set(layers)
+        before = after = float(self.linear * tokens)
+        for layer in self.layers:
+            softmax = 2.0 * tokens**2 * layer.width * layer.heads
+            order = int(layer.best()[-1]) if layer.best().startswith("cumulant") else 2
+            fast = 2.0 * max(1, order - 1) * tokens * layer.width**2 * layer.heads
+            before += softmax
+            after += fast if layer.name in chosen else softmax
+        return before / after
+
+    def table(self) -> str:
+        """Layers ranked, the safest first, as text."""
+        width = max([len(layer.name) for layer in self.layers] + [5])
+        names = list(self.layers[0].effect)
+        head = f"{'layer':{width}}  {'spread':>6}  " + "  ".join(f"err{n:d}" for n in ORDERS)
+        head += "  " + "  ".join(f"rest{n}" for n in ORDERS[1:]) + "  neg3  " + "  ".join(f"{n:>10}" for n in names)
+        rows = [head]
+        for layer in self.ranked():
+            mean = {n: _mean(layer.error[n]) for n in ORDERS}
+            left = {n: _mean(layer.left_out[n]) for n in ORDERS}
+            cells = f"{layer.name:{width}}  {_mean(layer.spread):6.2f}  "
+            cells += "  ".join(f"{_short(mean[n])}" for n in ORDERS) + "  "
+            cells += "  ".join(f"{_short(left[n]):>5}" for n in ORDERS[1:])
+            cells += f"  {_mean(layer.negative[3]):4.0%}  "
+            rows.append(cells + "  ".join(f"{layer.effect[n]:10.2%}" for n in names))
+        rows += [f"{name:{width}}  stays softmax: {reason}" for name, reason in self.kept.items()]
+        return "\n".join(rows)
+
+    def proposal(self, budget: float = 0.05) -> str:
+        """Which layers to replace so that the output is expected to change by no more than `budget`."""
+        chosen: dict[str, str] = {}
+        total = 0.0
+        for layer in self.ranked():
+            effect = layer.effect[layer.best()]
+            if (total + effect**2) ** 0.5 > budget:
+                break
+            total += effect**2
+            chosen[layer.name] = layer.best()
+        if not chosen:
+            return f"no layer can be replaced within a relative change of {budget:.0%}; keep softmax"
+        lengths = sorted({max(layer.tokens for layer in self.layers) * factor for factor in (1, 4, 16)})
+        gains = ", ".join(f"{self.speedup(L, chosen):.2g} x at {L:,} tokens" for L in lengths)
+        which = ", ".join(f"{name} ({attention})" for name, attention in chosen.items())
+        return (
+            f"replace {len(chosen)} of {len(self.layers)} layers: {which}\n"
+            f"expected relative change of the output {total**0.5:.1%}; multiply-adds of a forward pass fall by {gains}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        layers = [vars(layer) for layer in self.layers]
+        return {"model": self.model, "linear": self.linear, "kept": self.kept, "layers": layers}
+
+    def figure(self, path: str | Path) -> Path:
+        """Heat map of layers and heads: logit spread and the error of orders 2 and 3. Needs matplotlib."""
+        from .figure import heat_map
+
+        return heat_map(self, Path(path))
+
+
+def diagnose(
+    model: nn.Module,
+    data: Iterable[Batch] | Batch | None = None,
+    *,
+    attention: Sequence[str] = CANDIDATES,
+    batches: int = 2,
+    queries: int = 64,
+    heads: bool = False,
+    seed: int = 0,
+    output: Callable[[Any, Batch], Tensor] | None = None,
+    progress: TextIO | None = None,
+) -> Diagnosis:
+    """Measure, layer by layer and head by head, what replacing softmax would do. The model is left as it is.
+
+    Cost: one forward pass for the statistics (`queries` rows of each layer), one for each layer and mechanism, and with
+    `heads` one for each head and mechanism.
+
+    Args:
+        data: batches as the model will see them; noise, made from its config, if there are none.
+        attention: mechanisms whose effect on the output is measured.
+        queries: sampled in each layer and batch.
+        heads: also measure the effect of replacing single heads.
+    """
+    for name in attention:
+        Choice(name)
+    used = some(example_for(model) if data is None else data, batches, model)
+    with evaluating(model):
+        found = find_sites(model, used[0])
+        able = [site for site in found if site.obstacle is None and _is_softmax(site.module)]
+        if not able:
+            raise ValueError(f"{type(model).__name__} has no softmax layer left to diagnose")
+        kept = _kept_plan(model, found)
+        base = {site.name: KEPT for site in able}
+        sums, shapes = _record(model, used, {**kept, **base}, queries, seed)
+        wanted = answers(model, used, output)
+
+        def effect(plan: dict[str, Choice]) -> float:
+            with sites.applied(model, {**kept, **plan}):
+                return relative_error(answers(model, used, output), wanted)
+
+        layers = []
+        for site in _bar(able, progress):
+            layer = _layer(site, sums[site.name], shapes[site.name])
+            layer.effect = {name: effect({site.name: Choice(name)}) for name in attention}
+            if heads:
+                layer.head_effect = {
+                    name: [effect({site.name: Choice(name, (h,))}) for h in range(site.heads)] for name in attention
+                }
+            layers.append(layer)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    reasons = {s.name: s.obstacle or "not softmax" for s in found if s not in able}
+    return Diagnosis(type(model).__name__, layers, reasons, linear)
+
+
+def select(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    asked: Choice,
+    budget: float,
+    heads: bool,
+    output: Callable[[Any, Batch], Tensor] | None,
+    found: Diagnosis | None = None,
+    progress: TextIO | None = None,
+) -> tuple[dict[str, Choice], float]:
+    """Layers, and with `heads` single heads, to replace within `budget`, and the error predicted for them.
+
+    Safest first, by their effect alone, whole layers before single heads; each is kept in the plan if the output of all
+    together, measured, stays within the budget. Predicted: effects add like independent errors, by squares.
+    """
+    if found is None:
+        names = CANDIDATES if asked.attention in CANDIDATES else (asked.attention,)
+        found = diagnose(
+            model, batches, attention=names, batches=len(batches), heads=heads, output=output, progress=progress
+        )
+    if heads and not all(layer.head_effect for layer in found.layers):
+        raise ValueError("heads=True needs a diagnosis of single heads: diagnose(model, data, heads=True)")
+    wanted = answers(model, batches, output)
+    kept = {site.name: KEPT for site in find_sites(model, batches[0])} if _tags(model) else {}
+    plan: dict[str, Choice] = {}
+    squares = 0.0
+
+    def options(name: str) -> dict[str, Any]:
+        return asked.options if name == asked.attention else {}
+
+    def fits(trial: dict[str, Choice]) -> bool:
+        with sites.applied(model, {**kept, **trial}):
+            return relative_error(answers(model, batches, output), wanted) <= budget
+
+    for layer in found.ranked():
+        name = layer.best()
+        choice, effect = Choice(name, None, options(name)), layer.effect[name]
+        if effect <= budget and fits({**plan, layer.name: choice}):
+            plan[layer.name], squares = choice, squares + effect**2
+    if not heads:
+        return plan, squares**0.5
+    rest = [layer for layer in found.layers if layer.name not in plan]
+    single = ((e, n, h) for n, layer in enumerate(rest) for h, e in enumerate(layer.head_effect[layer.best()]))
+    misses = 0
+    for effect, number, head in sorted(single):
+        layer, name = rest[number], rest[number].best()
+        chosen = (*(plan[layer.name].heads or ()), head) if layer.name in plan else (head,)
+        trial = {**plan, layer.name: Choice(name, chosen, options(name))}
+        if effect <= budget and fits(trial):
+            plan, squares = trial, squares + effect**2
+        else:
+            misses += 1
+            if misses == PATIENCE:
+                break
+    return plan, squares**0.5
+
+
+def _tags(model: nn.Module) -> bool:
+    return sites.library_of(model) == sites.TRANSFORMERS
+
+
+def _record(
+    model: nn.Module, batches: Sequence[Batch], plan: dict[str, Choice], queries: int, seed: int
+) -> tuple[dict[str, HeadSums], dict[str, tuple[int, int]]]:
+    """Statistics of every layer over the batches, and its number of keys and width of a head."""
+    generator = torch.Generator().manual_seed(seed)
+    sums: dict[str, HeadSums] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    with sites.applied(model, plan):
+        names = {id(model.get_submodule(name)): name for name in plan}
+
+        def record(module: nn.Module, made: Call) -> None:
+            name = names.get(id(module))
+            if name is None:
+                return
+            new = head_sums(made, queries, generator)
+            axial = name in sums and len(new.size) != len(sums[name].size)
+            if not axial:
+                sums[name] = sums[name].add(new) if name in sums else new
+                shapes[name] = made.key.shape[-2], made.query.shape[-1]
+
+        with observing(record), torch.no_grad():
+            for batch in batches:
+                call(model, batch)
+    return sums, shapes
+
+
+def _layer(site: sites.Site, sums: HeadSums, shape: tuple[int, int]) -> LayerDiagnosis:
+    return LayerDiagnosis(
+        name=site.name,
+        heads=site.heads,
+        tokens=shape[0],
+        width=shape[1],
+        spread=sums.spread(),
+        largest=sums.largest.tolist(),
+        error={n: sums.relative(sums.error[n]) for n in ORDERS},
+        left_out={n: sums.relative(sums.left_out[n]) for n in ORDERS},
+        negative={n: (sums.negative[n] / sums.queries).tolist() for n in ORDERS},
+        effect={},
+    )
+
+
+def _bar(items: Sequence[sites.Site], progress: TextIO | None) -> Iterable[sites.Site]:
+    if progress is None:
+        return items
+    from tqdm import tqdm
+
+    return tqdm(items, desc="diagnose", unit="layer", file=progress, leave=False)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _short(value: float) -> str:
+    return f"{value:4.0%}" if value < 9.995 else f"{value:4.0f}" + "x"
+
+
+__all__ = ["CANDIDATES", "Diagnosis", "LayerDiagnosis", "diagnose", "fitting", "select"]

@@ -1,0 +1,50 @@
+"""The heat map of a diagnosis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .diagnosis import Diagnosis
+
+
+def heat_map(found: Diagnosis, path: Path) -> Path:
+    """Layers (rows, first at the top) by heads: logit spread, and the error of orders 2 and 3 against softmax."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('the heat map needs matplotlib: pip install "cumulant[train]"') from error
+    heads = max(layer.heads for layer in found.layers)
+    rows = len(found.layers)
+    panels = {
+        "spread of the logits": [layer.spread for layer in found.layers],
+        "error of order 2": [layer.error[2] for layer in found.layers],
+        "error of order 3": [layer.error[3] for layer in found.layers],
+    }
+    labels = [_shortened(layer.name) for layer in found.layers]
+    figure = Figure(figsize=(3.2 + 3 * 0.32 * max(4, heads), 1.6 + 0.28 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (title, values) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, 3, place + 1)
+        grid = np.full((rows, heads), np.nan)
+        for row, line in enumerate(values):
+            grid[row, : len(line)] = line
+        top = 1.0 if place else 4.0  # beyond these, no order is near softmax
+        image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=0.0, vmax=top)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("head", fontsize=8)
+        axes.set_yticks(range(rows), labels if place == 0 else [""] * rows, fontsize=7)
+        axes.tick_params(axis="x", labelsize=7)
+        figure.colorbar(image, ax=axes, shrink=0.8, extend="max")
+    figure.suptitle(found.model, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 32 else "..." + name[-29:]

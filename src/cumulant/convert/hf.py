@@ -1,0 +1,228 @@
+"""transformers: mechanisms as entries of its attention and mask registries, and one entry that differs by layer.
+
+Shape legend: B batch, H query heads, Hk key heads, Lq queries, Lk keys, D key width, E value width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .choice import Choice, fitting, mix, weights
+from .masks import DenseMaskError, dense, key_mask_function, understood
+
+MIXED = "cumulant_mixed"  # the implementation of a model whose layers differ
+TAG = "_cumulant_choice"  # attribute of a layer of such a model
+CARRIED = "_cumulant_cache"  # attribute of keys that come from a MomentsCache
+UNSUPPORTED = {
+    "position_bias": "adds a position bias to the logits",
+    "softcap": "caps its logits",
+    "s_aux": "has attention sinks",
+    "head_mask": "masks heads",
+    "sinks": "has attention sinks",
+    "cache": "uses a paged cache",
+    "cu_seq_lens_q": "is given packed sequences",
+    "cu_seqlens": "is given packed sequences",
+}
+
+
+def register_transformers() -> list[str]:
+    """Make every fitting mechanism an `attn_implementation` of transformers, and return their names.
+
+        cumulant.register_transformers()
+        model = AutoModel.from_pretrained(path, attn_implementation="cumulant3")
+
+    Both registries are filled, so padding is honoured. `cumulant.convert` does more: it checks that the model really
+    calls the mechanism, may differ by layer, and survives saving.
+    """
+    attention_interface, mask_interface = _registries()
+    names = fitting()
+    for name in names:
+        attention_interface.register(name, _uniform(Choice(name)))
+        mask_interface.register(name, key_mask_function)
+    attention_interface.register(MIXED, _by_layer)
+    mask_interface.register(MIXED, key_mask_function)
+    return names
+
+
+def _registries() -> tuple[Any, Any]:
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError('this needs transformers: pip install "cumulant[transformers]"') from error
+    return AttentionInterface, AttentionMaskInterface
+
+
+class _uniform:  # noqa: N801  # an instance is a function of the registry
+    """Attention of every layer by one mechanism; anything that it cannot honour is an error."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.__name__ = choice.attention
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **rest: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if dropout:
+            raise ValueError(
+                f"dropout={dropout} on attention probabilities, but {self.choice.attention!r} forms none; set the "
+                "attention dropout of the config to 0, or use cumulant.convert, which switches it off and reports it"
+            )
+        return _converted(module, self.choice, query, key, value, attention_mask, scaling, is_causal, rest)
+
+
+def _by_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention by what the layer is tagged with; a layer without a tag was never converted, which is an error."""
+    choice = getattr(module, TAG, None)
+    if _discovery is not None and not torch.compiler.is_compiling():
+        _discovery.append((module, query.shape[1], obstacle(module, query, key, attention_mask, is_causal, rest)))
+    elif choice is None:
+        raise RuntimeError(
+            f"{type(module).__name__} runs under {MIXED!r} but carries no choice of mechanism; a converted model is "
+            "loaded with load(folder) of cumulant.convert"
+        )
+    if choice is None or choice.attention == "softmax":
+        reason = obstacle(module, query, key, attention_mask, is_causal, rest)
+        if choice is None or reason is not None:
+            shared: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
+            return _softmax(module, query, key, value, attention_mask, shared)
+        # Through our own softmax, so that observers see the layer; the answer is the same.
+        return _converted(module, choice, query, key, value, attention_mask, scaling, is_causal, rest, dropout)
+    kept = dropout if choice.heads is not None else 0.0
+    return _converted(module, choice, query, key, value, attention_mask, scaling, is_causal, rest, kept)
+
+
+_discovery: list[tuple[nn.Module, int, str | None]] | None = None
+
+
+@contextmanager
+def discovering() -> Iterator[list[tuple[nn.Module, int, str | None]]]:
+    """Within this, layers under the mixed implementation are noted: module, heads, and why it cannot be converted."""
+    global _discovery
+    _discovery = []
+    try:
+        yield _discovery
+    finally:
+        _discovery = None
+
+
+def obstacle(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None, rest: dict[str, Any]
+) -> str | None:
+    """Why this layer must stay softmax, or None."""
+    for name, reason in UNSUPPORTED.items():
+        if rest.get(name) is not None:
+            return f"{type(module).__name__} {reason} ({name})"
+    try:
+        understood(mask, _causal(module, is_causal), query.shape[2], key.shape[2])
+    except DenseMaskError:
+        kind = "a position bias, a window, packed sequences or a static cache"
+        return f"{type(module).__name__} has a mask that differs from head to head or from query to query ({kind})"
+    return None
+
+
+def _softmax(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rest: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """A layer that stays as it was: by "sdpa", or, for what that does not know, by the model's own eager function."""
+    queries, keys = query.shape[2], key.shape[2]
+    own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    if own is not None and any(rest.get(name) is not None for name in ("softcap", "s_aux", "sinks", "head_mask")):
+        seen = dense(mask, queries, keys)
+        if seen is None and queries > 1 and _causal(module, rest["is_causal"]):
+            seen = dense(torch.ones(1, 1, keys, dtype=torch.bool, device=query.device), queries, keys)
+        if seen is not None and seen.dtype == torch.bool:
+            absent = torch.finfo(query.dtype).min
+            seen = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, absent)
+        return own(module, query, key, value, seen, **rest)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, dense(mask, queries, keys), **rest)
+
+
+def _converted(
+    module: nn.Module,
+    choice: Choice,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool | None,
+    rest: dict[str, Any],
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Output (B, Lq, H, E) as transformers wants it, and the weights (B, H, Lq, Lk) where they are asked for."""
+    for name, reason in UNSUPPORTED.items():
+        if rest.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} {reason} ({name}), which {choice.attention!r} cannot honour; keep softmax in "
+                "this layer: cumulant.convert(model, layers=...)"
+            )
+    state = getattr(key, CARRIED, None)
+    if state is not None:
+        mask = None if attention_mask is None else _new_tokens(attention_mask, key.shape[2])
+        if _wants_weights(rest):
+            raise ValueError(
+                "output_attentions=True needs every key, which a MomentsCache does not keep; generate "
+                "with the default cache to see weights"
+            )
+        return state.attend(query, key, value, mask, choice, scaling).transpose(1, 2).contiguous(), None
+    queries, keys = query.shape[2], key.shape[2]
+    pattern = understood(attention_mask, _causal(module, is_causal), queries, keys)
+    if pattern.key_mask is not None and pattern.key_mask.shape[-1] != keys:
+        raise ValueError(f"the mask is for {pattern.key_mask.shape[-1]} keys, but {type(module).__name__} has {keys}")
+    shared: dict[str, Any] = {"key_mask": pattern.key_mask, "is_causal": pattern.is_causal, "scale": scaling}
+    offset = pattern.offset if pattern.is_causal else 0
+    if offset:  # causal rows are aligned at the first token: rows that are thrown away stand before ours
+        query = torch.cat((query.new_zeros(*query.shape[:2], offset, query.shape[3]), query), 2)
+    out = mix(module, choice, query, key, value, dropout_p=dropout, **shared)[:, :, offset:]
+    A = weights(choice, query, key, **shared)[:, :, offset:] if _wants_weights(rest) else None
+    return out.transpose(1, 2).contiguous(), A
+
+
+def _causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _new_tokens(mask: Tensor, count: int) -> Tensor | None:
+    """The part (B, count) of a causal mask that belongs to the tokens just added to a cache."""
+    if mask.ndim != 3:
+        raise DenseMaskError(f"a MomentsCache is for plain causal layers, got a mask of shape {tuple(mask.shape)}")
+    return mask[:, 0, -count:]
+
+
+def _wants_weights(rest: dict[str, Any]) -> bool:
+    """Whether the caller asked for attention weights, by argument or through transformers' output collector."""
+    if rest.get("output_attentions"):
+        return True
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return False
+    collected = _active_collector.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)

@@ -1,0 +1,122 @@
+"""Masks between transformers and attention of linear cost: which keys are there, and whether rows see only the past.
+
+Shape legend: B batch, H heads, Lq queries, Lk keys.
+
+The models of transformers hand a layer one tensor. Ours says in its shape what it means, so that nothing quadratic is
+formed for the two patterns that need none, and nothing is guessed:
+
+    None             every key; causal if the layer says so and there is more than one query
+    (B, 1, Lk)       bool: these keys, and query i sees those up to its own place, the last query the last key
+    (B, 1, 1, Lk)    bool, or a bias b of the logits that is the same for all queries: weights exp(b)
+    (B, ., Lq, Lk)   differs from query to query: only layers that stay softmax can take it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+class Pattern(NamedTuple):
+    """A mask in our terms: weights or bools (B, Lk) or None, and causal rows with the last query at the last key."""
+
+    key_mask: Tensor | None
+    is_causal: bool
+    offset: int  # place of the first query among the keys
+
+
+class DenseMaskError(ValueError):
+    """A mask that differs from query to query."""
+
+
+def key_mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **rest: Any,
+) -> Tensor | None:
+    """An entry of `AttentionMaskInterface`. Linear in the lengths for plain causal and bidirectional masks.
+
+    Packed sequences, windows shorter than the keys and masks with overlays come out dense, as for "sdpa".
+    """
+    import transformers
+
+    hf: Any = transformers.masking_utils
+
+    within = local_size is not None and kv_length <= local_size and attention_mask is not None
+    causal = mask_function in (None, hf.causal_mask_function) or within
+    both_ways = mask_function is hf.bidirectional_mask_function
+    simple = (causal and allow_is_causal_skip) or (both_ways and allow_is_bidirectional_skip)
+    if causal and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_length + kv_offset):
+        simple = False  # a static cache: keys beyond the last query are not there yet
+    if not simple:
+        return hf.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function or hf.causal_mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            **rest,
+        )
+    present = hf.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if present is not None:
+        present = present[:, kv_offset : kv_offset + kv_length].bool()
+        if not torch.compiler.is_compiling() and bool(present.all()):
+            present = None
+    if both_ways:
+        return None if present is None else present[:, None, None, :]
+    if present is None and (q_offset == 0 or q_length == 1):
+        return None
+    if present is None:
+        present = torch.ones(batch_size, kv_length, dtype=torch.bool, device=rest.get("device"))
+    return present[:, None, :]
+
+
+def understood(mask: Tensor | None, is_causal: bool, queries: int, keys: int) -> Pattern:
+    """What a mask means for attention of linear cost; `DenseMaskError` for one that differs from query to query."""
+    if mask is None:
+        return Pattern(None, is_causal and queries > 1, 0)
+    if mask.ndim == 3 and mask.shape[1] == 1 and mask.dtype == torch.bool:
+        return Pattern(mask[:, 0], queries > 1, keys - queries)
+    one_row = mask.ndim == 4 and mask.shape[1] == 1 and (mask.shape[2] == 1 or mask.stride(2) == 0)
+    if not one_row:
+        hint = "; pass attention_mask, or compiling takes the sequences for packed" if compiling() else ""
+        raise DenseMaskError(
+            f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} differs from head to head or from "
+            f"query to query (a position bias, a window, packed sequences, a static cache ...). Moments are taken once "
+            f"for all queries and cannot honour it; accepted: (batch, 1, 1, {keys}), or a plain causal mask. Keep "
+            f"softmax in such layers: cumulant.convert(model, layers=...){hint}"
+        )
+    row = mask[:, 0, 0]
+    if row.dtype != torch.bool:
+        row = row.clamp(min=torch.finfo(row.dtype).min)
+        row = (row - row.amax(-1, keepdim=True)).exp()
+    return Pattern(row, False, 0)
+
+
+def dense(mask: Tensor | None, queries: int, keys: int) -> Tensor | None:
+    """The same mask as F.scaled_dot_product_attention takes it, for a layer that stays softmax."""
+    if mask is None or mask.ndim != 3:
+        return mask
+    at = torch.arange(queries, device=mask.device)[:, None] + (keys - queries)
+    seen = torch.arange(keys, device=mask.device) <= at
+    return mask[:, None] & seen

@@ -1,0 +1,252 @@
+"""Where a model has attention, and how another mechanism gets there, for transformers, timm and our own models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..nn import MultiheadAttention
+from . import hf, layers, own
+from .choice import KEPT, Choice
+
+TRANSFORMERS, TIMM, OWN = "transformers", "timm", "cumulant"
+PLAN = "_cumulant_plan"  # attribute of a converted model: choices by layer, as `Choice`
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention layer of a model: its name there, its heads, and why it has to stay softmax (None: it has not)."""
+
+    name: str
+    module: nn.Module
+    heads: int
+    obstacle: str | None = None
+    dropout: float = 0.0
+
+
+def library_of(model: nn.Module) -> str:
+    """Which of the three kinds of model this is."""
+    modules = list(model.modules())
+    if any(type(m).__module__.startswith("transformers.") and hasattr(m, "config") for m in modules):
+        return TRANSFORMERS
+    if any(isinstance(m, MultiheadAttention) for m in modules):
+        return OWN
+    if any(layers.is_attention(m) for m in modules):
+        return TIMM
+    raise ValueError(
+        f"{type(model).__name__} has no attention that can be converted: no model of transformers, no "
+        "cumulant.nn.MultiheadAttention, and no timm attention (q, k, v or qkv with proj)"
+    )
+
+
+def find(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
+    """Attention layers in the order in which they run; `run()` is a forward pass. Nothing is changed.
+
+    Layers of transformers are those that really ask its attention registry; none at all is an error.
+    """
+    library = library_of(model)
+    if library == TRANSFORMERS:
+        return _find_transformers(model, run)
+    sites = []
+    for name, module in model.named_modules():
+        if library == OWN and isinstance(module, MultiheadAttention):
+            reason = "it is a mechanism with parameters of its own" if module.mechanism.module is not None else None
+            sites.append(Site(name, module, module.num_heads, reason, module.attn_drop))
+        elif library == TIMM and layers.is_attention(module):
+            if isinstance(module, layers.ConvertedAttention):
+                module = module.original()
+            drop = getattr(getattr(module, "attn_drop", None), "p", 0.0)
+            sites.append(Site(name, module, int(getattr(module, "num_heads", 0)), layers.obstacle(module), drop))
+    return sites
+
+
+def _find_transformers(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
+    hf.register_transformers()
+    with _implementation(model, hf.MIXED), hf.discovering() as found, torch.no_grad():
+        run()
+    names = {module: name for name, module in model.named_modules()}
+    sites: dict[str, Site] = {}
+    for module, heads, obstacle in found:
+        name = names[module]
+        if name not in sites or (obstacle is not None and sites[name].obstacle is None):
+            sites[name] = Site(name, module, heads, obstacle, _dropout_of(module))
+    return list(sites.values())
+
+
+def _dropout_of(module: nn.Module) -> float:
+    """Attention dropout of a transformers layer, under the names that its models give it."""
+    for name in ("attention_dropout", "dropout_prob", "attn_dropout", "dropout"):
+        value = getattr(module, name, None)
+        value = value.p if isinstance(value, nn.Dropout) else value
+        if isinstance(value, float | int):
+            return float(value)
+    return 0.0
+
+
+@contextmanager
+def _implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """Another attention implementation for a while; an error where the model does not take it."""
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    set_implementation(model, name)
+    try:
+        yield
+    finally:
+        for config, old in before:
+            config._attn_implementation_internal = old
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every config object in the model, once; parts of it may have their own."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            for key in config.sub_configs:
+                sub = getattr(config, key, None)
+                if sub is not None and hasattr(sub, "_attn_implementation_internal"):
+                    found[id(sub)] = sub
+    return list(found.values())
+
+
+def set_implementation(model: nn.Module, name: str) -> None:
+    """As `model.set_attn_implementation(name)`, for every config in the model."""
+    for config in _configs(model):
+        config._attn_implementation_internal = name
+
+
+def apply(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+    """Put the mechanisms of `plan` (by layer name) into the model; returns what takes them out again.
+
+    Layers that the plan does not name stay softmax.
+    """
+    library = library_of(model)
+    return {TRANSFORMERS: _apply_transformers, TIMM: _apply_timm, OWN: _apply_own}[library](model, plan)
+
+
+def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], None], whole: bool = False) -> None:
+    """Note in the model what was replaced, where saving looks for it, and how to take it back.
+
+    `whole` says that no layer stays softmax: then one name is enough for from_pretrained.
+    """
+    setattr(model, PLAN, dict(plan))
+    model.__dict__["_cumulant_undo"] = undo
+    if library_of(model) == TRANSFORMERS:
+        config: Any = model.config
+        config.cumulant = {"layers": {name: choice.to_json() for name, choice in plan.items()}}
+        # Read by from_pretrained: without `register_transformers` it fails there, and never falls back to softmax.
+        config.attn_implementation = _one_name(plan) if whole else hf.MIXED
+    elif isinstance(getattr(model, "config", None), dict):
+        # `cumulant.train.save` writes the config: it must make this model, or none.
+        stated: Any = model.config
+        model.__dict__["_cumulant_config"] = stated
+        first = next(iter(plan.values()))
+        same = whole and first.heads is None and all(choice == first for choice in plan.values())
+        made = {**stated, "attention": first.attention, "attention_options": dict(first.options)}
+        model.__dict__["config"] = made if same else None
+
+
+def count_own(model: nn.Module) -> int:
+    """Attention layers of a model of ours."""
+    return sum(isinstance(module, MultiheadAttention) for module in model.modules())
+
+
+def original_config(model: nn.Module) -> Any:
+    """The arguments that made a model of ours before it was converted."""
+    return model.__dict__.get("_cumulant_config", getattr(model, "config", None))
+
+
+def _one_name(plan: Mapping[str, Choice]) -> str:
+    """The registered implementation that computes this plan: a mechanism's own where all layers agree."""
+    first = next(iter(plan.values()))
+    same = all(choice == first for choice in plan.values()) and first.heads is None and not first.options
+    return first.attention if same else hf.MIXED
+
+
+def forget(model: nn.Module) -> None:
+    """Take back what `remember` noted."""
+    if not is_converted(model) or "_cumulant_undo" not in model.__dict__:
+        raise ValueError(f"this {type(model).__name__} was not converted in this session")
+    model.__dict__.pop("_cumulant_undo")()
+    delattr(model, PLAN)
+    if "_cumulant_config" in model.__dict__:
+        model.__dict__["config"] = model.__dict__.pop("_cumulant_config")
+    if library_of(model) == TRANSFORMERS:
+        config: Any = model.config
+        for name in ("cumulant", "attn_implementation"):
+            if name in config.__dict__:
+                delattr(config, name)
+
+
+def is_converted(model: nn.Module) -> bool:
+    return hasattr(model, PLAN)
+
+
+def plan_of(model: nn.Module) -> dict[str, Choice]:
+    """The choices by layer of a converted model; an error for one that is not."""
+    if not is_converted(model):
+        raise ValueError(f"this {type(model).__name__} is not converted; call cumulant.convert(model) first")
+    return getattr(model, PLAN)
+
+
+@contextmanager
+def applied(model: nn.Module, plan: Mapping[str, Choice]) -> Iterator[None]:
+    """`apply` for a while."""
+    undo = apply(model, plan)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _apply_transformers(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+    hf.register_transformers()
+    configs = [(config, config._attn_implementation) for config in _configs(model)]
+    tags = [(m, getattr(m, hf.TAG, None)) for m in model.modules()]
+    for name, module in model.named_modules():
+        if name in plan:
+            setattr(module, hf.TAG, plan[name])
+        elif hasattr(module, hf.TAG):
+            setattr(module, hf.TAG, KEPT)
+    set_implementation(model, hf.MIXED)
+
+    def undo() -> None:
+        for config, old in configs:
+            config._attn_implementation_internal = old
+        for module, tag in tags:
+            if tag is not None:
+                setattr(module, hf.TAG, tag)
+            elif hasattr(module, hf.TAG):
+                delattr(module, hf.TAG)
+
+    return undo
+
+
+def _apply_timm(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+    before: list[tuple[str, nn.Module]] = []
+    for name, choice in plan.items():
+        old = model.get_submodule(name)
+        before.append((name, old))
+        source = old.original() if isinstance(old, layers.ConvertedAttention) else old
+        model.set_submodule(name, layers.converted(source, choice))
+
+    def undo() -> None:
+        for name, module in before:
+            model.set_submodule(name, module)
+
+    return undo
+
+
+def _apply_own(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+    undone = [own.swap(name, model.get_submodule(name), choice) for name, choice in plan.items()]
+
+    def undo() -> None:
+        for restore in undone:
+            restore()
+
+    return undo

@@ -1,0 +1,93 @@
+"""How far each order of cumulant attention is from softmax in one layer, on a few of its queries.
+
+Shape legend: B batch, H query heads, Lk keys, m sampled queries, D key width, E value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..attention import scores
+from .choice import Call
+
+ORDERS = (1, 2, 3)
+
+
+@dataclass
+class HeadSums:
+    """Sums over sampled queries, each (H,): squared sizes of errors, terms and outputs; counts; moments of logits."""
+
+    queries: Tensor
+    size: Tensor  # ||softmax output||^2
+    error: dict[int, Tensor]  # ||order n - softmax||^2
+    left_out: dict[int, Tensor]  # ||what order n leaves out, to fourth order||^2
+    negative: dict[int, Tensor]  # share of negative weight, summed over queries
+    variance: Tensor  # of the logits over the keys
+    largest: Tensor  # |logit - mean| at its largest
+
+    def add(self, other: HeadSums) -> HeadSums:
+        return HeadSums(
+            self.queries + other.queries,
+            self.size + other.size,
+            {n: self.error[n] + other.error[n] for n in ORDERS},
+            {n: self.left_out[n] + other.left_out[n] for n in ORDERS},
+            {n: self.negative[n] + other.negative[n] for n in ORDERS},
+            self.variance + other.variance,
+            torch.maximum(self.largest, other.largest),
+        )
+
+    def spread(self) -> list[float]:
+        """Root mean variance of the logits over the keys: the small parameter of the expansion."""
+        return (self.variance / self.queries).sqrt().tolist()
+
+    def relative(self, sums: Tensor) -> list[float]:
+        return (sums / self.size).sqrt().tolist()
+
+
+def head_sums(call: Call, queries: int, generator: torch.Generator) -> HeadSums:
+    """Statistics of one call on up to `queries` sampled queries. Cost: m Lk (D + E) a head and sequence.
+
+    With u = q.k - <q.k> (averages over the keys), softmax is  <v> + <u v~> + 1/2 <u^2 v~> +
+    1/6 (<u^3 v~> - 3 <u^2> <u v~>) + ...; order 3 keeps of the third term its part that is diagonal in the keys.
+    """
+    q, k, v = (x.detach().double() for x in (call.query, call.key, call.value))
+    groups, Lq, Lk = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    at = torch.randperm(Lq, generator=generator)[:queries].sort().values.to(q.device)
+    k, v, q = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), q.index_select(2, at)
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    W = torch.ones(q.shape[0], 1, len(at), Lk, dtype=q.dtype, device=q.device)
+    valid = torch.ones(q.shape[0], len(at), dtype=torch.bool, device=q.device)
+    if call.key_mask is not None:
+        W = W * call.key_mask.double()[:, None, None, :]
+        if Lq == Lk:
+            valid = (call.key_mask != 0)[:, at]
+    if call.is_causal:
+        W = W * (torch.arange(Lk, device=q.device) <= at[:, None])
+    share = W / W.sum(-1, keepdim=True).clamp(min=torch.finfo(W.dtype).tiny)
+    logits = q @ k.mT * scale
+    u = logits - (share * logits).sum(-1, keepdim=True)
+    exact = torch.softmax(u.masked_fill(W == 0, -torch.inf) + W.clamp(min=1e-300).log(), -1).nan_to_num() @ v
+    variance = (share * u * u).sum(-1)
+    full = share * (1 + u + 0.5 * (u * u - variance.unsqueeze(-1)))
+    cube = u**3 - 3 * variance.unsqueeze(-1) * u
+    fourth = share / 6 * (cube - (share * cube).sum(-1, keepdim=True))
+    beyond = {1: share * u, 2: full - share * (1 + u), 3: full + fourth}
+    keep = valid[:, None, :].expand(-1, q.shape[1], -1)
+
+    def total(x: Tensor) -> Tensor:
+        """Sum of x (B, H, m) over valid queries."""
+        return x.masked_fill(~keep, 0).sum((0, 2))
+
+    error, left_out, negative = {}, {}, {}
+    for order in ORDERS:
+        A = scores(q, k, order=order, key_mask=call.key_mask, is_causal=call.is_causal, scale=scale, positions=at)
+        error[order] = total((A @ v - exact).square().sum(-1))
+        rest = beyond[order] if order < 3 else beyond[3] - A
+        left_out[order] = total((rest @ v).square().sum(-1))
+        negative[order] = total(A.clamp(max=0).abs().sum(-1) / A.abs().sum(-1).clamp(min=1e-300))
+    largest = u.masked_fill(W == 0, 0).abs().amax(-1).masked_fill(~keep, 0).amax((0, 2))
+    counts = keep.sum((0, 2)).double()
+    return HeadSums(counts, total(exact.square().sum(-1)), error, left_out, negative, total(variance), largest)

@@ -1,0 +1,44 @@
+import pytest
+import torch
+from small_models import bert, padded, vit
+from torch.export import Dim
+
+import cumulant
+from cumulant.convert import convert, export_onnx, export_program
+
+
+def test_an_exported_program_runs_at_other_batch_sizes():
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=10, init_std=0.2).eval()
+    convert(model, layers={0: "cumulant2", 1: {"heads": [0, 1]}})
+    shapes = ({0: Dim("batch", min=2, max=64)},)
+    program = export_program(model, torch.randn(2, 1, 8, 8), dynamic_shapes=shapes)
+    images = torch.randn(5, 1, 8, 8)
+    torch.testing.assert_close(program.module()(images), model(images), atol=1e-5, rtol=1e-4)
+
+
+def onnx():
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name, reason=f"needs {name}: pip install onnx onnxscript onnxruntime")
+
+
+def test_onnx_runtime_agrees_at_other_lengths(tmp_path):
+    onnx()
+    model = bert(num_hidden_layers=1)
+    convert(model, "cumulant3")
+    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=128)
+    other = {"input_ids": torch.randint(0, 60, (3, 14)), "attention_mask": torch.ones(3, 14, dtype=torch.long)}
+    other["attention_mask"][1, 5:] = 0
+    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
+    error = export_onnx(model, padded(), tmp_path / "bert.onnx", dynamic_shapes=shapes, others=(other,))
+    assert error < 1e-4
+
+
+def test_onnx_runtime_agrees_at_other_resolutions(tmp_path):
+    onnx()
+    model = vit(depth=1, dynamic_img_size=True)
+    convert(model, "cumulant2")
+    cells = Dim("cells", min=2, max=32)
+    shapes = ({0: Dim("batch", min=2, max=8), 2: 8 * cells, 3: 8 * cells},)
+    images, larger = torch.randn(2, 3, 48, 48), torch.randn(3, 3, 64, 64)
+    error = export_onnx(model, images, tmp_path / "vit.onnx", dynamic_shapes=shapes, others=(larger,))
+    assert error < 1e-4

@@ -1,0 +1,121 @@
+import pytest
+import torch
+from small_models import llama, padded, transformers
+
+from cumulant.convert import convert, register_transformers
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    transformers()
+    register_transformers()
+
+
+def decoder(name="cumulant3"):
+    model = llama()
+    model.set_attn_implementation(name)
+    return model
+
+
+def generated(model, **kw):
+    out = model.generate(**padded("left"), max_new_tokens=6, min_new_tokens=6, do_sample=False, **kw)
+    return out[:, 9:]
+
+
+@pytest.mark.parametrize("name", ["cumulant1", "cumulant2", "cumulant3"])
+def test_the_moments_cache_generates_what_the_growing_cache_does(name):
+    from cumulant.convert import MomentsCache
+
+    model = decoder(name)
+    expected = generated(model)
+    assert torch.equal(generated(model, use_cache=False), expected)
+    assert torch.equal(generated(model, past_key_values=MomentsCache(model)), expected)
+
+
+def test_the_moments_cache_does_not_grow():
+    from cumulant.convert import MomentsCache
+
+    model, held = decoder(), []
+    for length in (4, 40):
+        cache = MomentsCache(model)
+        model(torch.randint(3, 60, (1, length)), past_key_values=cache)
+        held.append(cache.numel())
+        assert cache.get_seq_length() == length
+    assert held[0] == held[1] > 0
+
+
+def test_logits_of_a_prompt_in_two_parts_are_those_of_the_whole():
+    from cumulant.convert import MomentsCache
+
+    model, ids = decoder(), padded()["input_ids"][:1]
+    whole = model(ids).logits
+    for cache in (MomentsCache(model), transformers().DynamicCache()):
+        parts = [model(part, past_key_values=cache).logits for part in (ids[:, :4], ids[:, 4:])]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cumulant2", "cumulant3"])
+def test_padding_never_enters_the_moments(name):
+    from cumulant.convert import MomentsCache
+
+    model, batch, new = decoder(name), padded("left"), torch.tensor([[5], [6]])
+    mask = torch.cat((batch["attention_mask"], torch.ones(2, 1, dtype=torch.long)), 1)
+    found = []
+    for cache in (MomentsCache(model), transformers().DynamicCache()):
+        model(**batch, past_key_values=cache)
+        found.append(model(new, attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
+def test_beams_reorder_the_moments():
+    from cumulant.convert import MomentsCache
+
+    model = decoder()
+    assert torch.equal(
+        generated(model, num_beams=3, past_key_values=MomentsCache(model)), generated(model, num_beams=3)
+    )
+
+
+def test_a_hybrid_keeps_keys_only_where_it_stays_softmax():
+    from cumulant.convert import MomentsCache
+    from cumulant.convert.cache import MomentsLayer
+
+    model = llama()
+    convert(model, layers=[1])
+    cache = MomentsCache(model)
+    assert torch.equal(generated(model, past_key_values=cache), generated(model))
+    assert [isinstance(layer, MomentsLayer) for layer in cache.layers] == [False, True]
+    assert cache.layers[0].keys.shape[-2] == 14  # the prompt and all but the last new token
+
+
+def test_a_static_cache_is_refused():
+    with pytest.raises(ValueError, match="a static cache"):
+        generated(decoder(), cache_implementation="static", disable_compile=True)
+
+
+def test_tokens_cannot_be_taken_out_of_a_moments_cache():
+    from cumulant.convert import MomentsCache
+
+    model = decoder()
+    cache = MomentsCache(model)
+    model(padded()["input_ids"], past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot forget tokens"):
+        cache.crop(-1)
+
+
+def test_a_softmax_model_has_no_moments_cache():
+    from cumulant.convert import MomentsCache
+
+    with pytest.raises(ValueError, match="is causal cumulant attention"):
+        MomentsCache(llama())
+
+
+def test_a_layer_that_does_not_read_the_cache_is_found_out():
+    from cumulant.convert import MomentsCache
+
+    model = decoder()
+    cache = MomentsCache(model)
+    key = torch.randn(1, 2, 3, 8)
+    cache.update(key, key, 0)
+    with pytest.raises(RuntimeError, match="did not hand the cached keys"):
+        cache.update(key, key, 0)
