@@ -2,6 +2,7 @@
 
 from . import nn, zoo
 from .attention import attention, attention_varlen, scores
+from .cluster import ClusterStream, cluster_attention, cluster_scores
 from .convert import convert, register_transformers
 from .models import create_model
 from .moments import Moments
@@ -10,11 +11,14 @@ from .streaming import SlidingWindow, Stream
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClusterStream",
     "Moments",
     "SlidingWindow",
     "Stream",
     "attention",
     "attention_varlen",
+    "cluster_attention",
+    "cluster_scores",
     "convert",
     "create_model",
     "nn",

@@ -47,6 +47,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     normalization: str = "mean",
+    closure: str | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Cumulant attention: the Taylor polynomial of softmax attention in the query, cut after `order` terms.
@@ -67,11 +68,22 @@ def attention(
         scale: factor on q.k, D**-0.5 unless given.
         enable_gqa: query heads may be a multiple of the key heads; keys are not copied.
         normalization: "mean" approximates softmax; "sum" is the paper's printed form, larger by the sum of weights.
+        closure: at order 2, "tanh" or "langevin" let the response saturate, <v> + f(s) <(q.k~) v~> with the spread s
+            of q.k, so that it cannot run away at large logits; None (or "gauss") is second order as it stands.
         backend: "auto", "reference" (plain torch), "cpu" (tiled) or "triton".
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost: L D E a head, never L^2.
     """
+    if closure is not None:
+        if order != 2:
+            raise ValueError(f"closure={closure!r} closes the second order: pass order=2, got order={order!r}")
+        from .cluster.saturated import saturated_attention
+
+        return saturated_attention(
+            query, key, value, closure=closure, key_mask=key_mask, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, normalization=normalization, backend=backend,
+        )  # fmt: skip
     query, key, value = in_autocast_dtype(query, key, value)
     scale = check_tensors(query, key, value, key_mask, scale, enable_gqa)
     check_order(order, full, normalization)

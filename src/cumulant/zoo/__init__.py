@@ -4,6 +4,7 @@
 from . import softmax, linear, cumulant  # noqa: F401, I001
 from . import cosformer, flow, focused_linear, rala, mala  # noqa: F401
 from . import agent, combiner, aaren, lla, hierarchical  # noqa: F401
+from . import cluster  # noqa: F401
 from .probes import capabilities
 from .registry import Mechanism, get, names, nearest, register
 

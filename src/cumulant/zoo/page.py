@@ -43,7 +43,7 @@ def page() -> str:
     rows.append(["---"] * len(rows[0]))
     for name in names():
         mechanism, marks = get(name), capabilities(name)[name]
-        row = [f"[`{name}`]({name.rstrip('123')}.md)", str(mechanism.year), mechanism.cost]
+        row = [f"[`{name}`]({name.rstrip('0123456789')}.md)", str(mechanism.year), mechanism.cost]
         # Rows that do not look at other queries have causal cross attention for free.
         has = {
             "NS": marks["noncausal"],

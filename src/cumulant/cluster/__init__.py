@@ -1,0 +1,26 @@
+"""Cumulants inside clusters of keys: `cluster_attention`, its weights, streams, and the dial that chooses for you."""
+
+from .attention import cluster_attention, cluster_scores, kmeans_assignment
+from .closures import CLOSURES
+from .cost import multiply_adds, softmax_multiply_adds
+from .dial import Choice, Dial, choose
+from .kmeans import KMeans
+from .layout import Blocks
+from .saturated import saturated_attention
+from .streaming import ClusterStream
+
+__all__ = [
+    "CLOSURES",
+    "Blocks",
+    "Choice",
+    "ClusterStream",
+    "Dial",
+    "KMeans",
+    "choose",
+    "cluster_attention",
+    "cluster_scores",
+    "kmeans_assignment",
+    "multiply_adds",
+    "saturated_attention",
+    "softmax_multiply_adds",
+]

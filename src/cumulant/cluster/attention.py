@@ -1,0 +1,402 @@
+"""`cluster_attention` and its weights: arguments are checked here, once.
+
+Shape legend: ... leading dimensions, B their product, H query heads, Hk key heads, G = H / Hk, Lq queries, Lk keys, D
+key width, E value width, K clusters.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..inputs import check_tensors, in_autocast_dtype, leading, transformed
+from ..moments import ratio, statistics_dtype
+from .causal import causal_clusters
+from .closures import check_closure
+from .fields import ABSENT, RANKS, Exact, Far, Tokens, mix
+from .kmeans import KMeans, kmeans
+from .layout import Blocks, Grid, Layout, assigned, check_grid, consecutive, divide, on_grid
+from .statistics import VARIANCES, merge_pieces, moments_of
+
+BACKENDS = ("auto", "reference")
+Clusters = int | tuple[int, ...] | Blocks | KMeans | Tensor
+
+
+class Form(NamedTuple):
+    """The options that say how clusters and near field are put together, checked."""
+
+    near: int | str
+    closure: str
+    rank: str
+    full: bool
+    response: int | None
+    near_rows: int
+
+
+def cluster_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    clusters: Clusters,
+    near: int | str = 0,
+    closure: str = "tanh",
+    grid: Grid | None = None,
+    prefix: int = 0,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    rank: str = "mass",
+    variance: str = "diagonal",
+    response: int | None = None,
+    near_rows: int = 1,
+    least: int = 1,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention that expands softmax inside clusters of keys: a dial from linear attention to softmax.
+
+        log Z_c = log n_c + q.k_mean_c + phi(s_c)            s_c^2 = sum_i q_i^2 var_c(k_i)
+        out = sum_c softmax_c(log Z_c) (v_mean_c + f(s_c) <v~ k~^T>_c q)
+
+    with near clusters token by token under the same softmax. Layout and meaning of query, key, value, masks and scale
+    follow `cumulant.attention`. Clusters of one token and empty ones are exact.
+
+    Args:
+        query: (..., H, Lq, D).
+        key: (..., H, Lk, D); fewer heads with `enable_gqa`.
+        value: (..., H, Lk, E).
+        clusters: a number K, blocks of consecutive tokens of equal size (on a `grid`, about K blocks as square as it
+            allows; more than tokens: every token its own); (a, b) or (a, b, c), blocks along each side of the
+            `grid`; `Blocks(size)`; `KMeans(K)`, in the queries' metric; or an assignment, integers in [0, K) of shape
+            (..., Hk or 1, Lk - prefix).
+        near: so many clusters of largest mass for each query are exact; or "neighbours", the own and all touching
+            blocks (with Lq = Lk). As many as there are clusters: softmax.
+        closure: "tanh" or "langevin", which saturate, or "gauss", which is second order as it stands.
+        grid: (rows, cols) or (frames, rows, cols) of the tokens after the first `prefix`.
+        prefix: so many tokens at the start (class tokens) are exact for every query.
+        key_mask: (..., Lk), bool or non-negative weights. Blocks of a sequence are those of the tokens that take part.
+        is_causal: row i sees the keys j <= i: blocks of the past are clusters, the current block is exact. K blocks
+            then depend on the length; `Blocks(size, keep, recent)` do not.
+        rank: near clusters are those of largest "mass", or of largest mass times s^2: "error".
+        variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
+        response: only so many clusters of largest weight answer with their covariance, the others with their mean.
+        near_rows: so many queries in a row share their near clusters, which then are one matrix product.
+        least: blocks hold at least so many tokens, where K would make smaller ones.
+        backend: "auto" or "reference" (plain torch, blockwise).
+
+    Returns:
+        (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E)
+        and (D + E) for each near token; statistics D E a key. No L x L and no L x K x D tensor is held.
+    """
+    query, key, value = in_autocast_dtype(query, key, value)
+    scale = check_tensors(query, key, value, key_mask, scale, enable_gqa)
+    form = _check_form(near, closure, rank, variance, response, near_rows, backend)
+    grid = None if is_causal and grid is None else check_grid(key.shape[-2], grid, prefix)
+    lead, dtype = leading(query, key), statistics_dtype(query.dtype)
+    B, (H, Lq, _), (Hk, Lk, _), E = prod(lead), query.shape[-3:], key.shape[-3:], value.shape[-1]
+    if not (B and H and Lq and Lk and E):
+        return query.new_zeros(*lead, H, Lq, E)
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]).to(dtype) for x in (query, key, value))
+        q = (q * scale).unflatten(1, (Hk, H // Hk))  # (B, Hk, G, Lq, D)
+        weights = None
+        if key_mask is not None:
+            weights = key_mask.expand(*lead, Lk).reshape(B, 1, Lk).to(dtype)
+            absent = (weights == 0).unsqueeze(-1)
+            k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+        k = k - _origin(k, weights, is_causal)
+        if is_causal:
+            blocks = _causal_blocks(clusters, Lq, grid, prefix)
+            out = causal_clusters(q, k, v, weights, blocks=blocks, **_causal_form(form, blocks))
+        else:
+            out = _noncausal(q, k, v, weights, clusters, lead, grid, prefix, form, least)
+    return out.to(query.dtype).reshape(*lead, H, Lq, E)
+
+
+def cluster_scores(query: Tensor, key: Tensor, *, clusters: Clusters, **options: Any) -> Tensor:
+    """The signed weights (..., H, Lq, Lk) with which `cluster_attention` mixes the values; rows sum to 1.
+
+        A_l = w_c / n_c (1 + f_c q.k~_l) in a far cluster c, the probability itself for near and prefix tokens
+
+    Options are those of `cluster_attention`. Cost a query: K D Lk; pass few queries of a long sequence.
+    """
+    Lk = key.shape[-2] if isinstance(key, Tensor) and key.ndim >= 2 else 0
+    tokens = torch.eye(Lk, dtype=key.dtype, device=key.device).expand(*key.shape[:-1], Lk)
+    return cluster_attention(query, key, tokens, clusters=clusters, **options)
+
+
+class Field(NamedTuple):
+    """Clusters of the keys after the prefix, ready for queries."""
+
+    layout: Layout
+    far: Far
+    tokens: Tokens
+    exact: Exact | None
+
+
+def build_field(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    clusters: Clusters,
+    lead: torch.Size,
+    grid: Grid | None,
+    prefix: int,
+    form: Form,
+    least: int = 1,
+) -> Field:
+    """Layout, moments and packed tokens for scaled q (B, Hk, G, Lq, D), k (B, Hk, Lk, D), v and weights (B, 1, Lk)."""
+    exact = None
+    if prefix:
+        log_weight = k.new_zeros(1, 1, 1, 1, prefix)
+        if weights is not None:
+            log_weight = _log(weights[..., :prefix])[:, :, None, None, :]
+        exact = Exact(k[:, :, None, :prefix], v[:, :, None, :prefix], log_weight)
+        k, v, weights = k[:, :, prefix:], v[:, :, prefix:], None if weights is None else weights[..., prefix:]
+    layout = make_layout(q, k, weights, clusters, lead, grid, least, bool(form.near))
+    keys, values, slots = layout.pack(k), layout.pack(v), layout.weights(k, weights)
+    if isinstance(form.near, int) and form.near >= layout.clusters:
+        # Nothing is left far away: softmax over all tokens, prefix included.
+        log_weight = _log(slots).flatten(-2)[:, :, None, None, :]
+        all_keys, all_values = keys.flatten(2, 3).unsqueeze(2), values.flatten(2, 3).unsqueeze(2)
+        if exact is not None:
+            heads = (max(log_weight.shape[0], exact.log_weight.shape[0]), max(log_weight.shape[1], 1), 1, 1, -1)
+            log_weight = torch.cat((exact.log_weight.expand(heads), log_weight.expand(heads)), -1)
+            all_keys, all_values = torch.cat((exact.key, all_keys), -2), torch.cat((exact.value, all_values), -2)
+        exact = Exact(all_keys, all_values, log_weight)
+        keys, values, slots = keys[:, :, :0], values[:, :, :0], slots[:, :, :0]
+        layout = layout._replace(pieces=0, clusters=0, owner=None, members=None)
+    moments = moments_of(keys, values, slots.expand(keys.shape[:-1]), full=form.full, response=form.response != 0)
+    if layout.owner is not None:
+        moments = merge_pieces(moments, layout.owner, layout.clusters)
+    return Field(layout, Far.of(moments), Tokens(keys, values, _log(slots), layout.members, layout.owner), exact)
+
+
+def make_layout(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    clusters: Clusters,
+    lead: torch.Size,
+    grid: Grid | None,
+    least: int,
+    near: bool,
+) -> Layout:
+    """The layout that `clusters` stands for; raises where it does not fit the tokens."""
+    Hk, L = k.shape[1:3]
+    masked = None if weights is None else weights.squeeze(1)
+    if isinstance(clusters, Tensor):
+        ids, count = _check_assignment(clusters, lead, Hk, L)
+        return assigned(ids, count, near)
+    if isinstance(clusters, KMeans):
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "clusters=KMeans(...) cannot be traced by torch.compile; find the clusters outside of it with "
+                "cumulant.cluster.kmeans_assignment(...) and use blocks, or leave this call uncompiled"
+            )
+        ids = kmeans(q.flatten(2, 3), k, weights, clusters)
+        return assigned(ids, min(clusters.count, max(1, L)), near)
+    if isinstance(clusters, Blocks):
+        if clusters.keep is not None or clusters.recent:
+            raise ValueError(f"keep and recent of {clusters} belong to is_causal=True; pass Blocks({clusters.size})")
+        return _blocks_of(clusters.size, L, k.device)
+    if isinstance(clusters, tuple):
+        if grid is None:
+            raise ValueError(
+                f"clusters={clusters} are blocks of a grid: pass grid=(rows, cols) or (frames, rows, cols)"
+            )
+        if len(clusters) != len(grid) or any(
+            isinstance(b, bool) or not isinstance(b, int) or not 1 <= b <= max(1, side)
+            for b, side in zip(clusters, grid, strict=False)
+        ):
+            raise ValueError(f"clusters={clusters} must cut each side of grid={grid} into 1 to that many blocks")
+        return on_grid(grid, clusters, k.device)
+    if isinstance(clusters, bool) or not isinstance(clusters, int):
+        kinds = "an int, a tuple of ints, Blocks, KMeans or an integer tensor"
+        raise TypeError(f"clusters must be {kinds}, got {type(clusters).__name__}")
+    if clusters < 1:
+        raise ValueError(f"clusters must be at least 1, got {clusters}")
+    if grid is not None:
+        return on_grid(grid, divide(grid, clusters, least), k.device)
+    return consecutive(L, clusters, masked, k.device, least)
+
+
+def kmeans_assignment(
+    query: Tensor, key: Tensor, options: KMeans, *, key_mask: Tensor | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """Cluster ids (..., Hk, Lk) that `clusters=options` would use, for `clusters=` of later calls."""
+    check_tensors(query, key, key, key_mask, None, enable_gqa)
+    lead, Hk, dtype = leading(query, key), key.shape[-3], statistics_dtype(key.dtype)
+    q, k = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]).to(dtype) for x in (query, key))
+    weights = None
+    if key_mask is not None:
+        weights = key_mask.expand(*lead, k.shape[-2]).reshape(prod(lead), 1, -1).to(dtype)
+        k = k.masked_fill((weights == 0).unsqueeze(-1), 0)
+    q = q.unflatten(1, (Hk, -1)).flatten(2, 3)
+    return kmeans(q, k - _origin(k, weights, False), weights, options).reshape(*lead, *k.shape[1:3])
+
+
+def _noncausal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    clusters: Clusters,
+    lead: torch.Size,
+    grid: Grid | None,
+    prefix: int,
+    form: Form,
+    least: int,
+) -> Tensor:
+    """(B, Hk, G, Lq, E)."""
+    G, Lq = q.shape[2:4]
+    layout, far, tokens, exact = build_field(q, k, v, weights, clusters, lead, grid, prefix, form, least)
+    options: dict[str, Any] = {"closure": form.closure, "rank": form.rank, "most": form.response}
+    if form.near == "neighbours":
+        if layout.adjacent is None:
+            raise ValueError(
+                'near="neighbours" needs blocks of a sequence or a grid: these clusters have no neighbours'
+            )
+        if Lq != k.shape[-2]:
+            raise ValueError(f'near="neighbours" needs as many queries as keys, got {Lq} and {k.shape[-2]}')
+        first, rest = q[..., :prefix, :], q[..., prefix:, :]
+        outs = []
+        if prefix:  # prefix tokens stand nowhere: all blocks are far from them
+            outs.append(mix(first.flatten(2, 3).unsqueeze(-2), far, None, exact, near=0, **options).squeeze(-2))
+            outs[0] = outs[0].unflatten(2, (G, prefix))
+        length = rest.shape[-2]
+        if layout.place is None:
+            rows = torch.stack([layout.pack(x) for x in rest.unbind(2)], 2)  # (B, Hk, G, K, m, D)
+            which = layout.adjacent.repeat(G, 1)[None, None]
+            out = mix(rows.flatten(2, 3), far, tokens, exact, near=which, **options).unflatten(2, (G, -1))
+            outs.append(layout.unpack(out, length))
+        else:
+            which = layout.adjacent[layout.place].repeat(1, G, 1)[:, None]
+            out = mix(rest.flatten(2, 3).unsqueeze(-2), far, tokens, exact, near=which, **options)
+            outs.append(out.squeeze(-2).unflatten(2, (G, length)))
+        return torch.cat(outs, -2)
+    assert isinstance(form.near, int)
+    near = min(form.near, layout.clusters)
+    # Exact tokens alone make better products with many rows at once; without near clusters rows need no blocks.
+    n = 64 if not layout.clusters else form.near_rows if near else 1
+    blocks = -(-Lq // n)
+    present = None
+    if blocks * n != Lq:
+        q = F.pad(q, (0, 0, 0, blocks * n - Lq))
+        present = (torch.arange(blocks * n, device=q.device) < Lq).view(blocks, n).repeat(G, 1)
+    rows = q.unflatten(3, (blocks, n)).flatten(2, 3)  # (B, Hk, G blocks, n, D)
+    out = mix(rows, far, tokens, exact, near=near, rows=present, **options)
+    return out.flatten(2, 3).unflatten(2, (G, -1))[..., :Lq, :]
+
+
+def _origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
+    """A point near the keys, from which they are measured: logits then are small numbers wherever the keys lie.
+
+    The result does not depend on it, so it needs no gradient. Causal rows may know the first key only.
+    """
+    k = k.detach()
+    if is_causal:
+        if weights is None:
+            return k[:, :, :1]
+        first = (weights > 0).int().argmax(-1, keepdim=True).unsqueeze(-1)
+        return torch.take_along_dim(k, first, -2)
+    if weights is None:
+        return k.mean(-2, keepdim=True)
+    share = ratio(weights, weights.sum(-1, keepdim=True)).detach()
+    return (share.unsqueeze(-1) * k).sum(-2, keepdim=True)
+
+
+def _log(weights: Tensor) -> Tensor:
+    there = weights > 0
+    return torch.where(there, torch.where(there, weights, 1).log(), ABSENT)
+
+
+def _blocks_of(size: int, L: int, device: torch.device) -> Layout:
+    """Blocks of exactly `size` tokens, the last one as long as the rest."""
+    count = max(1, -(-L // size))
+    place = torch.arange(count * size, device=device).view(1, 1, count, size)
+    beside = torch.arange(count, device=device)[:, None] + torch.tensor((-1, 0, 1), device=device)
+    adjacent = beside.masked_fill((beside < 0) | (beside >= count), -1)
+    if count * size == L:
+        return Layout(count, size, count, adjacent=adjacent)
+    return Layout(count, size, count, place.clamp(max=max(0, L - 1)), place < L, adjacent=adjacent)
+
+
+def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int) -> tuple[Tensor, int]:
+    if ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex():
+        raise TypeError(f"clusters as an assignment must hold integers, got {ids.dtype}")
+    wanted = (*lead, Hk, L)
+    try:
+        fits = ids.ndim >= 1 and ids.shape[-1] == L and torch.broadcast_shapes(ids.shape, wanted) == torch.Size(wanted)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"clusters as an assignment must have shape {wanted}, one number for each key (after the prefix), "
+            f"got {tuple(ids.shape)}"
+        )
+    if torch.compiler.is_compiling() or transformed():
+        raise ValueError(
+            "clusters as an assignment tensor needs to read its largest number, which torch.compile and torch.func "
+            "cannot; use a number of blocks or Blocks(size), or leave this call as it is"
+        )
+    if not L:
+        return ids.expand(wanted).reshape(-1, Hk, L).long(), 1
+    low, high = (int(x) for x in torch.aminmax(ids))
+    if low < 0:
+        raise ValueError(f"clusters as an assignment must hold numbers from 0 on, got {low}")
+    if high >= 4 * L + 1024:
+        raise ValueError(
+            f"clusters as an assignment names cluster {high}, far more than the {L} keys; number them 0, 1, ..."
+        )
+    return ids.expand(wanted).reshape(-1, Hk, L).long(), high + 1
+
+
+def _check_form(
+    near: int | str, closure: str, rank: str, variance: str, response: int | None, near_rows: int, backend: str
+) -> Form:
+    check_closure(closure)
+    if near != "neighbours" and (isinstance(near, bool) or not isinstance(near, int) or near < 0):
+        raise ValueError(f'near must be a number of clusters, 0 or more, or "neighbours", got {near!r}')
+    if rank not in RANKS:
+        raise ValueError(f"rank must be one of {', '.join(map(repr, RANKS))}, got {rank!r}")
+    if variance not in VARIANCES:
+        raise ValueError(f"variance must be one of {', '.join(map(repr, VARIANCES))}, got {variance!r}")
+    if response is not None and (isinstance(response, bool) or not isinstance(response, int) or response < 0):
+        raise ValueError(f"response must be None (all clusters) or a number, 0 or more, got {response!r}")
+    if isinstance(near_rows, bool) or not isinstance(near_rows, int) or near_rows < 1:
+        raise ValueError(f"near_rows must be at least 1, got {near_rows!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    return Form(near, closure, rank, variance == "full", response, near_rows)
+
+
+def _causal_blocks(clusters: Clusters, Lq: int, grid: Grid | None, prefix: int) -> Blocks:
+    if grid is not None or prefix:
+        raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, prefix=0, got {grid}, {prefix}")
+    if isinstance(clusters, Blocks):
+        return clusters
+    if isinstance(clusters, bool) or not isinstance(clusters, int):
+        kind = type(clusters).__name__
+        raise TypeError(f"clusters must be an int or Blocks(size, keep, recent) when is_causal, got {kind}")
+    if clusters < 1:
+        raise ValueError(f"clusters must be at least 1, got {clusters}")
+    return Blocks(max(1, -(-Lq // clusters)))
+
+
+def _causal_form(form: Form, blocks: Blocks) -> dict[str, Any]:
+    if form.near == "neighbours":
+        raise ValueError('near="neighbours" has no causal form; Blocks(size, recent=1) makes the block before exact')
+    if form.near and blocks.keep is not None:
+        raise ValueError(
+            f"near={form.near} needs the tokens of old blocks, which {blocks} merges; use recent= or keep=None"
+        )
+    if form.near_rows != 1:
+        raise ValueError(f"near_rows={form.near_rows} would let a row choose for earlier ones; pass 1 when is_causal")
+    return {"near": form.near, "closure": form.closure, "rank": form.rank, "full": form.full, "response": form.response}

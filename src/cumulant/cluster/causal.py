@@ -1,0 +1,125 @@
+"""Causal cluster attention: blocks of the past are clusters, the current block and some before it are exact.
+
+Shape legend: B batch, H key heads, G query heads of each, L tokens, N blocks of C tokens, A clusters of a list, D, E
+widths.
+
+With `keep`, old blocks are merged in pairs, and pairs in pairs: cluster i of level j holds blocks i 2^j to
+(i + 1) 2^j - 1. Of n past blocks n_j = max(0, (n_(j-1) - keep) // 2) clusters of level j were ever made, and those from
+2 n_(j+1) to n_j - 1 are still there. The rule depends on n alone, so that a stream and a batch agree.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..moments import Moments
+from .fields import ABSENT, Exact, Far, Tokens, mix
+from .layout import Blocks
+from .statistics import merge, moments_of
+
+
+def causal_clusters(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    *,
+    blocks: Blocks,
+    near: int,
+    closure: str,
+    rank: str,
+    full: bool,
+    response: int | None,
+) -> Tensor:
+    """q (B, H, G, Lq, D) scaled, k (B, H, Lk, D), v (B, H, Lk, E), weights (B, 1, Lk) -> (B, H, G, Lq, E).
+
+    Cost a row: (recent + 1) C (D + E) + A D E with A = N clusters, or (keep + 1) log2(N) when they are merged.
+    """
+    G, L = q.shape[2:4]
+    C = min(blocks.size, L)
+    N = -(-L // C)
+    if weights is None:
+        weights = k.new_ones(1, 1, k.shape[-2])
+    # Keys that no row may see are cut off; missing ones have weight 0.
+    k, v = (_fit(x, N * C, L).unflatten(-2, (N, C)) for x in (k, v))
+    weights = _fit(weights.unsqueeze(-1), N * C, L).squeeze(-1).unflatten(-1, (N, C))
+    rows = F.pad(q, (0, 0, 0, N * C - L)).unflatten(-2, (N, C)).transpose(2, 3).flatten(3, 4)  # (B, H, N, G C, D)
+
+    there = weights > 0
+    log_weight = torch.where(there, torch.where(there, weights, 1).log(), ABSENT)  # (B, 1, N, C)
+    recent = min(blocks.recent, N - 1)
+    window = [_delay(log_weight, j, ABSENT) for j in range(recent, 0, -1)]
+    seen = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
+    own = torch.where(seen, log_weight.unsqueeze(-2), ABSENT)  # (B, 1, N, C, C)
+    exact_weight = torch.cat([*(x.unsqueeze(-2).expand_as(own) for x in window), own], -1)
+    exact = Exact(
+        torch.cat([_delay(k, j) for j in range(recent, -1, -1)], -2),
+        torch.cat([_delay(v, j) for j in range(recent, -1, -1)], -2),
+        exact_weight.repeat(1, 1, 1, G, 1),
+    )
+
+    moments = moments_of(k, v, weights.expand(k.shape[:-1]), full=full, response=response != 0)
+    block = torch.arange(N, device=q.device)
+    hidden = table = tokens = None
+    if blocks.keep is None:
+        hidden = block >= block[:, None] - recent
+        tokens = Tokens(k, v, log_weight) if near else None
+    else:
+        moments, table = merged_lists(moments, N, blocks.keep, recent)
+    out = mix(
+        rows,
+        Far.of(moments),
+        tokens,
+        exact,
+        near=min(near, N),
+        closure=closure,
+        rank=rank,
+        most=response,
+        by_row=True,
+        hidden=hidden,
+        table=table,
+    )
+    return out.unflatten(3, (G, C)).transpose(2, 3).flatten(3, 4)[..., :L, :]
+
+
+def merged_lists(blocks: Moments, N: int, keep: int, recent: int) -> tuple[Moments, Tensor]:
+    """Moments (B, H, T) of all clusters of all levels, and table (N, A) of those that each block of rows sees.
+
+    Memory: T < 2 N clusters; A <= (keep + 1) (levels).
+    """
+    levels, level = [blocks], blocks
+    while level.weight.shape[2] > keep + 1:
+        pairs = level.weight.shape[2] // 2
+        even, odd = (_select(level, slice(start, 2 * pairs, 2)) for start in (0, 1))
+        level = merge(even, odd)
+        levels.append(level)
+    offset, lists = 0, []
+    past = (torch.arange(N, device=blocks.weight.device) - recent).clamp(min=0)
+    for level in levels:
+        later = ((past - keep) // 2).clamp(min=0)
+        which = 2 * later.unsqueeze(-1) + torch.arange(keep + 1, device=past.device)
+        lists.append(torch.where(which < past.unsqueeze(-1), which + offset, -1))
+        offset, past = offset + level.weight.shape[2], later
+    fields = zip(*levels, strict=True)
+    joined = Moments._make(None if x[0] is None else torch.cat(x, 2) for x in fields)
+    return joined, torch.cat(lists, -1)
+
+
+def _select(moments: Moments, at: slice) -> Moments:
+    return Moments._make(None if x is None else x[:, :, at] for x in moments)
+
+
+def _fit(x: Tensor, length: int, seen: int) -> Tensor:
+    """x (..., L, W) without what comes after `seen` tokens, padded with zeros to `length`."""
+    x = x[..., :seen, :]
+    return F.pad(x, (0, 0, 0, length - x.shape[-2]))
+
+
+def _delay(x: Tensor, blocks: int, fill: float = 0.0) -> Tensor:
+    """x (B, H, N, C, ...) moved on by so many blocks, `fill` where nothing came before."""
+    if not blocks:
+        return x
+    moved = torch.full_like(x[:, :, :blocks], fill)
+    return torch.cat((moved, x[:, :, :-blocks]), 2)

@@ -1,0 +1,304 @@
+"""Near and far field under one softmax: the heart of cluster attention, blockwise.
+
+Shape legend: B batch, H key heads, N query blocks of n rows, K clusters, N' pieces of m tokens, u pieces of a cluster,
+t near clusters, p exact tokens, D, E widths. Queries carry the scale.
+
+    log Z_c = log W_c + q.k_mean_c + phi(s_c)          s_c^2 = sum_i q_i^2 P_ci / W_c      (or q^T P_c q / W_c)
+    out = sum_c w_c (v_mean_c + f(s_c) S_c^T q / W_c) + sum_l w_l v_l
+    (w_c, w_l) = softmax over (log Z_c of far clusters, q.k_l + log weight_l of near and exact tokens)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..inputs import transformed
+from ..moments import Moments, ratio
+from .closures import gain, log_mass
+
+ABSENT = float("-inf")
+RANKS = ("mass", "error")
+
+
+def room(q: Tensor) -> int:
+    """Numbers that blocks of rows may hold at once: 4 million, or eight times the queries where those are many."""
+    return max(1 << 22, 8 * q.numel())
+
+
+class Far(NamedTuple):
+    """What a far field needs of its clusters: leading dimensions (B, H), or (B, H, N) once `listed`."""
+
+    log_weight: Tensor  # (..., K), -inf for empty clusters
+    key_mean: Tensor  # (..., K, D)
+    value_mean: Tensor  # (..., K, E)
+    spread: Tensor  # (..., K, D) or (..., K, D, D): P / W
+    response: Tensor | None  # (..., K, D, E): S / W
+
+    @classmethod
+    def of(cls, moments: Moments) -> Far:
+        """From moments (B, H, K)."""
+        W, k, v, S, P, _ = moments
+        assert P is not None
+        over_W = ratio(torch.ones_like(W), W)
+        log_weight = torch.where(W > 0, torch.where(W > 0, W, 1).log(), ABSENT)
+        matrix = over_W[..., None, None]
+        spread = P * (matrix if moments.full else over_W.unsqueeze(-1))
+        return cls(log_weight, k, v, spread, None if S is None else S * matrix)
+
+    def listed(self, table: Tensor) -> Far:
+        """Clusters (B, H, K) as lists of their own for blocks of rows: table (N, A), -1 for none -> (B, H, N, A)."""
+
+        def take(x: Tensor) -> Tensor:
+            return x[:, :, table.clamp(min=0)]
+
+        log_weight = take(self.log_weight).masked_fill(table < 0, ABSENT)
+        response = None if self.response is None else take(self.response)
+        return Far(log_weight, take(self.key_mean), take(self.value_mean), take(self.spread), response)
+
+    def masses(self, q: Tensor, closure: str) -> tuple[Tensor, Tensor]:
+        """log Z and s^2 of every cluster for rows q (..., n, D): (..., n, K) each. Cost: 2 n K D (n K D^2 full)."""
+        if self.spread.ndim > self.key_mean.ndim:
+            D = q.shape[-1]
+            stacked = self.spread.transpose(-3, -2).flatten(-2)  # (..., D, K D)
+            variance = ((q @ stacked).unflatten(-1, (-1, D)) * q.unsqueeze(-2)).sum(-1).clamp(min=0)
+        else:
+            variance = (q * q) @ self.spread.mT
+        log_Z = self.log_weight.unsqueeze(-2) + q @ self.key_mean.mT + log_mass(variance, closure)
+        return log_Z, variance
+
+    def values(self, q: Tensor, w: Tensor, variance: Tensor, closure: str, most: int | None) -> Tensor:
+        """sum_c w_c (v_mean_c + f_c S_c^T q), (..., n, E), responses of the `most` heaviest clusters only."""
+        out = w @ self.value_mean
+        if self.response is None:
+            return out
+        g = w * gain(variance, closure)
+        K, D, E = self.response.shape[-3:]
+        if most is None or most >= K:
+            features = (g.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)  # (..., n, K D)
+            return out + features @ self.response.flatten(-3, -2)
+        g, which = g.topk(most, -1)
+        lead = torch.broadcast_shapes(self.response.shape[:-3], which.shape[:-2])
+        flat = self.response.flatten(-2).expand(*lead, K, D * E)
+        picked = flat.gather(-2, which.flatten(-2).unsqueeze(-1).expand(*lead, -1, D * E))
+        picked = picked.unflatten(-1, (D, E)).unflatten(-3, which.shape[-2:])  # (..., n, most, D, E)
+        features = (g.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2).unsqueeze(-2)
+        return out + (features @ picked.flatten(-3, -2)).squeeze(-2)
+
+
+class Tokens(NamedTuple):
+    """Tokens in pieces, for what is exact: (B, H, N', m, D), (B, H, N', m, E), (B, H or 1, N', m)."""
+
+    key: Tensor
+    value: Tensor
+    log_weight: Tensor
+    members: Tensor | None = None  # (B, H, K, u) pieces of each cluster; None: piece c is cluster c
+    owner: Tensor | None = None  # (B, H, N') cluster of each piece, with `members`
+
+    def dense(self, near: int) -> bool:
+        """Whether a masked product over all tokens is quicker than gathering those of `near` clusters for each row.
+
+        Clusters of very different sizes are padded to the largest when they are gathered; plain torch then loses more
+        by moving tokens about than by multiplying too many.
+        """
+        return self.members is not None and 8 * near * self.members.shape[-1] >= self.key.shape[2]
+
+    def masked(self, taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All keys and values (B, H, 1, N' m, ...), and log weights of those in clusters `taken` (B, H, N, n, K)."""
+        assert self.owner is not None
+        lead = taken.shape[:-1]
+        owner = self.owner[:, :, None, None, :].expand(*lead, self.owner.shape[-1])
+        m = self.key.shape[-2]
+        inside = taken.gather(-1, owner).repeat_interleave(m, -1)
+        log_weight = torch.where(inside, self.log_weight.flatten(-2)[:, :, None, None, :], ABSENT)
+        return self.key.flatten(2, 3).unsqueeze(2), self.value.flatten(2, 3).unsqueeze(2), log_weight
+
+    def gather(self, which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and log weights of clusters `which` (B, H, N, t), -1 for none: (B, H, N, t u m, ...)."""
+        if self.members is not None:
+            members = self.members.expand(*which.shape[:2], *self.members.shape[2:])
+            u = members.shape[-1]
+            index = which.clamp(min=0).flatten(-2).unsqueeze(-1)
+            pieces = members.gather(-2, index.expand(*index.shape[:-1], u)).unflatten(-2, which.shape[-2:])
+            which = pieces.masked_fill((which < 0).unsqueeze(-1), -1).flatten(-2)
+        N, t = which.shape[-2:]
+        index = which.clamp(min=0).flatten(-2)
+
+        def take(x: Tensor) -> Tensor:
+            x = x.expand(*which.shape[:2], *x.shape[2:]).flatten(3)
+            found = x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+            return found.unflatten(2, (N, t))
+
+        m = self.key.shape[-2]
+        log_weight = take(self.log_weight).masked_fill((which < 0).unsqueeze(-1), ABSENT).flatten(-2)
+        key, value = (take(x).unflatten(-1, (m, -1)).flatten(-3, -2) for x in (self.key, self.value))
+        return key, value, log_weight
+
+
+class Exact(NamedTuple):
+    """Tokens that every row sees one by one: prefix tokens, or the blocks around the current one when causal."""
+
+    key: Tensor  # (B, H, N or 1, p, D)
+    value: Tensor  # (B, H, N or 1, p, E)
+    log_weight: Tensor  # (B, H or 1, N or 1, n or 1, p), -inf for what a row may not see
+
+
+def mix(
+    q: Tensor,
+    far: Far,
+    tokens: Tokens | None,
+    exact: Exact | None,
+    *,
+    near: int | Tensor,
+    closure: str,
+    rank: str,
+    most: int | None,
+    by_row: bool = False,
+    rows: Tensor | None = None,
+    hidden: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """Attention of rows q (B, H, N, n, D) over clusters and tokens, (B, H, N, n, E), in blocks of rows.
+
+    `near`: so many clusters, chosen for each block of n rows (for each row of it if `by_row`), or their numbers
+    (.., .., N, t). rows (N, n) bool are rows that exist; hidden (N, K) bool are clusters that a block may not see;
+    table (N, A) lists the clusters of each block instead, -1 for none.
+    Cost a row: 2 K D + K E + (most or K) D E + t u m (D + E); memory O(L (D + E)).
+    """
+    B, H, N, n, D = q.shape
+    E, K = far.value_mean.shape[-1], far.log_weight.shape[-1] if table is None else table.shape[-1]
+    count = near if isinstance(near, int) else near.shape[-1]
+    of_row = 4 * K + (0 if exact is None else exact.key.shape[-2])
+    of_block = 0 if table is None else K * (2 * D + E + D * E)
+    if far.response is not None:
+        of_row += K * D if most is None else min(most, K) * D * E
+    if far.spread.ndim > far.key_mean.ndim:
+        of_row += K * D
+    if count and tokens is not None:
+        beside = count * tokens.key.shape[-2] * (1 if tokens.members is None else tokens.members.shape[-1])
+        if tokens.dense(count):
+            of_row += 2 * tokens.key.shape[2] * tokens.key.shape[3]
+        else:
+            of_row += beside * (1 + (D + E if by_row else 0))
+            of_block += 0 if by_row else beside * (D + E)
+    step = max(1, room(q) // max(1, B * H * (n * of_row + of_block)))
+    block = partial(_rows, closure=closure, rank=rank, most=most, by_row=by_row)
+    if step >= N:
+        return block(q, far, tokens, exact, near, rows, hidden, table)
+    # Recomputing a block in the backward pass keeps memory linear: what a block holds grows with K D and t m D.
+    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
+    outs = []
+    for start in range(0, N, step):
+        at = slice(start, start + step)
+        own = None if exact is None else Exact(*(_cut(x, at, N) for x in exact))
+        chosen = near if isinstance(near, int) else _cut(near, at, N)
+        cuts = (None if x is None else x[at] for x in (rows, hidden, table))
+        parts: tuple[Any, ...] = (q[:, :, at], far, tokens, own, chosen, *cuts)
+        outs.append(checkpoint(block, *parts, use_reentrant=False) if saving else block(*parts))
+    return torch.cat(outs, 2)
+
+
+def _cut(x: Tensor, at: slice, N: int) -> Tensor:
+    return x if x.shape[2] != N else x[:, :, at]
+
+
+def _rows(
+    q: Tensor,
+    far: Far,
+    tokens: Tokens | None,
+    exact: Exact | None,
+    near: int | Tensor,
+    rows: Tensor | None,
+    hidden: Tensor | None,
+    table: Tensor | None,
+    *,
+    closure: str,
+    rank: str,
+    most: int | None,
+    by_row: bool,
+) -> Tensor:
+    B, H, N, n, _ = q.shape
+    shared = table is None  # one set of clusters for all rows: one matmul over all of them
+    if table is not None:
+        far = far.listed(table)
+    K = far.log_weight.shape[-1]
+    log_Z, variance = far.masses(q.flatten(2, 3) if shared else q, closure)
+    if shared:
+        log_Z, variance = (x.unflatten(2, (N, n)) for x in (log_Z, variance))
+    if hidden is not None:
+        log_Z = log_Z.masked_fill(hidden[:, None, :], ABSENT)
+    logits, values = [log_Z], []
+    which = near if isinstance(near, Tensor) else None
+    if isinstance(near, int) and near:
+        which = heaviest(log_Z.detach(), variance.detach(), near, rank, rows, by_row)
+    if which is not None and tokens is not None and which.shape[-1]:
+        which = which.expand(B, H, *which.shape[2:])
+        # Near clusters leave the far field; a -1 goes to a column beyond the last, which is cut off again.
+        taken = torch.zeros(*which.shape[:-1], K + 1, dtype=torch.bool, device=q.device)
+        taken = taken.scatter(-1, torch.where(which < 0, K, which), True)[..., :K]
+        logits[0] = log_Z.masked_fill(taken if by_row else taken.unsqueeze(-2), ABSENT)
+        if tokens.dense(which.shape[-1]):
+            key, value, log_weight = tokens.masked(taken if by_row else taken.unsqueeze(-2))
+            logits.append((q.flatten(2, 3) @ key.squeeze(2).mT).unflatten(2, (N, n)) + log_weight)
+        elif by_row:  # each row has tokens of its own: (B, H, N n, t m, D) as (B, H, N, n, t m, D)
+            near_tokens = tokens.gather(which.flatten(2, 3))
+            key, value, log_weight = (x.unflatten(2, (N, n)) for x in near_tokens)
+            logits.append((key @ q.unsqueeze(-1)).squeeze(-1) + log_weight)
+        else:
+            key, value, log_weight = tokens.gather(which)
+            logits.append(q @ key.mT + log_weight.unsqueeze(-2))
+        values.append(value)
+    if exact is not None:
+        if exact.key.shape[2] == 1:
+            product = (q.flatten(2, 3) @ exact.key.squeeze(2).mT).unflatten(2, (N, n))
+        else:
+            product = q @ exact.key.mT
+        logits.append(product + exact.log_weight)
+        values.append(exact.value)
+    w = softmax_or_zero(torch.cat(logits, -1))
+    parts = w.split([x.shape[-1] for x in logits], -1)
+    far_w = parts[0]
+    if shared:
+        q_flat, w_flat, s_flat = (x.flatten(2, 3) for x in (q, far_w, variance))
+        out = far.values(q_flat, w_flat, s_flat, closure, most).unflatten(2, (N, n))
+    else:
+        out = far.values(q, far_w, variance, closure, most)
+    for weight, value in zip(parts[1:], values, strict=True):
+        if value.ndim > weight.ndim:  # tokens of each row's own
+            out = out + (weight.unsqueeze(-2) @ value).squeeze(-2)
+        elif value.shape[2] == 1:  # the same tokens for all blocks of rows: one product
+            out = out + (weight.flatten(2, 3) @ value.squeeze(2)).unflatten(2, (N, n))
+        else:
+            out = out + weight @ value
+    return out
+
+
+def heaviest(log_Z: Tensor, variance: Tensor, count: int, rank: str, rows: Tensor | None, by_row: bool) -> Tensor:
+    """The `count` clusters of largest mass, or of largest mass times s^2, for each block or each row of it.
+
+    log_Z, variance (B, H, N, n, K) -> (B, H, N, count) or, by row, (B, H, N, n, count). A block adds up the
+    probabilities of its rows. -1 where fewer clusters hold anything: an empty one is exact already, and so, ranked by
+    "error", is one without spread.
+    """
+    score = log_Z
+    if rank == "error":
+        score = log_Z + torch.where(variance > 0, variance, 1).log().masked_fill(variance <= 0, ABSENT)
+    if not by_row and score.shape[-2] > 1:
+        share = score - log_Z.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+        if rows is not None:
+            share = share.masked_fill(~rows.unsqueeze(-1), ABSENT)
+        score = share.logsumexp(-2)
+    elif not by_row:
+        score = score.squeeze(-2)
+    top, which = score.topk(min(count, score.shape[-1]), -1)
+    return which.masked_fill(top == ABSENT, -1)
+
+
+def softmax_or_zero(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
+    empty = (logits == ABSENT).all(-1, keepdim=True)
+    return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)

@@ -1,0 +1,234 @@
+"""Where the tokens of each cluster are: blocks of a sequence, blocks of a grid, or any assignment, in one form.
+
+Shape legend: B batch (or 1), H key heads (or 1), L tokens, K clusters, N pieces of m tokens, u pieces of a cluster.
+
+A layout cuts the tokens into N pieces of at most m. A block is one piece; a cluster of an arbitrary assignment may be
+several, so that one large cluster does not pad all others to its size: N m <= 1.5 L whatever the assignment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of `size` consecutive tokens, however many; what causal attention and streams use.
+
+    Args:
+        size: tokens of a block.
+        keep: None keeps every past block apart. A number merges old blocks in pairs, pairs of pairs, ...: of each
+            size the newest `keep` (or one more) stay apart, so that L tokens make about (keep + 1) log2(L / size)
+            clusters. 0 is a binary counter.
+        recent: so many whole blocks before the current one are exact too.
+    """
+
+    size: int
+    keep: int | None = None
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("size", 1), ("keep", 0), ("recent", 0)):
+            number = getattr(self, name)
+            if name == "keep" and number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ValueError(f"{name} of Blocks must be an integer of at least {least}, got {number!r}")
+
+
+class Layout(NamedTuple):
+    """Pieces of the tokens, and the clusters they belong to."""
+
+    pieces: int  # N
+    size: int  # m
+    clusters: int  # K
+    places: Tensor | None = None  # (B, H, N, m) places of the tokens; None: one after the other
+    present: Tensor | None = None  # (B, H, N, m) slots that hold a token; None: all
+    owner: Tensor | None = None  # (B, H, N) cluster of each piece; None: each piece is one
+    members: Tensor | None = None  # (B, H, K, u) pieces of each cluster, -1 where there are fewer
+    adjacent: Tensor | None = None  # (K, t) blocks beside each block and itself, -1 for none; blocks only
+    place: Tensor | None = None  # (B, L) block of each token where a mask moves the borders; blocks only
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Tokens x (B, H, L, W) as (B, H, N, m, W); empty slots hold some token, and have weight 0."""
+        if self.places is None:
+            return x.unflatten(-2, (self.pieces, self.size))
+        if self.places.shape[:2] == (1, 1):
+            return x[..., self.places[0, 0].flatten(), :].unflatten(-2, (self.pieces, self.size))
+        index = self.places.flatten(-2).expand(*x.shape[:2], -1)
+        packed = x.gather(-2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+        return packed.unflatten(-2, (self.pieces, self.size))
+
+    def unpack(self, x: Tensor, length: int) -> Tensor:
+        """The inverse of `pack`: (..., N, m, W) -> (..., L, W), for layouts that are the same in every sequence."""
+        x = x.flatten(-3, -2)
+        if self.places is None or self.present is None:
+            return x if self.places is None else x[..., self.places.flatten().argsort(), :]
+        place = torch.where(self.present, self.places, length).flatten()
+        slots = torch.arange(place.numel(), device=place.device)
+        found = place.new_zeros(length + 1).scatter(0, place, slots)
+        return x[..., found[:-1], :]
+
+    def weights(self, key: Tensor, weights: Tensor | None) -> Tensor:
+        """Weights (B, H or 1, N, m) of the slots, from those of the tokens (B, 1, L) or ones."""
+        if weights is None:
+            if self.present is None:
+                return key.new_ones(1, 1, self.pieces, self.size)
+            return self.present.to(key.dtype)
+        packed = self.pack(weights.to(key.dtype).unsqueeze(-1)) if self._shared_heads() else None
+        if packed is None:
+            packed = self.pack(weights.to(key.dtype).expand(*key.shape[:-1]).unsqueeze(-1))
+        packed = packed.squeeze(-1)
+        return packed if self.present is None else torch.where(self.present, packed, 0)
+
+    def _shared_heads(self) -> bool:
+        return self.places is None or self.places.shape[1] == 1
+
+
+def consecutive(
+    L: int, count: int, weights: Tensor | None = None, device: torch.device | None = None, least: int = 1
+) -> Layout:
+    """`count` blocks of consecutive tokens whose sizes differ by one at most, none smaller than `least` if avoidable.
+
+    With weights (B, L) the blocks are those of the tokens that take part: absent tokens move the borders, exactly as
+    if they had been taken out.
+    """
+    most = max(1, -(-L // least))
+    K = min(count, most)
+    offsets = torch.tensor((-1, 0, 1), device=device)
+    beside = torch.arange(K, device=device)[:, None] + offsets
+    adjacent = beside.masked_fill((beside < 0) | (beside >= K), -1)
+    if weights is None and L % K == 0 and L:
+        return Layout(K, L // K, K, adjacent=adjacent)
+    clusters = torch.arange(K + 1, device=device)
+    if weights is None:
+        starts = -(-clusters * L // K)
+        size = max(1, -(-L // K))
+        place = (starts[:-1, None] + torch.arange(size, device=device))[None, None]
+        present = place < starts[1:, None]
+        return Layout(K, size, K, place.clamp(max=max(0, L - 1)), present, adjacent=adjacent)
+    taking = weights > 0
+    number = taking.sum(-1, keepdim=True)  # (B, 1)
+    blocks = (-(-number // least)).clamp(min=1, max=count)
+    starts = torch.minimum(-(-clusters * number // blocks), number)
+    size = max(least, -(-L // K))
+    rank = starts[:, :-1, None] + torch.arange(size, device=device)  # (B, K, m)
+    present = rank < starts[:, 1:, None]
+    order = torch.argsort((~taking).to(torch.int8), dim=-1, stable=True)
+    index = order.gather(-1, rank.clamp(max=max(0, L - 1)).flatten(1)).view_as(rank) if L else rank
+    # A query at an absent token stands where the last token that takes part before it does.
+    standing = torch.minimum((taking.cumsum(-1) - 1).clamp(min=0), (number - 1).clamp(min=0))
+    place = standing * blocks // number.clamp(min=1)
+    return Layout(K, size, K, index[:, None], present[:, None], adjacent=adjacent, place=place)
+
+
+def on_grid(grid: Grid, blocks: Grid, device: torch.device | None = None) -> Layout:
+    """Blocks of a grid of tokens (rows, cols) or (frames, rows, cols); `blocks` says how many along each side."""
+    sides = [_cut(side, parts, device) for side, parts in zip(grid, blocks, strict=True)]
+    place = torch.zeros((), dtype=torch.long, device=device)
+    present = torch.ones((), dtype=torch.bool, device=device)
+    for (index, there), side in zip(sides, grid, strict=True):
+        # (b1, m1, b2, m2, ...): each side multiplies the places by its length and adds its own.
+        place = place[..., None, None] * side + index
+        present = present[..., None, None] & there
+    outer, inner = range(0, 2 * len(grid), 2), range(1, 2 * len(grid), 2)
+    K, size = math.prod(blocks), math.prod(index.shape[1] for index, _ in sides)
+    place, present = (x.permute(*outer, *inner).reshape(1, 1, K, size) for x in (place, present))
+    full = all(side % parts == 0 for side, parts in zip(grid, blocks, strict=True))
+    return Layout(K, size, K, place, None if full else present, adjacent=_beside(blocks, device))
+
+
+def assigned(ids: Tensor, count: int, near: bool) -> Layout:
+    """Any assignment ids (B, H, L) in [0, count). Cost: a sort of L numbers; `near` asks for the pieces by cluster."""
+    L = ids.shape[-1]
+    size = max(1, L // (2 * count))
+    N = L // size + count
+    numbers = torch.zeros(*ids.shape[:-1], count, dtype=torch.long, device=ids.device)
+    numbers = numbers.scatter_add(-1, ids, torch.ones_like(ids))
+    pieces = -(-numbers // size)
+    first_token, first_piece = (F.pad(x, (1, -1)).cumsum(-1) for x in (numbers, pieces))
+    order = torch.argsort(ids, dim=-1, stable=True)
+    cluster = ids.gather(-1, order)
+    rank = torch.arange(L, device=ids.device) - first_token.gather(-1, cluster)
+    slot = (first_piece.gather(-1, cluster) + rank // size) * size + rank % size
+    index = torch.zeros(*ids.shape[:-1], N * size, dtype=torch.long, device=ids.device).scatter(-1, slot, order)
+    present = torch.zeros_like(index, dtype=torch.bool).scatter(-1, slot, True)
+    number = torch.arange(N, device=ids.device)
+    owner = torch.searchsorted(pieces.cumsum(-1), number.expand(*ids.shape[:-1], N).contiguous(), right=True)
+    members = None
+    if near:
+        widest = max(1, int(pieces.max())) if pieces.numel() else 1
+        step = torch.arange(widest, device=ids.device)
+        members = (first_piece.unsqueeze(-1) + step).masked_fill(step >= pieces.unsqueeze(-1), -1)
+    shape = (*ids.shape[:-1], N, size)
+    # Pieces that no cluster needed hold nothing; the last cluster may own them.
+    owner = owner.clamp(max=count - 1)
+    return Layout(N, size, count, index.view(shape), present.view(shape), owner, members)
+
+
+def divide(grid: Grid, count: int, least: int = 1) -> Grid:
+    """About `count` blocks as cubic as the grid allows: the prime factors of count go to the longest block side.
+
+    Factors that would make blocks of fewer than `least` tokens are left out.
+    """
+    blocks = [1] * len(grid)
+    for prime in _primes(count):
+        axis = max(range(len(grid)), key=lambda a: (grid[a] / blocks[a], a))
+        if grid[axis] // blocks[axis] >= prime and math.prod(grid) >= least * prime * math.prod(blocks):
+            blocks[axis] *= prime
+    return tuple(blocks)
+
+
+def check_grid(tokens: int, grid: Sequence[int] | None, prefix: int) -> Grid | None:
+    """The grid as a tuple; raises if it and the prefix do not make the tokens."""
+    if isinstance(prefix, bool) or not isinstance(prefix, int) or not 0 <= prefix <= tokens:
+        raise ValueError(f"prefix must lie between 0 and the {tokens} tokens, got {prefix!r}")
+    if grid is None:
+        return None
+    if len(grid) not in (2, 3) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in grid):
+        raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols), got {tuple(grid)}")
+    if math.prod(grid) != tokens - prefix:
+        raise ValueError(
+            f"grid {tuple(grid)} holds {math.prod(grid)} tokens, but there are {tokens} keys, {prefix} of them prefix: "
+            f"{tokens - prefix}; pass grid= and prefix= that fit"
+        )
+    return tuple(grid)
+
+
+def _cut(side: int, parts: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """Places (parts, m) along a side cut into parts that differ by one at most, and which of them are there."""
+    starts = -(-torch.arange(parts + 1, device=device) * side // parts)
+    place = starts[:-1, None] + torch.arange(max(1, -(-side // parts)), device=device)
+    return place.clamp(max=max(0, side - 1)), place < starts[1:, None]
+
+
+def _beside(blocks: Grid, device: torch.device | None) -> Tensor:
+    """(K, 3^n): the blocks that touch each block of a grid of blocks, itself among them, -1 beyond the border."""
+    at = torch.stack(torch.meshgrid(*(torch.arange(b, device=device) for b in blocks), indexing="ij"), -1)
+    steps = torch.tensor(list(product((-1, 0, 1), repeat=len(blocks))), device=device)
+    near = at.reshape(-1, 1, len(blocks)) + steps
+    sides = torch.tensor(blocks, device=device)
+    strides = torch.tensor([math.prod(blocks[i + 1 :]) for i in range(len(blocks))], device=device)
+    outside = ((near < 0) | (near >= sides)).any(-1)
+    return (near * strides).sum(-1).masked_fill(outside, -1)
+
+
+def _primes(number: int) -> list[int]:
+    """Prime factors, the largest first."""
+    found, p = [], 2
+    while number > 1:
+        while number % p == 0:
+            found.append(p)
+            number //= p
+        p += 1
+    return found[::-1]

@@ -1,0 +1,65 @@
+"""Statistics of clusters: `Moments` of second order with the spread of the keys beside them.
+
+Shape legend: B batch, H key heads, N pieces, m tokens of a piece, K clusters, D key width, E value width.
+
+Of each cluster: W, k_mean, v_mean, S = sum w k~ v~^T and P, either sum w k~^2 (D, "diagonal") or sum w k~ k~^T
+(D x D, "full"). All of it merges as `Moments` do; P is kept without the third order T.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..moments import Moments, ratio
+
+VARIANCES = ("diagonal", "full")
+
+
+def moments_of(key: Tensor, value: Tensor, weights: Tensor, *, full: bool = False, response: bool = True) -> Moments:
+    """Moments of pieces: key (..., m, D), value (..., m, E), weights (..., m). Cost: m D (E + 1), m D^2 more if full.
+
+    Without `response` no S is kept: what a far field of means alone needs.
+    """
+    moments = Moments.of(key, value, order=2 if response else 1, key_mask=weights)
+    centred = (key - moments.key_mean.unsqueeze(-2)).masked_fill((weights == 0).unsqueeze(-1), 0)
+    weighted = weights.unsqueeze(-1) * centred
+    return moments._replace(P=weighted.mT @ centred if full else (weighted * centred).sum(-2))
+
+
+def merge(a: Moments, b: Moments) -> Moments:
+    """Moments of the union of two disjoint clusters."""
+    first, second = a._replace(P=None), b._replace(P=None)
+    merged = first.merge(second)
+    dk = b.key_mean - a.key_mean
+    both = ratio(a.weight * b.weight, merged.weight)
+    assert a.P is not None
+    assert b.P is not None
+    return merged._replace(P=a.P + b.P + _square(both, dk, a.full))
+
+
+def merge_pieces(pieces: Moments, owner: Tensor, count: int) -> Moments:
+    """Moments of `count` clusters from those of their pieces; owner (B or 1, H or 1, N) names the cluster of each."""
+    W, k, v, S, P, _ = pieces
+    assert P is not None
+    owner = owner.expand(W.shape)
+
+    def sums(x: Tensor) -> Tensor:
+        extra = x.ndim - owner.ndim
+        index = owner.reshape(*owner.shape, *(1,) * extra).expand(x.shape)
+        total = x.new_zeros(*owner.shape[:-1], count, *x.shape[owner.ndim :])
+        return total.scatter_add(owner.ndim - 1, index, x)
+
+    def back(x: Tensor) -> Tensor:
+        return x.gather(-2, owner.unsqueeze(-1).expand(*owner.shape, x.shape[-1]))
+
+    weight = sums(W)
+    k_mean, v_mean = (ratio(sums(W.unsqueeze(-1) * x), weight.unsqueeze(-1)) for x in (k, v))
+    dk, dv = k - back(k_mean), v - back(v_mean)
+    total_S = None if S is None else sums(S + (W.unsqueeze(-1) * dk).unsqueeze(-1) * dv.unsqueeze(-2))
+    return Moments(weight, k_mean, v_mean, total_S, sums(P + _square(W, dk, pieces.full)))
+
+
+def _square(W: Tensor, dk: Tensor, full: bool) -> Tensor:
+    if full:
+        return (W.unsqueeze(-1) * dk).unsqueeze(-1) * dk.unsqueeze(-2)
+    return W.unsqueeze(-1) * dk * dk

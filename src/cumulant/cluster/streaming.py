@@ -1,0 +1,143 @@
+"""A stream of tokens under causal cluster attention: exact near the present, moments of ever larger blocks behind.
+
+Shape legend: B batch, H key heads, G query heads of each, L tokens appended at once, D, E widths.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..moments import Moments, statistics_dtype
+from .closures import check_closure
+from .fields import Exact, Far, mix
+from .layout import Blocks
+from .statistics import VARIANCES, merge, moments_of
+
+
+class ClusterStream:
+    """All tokens so far in memory that grows with their logarithm; no gradients.
+
+        stream = ClusterStream(Blocks(64, keep=4, recent=1))
+        stream.append(k, v)                             # a prompt, (B, H, L, D) and (B, H, L, E)
+        out = stream.step(q, k_next, v_next)            # one token of each: (B, G H, 1, E)
+
+    `step` gives the row that `cluster_attention(..., clusters=blocks, is_causal=True)` gives. Of the current and the
+    `recent` blocks the tokens are kept, of older ones `Moments`: a counter with at most keep + 1 clusters of each
+    size, the oldest two of a size merging when there would be keep + 2. With keep=None nothing merges and memory
+    grows with L / size. Cost a token: (recent + 1) size (D + E) + (keep + 1) log2(L / size) D E.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        *,
+        closure: str = "tanh",
+        variance: str = "diagonal",
+        response: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        if not isinstance(blocks, Blocks):
+            raise TypeError(f"blocks must be Blocks(size, keep, recent), got {type(blocks).__name__}")
+        check_closure(closure)
+        if variance not in VARIANCES:
+            raise ValueError(f"variance must be one of {', '.join(map(repr, VARIANCES))}, got {variance!r}")
+        self.blocks, self.closure, self.full, self.most, self.scale = (
+            blocks,
+            closure,
+            variance == "full",
+            response,
+            scale,
+        )
+        self.levels: list[list[Moments]] = []  # of each size the clusters still apart, the oldest first
+        self.key: Tensor | None = None  # tokens of the recent blocks and the current one, (B, H, l, D)
+        self.value: Tensor | None = None
+        self.origin: Tensor | None = None  # the first key: all are measured from it
+        self.length = 0
+        self._far: Far | None = None
+
+    @property
+    def state(self) -> tuple[Tensor, ...] | None:
+        """Every tensor that is kept."""
+        if self.key is None or self.value is None:
+            return None
+        kept = [x for level in self.levels for cluster in level for x in cluster if x is not None]
+        return self.key, self.value, *kept
+
+    @property
+    def clusters(self) -> int:
+        """How many clusters stand for the tokens that are not kept."""
+        return sum(map(len, self.levels))
+
+    @torch.no_grad()
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Takes in key (B, H, L, D) and value (B, H, L, E)."""
+        if key.ndim != 4 or value.ndim != 4 or key.shape[:-1] != value.shape[:-1]:
+            shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+            raise ValueError(f"key and value must be (batch, heads, tokens, width) of the same tokens, got {shapes}")
+        dtype = statistics_dtype(key.dtype)
+        key, value = key.to(dtype), value.to(dtype)
+        if self.key is None or self.value is None or self.origin is None:
+            if not key.shape[-2]:
+                return
+            self.origin, self.key, self.value = key[..., :1, :], key[..., :0, :], value[..., :0, :]
+        C = self.blocks.size
+        self.key = torch.cat((self.key, key - self.origin), -2)
+        self.value = torch.cat((self.value, value), -2)
+        self.length += key.shape[-2]
+        # The last block, whole or not, is the current one: it becomes a past block when a token follows it.
+        leaving = (self.key.shape[-2] - 1) // C - self.blocks.recent
+        for _ in range(max(0, leaving)):
+            self._push(moments_of(*self._block(C), full=self.full, response=self.most != 0))
+            self.key, self.value, self._far = self.key[..., C:, :], self.value[..., C:, :], None
+
+    @torch.no_grad()
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Takes in one token, key (B, H, 1, D) and value (B, H, 1, E), and answers query (B, G H, 1, D)."""
+        if query.ndim != 4 or query.shape[-2] != 1 or key.ndim != 4 or key.shape[-2] != 1:
+            shapes = f"{tuple(query.shape)} and {tuple(key.shape)}"
+            raise ValueError(f"query and key must hold one token, (batch, heads, 1, width), got {shapes}")
+        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+            raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
+        self.append(key, value)
+        return self.apply(query)
+
+    @torch.no_grad()
+    def apply(self, query: Tensor) -> Tensor:
+        """Attention of query (B, G H, Q, D) over all tokens so far, (B, G H, Q, E)."""
+        if self.key is None or self.value is None:
+            raise ValueError("the stream has seen no token yet: append one before apply")
+        B, H, _, D = self.key.shape
+        scale = D**-0.5 if self.scale is None else self.scale
+        rows = (query.to(self.key.dtype) * scale).unflatten(1, (H, -1)).flatten(2, 3).unsqueeze(2)  # (B, H, 1, G Q, D)
+        exact = Exact(self.key.unsqueeze(2), self.value.unsqueeze(2), self.key.new_zeros(1, 1, 1, 1, 1))
+        options = {"near": 0, "closure": self.closure, "rank": "mass", "most": self.most}
+        out = mix(rows, self._clusters(), None, exact, **options)  # type: ignore[arg-type]
+        return out.reshape(B, *query.shape[1:3], self.value.shape[-1]).to(query.dtype)
+
+    def _block(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.key is not None
+        assert self.value is not None
+        key, value = (x[..., :tokens, :].unsqueeze(2) for x in (self.key, self.value))
+        return key, value, key.new_ones(key.shape[:-1])
+
+    def _push(self, cluster: Moments) -> None:
+        keep, level = self.blocks.keep, 0
+        while True:
+            if level == len(self.levels):
+                self.levels.append([])
+            here = self.levels[level]
+            here.append(cluster)
+            if keep is None or len(here) < keep + 2:
+                return
+            cluster, level = merge(here.pop(0), here.pop(0)), level + 1
+
+    def _clusters(self) -> Far:
+        """The clusters side by side; built once a block."""
+        if self._far is None:
+            together = [cluster for level in reversed(self.levels) for cluster in level]
+            if not together:
+                together = [moments_of(*self._block(0), full=self.full, response=self.most != 0)]
+            fields = zip(*together, strict=True)
+            self._far = Far.of(Moments._make(None if x[0] is None else torch.cat(x, 2) for x in fields))
+        return self._far

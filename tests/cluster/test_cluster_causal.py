@@ -1,0 +1,146 @@
+"""Causal rows see no later token, equal softmax in their limits, and a stream gives the same rows in little memory."""
+
+import pytest
+import torch
+from cluster_cases import softmax, tokens
+from torch.utils._pytree import tree_leaves
+
+from cumulant.cluster import Blocks, ClusterStream, cluster_attention, cluster_scores
+
+RULES = [Blocks(5), Blocks(4, recent=2), Blocks(3, keep=0), Blocks(2, keep=1, recent=1), Blocks(1, keep=3), Blocks(64)]
+rules = pytest.mark.parametrize("blocks", RULES, ids=str)
+
+
+@rules
+@pytest.mark.parametrize("near", [0, 1])
+def test_later_tokens_leave_earlier_rows_alone(blocks, near):
+    near = near if blocks.keep is None else 0
+    inputs = tokens()
+    before = cluster_attention(*inputs, clusters=blocks, near=near, is_causal=True)
+    for cut in (1, 7, 8, 23):
+        changed = [torch.cat((x[..., :cut, :], 9 * x[..., cut:, :] + 5), -2) for x in inputs]
+        after = cluster_attention(*changed, clusters=blocks, near=near, is_causal=True)
+        torch.testing.assert_close(after[..., :cut, :], before[..., :cut, :], rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(after[..., cut, :], before[..., cut, :])
+        short = cluster_attention(*(x[..., :cut, :] for x in inputs), clusters=blocks, near=near, is_causal=True)
+        torch.testing.assert_close(short, before[..., :cut, :], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clusters": Blocks(24)},
+        {"clusters": Blocks(1, keep=24)},
+        {"clusters": 24},
+        {"clusters": Blocks(5, recent=4)},
+        {"clusters": Blocks(5), "near": 5},
+        {"clusters": 1},
+    ],
+    ids=str,
+)
+def test_causal_limits_are_softmax(options):
+    inputs = tokens()
+    torch.testing.assert_close(cluster_attention(*inputs, is_causal=True, **options), softmax(*inputs, is_causal=True))
+
+
+@rules
+def test_a_row_is_the_noncausal_row_over_its_past(blocks):
+    """The last row: whole blocks of the past as clusters, the rest token by token."""
+    if blocks.keep is not None:
+        blocks = Blocks(blocks.size, recent=blocks.recent)
+    query, key, value = tokens(23, 23)
+    out = cluster_attention(query, key, value, clusters=blocks, is_causal=True)[..., -1:, :]
+    past = max(0, 22 // blocks.size - blocks.recent)
+    ids = torch.arange(23)
+    ids = torch.where(ids < past * blocks.size, ids // blocks.size, ids + 100)
+    torch.testing.assert_close(out, cluster_attention(query[..., -1:, :], key, value, clusters=ids))
+
+
+def test_blocks_merge_as_a_binary_counter():
+    """After 7 whole blocks a counter holds 4 + 2 + 1 of them: the row is that over these three clusters."""
+    query, key, value = tokens(22, 22)
+    out = cluster_attention(query, key, value, clusters=Blocks(3, keep=0), is_causal=True)[..., -1:, :]
+    ids = torch.tensor([0] * 12 + [1] * 6 + [2] * 3 + [3])
+    torch.testing.assert_close(out, cluster_attention(query[..., -1:, :], key, value, clusters=ids))
+
+
+@rules
+def test_a_stream_gives_the_rows_of_the_batch(blocks):
+    query, key, value = tokens(41, 41, heads=4)
+    expected = cluster_attention(query, key, value, clusters=blocks, is_causal=True, enable_gqa=True)
+    stream = ClusterStream(blocks)
+    rows = [stream.step(*(x[..., t : t + 1, :] for x in (query, key, value))) for t in range(41)]
+    torch.testing.assert_close(torch.cat(rows, -2), expected)
+
+
+@rules
+@pytest.mark.parametrize("first", [1, 12, 30])
+def test_a_prompt_and_then_steps_are_the_same_stream(blocks, first):
+    query, key, value = tokens(41, 41)
+    expected = cluster_attention(query, key, value, clusters=blocks, is_causal=True, variance="full")
+    stream = ClusterStream(blocks, variance="full")
+    stream.append(key[..., :first, :], value[..., :first, :])
+    torch.testing.assert_close(stream.apply(query[..., first - 1 : first, :]), expected[..., first - 1 : first, :])
+    for t in range(first, 41):
+        row = stream.step(*(x[..., t : t + 1, :] for x in (query, key, value)))
+    torch.testing.assert_close(row, expected[..., -1:, :])
+
+
+def test_memory_of_a_long_stream_grows_with_the_logarithm():
+    sizes, clusters = [], []
+    stream = ClusterStream(Blocks(16, keep=2, recent=1))
+    for _ in range(6):
+        for _ in range(max(1, stream.length // 1024)):
+            stream.append(*(torch.randn(1, 1, 1024, 4) for _ in range(2)))
+        sizes.append(sum(x.numel() for x in tree_leaves(stream.state)))
+        clusters.append(stream.clusters)
+    assert stream.length == 32 * 1024
+    assert clusters[-1] <= 3 * 12
+    steps = torch.tensor(sizes).diff()
+    assert (steps <= 3 * (4 * 4 + 3 * 4 + 1)).all()  # twice the tokens, one more size of clusters
+
+
+def test_a_long_stream_stays_close_to_softmax_and_closer_with_more_clusters():
+    generator = torch.Generator().manual_seed(0)
+    topic = torch.randn(1, 1, 20, 8, generator=generator).repeat_interleave(1000, -2)
+    key, value = (topic + 0.5 * torch.randn(topic.shape, generator=generator) for _ in range(2))
+    query = 2 * key[..., ::1250, :]
+    exact = softmax(query, key, value)
+    errors = []
+    for keep in (0, 4, 64):
+        stream = ClusterStream(Blocks(64, keep=keep))
+        stream.append(key, value)
+        errors.append(((stream.apply(query) - exact).norm() / (exact - value.mean(-2, keepdim=True)).norm()).item())
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 0.15
+
+
+def test_more_rows_than_keys_and_fewer_are_aligned_at_the_first():
+    for queries, keys in ((5, 13), (17, 11)):
+        query, key, value = tokens(queries, keys)
+        for blocks in (Blocks(4), Blocks(2, keep=0)):
+            out = cluster_attention(query, key, value, clusters=blocks, is_causal=True)
+            n = min(queries, keys)
+            same = cluster_attention(*(x[..., :n, :] for x in (query, key, value)), clusters=blocks, is_causal=True)
+            torch.testing.assert_close(out[..., :n, :], same)
+        exact = cluster_attention(query, key, value, clusters=Blocks(32), is_causal=True)
+        torch.testing.assert_close(exact, softmax(query, key, value, is_causal=True))
+
+
+@rules
+def test_causal_weights_sum_to_one_and_end_at_the_diagonal(blocks):
+    query, key, value = tokens()
+    weights = cluster_scores(query, key, clusters=blocks, is_causal=True)
+    assert (weights.triu(1) == 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 24, dtype=torch.float64))
+    torch.testing.assert_close(weights @ value, cluster_attention(query, key, value, clusters=blocks, is_causal=True))
+
+
+def test_a_causal_block_rule_compiles_into_one_graph():
+    torch._dynamo.reset()
+    inputs = tokens(dtype=torch.float32)
+
+    def function(*x):
+        return cluster_attention(*x, clusters=Blocks(4, keep=1, recent=1), is_causal=True)
+
+    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(*inputs), function(*inputs))
