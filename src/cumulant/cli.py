@@ -16,6 +16,7 @@ from cumulant.commands import Bench, Efficiency, Error, ListMechanisms, Speed, T
 from cumulant.convert.settings import Convert, Diagnose
 from cumulant.studies.settings import Reproduce
 from cumulant.train_commands import Evaluate, Train, train_with_recipe
+from cumulant.web.settings import Explore
 
 DESCRIPTION = """Linear-time attention from the cumulant expansion of softmax.
 
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return evaluate(command)
         if isinstance(command, Bench):
             return bench(command.what)
+        if isinstance(command, Explore):
+            return explore(command)
         if isinstance(command, Diagnose):
             return diagnose(command)
         if isinstance(command, Convert):
@@ -58,6 +61,7 @@ def parse(words: list[str]) -> Any:
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
         | Annotated[Convert, tyro.conf.subcommand("convert")]
+        | Annotated[Explore, tyro.conf.subcommand("explore")]
         | Annotated[ListMechanisms, tyro.conf.subcommand("list")]
     )
     config = [tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]
@@ -238,6 +242,19 @@ def convert(settings: Convert) -> int:
     print(json.dumps(report.to_json(), indent=1) if settings.json else report)
     if not settings.json:
         print(f"the model is in {settings.out}; load it with load() of cumulant.convert")
+    return 0
+
+
+def explore(settings: Explore) -> int:
+    from cumulant.web import serve
+
+    try:
+        serve.explore(settings, progress=sys.stderr)
+    except (OSError, ImportError) as error:
+        print(f"cumulant: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nthe explorer has ended", file=sys.stderr)
     return 0
 
 

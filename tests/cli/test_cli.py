@@ -24,7 +24,7 @@ def test_help_names_every_command(capsys):
     assert "list" in text
 
 
-@pytest.mark.parametrize("command", ["reproduce", "list"])
+@pytest.mark.parametrize("command", ["reproduce", "list", "explore", "convert", "diagnose"])
 def test_the_help_of_every_command_shows_an_example(capsys, command):
     assert f"Example: cumulant {command}" in output_of_help(capsys, command)
 

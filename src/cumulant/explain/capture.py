@@ -1,0 +1,263 @@
+"""Attention maps of a forward pass: the rows that were asked for, in any layer, also where no matrix is ever formed.
+
+Shape legend: B images or clips, H heads, n queries asked for, L tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..models import ViViT
+from .calls import ConvertedCall, FusedCall, OwnCall
+from .clip import over_clip
+from .sites import CONVERTED, FUSED, OWN, Site, TokenLayout, find_sites, layout_of, numbered
+
+MAX_BYTES = 2**31
+Call = OwnCall | FusedCall | ConvertedCall
+
+
+class Captured:
+    """Maps that a forward pass left behind, see `capture`.
+
+    layers: numbers of the layers asked for. tokens: layout of their tokens. queries: token of each row of a map.
+    """
+
+    def __init__(self, layers: list[int], queries: list[int] | None) -> None:
+        self.layers = layers
+        self.names: dict[int, str] = {}
+        self.attention: dict[int, str] = {}
+        self._asked = queries
+        self._maps: dict[int, list[Tensor]] = {}
+        self._tokens: TokenLayout | None = None
+
+    @property
+    def tokens(self) -> TokenLayout:
+        if self._tokens is None:
+            raise RuntimeError("nothing was captured yet: call the model inside `with capture(model) as captured:`")
+        return self._tokens
+
+    @property
+    def queries(self) -> list[int]:
+        return list(range(self.tokens.count)) if self._asked is None else self._asked
+
+    def maps(self, layer: int) -> Tensor:
+        """Signed weights (B, heads, queries, keys). Several forward passes follow one another in the batch."""
+        if layer not in self.layers:
+            raise ValueError(f"layer must be one of {self.layers}, the layers asked for, got {layer}")
+        if layer not in self._maps:
+            raise RuntimeError(
+                f"layer {layer} has shown no weights: call the model inside `with capture(model) as captured:`, and "
+                'let a timm or transformers model use fused attention (transformers: attn_implementation="sdpa")'
+            )
+        parts = self._maps[layer]
+        if len(parts) > 1:
+            self._maps[layer] = parts = [torch.cat(parts)]
+        return parts[0]
+
+    def positive(self, layer: int) -> Tensor:
+        """The positive part of the maps: what the query takes."""
+        return self.maps(layer).clamp(min=0)
+
+    def negative(self, layer: int) -> Tensor:
+        """The size of the negative part of the maps: what the query subtracts."""
+        return self.maps(layer).clamp(max=0).neg()
+
+    def negative_mass(self, layer: int) -> Tensor:
+        """Sum of the negative part, (B, heads, queries): 0 for softmax."""
+        return self.negative(layer).sum(-1)
+
+    def _store(self, site: Site, layout: TokenLayout, maps: Tensor) -> None:
+        self._tokens = layout
+        self.names[site.number], self.attention[site.number] = site.name, site.attention
+        self._maps.setdefault(site.number, []).append(maps)
+
+
+class capture:  # noqa: N801  # used like a function: `with capture(model) as captured:`
+    """Keep attention maps of the forward passes inside a `with` block; the model and its output stay as they are.
+
+        with explain.capture(model, layers=[3], queries=[0]) as captured:
+            model(images)
+        captured.maps(3)                                   # (batch, heads, 1, tokens), signed
+
+    Works for our models, converted ones, and timm or transformers models that use fused softmax attention; hooks are
+    gone after the block, also after an exception. Only this thread's passes are seen.
+    Cost: L D per row, head and layer, and one projection of the keys, where rows stand alone; mechanisms whose rows
+    depend on one another form the matrix of one layer at a time. Kept: 4 L bytes per row, head, layer and image.
+
+    Args:
+        images: run `model(images)` at once, without gradients, on entering the block.
+        layers, heads: numbers from 0, or None for all.
+        queries: tokens whose rows are wanted, counted from 0 with the class token first; None or "all" for all. For
+            clips the number is prefix + frame * rows * cols + place, in every layer, whatever part of the clip it sees.
+        max_bytes: refuse to keep more than this; an error says what was asked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Any = None,
+        *,
+        layers: list[int] | None = None,
+        heads: list[int] | None = None,
+        queries: list[int] | str | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        if isinstance(queries, str) and queries != "all":
+            raise ValueError(f'queries must be a list of tokens, None or "all", got {queries!r}')
+        sites = find_sites(model)
+        numbers = numbered("layers", layers, len(sites))
+        self.model, self.images, self.heads, self.max_bytes = model, images, heads, max_bytes
+        self.sites = [sites[number] for number in numbers]
+        for site in self.sites:
+            numbered(f"heads of layer {site.number}", heads, site.heads)
+        asked = None if queries is None or isinstance(queries, str) else [int(q) for q in queries]
+        self.captured = Captured(numbers, asked)
+        self._stack = ExitStack()
+        self._kept = 0
+
+    def __enter__(self) -> Captured:
+        with ExitStack() as stack:
+            stack.enter_context(watching(self.model, self.sites, self._keep))
+            if self.images is not None:
+                with torch.no_grad():
+                    self.model(self.images)
+            self._stack = stack.pop_all()
+        return self.captured
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    @torch.no_grad()
+    def _keep(self, site: Site, call: Call, layout: TokenLayout) -> None:
+        asked = self.captured._asked
+        rows = None if asked is None else numbered("queries", asked, layout.count)
+        heads = None if self.heads is None else [h % site.heads for h in self.heads]
+        parts = {"space": layout.grid[0], "time": layout.grid[-2] * layout.grid[-1]}.get(site.axes, 1)
+        count = layout.count if rows is None else len(rows)
+        self._check_size(call.batch // parts * (site.heads if heads is None else len(heads)) * count * layout.count)
+        self.captured._store(site, layout, rows_of(site, call, layout, rows, heads).detach())
+
+    def _check_size(self, numbers: int) -> None:
+        self._kept += 4 * numbers
+        if self._kept > self.max_bytes:
+            raise ValueError(
+                f"the maps asked for take more than max_bytes={self.max_bytes}; ask for fewer rows, e.g. queries=[0], "
+                "or for some layers or heads"
+            )
+
+
+def rows_of(site: Site, call: Call, layout: TokenLayout, rows: list[int] | None, heads: list[int] | None) -> Tensor:
+    """Maps (B, heads, n, L) of one call for these tokens (None: all), laid out over all tokens."""
+
+    def of(local: list[int]) -> Tensor:
+        return call.weights(None if rows is None and len(local) == call.queries else local, heads)
+
+    every = list(range(layout.count)) if rows is None else rows
+    return of(every) if site.axes == "all" else over_clip(site.axes, layout, every, of)
+
+
+@contextmanager
+def watching(model: nn.Module, sites: list[Site], see: Callable[[Site, Call, TokenLayout], None]) -> Any:
+    """Within this, `see(site, call, layout)` is told of every call of these layers, before its result is used.
+
+    Our own layers tell by their input; fused softmax by the arguments it is called with; converted layers by what
+    they report to `cumulant.convert`.
+    """
+    thread, active, clips = threading.get_ident(), [], _ClipGrids()
+    by_module = {site.module: site for site in sites}
+
+    def here() -> bool:
+        return threading.get_ident() == thread
+
+    def own(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if here():
+            call = OwnCall(module, *args, **kwargs)
+            site = by_module[module]
+            see(site, call, clips.layout(site, call) or layout_of(call.queries, model))
+
+    def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if here():
+            active.append(by_module[module])
+
+    def end(module: Any, *_: Any) -> None:
+        if here() and active and active[-1].module is module:
+            active.pop()
+
+    def fused(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if here() and active and active[-1].kind == FUSED and active[-1].choice is None:
+            call = FusedCall(*arguments, **options)
+            see(active[-1], call, layout_of(call.queries, model))
+
+    def reported(module: nn.Module, report: Any) -> None:
+        site = by_module.get(module)
+        if site is not None and here() and site.kind == FUSED:
+            call = ConvertedCall(site.choice, report)
+            see(site, call, layout_of(call.queries, model))
+
+    def aside(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The layer may run folded, where nobody is told of query and key; so it runs once more, beside the pass.
+        from ..convert.choice import observing
+
+        if not here():
+            return
+        reports: list[Any] = []
+        keep_random = torch.random.fork_rng() if module.training else nullcontext()
+        with torch.no_grad(), keep_random, observing(lambda m, report: reports.append(report) if m is module else None):
+            module.forward(*args, **kwargs)
+        call = ConvertedCall(module.choice, reports[-1])
+        see(by_module[module], call, layout_of(call.queries, model))
+
+    with ExitStack() as stack:
+        for site in sites:
+            before = {OWN: own, CONVERTED: aside, FUSED: begin}[site.kind]
+            stack.callback(site.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            if site.kind == FUSED:
+                stack.callback(site.module.register_forward_hook(end, always_call=True).remove)
+        for module in model.modules():
+            if isinstance(module, ViViT):
+                stack.callback(module.register_forward_pre_hook(clips.note).remove)
+        if any(site.kind == FUSED for site in sites):
+            stack.enter_context(_Fused(fused))
+        if any(site.kind == FUSED and site.choice is not None for site in sites):
+            from ..convert.choice import observing
+
+            stack.enter_context(observing(reported))
+        yield
+
+
+class _Fused(TorchFunctionMode):
+    """Tells of every fused softmax before it runs."""
+
+    def __init__(self, told: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self.told = told
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.told(args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _ClipGrids:
+    """The grid of the clip that is on its way, for layers that see only a part of it."""
+
+    def __init__(self) -> None:
+        self.grid: tuple[int, ...] = ()
+        self.prefix = 0
+
+    def note(self, module: Any, args: tuple[Any, ...]) -> None:
+        self.grid, self.prefix = module.patch_embed.grid(*args[0].shape[2:]), module.num_prefix_tokens
+
+    def layout(self, site: Site, call: OwnCall) -> TokenLayout | None:
+        if site.axes != "all":
+            return TokenLayout(self.prefix, tuple(self.grid))
+        return None if call.grid is None else TokenLayout(call.prefix, tuple(call.grid))

@@ -1,0 +1,60 @@
+"""One forward pass kept as queries and keys, from which any row of any map follows later: for looking around.
+
+Shape legend: B images or clips, H heads, L tokens, C width, n queries asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture import Call, rows_of, watching
+from .sites import Site, TokenLayout, find_sites, numbered
+
+
+class Recording:
+    """Queries and keys of every layer, see `record`."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Site, Call, TokenLayout]] = {}
+        self.output: Any = None  # what the model returned
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self._seen)
+
+    @property
+    def tokens(self) -> TokenLayout:
+        return next(iter(self._seen.values()))[2]
+
+    @torch.no_grad()
+    def maps(self, layer: int, queries: list[int] | None = None, heads: list[int] | None = None) -> Tensor:
+        """Signed weights (B, heads, n, L), as `Captured.maps`. Cost: L D for each row and head that stands alone."""
+        if layer not in self._seen:
+            raise ValueError(f"layer must be one of {self.layers}, got {layer}")
+        site, call, layout = self._seen[layer]
+        rows = None if queries is None else numbered("queries", queries, layout.count)
+        return rows_of(site, call, layout, rows, None if heads is None else numbered("heads", heads, site.heads))
+
+
+@torch.no_grad()
+def record(model: nn.Module, images: Any, layers: list[int] | None = None) -> Recording:
+    """Run `model(images)` once and keep what any row of its maps can be computed from, without another pass.
+
+        recording = explain.record(model, images)
+        recording.maps(3, queries=[17])            # (batch, heads, 1, tokens)
+
+    The model is left as it is. Kept: query and key of each layer, 8 L C bytes for each image (float32).
+    """
+    sites, recording = find_sites(model), Recording()
+    chosen = [sites[number] for number in numbered("layers", layers, len(sites))]
+
+    def see(site: Site, call: Call, layout: TokenLayout) -> None:
+        call.keep()
+        recording._seen[site.number] = (site, call, layout)
+
+    with watching(model, chosen, see):
+        recording.output = model(images)
+    return recording

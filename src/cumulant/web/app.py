@@ -1,0 +1,111 @@
+"""`create_app`: the page, its interface, and the guards around both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+try:
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import FileResponse, JSONResponse, Response
+    from fastapi.staticfiles import StaticFiles
+    from starlette.exceptions import HTTPException
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+except ImportError as error:
+    raise ImportError("the explorer needs FastAPI: pip install 'cumulant[web]'") from error
+
+from .. import __version__
+from .engine import Engine, NotFoundError
+from .engine_values import NotFiniteError
+from .explorable import Example, Explorable
+from .guards import BodyLimit, SafeHeaders, SameSite
+from .limits import Limits
+from .routes import router
+from .uploads import UploadError
+
+if TYPE_CHECKING:
+    from starlette.types import ExceptionHandler
+
+STATIC = Path(__file__).with_name("static")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "testserver")
+
+
+def create_app(
+    models: Mapping[str, Explorable],
+    examples: Sequence[Example] = (),
+    limits: Limits | None = None,
+    *,
+    hosts: Sequence[str] = LOCAL_HOSTS,
+) -> FastAPI:
+    """The explorer as an ASGI application: `uvicorn.run(create_app({"softmax": Explorable(...)}))`.
+
+    `hosts` are the names under which the page may be asked for: a foreign page cannot reach a local server through a
+    name of its own. Nothing is written to disk and nothing is fetched from the network.
+    """
+    limits = limits or Limits()
+    app = FastAPI(
+        title="cumulant explorer",
+        version=__version__,
+        summary="Signed attention maps of every layer and head.",
+        docs_url=None,  # these pages load scripts from the network
+        redoc_url=None,
+    )
+    app.state.engine = Engine(models, examples, limits)
+    app.include_router(router)
+    app.add_middleware(BodyLimit, limit=limits.upload_bytes)
+    app.add_middleware(SameSite)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+    app.add_middleware(SafeHeaders)
+    handlers: dict[type[Exception], ExceptionHandler] = {
+        NotFoundError: _not_found,  # type: ignore[dict-item]
+        UploadError: _bad_upload,  # type: ignore[dict-item]
+        NotFiniteError: _not_finite,
+        RequestValidationError: _bad_request,  # type: ignore[dict-item]
+        HTTPException: _http_error,  # type: ignore[dict-item]
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+    @app.get("/", include_in_schema=False)
+    def page() -> FileResponse:
+        return FileResponse(STATIC / "index.html")
+
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    return app
+
+
+def problem(status: int, kind: str, message: str) -> JSONResponse:
+    """A `schemas.Problem` as an answer."""
+    return JSONResponse({"error": kind, "message": message}, status_code=status)
+
+
+def _not_found(_: Request, error: NotFoundError) -> Response:
+    return problem(404, error.kind, error.message)
+
+
+def _bad_upload(_: Request, error: UploadError) -> Response:
+    return problem(error.status, "bad_upload", str(error))
+
+
+def _not_finite(_: Request, error: Exception) -> Response:
+    return problem(500, "not_finite", str(error))
+
+
+def _bad_request(_: Request, error: RequestValidationError) -> Response:
+    """The first thing that is wrong with a request, in words; the value itself may be long or odd and is left out."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    return problem(422, "bad_request", f"{place[:200].encode('ascii', 'backslashreplace').decode()}: {first['msg']}")
+
+
+def _http_error(request: Request, error: HTTPException) -> Response:
+    """Wrong addresses and methods: JSON for programs, a friendly page for people."""
+    headers = dict(error.headers or {})
+    if error.status_code == 404 and "text/html" in request.headers.get("accept", ""):
+        return FileResponse(STATIC / "missing.html", status_code=404, headers=headers)
+    kinds = {404: "not_found", 405: "wrong_method"}
+    answer = problem(error.status_code, kinds.get(error.status_code, "http_error"), str(error.detail))
+    answer.headers.update(headers)
+    return answer

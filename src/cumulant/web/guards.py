@@ -1,0 +1,99 @@
+"""Guards around every request: a bounded body, no foreign pages, and headers that keep the page to itself."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADERS = {
+    # Scripts, styles and pictures come from this server alone; a hostile file cannot run anything.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class BodyLimit:
+    """Answers 413 as soon as a body is larger than `limit`, whether or not its length was announced."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self.limit:
+            await _refuse(send, 413, "too_large", f"a request may have at most {self.limit:,} bytes")
+            return
+        parts, size, more = [], 0, True
+        while more:  # bodies are small: held whole, so that the limit is checked before anything is parsed
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            parts.append(message.get("body", b""))
+            size, more = size + len(parts[-1]), message.get("more_body", False)
+            if size > self.limit:
+                await _refuse(send, 413, "too_large", f"a request may have at most {self.limit:,} bytes")
+                return
+        body: Message | None = {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+        async def replay() -> Message:
+            nonlocal body
+            if body is not None:
+                message, body = body, None
+                return message
+            return await receive()
+
+        await self.app(scope, replay, send)
+
+
+class SameSite:
+    """Refuses requests that a page of another origin makes: a foreign page must not use this machine's models."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            headers = dict(scope["headers"])
+            origin = headers.get(b"origin")
+            foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc.encode() != headers.get(b"host")
+            if foreign or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+                await _refuse(send, 403, "foreign_page", "requests from pages of another origin are refused")
+                return
+        await self.app(scope, receive, send)
+
+
+class SafeHeaders:
+    """Adds `HEADERS` to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                present = {key.lower() for key, _ in message["headers"]}
+                extra = [
+                    (key.encode(), value.encode()) for key, value in HEADERS.items() if key.encode() not in present
+                ]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+async def _refuse(send: Send, status: int, kind: str, message: str) -> None:
+    content = json.dumps({"error": kind, "message": message}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

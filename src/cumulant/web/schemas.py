@@ -1,0 +1,173 @@
+"""What the explorer's interface takes and gives, as typed models: the OpenAPI schema is made from these."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 6.0 is the whole number 6."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+Grid = list[list[float]]
+"""Numbers by layer and head."""
+
+
+class Strict(BaseModel):
+    """A request: unknown fields are an error, numbers are numbers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Problem(BaseModel):
+    """Why a request was not served."""
+
+    error: str = Field(description="Kind of the problem, one word for programs.", examples=["unknown_model"])
+    message: str = Field(description="What was wrong, and what would be accepted.")
+
+
+class ModelInfo(BaseModel):
+    name: str
+    title: str = Field(description="What the model is, in a few words.")
+    attention: str = Field(description="Mechanism, by its name in the zoo.")
+    layers: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    prefix: int = Field(ge=0, description="Tokens before the patches, e.g. one class token.")
+    grid: tuple[int, int] = Field(description="Rows and columns of patches.")
+    size: int = Field(ge=1, description="Side of the images that the model sees, in pixels.")
+    classes: int = Field(ge=1, description="Number of classes.")
+    accuracy: float | None = Field(description="Top-1 accuracy on the test part, from 0 to 1, where it is known.")
+    lens: bool = Field(description="Whether `/api/lens` can show this model.")
+
+
+class ExampleInfo(BaseModel):
+    image: str = Field(description="Name of the image in requests.")
+    label: str
+
+
+class LimitInfo(BaseModel):
+    upload_bytes: int
+    pixels: int
+
+
+class Info(BaseModel):
+    """Everything that the page needs to know before the first click."""
+
+    version: str
+    models: list[ModelInfo]
+    examples: list[ExampleInfo]
+    limits: LimitInfo
+
+
+class Uploaded(BaseModel):
+    """A picture that was taken. It is kept in memory for a while, and only who knows its name can use it."""
+
+    image: str = Field(description="Name of the image in requests; cannot be guessed.")
+    side: int = Field(description="Side of the square that was kept, in pixels.")
+
+
+class Head(Strict):
+    layer: Whole = Field(ge=0, lt=1000)
+    head: Whole = Field(ge=0, lt=1000)
+
+
+class OneImage(Strict):
+    """A model, an image and the heads to switch off (their output is set to 0)."""
+
+    model: Name = Field(description="A name from `/api/info`.")
+    image: Name = Field(description="A name from `/api/info` or of an upload.")
+    off: list[Head] = Field(default=[], max_length=1024)
+
+
+class OneQuery(OneImage):
+    query: Whole = Field(ge=0, lt=10**6, description="Token that asks: prefix tokens first, then patches row by row.")
+
+
+class OneLayer(OneImage):
+    layer: Whole = Field(ge=0, lt=1000)
+
+
+class FlowQuery(OneQuery):
+    kind: Literal["rollout", "relevance"] = "rollout"
+
+
+class LensQuery(OneQuery):
+    layer: Whole = Field(ge=0, lt=1000)
+    temperature: float = Field(default=1.0, ge=0.0, le=16.0, description="Factor on the logits.")
+
+
+class Maps(BaseModel):
+    """What one token takes from every token, in every layer and head."""
+
+    model: str
+    query: int
+    weights: list[list[list[float]]] = Field(description="Signed weights by layer, head and token (prefix first).")
+    negative_mass: Grid = Field(description="Sum of the sizes of the negative weights, by layer and head.")
+    tokens_used: Grid = Field(description="(sum |w|)^2 / sum w^2: over how many tokens a map is spread.")
+
+
+class Choice(BaseModel):
+    index: int
+    name: str
+    before: float = Field(description="Probability with all heads on.")
+    after: float = Field(description="Probability with the given heads off.")
+
+
+class Prediction(BaseModel):
+    model: str
+    choices: list[Choice] = Field(description="The most probable classes before or after, best first.")
+    divergence: float = Field(description="Jensen-Shannon divergence of the two answers, between 0 and log 2.")
+
+
+class Metric(BaseModel):
+    name: str
+    title: str
+    meaning: str
+    values: Grid = Field(description="By layer and head.")
+    reference: float | None = Field(description="Value of a map that is the same everywhere, where that is known.")
+
+
+class Summary(BaseModel):
+    model: str
+    metrics: list[Metric]
+
+
+class Importance(BaseModel):
+    """Effect of switching off each head of one layer alone."""
+
+    model: str
+    layer: int
+    divergence: list[float] = Field(description="Jensen-Shannon divergence of the answer, by head.")
+    drop: list[float] = Field(description="Loss of probability of the predicted class, by head.")
+
+
+class Flow(BaseModel):
+    """Attention followed through all layers back to the image."""
+
+    model: str
+    query: int
+    kind: Literal["rollout", "relevance"]
+    weights: list[float] = Field(description="By token, prefix first; a rollout is signed.")
+
+
+class LensMap(BaseModel):
+    name: str
+    title: str
+    weights: list[list[float]] = Field(description="By head and token.")
+    distance: list[float] = Field(description="Sum of |w - softmax| / 2 by head: share of the mass that is elsewhere.")
+
+
+class Lens(BaseModel):
+    """One layer's own queries and keys, weighed by softmax and by each order of its expansion."""
+
+    model: str
+    layer: int
+    query: int
+    temperature: float
+    logit_size: list[float] = Field(description="Standard deviation of the logits of this query, by head.")
+    maps: list[LensMap]

@@ -1,0 +1,76 @@
+"""`cumulant explore`: models and examples are made ready, then the page is served until Ctrl-C."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import IO, TYPE_CHECKING
+
+from .settings import MECHANISMS, Explore
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
+    """The application with the models and example images that the settings name."""
+    from .app import LOCAL_HOSTS, create_app  # first: a missing package is told before anything is trained
+    from .explorable import digits_models, examples_of, open_models
+
+    examples = []
+    if settings.checkpoint:
+        models, recipe = open_models(settings.checkpoint, settings.device)
+        data = settings.data or (recipe.data if recipe else None)
+        side = max(one.size for one in models.values())
+        try:
+            examples = examples_of(data, settings.images, side) if data else []
+        except (OSError, ValueError, ImportError) as error:
+            if settings.data is not None:
+                raise
+            print(f"no example images: {error}", file=sys.stderr)
+        if not examples:
+            print("choose example images with --data, or upload your own on the page", file=sys.stderr)
+    else:
+        models = digits_models(
+            MECHANISMS, settings.cache, fresh=settings.fresh, device=settings.device, progress=progress
+        )
+        examples = examples_of(settings.data or "digits", settings.images, size=12)
+    hosts = LOCAL_HOSTS if settings.local else ("*",)
+    return create_app(models, examples, hosts=hosts)
+
+
+def explore(settings: Explore, progress: IO[str] | None = None) -> None:
+    """Serve the page until it is stopped."""
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ImportError("the explorer needs uvicorn: pip install 'cumulant[web]'") from error
+    with listen(settings.host, settings.port) as door:  # first: a taken port is told before anything is trained
+        app = prepare(settings, progress)
+        host, port = door.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        print(f"the explorer is at {address} (Ctrl-C ends it)", flush=True)
+        if not settings.local:
+            print(f"it listens on {settings.host}: whoever reaches this machine can use it", file=sys.stderr)
+        if settings.browser:
+            import threading
+            import webbrowser
+
+            threading.Timer(0.5, webbrowser.open, [address]).start()
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, timeout_keep_alive=30))
+        server.run(sockets=[door])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on that address; an OSError that says what to do where it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    door = socket.socket(family, socket.SOCK_STREAM)
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        door.bind((host, port))
+    except OSError as error:
+        door.close()
+        raise OSError(
+            error.errno, f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        ) from error
+    return door

@@ -1,0 +1,64 @@
+"""What a user may choose for `cumulant explore`. No heavy import: the command line shows its help from this."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+MECHANISMS = ("softmax", "linear", "cumulant2", "cumulant3")
+
+
+@dataclass(frozen=True)
+class Explore:
+    """Open a local page that shows where attention looks: click a patch, see the signed map of every layer and head.
+
+    Without a checkpoint, small models of four mechanisms are trained on handwritten digits first (once; a minute or two
+    on one core). The page needs no network, and uploads stay in the memory of this program.
+
+    Example: cumulant explore
+
+    Example: cumulant explore runs/digits-softmax-0 runs/digits-cumulant3-0 --port 9000
+
+    Example: cumulant explore runs/my-run/best.safetensors --data path/to/tiny-imagenet-100
+
+    Example: cumulant explore timm:vit_base_patch16_224 --data path/to/pictures
+    """
+
+    checkpoint: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT ...]")] = ()
+    """Files or folders that `cumulant train` wrote, or timm:NAME for a model of timm; none: the digits models."""
+    data: str | None = None
+    """Folder of pictures, or data set whose test images are the examples; by default the data of the first checkpoint,
+    if it is here."""
+    images: int = 10
+    """Example images on the page."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Any other than the default lets other machines use this one's processor: there is no
+    password."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    cache: Path = Path("runs/explore")
+    """Folder in which the digits models are kept."""
+    fresh: bool = False
+    """Train the digits models anew."""
+    browser: bool = False
+    """Open the page in a browser."""
+    device: str = "cpu"
+    """cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535, got {self.port}")
+        if not 1 <= self.images <= 100:
+            raise ValueError(f"images must be between 1 and 100, got {self.images}")
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine can reach the page."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"

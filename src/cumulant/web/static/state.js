@@ -1,0 +1,85 @@
+// What the page shows, kept in the address so that a link brings it back. Uploads are not in it: they are private.
+
+const FRESH = {
+  view: "maps", models: [], image: "", x: 0.5, y: 0.5, token: false, layer: 0, head: 0, sign: "signed", scale: "map",
+  threshold: 0, behind: 40, temperature: 0, metric: "importance", reading: "head", off: {},
+};
+
+export const state = structuredClone(FRESH);
+const listeners = [];
+
+/** Call `listener(changed keys)` after every change. */
+export const onChange = (listener) => listeners.push(listener);
+
+export function set(changes) {
+  const keys = Object.keys(changes).filter((key) => JSON.stringify(state[key]) !== JSON.stringify(changes[key]));
+  if (!keys.length) return;
+  Object.assign(state, changes);
+  history.replaceState(null, "", `#${link()}`);
+  listeners.forEach((listener) => listener(new Set(keys)));
+}
+
+/** The part of a permalink after #. */
+export function link() {
+  const words = new URLSearchParams();
+  for (const [key, value] of Object.entries(state)) {
+    if (JSON.stringify(value) === JSON.stringify(FRESH[key])) continue;
+    if (key === "image" && value.startsWith("upload-")) continue;
+    if (key === "off") {
+      const heads = Object.entries(value).flatMap(([model, pairs]) => pairs.map(([l, h]) => `${model}~${l}~${h}`));
+      if (heads.length) words.set("off", heads.join("|"));
+    } else if (key === "models") words.set(key, value.join("|"));
+    else words.set(key, typeof value === "number" ? String(+value.toFixed(4)) : String(value));
+  }
+  return words.toString();
+}
+
+/** Read a permalink; whatever it says that is not possible is left out. */
+export function restore(text, info) {
+  const words = new URLSearchParams(text);
+  const names = info.models.map((model) => model.name);
+  const choices = {
+    view: ["maps", "compare", "heads", "lens"], sign: ["signed", "positive", "negative"],
+    scale: ["map", "model", "all"], reading: ["head", "layer", "rollout", "relevance"],
+    image: info.examples.map((example) => example.image),
+  };
+  for (const [key, allowed] of Object.entries(choices)) if (allowed.includes(words.get(key))) state[key] = words.get(key);
+  const ranges = { x: [0, 1], y: [0, 1], threshold: [0, 90], behind: [0, 100], temperature: [-20, 20], layer: [0, 999], head: [0, 999] };
+  for (const [key, [low, high]] of Object.entries(ranges)) {
+    const value = parseFloat(words.get(key));
+    if (value >= low && value <= high) state[key] = value;
+  }
+  for (const key of ["layer", "head"]) state[key] = Math.floor(state[key]);
+  state.token = words.get("token") === "true";
+  if (/^[a-z0-9_]{1,40}$/.test(words.get("metric") ?? "")) state.metric = words.get("metric");
+  state.models = (words.get("models") ?? "").split("|").filter((name) => names.includes(name));
+  for (const entry of (words.get("off") ?? "").split("|")) {
+    const [model, layer, head] = entry.split("~");
+    const found = info.models.find((one) => one.name === model);
+    if (found && +layer >= 0 && +layer < found.layers && +head >= 0 && +head < found.heads)
+      (state.off[model] ??= []).push([+layer, +head]);
+  }
+}
+
+export const isOff = (model, layer, head) => (state.off[model] ?? []).some(([l, h]) => l === layer && h === head);
+
+/** Switch heads [[layer, head], ...] of a model on or off. */
+export function switchHeads(model, pairs, off) {
+  const kept = (state.off[model] ?? []).filter(([l, h]) => !pairs.some(([a, b]) => a === l && b === h));
+  const now = { ...state.off, [model]: off ? [...kept, ...pairs] : kept };
+  if (!now[model].length) delete now[model];
+  set({ off: now });
+}
+
+/** Token of the query in a model: its patch under the point (x, y), or the class token. */
+export function queryToken(model) {
+  if (state.token && model.prefix) return 0;
+  const [rows, cols] = model.grid;
+  const [row, col] = queryCell(model);
+  return model.prefix + Math.min(row, rows - 1) * cols + Math.min(col, cols - 1);
+}
+
+export const queryCell = (model) => [
+  Math.min(Math.floor(state.y * model.grid[0]), model.grid[0] - 1),
+  Math.min(Math.floor(state.x * model.grid[1]), model.grid[1] - 1),
+];

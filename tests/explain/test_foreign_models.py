@@ -1,0 +1,122 @@
+"""timm, transformers and converted models: the same maps as softmax of their own q and k, and nothing changed."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cumulant
+from cumulant import explain
+
+
+def timm_vit(**kw) -> nn.Module:
+    timm = pytest.importorskip("timm")
+    return timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=7, **kw).eval()
+
+
+def transformers_vit(implementation: str = "sdpa") -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(**sizes, image_size=64, patch_size=16, num_labels=7)
+    config._attn_implementation = implementation
+    return transformers.ViTForImageClassification(config).eval()
+
+
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    out = model(images)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+@pytest.mark.parametrize("make", [timm_vit, transformers_vit])
+def test_fused_softmax_shows_its_maps_and_gives_the_same_output(make) -> None:
+    model, images = make(), torch.randn(2, 3, 64, 64)
+    before = logits(model, images)
+    with explain.capture(model) as captured:
+        inside = logits(model, images)
+    assert torch.equal(before, inside)
+    assert captured.tokens == explain.TokenLayout(1, (4, 4))
+    assert captured.layers == [0, 1]
+    heads = explain.model_info(model)["heads"]
+    assert captured.maps(1).shape == (2, heads, 17, 17)
+    torch.testing.assert_close(captured.maps(1).sum(-1), torch.ones(2, heads, 17))
+    with explain.capture(model, images, layers=[1], queries=[3]) as row:
+        pass
+    torch.testing.assert_close(row.maps(1), captured.maps(1)[:, :, 3:4])
+
+
+def test_maps_of_timm_are_those_of_our_model_with_the_same_weights() -> None:
+    theirs, images = timm_vit(), torch.randn(2, 3, 64, 64)
+    ours = cumulant.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=7).eval()
+    ours.load_state_dict(theirs.state_dict())
+    with explain.capture(theirs, images) as a, explain.capture(ours, images) as b:
+        pass
+    torch.testing.assert_close(a.maps(1), b.maps(1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        explain.relevance(theirs, images, 2), explain.relevance(ours, images, 2), atol=1e-4, rtol=1e-3
+    )
+
+
+def test_maps_of_transformers_are_those_that_its_eager_form_returns() -> None:
+    model, eager, images = transformers_vit(), transformers_vit("eager"), torch.randn(1, 3, 64, 64)
+    eager.load_state_dict(model.state_dict())
+    with explain.capture(model, images) as captured:
+        pass
+    for layer, weights in enumerate(eager(images, output_attentions=True).attentions):
+        torch.testing.assert_close(captured.maps(layer), weights.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_attention_that_is_not_fused_is_named_with_the_way_out() -> None:
+    with explain.capture(transformers_vit("eager"), torch.randn(1, 3, 64, 64)) as captured:
+        pass
+    with pytest.raises(RuntimeError, match='attn_implementation="sdpa"'):
+        captured.maps(0)
+
+
+@pytest.mark.parametrize("make", [timm_vit, transformers_vit])
+@pytest.mark.parametrize("attention", ["cumulant2", "cumulant3"])
+def test_converted_models_show_signed_maps(make, attention: str) -> None:
+    from cumulant.convert import convert
+
+    model, images = make(), 3 * torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # logits large enough for negative weights
+            if name.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight")):
+                parameter.mul_(8)
+    convert(model, attention)
+    before = logits(model, images)
+    with explain.capture(model) as captured:
+        inside = logits(model, images)
+    assert torch.equal(before, inside)
+    maps = captured.maps(1)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(maps.shape[:-1]), atol=1e-4, rtol=1e-4)
+    assert bool((maps < 0).any())
+    assert explain.model_info(model)["attention"] == attention
+    with explain.head_off(model, [(0, 0)]):
+        assert not torch.allclose(logits(model, images), before)
+    assert torch.equal(logits(model, images), before)
+
+
+@pytest.mark.parametrize("make", [timm_vit, transformers_vit])
+def test_heads_of_other_libraries_are_switched_off_and_ranked(make) -> None:
+    model, images = make(), torch.randn(3, 3, 64, 64)
+    found = explain.head_importance(model, images)
+    info = explain.model_info(model)
+    assert info["classes"] == 7
+    assert found["feature"].shape == (info["layers"], info["heads"])
+    assert bool((found["js"] > 0).all())
+
+
+def test_a_folded_layer_shows_the_maps_of_the_plain_one() -> None:
+    """A folded layer never forms query and key; its maps are still those of the same weights unfolded."""
+    layer = cumulant.nn.CumulantAttention(16, 2, order=2, fold=True)
+    plain = cumulant.nn.CumulantAttention(16, 2, order=2, fold=False)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 30, 16)
+    before = layer(x)
+    with explain.capture(layer, x) as captured:
+        pass
+    torch.testing.assert_close(captured.maps(0), plain.scores(x))
+    with explain.head_off(layer, [(0, 1)]):
+        inside = layer(x)
+    with explain.head_off(plain, [(0, 1)]):
+        torch.testing.assert_close(inside, plain(x), atol=1e-5, rtol=1e-5)
+    assert torch.equal(layer(x), before)
