@@ -6,35 +6,18 @@ tokens, so that short sequences have several tiles and parts.
 
 from __future__ import annotations
 
-import os
+from functools import partial
 
 import pytest
 import torch
+from kernel_checks import DEVICE, NAMES, compare_with, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
-pytest.importorskip("triton")
-
-from cumulant.causal import causal_attention  # noqa: E402
-from cumulant.kernels import triton_causal  # noqa: E402
-from cumulant.kernels.launch import Config  # noqa: E402
+from cumulant.causal import causal_attention
+from cumulant.kernels import triton_causal
+from cumulant.kernels.launch import Config
 
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
-NAMES = ("out", "dq", "dk", "dv")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poison(x: Tensor) -> Tensor:
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
 
 
 @pytest.fixture(params=["whole", "parts"])
@@ -45,11 +28,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if DEVICE == "cpu":
         monkeypatch.setattr(triton_causal, "config", lambda *_: Config(16, 4, 1))
     return str(request.param)
-
-
-def tokens(*shape: int, mean: float = 0.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(*shape, generator=generator) + mean).to(DEVICE, dtype)
 
 
 def reference(
@@ -63,33 +41,7 @@ def reference(
     return out.flatten(1, 2)
 
 
-def error(x: Tensor, y: Tensor) -> float:
-    return float((x.detach().double() - y.detach()).norm() / y.detach().norm().clamp_min(1e-6))
-
-
-def compare(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, tolerance: float, normalization: str = "mean"
-) -> None:
-    """Outputs and gradients of the kernels and of the reference, relative to the latter's norm."""
-    scale = q.shape[-1] ** -0.5
-    grad = tokens(*q.shape[:-1], v.shape[-1], dtype=q.dtype, seed=7)
-    absent = None if weights is None else (weights == 0)[:, None, :, None]
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    exact = [x.detach().double() for x in (q, k, v)]
-    exact = [exact[0], *(x if absent is None else x.masked_fill(absent, 0) for x in exact[1:])]
-    exact = [x.requires_grad_() for x in exact]
-    out = triton_causal.attention(*inputs, weights, order, scale, normalization)
-    out.backward(grad)
-    expected = reference(*exact, weights, order, scale, normalization)
-    expected.backward(grad.double())
-    assert out.dtype == q.dtype
-    found = [out, *(x.grad for x in inputs)]
-    wanted = [expected, *(x.grad for x in exact)]
-    errors = {name: error(x, y) for name, x, y in zip(NAMES, found, wanted, strict=True)}
-    assert max(errors.values()) < tolerance, errors
-    if absent is not None:
-        assert not inputs[1].grad.masked_select(absent).any()
-        assert not inputs[2].grad.masked_select(absent).any()
+compare = partial(compare_with, triton_causal.attention, reference)
 
 
 @pytest.mark.usefixtures("path")

@@ -5,33 +5,17 @@ Every test runs with fresh memory full of NaN, so that nothing is read before it
 
 from __future__ import annotations
 
-import os
+from functools import partial
 
 import pytest
 import torch
+from kernel_checks import DEVICE, compare_with, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
-pytest.importorskip("triton")
-
-from cumulant.kernels import dense_plan, launch, triton_dense  # noqa: E402
-from cumulant.moments import Moments  # noqa: E402
+from cumulant.kernels import dense_plan, launch, triton_dense
+from cumulant.moments import Moments
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poison(x: Tensor) -> Tensor:
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
 
 
 @pytest.fixture(params=["fused", "split"])
@@ -41,11 +25,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     monkeypatch.setattr(dense_plan, "FILLING", 10**9)
     monkeypatch.setattr(dense_plan, "LEAST", 48)
     return str(request.param)
-
-
-def tokens(*shape: int, mean: float = 0.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(*shape, generator=generator) + mean).to(DEVICE, dtype)
 
 
 def reference(
@@ -60,34 +39,7 @@ def reference(
     return out
 
 
-def error(x: Tensor, y: Tensor) -> float:
-    return float((x.detach().double() - y.detach()).norm() / y.detach().norm().clamp_min(1e-6))
-
-
-def compare(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, tolerance: float, normalization: str = "mean"
-) -> None:
-    """Outputs and gradients of the kernels and of the reference, relative to the latter's norm."""
-    scale = q.shape[-1] ** -0.5
-    grad = tokens(*q.shape[:-1], v.shape[-1], dtype=q.dtype, seed=7)
-    absent = None if weights is None else (weights == 0)[:, None, :, None]
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    exact = [x.detach().double() for x in (q, k, v)]
-    exact = [exact[0], *(x if absent is None else x.masked_fill(absent, 0) for x in exact[1:])]
-    exact = [x.requires_grad_() for x in exact]
-    out = triton_dense.attention(*inputs, weights, order, scale, normalization)
-    out.backward(grad)
-    expected = reference(*exact, weights, order, scale, normalization)
-    expected.backward(grad.double())
-    assert out.dtype == q.dtype
-    assert error(out, expected) < tolerance
-    for name, x, y in zip(("dq", "dk", "dv"), inputs, exact, strict=True):
-        assert x.grad is not None
-        assert y.grad is not None
-        assert error(x.grad, y.grad) < tolerance, name
-    if absent is not None:
-        assert not inputs[1].grad.masked_select(absent).any()
-        assert not inputs[2].grad.masked_select(absent).any()
+compare = partial(compare_with, triton_dense.attention, reference)
 
 
 @pytest.mark.usefixtures("path")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.zoo.registry import Mechanism, _own_options, suggest
+from cumulant.zoo.registry import Mechanism, suggest
 
 ALL = "all"
 # Settings of a mechanism that are measured beside its default where all are asked for: the ends of its dial.
@@ -46,7 +46,7 @@ class Variant:
 
     def plain(self) -> Variant:
         """The same result by ordinary tensor operations: what is counted, and the reference of a fused kernel."""
-        if "backend" not in _own_options(self.mechanism.function):
+        if "backend" not in self.mechanism.function_options:
             return self
         return Variant(self.label, self.mechanism, {**self.options, "backend": "reference"})
 
@@ -66,7 +66,7 @@ def parse(text: str, *, layer: bool = False) -> Variant:
     """
     name, *words = text.split(":")
     mechanism = zoo.get(name)
-    known = mechanism.options if layer else _own_options(mechanism.function)
+    known = mechanism.options if layer else mechanism.function_options
     options: dict[str, Any] = {}
     for word in words:
         option, sign, value = word.partition("=")
@@ -111,4 +111,4 @@ def select(texts: Sequence[str], pattern: str = "noncausal") -> tuple[list[Varia
 def _exists(dial: str) -> bool:
     """Whether the mechanism is registered and takes these options."""
     name, *words = dial.split(":")
-    return name in zoo.names() and {w.split("=")[0] for w in words} <= set(_own_options(zoo.get(name).function))
+    return name in zoo.names() and {w.split("=")[0] for w in words} <= set(zoo.get(name).function_options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -162,13 +161,6 @@ def dense(rows: Iterable[list[int]], classes: int) -> list[list[int]]:
             line[column] = count
         whole.append(line)
     return whole
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Either the whole file or none of it: a reader never sees half, a stopped run leaves no broken file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def read_records(folder: Path) -> tuple[dict[Key, dict[str, Any]], list[str]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cumulant.studies.records import write_atomically
 from cumulant.studies.verdict import signed
+from cumulant.train.files import write_atomically
 
 TEMPLATE = "report.html.j2"
 
@@ -67,4 +67,4 @@ def render(results: dict[str, Any]) -> str:
 
 def write(results: dict[str, Any], path: Path) -> None:
     """Write the page to `path`, whole or not at all."""
-    write_atomically(path, render(results))
+    write_atomically(path, render(results).encode())

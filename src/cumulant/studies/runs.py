@@ -25,7 +25,8 @@ import torch
 
 from cumulant.bench.scaling import threads
 from cumulant.studies.budget import Budget, epochs_done
-from cumulant.studies.records import MAPS, Run, failed_record, make_record, write_atomically
+from cumulant.studies.records import MAPS, Run, failed_record, make_record
+from cumulant.train.files import write_atomically
 
 if TYPE_CHECKING:
     from cumulant.data.part import Source
@@ -80,7 +81,7 @@ def train_one(run: Run, shop: Workshop, held: Source | None = None, progress: IO
             record = failed_record(run, str(error), shop.device, shop.made)
         # With start and evaluation; of a run that went on, at least all its training.
         record["wall_seconds"] = round(max(time.perf_counter() - start, record.get("seconds", 0.0)), 2)
-    write_atomically(shop.record(run), json.dumps(record, allow_nan=False))
+    write_atomically(shop.record(run), json.dumps(record, allow_nan=False).encode())
     return record
 
 
@@ -94,7 +95,7 @@ def _trained(run: Run, recipe: TrainRecipe, source: Source, shop: Workshop, prog
     record["locality"] = seen.get("locality")
     record["trained"] = seen.get("trained", [])
     if "maps" in seen:
-        write_atomically(shop.maps(run), json.dumps(seen["maps"], allow_nan=False))
+        write_atomically(shop.maps(run), json.dumps(seen["maps"], allow_nan=False).encode())
     return record
 
 

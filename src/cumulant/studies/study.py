@@ -15,9 +15,10 @@ from typing import IO, Any
 from cumulant.studies.budget import Budget
 from cumulant.studies.outcome import outcome, records_of
 from cumulant.studies.plan import Planned, as_values, check_models, device_of, planned, writable
-from cumulant.studies.records import FORMAT, MAPS, Run, device_name, read_records, source_digest, write_atomically
+from cumulant.studies.records import FORMAT, MAPS, Run, device_name, read_records, source_digest
 from cumulant.studies.runs import RunError, Workshop, train_all
 from cumulant.studies.settings import DECISIVE, Reproduce
+from cumulant.train.files import write_atomically
 
 
 class TimeOverError(RunError):
@@ -150,7 +151,7 @@ def _write(
         results |= measured(results, lambda what, total, unit: _bar(what, total, unit, progress))
     else:
         results |= {"error": before.get("error"), "scaling": before.get("scaling")}
-    write_atomically(out / "results.json", json.dumps(results, allow_nan=False))
+    write_atomically(out / "results.json", json.dumps(results, allow_nan=False).encode())
     report.write(results, out / "report.html")
     return json.loads(json.dumps(results))
 

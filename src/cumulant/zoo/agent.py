@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .grid import Grid, GridConv, resolve_grid
 from .inputs import prepare, prepare_queries, wide
-from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero
+from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero, without_absent
 from .registry import Mechanism, register
 
 AGENTS = 49
@@ -221,8 +221,7 @@ class AgentAttention(nn.Module):
         out = AGENT(query, key, value, key_mask=key_mask, grid=grid, prefix=prefix, **options)
         if self.dwc is None:
             return out
-        if key_mask is not None:
-            value = value.masked_fill((key_mask == 0)[..., None, :, None], 0)
+        value = without_absent(value, key_mask)
         return out + self.dwc(repeat_heads(value, query.shape[-3]), resolve_grid(value.shape[-2], grid, prefix), prefix)
 
     def scores(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, summarise
 from .grid import Grid, resolve_grid
 from .inputs import prepare, wide
-from .masking import log_weights, repeat_heads, softmax_or_zero
+from .masking import log_weights, repeat_heads, softmax_or_zero, without_absent
 from .registry import Mechanism, register
 
 VARIANTS = ("fixed", "logsparse", "axial")
@@ -74,7 +74,7 @@ def combiner_attention(
             bias = q.new_zeros(q.shape[:-1])
         else:
             assert key_mask is not None
-            q, bias = q.masked_fill((key_mask == 0)[..., None, :, None], 0), bias.expand(q.shape[:-1])
+            q, bias = without_absent(q, key_mask), bias.expand(q.shape[:-1])
         parts: dict[str, Any] = {"c": segment, "is_causal": is_causal, "prefix": prefix, "own": not exclude_own}
         if variant == "fixed":
             out = fixed(q, k, v, bias, pooling=pooling, **parts)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .grid import Grid, GridConv, resize_table, resolve_grid
 from .inputs import fold_groups, prepare, weights_of, wide
+from .masking import without_absent
 from .products import fit_length, fraction, with_ones
 from .ragged import padded
 from .registry import Mechanism, register
@@ -212,8 +213,7 @@ class FocusedLinearAttention(nn.Module):
         }
         out = FOCUSED(query, key, value, **shared, **options, chunk=self.chunk)
         if self.conv is not None:
-            if key_mask is not None:
-                value = value.masked_fill((key_mask == 0)[..., None, :, None], 0)
+            value = without_absent(value, key_mask)
             out = out + self.conv(value, resolve_grid(key.shape[-2], grid, prefix, self.grid_size), prefix)
         return out
 

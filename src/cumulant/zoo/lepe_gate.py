@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .grid import Grid, GridConv, resolve_grid, rotary_angles, rotate
+from .masking import without_absent
 from .registry import get
 
 KERNEL = 5
@@ -99,8 +100,7 @@ class LepeGate(nn.Module):
         out = operator(query, key, value, **shared, **extra, **self.operator_options)
         if self.lepe is not None:
             assert grid is not None
-            if key_mask is not None:
-                value = value.masked_fill((key_mask == 0)[..., None, :, None], 0)
+            value = without_absent(value, key_mask)
             value = value.repeat_interleave(query.shape[-3] // max(1, value.shape[-3]), -3)
             out = out + self.lepe(value, grid, prefix)
         if self.gate is not None:

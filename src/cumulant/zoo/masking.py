@@ -23,6 +23,11 @@ def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
     return torch.where(present, added, ABSENT).unsqueeze(-2)
 
 
+def without_absent(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """x (..., H, L, D) with 0 in the tokens that a key mask (..., L) leaves out, whatever they hold."""
+    return x if key_mask is None else x.masked_fill((key_mask == 0)[..., None, :, None], 0)
+
+
 def softmax_or_zero(logits: Tensor) -> Tensor:
     """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
     empty = (logits == ABSENT).all(-1, keepdim=True)

@@ -111,9 +111,12 @@ class Mechanism:
     @property
     def options(self) -> tuple[str, ...]:
         """Names of the keyword options that belong to this mechanism alone, as a layer takes them."""
-        if self.module is None:
-            return _own_options(self.function)
-        return _own_options(self.module, MODULE_ARGUMENTS)
+        return self.function_options if self.module is None else _own_options(self.module, MODULE_ARGUMENTS)
+
+    @property
+    def function_options(self) -> tuple[str, ...]:
+        """Those that a direct call takes."""
+        return _own_options(self.function)
 
     def options_of_scores(self, options: dict[str, Any]) -> dict[str, Any]:
         """Those of the given options that change the weights and not only the way they are computed."""
