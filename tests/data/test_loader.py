@@ -224,9 +224,9 @@ def test_decoding_shows_a_progress_bar_when_asked(capsys, monkeypatch):
 
     monkeypatch.setattr(tqdm, "tqdm", lambda **options: bar(**{**options, "delay": 0}))
     bar = tqdm.std.tqdm
-    Loader(numbered(20), 5, size=4, progress=True)
+    Loader(numbered(20), 5, size=8, progress=True)
     assert "decoding: 100%" in capsys.readouterr().err
-    Loader(numbered(20), 5, size=4, progress=False)
+    Loader(numbered(20), 5, size=8, progress=False)
     assert capsys.readouterr().err == ""
 
 

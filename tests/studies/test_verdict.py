@@ -125,3 +125,10 @@ def test_a_summary_row_holds_mean_spread_and_extremes():
     assert (row["low"], row["high"], row["seeds"]) == (0.9, 1.0, [0, 1])
     assert (row["epoch_seconds"], row["items_per_second"]) == (0.5, 200)
     assert summarise(records[:1])[0]["std"] is None
+
+
+def test_one_run_each_gives_an_order_and_no_verdict_on_chance():
+    found = verdict({"softmax": [0.5], "linear": [0.51], "cumulant2": [0.52], "cumulant3": [0.53]}, [], "softmax")
+    assert found["ordering"] == "cumulant3, cumulant2, linear, softmax from best to worst in one run each"
+    assert found["claim"] == "undecided"
+    assert "chance cannot be judged" in found["claim_text"]

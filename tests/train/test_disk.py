@@ -14,7 +14,7 @@ from cumulant.train.files import claim_room, write_atomically
 
 
 def test_too_little_room_is_noticed_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(optimise, "step", lambda *_: pytest.fail("a step was made"))
+    monkeypatch.setattr(optimise, "apply", lambda *_: pytest.fail("a step was made"))
 
     def work():
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

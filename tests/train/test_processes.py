@@ -25,8 +25,8 @@ def free_port():
 
 def work(rank, port, recipe, folder, dies_at):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    step, calls = optimise.step, iter(range(1, 1 << 30))
-    optimise.step = lambda *arguments: kill_self() if next(calls) == dies_at else step(*arguments)
+    apply, calls = optimise.apply, iter(range(1, 1 << 30))
+    optimise.apply = lambda *arguments: kill_self() if next(calls) == dies_at else apply(*arguments)
     train(recipe, folder, source=few_digits(), device="cpu")
 
 

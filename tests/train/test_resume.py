@@ -58,10 +58,10 @@ def after(original, *arguments, **options):
 
 
 MOMENTS = {
-    "in the first step": (optimise, "step", 1, kill_self),
-    "after the first epoch's last update": (optimise, "step", 6, after),
+    "in the first step": (optimise, "apply", 1, kill_self),
+    "after the first epoch's last update": (optimise, "apply", 6, after),
     "between the update and the average": (average.Average, "update", 8, kill_self),
-    "in the last step": (optimise, "step", 18, kill_self),
+    "in the last step": (optimise, "apply", 18, kill_self),
     "while the recipe is written": (os, "fsync", 1, halve_file, "recipe.json"),
     "while the first state is written": (os, "fsync", 1, halve_file, "state.safetensors"),
     "while a later state is written": (os, "fsync", 3, halve_file, "state.safetensors"),
@@ -89,7 +89,7 @@ def test_a_run_killed_again_and_again_ends_as_an_undisturbed_one(undisturbed, tm
     chance, deaths = random.Random(0), 0
 
     def work():
-        nth_call(optimise, "step", chance.randint(2, 12), chance.choice([kill_self, after]))
+        nth_call(optimise, "apply", chance.randint(2, 12), chance.choice([kill_self, after]))
         train(FULL, tmp_path, source=few_digits())
 
     while in_child(work) == -signal.SIGKILL:
@@ -139,13 +139,13 @@ def test_half_a_line_is_left_out_by_readers_and_repaired_by_the_next_run(tmp_pat
 
 def test_a_finished_run_is_read_not_trained(undisturbed, tmp_path, monkeypatch):
     first = train(FULL, tmp_path, source=few_digits())
-    monkeypatch.setattr(optimise, "step", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(optimise, "apply", lambda *_: pytest.fail("trained again"))
     assert train(FULL, tmp_path, source=few_digits()) == first
 
 
 def test_another_recipe_in_the_folder_is_an_error_that_names_the_difference_and_the_way_out(tmp_path):
     def work():
-        nth_call(optimise, "step", 8, kill_self)
+        nth_call(optimise, "apply", 8, kill_self)
         train(FULL, tmp_path, source=few_digits())
 
     in_child(work)
@@ -159,7 +159,7 @@ def test_another_recipe_in_the_folder_is_an_error_that_names_the_difference_and_
 
 def test_what_does_not_touch_the_weights_may_change_between_two_parts_of_a_run(undisturbed, tmp_path):
     def work():
-        nth_call(optimise, "step", 8, kill_self)
+        nth_call(optimise, "apply", 8, kill_self)
         train(FULL, tmp_path, source=few_digits())
 
     in_child(work)
@@ -178,7 +178,7 @@ def test_a_fresh_start_forgets_the_run_that_was_there(undisturbed, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_saves_its_last_step_first(undisturbed, tmp_path, number):
     def work():
-        nth_call(optimise, "step", 9, lambda original, *rest: (original(*rest), os.kill(os.getpid(), number)))
+        nth_call(optimise, "apply", 9, lambda original, *rest: (original(*rest), os.kill(os.getpid(), number)))
         try:
             train(FULL, tmp_path, source=few_digits())
         except KeyboardInterrupt:
@@ -187,7 +187,7 @@ def test_a_stopped_run_saves_its_last_step_first(undisturbed, tmp_path, number):
     assert in_child(work) == 77
 
     def rest():
-        nth_call(optimise, "step", 9 + 1, kill_self)  # 9 of 18 steps are left: there is no tenth
+        nth_call(optimise, "apply", 9 + 1, kill_self)  # 9 of 18 steps are left: there is no tenth
         train(FULL, tmp_path, source=few_digits())
 
     assert in_child(rest) == 0

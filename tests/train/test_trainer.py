@@ -14,6 +14,7 @@ from torch import nn
 
 from cumulant.data.augmentation import Augmentation
 from cumulant.data.part import Source
+from cumulant.models import create_model
 from cumulant.train import Predictions, evaluate_checkpoint, load, read_log, read_recipe, train
 from cumulant.train.average import Average
 from cumulant.train.checkpoint import read_header
@@ -78,22 +79,42 @@ def test_the_random_state_of_the_caller_is_left_alone(tmp_path):
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_compiled_parts_are_called_in_place_of_the_plain_ones(tmp_path, monkeypatch):
+def test_compiled_blocks_are_called_in_training_and_plain_ones_in_evaluation(tmp_path, monkeypatch):
     train(ONE, tmp_path / "plain", source=few_digits())
-    compiled = []
+    compiled, stances, set_stance = [], [], torch.compiler.set_stance
 
     def fake(function, **options):
-        def call(*arguments):
-            compiled.append((function.__name__, options.get("mode")))
-            return function(*arguments)
+        def call(*arguments, **named):
+            compiled.append((type(getattr(function, "__self__", None)).__name__, options.get("mode")))
+            return function(*arguments, **named)
 
         return call
 
+    def stance(name):
+        stances.append(name)
+        return set_stance(name)
+
     monkeypatch.setattr(torch, "compile", fake)
+    monkeypatch.setattr(torch.compiler, "set_stance", stance)
     train(replace(ONE, compile=True, compile_mode="max-autotune"), tmp_path / "compiled", source=few_digits())
     assert losses(tmp_path / "compiled") == losses(tmp_path / "plain")
-    assert ("objective", "max-autotune") in compiled
-    assert ("call", None) in compiled
+    assert ("Block", "max-autotune") in compiled
+    assert set(stances) == {"force_eager"}
+
+
+def test_blocks_that_differ_in_their_rate_of_dropping_alone_are_compiled_once():
+    model = create_model("vit_nano_patch2_8", depth=4, drop_path=0.3)
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for block in list(model.blocks)[1:]:
+        block.compile(backend=count, dynamic=False)
+    model.train()(torch.rand(2, 1, 8, 8))
+    assert len(graphs) == 1
 
 
 def test_bf16_computes_in_bf16_and_keeps_the_weights_in_float32(tmp_path):
@@ -318,3 +339,21 @@ def test_no_step_makes_the_host_wait_for_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer._Run, "_step", strict)
     result = train(replace(FULL, precision="bf16"), tmp_path, source=few_digits(), device="cuda")
     assert result.steps == 18
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_trains_like_a_plain_one(tmp_path):
+    recipe = replace(FULL, accumulate=1, drop_path=0.2, ema=0.0)
+    for name, graph in (("plain", False), ("graph", True)):
+        train(replace(recipe, cuda_graph=graph), tmp_path / name, source=few_digits(), device="cuda")
+    torch.testing.assert_close(losses(tmp_path / "graph"), losses(tmp_path / "plain"), rtol=1e-3, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_for_the_device_is_run_piece_by_piece_and_says_so():
+    from cumulant.train.stepping import Recorded
+
+    double = Recorded(lambda x: x * (2 if x.sum().item() else 0))
+    with pytest.warns(UserWarning, match="cannot be a CUDA graph"):
+        answers = [double(torch.full((2,), float(n), device="cuda")).tolist() for n in range(5)]
+    assert answers == [[2.0 * n] * 2 for n in range(5)]

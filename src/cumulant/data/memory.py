@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .clips import ClipPart
+from .images import TensorImages
 from .jobs import Decoder, Job, chunk_length, run_once
 from .part import Part
 
@@ -36,6 +37,8 @@ class Memory:
         """Decode everything, with a progress bar once it takes longer than two seconds."""
         from tqdm import tqdm
 
+        if isinstance(part, TensorImages) and part.images.shape[-2:] == (size, size):
+            return cls(part, part.images.to(device), None, {})
         whole = keeps_whole_videos(part)
         decoder = Decoder(part, size, replace=False, attempts=attempts, whole=whole)
         chunk = 1 if whole else chunk_length(item_bytes(part, size))

@@ -62,16 +62,29 @@ class DropPath(nn.Module):
     `rescale=False` leaves what is kept as it is.
     """
 
+    keep: Tensor
+
     def __init__(self, rate: float = 0.0, rescale: bool = True) -> None:
         super().__init__()
-        self.rate, self.rescale = rate, rescale
+        # A tensor, so that blocks which differ in their rate alone share one compiled graph.
+        self.register_buffer("keep", torch.ones(()), persistent=False)
+        self.rescale = rescale
+        self.rate = rate
+
+    @property
+    def rate(self) -> float:
+        return self._rate
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        self._rate, self.active = rate, rate > 0
+        self.keep.fill_(1.0 - rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0.0:
+        if not self.training or not self.active:
             return x
-        keep = 1.0 - self.rate
-        kept = torch.empty((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device).bernoulli_(keep)
-        return x * (kept / keep if self.rescale else kept)
+        kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < self.keep
+        return x * (kept / self.keep if self.rescale else kept).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3g}"

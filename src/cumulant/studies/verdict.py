@@ -86,6 +86,8 @@ def ordering(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> s
     '≈' does not carry over: two that are each level with a third may still differ. Such pairs are named as well.
     """
     names = sorted(accuracies, key=lambda name: -statistics.mean(accuracies[name]))
+    if len(names) > 1 and all(len(values) < 2 for values in accuracies.values()):
+        return f"{', '.join(names)} from best to worst in one run each"
     apart = {
         pair for pair in itertools.combinations(names, 2) if compare(*pair, accuracies, control_gap).outcome == "above"
     }
@@ -124,6 +126,9 @@ def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tupl
         found = " and ".join(f"{r.first} > {r.second}" for r in seen)
         text = f"The paper's ordering reproduces in part: {found} is seen, {' and '.join(unseen)} is not."
         return "partly", text, results
+    if any(r.low is None for r in results):
+        text = "The paper's ordering is not tested: where there is one run of a mechanism, chance cannot be judged."
+        return "undecided", text, results
     text = "This data neither confirms nor contradicts the paper's ordering: the differences are within chance."
     return "undecided", text, results
 

@@ -83,33 +83,27 @@ def predict(
     classes: int,
     team: Processes | None = None,
     precision: str = "fp32",
-    call: Callable[[Tensor], Tensor] | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> Predictions:
     """The model's probabilities for the part that `loader` goes through, the same in every process.
 
-    `call` is the (compiled) forward, by default the model itself; `on_batch` hears how many items were done. Every
-    batch is filled up to one size, so that a compiled forward is compiled once. Nothing waits for the device before
-    the end.
+    `on_batch` hears how many items were done. Nothing waits for the device before the end.
     """
     part = loader.part
     device = team.device if team else next(model.parameters()).device
     total = torch.zeros(len(part) // part.views, classes, device=device)
     seen = torch.zeros(len(total), device=device)
-    was_training, size = model.training, 1
+    was_training = model.training
     model.eval()
     try:
         for pixels, _, positions in loader.epoch(0):
-            count, size = len(pixels), max(size, len(pixels))
-            if count < size:
-                pixels = torch.cat([pixels, pixels.new_zeros(size - count, *pixels.shape[1:])])
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                logits = (call or model)(normalise.evaluate(pixels))
+                logits = model(normalise.evaluate(pixels))
             rows = positions.to(device) // part.views
-            total.index_add_(0, rows, logits[:count].float().softmax(-1))
+            total.index_add_(0, rows, logits.float().softmax(-1))
             seen.index_add_(0, rows, torch.ones_like(rows, dtype=seen.dtype))
             if on_batch is not None:
-                on_batch(count)
+                on_batch(len(pixels))
     finally:
         model.train(was_training)
     if team is not None:

@@ -46,20 +46,42 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
-def adamw(model: nn.Module, *, lr: float, weight_decay: float, beta2: float) -> torch.optim.AdamW:
-    """AdamW over the decay groups of the model, as one fused kernel where there is one."""
-    return torch.optim.AdamW(decay_groups(model, weight_decay), lr=lr, betas=(0.9, beta2), fused=True)
+def adamw(
+    model: nn.Module, *, lr: float, weight_decay: float, beta2: float, recordable: bool = False
+) -> torch.optim.AdamW:
+    """AdamW over the decay groups of the model, as one fused kernel where there is one.
+
+    `recordable`: on a GPU, in such a way that a step can be part of a CUDA graph; the rate then lies on the device.
+    """
+    groups = decay_groups(model, weight_decay)
+    if not recordable:
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=True)
+    rate = torch.tensor(lr, device=groups[0]["params"][0].device)
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, beta2), fused=True, capturable=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The learning rate of the steps to come."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rate: float, clip: float | None) -> None:
-    """Apply the gradients that are there, clipped to a norm of `clip`, with that rate; then drop them.
+    """`apply` with that rate."""
+    set_rate(optimizer, rate)
+    apply(optimizer, parameters, clip)
+
+
+def apply(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], clip: float | None) -> None:
+    """Apply the gradients that are there, clipped to a norm of `clip`; then drop them.
 
     Nothing here waits for the device.
     """
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip, foreach=True)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

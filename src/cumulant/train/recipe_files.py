@@ -19,7 +19,7 @@ from .train_recipe import TrainRecipe
 Settings = TypeVar("Settings")
 
 # What may change between two parts of a run: it does not touch the weights or the log.
-FREE = ("workers", "in_memory", "parallel", "checkpoint_epochs", "checkpoint_steps", "tensorboard")
+FREE = ("workers", "in_memory", "parallel", "cuda_graph", "checkpoint_epochs", "checkpoint_steps", "tensorboard")
 
 
 def recipe_names() -> list[str]:

@@ -116,8 +116,10 @@ class TrainRecipe:
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: autocast; weights and optimizer stay in float32."""
     compile: bool = False
-    """torch.compile the model with its loss, and the evaluation."""
+    """torch.compile the augmentation and the blocks of the model, or all of it where it has none."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    cuda_graph: bool = True
+    """On one GPU, without accumulation: record a step and replay it, so that the host is not in the way."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: whole copies of the model, or FSDP2 shards of it."""
     seed: int = 0

@@ -34,6 +34,7 @@ from .processes import Processes, processes
 from .progress import Bar, Stop
 from .recipe_files import to_json
 from .state import bytes_needed, check_recipe, clear, load_state, read_result, save_state, whole_weights
+from .stepping import Recorded, compile_blocks
 from .train_recipe import TrainRecipe
 
 
@@ -116,7 +117,11 @@ class _Run:
         if team.first:
             claim_room(out, bytes_needed(self.model, recipe.ema > 0))
         self.core = team.spread(self.model, recipe.parallel)
-        self.optimizer = optimise.adamw(self.model, lr=recipe.lr, weight_decay=recipe.weight_decay, beta2=recipe.beta2)
+        alone = team.device.type == "cuda" and team.world == 1 and recipe.accumulate == 1
+        graph = recipe.cuda_graph and alone and recipe.compile_mode in ("default", "max-autotune-no-cudagraphs")
+        self.optimizer = optimise.adamw(
+            self.model, lr=recipe.lr, weight_decay=recipe.weight_decay, beta2=recipe.beta2, recordable=graph
+        )
         self.average = Average(self.model, recipe.ema) if recipe.ema else None
         self.meter = Meter(team, self.not_finite)
         self.done = load_state(out / "state.safetensors", self.model, self.optimizer, self.average, self.meter)
@@ -124,22 +129,21 @@ class _Run:
         self.test = loader_of(recipe, source, "test", team, self.screen)
         self.steps = len(self.loader)
         self.augment = augment_of(recipe, self.classes)
-        self.objective, self.call = self._compiled()
+        self.objective = self._compiled()
+        self.update: Callable[[Tensor, Tensor], Tensor] = Recorded(self._update) if graph else self._update
 
-    def _compiled(self) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """Loss of (images, soft targets) in training, and logits of images in evaluation."""
-        core, model = self.core, self.model
+    def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Loss of (images, soft targets) in training."""
+        core, recipe = self.core, self.recipe
 
         def objective(images: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(core(images).float(), targets)
 
-        def call(images: Tensor) -> Tensor:
-            return model(images)
-
-        if not self.recipe.compile:
-            return objective, call
-        mode = None if self.recipe.compile_mode == "default" else self.recipe.compile_mode
-        return torch.compile(objective, dynamic=False, mode=mode), torch.compile(call, dynamic=False)
+        mode = None if recipe.compile_mode == "default" else recipe.compile_mode
+        sharded = self.team.world > 1 and recipe.parallel == "fsdp"
+        if not recipe.compile or (not sharded and compile_blocks(self.model, mode)):
+            return objective
+        return torch.compile(objective, dynamic=False, mode=mode)
 
     def go(self) -> TrainResult:
         recipe, done = self.recipe, self.done
@@ -184,6 +188,16 @@ class _Run:
             pixels, labels, seed=int(mix(recipe.seed, AUGMENT, step)), rank=team.rank, world=team.world
         )
         torch.manual_seed(int(mix(recipe.seed, DROPOUT, step, team.rank)))
+        optimise.set_rate(self.optimizer, optimise.learning_rate(recipe, (step + 1) / self.steps))
+        loss = self.update(images, targets)
+        done.step = step + 1
+        if self.average is not None:
+            self.average.update(done.step)
+        self.meter.add(loss)
+
+    def _update(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Gradients of the batch, part by part, and one step along them; the mean loss."""
+        recipe, team = self.recipe, self.team
         parts = zip(images.split(self.share), targets.split(self.share), strict=True)
         loss = torch.zeros((), device=team.device)
         for number, (x, y) in enumerate(parts, 1):
@@ -192,12 +206,8 @@ class _Run:
                     part = self.objective(x, y)
                 (part / recipe.accumulate).backward()
             loss += part.detach()
-        rate = optimise.learning_rate(recipe, (step + 1) / self.steps)
-        optimise.step(self.optimizer, self.model.parameters(), rate, recipe.clip)
-        done.step = step + 1
-        if self.average is not None:
-            self.average.update(done.step)
-        self.meter.add(loss / recipe.accumulate)
+        optimise.apply(self.optimizer, self.model.parameters(), recipe.clip)
+        return loss / recipe.accumulate
 
     def _look(self, at_end: bool) -> None:
         """Log the loss where the recipe wants it, and look now and then whether it is still a number."""
@@ -222,15 +232,11 @@ class _Run:
         """Top-1 and top-5 on the test part; the best weights are kept."""
         recipe = self.recipe
         self.meter.answers(wait=True)  # weights that are no numbers are not evaluated and not kept
-        with self.average.in_place() if self.average else nullcontext():
+        # Seldom and short: compiling the evaluation too would take longer than it saves.
+        eager = torch.compiler.set_stance("force_eager") if recipe.compile else nullcontext()
+        with self.average.in_place() if self.average else nullcontext(), eager:
             found = predict(
-                self.model,
-                self.test,
-                self.augment,
-                classes=self.classes,
-                team=self.team,
-                precision=recipe.precision,
-                call=self.call,
+                self.model, self.test, self.augment, classes=self.classes, team=self.team, precision=recipe.precision
             )
             top1, top5 = found.top(1), found.top(5)
             if top1 > self.done.best:

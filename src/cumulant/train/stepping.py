@@ -1,0 +1,76 @@
+"""One step of training, made quick: blocks compiled once for all, and on one GPU the whole step as one CUDA graph.
+
+A step of a small ViT is some nine hundred kernels. Started one by one from Python they take twice the time that the GPU
+needs for them; as a graph they are started at once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..models.vit import Block
+from ..models.vivit import FactorisedBlock
+
+PLAIN_CALLS = 2  # before recording: compilation, memory and the optimizer's state are made in them
+
+
+def compile_blocks(model: nn.Module, mode: str | None) -> bool:
+    """torch.compile every block of the model in place: equal blocks share their code, so that compiling takes as long
+    as for one. False if the model has none."""
+    blocks = [module for module in model.modules() if isinstance(module, Block | FactorisedBlock)]
+    for block in blocks:
+        block.compile(dynamic=False, mode=mode)
+    return bool(blocks)
+
+
+class Recorded:
+    """A function of CUDA tensors of fixed shapes that is called plainly at first, then recorded and replayed.
+
+    What it returns is overwritten by the next call. Random numbers follow torch.manual_seed as in a plain call. Where
+    recording fails, because something in the function waits for the device, a warning says so and calls stay plain.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.stream = torch.cuda.Stream()
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.output: Tensor | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if self.graph is None and self.calls == PLAIN_CALLS:
+            self._record(*inputs)
+        self.calls += 1
+        if self.graph is None:
+            return self._plain(*inputs)
+        for place, given in zip(self.inputs, inputs, strict=True):
+            place.copy_(given)
+        self.graph.replay()
+        assert self.output is not None
+        return self.output
+
+    def _plain(self, *inputs: Tensor) -> Tensor:
+        """On the stream of the recording: gradients remember where they were first added up."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            output = self.function(*inputs)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return output
+
+    def _record(self, *inputs: Tensor) -> None:
+        self.inputs = tuple(given.clone() for given in inputs)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream):
+                self.output = self.function(*self.inputs)
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"the step cannot be a CUDA graph and is run piece by piece: {reason}", stacklevel=2)
+        else:
+            self.graph = graph
