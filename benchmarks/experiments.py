@@ -38,6 +38,8 @@ VIDEO = (*FOUR, *(f"{name}+variant=2" for name in FOUR), "softmax+variant=averag
 EXPERIMENTS = {
     "digits": Reproduce(),
     "tiny-imagenet-100": Reproduce(data=TINY, attention=FOUR, seeds=3),
+    "long": Reproduce(data=TINY, attention=("softmax", "cumulant3"), seeds=1, control=0, epochs=300),
+    "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
     "sweep": Reproduce(data=TINY, attention=SWEEP, seeds=1, control=2, epochs=40),
     "best": Reproduce(data=TINY, attention=BEST, seeds=3),
     "patch4": Reproduce(data=TINY, recipe="tiny-imagenet-100-patch4", attention=FOUR, seeds=1, control=0),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import encode, frame_numbers, numbered_frames, write_clip, write_frame_table, write_table
 
-from cumulant.data import ClipSampling, DataError, DecodeError, open_source
+from cumulant.data import ClipPart, ClipSampling, DataError, DecodeError, TensorVideos, open_source
 
 sizes = st.integers(1, 40)
 
@@ -264,3 +264,26 @@ def test_groups_of_a_table_give_the_other_splits(tmp_path):
     ):
         source = open_source(tmp_path, frames=1, split=split)
         assert (groups_of(source.test), groups_of(source.train)) == (test, train)
+
+
+def test_videos_in_memory_give_the_clips_of_those_on_the_disk(tmp_path):
+    on_disk = one_table(tmp_path, numbered_frames(9), frames=3, stride=2, views=2)
+    for part in (on_disk.train, on_disk.test):
+        whole = part.videos.read(0, np.arange, 16, 0, 1)
+        held = ClipPart(TensorVideos([whole], part.videos.labels), part.sampling, jitter=part.jitter)
+        assert len(held) == len(part)
+        assert torch.equal(held.labels, part.labels)
+        for index, seed in itertools.product(range(len(part)), (None, 0, 3)):
+            assert torch.equal(held.decode(index, 16, seed), part.decode(index, 16, seed))
+
+
+def test_videos_in_memory_are_not_resized_and_say_so():
+    held = ClipPart(
+        TensorVideos([torch.zeros(4, 3, 8, 8, dtype=torch.uint8)], torch.tensor([0])), ClipSampling(2), jitter=True
+    )
+    with pytest.raises(DecodeError, match=r"its frames are \(8, 8\) and kept whole, not 1 crops of size 16"):
+        held.decode(0, 16)
+    with pytest.raises(ValueError, match="uint8 \\(frames, 3, height, width\\)"):
+        TensorVideos([torch.zeros(4, 3, 8, 8)], torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"labels must be int64 \(0,\)"):
+        TensorVideos([], torch.tensor([0]))

@@ -4,13 +4,15 @@ import json
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from small_studies import small_run, workshop
 
+from cumulant.data import ClipPart, ClipSampling, Source, TensorImages, TensorVideos
 from cumulant.studies.budget import Budget, epochs_done
-from cumulant.studies.runs import RunError, train_all, train_one
+from cumulant.studies.runs import RunError, _decoded, train_all, train_one
 from cumulant.train import read_log
 
 
@@ -132,3 +134,28 @@ def test_only_the_first_seed_keeps_maps_to_show(tmp_path):
     shop, records, _, _ = trained(tmp_path, first, second)
     assert (shop.maps(first).exists(), shop.maps(second).exists()) == (True, False)
     assert records[second]["locality"]["tokens"] == 17
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_data_is_decoded_once_for_runs_that_follow_each_other(kind, monkeypatch):
+    pixels, labels = torch.arange(4 * 192).remainder(251).to(torch.uint8).view(4, 3, 8, 8), torch.tensor([0, 1])
+    if kind == "image":
+        train = test = TensorImages(pixels[:2], labels)
+    else:
+        videos = TensorVideos([pixels, pixels[:2]], labels)
+        train, test = (ClipPart(videos, ClipSampling(2, 1, views=2), jitter=jitter) for jitter in (True, False))
+    opened = []
+
+    def open_source(recipe):
+        opened.append(recipe)
+        return Source("few", kind, train, test, ("a", "b"))
+
+    monkeypatch.setattr("cumulant.train.build.open_recipe_source", open_source)
+    run, kept = small_run(image_size=8), {}
+    held = _decoded(run, kept)
+    assert _decoded(replace(run, seed=1), kept) is held
+    assert len(opened) == 1
+    for part, own in ((held.train, train), (held.test, test)):
+        assert torch.equal(part.labels, own.labels)
+        for index in range(len(own)):
+            assert torch.equal(part.decode(index, 8), own.decode(index, 8))

@@ -2,7 +2,7 @@
 
 from .augment import random_shift
 from .augmentation import DEIT, PRESETS, SMALL_DATA, VIDEO, Augment, Augmentation
-from .clips import ClipPart, ClipSampling
+from .clips import ClipPart, ClipSampling, TensorVideos
 from .digits import digits
 from .images import ImageFiles, ImageRows, TensorImages
 from .loader import BadItem, Loader
@@ -30,6 +30,7 @@ __all__ = [
     "Source",
     "Split",
     "TensorImages",
+    "TensorVideos",
     "digits",
     "digits_source",
     "open_source",

@@ -5,13 +5,16 @@ T: frames of a clip, F: frames of a video, n: clips.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from .part import DecodeError
 
 Choice = Callable[[int], NDArray[np.int64]]
 """From the number of frames of a video to the numbers (T,) of those wanted."""
@@ -66,6 +69,30 @@ class Videos(Protocol):
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
         """The chosen frames, uint8 (T, 3, size, size)."""
         ...
+
+
+class TensorVideos:
+    """Videos in memory, each uint8 (F, 3, size, size): your own arrays, read at that size and uncropped."""
+
+    def __init__(self, videos: Sequence[Tensor], labels: Tensor, title: str = "tensor") -> None:
+        if not all(video.dtype == torch.uint8 and video.ndim == 4 and video.shape[1] == 3 for video in videos):
+            raise ValueError("every video must be uint8 (frames, 3, height, width)")
+        if labels.shape != (len(videos),) or labels.dtype != torch.int64:
+            raise ValueError(f"labels must be int64 ({len(videos)},), got {labels.dtype} {tuple(labels.shape)}")
+        self.videos, self.labels, self.title = videos, labels, title
+
+    def name(self, index: int) -> str:
+        return f"{self.title}[{index}]"
+
+    def length(self, index: int) -> int:
+        return len(self.videos[index])
+
+    def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
+        video = self.videos[index]
+        if video.shape[-2:] != (size, size) or crops != 1:
+            asked = f"{crops} crops of size {size}"
+            raise DecodeError(self.name(index), f"its frames are {tuple(video.shape[-2:])} and kept whole, not {asked}")
+        return video[torch.from_numpy(choose(len(video)))]
 
 
 class ClipPart:

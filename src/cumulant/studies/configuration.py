@@ -21,8 +21,8 @@ RECIPE_EXTRAS = (
     "accumulate", "repeats", "precision",
 )  # fmt: skip
 # Values that change how a run is done and not what comes out of it; `--change` takes them too.
-MANNERS = ("compile", "compile_mode", "cuda_graph", "workers", "in_memory", "eval_epochs", "checkpoint_epochs", "checkpoint_steps",
-           "log_steps", "tensorboard")  # fmt: skip
+MANNERS = ("compile", "compile_mode", "cuda_graph", "workers", "in_memory", "eval_epochs", "checkpoint_epochs",
+           "checkpoint_steps", "log_steps", "tensorboard")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from its last saved state, a stopped one from the step at which it was stopped.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from cumulant.studies.records import MAPS, Run, failed_record, make_record
 from cumulant.train.files import write_atomically
 
 if TYPE_CHECKING:
-    from cumulant.data.part import Source
+    from cumulant.data.part import Part, Source
     from cumulant.train import TrainRecipe
 
 Record = dict[str, Any]
@@ -118,6 +119,16 @@ def train_all(
     workers = min(workers, len(runs))
     if workers > 1 and shop.device == "cpu":
         return _Team(shop, workers, report, budget).train(runs)
+    from cumulant.train.stepping import room_for_compiled_code
+
+    compiles = any(run.recipe.compile for run in runs)
+    with room_for_compiled_code() if compiles else nullcontext():
+        return _one_by_one(runs, shop, report, budget, progress)
+
+
+def _one_by_one(
+    runs: Sequence[Run], shop: Workshop, report: Report, budget: Budget, progress: IO[str] | None
+) -> list[Run]:
     left: list[Run] = []
     kept: dict[tuple[Any, ...], Source] = {}
     for number, run in enumerate(runs, 1):
@@ -282,38 +293,55 @@ def _epochs_logged(folder: Path) -> int:
 
 
 def _decoded(run: Run, kept: dict[tuple[Any, ...], Source]) -> Source | None:
-    """The images of a run, decoded once for all runs that follow each other; None for what is not held in memory."""
-    from cumulant.data.images import TensorImages
-    from cumulant.data.jobs import cores
-    from cumulant.data.memory import Memory, allowed_bytes, needed_bytes
+    """The data of a run, decoded once for all runs that follow each other; None for what is not held in memory."""
+    from cumulant.data.memory import allowed_bytes, needed_bytes
     from cumulant.data.part import Source
     from cumulant.train.build import open_recipe_source
 
-    recipe, here = run.recipe, torch.device("cpu")
-    size, key = recipe.loaded_size, (recipe.data, recipe.loaded_size, str(recipe.data_options))
+    recipe = run.recipe
+    reading = (recipe.frames, recipe.stride, recipe.views, recipe.crops, recipe.split, str(recipe.data_options))
+    key = (recipe.data, recipe.loaded_size, *reading)
     if key in kept:
         return kept[key]
     source = open_recipe_source(recipe)
-    if source.kind != "image" or recipe.in_memory == "no":
+    parts, size = (source.train, source.test), recipe.loaded_size
+    if recipe.in_memory == "no" or sum(needed_bytes(part, size) for part in parts) > allowed_bytes(torch.device("cpu")):
         return None
-    parts = (source.train, source.test)
-    if sum(needed_bytes(part, size) for part in parts) > allowed_bytes(here):
+    train, test = (_held(part, size, source.name) for part in parts)
+    if train is None or test is None:
         return None
-    memories = [
-        Memory.fill(part, size, here, workers=cores() if len(part) > 2000 else 0, progress=None, attempts=1)
-        for part in parts
-    ]
-    if any(memory.bad for memory in memories):
-        return None  # the trainer's own loader reports and replaces them
-    train, test = (TensorImages(m.pixels, part.labels, source.name) for m, part in zip(memories, parts, strict=True))
     kept.clear()
     kept[key] = Source(source.name, source.kind, train, test, source.classes)
     return kept[key]
 
 
+def _held(part: Part, size: int, name: str) -> Part | None:
+    """The part with its pixels in memory; None where an item is damaged: the trainer's own loader reports those."""
+    from cumulant.data.clips import ClipPart, TensorVideos
+    from cumulant.data.images import TensorImages
+    from cumulant.data.jobs import cores
+    from cumulant.data.memory import Memory
+
+    if isinstance(part, ClipPart):
+        if part.sampling.crops > 1:
+            return None
+        every: Part = ClipPart(part.videos, part.sampling, jitter=True)  # whole videos
+    else:
+        every = part
+    memory = Memory.fill(
+        every, size, torch.device("cpu"), workers=cores() if len(part) > 500 else 0, progress=None, attempts=1
+    )
+    if memory.bad:
+        return None
+    if not isinstance(part, ClipPart):
+        return TensorImages(memory.pixels, part.labels, name)
+    assert memory.starts is not None
+    videos = [memory.pixels[first:last] for first, last in itertools.pairwise(memory.starts.tolist())]
+    return ClipPart(TensorVideos(videos, part.videos.labels, name), part.sampling, jitter=part.jitter)
+
+
 def _clean_up() -> None:
-    """What a run leaves in this process: compiled code, of which torch keeps a few versions only, and memory."""
-    torch.compiler.reset()
+    """The memory that a run leaves in this process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

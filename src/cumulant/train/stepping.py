@@ -7,7 +7,8 @@ needs for them; as a graph they are started at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,16 @@ def compile_blocks(model: nn.Module, mode: str | None) -> bool:
     for block in blocks:
         block.compile(dynamic=False, mode=mode)
     return bool(blocks)
+
+
+@contextmanager
+def room_for_compiled_code() -> Iterator[None]:
+    """For many models in one process: let torch keep the compiled blocks of all their mechanisms. One that was trained
+    before, with another seed say, is then not compiled again."""
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=1024):
+        yield
 
 
 class Recorded:
