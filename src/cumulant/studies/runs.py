@@ -7,7 +7,6 @@ from its last saved state, a stopped one from the step at which it was stopped.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import multiprocessing
 import os
@@ -30,7 +29,7 @@ from cumulant.studies.records import MAPS, Run, failed_record, make_record
 from cumulant.train.files import write_atomically
 
 if TYPE_CHECKING:
-    from cumulant.data.part import Part, Source
+    from cumulant.data.part import Source
     from cumulant.train import TrainRecipe
 
 Record = dict[str, Any]
@@ -294,50 +293,19 @@ def _epochs_logged(folder: Path) -> int:
 
 def _decoded(run: Run, kept: dict[tuple[Any, ...], Source]) -> Source | None:
     """The data of a run, decoded once for all runs that follow each other; None for what is not held in memory."""
-    from cumulant.data.memory import allowed_bytes, needed_bytes
-    from cumulant.data.part import Source
+    from cumulant.data.held import hold
     from cumulant.train.build import open_recipe_source
 
     recipe = run.recipe
     reading = (recipe.frames, recipe.stride, recipe.views, recipe.crops, recipe.split, str(recipe.data_options))
     key = (recipe.data, recipe.loaded_size, *reading)
-    if key in kept:
-        return kept[key]
-    source = open_recipe_source(recipe)
-    parts, size = (source.train, source.test), recipe.loaded_size
-    if recipe.in_memory == "no" or sum(needed_bytes(part, size) for part in parts) > allowed_bytes(torch.device("cpu")):
-        return None
-    train, test = (_held(part, size, source.name) for part in parts)
-    if train is None or test is None:
-        return None
-    kept.clear()
-    kept[key] = Source(source.name, source.kind, train, test, source.classes)
-    return kept[key]
-
-
-def _held(part: Part, size: int, name: str) -> Part | None:
-    """The part with its pixels in memory; None where an item is damaged: the trainer's own loader reports those."""
-    from cumulant.data.clips import ClipPart, TensorVideos
-    from cumulant.data.images import TensorImages
-    from cumulant.data.jobs import cores
-    from cumulant.data.memory import Memory
-
-    if isinstance(part, ClipPart):
-        if part.sampling.crops > 1:
+    if key not in kept:
+        held = None if recipe.in_memory == "no" else hold(open_recipe_source(recipe), recipe.loaded_size)
+        if held is None:
             return None
-        every: Part = ClipPart(part.videos, part.sampling, jitter=True)  # whole videos
-    else:
-        every = part
-    memory = Memory.fill(
-        every, size, torch.device("cpu"), workers=cores() if len(part) > 500 else 0, progress=None, attempts=1
-    )
-    if memory.bad:
-        return None
-    if not isinstance(part, ClipPart):
-        return TensorImages(memory.pixels, part.labels, name)
-    assert memory.starts is not None
-    videos = [memory.pixels[first:last] for first, last in itertools.pairwise(memory.starts.tolist())]
-    return ClipPart(TensorVideos(videos, part.videos.labels, name), part.sampling, jitter=part.jitter)
+        kept.clear()
+        kept[key] = held
+    return kept[key]
 
 
 def _clean_up() -> None:

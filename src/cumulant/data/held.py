@@ -1,0 +1,47 @@
+"""A source decoded once for several loaders that follow each other: the same items, their pixels in memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from .clips import ClipPart, TensorVideos
+from .images import TensorImages
+from .jobs import cores
+from .memory import Memory, allowed_bytes, needed_bytes
+from .part import Part, Source
+
+MANY_ITEMS = 500  # from here on decoding is worth starting processes for
+
+
+def hold(source: Source, size: int) -> Source | None:
+    """The same source with all frames decoded to `size`; loaders of it have nothing to decode.
+
+    None where that takes more than a quarter of the free memory, where videos are cropped in several places, or where
+    an item is damaged: a loader of the source itself reports those.
+    """
+    parts = (source.train, source.test)
+    if sum(needed_bytes(part, size) for part in parts) > allowed_bytes(torch.device("cpu")):
+        return None
+    train, test = (_held(part, size, source.name) for part in parts)
+    if train is None or test is None:
+        return None
+    return Source(source.name, source.kind, train, test, source.classes)
+
+
+def _held(part: Part, size: int, name: str) -> Part | None:
+    every = part
+    if isinstance(part, ClipPart):
+        if part.sampling.crops > 1:
+            return None
+        every = ClipPart(part.videos, part.sampling, jitter=True)  # whole videos
+    workers = cores() if len(part) > MANY_ITEMS else 0
+    memory = Memory.fill(every, size, torch.device("cpu"), workers=workers, progress=None, attempts=1)
+    if memory.bad:
+        return None
+    if not isinstance(part, ClipPart):
+        return TensorImages(memory.pixels, part.labels, name)
+    assert memory.starts is not None
+    videos = [memory.pixels[first:last] for first, last in pairwise(memory.starts.tolist())]
+    return ClipPart(TensorVideos(videos, part.videos.labels, name), part.sampling, jitter=part.jitter)
