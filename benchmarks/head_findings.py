@@ -1,13 +1,15 @@
 """Which heads matter, how far they look and what they do, for softmax, linear and cumulant attention: one table each.
 
     python benchmarks/head_findings.py                                    # digits, 4 mechanisms x 3 seeds, CPU
-    python benchmarks/head_findings.py --checkpoint FILE --data FOLDER    # a trained checkpoint and its data
+    python benchmarks/head_findings.py --checkpoint FOLDER --data FOLDER  # trained checkpoints and their data
 
 Reports the findings that section 6 of the study asks for (importance under five measures and how far they agree,
 distance profiles, pattern clusters, pruning curves, signed maps) and says of each ordering of section 8 whether it was
 confirmed. Importance is measured on one half of the test images and the pruning curves on the other. Models are trained
-here with `cumulant.train.DIGITS`; `--checkpoint` may be given several times. With --out the numbers go to a JSON file,
-with --figures the figures to a folder (those show images of the data: do not commit them).
+here with `cumulant.train.DIGITS`, or read: `--checkpoint` may be given several times and takes safetensors of
+`cumulant.train`, folders of its runs, and folders that hold several of either; those of one mechanism count as its
+seeds. With --out the numbers go to a JSON file (written anew after each model), with --figures the figures to a folder
+(those show images of the data: do not commit them).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import shlex
 import statistics
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -45,7 +47,29 @@ def train_digits(attention: str, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     return model.eval(), split.test_images, split.test_labels
 
 
-def from_checkpoint(path: str, data: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
+def checkpoint_files(words: list[str]) -> list[Path]:
+    """Files of weights that these words name: a file, the folder of a run (its best weights), or a folder of either."""
+
+    def of_run(folder: Path) -> list[Path]:
+        names = ("best.safetensors", "last.safetensors")
+        return [folder / name for name in names if (folder / name).is_file()][:1]
+
+    found: list[Path] = []
+    for word in words:
+        place = Path(word)
+        files = [place] if place.is_file() else of_run(place)
+        if not files and place.is_dir():
+            files = [f for f in sorted(place.glob("*.safetensors")) if f.stem != "predictions"]
+            files += [f for folder in sorted(place.iterdir()) if folder.is_dir() for f in of_run(folder)]
+        if not files:
+            raise FileNotFoundError(
+                f"no checkpoint at {word}; expected safetensors of `cumulant train` or folders of it"
+            )
+        found += files
+    return found
+
+
+def from_checkpoint(path: Path, data: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
     """A checkpoint of the trainer, with every n-th test image prepared as its recipe says."""
     from cumulant.data import open_source
     from cumulant.train.build import augment_of
@@ -53,7 +77,7 @@ def from_checkpoint(path: str, data: str, count: int) -> tuple[nn.Module, Tensor
     from cumulant.train.recipe_files import from_json
 
     model = load(path).float().eval()
-    recipe = from_json(read_header(Path(path))["recipe"])
+    recipe = from_json(read_header(path)["recipe"])
     source = open_source(data)
     step = max(1, len(source.test) // count)
     items = list(range(0, len(source.test), step))[:count]
@@ -84,6 +108,7 @@ def findings(model: nn.Module, images: Tensor, labels: Tensor, *, seeds: int = 3
     return {
         "accuracy": float((logits.argmax(-1) == labels).double().mean()),
         "summary": numbers,
+        "profile": profiles(captured),
         "uniform_distance": explain.uniform_distance(captured.tokens.grid),
         "sink_rate": explain.sink_rate(captured),
         "importance": {name: value.tolist() for name, value in measures.items()},
@@ -99,6 +124,12 @@ def findings(model: nn.Module, images: Tensor, labels: Tensor, *, seeds: int = 3
         },
         "_objects": {"captured": captured, "curves": curves, "patterns": patterns, "measures": measures},
     }
+
+
+def profiles(captured: explain.Captured) -> list[list[list[float]]]:
+    """R(k) times the number of tokens, by layer, head and hop k, mean over images: 1 is what a uniform map has."""
+    of_layers = [explain.ring_profile(captured.maps(layer), captured.tokens) for layer in captured.layers]
+    return [(one.per_neighbour.mean(0) * captured.tokens.count).tolist() for one in of_layers]
 
 
 def draw(folder: Path, name: str, found: dict, images: Tensor) -> None:
@@ -232,16 +263,27 @@ def verdicts(results: dict[str, list[dict]]) -> list[str]:
     for key in DISTANCES:
         for near, far in pairwise(MECHANISMS):
             if near in results and far in results:
-                pairs = zip(results[near], results[far], strict=True)
+                # one run of each by seed, or every pair where their numbers differ
+                equal = len(results[near]) == len(results[far])
+                pairs = zip(results[near], results[far], strict=True) if equal else product(results[near], results[far])
                 holds = [mean_of(a, key) <= mean_of(b, key) for a, b in pairs]
                 said.append(verdict(f"{key}: {near} looks nearer than {far}", holds))
     return said
 
 
+def keep(path: Path, results: dict[str, list[dict]]) -> None:
+    """All numbers and verdicts as one JSON file; names of files of this machine stay out of it."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
+    kept = {name: [{k: v for k, v in r.items() if k != "_objects"} for r in runs] for name, runs in results.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {**provenance(shlex.join(["python", *words])), "verdicts": verdicts(results), "results": kept}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--checkpoint", action="append", default=[])
+    parser.add_argument("--checkpoint", action="append", default=[], help="file, run folder or folder of those")
     parser.add_argument("--data", help="folder or name of the checkpoints' data")
     parser.add_argument("--images", type=int, default=256, help="test images taken from --data")
     parser.add_argument("--out", type=Path)
@@ -252,13 +294,17 @@ def main() -> None:
     if options.checkpoint:
         if not options.data:
             parser.error("--checkpoint needs --data")
-        for path in options.checkpoint:
+        for path in checkpoint_files(options.checkpoint):
             model, images, labels = from_checkpoint(path, options.data, options.images)
             found = findings(model, images, labels, steps=12)
-            results.setdefault(explain.model_info(model)["attention"], []).append(found)
-            print(f"{path}: done", file=sys.stderr, flush=True)
+            attention = explain.model_info(model)["attention"]
+            results.setdefault(attention, []).append(found)
+            print(f"{attention}, {path.name}: {found['accuracy']:.4f}", file=sys.stderr, flush=True)
             if options.figures:
-                draw(options.figures, Path(path).stem, found, images)
+                draw(options.figures, f"{attention}-{len(results[attention])}", found, images)
+            if options.out:
+                keep(options.out, results)
+        results = {name: results[name] for name in (*MECHANISMS, *results) if name in results}
     else:
         for attention in MECHANISMS:
             for seed in range(options.seeds):
@@ -268,18 +314,15 @@ def main() -> None:
                 print(f"{attention}, seed {seed}: {evaluate(model, images, labels):.4f}", file=sys.stderr, flush=True)
                 if options.figures and seed == 0:
                     draw(options.figures, attention, found, images)
+                if options.out:
+                    keep(options.out, results)
     if options.docs and not options.checkpoint:
         draw_docs(options.docs, results)
     print(tables(results))
     print()
     print("\n".join(verdicts(results)))
     if options.out:
-        # File names of this machine stay out of what is kept.
-        words = [Path(word).name if Path(word).exists() else word for word in sys.argv]
-        kept = {name: [{k: v for k, v in r.items() if k != "_objects"} for r in runs] for name, runs in results.items()}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {**provenance(shlex.join(["python", *words])), "results": kept}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        keep(options.out, results)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,25 @@ def test_maps_of_transformers_are_those_that_its_eager_form_returns() -> None:
         torch.testing.assert_close(captured.maps(layer), weights.detach(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "layout"),
+    [
+        ("Vivit", {"tubelet_size": [2, 16, 16]}, explain.TokenLayout(1, (4, 2, 2))),
+        ("VideoMAE", {"tubelet_size": 2, "patch_size": 16}, explain.TokenLayout(0, (4, 2, 2))),
+    ],
+)
+def test_video_models_of_transformers_have_maps_over_time_and_space(kind: str, options: dict, layout) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = getattr(transformers, f"{kind}Config")(**sizes, image_size=32, num_frames=8, num_labels=5, **options)
+    config._attn_implementation = "sdpa"
+    model = getattr(transformers, f"{kind}ForVideoClassification")(config).eval()
+    with explain.capture(model, torch.randn(1, 8, 3, 32, 32), queries=[3]) as captured:
+        pass
+    assert captured.tokens == layout
+    assert captured.maps(1).shape == (1, 2, 1, layout.count)
+
+
 def test_attention_that_is_not_fused_is_named_with_the_way_out() -> None:
     with explain.capture(transformers_vit("eager"), torch.randn(1, 3, 64, 64)) as captured:
         pass

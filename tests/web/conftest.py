@@ -21,6 +21,17 @@ def examples():
     return [Example(noise(seed), str(seed)) for seed in range(3)]
 
 
+@pytest.fixture(scope="session")
+def browser():
+    from browsing import CHROMIUM
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
 @pytest.fixture
 def client(models, examples):
     from fastapi.testclient import TestClient

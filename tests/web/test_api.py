@@ -36,7 +36,9 @@ def test_info_names_models_examples_and_limits(client):
         "layers": 2,
         "heads": 4,
         "prefix": 1,
+        "times": 1,
         "grid": [4, 4],
+        "axes": ["all", "all"],
         "size": 8,
         "classes": 10,
         "accuracy": None,
@@ -65,10 +67,23 @@ def test_weights_of_a_query_sum_to_one_and_cumulant_has_negative_ones(client):
     assert (weights < 0).any()
 
 
-def test_rows_one_by_one_equal_rows_of_whole_maps(models, examples, client):
-    frugal = TestClient(create_app(models, examples, Limits(whole_maps=1)))
-    rows, whole = (torch.tensor(ask(one, "attention", **QUERY)["weights"]) for one in (frugal, client))
-    torch.testing.assert_close(rows, whole, atol=3e-6, rtol=0)
+def test_once_an_image_is_chosen_a_click_needs_no_pass(models, examples, monkeypatch):
+    client = TestClient(create_app(models, examples))
+    ask(client, "prediction", model="cumulant3", image="example-1")
+    for what in ("record", "answer"):
+        monkeypatch.setattr(looking, what, lambda *_: pytest.fail("a pass"))
+    ask(client, "attention", **QUERY)
+    ask(client, "summary", model="cumulant3", image="example-1")
+    ask(client, "flow", **QUERY)
+    ask(client, "lens", **QUERY, layer=1, temperature=2.0)
+
+
+def test_passes_that_do_not_fit_in_memory_are_made_again(models, examples):
+    frugal = TestClient(create_app(models, examples, Limits(recorded_bytes=1)))
+    first = ask(frugal, "attention", **QUERY)
+    ask(frugal, "attention", **{**QUERY, "image": "example-0"})
+    assert ask(frugal, "attention", **QUERY) == first
+    assert len(frugal.app.state.engine._recordings) == 1
 
 
 def test_switching_off_all_heads_of_a_layer_equals_a_projection_of_zeros(client, examples):
@@ -188,7 +203,7 @@ def test_a_model_that_diverged_is_told_and_not_drawn(examples):
 def test_requests_at_the_same_time_do_not_mix_their_switched_off_heads(models, examples, client, monkeypatch):
     questions = [{"model": "softmax", "image": "example-0", "off": [{"layer": 0, "head": h}]} for h in range(4)]
     alone = [ask(client, "prediction", **question)["choices"] for question in questions]
-    running, original = [], looking.probabilities
+    running, original = [], looking.record
 
     def slow(*arguments):
         running.append(1)
@@ -198,7 +213,7 @@ def test_requests_at_the_same_time_do_not_mix_their_switched_off_heads(models, e
         running.pop()
         return answer
 
-    monkeypatch.setattr(looking, "probabilities", slow)
+    monkeypatch.setattr(looking, "record", slow)
     fresh = TestClient(create_app(models, examples))  # the first has remembered its answers
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda question: ask(fresh, "prediction", **question)["choices"], questions))
@@ -213,7 +228,7 @@ def test_the_picture_is_shown_as_the_model_sees_it(client):
 
 
 def test_models_too_large_to_sum_up_still_show_their_rows(models, examples):
-    client = TestClient(create_app(models, examples, Limits(whole_maps=1, whole_maps_at_once=1)))
+    client = TestClient(create_app(models, examples, Limits(recorded_bytes=1, whole_maps_at_once=1)))
     assert client.post("/api/attention", json=QUERY).status_code == 200
     for what in ("summary", "flow"):
         question = {key: QUERY[key] for key in QUERY if key != "query" or what == "flow"}

@@ -1,10 +1,9 @@
 """The page in a real browser: what a visitor does, with the mouse, with the keyboard, on a phone."""
 
+import io
 import json
-import shutil
-import socket
-import threading
-import time
+import os
+from pathlib import Path
 
 import pytest
 
@@ -12,68 +11,27 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("playwright")
 
-import uvicorn
-from playwright.sync_api import expect, sync_playwright
+from browsing import CHROMIUM, NAMELESS, PALE, READY, open_view, pixels_of, serving, settle, visitor, watched_page
+from PIL import Image
+from playwright.sync_api import expect
 from small_explorer import encoded, noise, png_claiming
 
 from cumulant.web import create_app
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
-READY = "#view[aria-busy=false] *"
+VIEWS = ["maps", "compare", "heads", "distance", "lens"]
 
 
 @pytest.fixture(scope="module")
 def address(models, examples):
-    door = socket.socket()
-    door.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(models, examples), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    yield f"http://127.0.0.1:{door.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join(10)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    with serving(create_app(models, examples)) as address:
+        yield address
 
 
 @pytest.fixture
 def page(browser, address):
-    """The page at desktop width; it must neither complain in the console nor ask another server."""
-    context = browser.new_context(viewport={"width": 1300, "height": 900}, accept_downloads=True)
-    page = context.new_page()
-    complaints, strangers = [], []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("request", lambda asked: strangers.append(asked.url) if address not in asked.url else None)
-    page.complaints = complaints
-    page.goto(address)
-    page.wait_for_selector(READY)
-    yield page
-    context.close()
-    assert [url for url in strangers if not url.startswith(("data:", "blob:", "about:"))] == []
-    assert page.complaints == []
-
-
-def settle(page):
-    page.wait_for_selector(READY)
-
-
-def open_view(page, name):
-    page.get_by_role("tab", name=name).click()
-    settle(page)
-
-
-def pixels_of(page, canvas="#view canvas"):
-    return page.locator(canvas).first.evaluate("canvas => canvas.toDataURL()")
+    with watched_page(browser, address) as page:
+        yield page
 
 
 def test_all_heads_shows_one_map_for_every_layer_and_head_of_every_model(page):
@@ -178,14 +136,92 @@ def test_the_lens_parts_from_softmax_as_temperature_rises(page):
     open_view(page, "Lens")
 
     def off_by():
-        return float(page.locator("#view figure").nth(2).locator("dd").first.inner_text())
+        return float(page.locator("#view figure").nth(3).locator("dd").first.inner_text().rstrip(" %"))
 
     page.get_by_role("slider", name="Temperature").fill("-20")
     settle(page)
     low = off_by()
     page.get_by_role("slider", name="Temperature").fill("10")
     settle(page)
-    assert off_by() > 10 * low
+    assert off_by() > 5 + 10 * low
+
+
+def test_the_order_slider_goes_from_the_mean_over_2_and_3_to_softmax(page):
+    open_view(page, "Lens")
+    slider, now = page.get_by_role("slider", name="Order"), page.locator("#view figure.now").first
+    fixed = page.locator("#view .row").first.locator("canvas")
+    seen = []
+    # the large map is redrawn at another size: its facts are compared with those of the fixed maps
+    for step, name, like in ((0, "order 1", 0), (10, "order 2", 1), (20, "order 3", 2), (30, "softmax", 4)):
+        slider.fill(str(step))
+        settle(page)
+        assert now.locator("h3").inner_text() == name
+        away = float(now.locator("dd").first.inner_text().rstrip(" %"))
+        small = page.locator("#view .row").first.locator("figure").nth(like).locator("dd").first.inner_text()
+        assert round(away) == pytest.approx(float(small.rstrip(" %")), abs=1)
+        seen.append(pixels_of(page, "#view figure.now canvas"))
+    assert len(set(seen)) == 4
+    assert fixed.count() == 5
+    assert slider.get_attribute("aria-valuetext") == "softmax"
+
+
+def test_between_whole_orders_the_map_lies_between(page):
+    open_view(page, "Lens")
+
+    def largest(step):
+        page.get_by_role("slider", name="Order").fill(str(step))
+        settle(page)
+        return float(page.locator("#view figure.now dd").nth(2).inner_text())
+
+    two, between, three = (largest(step) for step in (10, 15, 20))
+    assert min(two, three) - 1e-3 <= between <= max(two, three) + 1e-3
+    assert "order=20" in page.url
+
+
+def test_the_order_moves_by_itself_when_asked(page):
+    open_view(page, "Lens")
+    page.get_by_role("button", name="Watch").click()
+    expect(page.locator("#order-out")).to_have_text("softmax", timeout=20_000)
+
+
+def test_distance_and_importance_have_charts_and_the_same_numbers_as_a_table(page):
+    open_view(page, "Distance")
+    expect(page.locator(".chart[data-drawn]")).to_have_count(2)
+    assert page.locator(".chart .main-svg").count() >= 2
+    assert page.locator("table.numbers").count() == 2
+    first = page.locator("table.numbers tbody tr").first.inner_text()
+    page.get_by_role("slider", name="Layer").fill("2")
+    settle(page)
+    expect(page.locator(".chart[data-drawn]")).to_have_count(2)
+    assert "in layer 2" in page.locator("#view").inner_text()
+    assert page.locator("table.numbers tbody tr").first.inner_text() == first
+    open_view(page, "Head summary")
+    expect(page.locator(".chart[data-drawn]")).to_have_count(1)
+    page.locator(".chart .scatterlayer .point").first.hover(force=True)
+    expect(page.locator(".chart .hoverlayer .hovertext").first).to_contain_text("layer")
+
+
+def test_charts_can_be_saved_as_pictures(page):
+    open_view(page, "Head summary")
+    expect(page.locator(".chart[data-drawn]")).to_have_count(1)
+    with page.expect_download() as figure:
+        page.get_by_role("button", name="Save figure").click()
+    assert figure.value.path().read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_plotly_the_views_keep_their_tables_and_say_what_is_missing(browser, models, examples, monkeypatch):
+    import cumulant.web.plotly
+    import cumulant.web.routes
+
+    for module in (cumulant.web.plotly, cumulant.web.routes):
+        monkeypatch.setattr(module, "find_plotly", lambda: None)
+    with serving(create_app(models, examples)) as bare, watched_page(browser, bare) as page:
+        open_view(page, "Distance")
+        assert page.locator(".chart").count() == 0
+        assert page.get_by_text("charts need plotly (pip install 'cumulant[web]')").count() == 2
+        assert page.locator("table.numbers").count() == 2
+        answer = page.request.get(f"{bare}vendor/plotly.min.js")
+        assert (answer.status, answer.json()["error"]) == (404, "not_found")
 
 
 @pytest.mark.parametrize("reading", ["layer", "rollout", "relevance"])
@@ -234,6 +270,8 @@ def test_a_link_brings_everything_back(page, browser):
     other = browser.new_page()
     other.goto(page.url)
     other.wait_for_selector(READY)
+    for one in (page, other):
+        expect(one.locator(".chart[data-drawn]")).to_have_count(1)
     assert other.locator("#view").inner_text() == page.locator("#view").inner_text()
     assert other.locator("#predictions").inner_text() == page.locator("#predictions").inner_text()
     other.close()
@@ -256,45 +294,30 @@ def test_figure_and_data_can_be_saved(page):
     assert figure.value.path().read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("view", ["maps", "compare", "heads", "lens"])
-@pytest.mark.parametrize("width", [360, 768, 1300])
-def test_no_width_needs_scrolling_sideways(browser, address, view, width):
-    page = browser.new_page(viewport={"width": width, "height": 800})
-    page.goto(f"{address}#view={view}")
-    page.wait_for_selector(READY)
+@pytest.fixture(scope="module")
+def visit(browser):
+    with visitor(browser) as visit:
+        yield visit
+
+
+@pytest.mark.parametrize("width", [400, 768, 1280])
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_is_a_picture_that_fits_its_width(visit, address, tmp_path, view, width):
+    """CUMULANT_SCREENSHOTS=folder keeps the pictures, to be looked at."""
+    page = visit(f"{address}#view={view}", width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.close()
+    folder = Path(os.environ.get("CUMULANT_SCREENSHOTS", tmp_path))
+    shot = Image.open(io.BytesIO(page.screenshot(path=folder / f"{view}-{width}.png", full_page=True)))
+    assert len(shot.convert("RGB").getcolors(maxcolors=2**24)) > 100
 
 
-NAMELESS = """() => [...document.querySelectorAll("button, input, select, canvas[role], img, [role=tabpanel]")]
-  .filter((one) => one.offsetParent !== null)
-  .filter((one) => !(one.getAttribute("aria-label") || one.getAttribute("aria-labelledby") || one.innerText?.trim() ||
-    one.labels?.[0]?.innerText.trim() || one.hasAttribute("alt")))
-  .map((one) => one.outerHTML.slice(0, 100))"""
-
-PALE = """() => {
-  const light = (text) => { const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map((c) => c / 255)
-    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const ground = (one) => { for (; one; one = one.parentElement) { const colour = getComputedStyle(one).backgroundColor;
-    if (!/, 0\\)|transparent/.test(colour)) return colour; } return "rgb(255, 255, 255)"; };
-  return [...document.querySelectorAll("body *")].filter((one) => one.offsetParent !== null && !one.disabled &&
-      [...one.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim()))
-    .map((one) => { const [a, b] = [light(getComputedStyle(one).color), light(ground(one))];
-      return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), one.textContent.slice(0, 30)]; })
-    .filter(([ratio]) => ratio < 4.5);
-}"""
-
-
-@pytest.mark.parametrize("view", ["maps", "compare", "heads", "lens"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_has_a_name_and_enough_contrast(browser, address, view, scheme):
-    page = browser.new_page(color_scheme=scheme)
-    page.goto(f"{address}#view={view}&off=softmax~0~1")
-    page.wait_for_selector(READY)
-    assert page.evaluate(NAMELESS) == []
-    assert page.evaluate(PALE) == []
-    page.close()
+def test_everything_has_a_name_and_enough_contrast(browser, address, scheme):
+    with visitor(browser, color_scheme=scheme) as visit:
+        for view in VIEWS:
+            page = visit(f"{address}#view={view}&off=softmax~0~1")
+            assert page.evaluate(NAMELESS) == [], view
+            assert page.evaluate(PALE) == [], view
 
 
 def test_the_page_says_so_when_the_server_is_gone(browser, address):

@@ -17,9 +17,11 @@ from small_explorer import encoded, noise, png_claiming
 
 from cumulant.train import read_recipe, train
 from cumulant.web import Example, create_app, serve
-from cumulant.web.explorable import digits_models, examples_of, open_checkpoint, open_models, open_timm
+from cumulant.web.demo import digits_models
+from cumulant.web.explorable import examples_of
+from cumulant.web.opening import open_checkpoint, open_models, open_timm
+from cumulant.web.problems import UploadError
 from cumulant.web.settings import Explore
-from cumulant.web.uploads import UploadError
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,19 @@ def test_a_checkpoint_brings_its_classes_its_preprocessing_and_its_accuracy(run)
     assert one.accuracy == pytest.approx(result.top1)
 
 
+def test_a_checkpoint_kept_in_half_precision_is_shown_in_full(run, tmp_path):
+    from cumulant.train import load, save
+    from cumulant.train.checkpoint import read_header
+
+    folder, _ = run
+    header = read_header(folder / "last.safetensors")
+    notes = {name: header[name] for name in ("recipe", "classes")}
+    path = save(load(folder / "last.safetensors").half(), tmp_path / "half.safetensors", notes=notes)
+    models, _ = open_models([str(path)])
+    assert next(models["softmax"].model.parameters()).dtype == torch.float32
+    create_app(models)
+
+
 def test_pictures_are_prepared_as_in_evaluation(run):
     folder, result = run
     one, _ = open_checkpoint(folder / "last.safetensors")
@@ -51,6 +66,8 @@ def test_models_are_named_by_mechanism_or_by_folder_where_that_is_not_enough(run
     folder, _ = run
     assert list(open_models([str(folder)])[0]) == ["softmax"]
     assert list(open_models([str(folder), str(folder)])[0]) == ["quick", "quick (2)"]
+    file = str(folder / "last.safetensors")
+    assert list(open_models([file, file])[0]) == ["quick", "quick (2)"]
 
 
 def test_what_is_not_a_checkpoint_is_named(tmp_path):
@@ -81,9 +98,8 @@ def test_a_model_of_timm_is_shown_with_its_own_preprocessing():
     weights = torch.tensor(answer.json()["weights"])
     assert weights.shape == (12, 3, 197)
     torch.testing.assert_close(weights.sum(-1), torch.ones(12, 3), atol=1e-3, rtol=0)
-    assert client.get("/api/info").json()["models"][0]["lens"] is False
-    lens = client.post("/api/lens", json={"model": "timm", "image": "example-0", "query": 1, "layer": 0})
-    assert lens.json()["error"] == "no_lens"
+    lens = client.post("/api/lens", json={"model": "timm", "image": "example-0", "query": 100, "layer": 3}).json()
+    torch.testing.assert_close(torch.tensor(lens["maps"][-1]["weights"]), weights[3], atol=3e-6, rtol=0)
 
 
 def test_examples_can_be_the_pictures_of_a_folder(tmp_path):

@@ -13,7 +13,8 @@ from PIL import Image
 from small_explorer import encoded, noise, png_claiming
 
 from cumulant.web import Limits, create_app
-from cumulant.web.uploads import UploadError, UploadStore, read_picture
+from cumulant.web.problems import UploadError
+from cumulant.web.uploads import UploadStore, read_picture, read_upload
 
 SVG = (
     b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"><script>alert(1)</script>'
@@ -107,11 +108,11 @@ def test_the_oldest_upload_makes_room_and_is_gone(client):
 
 
 def test_an_upload_in_use_stays():
-    store = UploadStore(2)
-    first = store.add(noise(0))
-    store.add(noise(1))
+    store = UploadStore(Limits(images=2))
+    first = store.add((noise(0),))
+    store.add((noise(1),))
     assert store.get(first) is not None
-    store.add(noise(2))
+    store.add((noise(2),))
     assert store.get(first) is not None
     assert len(store) == 2
 
@@ -135,7 +136,7 @@ def test_only_the_centre_square_is_kept_and_only_so_large():
 
 
 def test_inverting_exchanges_light_and_dark():
-    plain, inverted = (read_picture(encoded(noise(4)), Limits(), invert=invert) for invert in (False, True))
+    (plain,), (inverted,) = (read_upload(encoded(noise(4)), Limits(), invert=invert) for invert in (False, True))
     assert [255 - x for x in plain.tobytes()] == list(inverted.tobytes())
 
 

@@ -46,14 +46,38 @@ class OwnCall:
             key_mask = as_key_mask(attn_mask, x)
         if grid is None:
             grid, prefix = layer.grid_size, layer.prefix
-        self.layer, self.x, self.context, self.key_mask, self.is_causal = layer, x, context, key_mask, is_causal
+        self.layer, self.context, self.key_mask, self.is_causal = layer, context, key_mask, is_causal
+        self._x: Tensor | None = x
         self.grid, self.prefix = grid, prefix
         self.batch, self.queries = x.shape[0], x.shape[-2]
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
-        """Project once for all rows that will be asked for."""
-        self._kept = self.layer.project(self.x, self.context)[:2]
+        """Project once for all rows that will be asked for. What these follow from is let go where it can be."""
+        query, key, _ = self.layer.project(self.x, self.context)
+        self._kept = query.clone(), key.clone()  # as views they would hold the value too
+        if self._alone and not isinstance(self.layer, AxialAttention):
+            self._x = self.context = None
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Tensors that this call holds on to."""
+        return [z for z in (self._x, self.context, *(self._kept or ())) if z is not None]
+
+    @property
+    def x(self) -> Tensor:
+        if self._x is None:
+            raise RuntimeError("this call kept its query and key alone; its input and value are gone")
+        return self._x
+
+    @property
+    def _alone(self) -> bool:
+        return rows_alone(self.layer.mechanism, self.is_causal) and not isinstance(self.layer.mix, torch.nn.Module)
+
+    def query_key(self) -> tuple[Tensor, Tensor, float]:
+        """Query and key (..., H, L or M, D), and the scale of their products."""
+        query, key = self._kept or self.layer.project(self.x, self.context)[:2]
+        return query, key, query.shape[-1] ** -0.5
 
     def value(self) -> Tensor:
         """(..., H, M, D), in the order of the keys of `weights`."""
@@ -61,9 +85,7 @@ class OwnCall:
 
     def weights(self, rows: Rows = None, heads: Rows = None) -> Tensor:
         """(..., h, n, M) for some query rows and heads, or all."""
-        layer, alone = self.layer, rows_alone(self.layer.mechanism, self.is_causal)
-        if isinstance(layer.mix, torch.nn.Module):
-            alone = False
+        layer, alone = self.layer, self._alone
         if isinstance(layer, AxialAttention):
             if rows is None or not alone or self.key_mask is not None:
                 return _select(self._full(), rows, heads)
@@ -118,20 +140,31 @@ class FusedCall:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        self.query, self.key, self._value = query, key, value
+        self.query, self.key = query, key
+        self._value: Tensor | None = value
         self.attn_mask, self.is_causal = attn_mask, is_causal
         self.scale = query.shape[-1] ** -0.5 if scale is None else scale
         self.batch, self.queries = query.shape[0], query.shape[-2]
 
     def keep(self) -> None:
-        """Query and key are here already."""
+        """Query and key alone: as views they would hold the value too."""
+        self.query, self.key, self._value = self.query.clone(), self.key.clone(), None
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return [z for z in (self.query, self.key, self._value, self.attn_mask) if z is not None]
+
+    def query_key(self) -> tuple[Tensor, Tensor, float]:
+        return self.query, self.key.repeat_interleave(self.query.shape[-3] // self.key.shape[-3], -3), self.scale
 
     def value(self) -> Tensor:
+        if self._value is None:
+            raise RuntimeError("this call kept its query and key alone; its input and value are gone")
         return self._value.repeat_interleave(self.query.shape[-3] // self._value.shape[-3], -3)
 
     def weights(self, rows: Rows = None, heads: Rows = None) -> Tensor:
         """softmax(q k^T scale + mask) for those rows. Cost: M D each."""
-        key = self.key.repeat_interleave(self.query.shape[-3] // self.key.shape[-3], -3)
+        _, key, _ = self.query_key()
         positions = list(range(self.queries)) if rows is None else rows
         some = slice(None) if heads is None else heads
         query, key = self.query[..., some, :, :][..., positions, :], key[..., some, :, :]
@@ -155,6 +188,15 @@ class ConvertedCall:
 
     def keep(self) -> None:
         """Query and key are here already."""
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return [self.call.query, self.call.key, self.call.value]
+
+    def query_key(self) -> tuple[Tensor, Tensor, float]:
+        query, key = self.call.query, self.call.key
+        scale = query.shape[-1] ** -0.5 if self.call.scale is None else self.call.scale
+        return query, key.repeat_interleave(query.shape[-3] // key.shape[-3], -3), scale
 
     def value(self) -> Tensor:
         value = self.call.value

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import Call, rows_of, watching
+from .capture import Call, Captured, rows_of, watching
 from .sites import Site, TokenLayout, find_sites, numbered
 
 
@@ -29,14 +29,40 @@ class Recording:
     def tokens(self) -> TokenLayout:
         return next(iter(self._seen.values()))[2]
 
+    def layout(self, layer: int) -> TokenLayout:
+        """How the tokens of that layer's maps lie."""
+        return self._of(layer)[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the queries and keys that are kept."""
+        return sum(z.nbytes for _, call, _ in self._seen.values() for z in call.kept)
+
     @torch.no_grad()
     def maps(self, layer: int, queries: list[int] | None = None, heads: list[int] | None = None) -> Tensor:
         """Signed weights (B, heads, n, L), as `Captured.maps`. Cost: L D for each row and head that stands alone."""
-        if layer not in self._seen:
-            raise ValueError(f"layer must be one of {self.layers}, got {layer}")
-        site, call, layout = self._seen[layer]
+        site, call, layout = self._of(layer)
         rows = None if queries is None else numbered("queries", queries, layout.count)
         return rows_of(site, call, layout, rows, None if heads is None else numbered("heads", heads, site.heads))
+
+    def captured(self) -> Captured:
+        """All rows of all layers, for `summary`, `rollout` and figures. Cost: L^2 D for each head."""
+        found = Captured(self.layers, None)
+        for layer in self.layers:
+            site, _, layout = self._seen[layer]
+            found._store(site, layout, self.maps(layer))
+        return found
+
+    @torch.no_grad()
+    def query_key(self, layer: int) -> tuple[Tensor, Tensor, float]:
+        """Query and key (B, H, L, D) of a layer and the scale of their products: what another mechanism, order or
+        temperature would make its weights of. A layer that sees parts of a clip has (B T, ...) or (B S, ...)."""
+        return self._of(layer)[1].query_key()
+
+    def _of(self, layer: int) -> tuple[Site, Call, TokenLayout]:
+        if layer not in self._seen:
+            raise ValueError(f"layer must be one of {self.layers}, got {layer}")
+        return self._seen[layer]
 
 
 @torch.no_grad()

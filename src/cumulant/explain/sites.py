@@ -112,8 +112,12 @@ def expected_layout(model: nn.Module) -> TokenLayout | None:
                 return TokenLayout(int(prefix), tuple(int(side) for side in grid))
     config = getattr(model, "config", None)
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    frames, tubelet = getattr(config, "num_frames", None), getattr(config, "tubelet_size", None)
+    if isinstance(tubelet, list | tuple) and len(tubelet) == 3:  # ViViT of transformers: frames, height, width
+        tubelet, patch = tubelet[0], tubelet[1]
     if isinstance(size, int) and isinstance(patch, int):
-        return TokenLayout(_prefix_of(model), (size // patch, size // patch))
+        time = (frames // tubelet,) if isinstance(frames, int) and isinstance(tubelet, int) else ()
+        return TokenLayout(_prefix_of(model), (*time, size // patch, size // patch))
     return None
 
 

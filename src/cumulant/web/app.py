@@ -17,13 +17,14 @@ except ImportError as error:
     raise ImportError("the explorer needs FastAPI: pip install 'cumulant[web]'") from error
 
 from .. import __version__
-from .engine import Engine, NotFoundError
+from .engine import Engine
 from .engine_values import NotFiniteError
 from .explorable import Example, Explorable
 from .guards import BodyLimit, SafeHeaders, SameSite
 from .limits import Limits
+from .plotly import router as plotly_router
+from .problems import NotFoundError, UploadError
 from .routes import router
-from .uploads import UploadError
 
 if TYPE_CHECKING:
     from starlette.types import ExceptionHandler
@@ -54,6 +55,7 @@ def create_app(
     )
     app.state.engine = Engine(models, examples, limits)
     app.include_router(router)
+    app.include_router(plotly_router)
     app.add_middleware(BodyLimit, limit=limits.upload_bytes)
     app.add_middleware(SameSite)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))

@@ -1,24 +1,26 @@
-"""What the explorer answers with: it finds model and image, computes under a lock, and remembers for the next click.
+"""What the explorer answers with: it finds model and image, computes, and remembers for the next click.
 
-Shape legend: N layers, H heads, L tokens, K classes.
+The first question about an image runs the model once and keeps its queries and keys; every click after that computes
+the rows that it asks for and no more. Shape legend: N layers, H heads, L tokens, K classes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .. import zoo
+from .. import explain, zoo
 from ..attention import scores
 from . import looking
-from .explorable import Example, Explorable
+from .explorable import Example, Explorable, frames_of
 from .limits import Limits
+from .memory import Memory
 from .metrics import METRICS, describe
-from .uploads import UploadStore, read_picture
+from .problems import NotFoundError
+from .uploads import UploadStore, read_upload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,20 +32,13 @@ LENS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("cumulant3", "order 3", {"order": 3}),
     ("cumulant3_full", "order 3, full", {"order": 3, "full": True}),
 )
-
-
-class NotFoundError(LookupError):
-    """A model, image, layer, head or token that is not there; `kind` is one word for programs."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind, self.message = kind, message
+ANSWERS_BYTES = 2**25
 
 
 class Engine:
-    """Models, example images, uploads and a bounded memory of maps.
+    """Models, example images, uploads and a bounded memory of passes.
 
-    One computation at a time per model: switching heads off changes the model while it runs.
+    One pass at a time per model: switching heads off changes the model while it runs. Rows need no lock.
     """
 
     def __init__(self, models: Mapping[str, Explorable], examples: Sequence[Example], limits: Limits) -> None:
@@ -51,159 +46,162 @@ class Engine:
             raise ValueError("models must hold at least one model, got none")
         self.models, self.limits = dict(models), limits
         self.examples = {f"example-{number}": example for number, example in enumerate(examples)}
-        self.uploads = UploadStore(limits.images)
+        self.uploads = UploadStore(limits)
         self._decoders = threading.BoundedSemaphore(2)  # a decoded picture may take 100 MB for a moment
-        self.facts = {name: looking.facts(one.model) for name, one in self.models.items()}
-        self.lens_able = {name: looking.can_lens(one.model) for name, one in self.models.items()}
+        self.facts = {name: looking.facts(one.model, one.blank()) for name, one in self.models.items()}
         self._locks = {name: threading.Lock() for name in self.models}
-        self._maps: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
-        self._maps_lock = threading.Lock()
+        self._recordings: Memory[explain.Recording] = Memory(limits.recorded_bytes)
+        self._answers: Memory[dict[str, Tensor]] = Memory(ANSWERS_BYTES)
 
     def model(self, name: str) -> Explorable:
         if name not in self.models:
             raise NotFoundError("unknown_model", f"no model {name!r}; there are {', '.join(self.models)}")
         return self.models[name]
 
-    def picture(self, image: str) -> Image:
+    def frames(self, image: str) -> tuple[Image, ...]:
+        """The frames of an example or upload; a picture has one."""
         if image in self.examples:
-            return self.examples[image].picture
-        picture = self.uploads.get(image)
-        if picture is None:
+            return frames_of(self.examples[image].picture)
+        frames = self.uploads.get(image)
+        if frames is None:
             raise NotFoundError(
                 "unknown_image", f"no image {image!r}; uploads are kept for a while only: send it again"
             )
-        return picture
+        return frames
 
-    def receive(self, content: bytes, invert: bool) -> tuple[str, Image]:
-        """Decode an upload and keep it: its name and picture."""
+    def seen(self, image: str, name: str | None, time: int) -> Image:
+        """One frame as a model sees it at a step in time of its tokens (the middle one, where a step covers several);
+        or as it is kept."""
+        frames = self.frames(image)
+        count = len(frames) if name is None else self.facts[self.checked(name)].times
+        if time >= count:
+            raise NotFoundError("unknown_time", f"time must be below {count}, got {time}")
+        if name is not None:
+            frames = self.model(name).seen(frames)
+        return frames[(2 * time + 1) * len(frames) // (2 * count)]
+
+    def receive(self, content: bytes, invert: bool) -> tuple[str, tuple[Image, ...]]:
+        """Decode an upload and keep it: its name and frames."""
         with self._decoders:
-            picture = read_picture(content, self.limits, invert=invert)
-        return self.uploads.add(picture), picture
-
-    def tokens(self, name: str) -> int:
-        """L, the prefix included."""
-        facts = self.facts[name]
-        return facts["prefix"] + facts["grid"][0] * facts["grid"][1]
-
-    def weights(self, name: str) -> int:
-        """Weights in all maps of one image."""
-        return self.facts[name]["layers"] * self.facts[name]["heads"] * self.tokens(name) ** 2
+            frames = read_upload(content, self.limits, invert=invert)
+        return self.uploads.add(frames), frames
 
     def check_whole(self, name: str) -> None:
         """Raises NotFoundError where all maps of an image at once would take too much memory."""
-        most = self.limits.whole_maps_at_once
-        if self.weights(name) > most:
-            raise NotFoundError(
-                "too_many_tokens", f"{name} has {self.weights(name):,} weights; at most {most:,} are summed up"
-            )
+        weights, most = self.facts[name].weights, self.limits.whole_maps_at_once
+        if weights > most:
+            raise NotFoundError("too_many_tokens", f"{name} has {weights:,} weights; at most {most:,} are summed up")
 
-    def check(self, name: str, off: Sequence[Pair] = (), query: int = 0, layer: int = 0) -> None:
-        """Raises NotFoundError for a head, layer or token that the model does not have."""
+    def checked(self, name: str, off: Sequence[Pair] = (), query: int = 0, layer: int = 0) -> str:
+        """The name; raises NotFoundError for a model, head, layer or token that is not there."""
         self.model(name)
         facts = self.facts[name]
-        layers, heads, tokens = facts["layers"], facts["heads"], self.tokens(name)
-        for which, value, count in (("query", query, tokens), ("layer", layer, layers)):
+        for which, value, count in (("query", query, facts.tokens), ("layer", layer, facts.layers)):
             if value >= count:
                 raise NotFoundError(f"unknown_{which}", f"{which} must be below {count} for {name}, got {value}")
         for pair in off:
-            if pair[0] >= layers or pair[1] >= heads:
+            if pair[0] >= facts.layers or pair[1] >= facts.heads:
                 raise NotFoundError(
-                    "unknown_head", f"{name} has {layers} layers of {heads} heads, got layer {pair[0]} head {pair[1]}"
+                    "unknown_head",
+                    f"{name} has {facts.layers} layers of {facts.heads} heads, got layer {pair[0]} head {pair[1]}",
                 )
+        return name
 
-    def row(self, name: str, image: str, query: int, off: Sequence[Pair] = ()) -> Tensor:
-        """Signed weights (N, H, L) of one query. A second query of the same image costs nothing for small models."""
-        self.check(name, off, query)
-        whole = self.weights(name) <= self.limits.whole_maps
-        key = (name, image, tuple(sorted(set(off))), None if whole else query)
-        found = self._remembered(key)
+    def recording(self, name: str, image: str, off: Sequence[Pair] = ()) -> explain.Recording:
+        """The pass of a model over an image with these heads off: made by whoever asks first, and kept."""
+        self.checked(name, off)
+        key = (name, image, tuple(sorted(set(off))))
+        found = self._recordings.get(key)
         if found is None:
-            one, picture = self.model(name), self.picture(image)
+            one, frames = self.model(name), self.frames(image)
             with self._locks[name]:
-                found = looking.rows(one.model, one.images(picture), off, None if whole else query)
-            self._remember(key, found)
-        return found[:, :, query if whole else 0]
-
-    def predict(self, name: str, image: str, off: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """Class probabilities (K,) with all heads on, and with these off."""
-        return self.probabilities(name, image, ()), self.probabilities(name, image, off)
-
-    def probabilities(self, name: str, image: str, off: Sequence[Pair]) -> Tensor:
-        """Class probabilities (K,) with these heads off."""
-        self.check(name, off)
-        key = ("probabilities", name, image, tuple(sorted(set(off))))
-        found = self._remembered(key)
-        if found is None:
-            one, picture = self.model(name), self.picture(image)
-            with self._locks[name]:
-                found = looking.probabilities(one.model, one.images(picture), sorted(set(off)))
-            self._remember(key, found)
+                found = self._recordings.get(key)  # another question may have made it while this one waited
+                if found is None:
+                    found = looking.record(one.model, one.images(frames), sorted(set(off)))
+                    self._recordings.put(key, found, found.nbytes)
         return found
 
-    def importance(self, name: str, image: str, layer: int, off: Sequence[Pair]) -> tuple[list[float], list[float]]:
-        """For each head of a layer, switched off alone: divergence of the answer, loss of the predicted class."""
-        self.check(name, off, layer=layer)
-        before = self.probabilities(name, image, off)
-        top = int(before.argmax())
-        heads = range(self.facts[name]["heads"])
-        after = [self.probabilities(name, image, [*off, (layer, head)]) for head in heads]
-        return [looking.divergence(before, p) for p in after], [float(before[top] - p[top]) for p in after]
+    def row(self, name: str, image: str, query: int, off: Sequence[Pair] = ()) -> Tensor:
+        """Signed weights (N, H, L) of one query. Cost: N H L D, without a pass once the image is known."""
+        self.checked(name, off, query)
+        return looking.row(self.recording(name, image, off), query)
 
-    def summary(self, name: str, image: str, off: Sequence[Pair]) -> list[dict[str, Any]]:
-        """Every metric of `explain.summary` by layer and head, with its name for people."""
-        self.check(name, off)
+    def predict(self, name: str, image: str, off: Sequence[Pair]) -> tuple[Tensor, Tensor] | None:
+        """Class probabilities (K,) with all heads on, and with these off; None for a model without a classifier."""
+        self.checked(name, off)
+        if not self.model(name).classes:
+            return None
+        before, after = (self.recording(name, image, heads).output for heads in ((), off))
+        return looking.probabilities(before), looking.probabilities(after)
+
+    def answer(self, name: str, image: str, off: Sequence[Pair]) -> dict[str, Tensor]:
+        """Probabilities and features with these heads off, for those who will not ask for maps."""
+        key = (name, image, tuple(sorted(set(off))))
+        found = self._answers.get(key)
+        if found is None:
+            one, frames = self.model(name), self.frames(image)
+            with self._locks[name]:
+                found = looking.answer(one.model, one.images(frames), sorted(set(off)), bool(one.classes))
+            self._answers.put(key, found, sum(value.nbytes for value in found.values()))
+        return found
+
+    def importance(self, name: str, image: str, layer: int, off: Sequence[Pair]) -> dict[str, list[float]]:
+        """For each head of a layer, switched off alone: "divergence" of the answer and "drop" of the predicted class
+        for a classifier, and "feature", 1 - cosine of the features."""
+        self.checked(name, off, layer=layer)
+        before = self.answer(name, image, off)
+        after = [self.answer(name, image, [*off, (layer, head)]) for head in range(self.facts[name].heads)]
+        found: dict[str, list[float]] = {}
+        if "probabilities" in before:
+            p = before["probabilities"]
+            top = int(p.argmax())
+            found["divergence"] = [looking.divergence(p, a["probabilities"]) for a in after]
+            found["drop"] = [float(p[top] - a["probabilities"][top]) for a in after]
+        if "features" in before:
+            found["feature"] = [looking.feature_change(before["features"], a["features"]) for a in after]
+        return found
+
+    def summary(self, name: str, image: str, off: Sequence[Pair]) -> tuple[list[dict[str, Any]], Tensor]:
+        """Every metric of `explain.summary` by layer and head with its name for people, and ring profiles."""
+        self.checked(name, off)
         self.check_whole(name)
-        one = self.model(name)
-        images = one.images(self.picture(image))
-        with self._locks[name]:
-            values = looking.summary(one.model, images, off)
-        tokens, grid = self.tokens(name), self.facts[name]["grid"]
+        values, profile = looking.summary(self.recording(name, image, off))
+        facts = self.facts[name]
+        grid = facts.grid if facts.times == 1 else (facts.times, *facts.grid)
         order = [*METRICS, *(metric for metric in values if metric not in METRICS)]
         told = [metric for metric in order if metric in values and not bool(values[metric].isnan().all())]
-        return [describe(metric, values[metric], tokens, grid) for metric in told]
+        return [describe(metric, values[metric], facts.tokens, grid) for metric in told], profile
 
     def flow(self, name: str, image: str, query: int, kind: str, off: Sequence[Pair]) -> Tensor:
         """What reaches one token through all layers, (L,): "rollout", or "relevance" for the predicted class."""
-        self.check(name, off, query)
+        self.checked(name, off, query)
         self.check_whole(name)
+        if kind == "rollout":
+            return looking.rollout(self.recording(name, image, off))[query]
         one = self.model(name)
-        images = one.images(self.picture(image))
+        if not one.classes:
+            raise NotFoundError("no_relevance", f"{name} has no relevance: it has no classifier")
+        images = one.images(self.frames(image))
         with self._locks[name]:
-            if kind == "rollout":
-                return looking.rollout(one.model, images, off)[query]
             try:
                 return looking.relevance(one.model, images, off)[query]
-            except ValueError as error:  # layers with a gate or a norm after mixing
+            except ValueError as error:  # layers with a gate or a norm after mixing, or that see parts of a clip
                 raise NotFoundError("no_relevance", f"{name} has no relevance: {error}") from error
 
     def lens(
         self, name: str, image: str, query: int, layer: int, temperature: float, off: Sequence[Pair]
     ) -> tuple[Tensor, list[tuple[str, str, Tensor]]]:
         """Logits (H, L) of one query in one layer, and the weights (H, L) that each order and softmax make of them."""
-        self.check(name, off, query, layer)
-        if not self.lens_able[name]:
-            raise NotFoundError("no_lens", f"{name} does not show its queries and keys")
-        one = self.model(name)
-        images = one.images(self.picture(image))
-        with self._locks[name]:
-            q, k = looking.projected(one.model, images, off, layer)
-        scale = temperature * q.shape[-1] ** -0.5
+        self.checked(name, off, query, layer)
+        if not self.facts[name].lens:
+            raise NotFoundError(
+                "no_lens", f"{name} has layers that see parts of a clip; other orders are not tried there"
+            )
+        q, k, own = looking.projected(self.recording(name, image, off), layer)
+        scale = temperature * own
         asked = q[:, query : query + 1]
         maps = [(key, title, scores(asked, k, scale=scale, **options)[:, 0]) for key, title, options in LENS]
         softmax = zoo.get("softmax").scores
         assert softmax is not None
         maps.append(("softmax", "softmax", softmax(asked, k, scale=scale)[:, 0]))
         return (asked @ k.mT)[:, 0] * scale, maps
-
-    def _remembered(self, key: tuple[Any, ...]) -> Tensor | None:
-        with self._maps_lock:
-            found = self._maps.get(key)
-            if found is not None:
-                self._maps.move_to_end(key)
-            return found
-
-    def _remember(self, key: tuple[Any, ...], maps: Tensor) -> None:
-        with self._maps_lock:
-            self._maps[key] = maps
-            while len(self._maps) > 1 and sum(m.numel() for m in self._maps.values()) > self.limits.cached_weights:
-                self._maps.popitem(last=False)

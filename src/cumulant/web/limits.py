@@ -13,15 +13,24 @@ class Limits:
     """Largest body of any request."""
     pixels: int = 24_000_000
     """Largest width x height of an uploaded picture, read from its header before any pixel is decoded."""
+    frame_pixels: int = 4_000_000
+    """Largest width x height of a frame of a clip: a decoder holds several of them at once."""
     stored_side: int = 448
     """Side of the square that is kept of an upload; the rest is forgotten."""
     images: int = 64
-    """Uploads kept in memory; the one not used for longest goes first."""
-    cached_weights: int = 2**25
-    """Attention weights kept between clicks (4 bytes each)."""
-    whole_maps: int = 2**24
-    """Up to so many weights, all rows of an image are computed at once, so that the next click costs nothing; beyond,
-    each click computes its own rows."""
+    """Uploads kept in memory; the one not used for longest goes first. Clips count as several, by their pixels."""
+    clip_frames: int = 32
+    """Frames kept of a clip, spread evenly over it."""
+    clip_side: int = 224
+    """Side of the square that is kept of each of them."""
+    decoded_frames: int = 900
+    """Frames of a clip that are decoded; what follows is not looked at."""
+    decoded_pixels: int = 300_000_000
+    """Pixels of a clip that are decoded, all frames together."""
+    decoding_seconds: int = 15
+    """Time that decoding a clip may take."""
+    recorded_bytes: int = 2**28
+    """Queries and keys kept between clicks: 14 MB for each image of a ViT-B/16."""
     whole_maps_at_once: int = 2**28
     """Up to so many weights, all maps of an image are summed up or followed through the layers; beyond, that is
     refused."""
@@ -31,3 +40,8 @@ class Limits:
             value = getattr(self, field.name)
             if value < 1:
                 raise ValueError(f"{field.name} must be 1 or more, got {value}")
+
+    @property
+    def stored_pixels(self) -> int:
+        """Pixels of all uploads kept."""
+        return self.images * self.stored_side**2

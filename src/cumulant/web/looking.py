@@ -1,12 +1,13 @@
 """The only door from the explorer to `cumulant.explain`: what it asks for, in the shapes that the page needs.
 
-Shape legend: N layers, H heads, L tokens (prefix first, then patches row by row), K classes.
+Shape legend: N layers, H heads, L tokens (prefix first, then patches frame by frame and row by row), K classes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +15,63 @@ from torch import Tensor, nn
 
 from .. import explain
 from ..explain.flow import logits_of
-from ..nn.attention import MultiheadAttention
+from ..explain.importance import answers
+from ..nn import AxialAttention
 
 Pair = tuple[int, int]  # layer, head
 
 
-def facts(model: nn.Module) -> dict[str, Any]:
-    """layers, heads, prefix, grid, attention, classes of a model."""
-    return explain.model_info(model)
+@dataclass(frozen=True)
+class Facts:
+    """What there is to look at in a model."""
+
+    layers: int
+    heads: int
+    prefix: int
+    times: int
+    """Steps in time of a clip's tokens; 1 for pictures."""
+    grid: tuple[int, int]
+    attention: str
+    axes: tuple[str, ...]
+    """Along what each layer looks: "all" tokens, "space", "time", or "frames"."""
+    lens: bool
+    """Whether other orders can be tried on the queries and keys of each layer."""
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.times * self.grid[0] * self.grid[1]
+
+    @property
+    def weights(self) -> int:
+        """Weights in all maps of one image."""
+        return self.layers * self.heads * self.tokens**2
+
+
+def facts(model: nn.Module, images: Tensor) -> Facts:
+    """Seen on a pass over `images`, so that a model whose maps cannot be had is refused at once."""
+    sites, told = explain.find_sites(model), explain.model_info(model)
+    recording = explain.record(model, images)
+    if len(recording.layers) < len(sites):
+        missing = next(site for site in sites if site.number not in recording.layers)
+        raise ValueError(f"layer {missing.number} ({missing.name}) of {type(model).__name__} shows no weights")
+    layouts = {recording.layout(layer) for layer in recording.layers}
+    if len(layouts) > 1 or len({site.heads for site in sites}) > 1:
+        raise ValueError(
+            f"the layers of {type(model).__name__} differ in tokens or heads; the explorer shows plain ones"
+        )
+    layout = layouts.pop()
+    rows, cols = layout.grid[-2:]
+    axial = any(isinstance(site.module, AxialAttention) for site in sites)
+    return Facts(
+        layers=len(sites),
+        heads=sites[0].heads,
+        prefix=layout.prefix,
+        times=layout.grid[0] if len(layout.grid) == 3 else 1,
+        grid=(rows, cols),
+        attention=told["attention"],
+        axes=tuple(site.axes for site in sites),
+        lens=not axial and all(site.axes == "all" for site in sites),
+    )
 
 
 @contextlib.contextmanager
@@ -34,34 +84,56 @@ def without(model: nn.Module, off: Sequence[Pair]) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def rows(model: nn.Module, images: Tensor, off: Sequence[Pair], query: int | None) -> Tensor:
-    """Signed weights (N, H, 1, L) of one query of one image, or (N, H, L, L) of all when `query` is None."""
-    queries: Any = "all" if query is None else [query]
-    with without(model, off), explain.capture(model, images, queries=queries) as captured:
-        pass
-    return torch.stack([captured.maps(layer)[0].float().cpu() for layer in captured.layers])
-
-
-@torch.no_grad()
-def probabilities(model: nn.Module, images: Tensor, off: Sequence[Pair] = ()) -> Tensor:
-    """Class probabilities (K,) of one image."""
+def record(model: nn.Module, images: Tensor, off: Sequence[Pair]) -> explain.Recording:
+    """One pass with these heads off, from which answer and maps follow."""
     with without(model, off):
-        return logits_of(model(images))[0].double().softmax(-1).cpu()
+        return explain.record(model, images)
+
+
+def row(recording: explain.Recording, query: int) -> Tensor:
+    """Signed weights (N, H, L) of one query of one image."""
+    maps = [recording.maps(layer, queries=[query])[0, :, 0] for layer in recording.layers]
+    return torch.stack([weights.float() for weights in maps]).cpu()
+
+
+def probabilities(output: Any) -> Tensor:
+    """Class probabilities (K,) of the first image."""
+    return logits_of(output)[0].double().softmax(-1).cpu()
 
 
 @torch.no_grad()
-def summary(model: nn.Module, images: Tensor, off: Sequence[Pair]) -> dict[str, Tensor]:
-    """Every number that `explain.summary` has, (N, H) each."""
-    with without(model, off), explain.capture(model, images, queries="all") as captured:
-        return explain.summary(captured)
+def answer(model: nn.Module, images: Tensor, off: Sequence[Pair], classes: bool) -> dict[str, Tensor]:
+    """What a pass with these heads off ends in: "probabilities" (K,) of a classifier, and "features" (C,) before it."""
+    with without(model, off):
+        if classes:
+            said = answers(model, images)
+            found = {"probabilities": probabilities(said.logits)}
+            return found if said.features is None else {**found, "features": said.features[0].double().cpu()}
+        output = model(images)
+    if not isinstance(output, Tensor):
+        pooled = getattr(output, "pooler_output", None)
+        output = pooled if pooled is not None else output[0]
+    return {"features": output.flatten(1)[0].double().cpu()}
+
+
+def feature_change(a: Tensor, b: Tensor) -> float:
+    """1 - cosine of two vectors (C,): exactly 0 for equal ones."""
+    return float((a / a.norm() - b / b.norm()).square().sum() / 2)
 
 
 @torch.no_grad()
-def rollout(model: nn.Module, images: Tensor, off: Sequence[Pair]) -> Tensor:
+def summary(recording: explain.Recording) -> tuple[dict[str, Tensor], Tensor]:
+    """Every number that `explain.summary` has, (N, H) each, and the ring profile (N, H, hops) times L: 1 is uniform."""
+    captured = recording.captured()
+    tokens = captured.tokens
+    rings = [explain.ring_profile(captured.maps(layer), tokens).per_neighbour[0] for layer in captured.layers]
+    return explain.summary(captured), torch.stack(rings).cpu() * tokens.count
+
+
+@torch.no_grad()
+def rollout(recording: explain.Recording) -> Tensor:
     """How much of each input token reaches each output token, (L, L): the exact linear flow, with signs."""
-    with without(model, off), explain.capture(model, images, queries="all") as captured:
-        return explain.rollout(captured, sign="signed")[0].cpu()
+    return explain.rollout(recording.captured(), sign="signed")[0].cpu()
 
 
 def relevance(model: nn.Module, images: Tensor, off: Sequence[Pair]) -> Tensor:
@@ -70,25 +142,10 @@ def relevance(model: nn.Module, images: Tensor, off: Sequence[Pair]) -> Tensor:
         return explain.relevance(model, images)[0].cpu()
 
 
-def can_lens(model: nn.Module) -> bool:
-    """Whether queries and keys of every layer can be had: plain layers of this library."""
-    layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
-    return bool(layers) and all(type(layer) is MultiheadAttention for layer in layers)
-
-
-@torch.no_grad()
-def projected(model: Any, images: Tensor, off: Sequence[Pair], layer: int) -> tuple[Tensor, Tensor]:
-    """Query and key (H, L, D) of one layer for one image."""
-    found: list[Tensor] = []
-    attention = model.blocks[layer].attn
-    hook = attention.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
-    try:
-        with without(model, off):
-            model(images)
-    finally:
-        hook.remove()
-    query, key, _ = attention.project(found[0])
-    return query[0].float(), key[0].float()
+def projected(recording: explain.Recording, layer: int) -> tuple[Tensor, Tensor, float]:
+    """Query and key (H, L, D) of one layer for one image, and the scale of their products."""
+    query, key, scale = recording.query_key(layer)
+    return query[0].float().cpu(), key[0].float().cpu(), scale
 
 
 def divergence(p: Tensor, q: Tensor) -> float:

@@ -29,10 +29,10 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 
 
-def describe(name: str, values: Tensor, tokens: int, grid: tuple[int, int]) -> dict[str, Any]:
+def describe(name: str, values: Tensor, tokens: int, grid: tuple[int, ...]) -> dict[str, Any]:
     """A metric (layers, heads) as the page shows it, with its value for a map that is the same everywhere."""
     title, meaning = METRICS.get(name, (name.replace("_", " "), ""))
-    uniform = explain.uniform_distance(tuple(grid))
+    uniform = explain.uniform_distance(grid)
     references = {
         "negative_mass": 0.0,
         "distance": uniform,

@@ -14,6 +14,7 @@ from ..explain import negative_mass, tokens_used
 from . import looking, schemas
 from .engine import Engine
 from .engine_values import plain
+from .plotly import find_plotly
 from .uploads import FORMATS
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -33,7 +34,7 @@ PNG: dict[int | str, dict[str, Any]] = {
 UPLOAD_BODY = {
     "requestBody": {
         "required": True,
-        "description": f"The bytes of a picture: {', '.join(FORMATS)}.",
+        "description": f"The bytes of a picture or animation ({', '.join(FORMATS)}) or video (MP4, WebM).",
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
@@ -61,38 +62,48 @@ def info(engine: Explorer) -> schemas.Info:
         schemas.ModelInfo(
             name=name,
             title=one.title,
-            attention=facts["attention"],
-            layers=facts["layers"],
-            heads=facts["heads"],
-            prefix=facts["prefix"],
-            grid=facts["grid"],
+            attention=facts.attention,
+            layers=facts.layers,
+            heads=facts.heads,
+            prefix=facts.prefix,
+            times=facts.times,
+            grid=facts.grid,
+            axes=list(facts.axes),
             size=one.size,
             classes=len(one.classes),
             accuracy=one.accuracy,
-            lens=engine.lens_able[name],
+            lens=facts.lens,
         )
         for (name, one), facts in zip(engine.models.items(), engine.facts.values(), strict=True)
     ]
-    examples = [schemas.ExampleInfo(image=name, label=one.label) for name, one in engine.examples.items()]
+    examples = [
+        schemas.ExampleInfo(image=name, label=one.label, frames=len(engine.frames(name)))
+        for name, one in engine.examples.items()
+    ]
     limits = schemas.LimitInfo(upload_bytes=engine.limits.upload_bytes, pixels=engine.limits.pixels)
-    return schemas.Info(version=__version__, models=models, examples=examples, limits=limits)
+    charts = find_plotly() is not None
+    return schemas.Info(version=__version__, models=models, examples=examples, limits=limits, charts=charts)
 
 
 @router.post(
     "/images",
     status_code=201,
     openapi_extra=UPLOAD_BODY,
-    responses={**BODY_PROBLEMS, 415: {"model": schemas.Problem, "description": "Not a picture of a known format."}},
+    responses={
+        **BODY_PROBLEMS,
+        415: {"model": schemas.Problem, "description": "Not a picture or video of a known kind."},
+    },
 )
 async def upload(
     request: Request,
     engine: Explorer,
     invert: Annotated[bool, Query(description="Exchange light and dark: for dark ink on white paper.")] = False,
 ) -> schemas.Uploaded:
-    """Send a picture. Its centre square is kept in memory for a while under a name that cannot be guessed."""
+    """Send a picture or a short video. Its centre square (of a video: of some frames spread evenly over its beginning)
+    is kept in memory for a while under a name that cannot be guessed."""
     content = await request.body()
-    name, picture = await run_in_threadpool(engine.receive, content, invert)
-    return schemas.Uploaded(image=name, side=picture.width)
+    name, frames = await run_in_threadpool(engine.receive, content, invert)
+    return schemas.Uploaded(image=name, side=frames[0].width, frames=len(frames))
 
 
 @router.get("/images/{image}", response_class=Response, responses=PNG)
@@ -100,13 +111,13 @@ def picture(
     engine: Explorer,
     image: Annotated[str, Path(min_length=1, max_length=200)],
     model: Annotated[str | None, Query(max_length=200, description="Show the image as this model sees it.")] = None,
+    time: Annotated[
+        int, Query(ge=0, lt=1000, description="Step in time of a clip, of the model's tokens if given.")
+    ] = 0,
 ) -> Response:
-    """An example or an upload, whole or as a model sees it."""
-    found = engine.picture(image)
-    if model is not None:
-        found = engine.model(model).seen(found)
+    """A frame of an example or an upload, whole or as a model sees it."""
     content = io.BytesIO()
-    found.save(content, "PNG")
+    engine.seen(image, model, time).save(content, "PNG")
     return Response(content.getvalue(), media_type="image/png")
 
 
@@ -126,7 +137,10 @@ def attention(engine: Explorer, asked: schemas.OneQuery) -> schemas.Maps:
 @router.post("/prediction", responses=BODY_PROBLEMS)
 def prediction(engine: Explorer, asked: schemas.OneImage) -> schemas.Prediction:
     """What the model says with all heads on, and with some switched off."""
-    before, after = engine.predict(asked.model, asked.image, pairs(asked.off))
+    answers = engine.predict(asked.model, asked.image, pairs(asked.off))
+    if answers is None:
+        return schemas.Prediction(model=asked.model, choices=[], divergence=0.0)
+    before, after = answers
     classes = engine.model(asked.model).classes
     count = min(SHOWN_CLASSES, len(before))
     shown = {*before.topk(count).indices.tolist(), *after.topk(count).indices.tolist()}
@@ -141,15 +155,17 @@ def prediction(engine: Explorer, asked: schemas.OneImage) -> schemas.Prediction:
 @router.post("/summary", responses=BODY_PROBLEMS)
 def summary(engine: Explorer, asked: schemas.OneImage) -> schemas.Summary:
     """What kind of map each head makes of this image: distance, spread, negative mass and more."""
-    found = engine.summary(asked.model, asked.image, pairs(asked.off))
-    return schemas.Summary(model=asked.model, metrics=[schemas.Metric(**metric) for metric in found])
+    found, profile = engine.summary(asked.model, asked.image, pairs(asked.off))
+    metrics = [schemas.Metric(**metric) for metric in found]
+    return schemas.Summary(model=asked.model, metrics=metrics, profile=plain(profile, 4))
 
 
 @router.post("/importance", responses=BODY_PROBLEMS)
 def importance(engine: Explorer, asked: schemas.OneLayer) -> schemas.Importance:
     """How much the answer changes when each head of one layer is switched off alone."""
-    divergences, drops = engine.importance(asked.model, asked.image, asked.layer, pairs(asked.off))
-    return schemas.Importance(model=asked.model, layer=asked.layer, divergence=divergences, drop=drops)
+    found = engine.importance(asked.model, asked.image, asked.layer, pairs(asked.off))
+    told = {name: found.get(name) for name in ("divergence", "drop", "feature")}
+    return schemas.Importance(model=asked.model, layer=asked.layer, **told)
 
 
 @router.post("/flow", responses=BODY_PROBLEMS)

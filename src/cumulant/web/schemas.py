@@ -38,9 +38,13 @@ class ModelInfo(BaseModel):
     layers: int = Field(ge=1)
     heads: int = Field(ge=1)
     prefix: int = Field(ge=0, description="Tokens before the patches, e.g. one class token.")
+    times: int = Field(ge=1, description="Steps in time that the tokens of a clip have; 1 for a model of pictures.")
     grid: tuple[int, int] = Field(description="Rows and columns of patches.")
+    axes: list[str] = Field(
+        description='What each layer looks at: "all" tokens, "space" (a frame), "time" (a place), whole "frames".'
+    )
     size: int = Field(ge=1, description="Side of the images that the model sees, in pixels.")
-    classes: int = Field(ge=1, description="Number of classes.")
+    classes: int = Field(ge=0, description="Number of classes; 0 for a model without a classifier.")
     accuracy: float | None = Field(description="Top-1 accuracy on the test part, from 0 to 1, where it is known.")
     lens: bool = Field(description="Whether `/api/lens` can show this model.")
 
@@ -48,6 +52,7 @@ class ModelInfo(BaseModel):
 class ExampleInfo(BaseModel):
     image: str = Field(description="Name of the image in requests.")
     label: str
+    frames: int = Field(ge=1, description="Frames of a clip; 1 for a picture.")
 
 
 class LimitInfo(BaseModel):
@@ -62,13 +67,15 @@ class Info(BaseModel):
     models: list[ModelInfo]
     examples: list[ExampleInfo]
     limits: LimitInfo
+    charts: bool = Field(description="Whether `/vendor/plotly.min.js` is there to draw charts with.")
 
 
 class Uploaded(BaseModel):
-    """A picture that was taken. It is kept in memory for a while, and only who knows its name can use it."""
+    """A picture or clip that was taken. It is kept in memory for a while, and only who knows its name can use it."""
 
     image: str = Field(description="Name of the image in requests; cannot be guessed.")
     side: int = Field(description="Side of the square that was kept, in pixels.")
+    frames: int = Field(ge=1, description="Frames that were kept; 1 of a picture.")
 
 
 class Head(Strict):
@@ -85,7 +92,7 @@ class OneImage(Strict):
 
 
 class OneQuery(OneImage):
-    query: Whole = Field(ge=0, lt=10**6, description="Token that asks: prefix tokens first, then patches row by row.")
+    query: Whole = Field(ge=0, lt=10**6, description="Token that asks: prefix first, then patches frame by frame.")
 
 
 class OneLayer(OneImage):
@@ -120,7 +127,9 @@ class Choice(BaseModel):
 
 class Prediction(BaseModel):
     model: str
-    choices: list[Choice] = Field(description="The most probable classes before or after, best first.")
+    choices: list[Choice] = Field(
+        description="The most probable classes before or after, best first; none for a model without a classifier."
+    )
     divergence: float = Field(description="Jensen-Shannon divergence of the two answers, between 0 and log 2.")
 
 
@@ -135,6 +144,9 @@ class Metric(BaseModel):
 class Summary(BaseModel):
     model: str
     metrics: list[Metric]
+    profile: list[Grid] = Field(
+        description="Mean weight per neighbour times the number of tokens, by layer, head and hops; 1 is uniform."
+    )
 
 
 class Importance(BaseModel):
@@ -142,8 +154,9 @@ class Importance(BaseModel):
 
     model: str
     layer: int
-    divergence: list[float] = Field(description="Jensen-Shannon divergence of the answer, by head.")
-    drop: list[float] = Field(description="Loss of probability of the predicted class, by head.")
+    divergence: list[float] | None = Field(description="Jensen-Shannon divergence of the answer, by head.")
+    drop: list[float] | None = Field(description="Loss of probability of the predicted class, by head.")
+    feature: list[float] | None = Field(description="1 - cosine of the features before the classifier, by head.")
 
 
 class Flow(BaseModel):

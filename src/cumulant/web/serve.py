@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import socket
 import sys
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from .settings import MECHANISMS, Explore
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from ..train import TrainRecipe
+
 
 def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
     """The application with the models and example images that the settings name."""
     from .app import LOCAL_HOSTS, create_app  # first: a missing package is told before anything is trained
-    from .explorable import digits_models, examples_of, open_models
+    from .demo import digits_models
+    from .explorable import examples_of
+    from .opening import open_models
 
     examples = []
     if settings.checkpoint:
@@ -23,7 +27,7 @@ def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
         data = settings.data or (recipe.data if recipe else None)
         side = max(one.size for one in models.values())
         try:
-            examples = examples_of(data, settings.images, side) if data else []
+            examples = examples_of(data, settings.images, side, **as_trained(recipe)) if data else []
         except (OSError, ValueError, ImportError) as error:
             if settings.data is not None:
                 raise
@@ -37,6 +41,13 @@ def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
         examples = examples_of(settings.data or "digits", settings.images, size=12)
     hosts = LOCAL_HOSTS if settings.local else ("*",)
     return create_app(models, examples, hosts=hosts)
+
+
+def as_trained(recipe: TrainRecipe | None) -> dict[str, Any]:
+    """How the recipe of a video model reads its data, one clip of each video; nothing for models of pictures."""
+    if recipe is None or not recipe.model.startswith("vivit"):
+        return {}
+    return {**{name: getattr(recipe, name) for name in ("frames", "stride", "split")}, **recipe.data_options}
 
 
 def explore(settings: Explore, progress: IO[str] | None = None) -> None:

@@ -25,14 +25,18 @@ class Explore:
 
     Example: cumulant explore runs/my-run/best.safetensors --data path/to/tiny-imagenet-100
 
-    Example: cumulant explore timm:vit_base_patch16_224 --data path/to/pictures
+    Example: cumulant explore timm:vit_base_patch16_224 timm:vit_base_patch16_224@cumulant3 --data path/to/pictures
+
+    Example: cumulant explore path/to/dinov2 --data path/to/pictures
     """
 
     checkpoint: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT ...]")] = ()
-    """Files or folders that `cumulant train` wrote, or timm:NAME for a model of timm; none: the digits models."""
+    """Files or folders that `cumulant train` wrote (of images or videos), timm:NAME for a model of timm, a folder that
+    save_pretrained of transformers wrote or transformers:NAME; @cumulant3 after one of the last three swaps its
+    attention; none: the digits models."""
     data: str | None = None
-    """Folder of pictures, or data set whose test images are the examples; by default the data of the first checkpoint,
-    if it is here."""
+    """Folder of pictures and short videos, or data set whose test items are the examples; by default the data of the
+    first checkpoint, if it is here."""
     images: int = 10
     """Example images on the page."""
     host: str = "127.0.0.1"

@@ -1,16 +1,17 @@
-"""Uploads: decoded in a bounded way, kept in memory only, under names that cannot be guessed."""
+"""Uploads: pictures and clips decoded in a bounded way, kept in memory only, under names that cannot be guessed."""
 
 from __future__ import annotations
 
 import io
 import secrets
-import threading
 import warnings
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..data.decode import fit, pillow_image
+from .footage import Decimated, container_of, read_video
 from .limits import Limits
+from .memory import Memory
+from .problems import UploadError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,27 +19,70 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # raster formats decoded by Pillow itself; no SVG, PDF or EPS
 
 
-class UploadError(ValueError):
-    """A picture that is not taken: `status` is the HTTP status that says why."""
+def read_upload(content: bytes, limits: Limits, *, invert: bool = False) -> tuple[Image, ...]:
+    """The frames of an encoded picture (one), animation or video: centre squares in RGB.
 
-    def __init__(self, message: str, status: int = 415) -> None:
-        super().__init__(message)
-        self.status = status
+    `invert` turns dark ink on white paper into light on dark.
+    """
+    _check_size(content, limits)
+    kind = container_of(content)
+    if kind is None:
+        frames = _animation(content, limits) or (read_picture(content, limits),)
+    else:
+        frames = read_video(content, kind, limits)
+    if invert:
+        from PIL import ImageOps
+
+        frames = tuple(ImageOps.invert(frame) for frame in frames)
+    return frames
 
 
-def read_picture(content: bytes, limits: Limits, *, invert: bool = False) -> Image:
-    """The centre square of an encoded picture as RGB, at most `stored_side` wide.
+def read_picture(content: bytes, limits: Limits) -> Image:
+    """The centre square of an encoded picture as RGB, at most `stored_side` wide; of an animation the first frame.
 
     The size in the header is checked before any pixel is decoded, so that a file of a few kilobytes cannot claim
-    gigabytes. Of an animation the first frame counts. `invert` turns dark ink on white paper into light on dark.
+    gigabytes.
     """
-    pillow = pillow_image()
-    from PIL import ImageOps
+    _check_size(content, limits)
+    image = _opened(content, limits)
+    try:
+        if image.format == "JPEG":
+            image.draft("RGB", (2 * limits.stored_side, 2 * limits.stored_side))
+        image.load()
+        return _square(image, limits.stored_side)
+    except Exception as error:
+        raise UploadError(f"the {image.format or 'picture'} file is damaged or incomplete", 422) from error
 
+
+def _animation(content: bytes, limits: Limits) -> tuple[Image, ...] | None:
+    """Frames of an animated GIF, WebP or PNG spread evenly over it; None for a picture that stands still."""
+    image = _opened(content, limits)
+    try:
+        if not getattr(image, "is_animated", False):
+            return None
+        kept = Decimated(limits)
+        for number in range(image.n_frames):
+            image.seek(number)
+            if not kept.wants(*image.size):
+                break
+            kept.add(lambda: _square(image, limits.clip_side))
+        return kept.frames()
+    except UploadError:
+        raise
+    except Exception as error:
+        raise UploadError(f"the {image.format} file is damaged or incomplete", 422) from error
+
+
+def _check_size(content: bytes, limits: Limits) -> None:
     if not content:
-        raise UploadError("the request is empty; expected the bytes of a picture", 400)
+        raise UploadError("the request is empty; expected the bytes of a picture or a short video", 400)
     if len(content) > limits.upload_bytes:
         raise UploadError(f"the file must have at most {limits.upload_bytes:,} bytes, got {len(content):,}", 413)
+
+
+def _opened(content: bytes, limits: Limits) -> Any:
+    """A picture of which no pixel is decoded yet and whose size is within the limit."""
+    pillow = pillow_image()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of large pictures; the limit below refuses them
@@ -46,50 +90,44 @@ def read_picture(content: bytes, limits: Limits, *, invert: bool = False) -> Ima
     except pillow.DecompressionBombError as error:  # Pillow's own limit, far above ours
         raise UploadError(f"the picture must have at most {limits.pixels:,} pixels, got many more", 413) from error
     except Exception as error:  # Pillow raises many kinds; each means that this is none of the formats
-        raise UploadError(f"not a picture that can be read; expected one of {', '.join(FORMATS)}") from error
+        raise UploadError(
+            f"not a picture or video that can be read; expected one of {', '.join(FORMATS)}, MP4 or WebM"
+        ) from error
     width, height = image.size
     if width * height > limits.pixels:
         raise UploadError(f"the picture must have at most {limits.pixels:,} pixels, got {width} x {height}", 413)
-    try:
-        if image.format == "JPEG":
-            image.draft("RGB", (2 * limits.stored_side, 2 * limits.stored_side))
-        image.load()
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            paper = pillow.new("RGBA", image.size, "white")
-            image = pillow.alpha_composite(paper, image)
-        image = ImageOps.exif_transpose(image).convert("RGB")
-        side = min(*image.size, limits.stored_side)
-        image = fit(image, side)
-    except Exception as error:
-        raise UploadError(f"the {image.format or 'picture'} file is damaged or incomplete", 422) from error
-    return ImageOps.invert(image) if invert else image
+    return image
+
+
+def _square(image: Any, side: int) -> Image:
+    """The centre square as RGB, at most `side` wide, turned as the camera noted, transparent parts white."""
+    from PIL import ImageOps
+
+    pillow = pillow_image()
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)
+    image = ImageOps.exif_transpose(image).convert("RGB")
+    return fit(image, min(*image.size, side))
 
 
 class UploadStore:
     """The last few uploads, each under a random name that only its sender knows. Nothing is written to disk."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pictures: OrderedDict[str, Image] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, limits: Limits) -> None:
+        # A picture counts as stored_side^2 pixels whatever its size, so that `images` is their number.
+        self._least = limits.stored_side**2
+        self._kept: Memory[tuple[Image, ...]] = Memory(limits.stored_pixels)
 
-    def add(self, picture: Image) -> str:
-        """Keep a picture and return its name; the picture not used for longest makes room."""
+    def add(self, frames: tuple[Image, ...]) -> str:
+        """Keep a picture or clip and return its name; what was not used for longest makes room."""
         name = f"upload-{secrets.token_urlsafe(16)}"
-        with self._lock:
-            self._pictures[name] = picture
-            while len(self._pictures) > self.count:
-                self._pictures.popitem(last=False)
+        self._kept.put(name, frames, max(self._least, sum(frame.width * frame.height for frame in frames)))
         return name
 
-    def get(self, name: str) -> Image | None:
-        """The picture of that name, if it is still here."""
-        with self._lock:
-            picture = self._pictures.get(name)
-            if picture is not None:
-                self._pictures.move_to_end(name)
-            return picture
+    def get(self, name: str) -> tuple[Image, ...] | None:
+        """The frames of that name, if they are still here."""
+        return self._kept.get(name)
 
     def __len__(self) -> int:
-        return len(self._pictures)
+        return len(self._kept)

@@ -1,15 +1,17 @@
 // The page: reads what there is, keeps controls and state together, redraws what a change touches.
 import * as api from "./api.js";
-import { compareView, loadPicture } from "./compare_view.js";
+import { drawCharts, haveCharts, pictures } from "./charts.js";
+import { compareView, loadPictures } from "./compare_view.js";
+import { distanceView } from "./distance_view.js";
 import { byId, element, save } from "./dom.js";
 import { drawLegend } from "./draw.js";
 import { headsView } from "./heads_view.js";
-import { lensView, temperatureOf } from "./lens_view.js";
+import { lensView, orderName, temperatureOf } from "./lens_view.js";
 import { mapsView } from "./maps_view.js";
 import { makeExamples, makeUpload, showBoard, showPredictions } from "./picture.js";
 import { onChange, restore, set, state } from "./state.js";
 
-const VIEWS = { maps: mapsView, compare: compareView, heads: headsView, lens: lensView };
+const VIEWS = { maps: mapsView, compare: compareView, heads: headsView, distance: distanceView, lens: lensView };
 let info, sendAgain, shownData = [], turn = 0;
 
 const say = (text) => (byId("status").textContent = text);
@@ -30,13 +32,14 @@ async function redraw() {
   try {
     showBoard(models[0]);
     if (state.view === "compare" || state.view === "lens")
-      await Promise.all(models.map((model) => loadPicture(model, api.pictureAddress(state.image, model.name))));
+      await Promise.all(models.map(loadPictures));
     const [{ node, data }] = await Promise.all([VIEWS[state.view](models), showPredictions(models)]);
     if (mine !== turn) return;
     const kept = focusKey();
     view.replaceChildren(node);
     if (kept) view.querySelector(kept)?.focus();
     shownData = data;
+    drawCharts(view);
     view.dataset.milliseconds = Math.round(performance.now() - began);
   } catch (error) {
     if (mine !== turn) return;
@@ -73,6 +76,7 @@ function showControls() {
   range("head", Math.max(...models.map((m) => m.heads)), state.head + 1);
   range("threshold", 90, state.threshold, `${state.threshold} %`);
   range("behind", 100, state.behind, `${state.behind} %`);
+  range("order", 30, state.order, orderName(state.order));
   range("temperature", 20, state.temperature, `× ${temperatureOf(state.temperature).toFixed(2)}`);
   drawLegend(byId("legend-bar"), state.threshold / 100, state.sign);
 }
@@ -91,7 +95,8 @@ function makeControls() {
   const number = (id, key, shift = 0) => (byId(id).oninput = (event) => set({ [key]: +event.target.value - shift }));
   number("layer", "layer", 1);
   number("head", "head", 1);
-  for (const id of ["threshold", "behind", "temperature"]) number(id, id);
+  for (const id of ["threshold", "behind", "temperature", "order"]) number(id, id);
+  byId("watch").onclick = watch;
   for (const name of ["sign", "scale"]) byId(name).onchange = (event) => set({ [name]: event.target.value });
   byId("class-token").onclick = () => set({ token: !state.token });
   byId("all-on").onclick = () => set({ off: {} });
@@ -107,6 +112,17 @@ function makeControls() {
   byId("copy-link").onclick = copyLink;
   byId("save-data").onclick = () => save("attention.json", new Blob([JSON.stringify({ image: state.image, view: state.view, shown: shownData }, null, 1)], { type: "application/json" }));
   byId("save-figure").onclick = saveFigure;
+}
+
+/** The order slider moves by itself, once, from the mean to softmax. */
+let watching = null;
+function watch() {
+  clearInterval(watching);
+  set({ order: 0 });
+  watching = setInterval(() => {
+    if (state.view !== "lens" || state.order >= 30) return clearInterval(watching);
+    set({ order: state.order + 1 });
+  }, 130);
 }
 
 function chooseModels(event) {
@@ -128,9 +144,13 @@ async function copyLink() {
 }
 
 /** All maps of the view with their words on one white sheet, as a PNG of twice the size on the screen. */
-function saveFigure() {
+async function saveFigure() {
   const canvases = [...byId("view").querySelectorAll("canvas")];
-  if (!canvases.length) return say("This view has no maps; save its data instead.");
+  if (!canvases.length && byId("view").querySelector(".chart")) {
+    for (const [i, picture] of (await pictures(byId("view"))).entries()) save(`attention-${i + 1}.png`, picture);
+    return;
+  }
+  if (!canvases.length) return say("This view has no picture; save its data instead.");
   const texts = [...byId("view").querySelectorAll("h3, th, button small, dt, dd, .panel-title span")];
   const boxes = [...canvases, ...texts].map((one) => one.getBoundingClientRect());
   const [factor, edge] = [2, 12];
@@ -170,7 +190,9 @@ async function start() {
   if (!state.image && info.examples.length) state.image = info.examples[Math.min(3, info.examples.length - 1)].image;
   makeControls();
   makeExamples(info.examples);
-  sendAgain = makeUpload(info.limits, say, complain);
+  haveCharts(info.charts);
+  const seesClips = () => ({ some: chosenModels().some((model) => model.times > 1), all: chosenModels().every((model) => model.times > 1) });
+  sendAgain = makeUpload(info.limits, say, complain, seesClips);
   showControls();
   const update = () => {
     showControls();

@@ -1,11 +1,12 @@
 // Compare: one layer and head (or the mean of a layer, or the rollout) of every chosen model, large, over the picture.
-import { ask } from "./api.js";
+import { ask, pictureAddress } from "./api.js";
 import { element, number } from "./dom.js";
-import { drawMap, largest, shownWeights } from "./draw.js";
-import { offOf, question, title, topOf } from "./maps_view.js";
-import { isOff, queryCell, queryToken, set, state, switchHeads } from "./state.js";
+import { drawMap, largest, placeAt, shownWeights } from "./draw.js";
+import { LOOKS, offOf, question, title, topOf } from "./maps_view.js";
+import { asksWithToken, choosePlace, isOff, queryPlace, queryToken, set, state, switchHeads } from "./state.js";
 
 const FLOWS = ["rollout", "relevance"];
+const SIDE = 360;
 
 export async function compareView(models) {
   const kind = FLOWS.includes(state.reading) ? state.reading : null;
@@ -15,7 +16,7 @@ export async function compareView(models) {
   const tops = shown.map(largest);
   const figures = models.map((model, i) => figure(model, rows[i], shown[i], topOf(shown[i], tops[i], tops)));
   return {
-    node: element("div", {}, toolbar(), element("div", { class: "panels narrow" }, ...figures)),
+    node: element("div", {}, toolbar(models), element("div", { class: models.some((m) => m.times > 1) ? "panels" : "panels narrow" }, ...figures)),
     data: models.map((model, i) => ({ model: model.name, reading: state.reading, layer: state.layer, head: state.head, query: queryToken(model), weights: rows[i], off: offOf(model) })),
   };
 }
@@ -27,12 +28,12 @@ function rowOf(answer, model) {
   return layer[0].map((_, token) => layer.reduce((sum, head) => sum + head[token], 0) / layer.length);
 }
 
-function toolbar() {
+function toolbar(models) {
   const readings = { head: "this head", layer: "mean of the layer's heads", rollout: "rollout: through all layers", relevance: "relevance for the predicted class" };
   const select = element("select", { id: "reading", onchange: () => set({ reading: select.value }) },
     ...Object.entries(readings).map(([value, text]) => element("option", { value, selected: value === state.reading }, text)));
   const about = {
-    head: `What the query takes from each patch in layer ${state.layer + 1}, head ${state.head + 1}.`,
+    head: `What the query takes from each patch in layer ${state.layer + 1}, head ${state.head + 1}${looks(models)}.`,
     layer: `The weights of layer ${state.layer + 1}, averaged over its heads.`,
     rollout: "The product of all layers, with residual connections: how the picture reaches this token. Layer and head do not matter.",
     relevance: "Weights times gradients, through all layers: which patches speak for the predicted class. The class token is the query to ask with. Layer and head do not matter.",
@@ -40,29 +41,37 @@ function toolbar() {
   return element("div", { class: "toolbar" }, element("label", {}, "Map", select), element("p", {}, about));
 }
 
+/** What the chosen layer looks at, where the models have that in common. */
+function looks(models) {
+  const kinds = new Set(models.map((model) => model.axes[Math.min(state.layer, model.layers - 1)]));
+  return kinds.size === 1 ? LOOKS[[...kinds][0]] : "";
+}
+
+/** Words for a patch: its row and column, and its step in time in a clip. */
+export function placeName(model, patch) {
+  const [rows, cols] = model.grid;
+  const time = model.times > 1 ? `frame ${Math.floor(patch / (rows * cols)) + 1}, ` : "";
+  return `${time}row ${(Math.floor(patch / cols) % rows) + 1}, column ${(patch % cols) + 1}`;
+}
+
 function figure(model, row, shown, top) {
   const canvas = element("canvas", { role: "img" });
-  const query = state.token ? null : queryCell(model);
+  const query = asksWithToken(model) ? null : queryPlace(model);
   drawMap(canvas, {
-    weights: shown, grid: model.grid, top, threshold: state.threshold / 100, query, side: 360,
-    picture: pictureOf(model), behind: state.behind / 100,
+    weights: shown, model, top, threshold: state.threshold / 100, query, side: SIDE,
+    pictures: picturesOf(model), behind: state.behind / 100,
   });
   const strongest = row.slice(model.prefix).reduce((best, w, i, all) => (Math.abs(w) > Math.abs(all[best]) ? i : best), 0);
-  const place = `row ${Math.floor(strongest / model.grid[1]) + 1}, column ${(strongest % model.grid[1]) + 1}`;
   const negative = row.reduce((sum, w) => sum + Math.max(-w, 0), 0);
   const used = row.reduce((s, w) => s + Math.abs(w), 0) ** 2 / Math.max(row.reduce((s, w) => s + w * w, 0), 1e-30);
-  canvas.setAttribute("aria-label", `Map of ${model.name}: strongest weight ${number(row[model.prefix + strongest])} at ${place}, negative mass ${number(negative)}`);
+  canvas.setAttribute("aria-label", `Map of ${model.name}: strongest weight ${number(row[model.prefix + strongest])} at ${placeName(model, strongest)}, negative mass ${number(negative)}`);
   const readout = element("small", {}, "Point at the map to read a weight.");
   canvas.onpointermove = (event) => {
-    const box = canvas.getBoundingClientRect();
-    const r = Math.min(Math.max(Math.floor(((event.clientY - box.top) / box.height) * model.grid[0]), 0), model.grid[0] - 1);
-    const c = Math.min(Math.max(Math.floor(((event.clientX - box.left) / box.width) * model.grid[1]), 0), model.grid[1] - 1);
-    readout.textContent = `row ${r + 1}, column ${c + 1}: weight ${row[model.prefix + r * model.grid[1] + c].toFixed(4)}`;
+    const { time, row: r, col: c } = placeAt(event, canvas, model, SIDE);
+    const patch = (time * model.grid[0] + r) * model.grid[1] + c;
+    readout.textContent = `${placeName(model, patch)}: weight ${row[model.prefix + patch].toFixed(4)}`;
   };
-  canvas.onclick = (event) => {
-    const box = canvas.getBoundingClientRect();
-    set({ token: false, x: (event.clientX - box.left) / box.width, y: (event.clientY - box.top) / box.height });
-  };
+  canvas.onclick = (event) => choosePlace(model, placeAt(event, canvas, model, SIDE));
   const facts = element("dl", { class: "facts" },
     ...fact("negative mass", number(negative)),
     ...fact("tokens used", `${used.toFixed(1)} of ${row.length}`),
@@ -84,22 +93,25 @@ function headSwitch(model) {
 
 export const fact = (name, value) => [element("dt", {}, name), element("dd", {}, value)];
 
-/** The picture as a model sees it, once it is loaded. */
-export function pictureOf(model) {
-  const image = pictures.get(`${state.image} ${model.name}`);
-  return image?.complete && image.naturalWidth ? image : undefined;
-}
-
 const pictures = new Map();
+const pictureKey = (model, time) => `${state.image} ${model.name} ${time}`;
 
-/** Have the picture ready before the view is drawn. */
-export async function loadPicture(model, address) {
-  const key = `${state.image} ${model.name}`;
-  if (!pictures.has(key)) {
-    const image = new Image();
-    image.src = address;
-    pictures.set(key, image);
-    if (pictures.size > 60) pictures.delete(pictures.keys().next().value);
-  }
-  await pictures.get(key).decode().catch(() => {});
+/** The picture as a model sees it, at each step in time, once they are loaded. */
+export const picturesOf = (model) => [...Array(model.times).keys()].map((time) => {
+  const image = pictures.get(pictureKey(model, time));
+  return image?.complete && image.naturalWidth ? image : undefined;
+});
+
+/** Have the pictures ready before the view is drawn. */
+export async function loadPictures(model) {
+  await Promise.all([...Array(model.times).keys()].map((time) => {
+    const key = pictureKey(model, time);
+    if (!pictures.has(key)) {
+      const image = new Image();
+      image.src = pictureAddress(state.image, model.name, time);
+      pictures.set(key, image);
+      if (pictures.size > 300) pictures.delete(pictures.keys().next().value);
+    }
+    return pictures.get(key).decode().catch(() => {});
+  }));
 }

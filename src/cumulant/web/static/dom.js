@@ -14,7 +14,7 @@ export function element(tag, options = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
-export const number = (value) => (Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(3));
+export const number = (value) => (Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(3)).replace(/^-(0\.0*)$/, "$1");
 
 export function save(name, blob) {
   const address = URL.createObjectURL(blob);

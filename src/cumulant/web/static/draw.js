@@ -11,23 +11,82 @@ export function shownWeights(weights, prefix, sign) {
 
 export const largest = (weights) => weights.reduce((most, w) => Math.max(most, Math.abs(w)), 0);
 
+/** Where the frames of a clip lie on a canvas about `side` wide, `across` in a line; a picture is a clip of one. */
+export function sheet(model, side) {
+  const [rows, cols] = model.grid;
+  const across = framesAcross(model.times);
+  const cell = Math.max(2, Math.ceil(side / Math.max(rows, across * cols)));
+  const gap = model.times > 1 ? Math.max(3, Math.round(cell * Math.min(cols, 6) * 0.06)) : 0;
+  const [width, height] = [cols * cell + gap, rows * cell + gap];
+  return {
+    rows, cols, cell,
+    width: across * width - gap, height: Math.ceil(model.times / across) * height - gap,
+    corner: (time) => [(time % across) * width, Math.floor(time / across) * height],
+  };
+}
+
+/** The number of frames in a line that fills a rectangle not much wider than high. */
+function framesAcross(times) {
+  const root = Math.sqrt(times);
+  for (let n = Math.ceil(root); n <= 2 * root; n++) if (times % n === 0) return n;
+  return Math.ceil(root);
+}
+
+/** The patch of a clip or picture under the pointer on a canvas that `drawMap` drew. */
+export function placeAt(event, canvas, model, side) {
+  const at = sheet(model, side);
+  const box = canvas.getBoundingClientRect();
+  const x = ((event.clientX - box.left) / box.width) * at.width, y = ((event.clientY - box.top) / box.height) * at.height;
+  let best = { time: 0, row: 0, col: 0 }, least = Infinity;
+  for (let time = 0; time < model.times; time++) {
+    const [left, top] = at.corner(time);
+    const col = Math.min(Math.max(Math.floor((x - left) / at.cell), 0), at.cols - 1);
+    const row = Math.min(Math.max(Math.floor((y - top) / at.cell), 0), at.rows - 1);
+    const away = Math.hypot(x - left - (col + 0.5) * at.cell, y - top - (row + 0.5) * at.cell);
+    if (away < least) [best, least] = [{ time, row, col }, away];
+  }
+  return best;
+}
+
 /**
  * Draw weights (one per patch) on a canvas. `top` is the weight of full colour; weights below `threshold` (a share of
- * it) are left white; `query` [row, col] gets a frame; `picture` lies behind as light grey, as strong as `behind`.
+ * it) are left white; `query` {time, row, col} gets a frame; `pictures`, one for each step in time, lie behind as light
+ * grey, as strong as `behind`.
  */
-export function drawMap(canvas, { weights, grid: [rows, cols], top, threshold = 0, query, picture, behind = 0, side }) {
-  const cell = Math.max(2, Math.ceil(side / Math.max(rows, cols)));
-  canvas.width = cols * cell;
-  canvas.height = rows * cell;
+export function drawMap(canvas, { weights, model, top, threshold = 0, query, pictures = [], behind = 0, side }) {
+  const at = sheet(model, side);
+  canvas.width = at.width;
+  canvas.height = at.height;
   const paint = canvas.getContext("2d");
+  for (let time = 0; time < model.times; time++) {
+    const part = weights.slice(time * at.rows * at.cols, (time + 1) * at.rows * at.cols);
+    paint.save();
+    paint.translate(...at.corner(time));
+    drawFrame(paint, part, { ...at, top, threshold, behind, picture: pictures[time] });
+    if (model.times > 1 && at.cols * at.cell > 90) label(paint, `${time + 1}`);
+    if (query && query.time === time) frame(paint, query.col * at.cell, query.row * at.cell, at.cell);
+    paint.restore();
+  }
+}
+
+/** The number of a frame, in its corner. */
+function label(paint, text) {
+  paint.font = "600 11px system-ui, sans-serif";
+  paint.fillStyle = "rgb(255 255 255 / .75)";
+  paint.fillRect(0, 0, 7 + 7 * text.length, 15);
+  paint.fillStyle = "#171c26";
+  paint.fillText(text, 4, 11);
+}
+
+function drawFrame(paint, weights, { rows, cols, cell, top, threshold, picture, behind }) {
   paint.fillStyle = "#fff";
-  paint.fillRect(0, 0, canvas.width, canvas.height);
+  paint.fillRect(0, 0, cols * cell, rows * cell);
   if (picture && behind) {
     paint.globalAlpha = 0.8 * behind;
     paint.imageSmoothingEnabled = picture.naturalWidth > 32;
     // Multiplying by a dark picture would drown the colours: it lies behind with light and dark exchanged.
     paint.filter = isDark(picture) ? "grayscale(1) invert(1)" : "grayscale(1)";
-    paint.drawImage(picture, 0, 0, canvas.width, canvas.height);
+    paint.drawImage(picture, 0, 0, cols * cell, rows * cell);
     paint.filter = "none";
     paint.globalAlpha = 1;
     paint.globalCompositeOperation = "multiply";
@@ -40,7 +99,6 @@ export function drawMap(canvas, { weights, grid: [rows, cols], top, threshold = 
   });
   paint.globalCompositeOperation = "source-over";
   if (cell >= 28) signs(paint, weights, { cols, cell, top, threshold });
-  if (query) frame(paint, query[1] * cell, query[0] * cell, cell);
 }
 
 const darkness = new WeakMap();

@@ -1,25 +1,29 @@
 // Head summary: one number per head, as a table of buttons that switch heads off.
 import { ask } from "./api.js";
+import { chart, colourOf, dashOf, markerOf } from "./charts.js";
 import { css, inkOn, sequential } from "./colour.js";
-import { element } from "./dom.js";
-import { offOf, title } from "./maps_view.js";
+import { byId, element } from "./dom.js";
+import { title } from "./maps_view.js";
 import { isOff, set, state, switchHeads } from "./state.js";
 
 const IMPORTANCE = {
   importance: { title: "importance: change of the answer", meaning: "Jensen-Shannon divergence between the answer with all heads and the answer without this one; 0 is no change, 0.69 the most there is.", key: "divergence" },
   drop: { title: "importance: loss of the predicted class", meaning: "By how much the probability of the predicted class falls without this head; below 0 it rises.", key: "drop" },
+  feature: { title: "importance: change of the features", meaning: "1 - cosine between the features before the classifier with all heads and without this one.", key: "feature" },
 };
+const classless = (models) => models.some((model) => !model.classes);
 
 export async function headsView(models) {
   const summaries = await Promise.all(models.map((model) => ask("summary", { model: model.name, image: state.image, off: [] })));
   const known = summaries[0].metrics;
-  const chosen = IMPORTANCE[state.metric] ?? known.find((metric) => metric.name === state.metric) ?? IMPORTANCE.importance;
+  const wanted = classless(models) && ["importance", "drop"].includes(state.metric) ? "feature" : state.metric; // no answer that could change
+  const chosen = IMPORTANCE[wanted] ?? known.find((metric) => metric.name === wanted) ?? IMPORTANCE.importance;
   const tables = await Promise.all(models.map((model, i) => valuesOf(model, summaries[i], chosen)));
   const all = tables.flat(2);
   const [low, high] = [Math.min(0, ...all), Math.max(...all, 1e-9)];
   const panels = models.map((model, i) => panel(model, tables[i], low, high, chosen));
   return {
-    node: element("div", {}, toolbar(known, chosen), element("div", { class: "panels wide" }, ...panels)),
+    node: element("div", {}, toolbar(models, known, chosen), ranking(models, tables, chosen), element("div", { class: models.some((model) => model.heads > 8) ? "panels full" : "panels wide" }, ...panels)),
     data: models.map((model, i) => ({ model: model.name, metric: chosen.title, values: tables[i], summary: summaries[i].metrics })),
   };
 }
@@ -29,12 +33,30 @@ async function valuesOf(model, summary, chosen) {
   if (!chosen.key) return summary.metrics.find((metric) => metric.name === chosen.name)?.values ?? [];
   const layers = [...Array(model.layers).keys()];
   const answers = [];
-  for (const layer of layers) answers.push(await ask("importance", { model: model.name, image: state.image, layer, off: [] }));
-  return answers.map((answer) => answer[chosen.key]);
+  for (const layer of layers) {
+    if (model.layers * model.heads > 60) byId("status").textContent = `${model.name}: switching off the heads of layer ${layer + 1} of ${model.layers}, one by one …`;
+    answers.push(await ask("importance", { model: model.name, image: state.image, layer, off: [] }));
+  }
+  if (model.layers * model.heads > 60) byId("status").textContent = "";
+  return answers.map((answer) => answer[chosen.key] ?? answer.feature.map(() => 0));
 }
 
-function toolbar(known, chosen) {
-  const options = [...Object.entries(IMPORTANCE).map(([name, one]) => [name, one.title]), ...known.map((one) => [one.name, one.title])];
+/** All heads of every model by falling value: how much rests on few of them. */
+function ranking(models, tables, chosen) {
+  const traces = models.map((model, i) => {
+    const heads = tables[i].flatMap((layer, l) => layer.map((value, h) => ({ value, name: `${model.name}, layer ${l + 1}, head ${h + 1}` })));
+    heads.sort((a, b) => b.value - a.value);
+    return {
+      x: heads.map((_, rank) => rank + 1), y: heads.map((one) => one.value), text: heads.map((one) => one.name), name: model.name, mode: "lines+markers",
+      line: { color: colourOf(i), dash: dashOf(i), width: 2 }, marker: { symbol: markerOf(i), size: 8 }, hovertemplate: "%{text}: %{y:.3g}<extra></extra>",
+    };
+  });
+  return chart(`Heads by ${chosen.title.replace(/^importance: /, "importance, ")}`, traces, { xaxis: { title: { text: "rank of the head" } }, yaxis: { title: { text: chosen.title.replace(/^importance: /, "") }, rangemode: "tozero" } });
+}
+
+function toolbar(models, known, chosen) {
+  const kinds = Object.entries(IMPORTANCE).filter(([name]) => name === "feature" || !classless(models));
+  const options = [...kinds.map(([name, one]) => [name, one.title]), ...known.map((one) => [one.name, one.title])];
   const select = element("select", { id: "metric", onchange: () => set({ metric: select.value }) },
     ...options.map(([value, text]) => element("option", { value, selected: text === chosen.title }, text)));
   const reference = typeof chosen.reference === "number" ? ` A map that is the same everywhere has ${chosen.reference.toFixed(2)}.` : "";

@@ -2,19 +2,20 @@
 import { ask, pictureAddress, upload } from "./api.js";
 import { byId, element, percent } from "./dom.js";
 import { offOf } from "./maps_view.js";
-import { queryCell, set, state } from "./state.js";
+import { asksWithToken, choosePlace, queryPlace, set, state } from "./state.js";
 
 let lastFile = null;
 
 export function makeExamples(examples) {
-  byId("examples").replaceChildren(...examples.map(({ image, label }) => {
-    const input = element("input", { type: "radio", name: "example", value: image, "aria-label": `example ${label}`, onchange: () => set({ image }) });
-    const thumb = element("img", { src: pictureAddress(image), alt: "", loading: "lazy", class: "pixels", title: label });
-    return element("label", {}, input, thumb);
+  byId("examples").replaceChildren(...examples.map(({ image, label, frames }) => {
+    const clip = frames > 1;
+    const input = element("input", { type: "radio", name: "example", value: image, "aria-label": `example ${label}${clip ? ", a clip" : ""}`, onchange: () => set({ image }) });
+    const thumb = element("img", { src: pictureAddress(image, null, Math.floor(frames / 2)), alt: "", loading: "lazy", class: "pixels", title: label });
+    return element("label", { class: clip ? "clip" : null }, input, thumb);
   }));
 }
 
-export function makeUpload(limits, say, complain) {
+export function makeUpload(limits, say, complain, seesClips) {
   const send = async (file) => {
     if (!file) return;
     if (file.size > limits.upload_bytes) {
@@ -27,7 +28,7 @@ export function makeUpload(limits, say, complain) {
       lastFile = file;
       complain("");
       set({ image: taken.image });
-      say(`Showing ${file.name}`);
+      say(`Showing ${file.name}${aboutClip(taken.frames, seesClips())}`);
     } catch (error) {
       complain(`${file.name}: ${error.message}`);
       say("");
@@ -45,29 +46,36 @@ export function makeUpload(limits, say, complain) {
   return () => send(lastFile);
 }
 
+function aboutClip(frames, { some, all }) {
+  if (frames > 1 && !all) return some ? `: ${frames} frames; models of pictures see the first` : ": its first frame, as these models see pictures";
+  if (frames > 1) return `: ${frames} frames, spread evenly`;
+  return some ? "; it stands still, so every frame is the same" : "";
+}
+
 /** The picture under a grid of patches; arrow keys move the query. */
 export function showBoard(model) {
   const [rows, cols] = model.grid;
   const picture = byId("picture");
-  const address = pictureAddress(state.image, model.name);
+  const { time, row, col } = queryPlace(model);
+  const address = pictureAddress(state.image, model.name, time);
+  showFilm(model, time);
   if (picture.getAttribute("src") !== address) picture.src = address;
   picture.classList.toggle("pixels", model.size <= 64);
   const cells = byId("cells");
-  if (cells.dataset.grid !== `${rows} ${cols}`) {
-    cells.dataset.grid = `${rows} ${cols}`;
+  if (cells.dataset.grid !== `${model.name} ${rows} ${cols}`) {
+    cells.dataset.grid = `${model.name} ${rows} ${cols}`;
     cells.style.gridTemplate = `repeat(${rows}, 1fr) / repeat(${cols}, 1fr)`;
     const cell = (row, col) => element("button", {
       type: "button", role: "gridcell", "aria-label": `patch in row ${row + 1}, column ${col + 1}`, "data-row": row, "data-col": col,
-      onclick: () => choose(row, col, rows, cols),
+      onclick: () => choose(model, row, col),
     });
     cells.replaceChildren(...[...Array(rows).keys()].map((row) =>
       element("div", { role: "row" }, ...[...Array(cols).keys()].map((col) => cell(row, col)))));
-    cells.onkeydown = (event) => move(event, rows, cols);
+    cells.onkeydown = (event) => move(event, model);
   }
-  const [row, col] = queryCell(model);
   for (const one of cells.querySelectorAll("[role=gridcell]")) {
     const here = +one.dataset.row === row && +one.dataset.col === col;
-    one.setAttribute("aria-selected", String(here && !state.token));
+    one.setAttribute("aria-selected", String(here && !asksWithToken(model)));
     one.tabIndex = here ? 0 : -1;
   }
   const token = byId("class-token");
@@ -76,9 +84,25 @@ export function showBoard(model) {
   for (const input of document.querySelectorAll("#examples input")) input.checked = input.value === state.image;
 }
 
-const choose = (row, col, rows, cols) => set({ token: false, x: (col + 0.5) / cols, y: (row + 0.5) / rows });
+/** The frames of a clip under the board; the chosen one holds the query. */
+function showFilm(model, now) {
+  const film = byId("film");
+  film.hidden = model.times === 1;
+  const key = `${state.image} ${model.name}`;
+  if (!film.hidden && film.dataset.key !== key) {
+    film.dataset.key = key;
+    film.replaceChildren(...[...Array(model.times).keys()].map((time) => element("label", {},
+      element("input", { type: "radio", name: "frame", value: time, "aria-label": `frame ${time + 1} of ${model.times}`, onchange: () => set({ t: (time + 0.5) / model.times, token: false }) }),
+      element("img", { src: pictureAddress(state.image, model.name, time), alt: "", class: model.size <= 64 ? "pixels" : null }),
+      element("small", { "aria-hidden": "true" }, `${time + 1}`))));
+  }
+  for (const input of film.querySelectorAll("input")) input.checked = +input.value === now;
+}
 
-function move(event, rows, cols) {
+const choose = (model, row, col) => choosePlace(model, { ...queryPlace(model), row, col });
+
+function move(event, model) {
+  const [rows, cols] = model.grid;
   const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
   const from = event.target.dataset;
   let row = +from.row, col = +from.col;
@@ -89,7 +113,7 @@ function move(event, rows, cols) {
   event.preventDefault();
   row = Math.min(Math.max(row, 0), rows - 1);
   col = Math.min(Math.max(col, 0), cols - 1);
-  choose(row, col, rows, cols);
+  choose(model, row, col);
   document.querySelector(`#cells [data-row="${row}"][data-col="${col}"]`).focus();
 }
 
@@ -99,6 +123,7 @@ export async function showPredictions(models) {
   byId("all-on").hidden = !Object.keys(state.off).length;
   byId("predictions").replaceChildren(...models.map((model, i) => {
     const off = (state.off[model.name] ?? []).length;
+    if (!model.classes) return element("div", { class: "prediction", "data-model": model.name }, element("h3", {}, model.name), element("p", { class: "hint" }, "no classifier, no prediction"));
     const rows = answers[i].choices.slice(0, 3).map((choice) => bar(choice, off));
     const short = answers[i].choices.every((choice) => choice.name.length < 3);
     const note = off ? `${off} off, changed by ${answers[i].divergence.toFixed(2)}` : "";

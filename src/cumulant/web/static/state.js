@@ -1,8 +1,8 @@
 // What the page shows, kept in the address so that a link brings it back. Uploads are not in it: they are private.
 
 const FRESH = {
-  view: "maps", models: [], image: "", x: 0.5, y: 0.5, token: false, layer: 0, head: 0, sign: "signed", scale: "map",
-  threshold: 0, behind: 40, temperature: 0, metric: "importance", reading: "head", off: {},
+  view: "maps", models: [], image: "", x: 0.5, y: 0.5, t: 0.5, token: false, layer: 0, head: 0, sign: "signed", scale: "map",
+  threshold: 0, behind: 40, temperature: 0, order: 10, metric: "importance", reading: "head", off: {},
 };
 
 export const state = structuredClone(FRESH);
@@ -39,12 +39,12 @@ export function restore(text, info) {
   const words = new URLSearchParams(text);
   const names = info.models.map((model) => model.name);
   const choices = {
-    view: ["maps", "compare", "heads", "lens"], sign: ["signed", "positive", "negative"],
+    view: ["maps", "compare", "heads", "distance", "lens"], sign: ["signed", "positive", "negative"],
     scale: ["map", "model", "all"], reading: ["head", "layer", "rollout", "relevance"],
     image: info.examples.map((example) => example.image),
   };
   for (const [key, allowed] of Object.entries(choices)) if (allowed.includes(words.get(key))) state[key] = words.get(key);
-  const ranges = { x: [0, 1], y: [0, 1], threshold: [0, 90], behind: [0, 100], temperature: [-20, 20], layer: [0, 999], head: [0, 999] };
+  const ranges = { x: [0, 1], y: [0, 1], t: [0, 1], order: [0, 30], threshold: [0, 90], behind: [0, 100], temperature: [-20, 20], layer: [0, 999], head: [0, 999] };
   for (const [key, [low, high]] of Object.entries(ranges)) {
     const value = parseFloat(words.get(key));
     if (value >= low && value <= high) state[key] = value;
@@ -73,13 +73,21 @@ export function switchHeads(model, pairs, off) {
 
 /** Token of the query in a model: its patch under the point (x, y), or the class token. */
 export function queryToken(model) {
-  if (state.token && model.prefix) return 0;
-  const [rows, cols] = model.grid;
-  const [row, col] = queryCell(model);
-  return model.prefix + Math.min(row, rows - 1) * cols + Math.min(col, cols - 1);
+  if (asksWithToken(model)) return 0;
+  const { time, row, col } = queryPlace(model);
+  return model.prefix + (time * model.grid[0] + row) * model.grid[1] + col;
 }
 
-export const queryCell = (model) => [
-  Math.min(Math.floor(state.y * model.grid[0]), model.grid[0] - 1),
-  Math.min(Math.floor(state.x * model.grid[1]), model.grid[1] - 1),
-];
+export const asksWithToken = (model) => state.token && model.prefix > 0;
+
+/** Step in time, row and column of the query patch in a model. */
+export const queryPlace = (model) => {
+  const at = (share, count) => Math.min(Math.floor(share * count), count - 1);
+  return { time: at(state.t, model.times), row: at(state.y, model.grid[0]), col: at(state.x, model.grid[1]) };
+};
+
+/** Ask with the patch at a place of a model. */
+export const choosePlace = (model, { time, row, col }) => set({
+  token: false, t: model.times > 1 ? (time + 0.5) / model.times : state.t,
+  x: (col + 0.5) / model.grid[1], y: (row + 0.5) / model.grid[0],
+});
