@@ -8,6 +8,7 @@ from cluster_cases import by_definition, draw, softmax, tokens
 
 import cumulant
 from cumulant.cluster import CLOSURES, Blocks, KMeans, cluster_attention, cluster_scores
+from cumulant.cluster.closures import gain, log_mass
 
 GRID = {"grid": (4, 5), "prefix": 4}
 KINDS = {
@@ -182,3 +183,34 @@ def test_ranked_by_error_no_single_token_cluster_is_taken():
     key[..., 0, :] = 5 * query.mean((0, 1, 2))  # heavy, but alone: exact as it is
     out = cluster_attention(query, key, value, clusters=ids, near=3, rank="error")
     torch.testing.assert_close(out, softmax(query, key, value))
+
+
+def test_queries_in_a_row_share_the_clusters_that_respond():
+    """near_rows=n with response=r: of each block of n queries those r clusters whose probability times gain adds up
+    to most answer with their covariance; the last block may be shorter."""
+    query, key, value = tokens(queries=22)
+    rows, chosen = 8, 2
+    out = cluster_attention(query, key, value, clusters=6, near_rows=rows, response=chosen)
+    q, parts = query * query.shape[-1] ** -0.5, []
+    for k, v in zip(key.unflatten(2, (6, 4)).unbind(2), value.unflatten(2, (6, 4)).unbind(2), strict=True):
+        k_mean, v_mean = k.mean(-2, keepdim=True), v.mean(-2, keepdim=True)
+        variance = (q**2 * ((k - k_mean) ** 2).mean(-2, keepdim=True)).sum(-1)
+        mass = (q * k_mean).sum(-1) + log_mass(variance, "tanh")
+        parts.append((mass, gain(variance, "tanh"), v_mean, q @ (k - k_mean).mT @ (v - v_mean) / 4))
+    w = torch.stack([mass for mass, *_ in parts], -1).softmax(-1)
+    g = w * torch.stack([f for _, f, *_ in parts], -1)
+    expected = sum(w[..., c, None] * v_mean for c, (_, _, v_mean, _) in enumerate(parts))
+    for at in (slice(0, 8), slice(8, 16), slice(16, 22)):
+        most = g[:, :, at].sum(-2).topk(chosen).indices
+        taken = torch.zeros(*most.shape[:2], 6).scatter(-1, most, 1.0)
+        for c, (*_, response) in enumerate(parts):
+            expected[:, :, at] += taken[:, :, None, c, None] * g[:, :, at, c, None] * response[:, :, at]
+    torch.testing.assert_close(out, expected)
+
+
+def test_as_many_responses_as_clusters_are_all_of_them():
+    query, key, value = tokens()
+    full = cluster_attention(query, key, value, clusters=6, near=2, near_rows=8)
+    torch.testing.assert_close(cluster_attention(query, key, value, clusters=6, near=2, near_rows=8, response=6), full)
+    # Two of the six are near: the other four are all that can respond.
+    torch.testing.assert_close(cluster_attention(query, key, value, clusters=6, near=2, near_rows=8, response=4), full)

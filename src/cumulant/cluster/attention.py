@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..inputs import check_tensors, in_autocast_dtype, leading, transformed
 from ..moments import ratio, statistics_dtype
+from .backend import Form, kernels_take, run_kernels
 from .causal import causal_clusters
 from .closures import check_closure
 from .fields import ABSENT, RANKS, Exact, Far, Tokens, mix
@@ -22,19 +23,8 @@ from .kmeans import KMeans, kmeans
 from .layout import Blocks, Grid, Layout, assigned, check_grid, consecutive, divide, on_grid
 from .statistics import VARIANCES, merge_pieces, moments_of
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "triton")
 Clusters = int | tuple[int, ...] | Blocks | KMeans | Tensor
-
-
-class Form(NamedTuple):
-    """The options that say how clusters and near field are put together, checked."""
-
-    near: int | str
-    closure: str
-    rank: str
-    full: bool
-    response: int | None
-    near_rows: int
 
 
 def cluster_attention(
@@ -85,9 +75,12 @@ def cluster_attention(
         rank: near clusters are those of largest "mass", or of largest mass times s^2: "error".
         variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
         response: only so many clusters of largest weight answer with their covariance, the others with their mean.
-        near_rows: so many queries in a row share their near clusters, which then are one matrix product.
+        near_rows: so many queries in a row share their near clusters, and those that respond where `response` limits
+            them: one matrix product each. The GPU wants 64 or 128.
         least: blocks hold at least so many tokens, where K would make smaller ones.
-        backend: "auto" or "reference" (plain torch, blockwise).
+        backend: "auto", "reference" (plain torch, blockwise) or "triton": blocks of a sequence or a grid without masks
+            or prefix, near field for 32, 64 or 128 queries in a row, heads of at most 128 (float32: 64). "auto" takes
+            the kernels on CUDA where they can compute the case, from 1,024 keys on.
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E)
@@ -101,6 +94,11 @@ def cluster_attention(
     B, (H, Lq, _), (Hk, Lk, _), E = prod(lead), query.shape[-3:], key.shape[-3:], value.shape[-1]
     if not (B and H and Lq and Lk and E):
         return query.new_zeros(*lead, H, Lq, E)
+    if kernels_take(backend, query, key, value, clusters, grid, prefix, key_mask, is_causal, form, least, scale):
+        with torch.autocast(query.device.type, enabled=False):
+            q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]) for x in (query, key, value))
+            out = run_kernels(q, k, v, clusters, grid, least, scale, form)
+        return out.reshape(*lead, H, Lq, E)
     with torch.autocast(query.device.type, enabled=False):
         q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]).to(dtype) for x in (query, key, value))
         q = (q * scale).unflatten(1, (Hk, H // Hk))  # (B, Hk, G, Lq, D)
@@ -284,7 +282,8 @@ def _noncausal(
     assert isinstance(form.near, int)
     near = min(form.near, layout.clusters)
     # Exact tokens alone make better products with many rows at once; without near clusters rows need no blocks.
-    n = 64 if not layout.clusters else form.near_rows if near else 1
+    choosing = near or 0 < (form.response or 0) < layout.clusters
+    n = 64 if not layout.clusters else form.near_rows if choosing else 1
     blocks = -(-Lq // n)
     present = None
     if blocks * n != Lq:

@@ -71,6 +71,18 @@ class Far(NamedTuple):
         log_Z = self.log_weight.unsqueeze(-2) + q @ self.key_mean.mT + log_mass(variance, closure)
         return log_Z, variance
 
+    def block_values(self, q: Tensor, w: Tensor, variance: Tensor, closure: str, which: Tensor) -> Tensor:
+        """The same, (B, H, N, n, E), with responses of the clusters `which` (B, H, N, r) of each block of rows."""
+        assert self.response is not None
+        K, D, E = self.response.shape[-3:]
+        out = w @ self.value_mean.unsqueeze(2)
+        index = which.unsqueeze(-2).expand(*w.shape[:-1], which.shape[-1])
+        g = (w * gain(variance, closure)).gather(-1, index)
+        features = (g.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)  # (B, H, N, n, r D)
+        flat = self.response.expand(*w.shape[:2], K, D, E).flatten(-2)
+        picked = flat.gather(-2, which.flatten(-2).unsqueeze(-1).expand(*which.shape[:2], -1, D * E))
+        return out + features @ picked.unflatten(-1, (D, E)).unflatten(2, which.shape[-2:]).flatten(3, 4)
+
     def values(self, q: Tensor, w: Tensor, variance: Tensor, closure: str, most: int | None) -> Tensor:
         """sum_c w_c (v_mean_c + f_c S_c^T q), (..., n, E), responses of the `most` heaviest clusters only."""
         out = w @ self.value_mean
@@ -165,8 +177,8 @@ def mix(
     """Attention of rows q (B, H, N, n, D) over clusters and tokens, (B, H, N, n, E), in blocks of rows.
 
     `near`: so many clusters, chosen for each block of n rows (for each row of it if `by_row`), or their numbers
-    (.., .., N, t). rows (N, n) bool are rows that exist; hidden (N, K) bool are clusters that a block may not see;
-    table (N, A) lists the clusters of each block instead, -1 for none.
+    (.., .., N, t). `most`: so many clusters respond, chosen likewise. rows (N, n) bool are rows that exist; hidden
+    (N, K) bool are clusters that a block may not see; table (N, A) lists those of each block instead, -1 for none.
     Cost a row: 2 K D + K E + (most or K) D E + t u m (D + E); memory O(L (D + E)).
     """
     B, H, N, n, D = q.shape
@@ -175,7 +187,11 @@ def mix(
     of_row = 4 * K + (0 if exact is None else exact.key.shape[-2])
     of_block = 0 if table is None else K * (2 * D + E + D * E)
     if far.response is not None:
-        of_row += K * D if most is None else min(most, K) * D * E
+        if most is None or _by_block(most, K, n, table is None, by_row):
+            of_row += min(K if most is None else most, K) * D
+            of_block += 0 if most is None else most * D * E
+        else:
+            of_row += min(most, K) * D * E
     if far.spread.ndim > far.key_mean.ndim:
         of_row += K * D
     if count and tokens is not None:
@@ -232,6 +248,7 @@ def _rows(
     if hidden is not None:
         log_Z = log_Z.masked_fill(hidden[:, None, :], ABSENT)
     logits, values = [log_Z], []
+    taken = None
     which = near if isinstance(near, Tensor) else None
     if isinstance(near, int) and near:
         which = heaviest(log_Z.detach(), variance.detach(), near, rank, rows, by_row)
@@ -262,7 +279,10 @@ def _rows(
     w = softmax_or_zero(torch.cat(logits, -1))
     parts = w.split([x.shape[-1] for x in logits], -1)
     far_w = parts[0]
-    if shared:
+    if far.response is not None and most is not None and _by_block(most, K, n, shared, by_row):
+        chosen = responding(log_Z.detach(), variance.detach(), most, closure, rows, taken)
+        out = far.block_values(q, far_w, variance, closure, chosen)
+    elif shared:
         q_flat, w_flat, s_flat = (x.flatten(2, 3) for x in (q, far_w, variance))
         out = far.values(q_flat, w_flat, s_flat, closure, most).unflatten(2, (N, n))
     else:
@@ -296,6 +316,27 @@ def heaviest(log_Z: Tensor, variance: Tensor, count: int, rank: str, rows: Tenso
         score = score.squeeze(-2)
     top, which = score.topk(min(count, score.shape[-1]), -1)
     return which.masked_fill(top == ABSENT, -1)
+
+
+def responding(
+    log_Z: Tensor, variance: Tensor, count: int, closure: str, rows: Tensor | None, taken: Tensor | None
+) -> Tensor:
+    """The `count` clusters (B, H, N, count) with the largest sum over a block's rows of probability times f.
+
+    log_Z, variance (B, H, N, n, K); near clusters, `taken` (B, H, N, K), come last.
+    """
+    share = softmax_or_zero(log_Z) * gain(variance, closure)
+    if rows is not None:
+        share = share.masked_fill(~rows.unsqueeze(-1), 0)
+    score = share.sum(-2)
+    if taken is not None:
+        score = score.masked_fill(taken, -1)
+    return score.topk(count, -1).indices
+
+
+def _by_block(most: int, K: int, n: int, shared: bool, by_row: bool) -> bool:
+    """Whether the clusters that respond are chosen for a block of rows, not for each row."""
+    return 0 < most < K and n > 1 and shared and not by_row
 
 
 def softmax_or_zero(logits: Tensor) -> Tensor:

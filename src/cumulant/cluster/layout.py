@@ -142,7 +142,7 @@ def on_grid(grid: Grid, blocks: Grid, device: torch.device | None = None) -> Lay
         place = place[..., None, None] * side + index
         present = present[..., None, None] & there
     outer, inner = range(0, 2 * len(grid), 2), range(1, 2 * len(grid), 2)
-    K, size = math.prod(blocks), math.prod(index.shape[1] for index, _ in sides)
+    K, size = math.prod(blocks), math.prod([index.shape[1] for index, _ in sides])
     place, present = (x.permute(*outer, *inner).reshape(1, 1, K, size) for x in (place, present))
     full = all(side % parts == 0 for side, parts in zip(grid, blocks, strict=True))
     return Layout(K, size, K, place, None if full else present, adjacent=_beside(blocks, device))

@@ -1,0 +1,315 @@
+"""Backward kernels of cluster attention. Formulas of the forward pass and shape legend: cluster_parts.py.
+
+With do the gradient of the output, delta = do.out, h_c = (do S_c^T).q and dphi/dx = f/2, natural units:
+
+    dz_c = p_c (do.v_mean_c + f_c h_c - delta)      dx_c = dz_c f_c / 2 + p_c h_c f'(x_c)
+    dz_l = p_l (do.v_l - delta)                     tokens of near clusters
+    dq   = scale (sum_c dz_c k_mean_c + sum_l dz_l k_l) + 2 scale^2 q sum_c dx_c var_c + sum_c p_c f_c do S_c^T
+    d k_mean = scale dz^T q     d var = scale^2 dx^T q^2     d v_mean = p^T do     dS_c = q^T diag(p_c f_c) do
+    dk = scale dz_l^T q + (d k_mean + 2 k~ d var + scale v~ dS^T) / n      dv = p_l^T do + (d v_mean + scale k~ dS) / n
+
+`query_gradients` writes dq and, for the others, p, p f, dz and dx of each tile, (B H, tiles, KP, M); `vector_gradients`
+and `matrix_gradients` sum over queries, `key_gradients` over the tiles for which a cluster is near, listed by cluster.
+Cost: about twice that of the forward pass. Partial sums are written, never added atomically: runs are bitwise equal.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton.language as tl
+
+from .cluster_forward import kernel
+from .cluster_parts import (
+    LN2,
+    LOG2E,
+    NOTHING,
+    gain_slope,
+    key_means,
+    masses,
+    near_tile,
+    parts,
+    scaled,
+    squared,
+    store_tile,
+    tile,
+    value_means,
+    variances,
+    without_near,
+)
+from .dense_parts import head, minus, reference
+from .products import cast, dot
+
+
+@kernel
+def query_gradients(
+    q, k, v, o, rounding, g, dq, lse, shifts, deltas, starts, vectors, matrices, near, responding,
+    weights, gains, dz, dx,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
+    length_q, length_k, heads, clusters, blocks, T, R, scale,
+    CLOSURE: tl.constexpr, NEAR: tl.constexpr, RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr,
+    KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, B H). dq of M queries. shifts (B H, tiles, M): lse + a q.origin, for `key_gradients`; inf beyond Lq.
+
+    `rounding` is what the output lost when it was rounded to 16 bits: delta is a difference of larger numbers.
+    """
+    index, pid = tl.program_id(0), tl.program_id(1)
+    line = tl.arange(0, M)
+    row, d, e = index * M + line, tl.arange(0, BD), tl.arange(0, BE)
+    dtype: tl.constexpr = q.dtype.element_ty
+    b, h = pid // heads, pid % heads
+    k, v = head(k, b, h, 0, k_b, k_h, k_t, UNIT), head(v, b, h, 0, v_b, v_h, v_t, UNIT)
+    k_t, v_t = k_t * UNIT, v_t * UNIT
+    origin = reference(k, k_t, length_k, d, D)
+    vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
+    matrices += pid.to(tl.int64) * (KP * BD * BE)
+    slot = pid.to(tl.int64) * tl.num_programs(0) + index
+    near += slot * T
+    weights += slot * (KP * M)
+    gains += slot * (KP * M)
+    dz += slot * (KP * M)
+    dx += slot * (KP * M)
+    rows = tile(head(q, b, h, 0, q_b, q_h, q_t, UNIT), row, q_t * UNIT, d, length_q, D, BD)
+    grad = tile(head(g, b, h, 0, g_b, g_h, g_t, UNIT), row, g_t * UNIT, e, length_q, E, BE)
+    outs = tile(head(o, b, h, 0, o_b, o_h, o_t, UNIT), row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
+    if dtype != tl.float32:
+        outs += tile(head(rounding, b, h, 0, o_b, o_h, o_t, UNIT), row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
+    delta = tl.sum(grad.to(tl.float32) * outs, 1)
+    at_row = pid.to(tl.int64) * length_q + row
+    total = tl.load(lse + at_row, mask=row < length_q, other=float("inf"))
+    away = tl.sum(rows.to(tl.float32) * origin[None, :], 1) * (scale * LOG2E)
+    tl.store(deltas + slot * M + line, delta)
+    tl.store(shifts + slot * M + line, total + away)
+
+    sums = tl.zeros((M, BD), tl.float32)
+    squares = squared(rows, SQUARE)
+    if RESPONSE:
+        for chunk in range(0, KP, CK):
+            c = chunk + tl.arange(0, CK)
+            z, _, gain = masses(rows, squares, vectors, starts, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+            if NEAR:
+                z = without_near(z, near, c, T)
+            at = c[None, :] * M + line[:, None]
+            tl.store(gains + at, tl.exp2(z - total[:, None]) * gain)
+            tl.store(dz + at, tl.zeros((M, CK), tl.float32).to(dtype))
+        tl.debug_barrier()
+        cell = d[:, None] * BE + e[None, :]
+        count = clusters
+        if RESPONSE == 2:
+            responding += slot * R
+            count = R
+        for i in tl.range(0, count, num_stages=STAGES):
+            c = i
+            if RESPONSE == 2:
+                c = tl.load(responding + i)
+            at = tl.maximum(c, 0)
+            gain = tl.load(gains + at * M + line).to(tl.float32)
+            S = tl.load(matrices + at * (BD * BE) + cell)
+            if RESPONSE == 2:
+                gain = tl.where(c >= 0, gain, 0.0)
+            back = dot(grad, tl.trans(S), None, PRECISION)
+            sums += gain[:, None] * back
+            answer = tl.sum(rows.to(tl.float32) * back, 1)
+            if RESPONSE == 2:
+                tl.store(dz + at * M + line, cast(answer, dtype), mask=line < tl.where(c >= 0, M, 0))
+            else:
+                tl.store(dz + at * M + line, cast(answer, dtype))
+        tl.debug_barrier()
+    for chunk in range(0, KP, CK):
+        c = chunk + tl.arange(0, CK)
+        z, x, gain = masses(rows, squares, vectors, starts, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        if NEAR:
+            z = without_near(z, near, c, T)
+        p = tl.exp2(z - total[:, None])
+        at = c[None, :] * M + line[:, None]
+        tl.store(weights + at, cast(p, dtype))
+        high, low = value_means(vectors, c, e, dtype, BD, BE)
+        change = dot(grad, tl.trans(high), None, PRECISION) - delta[:, None]
+        if dtype != tl.float32:
+            change = dot(grad, tl.trans(low), change, PRECISION)
+        if RESPONSE:
+            answer = tl.load(dz + at).to(tl.float32)
+            change = p * (change + gain * answer)
+            spread = 0.5 * change * gain + p * answer * gain_slope(x, gain, CLOSURE)
+        else:
+            change = p * change
+            spread = 0.5 * change * gain
+        tl.store(dz + at, cast(change, dtype))
+        tl.store(dx + at, cast(spread, dtype))
+        mean = key_means(vectors, c, d, origin, scale, BD, BE)
+        high, low = parts(mean, dtype)
+        change_high, change_low = parts(change, dtype)
+        along = dot(change_high, high, None, PRECISION)
+        if dtype != tl.float32:  # gradients of neighbouring clusters nearly cancel: 16 bits are too few
+            along = dot(change_high, low, along, PRECISION)
+            along = dot(change_low, high, along, PRECISION)
+        sums += along * LN2
+        var = variances(vectors, c, d, scale, SQUARE, BD, BE)
+        sums += rows.to(tl.float32) * dot(cast(2.0 * spread, SQUARE), var, None, PRECISION)
+    if NEAR:
+        for i in tl.range(0, T * blocks, num_stages=NEAR_STAGES):
+            c = tl.load(near + i // blocks)
+            first = tl.load(starts + tl.maximum(c, 0)) + (i % blocks) * N
+            end = tl.where(c >= 0, tl.load(starts + tl.maximum(c, 0) + 1), 0)
+            token = first + tl.arange(0, N)
+            keys = near_tile(k, token, k_t, d, end, D, BD, EVEN)
+            values = near_tile(v, token, v_t, e, end, E, BE, EVEN)
+            z = dot(rows, tl.trans(keys), None, PRECISION) * (scale * LOG2E) - (total + away)[:, None]
+            if not EVEN:
+                z = tl.where((token < end)[None, :], z, NOTHING)
+            change = tl.exp2(z) * (dot(grad, tl.trans(values), None, PRECISION) * scale - (delta * scale)[:, None])
+            sums = dot(cast(change, dtype), minus(keys, origin, token < end), sums, PRECISION)
+    store_tile(head(dq, b, h, 0, dq_b, dq_h, dq_t, UNIT), sums, row, dq_t * UNIT, d, length_q, D, BD)
+
+
+@kernel
+def vector_gradients(
+    q, g, weights, dz, dx, vectors, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, span, scale,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, CK: tl.constexpr,
+    KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (KP / CK, B H, splits). Sums over `span` tiles for d k_mean, d var and d v_mean of CK clusters."""
+    pid, split = tl.program_id(1), tl.program_id(2)
+    c, line = tl.program_id(0) * CK + tl.arange(0, CK), tl.arange(0, M)
+    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
+    g = head(g, pid // heads, pid % heads, 0, g_b, g_h, g_t, UNIT)
+    start = pid.to(tl.int64) * tiles
+    at = c[:, None] * M + line[None, :]
+    dk, dv, ds = tl.zeros((CK, BD), tl.float32), tl.zeros((CK, BE), tl.float32), tl.zeros((CK, BD), tl.float32)
+    for index in tl.range(split * span, tl.minimum(split * span + span, tiles), num_stages=STAGES):
+        row = index * M + line
+        rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+        grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
+        here = (start + index) * (KP * M)
+        dk = dot(tl.load(dz + here + at), rows, dk, PRECISION)
+        dv = dot(tl.load(weights + here + at), grad, dv, PRECISION)
+        ds = dot(tl.load(dx + here + at).to(SQUARE), squared(rows, SQUARE), ds, PRECISION)
+    row = (split.to(tl.int64) * tl.num_programs(1) + pid) * KP + c
+    vectors += row[:, None] * (2 * BD + BE)
+    tl.store(vectors + d[None, :], dk * scale)
+    tl.store(vectors + BD + d[None, :], ds * (scale * scale))
+    tl.store(vectors + 2 * BD + e[None, :], dv)
+
+
+@kernel
+def matrix_gradients(
+    q, g, gains, matrices, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, span,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    C: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (KP / C, B H, splits). dS of C clusters (1, 2 or 4) over `span` tiles."""
+    pid, split = tl.program_id(1), tl.program_id(2)
+    first = tl.program_id(0) * C
+    line, d, e = tl.arange(0, N), tl.arange(0, BD), tl.arange(0, BE)
+    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
+    g = head(g, pid // heads, pid % heads, 0, g_b, g_h, g_t, UNIT)
+    start = pid.to(tl.int64) * tiles
+    S0 = tl.zeros((BD, BE), tl.float32)
+    S1, S2, S3 = S0, S0, S0
+    parts: tl.constexpr = M // N
+    for i in tl.range(split * span * parts, tl.minimum(split * span + span, tiles) * parts, num_stages=STAGES):
+        row = i * N + line
+        rows = tl.trans(tile(q, row, q_t * UNIT, d, length_q, D, BD))
+        grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
+        gain = gains + (start + i // parts) * (KP * M) + (first * M + (i % parts) * N) + line
+        S0 = dot(rows, scaled(grad, tl.load(gain)), S0, PRECISION)
+        if C > 1:
+            S1 = dot(rows, scaled(grad, tl.load(gain + M)), S1, PRECISION)
+        if C > 2:
+            S2 = dot(rows, scaled(grad, tl.load(gain + 2 * M)), S2, PRECISION)
+            S3 = dot(rows, scaled(grad, tl.load(gain + 3 * M)), S3, PRECISION)
+    matrices += ((split.to(tl.int64) * tl.num_programs(1) + pid) * KP + first) * (BD * BE)
+    cell = d[:, None] * BE + e[None, :]
+    tl.store(matrices + cell, S0)
+    if C > 1:
+        tl.store(matrices + BD * BE + cell, S1)
+    if C > 2:
+        tl.store(matrices + 2 * BD * BE + cell, S2)
+        tl.store(matrices + 3 * BD * BE + cell, S3)
+
+
+@kernel
+def listed_matrix_gradients(
+    q, g, gains, matrices, ends, order, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, R,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, KP: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (KP, B H). dS of a cluster over the tiles to which it responds: order[ends[c]:ends[c + 1]] // R."""
+    c, pid = tl.program_id(0), tl.program_id(1)
+    line, d, e = tl.arange(0, M), tl.arange(0, BD), tl.arange(0, BE)
+    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
+    g = head(g, pid // heads, pid % heads, 0, g_b, g_h, g_t, UNIT)
+    gains += pid.to(tl.int64) * tiles * (KP * M) + c * M
+    order += pid.to(tl.int64) * tiles * R
+    ends += pid.to(tl.int64) * (KP + 1) + c
+    sums = tl.zeros((BD, BE), tl.float32)
+    for j in tl.range(tl.load(ends), tl.load(ends + 1), num_stages=STAGES):
+        index = (tl.load(order + j) // R).to(tl.int32)
+        row = index * M + line
+        rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+        grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
+        gain = tl.load(gains + index.to(tl.int64) * (KP * M) + line)
+        sums = dot(tl.trans(rows), scaled(grad, gain), sums, PRECISION)
+    row = pid.to(tl.int64) * KP + c
+    tl.store(matrices + row * (BD * BE) + d[:, None] * BE + e[None, :], sums)
+
+
+@kernel
+def key_gradients(
+    q, k, v, g, dk, dv, shifts, deltas, starts, vectors, grad_vectors, grad_matrices, ends, order,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    length_q, heads, tiles, T, scale,
+    NEAR: tl.constexpr, RESPONSE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of a cluster, K, B H). dk and dv of N keys: from queries near to them and through the statistics."""
+    c, pid = tl.program_id(1), tl.program_id(2)
+    begin, end = tl.load(starts + c), tl.load(starts + c + 1)
+    first = begin + tl.program_id(0) * N
+    if first < end:
+        b, h = pid // heads, pid % heads
+        d, e, line, token = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, ROWS), first + tl.arange(0, N)
+        dtype: tl.constexpr = q.dtype.element_ty
+        keys = tile(head(k, b, h, 0, k_b, k_h, k_t, UNIT), token, k_t * UNIT, d, end, D, BD)
+        values = tile(head(v, b, h, 0, v_b, v_h, v_t, UNIT), token, v_t * UNIT, e, end, E, BE)
+        key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
+        if NEAR:
+            q, g = head(q, b, h, 0, q_b, q_h, q_t, UNIT), head(g, b, h, 0, g_b, g_h, g_t, UNIT)
+            ends += pid.to(tl.int64) * (KP + 1) + c
+            order += pid.to(tl.int64) * tiles * T
+            shifts += pid.to(tl.int64) * tiles * M
+            deltas += pid.to(tl.int64) * tiles * M
+            times: tl.constexpr = M // ROWS
+            for j in tl.range(tl.load(ends) * times, tl.load(ends + 1) * times, num_stages=STAGES):
+                row = (tl.load(order + j // times) // T).to(tl.int32) * M + (j % times) * ROWS + line
+                rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+                grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
+                shift, delta = tl.load(shifts + row), tl.load(deltas + row)
+                p = tl.exp2(dot(keys, tl.trans(rows), None, PRECISION) * (scale * LOG2E) - shift[None, :])
+                value_sums = dot(cast(p, dtype), grad, value_sums, PRECISION)
+                change = p * (dot(values, tl.trans(grad), None, PRECISION) - delta[None, :])
+                key_sums = dot(cast(change, dtype), rows, key_sums, PRECISION)
+            key_sums *= scale
+        over = 1.0 / (end - begin).to(tl.float32)
+        at = pid.to(tl.int64) * KP + c
+        vectors += at * (2 * BD + BE)
+        grad_vectors += at * (2 * BD + BE)
+        dk_c = keys.to(tl.float32) - tl.load(vectors + d)[None, :]
+        dv_c = values.to(tl.float32) - tl.load(vectors + 2 * BD + e)[None, :]
+        of_mean, of_spread = tl.load(grad_vectors + d), tl.load(grad_vectors + BD + d)
+        key_sums += (of_mean[None, :] + 2.0 * dk_c * of_spread[None, :]) * over
+        value_sums += (tl.load(grad_vectors + 2 * BD + e) * over)[None, :]
+        if RESPONSE:
+            S = tl.load(grad_matrices + at * (BD * BE) + d[:, None] * BE + e[None, :])
+            S, low = parts(S * (scale * over), dtype)
+            key_sums = dot(cast(dv_c, dtype), tl.trans(S), key_sums, PRECISION)
+            value_sums = dot(cast(dk_c, dtype), S, value_sums, PRECISION)
+            if dtype != tl.float32:
+                key_sums = dot(cast(dv_c, dtype), tl.trans(low), key_sums, PRECISION)
+                value_sums = dot(cast(dk_c, dtype), low, value_sums, PRECISION)
+        store_tile(head(dk, b, h, 0, dk_b, dk_h, dk_t, UNIT), key_sums, token, dk_t * UNIT, d, end, D, BD)
+        store_tile(head(dv, b, h, 0, dv_b, dv_h, dv_t, UNIT), value_sums, token, dv_t * UNIT, e, end, E, BE)

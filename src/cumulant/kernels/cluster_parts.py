@@ -1,0 +1,198 @@
+"""Parts of the Triton kernels of cluster attention. Kernels: cluster_forward.py, cluster_backward.py.
+
+Shape legend: B batch, H heads, L tokens, K clusters (KP: padded to a power of two), CK clusters of a chunk, M = n rows
+of a query tile, D, E widths, BD, BE those padded to powers of two, T near clusters of a tile, R responding ones.
+
+Clusters are the tokens [starts[c], starts[c + 1]); those from K on are empty. With a = scale log2(e) and a point
+`origin` near the keys, which no result depends on, everything below the exponential is in powers of two:
+
+    z_c = a q.(k_mean_c - origin) + log2 n_c + phi(x_c) log2(e)       x_c = scale^2 sum_i q_i^2 var_c(k_i)
+    z_l = a q.(k_l - origin)                                         tokens of near clusters
+    out = sum_c p_c (v_mean_c + f(x_c) q S_c) + sum_l p_l v_l         p = 2^(z - lse),  S_c = scale <k~ v~^T>_c
+
+State of a cluster: `vectors` (2 BD + BE) float32, k_mean, var(k) and v_mean, and `matrices` (BD, BE), S in the type of
+the inputs. What there are few of (means, weights of clusters) enters products as two numbers of 16 bits, so that masses
+have the digits of float32; S does not: it would double the cost.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .products import INTERPRET, cast, dot
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NOTHING = tl.constexpr(float("-inf"))
+CLOSURE_NUMBER = {"gauss": 0, "tanh": 1, "langevin": 2}
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x of numbers x >= 1, in one instruction (its error is that of the last digit)."""
+    if INTERPRET:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def log2_above_1(x):
+    """log2 of numbers 1 <= x <= 2 in one instruction, to 2^-22; the general one takes twenty."""
+    if INTERPRET:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def mass_and_gain(x, CLOSURE: tl.constexpr):
+    """phi log2(e) and f of the variance x >= 0; a power series where s = sqrt(x) leaves f no digits."""
+    if CLOSURE == 0:
+        return x * (0.5 * LOG2E), x * 0.0 + 1.0
+    small = x < 3e-2
+    if CLOSURE == 1:
+        over = tl.rsqrt(tl.maximum(x, 1e-20))
+        t = x * over * LOG2E
+        e = tl.exp2(-2.0 * t)
+        phi = t + (log2_above_1(1.0 + e) - 1.0)
+        gain = (1.0 - e) * reciprocal(1.0 + e) * over
+        series = 1.0 + x * (-1.0 / 3.0 + x * (2.0 / 15.0 + x * (-17.0 / 315.0)))
+        return phi, tl.where(small, series, gain)
+    y = tl.sqrt(3.0 * tl.where(small, 1.0, x))
+    e = tl.exp2(y * (-2.0 * LOG2E))
+    phi = y * LOG2E + (tl.log2((1.0 - e) / y) - 1.0)
+    gain = 3.0 * ((1.0 + e) / (1.0 - e) - 1.0 / y) / y
+    phi_series = x * (0.5 + x * (-1.0 / 20.0 + x * (1.0 / 105.0))) * LOG2E
+    series = 1.0 + x * (-1.0 / 5.0 + x * (2.0 / 35.0 + x * (-3.0 / 175.0)))
+    return tl.where(small, phi_series, phi), tl.where(small, series, gain)
+
+
+@triton.jit
+def gain_slope(x, gain, CLOSURE: tl.constexpr):
+    """df/dx, from f itself: (1 - f - x f^2) / 2x for tanh, 3 (1 - f - x f^2 / 3) / 2x for langevin. dphi/dx = f/2."""
+    if CLOSURE == 0:
+        return x * 0.0
+    small = x < 3e-2
+    over = 1.0 / tl.where(small, 1.0, x)
+    if CLOSURE == 1:
+        slope = 0.5 * over * (1.0 - gain - x * gain * gain)
+        series = -1.0 / 3.0 + x * (4.0 / 15.0 + x * (-17.0 / 105.0 + x * (248.0 / 2835.0)))
+    else:
+        slope = 1.5 * over * (1.0 - gain - x * gain * gain * (1.0 / 3.0))
+        series = -1.0 / 5.0 + x * (4.0 / 35.0 + x * (-9.0 / 175.0 + x * (72.0 / 3465.0)))
+    return tl.where(small, series, slope)
+
+
+@triton.jit
+def parts(x, dtype: tl.constexpr):
+    """x as the sum of two numbers of the type: rounded, and what that left over (nothing, for float32)."""
+    high = cast(x, dtype)
+    return high, cast(x - high.to(tl.float32), dtype)
+
+
+@triton.jit
+def key_means(vectors, c, d, origin, scale, BD: tl.constexpr, BE: tl.constexpr):
+    """a (k_mean_c - origin) of clusters c, (CK, BD) float32."""
+    mean = tl.load(vectors + c[:, None] * (2 * BD + BE) + d[None, :])
+    return (mean - origin[None, :]) * (scale * LOG2E)
+
+
+@triton.jit
+def variances(vectors, c, d, scale, SQUARE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    """scale^2 var_c(k), (CK, BD)."""
+    spread = tl.load(vectors + c[:, None] * (2 * BD + BE) + BD + d[None, :])
+    return cast(spread * (scale * scale), SQUARE)
+
+
+@triton.jit
+def value_means(vectors, c, e, dtype: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    """v_mean_c, (CK, BE), and what its rounding left over."""
+    return parts(tl.load(vectors + c[:, None] * (2 * BD + BE) + 2 * BD + e[None, :]), dtype)
+
+
+@triton.jit
+def masses(
+    q, squares, vectors, starts, c, d, origin, scale,
+    CLOSURE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z, x and f of clusters c for the rows q (n, BD) and their squares: (n, CK) each. Cost: 3 n CK BD."""
+    mean = key_means(vectors, c, d, origin, scale, BD, BE)
+    high, low = parts(mean, q.dtype)
+    z = dot(q, tl.trans(high), None, PRECISION)
+    if q.dtype != tl.float32:
+        z = dot(q, tl.trans(low), z, PRECISION)
+    x = dot(squares, tl.trans(variances(vectors, c, d, scale, squares.dtype, BD, BE)), None, PRECISION)
+    phi, gain = mass_and_gain(x, CLOSURE)
+    size = (tl.load(starts + c + 1) - tl.load(starts + c)).to(tl.float32)
+    weight = tl.where(size > 0, tl.log2(tl.maximum(size, 1.0)), NOTHING)
+    return z + (phi + weight[None, :]), x, gain
+
+
+@triton.jit
+def without_near(z, near, c, T):
+    """z with -inf in the columns of the T near clusters listed at `near`."""
+    for i in range(T):
+        z = tl.where((c == tl.load(near + i))[None, :], NOTHING, z)
+    return z
+
+
+@triton.jit
+def ranks(score, c):
+    """How many clusters come before each one: those with a larger score, the first of equal ones first."""
+    mine, other = score[:, None], score[None, :]
+    before = (other > mine) | ((other == mine) & (c[None, :] < c[:, None]))
+    return tl.sum(before.to(tl.int32), 1)
+
+
+@triton.jit
+def finite(m):
+    """A maximum to subtract: 0 in place of -inf, of rows that have seen nothing."""
+    return tl.where(m == NOTHING, 0.0, m)
+
+
+@triton.jit
+def squared(q, SQUARE: tl.constexpr):
+    y = q.to(tl.float32)
+    return cast(y * y, SQUARE)
+
+
+@triton.jit
+def scaled(rows, g):
+    """Rows (n, width) times g (n,), in the type of the rows: two numbers an instruction where that has 16 bits."""
+    if INTERPRET:
+        return cast(rows.to(tl.float32) * g.to(tl.float32)[:, None], rows.dtype)
+    else:
+        return rows * g.to(rows.dtype)[:, None]
+
+
+@triton.jit
+def tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows `row` < end of x, (n, BLOCK), 0 beyond the end and beyond WIDTH."""
+    mask = (row < end)[:, None]
+    if WIDTH != BLOCK:
+        mask = mask & (columns < WIDTH)[None, :]
+    return tl.load(x + row.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def near_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """`tile` of a near cluster's tokens. EVEN: clusters are whole numbers of blocks, all lists are full."""
+    if EVEN and WIDTH == BLOCK:
+        return tl.load(x + row.to(tl.int64)[:, None] * stride + columns[None, :])
+    else:
+        return tile(x, row, stride, columns, end, WIDTH, BLOCK)
+
+
+@triton.jit
+def store_tile(x, values, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    mask = (row < end)[:, None]
+    if WIDTH != BLOCK:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(x + row.to(tl.int64)[:, None] * stride + columns[None, :], cast(values, x.dtype.element_ty), mask=mask)

@@ -1,0 +1,373 @@
+"""Cluster attention on the GPU: launches and the custom ops. Formulas: cluster_parts.py; sizes: cluster_plan.py.
+
+Shape legend: B sequences, H heads, Lq, Lk lengths, D, E widths, K clusters (KP padded), T near and R responding
+clusters of a tile of M queries.
+
+Memory beside inputs and outputs: statistics K D E a head, and Lq K numbers of 16 bits (gains) forward, four times that
+backward: linear in the length for a fixed K. No Lq x Lk and no Lq x K x D tensor exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import cluster_backward as backward_kernels
+from . import cluster_forward as kernels
+from .cluster_plan import Plan, Shape, no_numbers, plan_for, starts_on
+from .launch import empty_like_rows, is_plain, on_device, rows, stride_unit, strides
+
+_ROWS = ("CLOSURE", "NEAR", "D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Sequence[int],
+    *,
+    scale: float,
+    tile: int = 128,
+    near: int = 0,
+    response: int = -1,
+    closure: str = "tanh",
+    by_error: bool = False,
+    which: Tensor | None = None,
+) -> Tensor:
+    """Cluster attention, differentiable in query, key and value.
+
+    query (B, H, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E) -> (B, H, Lq, E). Cluster c holds the keys from
+    starts[c] to starts[c + 1] (K + 1 numbers, the first 0, the last Lk). `tile` queries in a row share their `near`
+    clusters, the heaviest, or those of `which` (tiles, near), -1 for none; `response` clusters answer with their
+    covariance, -1: all.
+    """
+    keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    arguments = (query, key, value, which, list(starts), scale, tile, near, response, closure, by_error)
+    if not is_plain(query):
+        return forward(*arguments, keep)[0]
+    return _Attention.apply(*arguments) if keep else run_forward(*arguments, False)[0]
+
+
+def plan_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    which: Tensor | None,
+    starts: Sequence[int],
+    tile: int,
+    near: int,
+    response: int,
+    closure: str,
+    by_error: bool,
+) -> Plan:
+    B, H, Lq, D = query.shape
+    K = len(starts) - 1
+    sizes = [b - a for a, b in pairwise(starts)]
+    far = K - near
+    shape = Shape(
+        B, H, Lq, key.shape[2], D, value.shape[-1], K, max(sizes), max(sizes) == min(sizes), tile, near,
+        -1 if response >= far else response, closure, by_error, which is not None,
+    )  # fmt: skip
+    return plan_for(shape, query.dtype)
+
+
+def _state(query: Tensor, plan: Plan, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """lse (B H, Lq), vectors (B H, KP, 2 BD + BE), matrices (B H, KP, BD, BE), near (B H, tiles, T), responding
+    (B H, tiles, R), and rounding (B, H, Lq, E).
+
+    The last is what the output lost in its rounding to 16 bits, for a backward pass only.
+    """
+    shape = plan.shape
+    heads = shape.batch * shape.heads
+    listed = shape.response if plan.response == 2 else 0
+    return (
+        query.new_empty(heads, shape.length_q, dtype=torch.float32),
+        query.new_empty(heads, plan.KP, 2 * plan.BD + plan.BE, dtype=torch.float32),
+        query.new_empty(heads, plan.KP, plan.BD, plan.BE),
+        query.new_empty(heads, plan.tiles, shape.near, dtype=torch.int32),
+        query.new_empty(heads, plan.tiles, listed, dtype=torch.int32),
+        empty_like_rows(rows(query), shape.E) if keep and query.dtype != torch.float32 else query.new_empty(0),
+    )
+
+
+def run_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    which: Tensor | None,
+    starts: Sequence[int],
+    scale: float,
+    tile: int,
+    near: int,
+    response: int,
+    closure: str,
+    by_error: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, and the state of a backward pass (`_state`)."""
+    q, k, v = rows(query), rows(key), rows(value)
+    plan = plan_of(query, key, value, which, starts, tile, near, response, closure, by_error)
+    state = _state(query, plan, keep)
+    out = empty_like_rows(q, value.shape[-1])
+    first = starts_on(starts, plan, query.device)
+    with on_device(query.device):
+        _statistics(plan, k, v, first, state, scale)
+        _choose(plan, q, k, which, first, state, scale)
+        _attend(plan, q, k, v, out, first, state, scale)
+    return out, *state
+
+
+def _statistics(plan: Plan, k: Tensor, v: Tensor, starts: Tensor, state: Sequence[Tensor], scale: float) -> None:
+    config, unit = plan.config("statistics"), stride_unit(k, v)
+    kernels.statistics[(plan.KP, plan.shape.batch * plan.shape.heads)](
+        k, v, starts, state[1], state[2], *strides(k, unit), *strides(v, unit), plan.shape.heads, scale,
+        N=config.block, STAGES=config.stages, UNIT=unit, **plan.constants("D", "E", "BD", "BE", "PRECISION"),
+        **plan.resources("statistics", 128),
+    )  # fmt: skip
+
+
+def _choose(
+    plan: Plan, q: Tensor, k: Tensor, which: Tensor | None, starts: Tensor, state: Sequence[Tensor], scale: float
+) -> None:
+    shape, (_, vectors, _, near, responding, _) = plan.shape, state
+    heads = shape.batch * shape.heads
+    if which is not None:
+        near.copy_(which.expand_as(near))
+    choosing, listed = shape.near > 0 and which is None, plan.response == 2
+    if not (choosing or listed) or plan.fused:
+        return
+    scores = vectors.new_empty(heads, plan.tiles, 2, plan.KP)
+    unit = stride_unit(q, k)
+    kernels.choose[(plan.tiles, heads)](
+        q, k, starts, vectors, scores, near, responding, *strides(q, unit), *strides(k, unit),
+        shape.length_q, shape.length_k, shape.heads, shape.clusters, shape.near, responding.shape[-1], scale,
+        BY_ERROR=shape.by_error, LISTED=listed, GIVEN=not choosing, UNIT=unit,
+        **plan.constants(*_ROWS), **plan.resources("choose"),
+    )  # fmt: skip
+
+
+def _attend(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor, state: Sequence[Tensor], scale: float
+) -> None:
+    shape, (lse, vectors, matrices, near, responding, rounding) = plan.shape, state
+    heads, config, unit = shape.batch * shape.heads, plan.config("attend"), stride_unit(q, k, v, out)
+    gains = q.new_empty(heads, plan.tiles, plan.KP, shape.tile) if plan.response else q.new_empty(1)
+    chunks = plan.KP // plan.CK
+    tops = vectors.new_empty(heads, plan.tiles, chunks, shape.tile) if plan.response and chunks > 1 else vectors
+    kernels.attend[(plan.tiles, heads)](
+        q, k, v, out, rounding, lse, starts, vectors, matrices, _list(near), _list(responding), gains, tops,
+        *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit),
+        shape.length_q, shape.length_k, shape.heads, shape.clusters, -(-shape.longest // config.block), shape.near,
+        responding.shape[-1], scale, CHOOSE=plan.fused, BY_ERROR=shape.by_error,
+        KEEP=rounding.numel() > 0, EVEN=plan.even(config.block), E=shape.E, RESPONSE=plan.response, N=config.block,
+        STAGES=config.stages,
+        NEAR_STAGES=config.key_stages or config.stages, UNIT=unit,
+        **plan.constants(*_ROWS), **plan.resources("attend"),
+    )  # fmt: skip
+
+
+def _list(numbers: Tensor) -> Tensor:
+    return numbers if numbers.numel() else no_numbers(numbers.device)
+
+
+def run_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    vectors: Tensor,
+    matrices: Tensor,
+    near_list: Tensor,
+    responding: Tensor,
+    rounding: Tensor,
+    starts: Sequence[int],
+    scale: float,
+    tile: int,
+    near: int,
+    response: int,
+    closure: str,
+    by_error: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from the gradient of the output and what the forward pass kept."""
+    q, k, v, g = rows(query), rows(key), rows(value), rows(grad)
+    plan = plan_of(query, key, value, None, starts, tile, near, response, closure, by_error)
+    dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (q, k, v))
+    first = starts_on(starts, plan, query.device)
+    state = (lse, vectors, matrices, near_list, responding, rounding)
+    with on_device(query.device):
+        per_query, rest = _backward_queries(plan, q, k, v, out, g, dq, first, state, scale)
+        grad_vectors = _backward_vectors(plan, q, g, rest, vectors, scale)
+        grad_matrices = _backward_matrices(plan, q, g, rest[1], responding, vectors)
+        _backward_keys(
+            plan, q, k, v, g, dk, dv, first, vectors, near_list, per_query, grad_vectors, grad_matrices, scale
+        )
+    return dq, dk, dv
+
+
+def _backward_queries(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    g: Tensor,
+    dq: Tensor,
+    starts: Tensor,
+    state: Sequence[Tensor],
+    scale: float,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Writes dq; returns shifts and deltas (B H, tiles, M), and weights, gains, dz and dx (B H, tiles, KP, M)."""
+    shape, (lse, vectors, matrices, near, responding, rounding) = plan.shape, state
+    heads, config = shape.batch * shape.heads, plan.config("query_gradients")
+    unit = stride_unit(q, k, v, out, g, dq)
+    per_query = tuple(lse.new_empty(heads, plan.tiles, shape.tile) for _ in range(2))
+    # Gains multiply the largest part of dq: in 16 bits they would add a third rounding to those of S and of dq itself.
+    kinds = (q.dtype, torch.float32, q.dtype, q.dtype)
+    rest = tuple(q.new_empty(heads, plan.tiles, plan.KP, shape.tile, dtype=kind) for kind in kinds)
+    backward_kernels.query_gradients[(plan.tiles, heads)](
+        q, k, v, out, rounding, g, dq, lse, *per_query, starts, vectors, matrices, _list(near), _list(responding),
+        *rest,
+        *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit), *strides(g, unit),
+        *strides(dq, unit), shape.length_q, shape.length_k, shape.heads, shape.clusters,
+        -(-shape.longest // config.block), shape.near, responding.shape[-1], scale, EVEN=plan.even(config.block),
+        E=shape.E, N=config.block, RESPONSE=plan.response, STAGES=config.stages,
+        NEAR_STAGES=config.key_stages or config.stages, UNIT=unit,
+        **plan.constants(*_ROWS), **plan.resources("query_gradients"),
+    )  # fmt: skip
+    return per_query, rest
+
+
+def _backward_vectors(
+    plan: Plan, q: Tensor, g: Tensor, rest: Sequence[Tensor], vectors: Tensor, scale: float
+) -> Tensor:
+    shape, config, unit = plan.shape, plan.config("vector_gradients"), stride_unit(q, g)
+    heads, chunks = shape.batch * shape.heads, plan.KP // plan.CK
+    span, splits = plan.split(heads * chunks, q.device)
+    partial = vectors.new_empty(splits, *vectors.shape)
+    weights, _, dz, dx = rest
+    backward_kernels.vector_gradients[(chunks, heads, splits)](
+        q, g, weights, dz, dx, partial, *strides(q, unit), *strides(g, unit), shape.length_q, shape.heads, plan.tiles,
+        span, scale, E=shape.E, STAGES=config.stages, UNIT=unit,
+        **plan.constants("D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION"),
+        **plan.resources("vector_gradients", 128),
+    )  # fmt: skip
+    return partial[0] if splits == 1 else partial.sum(0)
+
+
+def _backward_matrices(plan: Plan, q: Tensor, g: Tensor, gains: Tensor, responding: Tensor, vectors: Tensor) -> Tensor:
+    """dS (B H, KP, BD, BE) float32; an empty tensor where clusters answer with their means alone."""
+    shape, config, unit = plan.shape, plan.config("matrix_gradients"), stride_unit(q, g)
+    heads, tokens = shape.batch * shape.heads, (*strides(q, unit), *strides(g, unit), shape.length_q, shape.heads)
+    constants = {"E": shape.E, "STAGES": config.stages, "UNIT": unit, **plan.resources("matrix_gradients", 128)}
+    constants |= plan.constants("D", "BD", "BE", "M", "KP", "PRECISION")
+    if plan.response == 2:
+        total = vectors.new_empty(heads, plan.KP, plan.BD, plan.BE)
+        backward_kernels.listed_matrix_gradients[(plan.KP, heads)](
+            q,
+            g,
+            gains,
+            total,
+            *_by_cluster(responding, plan.KP),
+            *tokens,
+            plan.tiles,
+            responding.shape[-1],
+            **constants,
+        )
+        return total
+    if plan.response == 0:
+        return vectors
+    C, N = config.keys, min(shape.tile, config.block)
+    groups = -(-shape.clusters // C)
+    span, splits = plan.split(heads * groups, q.device)
+    partial = vectors.new_empty(splits, heads, plan.KP, plan.BD, plan.BE)
+    backward_kernels.matrix_gradients[(groups, heads, splits)](
+        q, g, gains, partial, *tokens, plan.tiles, span, N=N, C=C, **constants
+    )
+    return partial[0] if splits == 1 else partial.sum(0)
+
+
+def _by_cluster(lists: Tensor, KP: int) -> tuple[Tensor, Tensor]:
+    """Where the entries of each cluster end, (B H, KP + 1), and the places of the entries in order of the clusters."""
+    numbers, order = lists.flatten(1).sort(dim=-1, stable=True)
+    wanted = torch.arange(KP + 1, dtype=torch.int32, device=lists.device).expand(lists.shape[0], -1).contiguous()
+    return torch.searchsorted(numbers, wanted, out_int32=True), order
+
+
+def _backward_keys(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    starts: Tensor,
+    vectors: Tensor,
+    near: Tensor,
+    per_query: Sequence[Tensor],
+    grad_vectors: Tensor,
+    grad_matrices: Tensor,
+    scale: float,
+) -> None:
+    shape, config, unit = plan.shape, plan.config("key_gradients"), stride_unit(q, k, v, g, dk, dv)
+    lists = _by_cluster(near, plan.KP) if shape.near else (starts, starts)
+    blocks = -(-shape.longest // config.block)
+    backward_kernels.key_gradients[(blocks, shape.clusters, shape.batch * shape.heads)](
+        q, k, v, g, dk, dv, *per_query, starts, vectors, grad_vectors, grad_matrices, *lists,
+        *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(g, unit), *strides(dk, unit),
+        *strides(dv, unit), shape.length_q, shape.heads, plan.tiles, shape.near, scale,
+        RESPONSE=plan.response > 0, E=shape.E, N=config.block, ROWS=min(shape.tile, 64), STAGES=config.stages,
+        UNIT=unit,
+        **plan.constants("NEAR", "D", "BD", "BE", "M", "KP", "PRECISION"),
+        **plan.resources("key_gradients", 128 if shape.tile >= 64 else 32),
+    )  # fmt: skip
+
+
+forward = torch.library.custom_op("cumulant::cluster_forward", run_forward, mutates_args=())
+backward = torch.library.custom_op("cumulant::cluster_backward", run_backward, mutates_args=())
+
+
+@forward.register_fake
+def _(query, key, value, which, starts, scale, tile, near, response, closure, by_error, keep):  # type: ignore[no-untyped-def]
+    plan = plan_of(query, key, value, which, starts, tile, near, response, closure, by_error)
+    return empty_like_rows(rows(query), value.shape[-1]), *_state(query, plan, keep)
+
+
+@backward.register_fake
+def _(grad, query, key, value, *rest):  # type: ignore[no-untyped-def]
+    return tuple(empty_like_rows(rows(x), x.shape[-1]) for x in (query, key, value))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, *ctx.numbers, _ = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return (*backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 9)
+
+
+forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The same without the dispatcher, for ordinary tensors in eager mode (see `is_plain`)."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        arguments: Any = (*inputs, True)
+        output = run_forward(*arguments)
+        _setup_context(ctx, arguments, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*run_backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8)

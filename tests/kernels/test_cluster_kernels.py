@@ -1,0 +1,266 @@
+"""Triton kernels of cluster attention against plain torch in float64, in Triton's interpreter or on a GPU.
+
+Every test runs with fresh memory full of NaN, so that nothing is read before it is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_checks import DEVICE, error, poisoned_memory, tokens  # noqa: F401
+from torch import Tensor
+
+from cumulant.cluster import Blocks, KMeans, cluster_attention
+from cumulant.kernels import triton_cluster
+
+NAMES = ("out", "dq", "dk", "dv")
+FLOAT32 = 3e-6
+
+
+def results(q: Tensor, k: Tensor, v: Tensor, backend: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    """The output and the gradients of q, k and v."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    out = cluster_attention(*leaves, backend=backend, **options)
+    assert out.dtype == dtype
+    grad = tokens(*q.shape[:-1], v.shape[-1], seed=7).to(q.dtype).to(dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def compare(q: Tensor, k: Tensor, v: Tensor, tolerance: float = FLOAT32, **options: Any) -> None:
+    ours, exact = (
+        results(q, k, v, backend, dtype, **options)
+        for backend, dtype in (("triton", q.dtype), ("reference", torch.float64))
+    )
+    errors = {name: error(x, y) for name, x, y in zip(NAMES, ours, exact, strict=True)}
+    assert all(value < tolerance for value in errors.values()), errors  # NaN is not below it
+
+
+@pytest.mark.parametrize(
+    ("closure", "near", "response", "rank"),
+    [
+        ("tanh", 0, None, "mass"),
+        ("tanh", 2, None, "mass"),
+        ("gauss", 2, 2, "mass"),
+        ("langevin", 1, 3, "error"),
+        ("langevin", 3, 0, "mass"),
+        ("tanh", 0, 2, "mass"),
+    ],
+)
+def test_outputs_and_gradients_equal_plain_torch(closure: str, near: int, response: int | None, rank: str) -> None:
+    q, k, v = tokens(2, 1, 50, 24), tokens(2, 1, 61, 24, mean=2, seed=1), tokens(2, 1, 61, 40, mean=-1, seed=2)
+    compare(q, k, v, clusters=7, near=near, near_rows=32, closure=closure, response=response, rank=rank)
+
+
+@pytest.mark.parametrize("clusters", [1, Blocks(16), 33])
+def test_one_cluster_a_short_last_one_and_single_tokens(clusters: int | Blocks) -> None:
+    q, k, v = tokens(1, 1, 33, 16), tokens(1, 1, 35, 16, mean=1), tokens(1, 1, 35, 16)
+    compare(q, k, v, clusters=clusters)
+
+
+def test_more_clusters_than_a_program_holds_at_once() -> None:
+    q, k, v = tokens(1, 1, 34, 16), tokens(1, 1, 150, 16, mean=1), tokens(1, 1, 150, 16)
+    compare(q, k, v, clusters=70, near=2, near_rows=32, response=4)
+
+
+def test_blocks_of_a_grid_that_do_not_divide_it() -> None:
+    q, k, v = (tokens(1, 2, 35, 16, seed=i) for i in range(3))
+    compare(q, k, v, clusters=(2, 3), grid=(5, 7), near=1, near_rows=32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("near", [0, 2])
+def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(dtype: torch.dtype, near: int) -> None:
+    q, k, v = (tokens(1, 2, 96, 32, mean=m, dtype=dtype, seed=i) for i, m in enumerate((0, 1, 0.5)))
+    options: dict[str, Any] = {"clusters": 8, "near": near, "near_rows": 32}
+    ours, plain, exact = (
+        results(q, k, v, backend, kind, **options)
+        for backend, kind in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
+    )
+    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
+        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of rows that pad a block and go nowhere
+def test_keys_far_from_zero_cost_no_digits() -> None:
+    q, v = tokens(1, 1, 64, 32, dtype=torch.bfloat16), tokens(1, 1, 96, 32, dtype=torch.bfloat16, seed=1)
+    k = tokens(1, 1, 96, 32, mean=100, dtype=torch.bfloat16, seed=2)
+    options: dict[str, Any] = {"clusters": 6, "near": 2, "near_rows": 32}
+    ours, plain, exact = (
+        results(q, k, v, backend, kind, **options)
+        for backend, kind in (("triton", q.dtype), ("reference", q.dtype), ("reference", torch.float64))
+    )
+    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
+        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+
+
+def test_logits_that_overflow_an_exponential_do_no_harm() -> None:
+    q, k, v = tokens(1, 1, 40, 16) * 40, tokens(1, 1, 64, 16) * 5, tokens(1, 1, 64, 16)
+    compare(q, k, v, 5e-4, clusters=8, near=2, near_rows=32)
+    assert cluster_attention(q, k, v, clusters=8, closure="gauss", backend="triton").isfinite().all()
+
+
+def test_views_of_a_projection_are_read_in_place() -> None:
+    B, L, H, D = 2, 40, 2, 24
+    qkv = tokens(B, L, 3, H, D, mean=1).requires_grad_()
+    exact = qkv.detach().double().requires_grad_()
+    outs = []
+    for x, backend in ((qkv, "triton"), (exact, "reference")):
+        q, k, v = (part.transpose(1, 2) for part in x.unbind(2))
+        out = cluster_attention(q, k, v, clusters=4, near=1, near_rows=32, backend=backend)
+        out.square().sum().backward()
+        outs.append(out)
+    assert outs[0].transpose(1, 2).is_contiguous()
+    assert error(outs[0], outs[1]) < FLOAT32
+    assert error(qkv.grad, exact.grad) < FLOAT32
+
+
+def test_two_runs_are_bitwise_equal() -> None:
+    q, k, v = (tokens(1, 1, 70, 16, dtype=torch.bfloat16, seed=i) for i in range(3))
+    runs = [results(q, k, v, "triton", q.dtype, clusters=5, near=2, near_rows=32, response=2) for _ in range(2)]
+    for x, y in zip(*runs, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_near_clusters_may_be_given() -> None:
+    """Lists with holes: the same as softmax over the listed clusters beside the others far away."""
+    q, k, v = (tokens(1, 1, 32, 16, seed=i) for i in range(3))
+    which = torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE)
+    starts = [0, 8, 16, 24, 32]
+    out = triton_cluster.attention(q, k, v, starts, scale=0.25, tile=32, near=2, which=which)
+    ids = torch.arange(32, device=DEVICE) // 8
+    alone = ids.clone()
+    alone[8:16] = 4 + torch.arange(8, device=DEVICE)  # every token of cluster 1 its own cluster: exact
+    alone = torch.where(alone >= 2, alone - 1, alone)
+    exact = cluster_attention(q.double(), k.double(), v.double(), clusters=alone, scale=0.25)
+    assert error(out, exact) < FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"clusters": 4, "key_mask": True}, "neither masks nor prefix"),
+        ({"clusters": 4, "prefix": 1}, "got prefix=1"),
+        ({"clusters": Blocks(8), "is_causal": True}, "got is_causal=True"),
+        ({"clusters": KMeans(4)}, "blocks of a sequence or a grid, got clusters of type KMeans"),
+        ({"clusters": 4, "near": 1}, "got near_rows=1"),
+        ({"clusters": 4, "near": 4, "near_rows": 32}, "leaves nothing far away"),
+        ({"clusters": 4, "near": "neighbours"}, "near as a number"),
+        ({"clusters": 4, "variance": "full"}, 'variance="diagonal"'),
+    ],
+    ids=["mask", "prefix", "causal", "kmeans", "near of each query", "all near", "neighbours", "full variance"],
+)
+def test_what_the_kernels_cannot_take_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
+    q = tokens(1, 2, 24, 16)
+    if options.pop("key_mask", False):
+        options["key_mask"] = torch.ones(1, 24, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match=f'backend="triton" cannot be used: .*{reason}'):
+        cluster_attention(q, q, q, backend="triton", **options)
+    if "is_causal" not in options:
+        cluster_attention(q, q, q, **options)  # "auto" takes plain torch
+
+
+def test_grouped_and_wide_heads_are_refused() -> None:
+    q, k = tokens(1, 2, 24, 16), tokens(1, 1, 24, 16)
+    with pytest.raises(ValueError, match="as many key heads as query heads, got 2 and 1"):
+        cluster_attention(q, k, k, clusters=4, enable_gqa=True, backend="triton")
+    wide = tokens(1, 1, 24, 65)
+    with pytest.raises(ValueError, match=r"heads of torch\.float32 are at most 64 wide, got 65"):
+        cluster_attention(wide, wide, wide, clusters=4, backend="triton")
+
+
+def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # opcheck compares memory bit by bit, and NaN differs from itself
+    q, k, v = (tokens(1, 1, 20, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3))
+    numbers = ([0, 7, 14, 20], 0.25, 32, 1, 1, "tanh", False)
+    names = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(triton_cluster.forward, (q, k, v, None, *numbers, True), test_utils=names)
+    with torch.no_grad():
+        out, *state = triton_cluster.forward(q, k, v, None, *numbers, True)
+    tensors = (x.detach() for x in (out, q, k, v, out, *state))
+    torch.library.opcheck(triton_cluster.backward, (*tensors, *numbers), test_utils=names)
+
+
+def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def function(*x: Tensor) -> Tensor:
+        return cluster_attention(*x, clusters=(2, 2), grid=(6, 6), near=1, near_rows=32, backend="triton")
+
+    found = []
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        inputs = [tokens(1, 1, 36, 16, seed=i).requires_grad_() for i in range(3)]
+        out = call(*inputs)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("B", "H", "Lq", "Lk", "D", "E", "options"),
+    [
+        (2, 3, 4096, 4096, 64, 64, {"clusters": 64, "near": 2, "near_rows": 128}),
+        (1, 2, 5001, 3333, 64, 64, {"clusters": 50, "near": 3, "near_rows": 64, "closure": "langevin"}),
+        (1, 2, 2000, 2000, 128, 128, {"clusters": 20, "near": 1, "near_rows": 128, "response": 4}),
+        (1, 2, 3000, 3000, 80, 40, {"clusters": 200, "near": 2, "near_rows": 128, "response": 16}),
+        (4, 3, 196, 196, 32, 32, {"clusters": (4, 4), "grid": (14, 14)}),
+        (1, 1, 1000, 1000, 16, 24, {"clusters": 30, "near": 2, "near_rows": 32}),
+    ],
+    ids=["square", "cross", "wide", "many clusters", "grid", "narrow"],
+)
+def test_full_size(
+    B: int, H: int, Lq: int, Lk: int, D: int, E: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    q = tokens(B, H, Lq, D, dtype=dtype)
+    k, v = tokens(B, H, Lk, D, mean=1, dtype=dtype, seed=1), tokens(B, H, Lk, E, mean=0.5, dtype=dtype, seed=2)
+    if dtype == torch.float32 and max(D, E) > 64:
+        pytest.skip("float32 heads are at most 64 wide")
+    ours, plain, exact = (
+        results(q, k, v, backend, kind, **options)
+        for backend, kind in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
+    )
+    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
+        assert error(x, z) < (2e-5 if dtype == torch.float32 else 2 * error(y, z) + 1e-4), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_auto_takes_the_kernels_under_compile_autocast_and_graphs() -> None:
+    options: dict[str, Any] = {"clusters": 16, "near": 2, "near_rows": 64}
+    q, k, v = (torch.randn(2, 4, 1500, 64, device="cuda", requires_grad=True) for _ in range(3))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        eager = cluster_attention(q, k, v, **options)
+        compiled = torch.compile(lambda *x: cluster_attention(*x, **options), fullgraph=True)(q, k, v)
+        plain = cluster_attention(q, k, v, backend="reference", **options)
+    assert eager.dtype == torch.bfloat16
+    assert torch.equal(eager, compiled)
+    assert not torch.equal(eager, plain)
+    grads = [torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in (eager, compiled)]
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        graph, half = torch.cuda.CUDAGraph(), [x.bfloat16() for x in (q, k, v)]
+        cluster_attention(*half, **options)
+        with torch.cuda.graph(graph):
+            captured = cluster_attention(*half, **options)
+        graph.replay()
+        assert torch.equal(captured, cluster_attention(*half, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_memory_of_a_training_step_grows_as_the_length() -> None:
+    def peak(L: int) -> int:
+        inputs = [tokens(1, 2, L, 64, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = cluster_attention(*inputs, clusters=64, near=2, near_rows=128)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(32768) < 4.4 * peak(8192)
