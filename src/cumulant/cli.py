@@ -236,9 +236,12 @@ def convert(settings: Convert) -> int:
 
     try:
         report = run_convert(settings, progress=sys.stderr)
-    except (OSError, ImportError, RuntimeError) as error:
+    except (OSError, ImportError, RuntimeError, FloatingPointError) as error:
         print(f"cumulant: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"\nstopped. What was saved is in {settings.out}; give the same command again to go on.", file=sys.stderr)
+        return 130
     print(json.dumps(report.to_json(), indent=1) if settings.json else report)
     if not settings.json:
         print(f"the model is in {settings.out}; load it with load() of cumulant.convert")

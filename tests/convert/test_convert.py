@@ -41,6 +41,33 @@ def test_a_second_order_layer_of_ours_is_folded_and_says_the_same():
     torch.testing.assert_close(ours(x), said)
 
 
+def test_cluster_attention_is_told_the_grid_where_the_model_knows_it():
+    ours, made = model(), model(attention="cluster4")
+    made.load_state_dict(ours.state_dict())
+    convert(ours, "cluster4")
+    torch.testing.assert_close(ours(IMAGES), made(IMAGES))
+    layer = ours.blocks[0].attn
+    x = torch.randn(2, 17, 64)
+    torch.testing.assert_close(layer.scores(x).sum(-1), torch.ones(2, 4, 17))
+    without = mix(layer, Choice("cluster4"), *layer.project(x))
+    assert (layer.mix(*layer.project(x), grid=(4, 4), prefix=1) - without).abs().max() > 1e-4
+
+
+def test_single_heads_may_take_cluster_attention():
+    ours = model()
+    said = ours(IMAGES)
+    convert(ours, layers={1: {"attention": "cluster16", "heads": [0, 2]}})
+    assert 0 < (ours(IMAGES) - said).abs().max() < 1
+
+
+def test_cluster_attention_without_a_grid_honours_padding():
+    encoder, texts = bert(), padded()
+    convert(encoder, "cluster4")
+    said = encoder(**texts).last_hidden_state
+    texts["input_ids"] = texts["input_ids"].masked_fill(texts["attention_mask"] == 0, 7)
+    torch.testing.assert_close(encoder(**texts).last_hidden_state[1, :6], said[1, :6], atol=1e-5, rtol=1e-4)
+
+
 def test_options_reach_the_mechanism():
     ours, made = model(), model(attention="cumulant3", attention_options={"full": True})
     made.load_state_dict(ours.state_dict())

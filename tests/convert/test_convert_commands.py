@@ -5,10 +5,14 @@ import torch
 from small_models import bert, transformers
 
 import cumulant
-from cumulant.convert import load
+from cumulant.convert import DistillRecipe, load
 from cumulant.convert.command import run_convert, run_diagnose
+from cumulant.convert.distill_data import Images
+from cumulant.convert.opening import open_batches, open_training
 from cumulant.convert.settings import Convert, Diagnose
-from cumulant.train import save
+from cumulant.data import open_source
+from cumulant.train import TrainRecipe, save
+from cumulant.train.recipe_files import to_json
 
 
 @pytest.fixture
@@ -53,3 +57,75 @@ def test_texts_are_tokenised_for_a_model_of_transformers(tmp_path):
 def test_an_unknown_model_is_named():
     with pytest.raises(ValueError, match="no model 'nowhere'"):
         run_convert(Convert("nowhere"))
+
+
+def test_convert_distils_and_a_second_command_reads_what_the_first_did(tmp_path):
+    pytest.importorskip("sklearn", reason="needs the digits: pip install 'cumulant[train]'")
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=10, init_std=0.2)
+    weights = str(save(model, tmp_path / "last.safetensors"))
+    out = tmp_path / "distilled"
+    how = DistillRecipe(epochs=1, layer_share=0.5)
+    settings = Convert(weights, "digits", layers=("auto",), budget=9.0, distill=True, distillation=how,
+                       items_a_step=256, batches=1, out=out)  # fmt: skip
+    report = run_convert(settings)
+    found = report.distillation
+    assert found.steps > found.layer_steps > 0
+    assert found.change[1] < found.change[0]
+    images = torch.randn(2, 1, 8, 8)
+    first = load(out)
+    assert not torch.equal(first.head.weight, model.head.weight)
+    stored = json.loads((out / "conversion.json").read_text())
+    assert stored["distillation"]["steps"] == found.steps
+    assert run_convert(settings).distillation == found
+    with torch.no_grad():
+        assert torch.equal(load(out)(images), first(images))
+
+
+def test_distilling_needs_data():
+    with pytest.raises(ValueError, match="--distill needs --data"):
+        Convert("runs/x", distill=True)
+
+
+def test_pixels_are_normalised_as_the_recipe_in_the_weights_says(tmp_path):
+    pytest.importorskip("sklearn", reason="needs the digits: pip install 'cumulant[train]'")
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=10, in_chans=3)
+    recipe = TrainRecipe(data="digits", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    plain = save(model, tmp_path / "plain.safetensors")
+    told = save(model, tmp_path / "told.safetensors", notes={"recipe": to_json(recipe)})
+    as_imagenet, as_told = (open_batches(model, str(path), "digits", 1, 8)[0] for path in (plain, told))
+    assert as_told.min() == 0
+    assert as_told.max() == 1
+    assert as_imagenet.min() < -1
+
+
+def test_texts_to_distil_with_are_batched_by_length(tmp_path):
+    t = transformers()
+    folder = tmp_path / "encoder"
+    bert(vocab_size=9).save_pretrained(folder)
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "film", "bad"])
+    )
+    t.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    (tmp_path / "texts.txt").write_text("a good film\ngood\na bad film\nbad\n")
+    made = open_training(bert(vocab_size=9), str(folder), str(tmp_path / "texts.txt"), 2)
+    assert [batch["input_ids"].shape for batch in made] == [(2, 3), (2, 5)]
+    assert all(bool(batch["attention_mask"].all()) for batch in made)
+    out = tmp_path / "distilled"
+    how = DistillRecipe(epochs=4, layer_share=0.5)
+    report = run_convert(
+        Convert(str(folder), str(tmp_path / "texts.txt"), distill=True, distillation=how, items_a_step=2, out=out)
+    )
+    assert report.distillation.steps == 8
+    assert load(out)(torch.tensor([[2, 5, 3]])).last_hidden_state.isfinite().all()
+
+
+def test_images_of_a_step_depend_on_seed_and_step_alone():
+    pytest.importorskip("sklearn", reason="needs the digits: pip install 'cumulant[train]'")
+    source = open_source("digits")
+    numbers = {"size": 8, "mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2), "channels": 1}
+    images = Images(source, 64, **numbers)
+    batches = list(images.epoch(1))
+    again = next(Images(source, 64, **numbers).epoch(1, 3))
+    assert torch.equal(again, batches[3])
+    assert again.shape == (64, 1, 8, 8)
+    assert not torch.equal(next(images.epoch(0, 3)), again)

@@ -11,7 +11,7 @@ BLOCKS = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def test_there_are_such_blocks():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split()[1])

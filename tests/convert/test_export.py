@@ -42,3 +42,20 @@ def test_onnx_runtime_agrees_at_other_resolutions(tmp_path):
     images, larger = torch.randn(2, 3, 48, 48), torch.randn(3, 3, 64, 64)
     error = export_onnx(model, images, tmp_path / "vit.onnx", dynamic_shapes=shapes, others=(larger,))
     assert error < 1e-4
+
+
+def test_our_own_vit_is_exported_for_every_resolution(tmp_path):
+    """Positions are resized in the graph: larger, smaller, not square, and the size that the table was made for."""
+    onnx()
+    torch.manual_seed(0)
+    model = cumulant.create_model("vit_nano_patch4_32", num_classes=10, depth=1, init_std=0.2).eval()
+    convert(model, "cumulant3")
+    rows, columns = Dim("rows", min=2, max=64), Dim("columns", min=2, max=64)
+    shapes = ({0: Dim("batch", min=2, max=8), 2: 4 * rows, 3: 4 * columns},)
+    others = tuple(torch.randn(3, 3, *size) for size in ((32, 32), (64, 80), (24, 28), (32, 64)))
+    images = torch.randn(2, 3, 32, 32)  # of that size itself, so that nothing need be resized while tracing
+    error = export_onnx(model, images, tmp_path / "vit.onnx", dynamic_shapes=shapes, others=others)
+    assert error < 1e-4
+    program = export_program(model, images, dynamic_shapes=shapes).module()
+    for other in others:
+        torch.testing.assert_close(program(other), model(other), atol=1e-4, rtol=1e-4)

@@ -32,6 +32,18 @@ def test_the_moments_cache_generates_what_the_growing_cache_does(name):
     assert torch.equal(generated(model, past_key_values=MomentsCache(model)), expected)
 
 
+@pytest.mark.parametrize("heads", [None, [1, 2]], ids=["all heads", "two heads"])
+def test_a_token_on_its_own_sees_the_blocks_that_it_would_see_in_the_whole_text(heads):
+    """The blocks of cluster attention depend on the pattern: one new query must not be taken for a plain one."""
+    model, ids = llama(), padded()["input_ids"][:1]
+    choice = {"attention": "cluster4", "options": {"block": 2}, "heads": heads}
+    convert(model, layers={0: choice, 1: choice})
+    whole = model(ids).logits
+    cache = transformers().DynamicCache()
+    parts = [model(part, past_key_values=cache).logits for part in (ids[:, :5], *ids[:, 5:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-4)
+
+
 def test_the_moments_cache_does_not_grow():
     from cumulant.convert import MomentsCache
 

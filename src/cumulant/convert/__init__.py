@@ -10,19 +10,24 @@ if TYPE_CHECKING:
     from .choice import Choice, fitting
     from .conversion import ConversionReport, convert, count_calls, restore
     from .diagnosis import Diagnosis, diagnose
+    from .distillation import DistillResult, distill
     from .export import export_onnx, export_program
     from .hf import register_transformers
     from .saving import load, save
+    from .settings import DistillRecipe
 
 # Found when they are first used: the command line reads `settings` and nothing else.
 _HOMES = {
     "Choice": "choice",
     "ConversionReport": "conversion",
     "Diagnosis": "diagnosis",
+    "DistillRecipe": "settings",
+    "DistillResult": "distillation",
     "MomentsCache": "cache",
     "convert": "conversion",
     "count_calls": "conversion",
     "diagnose": "diagnosis",
+    "distill": "distillation",
     "export_onnx": "export",
     "export_program": "export",
     "fitting": "choice",
@@ -36,10 +41,13 @@ __all__ = [
     "Choice",
     "ConversionReport",
     "Diagnosis",
+    "DistillRecipe",
+    "DistillResult",
     "MomentsCache",
     "convert",
     "count_calls",
     "diagnose",
+    "distill",
     "export_onnx",
     "export_program",
     "fitting",

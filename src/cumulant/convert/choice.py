@@ -53,8 +53,11 @@ class Choice:
 
 
 def fits(mechanism: Mechanism) -> bool:
-    """Whether it can take the place of softmax in a trained layer: no parameters or inputs of its own, any mask."""
-    free = mechanism.module is None and not (mechanism.wants_grid or mechanism.wants_input)
+    """Whether it can take the place of softmax in a trained layer: no parameters or inputs of its own, any mask.
+
+    One that would like to know the grid of the tokens is told where the model knows it, and does without elsewhere.
+    """
+    free = mechanism.module is None and not mechanism.wants_input
     return (
         free
         and mechanism.independent_rows
@@ -120,27 +123,31 @@ def mix(
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    grid: tuple[int, ...] | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """Attention of a converted layer, (B, H, Lq, E). Cost: that of the mechanism, plus softmax for heads that keep it.
 
-    `dropout_p` acts on softmax heads only: the other mechanisms form no probabilities.
+    `dropout_p` acts on softmax heads only: the other mechanisms form no probabilities. `grid` says how the tokens after
+    the first `prefix` are laid out, for mechanisms that want to know.
     """
     if observed():
         for observer in tuple(_observers):
             observer(module, Call(query, key, value, key_mask, is_causal, scale))
     shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
+    layout = _layout(choice, grid, prefix)
     if choice.heads is None:
-        return _all_heads(choice, query, key, value, dropout_p, shared)
+        return _all_heads(choice, query, key, value, dropout_p, {**shared, **layout})
     groups = query.shape[-3] // key.shape[-3]
     device = query.device
     chosen = torch.tensor(choice.heads, dtype=torch.long, device=device)
     others = torch.tensor([h for h in range(query.shape[-3]) if h not in choice.heads], dtype=torch.long, device=device)
 
-    def part(which: Choice, heads: Tensor) -> Tensor:
+    def part(which: Choice, heads: Tensor, layout: dict[str, Any]) -> Tensor:
         k, v = (x.index_select(-3, heads // groups) for x in (key, value))
-        return _all_heads(which, query.index_select(-3, heads), k, v, dropout_p, shared)
+        return _all_heads(which, query.index_select(-3, heads), k, v, dropout_p, {**shared, **layout})
 
-    out = torch.cat((part(Choice(choice.attention, None, choice.options), chosen), part(KEPT, others)), -3)
+    out = torch.cat((part(Choice(choice.attention, None, choice.options), chosen, layout), part(KEPT, others, {})), -3)
     return out.index_select(-3, torch.cat((chosen, others)).argsort())
 
 
@@ -152,6 +159,8 @@ def weights(
     key_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    grid: tuple[int, ...] | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """The weights with which `mix` takes the values, (B, H, Lq, Lk); signed for cumulant mechanisms. Cost: Lq Lk D."""
     key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -160,7 +169,8 @@ def weights(
     def of(which: Choice) -> Tensor:
         mechanism = zoo.get(which.attention)
         assert mechanism.scores is not None
-        return mechanism.scores(query, key, **shared, **mechanism.options_of_scores(which.options))
+        layout = _layout(which, grid, prefix)
+        return mechanism.scores(query, key, **shared, **layout, **mechanism.options_of_scores(which.options))
 
     A = of(Choice(choice.attention, None, choice.options))
     if choice.heads is None:
@@ -168,6 +178,11 @@ def weights(
     chosen = torch.zeros(query.shape[-3], dtype=torch.bool, device=query.device)
     chosen[list(choice.heads)] = True
     return torch.where(chosen[:, None, None], A, of(KEPT))
+
+
+def _layout(choice: Choice, grid: tuple[int, ...] | None, prefix: int) -> dict[str, Any]:
+    wanted = grid is not None and zoo.get(choice.attention).wants_grid
+    return {"grid": grid, "prefix": prefix} if wanted else {}
 
 
 def _all_heads(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import TextIO
 
 from ..train.files import write_atomically
 from .conversion import ConversionReport, Layers, convert
 from .diagnosis import Diagnosis, diagnose
-from .opening import open_batches, open_model
+from .distillation import distill, planned
+from .opening import open_batches, open_model, open_training
 from .saving import save
 from .settings import Convert, Diagnose
 
@@ -35,24 +37,36 @@ def run_diagnose(settings: Diagnose, progress: TextIO | None = None) -> Diagnosi
 
 
 def run_convert(settings: Convert, progress: TextIO | None = None) -> ConversionReport:
-    """Convert the model; it and conversion.json go to the folder `out`."""
+    """Convert the model and, if asked, distil it; it and conversion.json go to the folder `out`."""
     layers: Layers = [int(x) if x.lstrip("-").isdigit() else x for x in settings.layers]
     if settings.layers in (("all",), ("auto",)):
         layers = None if settings.layers == ("all",) else "auto"
     model = open_model(settings.model, settings.device)
+    teacher = copy.deepcopy(model) if settings.distill else None
     data = None
     if settings.data is not None:
         data = open_batches(model, settings.model, settings.data, settings.batches, settings.batch_size)
+    if settings.distill and not settings.fresh and layers == "auto":
+        layers = planned(settings.out) or layers  # a run that goes on has chosen its layers
     report = convert(
         model,
         settings.attention,
         layers=layers,
-        budget=settings.budget,
+        budget=settings.budget if layers == "auto" else None,
         data=data,
         heads=settings.heads,
         batches=settings.batches,
         progress=progress,
     )
-    save(model, settings.out)
+    if teacher is None or settings.data is None or data is None:
+        save(model, settings.out)
+    else:
+        how = settings.distillation
+        training = open_training(
+            model, settings.model, settings.data, settings.items_a_step, items=settings.items, seed=how.seed
+        )
+        report.distillation = distill(
+            model, teacher, training, how, out=settings.out, measure=data, fresh=settings.fresh, progress=progress
+        )
     write_atomically(settings.out / "conversion.json", json.dumps(report.to_json(), indent=1).encode())
     return report

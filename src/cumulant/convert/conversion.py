@@ -18,6 +18,7 @@ from .sites import Site
 
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis
+    from .distill_steps import DistillResult
 
 Layers = str | Sequence[int | str] | Mapping[int | str, Any] | None
 SAME = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -38,10 +39,13 @@ class ConversionReport:
     measured_on: str = "noise"  # "data" if some was given
     seconds: tuple[float, float] | None = None  # forward pass before and after, on what the error was measured
     peak_bytes: tuple[int, int] | None = None  # the same for memory, on CUDA
+    distillation: DistillResult | None = None  # what training after the swap reached, where there was some
 
     def to_json(self) -> dict[str, Any]:
-        values = {key: value for key, value in vars(self).items() if key != "replaced"}
-        return {**values, "replaced": {name: choice.to_json() for name, choice in self.replaced.items()}}
+        values = {key: value for key, value in vars(self).items() if key not in ("replaced", "distillation")}
+        trained = None if self.distillation is None else self.distillation.to_json()
+        replaced = {name: choice.to_json() for name, choice in self.replaced.items()}
+        return {**values, "replaced": replaced, "distillation": trained}
 
     def __str__(self) -> str:
         total = len(self.replaced) + len(self.kept)
@@ -57,6 +61,8 @@ class ConversionReport:
             lines.append(f"peak memory: {before:.0f} MiB before, {after:.0f} MiB after")
         if self.dropout_off:
             lines.append(f"attention dropout switched off in {len(self.dropout_off)} layers: no probabilities to drop")
+        if self.distillation is not None:
+            lines.append(str(self.distillation))
         return "\n".join(lines)
 
 

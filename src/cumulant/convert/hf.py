@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import zoo
 from .choice import Choice, fitting, mix, weights
 from .masks import DenseMaskError, dense, key_mask_function, understood
 
@@ -194,6 +195,9 @@ def _converted(
         return state.attend(query, key, value, mask, choice, scaling).transpose(1, 2).contiguous(), None
     queries, keys = query.shape[2], key.shape[2]
     pattern = understood(attention_mask, _causal(module, is_causal), queries, keys)
+    if queries == 1 < keys and _causal(module, is_causal) and (attention_mask is None or attention_mask.ndim == 3):
+        # The last row of causal attention is plain attention over all keys only where their order does not matter.
+        pattern = pattern._replace(is_causal=not zoo.get(choice.attention).order_free, offset=keys - 1)
     if pattern.key_mask is not None and pattern.key_mask.shape[-1] != keys:
         raise ValueError(f"the mask is for {pattern.key_mask.shape[-1]} keys, but {type(module).__name__} has {keys}")
     shared: dict[str, Any] = {"key_mask": pattern.key_mask, "is_causal": pattern.is_causal, "scale": scaling}

@@ -19,6 +19,7 @@ from .choice import Choice, mix, observed
 SELF = {
     "timm.layers.attention.Attention",
     "timm.layers.attention.AttentionRope",
+    "timm.models.vision_transformer.Attention",  # where timm had it before 1.0.16
     "timm.models.eva.EvaAttention",
     "timm.models.beit.Attention",
 }

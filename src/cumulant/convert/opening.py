@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ..data import open_source
-from ..train.train_recipe import IMAGENET_MEAN, IMAGENET_STD
+from ..data.augmentation import Augment, Augmentation
+from ..train.checkpoint import read_header
+from ..train.recipe_files import from_json
+from ..train.train_recipe import IMAGENET_MEAN, IMAGENET_STD, TrainRecipe
+from .distill_data import USUAL, Batches, Images, shown, texts
 from .inputs import Batch, example_for
 
 LENGTH = 256  # tokens of a text, at most
+TEXTS = (".txt", ".parquet")
 
 
 def open_model(name: str, device: str | None = None) -> nn.Module:
@@ -45,33 +50,75 @@ def open_model(name: str, device: str | None = None) -> nn.Module:
 
 
 def open_batches(model: nn.Module, name: str, data: str, batches: int, batch_size: int) -> list[Batch]:
-    """The first batches of a data set, as the model takes them."""
+    """A few batches as the model takes them: the first texts of a file, or items spread evenly over the test part."""
     path = Path(data)
-    if path.suffix in (".txt", ".parquet"):
+    if path.suffix in TEXTS:
         return _texts(name, path, batches, batch_size)
-    example = example_for(model)
-    key = "pixel_values" if isinstance(example, dict) else None
-    wanted: Tensor = example[key] if key is not None else example
-    frames = wanted.shape[2 if key is None else 1] if wanted.ndim == 5 else 16
-    part = open_source(data, frames=frames).test
-    mean, std = _statistics(model, name)
+    seen = _Seen(model, name)
+    part = open_source(data, frames=seen.frames).test
     made = []
     count = min(batches * batch_size, len(part))
+    augment = seen.augment(Augmentation(), 1)
     for start in range(0, count, batch_size):
         chosen = torch.linspace(0, len(part) - 1, count).long()[start : start + batch_size]
-        items = torch.stack([part.decode(int(index), wanted.shape[-1]) for index in chosen]).float() / 255
-        channels = wanted.shape[-3 if key is not None or wanted.ndim == 4 else 1]
-        if items.shape[1] != channels:
-            items = items.mean(1, keepdim=True).expand(-1, channels, *items.shape[2:])
-        shape = (1, -1) + (1,) * (items.ndim - 2)
-        items = (items - torch.tensor(mean[:channels]).view(shape)) / torch.tensor(std[:channels]).view(shape)
-        items = items.to(wanted)
-        made.append(items if key is None else {key: items.transpose(1, 2) if wanted.ndim == 5 else items})
+        items = torch.stack([part.decode(int(index), seen.size) for index in chosen])
+        made.append(shown(augment.evaluate(items).to(seen.example), seen.channels, seen.key))
     return made
 
 
-def _statistics(model: nn.Module, name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def open_training(
+    model: nn.Module, name: str, data: str, batch_size: int, *, items: int = 0, seed: int = 0
+) -> Batches | list[Batch]:
+    """The training part of a data set as the model takes it, images augmented as they were when it was trained."""
+    path = Path(data)
+    if path.suffix in TEXTS:
+        return texts(_tokenizer(name), _lines(path, items or None), batch_size, LENGTH)
+    seen = _Seen(model, name)
+    source = open_source(data, frames=seen.frames)
+    return Images(
+        source,
+        min(batch_size, len(source.train)),
+        size=seen.size,
+        augmentation=USUAL if seen.recipe is None else seen.recipe.augmentation,
+        mean=seen.mean,
+        std=seen.std,
+        channels=seen.channels,
+        key=seen.key,
+        seed=seed,
+        device=seen.example.device,
+    )
+
+
+class _Seen:
+    """How a model sees pixels: size, channels, frames, statistics, and under which keyword it takes them."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        example = example_for(model)
+        self.key = "pixel_values" if isinstance(example, dict) else None
+        self.example: Tensor = example[self.key] if self.key is not None else example
+        clip = self.example.ndim == 5
+        self.size = self.example.shape[-1]
+        self.channels = self.example.shape[-3 if self.key is not None or not clip else 1]
+        self.frames = self.example.shape[2 if self.key is None else 1] if clip else 16
+        self.recipe = _recipe(name)
+        self.mean, self.std = _statistics(model, name, self.recipe)
+
+    def augment(self, settings: Augmentation, classes: int) -> Augment:
+        return Augment(settings, size=self.size, classes=classes, mean=self.mean, std=self.std)
+
+
+def _recipe(name: str) -> TrainRecipe | None:
+    """The recipe of a run of `cumulant train`."""
+    path = Path(name)
+    weights = path if path.is_file() else path / "last.safetensors"
+    header = read_header(weights) if weights.is_file() else {}
+    return from_json(header["recipe"]) if "recipe" in header else None
+
+
+def _statistics(model: nn.Module, name: str, recipe: TrainRecipe | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation that pixels are normalised with: the model's own, or ImageNet's."""
+    if recipe is not None:
+        return recipe.mean, recipe.std
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     file = Path(name) / "preprocessor_config.json"
     if file.is_file():
@@ -81,19 +128,25 @@ def _statistics(model: nn.Module, name: str) -> tuple[tuple[float, ...], tuple[f
 
 
 def _texts(name: str, path: Path, batches: int, batch_size: int) -> list[Batch]:
-    from transformers import AutoTokenizer
-
-    count = batches * batch_size
-    if path.suffix == ".txt":
-        lines = [line.strip() for line in path.read_text().splitlines()]
-        texts = [line for line in lines if line][:count]
-    else:
-        import pyarrow.parquet as pq
-
-        texts = pq.read_table(path, columns=["text"]).column("text").slice(0, count).to_pylist()
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    lines, tokenizer = _lines(path, batches * batch_size), _tokenizer(name)
     made = []
-    for start in range(0, len(texts), batch_size):
-        part = texts[start : start + batch_size]
+    for start in range(0, len(lines), batch_size):
+        part = lines[start : start + batch_size]
         made.append(dict(tokenizer(part, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")))
     return made
+
+
+def _lines(path: Path, count: int | None) -> list[str]:
+    """The first texts of a file."""
+    if path.suffix == ".txt":
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        return [line for line in lines if line][:count]
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path, columns=["text"]).column("text").slice(0, count).to_pylist()
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)

@@ -70,7 +70,7 @@ def load(
         raise ValueError(f"{folder} replaces layers that {type(made).__name__} does not have: {', '.join(missing)}")
     full = dict(plan)
     if sites.library_of(made) == sites.TRANSFORMERS:
-        full = {**dict.fromkeys(_layers_of(made), KEPT), **plan}
+        full = {**dict.fromkeys(attention_layers(made), KEPT), **plan}
     undo = sites.apply(made, full)
     sites.remember(made, plan, undo, whole=whole)
     if check:
@@ -78,7 +78,7 @@ def load(
     return made
 
 
-def _layers_of(model: nn.Module) -> list[str]:
+def attention_layers(model: nn.Module) -> list[str]:
     """Modules of a transformers model that may ask for attention: those that hold a config and know their heads."""
     return [name for name, module in model.named_modules() if "Attention" in type(module).__name__]
 

@@ -4,9 +4,60 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
+
+
+@dataclass(frozen=True)
+class DistillRecipe:
+    """Training of a converted model on what the model before said: layers first, then answers. AdamW, bit-exact resume.
+
+    The first part of the steps trains only the replaced layers, each to give what its softmax original gives for the
+    same input; the rest trains all weights to give the original model's answers.
+    """
+
+    epochs: int = 5
+    """Passes over the data, both parts together."""
+    layer_share: float = 0.25
+    """Share of the steps for the first part."""
+    layer_lr: float = 1e-3
+    """Highest learning rate of the first part."""
+    lr: float = 5e-4
+    """Highest learning rate of the second part."""
+    min_lr: float = 1e-6
+    """Learning rate at the end of each part."""
+    warmup: float = 0.1
+    """Share of each part in which the rate rises linearly from 0; then it falls like a cosine."""
+    weight_decay: float = 0.0
+    """Of matrices; the weights are those of a trained model, so there is little reason to shrink them."""
+    clip: float | None = 1.0
+    """Largest norm of the gradient. None: no clipping."""
+    loss: Literal["auto", "kl", "mse", "cosine"] = "auto"
+    """Between answers: kl of softmax outputs for logits; mse relative to the variance, or 1 - cosine, for vectors."""
+    temperature: float = 1.0
+    """Of the softmax in kl."""
+    layer_weight: float = 0.1
+    """Weight of the replaced layers' outputs in the loss of the second part."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: autocast; weights and optimizer stay in float32."""
+    seed: int = 0
+    """Order of the data and augmentation."""
+    checkpoint_steps: int = 100
+    """Save the state to go on from after every so many steps; 0: only when the run is stopped."""
+
+    def __post_init__(self) -> None:
+        for name, low in {"epochs": 1, "layer_lr": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "layer_weight": 0,
+                          "checkpoint_steps": 0, "seed": 0}.items():  # fmt: skip
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name} must be {low} or more, got {getattr(self, name)}")
+        for name in ("layer_share", "warmup"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be positive or None, got {self.clip}")
 
 
 @dataclass(frozen=True)
@@ -48,15 +99,20 @@ class Diagnose:
 class Convert:
     """Put attention of linear cost into a trained model and save it; `load(FOLDER)` of cumulant.convert loads it.
 
-    Example: cumulant convert runs/digits-softmax-0 digits --layers auto --budget 0.1
+    With --distill it is then trained, without labels, to say what the model said before. A stopped command goes on
+    where it was when it is given again.
 
-    Example: cumulant convert path/to/sentence-encoder texts.txt --layers 3 4 5 --out encoder-hybrid
+    Example: cumulant convert runs/digits-softmax-0 --data digits --layers auto --budget 0.1
+
+    Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers 3 4 5 --out encoder-hybrid
+
+    Example: cumulant convert runs/digits-softmax-0 --data digits --distill --epochs 5 --items-a-step 64
     """
 
     model: Annotated[str, tyro.conf.Positional]
     """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
-    data: Annotated[str | None, tyro.conf.Positional] = None
-    """Data to measure the change on, as for `cumulant diagnose`; needed with --layers auto."""
+    data: str | None = None
+    """Data to measure the change on and to distil with, as for `cumulant diagnose`; needed with --layers auto."""
     attention: str = "cumulant3"
     """Mechanism, by the name that `cumulant list` prints."""
     layers: tuple[str, ...] = ("all",)
@@ -67,9 +123,26 @@ class Convert:
     """With --layers auto, also replace single heads."""
     batches: int = 4
     batch_size: int = 16
+    """Of the data that the change is measured on."""
+    distill: bool = False
+    """Train the converted model on what the model said before."""
+    distillation: DistillRecipe = DistillRecipe()
+    items_a_step: int = 64
+    """With --distill, images, clips or texts of a step."""
+    items: int = 0
+    """With --distill, at most so many texts of the data. 0: all."""
+    fresh: bool = False
+    """With --distill, begin anew and delete an earlier distillation in the folder."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     out: Path = Path("runs/converted")
     """Folder for the converted model and conversion.json."""
     json: bool = False
     """Print JSON instead of the report."""
+
+    def __post_init__(self) -> None:
+        if self.distill and self.data is None:
+            raise ValueError("--distill needs --data: inputs like those that the model will see; no labels are used")
+        for name, low in (("batches", 1), ("batch_size", 1), ("items_a_step", 1), ("items", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be {low} or more, got {getattr(self, name)}")
