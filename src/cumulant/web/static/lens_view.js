@@ -62,7 +62,7 @@ function section(model, answer) {
 
 /** How far the map is from softmax along the whole slider, with a dot where it stands. */
 function curve(maps, head, softmax) {
-  const [width, height, left, right, top, bottom] = [560, 150, 44, 14, 14, 26];
+  const [width, height, left, right, top, bottom] = [560, 150, 68, 14, 14, 26];
   const values = [...Array(31).keys()].map((step) => offBy(atOrder(maps, head, step), softmax));
   const most = Math.max(...values, 0.01);
   const x = (step) => left + (step / 30) * (width - left - right);
