@@ -205,9 +205,10 @@ def bench_report(settings: Error | Efficiency | TrainBench) -> int:
         result, table = pareto.run(settings, sys.stderr), pareto.table
     elif isinstance(settings, Efficiency):
         screen = sys.stderr if settings.json else sys.stdout
-        result, table = efficiency.run(settings, lambda text: print(text, file=screen, flush=True)), crossings.table
+        result = efficiency.run(settings, lambda text: print(text, file=screen, flush=True), minutes=settings.minutes)
+        table = crossings.table
     else:
-        result, table = training.run(settings, sys.stderr), training.table
+        result, table = training.run(settings, sys.stderr, minutes=settings.minutes), training.table
     result = report.publish(result, settings)
     print(json.dumps(result, indent=1) if settings.json else table(result))
     if not settings.json:

@@ -127,6 +127,8 @@ class Efficiency:
     """A mechanism that takes more seconds a call is not measured at longer lengths."""
     memory_limit: float = 4.0
     """The textbook softmax is not measured where its matrices need more GiB."""
+    minutes: float | None = None
+    """Begin no further length after so many minutes."""
     out: Path = Path("runs/bench")
     """Folder for efficiency.json, the plot and report.html."""
     json: bool = False
@@ -164,6 +166,8 @@ class TrainBench:
     """Further runs of the baseline, softmax unless it takes no part: the A/A control."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
+    minutes: float | None = None
+    """Begin no run that would not end within so many minutes, and stop one that has not."""
     out: Path = Path("runs/bench")
     """Folder for the runs (below RECIPE), train.json, the plot and report.html."""
     fresh: bool = False

@@ -162,3 +162,10 @@ def test_the_table_names_what_was_left_out():
 def test_quartiles_lie_around_the_median():
     assert quartiles([1.0, 2.0, 3.0, 4.0, 100.0]) == (3.0, 2.0, 4.0)
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_when_the_minutes_are_over_no_further_length_is_begun_and_that_is_said():
+    result = run(small(attention=("linear",)), progress=lambda _: None, minutes=1e-9)
+    assert {row["length"] for row in result["rows"]} == {16}
+    assert "no time for L = 24, 40" in result["given_up"]["all"]
+    assert "not measured further: all" in table(result)

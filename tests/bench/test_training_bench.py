@@ -2,14 +2,16 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from bench_records import baseline, record
 
 from cumulant.bench import training
 from cumulant.bench.capture import from_checkpoint
-from cumulant.bench.training import chosen, judged, planned, run, table
+from cumulant.bench.training import chosen, earlier, judged, planned, run, table
 from cumulant.commands import TrainBench
+from cumulant.train import read_recipe
 
 
 def outcome(result, claim):
@@ -162,3 +164,41 @@ def test_a_kept_run_gives_real_queries_keys_and_values(trained):
     layers, words = from_checkpoint(settings.out / "digits" / "linear-0", images=6)
     assert [layer.query.shape for layer in layers] == [(6, 4, 17, 16)] * 4
     assert words == "vit_nano_patch2_8 trained with linear, 6 of digits"
+
+
+def test_records_alone_are_enough_to_go_on_with(trained, tmp_path, monkeypatch):
+    """What a visit to another machine brings back is one train.json; the runs in it are not trained again."""
+    settings, result = trained
+    (tmp_path / "train.json").write_text(json.dumps(result))
+    monkeypatch.setattr(training, "train_one", lambda *_, **__: pytest.fail("a run was trained again"))
+    again = run(replace(settings, attention=("softmax", "linear"), out=tmp_path))
+    assert [one["top1"] for one in again["runs"]] == [one["top1"] for one in result["runs"][:3]]
+    assert again["missing"] == []
+
+
+def test_runs_that_a_later_command_does_not_name_stay_in_the_table(trained, tmp_path, monkeypatch):
+    settings, result = trained
+    (tmp_path / "train.json").write_text(json.dumps(result))
+    monkeypatch.setattr(training, "train_one", lambda *_, **__: pytest.fail("a run was trained again"))
+    again = run(replace(settings, attention=("softmax",), out=tmp_path))
+    assert [(one["variant"], one["role"]) for one in again["runs"]] == [
+        ("softmax", "compared"), ("softmax", "control"), ("linear", "compared"),
+    ]  # fmt: skip
+
+
+def test_records_of_another_recipe_do_not_count(trained, tmp_path):
+    settings, result = trained
+    (tmp_path / "train.json").write_text(json.dumps(result))
+    recipe = read_recipe(settings.recipe)
+    assert len(earlier(tmp_path, replace(recipe, epochs=1, attention="linear", seed=7))) == 3
+    assert earlier(tmp_path, replace(recipe, epochs=2)) == {}
+    assert earlier(tmp_path / "none", recipe) == {}
+
+
+def test_without_time_nothing_is_begun_and_what_is_left_is_named(trained, tmp_path):
+    settings, _ = trained
+    more = run(replace(settings, attention=("softmax", "linear", "flow")), minutes=1e-9)
+    assert more["missing"] == ["flow, seed 0"]
+    assert "no time was left for flow, seed 0" in table(more)
+    with pytest.raises(ValueError, match="no run was finished within the 1e-09 minutes"):
+        run(replace(settings, out=tmp_path), minutes=1e-9)

@@ -6,7 +6,7 @@ import torch
 from cumulant import zoo
 from cumulant.zoo import products
 
-NAMES = ["linear", "cosformer", "flow", "focused_linear", "rala", "mala"]
+NAMES = ["linear", "cosformer", "flow", "focused_linear", "rala", "mala", "combiner"]
 
 
 def error(name, inputs, is_causal):

@@ -90,7 +90,7 @@ def from_checkpoint(path: str | Path, *, data: str | None = None, images: int = 
     path = path / "last.safetensors" if path.is_dir() else path
     if images < 1:
         raise ValueError(f"images must be 1 or more, got {images}")
-    model: Any = load(path)
+    model: Any = load(path).float()  # a file may hold half-precision weights
     header = read_header(path)
     if "recipe" in header:
         recipe = from_json(header["recipe"])
@@ -103,6 +103,20 @@ def from_checkpoint(path: str | Path, *, data: str | None = None, images: int = 
         raise ValueError(f"{path} has no recipe inside, so its data is not known: use one that `cumulant train` wrote")
     attention = model.config.get("attention", "softmax")
     return capture(model, pixels), f"{model.config['name']} trained with {attention}, {len(pixels)} of {source}"
+
+
+def labelled_items(path: str | Path, data: str | None, count: int) -> tuple[Tensor, Tensor]:
+    """`count` test items of the recipe in a checkpoint, normalised as in evaluation, and their labels."""
+    from cumulant.train.build import augment_of, open_recipe_source
+    from cumulant.train.checkpoint import read_header
+    from cumulant.train.recipe_files import from_json
+
+    recipe = from_json(read_header(Path(path))["recipe"])
+    source = open_recipe_source(recipe, data)
+    chosen = torch.linspace(0, len(source.test) - 1, min(count, len(source.test))).long().tolist()
+    pixels = torch.stack([source.test.decode(index, recipe.loaded_size) for index in chosen])
+    labels = torch.tensor([int(source.test.labels[index]) for index in chosen])
+    return augment_of(recipe, len(source.classes)).evaluate(pixels), labels
 
 
 def _test_pixels(recipe: Any, data: str | None, images: int) -> tuple[Tensor, str]:

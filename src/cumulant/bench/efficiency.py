@@ -57,8 +57,14 @@ class Row:
     note: str = ""
 
 
-def run(settings: Efficiency, progress: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure everything the settings ask for; the lines that `progress` gets are the table."""
+def run(
+    settings: Efficiency, progress: Callable[[str], None] = print, *, minutes: float | None = None
+) -> dict[str, Any]:
+    """Measure everything the settings ask for; the lines that `progress` gets are the table.
+
+    After so many `minutes` no further length is begun, and those left are named in the result.
+    """
+    start = time.monotonic()
     device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no GPU; use --device cpu")
@@ -75,6 +81,11 @@ def run(settings: Efficiency, progress: Callable[[str], None] = print) -> dict[s
         progress(line(row))
     given_up: dict[str, str] = {}
     for length in lengths:
+        if minutes is not None and length > lengths[0] and time.monotonic() - start > 60 * minutes:
+            given_up["all"] = (
+                f"no time for L = {', '.join(f'{n:,}' for n in lengths if n >= length)} in {minutes:g} min"
+            )
+            break
         active = {name: one for name, one in table.items() if name not in wrong and name not in given_up}
         tokens = draw(settings, batch, length, device, getattr(torch, chosen))
         _refuse_the_matrix(active, given_up, tokens, settings.memory_limit)
@@ -219,7 +230,7 @@ def _time(
 
         for row in timed:
             for phase, call in calls[row.name].items():
-                taken = do_bench(call, warmup=25, rep=100, return_mode="all")
+                taken = do_bench(call, warmup=10, rep=40, return_mode="all")
                 row.milliseconds[phase], row.calls = quartiles(taken), len(taken)
         return
     samples: dict[tuple[str, str], list[float]] = {(row.name, phase): [] for row in timed for phase in PHASES}

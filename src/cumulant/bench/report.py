@@ -19,7 +19,7 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "efficiency": plots.efficiency,
     "train": plots.training,
 }
-NOT_SAID = ("out", "json", "fresh")  # they do not change the numbers
+NOT_SAID = ("out", "json", "fresh", "minutes")  # they do not change the numbers
 
 
 def prepare(out: Path) -> None:
@@ -59,6 +59,13 @@ def command(settings: Error | Efficiency | TrainBench) -> str:
 
 def publish(result: dict[str, Any], settings: Error | Efficiency | TrainBench) -> dict[str, Any]:
     """Write NAME.json, NAME.svg, NAME.png and report.html into settings.out; the result with its provenance."""
+    result = record(result, settings)
+    redraw(settings.out, result["bench"])
+    return result
+
+
+def record(result: dict[str, Any], settings: Error | Efficiency | TrainBench) -> dict[str, Any]:
+    """Write NAME.json alone, for machines without the packages of figures and page; see `redraw`."""
     from cumulant.train.files import write_atomically
 
     result = {**result, **provenance(command(settings))}
@@ -69,11 +76,19 @@ def publish(result: dict[str, Any], settings: Error | Efficiency | TrainBench) -
         import torch
 
         result["machine"]["gpu"] = torch.cuda.get_device_name()
-    name, out = result["bench"], settings.out
-    write_atomically(out / f"{name}.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
-    PLOTS[name](result, out / name)
-    write_atomically(out / "report.html", render(read(out)).encode())
+    path = settings.out / f"{result['bench']}.json"
+    write_atomically(path, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     return result
+
+
+def redraw(out: Path, *names: str) -> None:
+    """Figures (of all results in the folder unless named) and report.html, e.g. of JSON that another machine wrote."""
+    from cumulant.train.files import write_atomically
+
+    results = read(out)
+    for name in names or results:
+        PLOTS[name](results[name], out / name)
+    write_atomically(out / "report.html", render(results).encode())
 
 
 def read(out: Path) -> dict[str, dict[str, Any]]:

@@ -1,18 +1,21 @@
 """`cumulant bench train`: one recipe, every mechanism; accuracy beside parameters, FLOPs, throughput and memory.
 
 A thin layer over `cumulant.train.train`, which keeps and resumes each run; here every finished run gets a record,
-bench.json, in its folder. The baseline is trained again with other seeds (A/A control): the range of its runs is what
-chance alone makes, and it is shown next to every difference.
+bench.json, in its folder. Records are enough to go on with: those in the folder and those in an earlier train.json
+count as finished, so that several visits to a machine add up, each with its `minutes`. The baseline is trained again
+with other seeds (A/A control): the range of its runs is what chance alone makes, and it is shown next to every
+difference.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -45,10 +48,13 @@ CLAIMS = (
     ("focused_linear", "focused_linear:use_conv=false", False),
     ("rala", "focused_linear", False),
     ("rala", "rala:use_gate=false", False),
+    ("rala:use_gate=false", "rala:use_alpha=false", False),
+    ("rala:use_alpha=false", "rala:use_gate=false:use_alpha=false", False),
     ("mala", "linear", False),
     ("mala", "rala", True),
     ("agent", "softmax", False),
     ("agent", "agent:conv=false", False),
+    ("agent:agents=16", "agent", True),
 )
 
 
@@ -65,28 +71,58 @@ class Run:
         return f"{re.sub(r'[^A-Za-z0-9_.=-]+', '+', self.variant.label)}-{self.seed}"
 
 
-def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]:
-    """Train what is missing, then say what the runs allow to be said."""
+def run(settings: TrainBench, progress: IO[str] | None = None, *, minutes: float | None = None) -> dict[str, Any]:
+    """Train what is missing, then say what the runs allow to be said.
+
+    With `minutes` no run is begun that would not end in time, as far as the runs so far tell, and one that has not
+    ended by then is stopped with its state kept; `missing` of the result names what was left.
+    """
+    from cumulant.data.held import hold
+    from cumulant.studies.budget import Budget, epochs_done
+    from cumulant.studies.runs import time_limit
     from cumulant.train import read_recipe
     from cumulant.train.build import open_recipe_source
+    from cumulant.train.stepping import room_for_compiled_code
 
     recipe = read_recipe(settings.recipe)
     recipe = replace(recipe, data=settings.data or recipe.data, epochs=settings.epochs or recipe.epochs)
     variants = chosen(settings.attention)
     baseline = next((v for v in variants if v.label == "softmax"), variants[0])
     source = open_recipe_source(recipe)
+    source = hold(source, recipe.loaded_size) or source  # decoded once for all runs
     folder = settings.out / Path(settings.recipe).stem
-    records = []
+    records, missing, budget = [], [], Budget(minutes)
     runs = planned(variants, baseline, settings)
+    kept = {} if settings.fresh else earlier(settings.out, recipe)
     for number, one in enumerate(runs, 1):
+        name, place = f"{one.variant.label}, seed {one.seed}", folder / one.folder
+        record = kept.pop((one.variant.label, one.seed), None) or read_record(place, recipe, settings.fresh)
+        to_do = recipe.epochs - epochs_done(place)
+        if record is None and not budget.fits(one.variant.label, to_do):
+            missing.append(name)
+            continue
         if progress is not None:
-            print(f"[{number}/{len(runs)}] {one.variant.label}, seed {one.seed}, {one.role}", file=progress, flush=True)
-        record = train_one(one, recipe, source, folder / one.folder, settings, progress)
+            print(f"[{number}/{len(runs)}] {name}, {one.role}", file=progress, flush=True)
+        if record is None:
+            started = budget.clock()
+            try:
+                with time_limit(budget) as over, room_for_compiled_code() if recipe.compile else nullcontext():
+                    record = train_one(one, recipe, source, place, settings, progress)
+            except KeyboardInterrupt:
+                if not over.is_set():
+                    raise
+                missing.append(name)
+                continue
+            if not record["failure"]:
+                budget.saw(one.variant.label, to_do, budget.clock() - started)
         if progress is not None:
             print(f"  {record['failure'] or format(record['top1'], '.2%')}", file=progress, flush=True)
         records.append({**record, "role": one.role})
         if number == 1 and record["failure"]:  # without a baseline there is nothing to compare with
             raise ValueError(f"the baseline {baseline.label} failed: {record['failure']}")
+    records += kept.values()  # runs of earlier commands that this one does not name stay in the table
+    if not records:
+        raise ValueError(f"no run was finished within the {minutes:g} minutes; give the same command again to go on")
     result = {
         "bench": "train",
         "recipe": Path(settings.recipe).stem,
@@ -98,6 +134,7 @@ def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]
         "test_items": len(source.test),
         "baseline": baseline.label,
         "seeds": settings.seeds,
+        "missing": missing,
         "runs": records,
     }
     return {**result, **judged(records, baseline.label)}
@@ -119,6 +156,34 @@ def planned(variants: Sequence[Variant], baseline: Variant, settings: TrainBench
     return own + again + others
 
 
+def earlier(out: Path, recipe: TrainRecipe) -> dict[tuple[str, int], dict[str, Any]]:
+    """Records in a train.json in the folder, by variant and seed: those of this recipe that did not fail."""
+    path = out / "train.json"
+    if not path.is_file():
+        return {}
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    return {
+        (one["variant"], one["seed"]): one
+        for one in runs
+        if not one["failure"] and one.get("recipe_digest") == digest(recipe)
+    }
+
+
+def read_record(folder: Path, recipe: TrainRecipe, fresh: bool) -> dict[str, Any] | None:
+    """The record in the folder of a run, if it is one of this recipe and none is to be made anew."""
+    path = folder / RECORD
+    if fresh or not path.is_file():
+        return None
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return record if record.get("recipe_digest") == digest(recipe) else None
+
+
+def digest(recipe: TrainRecipe) -> str:
+    """What tells two recipes apart, whichever mechanism and seed they are run with and wherever their data lies."""
+    same = replace(recipe, data=Path(recipe.data).name, attention="softmax", seed=0)
+    return hashlib.sha256(json.dumps(asdict(same), sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
 def train_one(
     one: Run, recipe: TrainRecipe, source: Source, folder: Path, settings: TrainBench, progress: IO[str] | None
 ) -> dict[str, Any]:
@@ -126,7 +191,7 @@ def train_one(
     from cumulant.train import RecipeError, train
     from cumulant.train.files import write_atomically
 
-    variant = one.variant
+    variant, common = one.variant, digest(recipe)
     recipe = replace(
         recipe,
         attention=variant.mechanism.name,
@@ -134,15 +199,13 @@ def train_one(
         seed=one.seed,
     )
     path = folder / RECORD
-    torch.compiler.reset()  # every run compiles the same function anew, and torch gives up after eight of them
     try:
         result = train(recipe, folder, source=source, device=settings.device, fresh=settings.fresh, progress=progress)
-        if path.is_file() and not settings.fresh:
-            return json.loads(path.read_text(encoding="utf-8"))
         record = {
             "variant": variant.label,
             "seed": one.seed,
             "failure": "",
+            "recipe_digest": common,
             **{name: getattr(result, name) for name in ("top1", "top5", "loss", "best_top1", "parameters", "seconds")},
             "throughput": throughput(result, recipe),
             **costs(recipe, source, settings.device),
@@ -303,4 +366,5 @@ def table(result: dict[str, Any]) -> str:
     tested = [one for one in result["claims"] if one["outcome"] != "not tested"]
     lines += [f"  {one['claim']:44s} {one['outcome']} ({one['difference']:+.2f})" for one in tested]
     lines += [f"failed: {name}: {why}" for name, why in result["failed"].items()]
+    lines += [f"no time was left for {name}" for name in result.get("missing", ())]
     return "\n".join(lines)

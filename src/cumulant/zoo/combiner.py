@@ -76,6 +76,7 @@ def combiner_attention(
             assert key_mask is not None
             q, bias = without_absent(q, key_mask), bias.expand(q.shape[:-1])
         parts: dict[str, Any] = {"c": segment, "is_causal": is_causal, "prefix": prefix, "own": not exclude_own}
+        parts["dtype"] = query.dtype
         if variant == "fixed":
             out = fixed(q, k, v, bias, pooling=pooling, **parts)
         elif variant == "axial":

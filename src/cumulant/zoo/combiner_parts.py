@@ -1,7 +1,8 @@
 """The three partitions of Combiner: fixed segments, blocks of powers of two, rows of a grid.
 
 Shape legend: ... leading dimensions with the heads, L tokens, D, E widths, c tokens of a segment or row, m segments or
-rows, p prefix tokens. Queries carry the scale; `bias` (..., L) is the log of the key weights, -inf for absent tokens.
+rows, p prefix tokens. Queries carry the scale; `bias` (..., L) is the log of the key weights, -inf for absent tokens;
+`dtype` is that of the mechanism's inputs, see `products.product`.
 
 Each query has direct keys and regions that, together, hold every key it may see once. One softmax goes over the direct
 keys and the summary keys K_r; a region passes its weight on to its tokens by p_r = softmax_j(Q_r.k_j), the same for all
@@ -16,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .masking import ABSENT, softmax_or_zero
+from ..moments import ratio
+from .masking import ABSENT, joint_exponentials, softmax_or_zero
+from .products import product
 
 POOLINGS = ("max", "mean", "sum")
 SUMMARY_KEYS = ("wsum", "none")
@@ -35,12 +38,22 @@ def pool(x: Tensor, bias: Tensor, pooling: str) -> Tensor:
 def summarise(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pooling: str) -> tuple[Tensor, Tensor, Tensor]:
     """K_r (..., r, D), V_r (..., r, E) and which regions are empty (..., r), of regions (..., r, t, D)."""
     Q, K = pool(q, bias, pooling), pool(k, bias, pooling)
-    p = softmax_or_zero((Q.unsqueeze(-2) @ k.mT).squeeze(-2) + bias)
-    return K, (p.unsqueeze(-2) @ v).squeeze(-2), (bias == ABSENT).all(-1)
+    p = softmax_or_zero((Q.unsqueeze(-2) * k).sum(-1) + bias)
+    return K, (p.unsqueeze(-1) * v).sum(-2), (bias == ABSENT).all(-1)
 
 
 def fixed(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, c: int, is_causal: bool, prefix: int, pooling: str, own: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    *,
+    c: int,
+    is_causal: bool,
+    prefix: int,
+    pooling: str,
+    own: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Direct: the own segment of c tokens; regions: the other segments, the earlier ones if causal.
 
@@ -50,15 +63,14 @@ def fixed(
     q, k, v, bias, length = _segments(*rest, c)
     m = q.shape[-3]
     K, V, empty = summarise(q, k, v, bias, pooling)
-    near = q @ k.mT + bias.unsqueeze(-2)
+    near = product(q, k.mT, dtype) + bias.unsqueeze(-2)
     if is_causal:
         near = near.masked_fill(_later(c, c, q.device), ABSENT)
-    far = q @ K.mT.unsqueeze(-3)  # (..., m, c, m)
+    far = product(q, K.mT.unsqueeze(-3), dtype)  # (..., m, c, m)
     hidden = empty[..., None, None, :] | _hidden_regions(m, is_causal, own, q.device)[:, None, :]
-    weights = softmax_or_zero(torch.cat((near, far.masked_fill(hidden, ABSENT), *first.logits(q)), -1))
-    a, b, d = weights.tensor_split([c, c + m], -1)
-    out = a @ v + b @ V.unsqueeze(-3) + first.read(d)
-    return torch.cat((first.out, out.flatten(-3, -2)[..., :length, :]), -2)
+    (a, b, *d), total = joint_exponentials((near, far.masked_fill(hidden, ABSENT), *first.logits(q)))
+    out = ratio(product(a, v, dtype) + product(b, V.unsqueeze(-3), dtype) + first.read(d), total)
+    return first.before(out.flatten(-3, -2)[..., :length, :])
 
 
 def axial(
@@ -72,6 +84,7 @@ def axial(
     prefix: int,
     summary_key: str | Callable[[Tensor], Tensor],
     own: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Direct: the own row of c tokens; regions: the other rows, through their summary in the own column.
 
@@ -82,24 +95,23 @@ def axial(
     first, rest = _split_prefix(q, k, v, bias, prefix, is_causal)
     q, k, v, bias, length = _segments(*rest, c)
     m = q.shape[-3]
-    near = q @ k.mT + bias.unsqueeze(-2)
+    near = product(q, k.mT, dtype) + bias.unsqueeze(-2)
     P = softmax_or_zero(near)
-    V = P @ v
+    V = product(P, v, dtype)
     if callable(summary_key):
         K = summary_key(V.flatten(-3, -2)[..., :length, :])
         K = F.pad(K, (0, 0, 0, m * c - length)).unflatten(-2, (m, c))
     else:
-        K = P @ k if summary_key == "wsum" else k
-    far = (q.transpose(-3, -2) @ K.transpose(-3, -2).mT).transpose(-3, -2)  # (..., m, c, m)
+        K = product(P, k, dtype) if summary_key == "wsum" else k
+    far = product(q.transpose(-3, -2), K.transpose(-3, -2).mT, dtype).transpose(-3, -2)  # (..., m, c, m)
     empty = (bias == ABSENT).all(-1)
     hidden = empty[..., None, None, :] | _hidden_regions(m, is_causal, own, q.device)[:, None, :]
     if is_causal:
         near = near.masked_fill(_later(c, c, q.device), ABSENT)
-    weights = softmax_or_zero(torch.cat((near, far.masked_fill(hidden, ABSENT), *first.logits(q)), -1))
-    a, b, d = weights.tensor_split([c, c + m], -1)
-    columns = b.transpose(-3, -2) @ V.transpose(-3, -2)
-    out = a @ v + columns.transpose(-3, -2) + first.read(d)
-    return torch.cat((first.out, out.flatten(-3, -2)[..., :length, :]), -2)
+    (a, b, *d), total = joint_exponentials((near, far.masked_fill(hidden, ABSENT), *first.logits(q)))
+    columns = product(b.transpose(-3, -2), V.transpose(-3, -2), dtype)
+    out = ratio(product(a, v, dtype) + columns.transpose(-3, -2) + first.read(d), total)
+    return first.before(out.flatten(-3, -2)[..., :length, :])
 
 
 def log_sparse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, pooling: str) -> Tensor:
@@ -140,17 +152,22 @@ class _Prefix:
         """Of queries (..., m, c, D), (..., m, c, p)."""
         return [q @ self.k.mT.unsqueeze(-3) + self.bias[..., None, None, :]] if self.k.shape[-2] else []
 
-    def read(self, weights: Tensor) -> Tensor:
-        return weights @ self.v.unsqueeze(-3)
+    def before(self, out: Tensor) -> Tensor:
+        return torch.cat((self.out, out), -2) if self.k.shape[-2] else out
+
+    def read(self, weights: list[Tensor]) -> Tensor | float:
+        return weights[0] @ self.v.unsqueeze(-3) if weights else 0.0
 
 
 def _split_prefix(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, prefix: int, is_causal: bool
 ) -> tuple[_Prefix, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    logits = q[..., :prefix, :] @ k.mT + bias.unsqueeze(-2)
-    if is_causal:
-        logits = logits.masked_fill(_later(prefix, k.shape[-2], q.device), ABSENT)
-    out = softmax_or_zero(logits) @ v
+    out = v[..., :prefix, :]
+    if prefix:
+        logits = q[..., :prefix, :] @ k.mT + bias.unsqueeze(-2)
+        if is_causal:
+            logits = logits.masked_fill(_later(prefix, k.shape[-2], q.device), ABSENT)
+        out = softmax_or_zero(logits) @ v
     first = _Prefix(k[..., :prefix, :], v[..., :prefix, :], bias[..., :prefix], out)
     return first, (q[..., prefix:, :], k[..., prefix:, :], v[..., prefix:, :], bias[..., prefix:])
 
@@ -160,7 +177,7 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, c: int) -> tuple[Te
     length = q.shape[-2]
     missing = -length % c
     split = ((length + missing) // c, c)
-    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(-2, split) for x in (q, k, v))
+    q, k, v = ((F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, split) for x in (q, k, v))
     return q, k, v, F.pad(bias, (0, missing), value=ABSENT).unflatten(-1, split), length
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .inputs import fold_groups, prepare, weights_of, wide
-from .products import fraction, with_ones
+from .products import factor, fraction, with_ones
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -44,8 +44,8 @@ def cosformer_attention(
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, scale, max_len)
-        sums, total = fraction(features_q, features_k, wide(value), query.dtype, is_causal=is_causal, chunk=chunk)
+        features_q, features_k = _features(query, key, key_mask, scale, max_len, query.dtype)
+        sums, total = fraction(features_q, features_k, value, query.dtype, is_causal=is_causal, chunk=chunk)
         return (sums / total.clamp(min=eps)).to(query.dtype)
 
 
@@ -63,7 +63,7 @@ def cosformer_scores(
     """The weights w_ij / max(sum_j w_ij, eps), (..., H, Lq, Lk). Cost: 2 Lq Lk D."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, scale, max_len)
+        features_q, features_k = _features(query, key, key_mask, scale, max_len, torch.float32)
         weights = fold_groups(features_q, key.shape[-3]) @ features_k.mT
         weights = weights.reshape(*query.shape[:-1], key.shape[-2])
         if is_causal:
@@ -94,28 +94,32 @@ class CosformerStream:
         self.seen += 1
         position = torch.tensor([float(self.seen)], device=query.device, dtype=wide(query).dtype)
         angle = position * (math.pi / 2 / self.max_len)
-        KV = _turned(F.relu(wide(key)), angle).mT @ with_ones(wide(value))
+        KV = _turned(F.relu(wide(key)), angle, torch.float32).mT @ with_ones(wide(value))
         self.state = CosformerState(KV if self.state is None else self.state.KV + KV, position)
-        rows = fold_groups(_turned(F.relu(wide(query)), angle), key.shape[-3])
+        rows = fold_groups(_turned(F.relu(wide(query)), angle, torch.float32), key.shape[-3])
         sums = rows @ self.state.KV
         out = sums[..., :-1] / sums[..., -1:].clamp(min=self.eps)
         return out.reshape(*query.shape[:-1], value.shape[-1]).to(query.dtype)
 
 
 def _features(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float | None, max_len: int | Tensor | None
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    scale: float | None,
+    max_len: int | Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """relu(q) and w relu(k), each with the sine and the cosine of its position: widths 2 D."""
+    """relu(q) and w relu(k), each with the sine and the cosine of its position: widths 2 D; `dtype`: see `product`."""
     query, key = wide(query), wide(key)
     longest = max(query.shape[-2], key.shape[-2])
     if max_len is None:
         max_len = max(1, longest)
     elif not isinstance(max_len, Tensor) and max_len < longest:
         raise ValueError(f"max_len must be at least the number of tokens, {longest}, got {max_len}")
-    features_q = _turned(F.relu(query if scale is None else query * scale), _angles(query, max_len))
-    features_k = _turned(F.relu(key), _angles(key, max_len))
-    weights = weights_of(key_mask, key)
-    return features_q, features_k if weights is None else features_k * weights
+    rows, weights = F.relu(query if scale is None else query * scale), weights_of(key_mask, key)
+    columns = F.relu(key) if weights is None else F.relu(key) * weights
+    return _turned(rows, _angles(query, max_len), dtype), _turned(columns, _angles(key, max_len), dtype)
 
 
 def _angles(x: Tensor, max_len: int | Tensor) -> Tensor:
@@ -126,8 +130,8 @@ def _angles(x: Tensor, max_len: int | Tensor) -> Tensor:
     return position * (math.pi / 2 / max_len)
 
 
-def _turned(x: Tensor, angle: Tensor) -> Tensor:
-    return torch.cat((x * angle.sin().unsqueeze(-1), x * angle.cos().unsqueeze(-1)), -1)
+def _turned(x: Tensor, angle: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.cat([factor(x * turn.unsqueeze(-1), dtype) for turn in (angle.sin(), angle.cos())], -1)
 
 
 COSFORMER = register(

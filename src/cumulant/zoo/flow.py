@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .inputs import prepare, prepare_queries, weights_of, wide
-from .products import feature_product
+from .products import factor, feature_product
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -54,8 +54,8 @@ def flow_attention(
     _refuse_groups(enable_gqa)
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=False)
     with torch.autocast(query.device.type, enabled=False):
-        rows, sources, allocation = flow(query, key, key_mask, query_mask, is_causal, scale, clamp, eps)
-        sums = feature_product(rows, sources, wide(value), query.dtype, is_causal=is_causal, chunk=chunk)
+        rows, sources, allocation = flow(query, key, key_mask, query_mask, is_causal, scale, clamp, eps, query.dtype)
+        sums = feature_product(rows, sources, value, query.dtype, is_causal=is_causal, chunk=chunk)
         return (allocation * sums).to(query.dtype)
 
 
@@ -89,31 +89,45 @@ def flow(
     scale: float | None,
     clamp: float | None,
     eps: float,
+    dtype: torch.dtype = torch.float32,
 ) -> Flow:
-    """The parts of flow attention for checked query (..., H, Lq, D) and key (..., H, Lk, D). Cost: L D."""
+    """The parts of flow attention for checked query (..., H, Lq, D) and key (..., H, Lk, D). Cost: L D.
+
+    `dtype` is that of the inputs whose products are to be taken, see `product`.
+    """
     query, sinks = prepare_queries(query, query_mask)
-    q, k = torch.sigmoid(wide(query if scale is None else query * scale)), torch.sigmoid(wide(key))
-    one = q.new_ones(())
-    w_q = one.expand(*q.shape[:-3], 1, q.shape[-2], 1) if sinks is None else sinks
+    query = query if scale is None else query * scale
+    q, k = (wide(factor(torch.sigmoid(wide(x)), dtype)) for x in (query, key))
     w_k = weights_of(key_mask, k)
-    w_k = one.expand(*k.shape[:-3], 1, k.shape[-2], 1) if w_k is None else w_k
-    return _causal_flow(q, k, w_q, w_k, clamp, eps) if is_causal else _full_flow(q, k, w_q, w_k, clamp, eps)
+    return _causal_flow(q, k, sinks, w_k, clamp, eps) if is_causal else _full_flow(q, k, sinks, w_k, clamp, eps)
 
 
-def _full_flow(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, clamp: float | None, eps: float) -> Flow:
-    L, S = (w.sum(-2, keepdim=True).clamp(min=1e-30) for w in (w_q, w_k))
-    incoming = 1 / _dot(q, (w_k * k).sum(-2, keepdim=True), eps)
-    outgoing = 1 / _dot(k, (w_q * q).sum(-2, keepdim=True), eps)
-    conserved_in = _dot(q, (w_k * k * outgoing).sum(-2, keepdim=True), eps)
-    conserved_out = _clamped(_dot(k, (w_q * q * incoming).sum(-2, keepdim=True), eps), clamp)
-    logits = conserved_out.masked_fill(w_k == 0, torch.finfo(k.dtype).min)
+def _full_flow(q: Tensor, k: Tensor, w_q: Tensor | None, w_k: Tensor | None, clamp: float | None, eps: float) -> Flow:
+    L, S = _count(q, w_q), _count(k, w_k)
+    incoming = 1 / _dot(q, _weighted(k, w_k).sum(-2, keepdim=True), eps)
+    outgoing = 1 / _dot(k, _weighted(q, w_q).sum(-2, keepdim=True), eps)
+    conserved_in = _dot(q, (k * _weighted(outgoing, w_k)).sum(-2, keepdim=True), eps)
+    conserved_out = _clamped(_dot(k, (q * _weighted(incoming, w_q)).sum(-2, keepdim=True), eps), clamp)
+    logits = conserved_out if w_k is None else conserved_out.masked_fill(w_k == 0, torch.finfo(k.dtype).min)
     peak = logits.amax(-2, keepdim=True).detach() if logits.shape[-2] else 0.0
-    kernel = w_k * (logits - peak).exp()
+    kernel = _weighted((logits - peak).exp(), w_k)
     competition = kernel / kernel.sum(-2, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny) * S
     return Flow(q * incoming, k * competition, torch.sigmoid(conserved_in * (L / S)))
 
 
-def _causal_flow(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, clamp: float | None, eps: float) -> Flow:
+def _weighted(x: Tensor, weights: Tensor | None) -> Tensor:
+    return x if weights is None else x * weights
+
+
+def _count(x: Tensor, weights: Tensor | None) -> Tensor | float:
+    """The number of tokens that count, never 0."""
+    return max(x.shape[-2], 1e-30) if weights is None else weights.sum(-2, keepdim=True).clamp(min=1e-30)
+
+
+def _causal_flow(q: Tensor, k: Tensor, w_q: Tensor | None, w_k: Tensor | None, clamp: float | None, eps: float) -> Flow:
+    w_q, w_k = (
+        x.new_ones(()).expand(*x.shape[:-3], 1, x.shape[-2], 1) if w is None else w for x, w in ((q, w_q), (k, w_k))
+    )
     count_q, count_k = (w.cumsum(-2).clamp(min=1e-30) for w in (w_q, w_k))
     incoming = 1 / _dot(q, (w_k * k).cumsum(-2), eps)
     outgoing = 1 / _dot(k, (w_q * q).cumsum(-2), eps)

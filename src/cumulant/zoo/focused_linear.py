@@ -26,9 +26,9 @@ def focus(x: Tensor, power: float) -> Tensor:
     """f(x) = x^p |x| / |x^p| for x > 0 (..., H, L, D), norms over the channels of all heads together.
 
     Keeps the norm of a token and moves it towards its largest channels. f(c x) = c f(x), so it is taken of x over its
-    largest channel: the plain power underflows. Cost: L C.
+    largest channel: the plain power underflows. For the same reason that channel needs no gradient. Cost: L C.
     """
-    peak = x.amax((-3, -1), keepdim=True) if x.numel() else x.new_ones(())
+    peak = x.detach().amax((-3, -1), keepdim=True) if x.numel() else x.new_ones(())
     x = x / peak
     raised = x**power
     return raised * (_norm(x) / _norm(raised)) * peak
@@ -59,7 +59,7 @@ def focused_linear_attention(
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
         features_q, features_k, weights = _features(query, key, key_mask, scale, power, channel_scale)
-        sums, total = fraction(features_q, features_k, wide(value), query.dtype, is_causal=is_causal, chunk=chunk)
+        sums, total = fraction(features_q, features_k, value, query.dtype, is_causal=is_causal, chunk=chunk)
         count = _count(weights, query.shape[-2], is_causal)
         return (sums / (total + eps * count)).to(query.dtype)
 

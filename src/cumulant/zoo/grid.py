@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .inputs import wide
+from .products import factor
 
 Grid = tuple[int, ...]
 
@@ -91,11 +92,15 @@ def rotary_angles(grid: Grid, prefix: int, dim: int, *, device: Any = None, dtyp
     return F.pad(angles.repeat(math.prod(grid[:-2]), 1), (0, 0, prefix, 0))
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns the interleaved pairs (x_0, x_1), (x_2, x_3), ... of x (..., L, D) by angles (L, D/2)."""
+def rotate(x: Tensor, angles: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Turns the interleaved pairs (x_0, x_1), (x_2, x_3), ... of x (..., L, D) by angles (L, D/2).
+
+    The result is a factor of `product` for inputs of `dtype`.
+    """
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles.cos(), angles.sin()
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    turned = (factor(y, dtype) for y in (even * cos - odd * sin, odd * cos + even * sin))
+    return torch.stack(tuple(turned), -1).flatten(-2)
 
 
 def resize_table(table: Tensor, old: Grid, new: Grid, prefix: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .grid import Grid, GridConv, resolve_grid, rotary_angles, rotate
@@ -17,8 +18,10 @@ KERNEL = 5
 INIT_STD = 0.02
 
 
-def rotated(query: Tensor, key: Tensor, grid: Grid | None, prefix: int) -> tuple[Tensor, Tensor]:
-    """Features of queries and keys turned by their place on the grid, which they must share."""
+def rotated(
+    query: Tensor, key: Tensor, grid: Grid | None, prefix: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Features of queries and keys turned by their place on the grid, which they must share; see `rotate`."""
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"use_rope=True needs queries and keys on one grid, got {query.shape[-2]} and {key.shape[-2]} tokens; "
@@ -26,7 +29,7 @@ def rotated(query: Tensor, key: Tensor, grid: Grid | None, prefix: int) -> tuple
         )
     grid = resolve_grid(query.shape[-2], grid, prefix)
     angles = rotary_angles(grid, prefix, query.shape[-1], device=query.device, dtype=query.dtype)
-    return rotate(query, angles), rotate(key, angles)
+    return rotate(query, angles, dtype), rotate(key, angles, dtype)
 
 
 class LepeGate(nn.Module):

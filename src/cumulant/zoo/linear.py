@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .inputs import fold_groups, prepare, weights_of, wide
-from .products import fraction
+from .products import fraction, multiplies_narrow
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -87,8 +87,8 @@ def linear_attention(
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, scale)
-        sums, total = fraction(features_q, features_k, wide(value), query.dtype, is_causal=is_causal, chunk=chunk)
+        features_q, features_k = _features(_for_map(query), _for_map(key), key_mask, scale)
+        sums, total = fraction(features_q, features_k, value, query.dtype, is_causal=is_causal, chunk=chunk)
         return (sums / (total + eps)).to(query.dtype)
 
 
@@ -105,7 +105,7 @@ def linear_scores(
     """The weights w_l phi(q_i).phi(k_l) / (their sum + eps), (..., H, Lq, Lk). Cost: Lq Lk D."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, scale)
+        features_q, features_k = _features(wide(query), wide(key), key_mask, scale)
         weights = fold_groups(features_q, key.shape[-3]) @ features_k.mT
         weights = weights.reshape(*query.shape[:-1], key.shape[-2])
         if is_causal:
@@ -113,9 +113,13 @@ def linear_scores(
         return (weights / (weights.sum(-1, keepdim=True) + eps)).to(query.dtype)
 
 
+def _for_map(x: Tensor) -> Tensor:
+    """x in the dtype of its features: its own where products round to that anyway, as the map rounds but once."""
+    return x if multiplies_narrow(x, x.dtype) else wide(x)
+
+
 def _features(query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """phi(scale q) and w phi(k). The weight comes after the map: phi of a key set to 0 would be 1."""
-    query, key = wide(query), wide(key)
     features_q = feature_map(query if scale is None else query * scale)
     weights = weights_of(key_mask, key)
     return features_q, feature_map(key) if weights is None else feature_map(key) * weights

@@ -13,6 +13,7 @@ from torch import Tensor
 from .inputs import fold_groups, prepare, weights_of, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
+from .products import factor as as_factor
 from .products import feature_product, fit_length
 from .ragged import padded
 from .registry import Mechanism, register
@@ -47,12 +48,18 @@ def mala_attention(
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k, value = feature_map(wide(query)), feature_map(wide(key)), wide(value)
+        # The causal products are wide whatever the inputs: the terms of the formula are large and nearly cancel. They
+        # do not have to where the values can lose their mean before.
+        dtype = torch.float32 if is_causal else query.dtype
+        features_q, features_k = (wide(as_factor(feature_map(wide(x)), dtype)) for x in (query, key))
+        value = wide(value)
         weights = weights_of(key_mask, features_k)
         if weights is None:
             weights = features_k.new_ones(()).expand(*key.shape[:-3], 1, key.shape[-2], 1)
         features_k = features_k * weights
-        turned_q, turned_k = rotated(features_q, features_k, grid, prefix) if use_rope else (features_q, features_k)
+        turned_q, turned_k = features_q, features_k
+        if use_rope:
+            turned_q, turned_k = rotated(features_q, features_k, grid, prefix, dtype)
         groups = query.shape[-3] // max(1, key.shape[-3])
 
         def sums_of(x: Tensor) -> Tensor:
@@ -65,16 +72,18 @@ def mala_attention(
         total = (features_q * sums_of(features_k)).sum(-1, keepdim=True) * factor
         mean = sums_of(value * weights) / count
         sharpen = 1 + 1 / (total + eps)
-        # Products in the wide dtype whatever that of the inputs: the terms of the formula are large and nearly cancel.
         if is_causal:
-            sums = feature_product(turned_q, turned_k, value, value.dtype, is_causal=True, chunk=chunk)
+            sums = feature_product(turned_q, turned_k, value, dtype, is_causal=True, chunk=chunk)
             out = sums * factor * sharpen - total * mean
         else:
-            # Taken of values without their mean, they do not have to.
+            # The result does not depend on what is taken off here and given back below: it needs no gradient.
             centre = (value * weights).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True).clamp(min=1e-30)
-            sums = feature_product(turned_q, turned_k, value - centre, value.dtype) * factor
-            turned = (turned_q * sums_of(turned_k)).sum(-1, keepdim=True) * factor if use_rope else total
-            out = sums * sharpen + mean * (turned * sharpen - total)
+            shifted = as_factor(value - centre.detach(), dtype)
+            turned = (turned_q * sums_of(wide(turned_k))).sum(-1, keepdim=True) * factor if use_rope else total
+            sums = feature_product(turned_q, turned_k, shifted, dtype) * factor
+            if shifted.dtype != value.dtype:  # rounding has left a mean, small but the same for all keys
+                sums = sums - turned * (sums_of(wide(shifted.detach()) * weights) / count)
+            out = (sums + turned * mean.detach()) * sharpen - total * mean
     return out.to(query.dtype)
 
 

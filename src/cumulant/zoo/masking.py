@@ -5,6 +5,8 @@ Shape legend: ... leading dimensions, H query heads, Hk key heads, L tokens, D w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,17 @@ def softmax_or_zero(logits: Tensor) -> Tensor:
     """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
     empty = (logits == ABSENT).all(-1, keepdim=True)
     return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+
+
+def joint_exponentials(parts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """exp(logits - the largest of all) of each part (..., n), and their sum over all parts, (..., 1); 0 of -inf alone.
+
+    One softmax over parts that are never put side by side; what they weigh is divided by the sum afterwards.
+    """
+    top = torch.stack([x.detach().amax(-1, keepdim=True) for x in parts]).amax(0)
+    top = torch.where(top == ABSENT, 0, top)
+    kernels = [(x - top).exp() for x in parts]
+    return kernels, sum(x.sum(-1, keepdim=True) for x in kernels)  # type: ignore[return-value]
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .inputs import fold_groups
+from .inputs import fold_groups, wide
+from .masking import repeat_heads
 
 
 def feature_product(
@@ -32,13 +33,20 @@ def feature_product(
 def fraction(
     query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, *, is_causal: bool = False, chunk: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """`feature_product` and the sum of its weights, (..., H, Lq, E) and (..., H, Lq, 1), from one product."""
+    """`feature_product` and the sum of its weights, (..., H, Lq, E) and (..., H, Lq, 1)."""
     E = value.shape[-1]
-    columns = with_ones(value)
-    if columns.is_cuda:
-        columns = F.pad(columns, (0, -columns.shape[-1] % 8))  # tensor cores want rows of 16 bytes
-    sums = feature_product(query, key, columns, dtype, is_causal=is_causal, chunk=chunk)
-    return sums[..., :E], sums[..., E : E + 1]
+    if is_causal:
+        columns = with_ones(value)
+        if columns.is_cuda:
+            columns = F.pad(columns, (0, -columns.shape[-1] % 8))  # tensor cores want rows of 16 bytes
+        sums = feature_product(query, key, columns, dtype, is_causal=True, chunk=chunk)
+        return sums[..., :E], sums[..., E : E + 1]
+    # The sum over keys comes first: no column of ones, for which the values would have to be copied. Written as a sum
+    # and not as a product of matrices, a compiler takes it where it makes the features.
+    query, key = factor(query, dtype), factor(key, dtype)
+    total = key.sum(-2, keepdim=True, dtype=wide(key).dtype)
+    total = (query * repeat_heads(total, query.shape[-3])).sum(-1, keepdim=True)
+    return feature_product(query, key, value, dtype), total
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,9 +54,16 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
     Its range is that of float32, so that long sums do not overflow; float16 inputs are multiplied in float32.
     """
-    if multiplies_narrow(a, dtype):
-        return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
-    return a @ b
+    return wide(factor(a, dtype) @ factor(b, dtype))
+
+
+def factor(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as `product` multiplies it.
+
+    Features that have several uses, or are put together from parts (cat, stack), are taken to it early: a compiler
+    then writes them down once, in the narrow dtype.
+    """
+    return x.to(dtype) if multiplies_narrow(x, dtype) else wide(x)
 
 
 def multiplies_narrow(x: Tensor, dtype: torch.dtype) -> bool:

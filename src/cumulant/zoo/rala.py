@@ -13,7 +13,7 @@ from torch import Tensor
 from .inputs import prepare, prepare_queries, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
-from .products import feature_product
+from .products import factor, feature_product
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -48,10 +48,12 @@ def rala_attention(
         raise ValueError("rala has neither a causal form nor grouped queries")
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=False)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, query_mask, scale, use_alpha)
-        turned_q, turned_k = rotated(features_q, features_k, grid, prefix) if use_rope else (features_q, features_k)
-        total = features_q @ features_k.sum(-2).unsqueeze(-1) + eps
-        out = feature_product(turned_q, turned_k, wide(value), query.dtype) / total
+        features_q, features_k = _features(query, key, key_mask, query_mask, scale, use_alpha, query.dtype)
+        turned_q, turned_k = features_q, features_k
+        if use_rope:
+            turned_q, turned_k = rotated(features_q, features_k, grid, prefix, query.dtype)
+        total = _row_sums(features_q, features_k) + eps
+        out = feature_product(turned_q, turned_k, value, query.dtype) / total
     return out.to(query.dtype)
 
 
@@ -75,9 +77,9 @@ def rala_scores(
         raise ValueError("rala has neither a causal form nor grouped queries")
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=False)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, query_mask, scale, use_alpha)
+        features_q, features_k = _features(query, key, key_mask, query_mask, scale, use_alpha, torch.float32)
         turned_q, turned_k = rotated(features_q, features_k, grid, prefix) if use_rope else (features_q, features_k)
-        total = features_q @ features_k.sum(-2).unsqueeze(-1) + eps
+        total = _row_sums(features_q, features_k) + eps
         return (turned_q @ turned_k.mT / total).to(query.dtype)
 
 
@@ -89,7 +91,7 @@ def alpha(
         mean = features_q.mean(-2, keepdim=True) if features_q.shape[-2] else features_q.sum(-2, keepdim=True)
     else:
         mean = (features_q * query_mask).sum(-2, keepdim=True) / query_mask.sum(-2, keepdim=True).clamp(min=1e-30)
-    logits = features_k @ mean.mT * (features_k.shape[-1] ** -0.5 if scale is None else scale)
+    logits = (features_k * mean).sum(-1, keepdim=True) * (features_k.shape[-1] ** -0.5 if scale is None else scale)
     if key_mask is None:
         return logits.softmax(-2)
     weights = key_mask.to(logits.dtype)[..., None, :, None]
@@ -98,12 +100,23 @@ def alpha(
     return kernel / kernel.sum(-2, keepdim=True).clamp(min=torch.finfo(logits.dtype).tiny)
 
 
+def _row_sums(features_q: Tensor, features_k: Tensor) -> Tensor:
+    """sum_j q_i.k_j, (..., H, Lq, 1). As a sum and not a product of matrices, so that a compiler fuses it."""
+    return (features_q * features_k.sum(-2, keepdim=True)).sum(-1, keepdim=True)
+
+
 def _features(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, scale: float | None, use_alpha: bool
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    scale: float | None,
+    use_alpha: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """phi(q) and alpha phi(k)."""
+    """phi(q) and alpha phi(k); `dtype` as in `product`."""
     query, rows = prepare_queries(query, query_mask)
-    features_q, features_k = feature_map(wide(query)), feature_map(wide(key))
+    features_q, features_k = (wide(factor(feature_map(wide(x)), dtype)) for x in (query, key))
     if use_alpha:
         return features_q, features_k * alpha(features_q, features_k, key_mask, rows, scale)
     if key_mask is None:

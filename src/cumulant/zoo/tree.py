@@ -24,23 +24,26 @@ class Level(NamedTuple):
 
     children: Tensor  # (P, b) int64, -1 where there is no child
     place: Tensor  # (X,) int64: node x is child place[x] of all P b
+    in_order: bool = False  # children 0, 1, 2 ... of full parents: nothing has to be moved
 
     @classmethod
-    def of(cls, children: Tensor, nodes: int) -> Level:
+    def of(cls, children: Tensor, nodes: int, *, in_order: bool = False) -> Level:
         flat = children.flatten()
         # Absent children are written to one spare entry behind the others.
         place = flat.new_zeros(nodes + 1)
         place = place.scatter(0, torch.where(flat < 0, nodes, flat), torch.arange(len(flat), device=flat.device))
-        return cls(children, place[:nodes])
+        return cls(children, place[:nodes], in_order)
 
     def gather(self, x: Tensor, dim: int = -2) -> Tensor:
         """Nodes along `dim` (X) become parents and children, (P, b); absent children hold an arbitrary node."""
+        if self.in_order:
+            return x.unflatten(dim, self.children.shape)
         taken = x.index_select(dim, self.children.clamp(min=0).flatten())
         return taken.unflatten(dim, self.children.shape)
 
     def scatter(self, x: Tensor, dim: int = -2) -> Tensor:
         """The inverse: children, flattened along `dim` (P b), become nodes (X)."""
-        return x.index_select(dim, self.place)
+        return x if self.in_order else x.index_select(dim, self.place)
 
 
 class Tree(NamedTuple):
@@ -58,7 +61,8 @@ class Tree(NamedTuple):
         return tuple(level.children.shape[-1] for level in self.levels)
 
     def to(self, device: Any) -> Tree:
-        return Tree(tuple(Level(*(x.to(device) for x in level)) for level in self.levels))
+        moved = (Level(one.children.to(device), one.place.to(device), one.in_order) for one in self.levels)
+        return Tree(tuple(moved))
 
     @classmethod
     def windows(
@@ -91,12 +95,13 @@ class Tree(NamedTuple):
             cells = cells.permute(*range(0, 2 * len(grid), 2), *range(1, 2 * len(grid), 2))
             shape, children = cells.shape[: len(grid)], cells.flatten(len(grid)).flatten(0, len(grid) - 1)
             chains = F.pad(extra[:, None], (0, children.shape[-1] - 1), value=-1)
-            built.append(Level.of(torch.cat((children, chains)), below))
+            in_order = len(grid) == 1 and not prefix and not any(short)
+            built.append(Level.of(torch.cat((children, chains)), below, in_order=in_order))
             count = math.prod(shape)
             node, below = torch.arange(count, device=device).reshape(shape), count + prefix
             extra = torch.arange(count, below, device=device)
         root = torch.cat((extra, node.flatten()))
-        return cls((*built, Level.of(root[None], below)))
+        return cls((*built, Level.of(root[None], below, in_order=not prefix)))
 
     @classmethod
     def nested(cls, tree: Sequence[Any], *, device: Any = None) -> Tree:

@@ -1,0 +1,204 @@
+"""The dial of cluster attention beside every sub-quadratic mechanism: error and multiply-adds on the same tokens.
+
+Shape legend: B sequences, H heads, L tokens, D, E widths, R queries on which errors are taken.
+
+The error is ||out - softmax|| / ||softmax - mean of the values||, its mean over layers; the cost is the multiply-adds
+of a head over those of softmax. Those of a mechanism are counted while its plain form runs; those of cluster attention
+are what the method needs (`cumulant.cluster.multiply_adds`, the search for clusters included), since its plain form
+multiplies more than that. Every dial setting is one for all heads and layers: nothing is fitted to the tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulant import zoo
+from cumulant.bench.capture import Captured
+from cumulant.bench.variants import Variant, parse
+from cumulant.bench.work import work_of
+from cumulant.cluster import Choice, KMeans, cluster_attention, multiply_adds, softmax_multiply_adds
+from cumulant.cluster.dial import measure
+
+# Settings of the mechanisms that have a dial of their own, besides their defaults.
+MORE = (
+    "agent:agents=4", "agent:agents=16", "agent:agents=144", "combiner:variant=axial", "hierarchical:levels=1",
+    "hierarchical:branching=16", "cumulant3:full=true", "flow:clamp=10", "lla:iterations=4",
+)  # fmt: skip
+
+
+SAME = 1.1
+
+
+@dataclass(frozen=True)
+class Point:
+    """Multiply-adds as a share of softmax's and error of one method, means over layers."""
+
+    label: str
+    kind: str  # "mechanism" or "dial"
+    cost: float
+    error: float
+
+
+def settings(tokens: int) -> list[Choice]:
+    """Uniform settings of the dial for sequences of so many tokens: blocks in a row, and k-means."""
+    found = []
+    for count in (1, 2, 4, 8, 16, 32, 64, 128):
+        for clusters in (count, KMeans(count, 3, 4)):
+            if 2 * count > tokens or (count == 1 and clusters != 1):
+                continue
+            nears = [near for near in (0, 1, 2, 4, 8) if near < count] if count > 1 else [0]
+            for near in nears:
+                found += [Choice(clusters, near, r) for r in (0, 8, None) if r is None or r == 0 or r < count]
+    return found
+
+
+def name_of(choice: Choice) -> str:
+    kind = f"{choice.clusters.count} k-means" if isinstance(choice.clusters, KMeans) else f"{choice.clusters} blocks"
+    answer = {None: "", 0: ", means"}.get(choice.response, f", {choice.response} respond")
+    return f"{kind}, {choice.near} near{answer}"
+
+
+@torch.no_grad()
+def dial_points(layers: Sequence[Captured], every: int, choices: Sequence[Choice] | None = None) -> list[Point]:
+    """Every setting on every `every`-th query of each layer, and blocks of the patch grid where the layers have one.
+
+    Cost: R L D a layer and setting, and its k-means.
+    """
+    choices = settings(layers[0].key.shape[-2]) if choices is None else choices
+    found = [measure(x.query[..., every // 2 :: every, :], x.query, x.key, x.value, choices) for x in layers]
+    points = [
+        Point(name_of(choice), "dial", _mean(f[i].cost for f in found), _mean(f[i].error for f in found))
+        for i, choice in enumerate(choices)
+    ]
+    return points + (grid_points(layers) if layers[0].grid is not None and len(layers[0].grid) == 2 else [])
+
+
+def grid_points(layers: Sequence[Captured]) -> list[Point]:
+    """Blocks of an image's patches, prefix tokens exact, with near blocks and with or without covariances."""
+    grid, prefix, (L, D), E = layers[0].grid, layers[0].prefix, layers[0].key.shape[-2:], layers[0].value.shape[-1]
+    assert grid is not None
+    points = []
+    shapes = [(a, b) for a in (1, 2, 4, 8) for b in (a, 2 * a) if grid[0] % a == 0 and grid[1] % b == 0]
+    for shape in shapes:
+        count, size = shape[0] * shape[1], grid[0] * grid[1] // (shape[0] * shape[1])
+        for near, response in itertools.product((0, 1, 2, 4), (0, None)):
+            if near >= count or 2 * count > L:
+                continue
+            form: dict[str, Any] = {"clusters": shape, "near": near, "response": response, "rank": "error"}
+            errors = []
+            for x in layers:
+                out = cluster_attention(x.query, x.key, x.value, grid=grid, prefix=prefix, **form)
+                errors.append(_distance(out, F.scaled_dot_product_attention(x.query, x.key, x.value), x.value))
+            work = multiply_adds(L, D, E, count, near_tokens=near * size + prefix, response=response)
+            name = f"{shape[0]} x {shape[1]} blocks, {near} near{', means' if response == 0 else ''}"
+            points.append(Point(name, "dial", work / softmax_multiply_adds(L, D, E), _mean(errors)))
+    return points
+
+
+@torch.no_grad()
+def mechanism_points(layers: Sequence[Captured], every: int, texts: Sequence[str] = ()) -> list[Point]:
+    """Every sub-quadratic mechanism of the registry that is not ours by clusters, and the settings in MORE."""
+    labels = texts or [n for n in zoo.names() if zoo.get(n).subquadratic and not n.startswith("cluster")]
+    more = [] if texts else [m for m in MORE if zoo.get(m.split(":")[0]).subquadratic]
+    points = []
+    for variant in map(parse, [*labels, *more]):
+        errors = [_error(variant, layer, every) for layer in layers]
+        if all(error == error for error in errors):
+            points.append(Point(variant.label, "mechanism", _mean(map(_cost(variant), layers)), _mean(errors)))
+    return points
+
+
+def _error(variant: Variant, layer: Captured, every: int) -> float:
+    """NaN where the options do not fit the tokens."""
+    asked = layer.query[..., every // 2 :: every, :]
+    try:
+        out = variant.plain()(layer.query, layer.key, layer.value, **layer.call)[..., every // 2 :: every, :]
+    except ValueError:
+        return float("nan")
+    return _distance(out, F.scaled_dot_product_attention(asked, layer.key, layer.value), layer.value)
+
+
+def _distance(out: Tensor, exact: Tensor, value: Tensor) -> float:
+    away = exact.double() - value.double().mean(-2, keepdim=True)
+    return ((out.double() - exact.double()).norm() / away.norm()).item()
+
+
+def _cost(variant: Variant) -> Any:
+    def share(layer: Captured) -> float:
+        one = [x[:1, :1] for x in (layer.query, layer.key, layer.value)]
+        whole = softmax_multiply_adds(one[1].shape[-2], one[1].shape[-1], one[2].shape[-1])
+        return work_of(variant, *one, **{**layer.call, "key_mask": None}).multiply_adds / whole
+
+    return share
+
+
+def verdicts(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """For each mechanism the best dial setting at the same cost or less, and whether that is at least as close.
+
+    Costs up to SAME times as large are the same: denominators and masses that a mechanism sums up without a product of
+    matrices are not counted for it, those of the dial are.
+    """
+    rows = []
+    for point in points:
+        if point.kind != "mechanism":
+            continue
+        affordable = [d for d in points if d.kind == "dial" and d.cost <= SAME * point.cost]
+        best = min(affordable, key=lambda d: d.error, default=None)
+        rows.append({
+            "mechanism": point.label, "cost": point.cost, "error": point.error,
+            "dial": None if best is None else best.label, "dial_cost": None if best is None else best.cost,
+            "dial_error": None if best is None else best.error,
+            "better_than_dial": point.error < 1 if best is None else point.error < best.error,
+        })  # fmt: skip
+    return rows
+
+
+def compare(layers: Sequence[Captured], every: int) -> dict[str, Any]:
+    """Points and verdicts of one model's layers, as they go into a results file."""
+    points = [*mechanism_points(layers, every), *dial_points(layers, every)]
+    tokens, dim = layers[0].key.shape[-2:]
+    return {
+        "layers": len(layers), "heads": layers[0].key.shape[-3], "tokens": tokens, "dim": dim, "every": every,
+        "points": [asdict(point) for point in points], "verdicts": verdicts(points),
+    }  # fmt: skip
+
+
+def figure(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """A panel for each model: mechanisms as named crosses, the settings of the dial as dots, its front as a line."""
+    from cumulant.bench.style import pyplot
+
+    plt = pyplot()
+    fig, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 4.8), layout="constrained", squeeze=False)
+    for axis, (title, result) in zip(axes[0], results.items(), strict=True):
+        dial = sorted((p["cost"], p["error"]) for p in result["points"] if p["kind"] == "dial" and p["error"] < 3)
+        front: list[tuple[float, float]] = []
+        for cost, error in dial:
+            if not front or error < front[-1][1]:
+                front.append((cost, error))
+        axis.plot(*zip(*dial, strict=True), ".", ms=3, color="#9ecae1")
+        axis.step(*zip(*front, strict=True), where="post", color="#08519c", label="cluster attention, best setting")
+        for p in result["points"]:
+            if p["kind"] == "mechanism" and p["error"] < 3:
+                axis.plot([p["cost"]], [p["error"]], "x", ms=5, color="#cb181d")
+                axis.annotate(p["label"], (p["cost"], p["error"]), (3, 3), textcoords="offset points", fontsize=6.5)
+        axis.plot([1], [0.02], "D", ms=6, color="k")
+        axis.annotate("softmax (error 0)", (1, 0.02), (-8, 0), textcoords="offset points", fontsize=8, ha="right")
+        axis.set(xscale="log", yscale="log", ylim=(0.018, 3.2), title=title)
+        axis.set_xlabel("multiply-adds, share of softmax's")
+        axis.legend(fontsize=8, frameon=False, loc="lower left")
+    axes[0][0].set_ylabel("error against softmax (1: the mean of the values)")
+    plt.rcParams["svg.hashsalt"] = "cumulant"
+    fig.savefig(path, metadata={"Date": None})
+
+
+def _mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values)

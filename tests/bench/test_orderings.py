@@ -1,0 +1,56 @@
+"""The small experiments behind the table of orderings: what they measure; how it comes out only of the quick ones."""
+
+import torch
+
+from cumulant import zoo
+from cumulant.bench.orderings import LANGUAGE, Setting, SmallModel, decoding, fitted, piecewise, regression
+
+
+def test_a_local_affine_fit_beats_softmax_and_a_global_fit():
+    found = regression(draws=1, length=400)
+    assert found["lla"] < found["softmax"]
+    assert found["lla"] < found["global ridge"]
+
+
+def test_keys_of_the_regression_have_length_one_and_maps_change():
+    key, value = piecewise(0)
+    torch.testing.assert_close(key.norm(dim=-1), torch.ones(1, 1, 1024, dtype=torch.float64))
+    assert value.shape == key.shape
+
+
+def test_decoding_costs_a_stream_the_same_at_every_length_and_softmax_more():
+    found = decoding((2, 20), width=8)
+    assert set(found) == {"softmax"} | {name for name in zoo.names() if zoo.get(name).streaming}
+    for name, (first, last) in found.items():
+        assert (first["work"] == last["work"]) == (name != "softmax"), name
+        assert (first["held"] == last["held"]) == (name != "softmax"), name
+
+
+def test_every_setting_of_the_language_models_is_causal():
+    ids = torch.randint(5, (2, 128), generator=torch.Generator().manual_seed(0))
+    later = ids.clone()
+    later[:, 100:] = 4
+    for name, setting in LANGUAGE.items():
+        torch.manual_seed(0)
+        model = SmallModel(5, 128, setting, width=16, depth=1).double().eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids)[:, :100], model(later)[:, :100], msg=name)
+
+
+def test_a_segment_alone_sees_nothing_before_it():
+    torch.manual_seed(0)
+    model = SmallModel(5, 32, Setting("softmax", alone=16), width=16, depth=1).eval()
+    ids = torch.randint(5, (1, 32))
+    other = ids.clone()
+    other[:, :16] = (ids[:, :16] + 1) % 5
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[:, 16:], model(other)[:, 16:])
+
+
+def test_fitting_lowers_the_loss_on_targets_that_count():
+    torch.manual_seed(0)
+    ids = torch.arange(8).repeat(4, 1) % 4
+    targets = (ids + 1) % 4
+    model = fitted(SmallModel(4, 8, Setting("linear"), width=16, depth=1), lambda: (ids, targets), 40)
+    with torch.no_grad():
+        assert (model(ids).argmax(-1) == targets).float().mean() > 0.9
