@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .fused import fused_softmax
 from .grid import Grid, GridConv, resolve_grid
 from .inputs import prepare, prepare_queries, wide
 from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero, without_absent
@@ -297,9 +298,7 @@ def _attend(
 ) -> Tensor:
     added, empty = _added(bias, absent)
     added = None if added is None else added.to(query.dtype)  # biases of a layer may be wider than autocast's tokens
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=added, scale=scale, dropout_p=dropout_p, enable_gqa=enable_gqa
-    )
+    out = fused_softmax(query, key, value, attn_mask=added, scale=scale, dropout_p=dropout_p, enable_gqa=enable_gqa)
     return out if empty is None else out.masked_fill(empty, 0)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .fused import fused_softmax
 from .inputs import fold_groups, prepare
 from .ragged import padded
 from .registry import Mechanism, register
@@ -31,13 +31,11 @@ def softmax_attention(
     if key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
     if key_mask is None:
-        return F.scaled_dot_product_attention(
+        return fused_softmax(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p
         )
     bias, empty = _logit_bias(query, key, key_mask, is_causal)
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p
-    )
+    out = fused_softmax(query, key, value, attn_mask=bias, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p)
     return out.masked_fill(empty, 0)
 
 
