@@ -35,8 +35,8 @@ from .causal_parts import (
     two,
     unquad,
 )
-from .dense_parts import head, sequence
 from .products import cast, dot
+from .tokens import head, sequence
 
 
 @triton.jit

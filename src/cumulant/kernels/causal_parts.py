@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dense_parts import first_present, tile_mask, weigh
 from .products import INTERPRET, cast, dot
+from .tokens import first_present, tile_mask, weigh
 
 COUNTS = {"length_q", "length_k", "heads", "span", "splits", "plane"}
 

@@ -36,8 +36,8 @@ from .cluster_parts import (
     variances,
     without_near,
 )
-from .dense_parts import head, minus, reference
 from .products import cast, dot
+from .tokens import head, minus, reference
 
 
 @kernel

@@ -28,8 +28,8 @@ from .cluster_parts import (
     value_means,
     without_near,
 )
-from .dense_parts import head, reference
 from .products import cast, dot
+from .tokens import head, reference
 
 COUNTS = {"length_q", "length_k", "heads", "clusters", "tiles", "blocks", "splits", "span", "T", "R"}
 STRIDES = {f"{x}_{s}" for x in ("q", "k", "v", "o", "g", "dq", "dk", "dv") for s in "bht"}

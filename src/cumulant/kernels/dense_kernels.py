@@ -12,20 +12,18 @@ import triton
 import triton.language as tl
 
 from .dense_parts import (
-    ahead,
     factors,
-    head,
     key_gradients,
     matrix,
     moments,
     query_gradients,
     read,
-    sequence,
     store_matrix,
     store_state,
     wide_key_gradients,
 )
 from .products import cast
+from .tokens import ahead, head, sequence
 
 COUNTS = {"length_q", "length_k", "heads", "group", "span", "splits", "parts"}
 STRIDES = {f"{x}_{s}" for x in ("q", "k", "v", "w", "o", "g", "dq", "dk", "dv") for s in "bht"}

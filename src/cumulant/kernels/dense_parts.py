@@ -3,10 +3,9 @@
 Shape legend: B sequences, H key heads, G query heads for each, L tokens, D key width, E value width; BD, BE those
 padded to powers of two (or the part of them that one program holds), N tokens of a block.
 
-A sequence is a pointer to its first token, a token stride and a length: dense and ragged batches differ only in
-how these are found (`sequence`). Sums run about a reference point near the tokens (`reference`) and move to the
-mean once at the end, so each key and value is read once and no raw moment is ever formed. What travels between
-kernels, per key head, with W = sum w and nu = 1 (W with normalization="sum"):
+Sums run about a reference point near the tokens (`tokens.reference`) and move to the mean once at the end, so each key
+and value is read once and no raw moment is ever formed. What travels between kernels, per key head, with W = sum w and
+nu = 1 (W with normalization="sum"):
 
     matrices (1 or 2, D, E)   S' = nu scale S / W,  T' = nu scale^2/2 T / W, ready to be multiplied by queries
     vectors (2 D + E + 1)     k_mean, <k~^2> (order 3), v_mean, W, in float32
@@ -24,153 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .products import INTERPRET, cast, dot
-
-
-@triton.jit
-def sequence(offsets, b, length, RAGGED: tl.constexpr):
-    """First packed token of sequence b (0 when dense) and its number of tokens."""
-    first = tl.zeros((), tl.int64)
-    if RAGGED:
-        first = tl.load(offsets + b).to(tl.int64)
-        length = (tl.load(offsets + b + 1) - first).to(tl.int32)
-    return first, length
-
-
-@triton.jit
-def head(x, b, h, first, stride_b, stride_h, stride_t, UNIT: tl.constexpr):
-    """Pointer to token `first` of head h of sequence b; strides in units of UNIT elements."""
-    b, h = b.to(tl.int64), h.to(tl.int64)
-    return x + (b * stride_b + h * stride_h + first * stride_t) * UNIT
-
-
-@triton.jit
-def tile_mask(valid, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    mask = valid[:, None]
-    if not EVEN:
-        mask = mask & (columns < WIDTH)[None, :]
-    return mask
-
-
-@triton.jit
-def fma(a, b, c):
-    """a b + c of bfloat16 tiles, rounded once, two elements an instruction."""
-    if INTERPRET:
-        return cast(a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32), tl.bfloat16)
-    else:
-        return tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-
-
-@triton.jit
-def minus(x, point, present):
-    """x - point for tokens x (N, width) and a point (width,) that x's type can hold; x itself where not present."""
-    if x.dtype == tl.bfloat16:
-        one = present.to(tl.float32).to(tl.bfloat16)[:, None]
-        away = (-point).to(tl.bfloat16)[None, :]
-        return fma(tl.broadcast_to(one, x.shape), tl.broadcast_to(away, x.shape), x)
-    else:
-        return cast(x.to(tl.float32) - tl.where(present[:, None], point[None, :], 0.0), x.dtype)
-
-
-@triton.jit
-def squared(x, dtype: tl.constexpr):
-    """x^2 in the given type; the same number whether the product is rounded in bfloat16 or after float32."""
-    if x.dtype == tl.bfloat16 and dtype == tl.bfloat16:
-        return fma(x, x, tl.full(x.shape, -0.0, tl.float32).to(tl.bfloat16))
-    else:
-        y = x.to(tl.float32)
-        return cast(y * y, dtype)
-
-
-@triton.jit
-def fold(x, ROWS: tl.constexpr):
-    """Partial column sums of x (N, width) as (ROWS, width).
-
-    A thread's elements of a column are ROWS tokens apart, so this takes no exchange between threads; the sum over
-    ROWS waits until after the loop.
-    """
-    return tl.sum(tl.reshape(x, (x.shape[0] // ROWS, ROWS, x.shape[1])), 0)
-
-
-@triton.jit
-def sharing(ROWS: tl.constexpr, N: tl.constexpr):
-    """(ROWS, N) of 1 / ROWS: a product with it is what `fold` gives, on tensor cores that are idle most of the time."""
-    return tl.full((ROWS, N), 1.0 / ROWS, tl.float32).to(tl.bfloat16)
-
-
-@triton.jit
-def weigh(w, w_t, at, end):
-    """Which tokens take part, and their weights."""
-    weights = tl.load(w + at.to(tl.int64) * w_t, mask=at < end, other=0).to(tl.float32)
-    return weights > 0, weights
-
-
-@triton.jit
-def first_present(w, w_t, start, end, N: tl.constexpr):
-    """The first block with a token that takes part (`end` or beyond when there is none)."""
-    found = 0
-    while (start < end) & (found == 0):
-        present, _ = weigh(w, w_t, start + tl.arange(0, N), end)
-        found = tl.sum(present.to(tl.int32))
-        start += tl.where(found == 0, N, 0)
-    return start
-
-
-@triton.jit
-def reference(x, stride, count, columns, WIDTH: tl.constexpr):
-    """A point near the `count` tokens at x: of four, evenly spaced, between the middle two, as near to 0 as they allow.
-
-    Differences to it are then exact, or nearly so, in the tokens' own precision: tokens around 0 stay as they are, and
-    those far from 0 share its exponent. The extremes are left out, so that one outlier (often the first token) does
-    not drag it away from the others.
-    """
-    inside = columns < tl.where(count > 0, WIDTH, 0)
-    quarter = (count // 4).to(tl.int64) * stride
-    x0 = tl.load(x + columns, mask=inside, other=0.0)
-    x1 = tl.load(x + quarter + columns, mask=inside, other=0.0)
-    x2 = tl.load(x + 2 * quarter + columns, mask=inside, other=0.0)
-    x3 = tl.load(x + 3 * quarter + columns, mask=inside, other=0.0)
-    if x0.dtype == tl.bfloat16 and not INTERPRET:  # the same, two columns an instruction
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, zero;
-            min.bf16x2 a, $1, $2; min.bf16x2 b, $3, $4; max.bf16x2 a, a, b;
-            max.bf16x2 b, $1, $2; max.bf16x2 c, $3, $4; min.bf16x2 b, b, c;
-            min.bf16x2 c, a, b; max.bf16x2 b, a, b;
-            mov.b32 zero, 0; max.bf16x2 c, c, zero; min.bf16x2 b, b, zero; or.b32 $0, b, c; }""",
-            "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.bfloat16, is_pure=True, pack=2,
-        ).to(tl.float32)  # fmt: skip
-    else:
-        x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-        a = tl.maximum(tl.minimum(x0, x1), tl.minimum(x2, x3))
-        b = tl.minimum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-        return tl.maximum(tl.minimum(a, b), 0.0) + tl.minimum(tl.maximum(a, b), 0.0)
-
-
-@triton.jit
-def ahead(x, stride, count, UNIT: tl.constexpr):
-    """Asks for the first tokens at x, which a later loop reads, to be brought into the L2 cache meanwhile."""
-    if not INTERPRET:
-        rows = tl.minimum(tl.arange(0, 128), tl.maximum(count - 1, 0))
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [x + rows.to(tl.int64) * (stride * UNIT)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def present_reference(x, present):
-    """The same for a block of tokens of which some are absent: the mean of the others but for the extremes."""
-    count = tl.sum(present.to(tl.float32))
-    y, mask = x.to(tl.float32), present[:, None]
-    total = tl.sum(tl.where(mask, y, 0.0), 0)
-    top = tl.max(tl.where(mask, y, -float("inf")), 0)
-    bottom = tl.min(tl.where(mask, y, float("inf")), 0)
-    trimmed = (total - top - bottom) / tl.maximum(count - 2.0, 1.0)
-    middle = tl.where(count > 2.0, trimmed, total / tl.maximum(count, 1.0))
-    near_zero = tl.abs(middle) <= 0.25 * (top - bottom)
-    return cast(tl.where(near_zero, 0.0, middle), x.dtype).to(tl.float32)
+from .products import cast, dot
+from .tokens import first_present, fold, minus, present_reference, reference, sharing, squared, tile_mask, weigh
 
 
 @triton.jit
