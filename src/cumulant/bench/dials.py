@@ -33,9 +33,8 @@ MORE = (
     "agent:agents=4", "agent:agents=16", "agent:agents=144", "combiner:variant=axial", "hierarchical:levels=1",
     "hierarchical:branching=16", "cumulant3:full=true", "flow:clamp=10", "lla:iterations=4",
 )  # fmt: skip
-
-
-SAME = 1.1
+SAME = 1.1  # costs up to so many times as large count as the same, see `verdicts`
+FAR = 10.0  # times the cost of softmax: what is dearer is in the table, not in the figure
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,6 @@ class Point:
     kind: str  # "mechanism" or "dial"
     cost: float
     error: float
-
-
-FAR = 10.0  # times the cost of softmax: what is dearer is in the table, not in the figure
 
 
 def settings(tokens: int) -> list[Choice]:
@@ -181,6 +177,7 @@ def figure(results: dict[str, dict[str, Any]], path: Path) -> None:
 
     plt = pyplot()
     fig, axes = plt.subplots(len(results), 1, figsize=(9, 5.4 * len(results)), layout="constrained", squeeze=False)
+    named = []
     for axis, (title, result) in zip(axes[:, 0], results.items(), strict=True):
         dial = sorted((p["cost"], p["error"]) for p in result["points"] if p["kind"] == "dial" and p["error"] < 3)
         front: list[tuple[float, float]] = []
@@ -189,8 +186,9 @@ def figure(results: dict[str, dict[str, Any]], path: Path) -> None:
                 front.append((cost, error))
         axis.plot(*zip(*dial, strict=True), ".", ms=3, color="#9ecae1", label="its other settings")
         axis.step(*zip(*front, strict=True), where="post", color="#08519c", label="cluster attention, best setting")
-        shown = [p for p in result["points"] if p["kind"] == "mechanism" and p["error"] < 3 and p["cost"] < FAR]
-        axis.plot([p["cost"] for p in shown], [p["error"] for p in shown], "x", ms=6, color="#cb181d")
+        mechanisms = [p for p in result["points"] if p["kind"] == "mechanism" and p["error"] < 3 and p["cost"] < FAR]
+        axis.plot([p["cost"] for p in mechanisms], [p["error"] for p in mechanisms], "x", ms=6, color="#cb181d")
+        named.append((axis, [(p["cost"], p["error"], p["label"]) for p in mechanisms]))
         axis.plot([1], [0.02], "D", ms=6, color="k")
         axis.annotate("softmax (error 0)", (1, 0.02), (-8, 0), textcoords="offset points", fontsize=8, ha="right")
         axis.set(xscale="log", yscale="log", ylim=(0.018, 3.2))
@@ -198,10 +196,9 @@ def figure(results: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set_xlabel("multiply-adds, share of softmax's")
         axis.set_ylabel("error against softmax (1: the mean of the values)")
         axis.legend(fontsize=8, frameon=False, loc="lower left")
-    fig.canvas.draw()
-    for axis, result in zip(axes[:, 0], results.values(), strict=True):
-        shown = [p for p in result["points"] if p["kind"] == "mechanism" and p["error"] < 3 and p["cost"] < FAR]
-        _label(axis, [(p["cost"], p["error"], p["label"]) for p in shown])
+    fig.canvas.draw()  # places are known after the layout
+    for axis, points in named:
+        _label(axis, points)
     plt.rcParams["svg.hashsalt"] = "cumulant"
     fig.savefig(path, metadata={"Date": None})
 

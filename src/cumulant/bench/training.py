@@ -89,8 +89,8 @@ def run(settings: TrainBench, progress: IO[str] | None = None, *, minutes: float
     variants = chosen(settings.attention)
     baseline = next((v for v in variants if v.label == "softmax"), variants[0])
     source = open_recipe_source(recipe)
-    source = hold(source, recipe.loaded_size) or source  # decoded once for all runs
     folder = settings.out / Path(settings.recipe).stem
+    held: Source | None = None  # decoded once for all runs, when the first of them is trained
     records, missing, budget = [], [], Budget(minutes)
     runs = planned(variants, baseline, settings)
     kept = {} if settings.fresh else earlier(settings.out, recipe)
@@ -105,9 +105,11 @@ def run(settings: TrainBench, progress: IO[str] | None = None, *, minutes: float
             print(f"[{number}/{len(runs)}] {name}, {one.role}", file=progress, flush=True)
         if record is None:
             started = budget.clock()
+            if held is None:
+                held = (hold(source, recipe.loaded_size) if recipe.in_memory != "no" else None) or source
             try:
                 with time_limit(budget) as over, room_for_compiled_code() if recipe.compile else nullcontext():
-                    record = train_one(one, recipe, source, place, settings, progress)
+                    record = train_one(one, recipe, held, place, settings, progress)
             except KeyboardInterrupt:
                 if not over.is_set():
                     raise
