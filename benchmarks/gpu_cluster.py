@@ -232,19 +232,19 @@ def runners(
     starts = [-(-c * L // clusters) for c in range(clusters + 1)]
     scale, shape = WIDTH**-0.5, (TILE, near, response, "tanh", False)
     plan = t.plan_of(q, k, v, None, starts, *shape)
-    first = cluster_plan.starts_on(starts, plan, q.device)
+    first, logs = cluster_plan.starts_on(starts, plan, q.device), cluster_plan.logs_on(starts, plan, q.device)
     out, *state = t.run_forward(q, k, v, None, starts, scale, *shape, keep)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    per_query, rest = t._backward_queries(plan, q, k, v, out, g, dq, first, state, scale)
+    per_query, rest = t._backward_queries(plan, q, k, v, out, g, dq, (first, logs), state, scale)
     grad_vectors = t._backward_vectors(plan, q, g, rest, state[1], scale)
     grad_matrices = t._backward_matrices(plan, q, g, rest[1], state[4], state[1])
     keys = (first, state[1], state[3], per_query, grad_vectors, grad_matrices, scale)
     t._backward_keys(plan, q, k, v, g, dk, dv, *keys)
     return {
         "statistics": lambda: t._statistics(plan, k, v, first, state, scale),
-        "choose": lambda: t._choose(plan, q, k, None, first, state, scale),
-        "attend": lambda: t._attend(plan, q, k, v, out, first, state, scale),
-        "query_gradients": lambda: t._backward_queries(plan, q, k, v, out, g, dq, first, state, scale),
+        "choose": lambda: t._choose(plan, q, k, None, logs, state, scale),
+        "attend": lambda: t._attend(plan, q, k, v, out, (first, logs), state, scale),
+        "query_gradients": lambda: t._backward_queries(plan, q, k, v, out, g, dq, (first, logs), state, scale),
         "vector_gradients": lambda: t._backward_vectors(plan, q, g, rest, state[1], scale),
         "matrix_gradients": lambda: t._backward_matrices(plan, q, g, rest[1], state[4], state[1]),
         "key_gradients": lambda: t._backward_keys(plan, q, k, v, g, dk, dv, *keys),

@@ -42,7 +42,7 @@ from .tokens import head, minus, reference
 
 @kernel
 def query_gradients(
-    q, k, v, o, rounding, g, dq, lse, shifts, deltas, starts, vectors, matrices, near, responding,
+    q, k, v, o, rounding, g, dq, lse, shifts, deltas, starts, logs, vectors, matrices, near, responding,
     weights, gains, dz, dx,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     length_q, length_k, heads, clusters, blocks, T, R, scale,
@@ -88,7 +88,7 @@ def query_gradients(
     if RESPONSE:
         for chunk in range(0, KP, CK):
             c = chunk + tl.arange(0, CK)
-            z, _, gain = masses(rows, squares, vectors, starts, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+            z, _, gain = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
             if NEAR:
                 z = without_near(z, near, c, T)
             at = c[None, :] * M + line[:, None]
@@ -119,7 +119,7 @@ def query_gradients(
         tl.debug_barrier()
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        z, x, gain = masses(rows, squares, vectors, starts, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        z, x, gain = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
         if NEAR:
             z = without_near(z, near, c, T)
         p = tl.exp2(z - total[:, None])

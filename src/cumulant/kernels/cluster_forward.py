@@ -80,19 +80,19 @@ def statistics(
 @triton.jit
 def ranks_in_memory(scores, c, KP: tl.constexpr, CK: tl.constexpr):
     """`ranks` of scores (KP,) that lie in memory, CK of them at a time."""
-    mine = tl.load(scores + c)[:, None]
+    mine = tl.load(scores + c)[None, :]
     count = tl.zeros((KP,), tl.int32)
     for chunk in range(0, KP, CK):
         at = chunk + tl.arange(0, CK)
-        other = tl.load(scores + at)[None, :]
-        before = (other > mine) | ((other == mine) & (at[None, :] < c[:, None]))
-        count += tl.sum(before.to(tl.int32), 1)
+        other = tl.load(scores + at)[:, None]
+        before = (other > mine) | ((other == mine) & (at[:, None] < c[None, :]))
+        count += tl.sum(before.to(tl.int32), 0)
     return count
 
 
 @kernel
 def choose(
-    q, k, starts, vectors, scores, near, responding, q_b, q_h, q_t, k_b, k_h, k_t,
+    q, k, logs, vectors, scores, near, responding, q_b, q_h, q_t, k_b, k_h, k_t,
     length_q, length_k, heads, clusters, T, R, scale,
     CLOSURE: tl.constexpr, BY_ERROR: tl.constexpr, NEAR: tl.constexpr, GIVEN: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
@@ -117,14 +117,14 @@ def choose(
     top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        z, _, _ = masses(rows, squares, vectors, starts, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        z, _, _ = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
         higher = tl.maximum(top, tl.max(z, 1))
         total = total * tl.exp2(top - finite(higher)) + tl.sum(tl.exp2(z - finite(higher)[:, None]), 1)
         top = higher
     over = tl.where(row < length_q, 1.0 / total, 0.0)  # rows beyond the last query choose nothing
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        z, x, gain = masses(rows, squares, vectors, starts, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        z, x, gain = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
         share = tl.exp2(z - finite(top)[:, None]) * over[:, None]
         here = c < clusters
         if NEAR and not GIVEN:
@@ -151,7 +151,7 @@ def choose(
 
 @kernel
 def attend(
-    q, k, v, o, rounding, lse, starts, vectors, matrices, near, responding, gains, tops,
+    q, k, v, o, rounding, lse, starts, logs, vectors, matrices, near, responding, gains, tops,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     length_q, length_k, heads, clusters, blocks, T, R, scale,
     CLOSURE: tl.constexpr, CHOOSE: tl.constexpr, BY_ERROR: tl.constexpr, KEEP: tl.constexpr, NEAR: tl.constexpr,
@@ -191,18 +191,20 @@ def attend(
     squares = squared(rows, SQUARE)
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        z, x, gain = masses(rows, squares, vectors, starts, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        z, x, gain = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
         if CHOOSE:
             share = tl.exp2(z - tl.max(z, 1)[:, None])
             share *= tl.where(row < length_q, 1.0 / tl.sum(share, 1), 0.0)[:, None]
             far = c < clusters
+            if RESPONSE == 2:  # before anything else, so that shares and gains need not be kept
+                answers = tl.sum(share * gain, 0)
             if NEAR:
                 rank = ranks(tl.where(far, tl.sum(share * x if BY_ERROR else share, 0), -1.0), c)
                 tl.store(near + rank, c, mask=rank < T)
                 far = far & (rank >= T)
                 z = tl.where(far[None, :], z, NOTHING)
             if RESPONSE == 2:
-                rank = ranks(tl.where(far, tl.sum(share * gain, 0), -1.0), c)
+                rank = ranks(tl.where(far, answers, -1.0), c)
                 tl.store(responding + slot * R + rank, c, mask=rank < R)
         elif NEAR:
             z = without_near(z, near, c, T)

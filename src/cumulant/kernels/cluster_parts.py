@@ -119,10 +119,13 @@ def value_means(vectors, c, e, dtype: tl.constexpr, BD: tl.constexpr, BE: tl.con
 
 @triton.jit
 def masses(
-    q, squares, vectors, starts, c, d, origin, scale,
+    q, squares, vectors, logs, c, d, origin, scale,
     CLOSURE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """z, x and f of clusters c for the rows q (n, BD) and their squares: (n, CK) each. Cost: 3 n CK BD."""
+    """z, x and f of clusters c for the rows q (n, BD) and their squares: (n, CK) each. Cost: 3 n CK BD.
+
+    logs (KP,): log2 of the sizes of the clusters, -inf of empty ones.
+    """
     mean = key_means(vectors, c, d, origin, scale, BD, BE)
     high, low = parts(mean, q.dtype)
     z = dot(q, tl.trans(high), None, PRECISION)
@@ -130,9 +133,7 @@ def masses(
         z = dot(q, tl.trans(low), z, PRECISION)
     x = dot(squares, tl.trans(variances(vectors, c, d, scale, squares.dtype, BD, BE)), None, PRECISION)
     phi, gain = mass_and_gain(x, CLOSURE)
-    size = (tl.load(starts + c + 1) - tl.load(starts + c)).to(tl.float32)
-    weight = tl.where(size > 0, tl.log2(tl.maximum(size, 1.0)), NOTHING)
-    return z + (phi + weight[None, :]), x, gain
+    return z + (phi + tl.load(logs + c)[None, :]), x, gain
 
 
 @triton.jit
@@ -146,9 +147,9 @@ def without_near(z, near, c, T):
 @triton.jit
 def ranks(score, c):
     """How many clusters come before each one: those with a larger score, the first of equal ones first."""
-    mine, other = score[:, None], score[None, :]
-    before = (other > mine) | ((other == mine) & (c[None, :] < c[:, None]))
-    return tl.sum(before.to(tl.int32), 1)
+    mine, other = score[None, :], score[:, None]
+    before = (other > mine) | ((other == mine) & (c[:, None] < c[None, :]))
+    return tl.sum(before.to(tl.int32), 0)  # over rows: within a thread, where columns would take an exchange each
 
 
 @triton.jit

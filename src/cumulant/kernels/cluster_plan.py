@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import pairwise
+from math import log2
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +129,17 @@ def _starts(starts: tuple[int, ...], KP: int, device: torch.device) -> Tensor:
 def starts_on(starts: Sequence[int], plan: Plan, device: torch.device) -> Tensor:
     """First token of each cluster, (KP + 1,) on the device; clusters that only pad are empty. Kept between calls."""
     return _starts(tuple(starts), plan.KP, device)
+
+
+@lru_cache(64)
+def _logs(starts: tuple[int, ...], KP: int, device: torch.device) -> Tensor:
+    logs = [log2(b - a) if b > a else float("-inf") for a, b in pairwise(starts)]
+    return torch.tensor([*logs, *[float("-inf")] * (KP - len(logs))], dtype=torch.float32, device=device)
+
+
+def logs_on(starts: Sequence[int], plan: Plan, device: torch.device) -> Tensor:
+    """log2 of the sizes of the clusters, (KP,) on the device. Kept between calls."""
+    return _logs(tuple(starts), plan.KP, device)
 
 
 @cache

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from . import cluster_backward as backward_kernels
 from . import cluster_forward as kernels
-from .cluster_plan import Plan, Shape, no_numbers, plan_for, starts_on
+from .cluster_plan import Plan, Shape, logs_on, no_numbers, plan_for, starts_on
 from .launch import empty_like_rows, is_plain, on_device, rows, stride_unit, strides
 
 _ROWS = ("CLOSURE", "NEAR", "D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION")
@@ -114,11 +114,11 @@ def run_forward(
     plan = plan_of(query, key, value, which, starts, tile, near, response, closure, by_error)
     state = _state(query, plan, keep)
     out = empty_like_rows(q, value.shape[-1])
-    first = starts_on(starts, plan, query.device)
+    first, logs = starts_on(starts, plan, query.device), logs_on(starts, plan, query.device)
     with on_device(query.device):
         _statistics(plan, k, v, first, state, scale)
-        _choose(plan, q, k, which, first, state, scale)
-        _attend(plan, q, k, v, out, first, state, scale)
+        _choose(plan, q, k, which, logs, state, scale)
+        _attend(plan, q, k, v, out, (first, logs), state, scale)
     return out, *state
 
 
@@ -132,7 +132,7 @@ def _statistics(plan: Plan, k: Tensor, v: Tensor, starts: Tensor, state: Sequenc
 
 
 def _choose(
-    plan: Plan, q: Tensor, k: Tensor, which: Tensor | None, starts: Tensor, state: Sequence[Tensor], scale: float
+    plan: Plan, q: Tensor, k: Tensor, which: Tensor | None, logs: Tensor, state: Sequence[Tensor], scale: float
 ) -> None:
     shape, (_, vectors, _, near, responding, _) = plan.shape, state
     heads = shape.batch * shape.heads
@@ -144,7 +144,7 @@ def _choose(
     scores = vectors.new_empty(heads, plan.tiles, 2, plan.KP)
     unit = stride_unit(q, k)
     kernels.choose[(plan.tiles, heads)](
-        q, k, starts, vectors, scores, near, responding, *strides(q, unit), *strides(k, unit),
+        q, k, logs, vectors, scores, near, responding, *strides(q, unit), *strides(k, unit),
         shape.length_q, shape.length_k, shape.heads, shape.clusters, shape.near, responding.shape[-1], scale,
         BY_ERROR=shape.by_error, LISTED=listed, GIVEN=not choosing, UNIT=unit,
         **plan.constants(*_ROWS), **plan.resources("choose"),
@@ -152,7 +152,14 @@ def _choose(
 
 
 def _attend(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor, state: Sequence[Tensor], scale: float
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sizes: tuple[Tensor, Tensor],
+    state: Sequence[Tensor],
+    scale: float,
 ) -> None:
     shape, (lse, vectors, matrices, near, responding, rounding) = plan.shape, state
     heads, config, unit = shape.batch * shape.heads, plan.config("attend"), stride_unit(q, k, v, out)
@@ -160,7 +167,7 @@ def _attend(
     chunks = plan.KP // plan.CK
     tops = vectors.new_empty(heads, plan.tiles, chunks, shape.tile) if plan.response and chunks > 1 else vectors
     kernels.attend[(plan.tiles, heads)](
-        q, k, v, out, rounding, lse, starts, vectors, matrices, _list(near), _list(responding), gains, tops,
+        q, k, v, out, rounding, lse, *sizes, vectors, matrices, _list(near), _list(responding), gains, tops,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit),
         shape.length_q, shape.length_k, shape.heads, shape.clusters, -(-shape.longest // config.block), shape.near,
         responding.shape[-1], scale, CHOOSE=plan.fused, BY_ERROR=shape.by_error,
@@ -199,10 +206,10 @@ def run_backward(
     q, k, v, g = rows(query), rows(key), rows(value), rows(grad)
     plan = plan_of(query, key, value, None, starts, tile, near, response, closure, by_error)
     dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (q, k, v))
-    first = starts_on(starts, plan, query.device)
+    first, logs = starts_on(starts, plan, query.device), logs_on(starts, plan, query.device)
     state = (lse, vectors, matrices, near_list, responding, rounding)
     with on_device(query.device):
-        per_query, rest = _backward_queries(plan, q, k, v, out, g, dq, first, state, scale)
+        per_query, rest = _backward_queries(plan, q, k, v, out, g, dq, (first, logs), state, scale)
         grad_vectors = _backward_vectors(plan, q, g, rest, vectors, scale)
         grad_matrices = _backward_matrices(plan, q, g, rest[1], responding, vectors)
         _backward_keys(
@@ -219,7 +226,7 @@ def _backward_queries(
     out: Tensor,
     g: Tensor,
     dq: Tensor,
-    starts: Tensor,
+    sizes: tuple[Tensor, Tensor],
     state: Sequence[Tensor],
     scale: float,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -232,7 +239,7 @@ def _backward_queries(
     kinds = (q.dtype, torch.float32, q.dtype, q.dtype)
     rest = tuple(q.new_empty(heads, plan.tiles, plan.KP, shape.tile, dtype=kind) for kind in kinds)
     backward_kernels.query_gradients[(plan.tiles, heads)](
-        q, k, v, out, rounding, g, dq, lse, *per_query, starts, vectors, matrices, _list(near), _list(responding),
+        q, k, v, out, rounding, g, dq, lse, *per_query, *sizes, vectors, matrices, _list(near), _list(responding),
         *rest,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit), *strides(g, unit),
         *strides(dq, unit), shape.length_q, shape.length_k, shape.heads, shape.clusters,
