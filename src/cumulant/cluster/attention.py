@@ -7,24 +7,25 @@ key width, E value width, K clusters.
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..inputs import check_tensors, in_autocast_dtype, leading, transformed
+from ..inputs import check_tensors, in_autocast_dtype, leading
 from ..moments import ratio, statistics_dtype
 from .backend import Form, kernels_take, run_kernels
+from .build import Clusters, Field, pack
 from .causal import causal_clusters
 from .closures import check_closure
-from .fields import ABSENT, RANKS, Exact, Far, Tokens, mix
+from .fields import RANKS, mix
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Grid, Layout, assigned, check_grid, consecutive, divide, on_grid
-from .statistics import VARIANCES, merge_pieces, moments_of
+from .layout import Blocks, Grid, check_grid
+from .short import answers_by_token, token_responses
+from .statistics import VARIANCES
 
 BACKENDS = ("auto", "reference", "triton")
-Clusters = int | tuple[int, ...] | Blocks | KMeans | Tensor
 
 
 def cluster_attention(
@@ -83,8 +84,9 @@ def cluster_attention(
             the kernels on CUDA where they can compute the case, from 1,024 keys on.
 
     Returns:
-        (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E)
-        and (D + E) for each near token; statistics D E a key. No L x L and no L x K x D tensor is held.
+        (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E;
+        Lk (D + E) where clusters are so short that this is less) and (D + E) for each near token; statistics D E a key.
+        No L x L and no L x K x D tensor is held.
     """
     query, key, value = in_autocast_dtype(query, key, value)
     scale = check_tensors(query, key, value, key_mask, scale, enable_gqa)
@@ -107,7 +109,7 @@ def cluster_attention(
             weights = key_mask.expand(*lead, Lk).reshape(B, 1, Lk).to(dtype)
             absent = (weights == 0).unsqueeze(-1)
             k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
-        k = k - _origin(k, weights, is_causal)
+        k = k - origin(k, weights, is_causal)
         if is_causal:
             blocks = _causal_blocks(clusters, Lq, grid, prefix)
             out = causal_clusters(q, k, v, weights, blocks=blocks, **_causal_form(form, blocks))
@@ -128,103 +130,6 @@ def cluster_scores(query: Tensor, key: Tensor, *, clusters: Clusters, **options:
     return cluster_attention(query, key, tokens, clusters=clusters, **options)
 
 
-class Field(NamedTuple):
-    """Clusters of the keys after the prefix, ready for queries."""
-
-    layout: Layout
-    far: Far
-    tokens: Tokens
-    exact: Exact | None
-
-
-def build_field(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor | None,
-    clusters: Clusters,
-    lead: torch.Size,
-    grid: Grid | None,
-    prefix: int,
-    form: Form,
-    least: int = 1,
-) -> Field:
-    """Layout, moments and packed tokens for scaled q (B, Hk, G, Lq, D), k (B, Hk, Lk, D), v and weights (B, 1, Lk)."""
-    exact = None
-    if prefix:
-        log_weight = k.new_zeros(1, 1, 1, 1, prefix)
-        if weights is not None:
-            log_weight = _log(weights[..., :prefix])[:, :, None, None, :]
-        exact = Exact(k[:, :, None, :prefix], v[:, :, None, :prefix], log_weight)
-        k, v, weights = k[:, :, prefix:], v[:, :, prefix:], None if weights is None else weights[..., prefix:]
-    layout = make_layout(q, k, weights, clusters, lead, grid, least, bool(form.near))
-    keys, values, slots = layout.pack(k), layout.pack(v), layout.weights(k, weights)
-    if isinstance(form.near, int) and form.near >= layout.clusters:
-        # Nothing is left far away: softmax over all tokens, prefix included.
-        log_weight = _log(slots).flatten(-2)[:, :, None, None, :]
-        all_keys, all_values = keys.flatten(2, 3).unsqueeze(2), values.flatten(2, 3).unsqueeze(2)
-        if exact is not None:
-            heads = (max(log_weight.shape[0], exact.log_weight.shape[0]), max(log_weight.shape[1], 1), 1, 1, -1)
-            log_weight = torch.cat((exact.log_weight.expand(heads), log_weight.expand(heads)), -1)
-            all_keys, all_values = torch.cat((exact.key, all_keys), -2), torch.cat((exact.value, all_values), -2)
-        exact = Exact(all_keys, all_values, log_weight)
-        keys, values, slots = keys[:, :, :0], values[:, :, :0], slots[:, :, :0]
-        layout = layout._replace(pieces=0, clusters=0, owner=None, members=None)
-    moments = moments_of(keys, values, slots.expand(keys.shape[:-1]), full=form.full, response=form.response != 0)
-    if layout.owner is not None:
-        moments = merge_pieces(moments, layout.owner, layout.clusters)
-    return Field(layout, Far.of(moments), Tokens(keys, values, _log(slots), layout.members, layout.owner), exact)
-
-
-def make_layout(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor | None,
-    clusters: Clusters,
-    lead: torch.Size,
-    grid: Grid | None,
-    least: int,
-    near: bool,
-) -> Layout:
-    """The layout that `clusters` stands for; raises where it does not fit the tokens."""
-    Hk, L = k.shape[1:3]
-    masked = None if weights is None else weights.squeeze(1)
-    if isinstance(clusters, Tensor):
-        ids, count = _check_assignment(clusters, lead, Hk, L)
-        return assigned(ids, count, near)
-    if isinstance(clusters, KMeans):
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "clusters=KMeans(...) cannot be traced by torch.compile; find the clusters outside of it with "
-                "cumulant.cluster.kmeans_assignment(...) and use blocks, or leave this call uncompiled"
-            )
-        ids = kmeans(q.flatten(2, 3), k, weights, clusters)
-        return assigned(ids, min(clusters.count, max(1, L)), near)
-    if isinstance(clusters, Blocks):
-        if clusters.keep is not None or clusters.recent:
-            raise ValueError(f"keep and recent of {clusters} belong to is_causal=True; pass Blocks({clusters.size})")
-        return _blocks_of(clusters.size, L, k.device)
-    if isinstance(clusters, tuple):
-        if grid is None:
-            raise ValueError(
-                f"clusters={clusters} are blocks of a grid: pass grid=(rows, cols) or (frames, rows, cols)"
-            )
-        if len(clusters) != len(grid) or any(
-            isinstance(b, bool) or not isinstance(b, int) or not 1 <= b <= max(1, side)
-            for b, side in zip(clusters, grid, strict=False)
-        ):
-            raise ValueError(f"clusters={clusters} must cut each side of grid={grid} into 1 to that many blocks")
-        return on_grid(grid, clusters, k.device)
-    if isinstance(clusters, bool) or not isinstance(clusters, int):
-        kinds = "an int, a tuple of ints, Blocks, KMeans or an integer tensor"
-        raise TypeError(f"clusters must be {kinds}, got {type(clusters).__name__}")
-    if clusters < 1:
-        raise ValueError(f"clusters must be at least 1, got {clusters}")
-    if grid is not None:
-        return on_grid(grid, divide(grid, clusters, least), k.device)
-    return consecutive(L, clusters, masked, k.device, least)
-
-
 def kmeans_assignment(
     query: Tensor, key: Tensor, options: KMeans, *, key_mask: Tensor | None = None, enable_gqa: bool = False
 ) -> Tensor:
@@ -237,7 +142,7 @@ def kmeans_assignment(
         weights = key_mask.expand(*lead, k.shape[-2]).reshape(prod(lead), 1, -1).to(dtype)
         k = k.masked_fill((weights == 0).unsqueeze(-1), 0)
     q = q.unflatten(1, (Hk, -1)).flatten(2, 3)
-    return kmeans(q, k - _origin(k, weights, False), weights, options).reshape(*lead, *k.shape[1:3])
+    return kmeans(q, k - origin(k, weights, False), weights, options).reshape(*lead, *k.shape[1:3])
 
 
 def _noncausal(
@@ -254,7 +159,10 @@ def _noncausal(
 ) -> Tensor:
     """(B, Hk, G, Lq, E)."""
     G, Lq = q.shape[2:4]
-    layout, far, tokens, exact = build_field(q, k, v, weights, clusters, lead, grid, prefix, form, least)
+    packed = pack(q, k, v, weights, clusters, lead, grid, prefix, form, least)
+    if answers_by_token(packed, form):
+        return token_responses(q, packed, closure=form.closure, full=form.full)
+    layout, far, tokens, exact = Field.of(packed, form)
     options: dict[str, Any] = {"closure": form.closure, "rank": form.rank, "most": form.response}
     if form.near == "neighbours":
         if layout.adjacent is None:
@@ -294,7 +202,7 @@ def _noncausal(
     return out.flatten(2, 3).unflatten(2, (G, -1))[..., :Lq, :]
 
 
-def _origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
+def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
     """A point near the keys, from which they are measured: logits then are small numbers wherever the keys lie.
 
     The result does not depend on it, so it needs no gradient. Causal rows may know the first key only.
@@ -309,52 +217,6 @@ def _origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
         return k.mean(-2, keepdim=True)
     share = ratio(weights, weights.sum(-1, keepdim=True)).detach()
     return (share.unsqueeze(-1) * k).sum(-2, keepdim=True)
-
-
-def _log(weights: Tensor) -> Tensor:
-    there = weights > 0
-    return torch.where(there, torch.where(there, weights, 1).log(), ABSENT)
-
-
-def _blocks_of(size: int, L: int, device: torch.device) -> Layout:
-    """Blocks of exactly `size` tokens, the last one as long as the rest."""
-    count = max(1, -(-L // size))
-    place = torch.arange(count * size, device=device).view(1, 1, count, size)
-    beside = torch.arange(count, device=device)[:, None] + torch.tensor((-1, 0, 1), device=device)
-    adjacent = beside.masked_fill((beside < 0) | (beside >= count), -1)
-    if count * size == L:
-        return Layout(count, size, count, adjacent=adjacent)
-    return Layout(count, size, count, place.clamp(max=max(0, L - 1)), place < L, adjacent=adjacent)
-
-
-def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int) -> tuple[Tensor, int]:
-    if ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex():
-        raise TypeError(f"clusters as an assignment must hold integers, got {ids.dtype}")
-    wanted = (*lead, Hk, L)
-    try:
-        fits = ids.ndim >= 1 and ids.shape[-1] == L and torch.broadcast_shapes(ids.shape, wanted) == torch.Size(wanted)
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"clusters as an assignment must have shape {wanted}, one number for each key (after the prefix), "
-            f"got {tuple(ids.shape)}"
-        )
-    if torch.compiler.is_compiling() or transformed():
-        raise ValueError(
-            "clusters as an assignment tensor needs to read its largest number, which torch.compile and torch.func "
-            "cannot; use a number of blocks or Blocks(size), or leave this call as it is"
-        )
-    if not L:
-        return ids.expand(wanted).reshape(-1, Hk, L).long(), 1
-    low, high = (int(x) for x in torch.aminmax(ids))
-    if low < 0:
-        raise ValueError(f"clusters as an assignment must hold numbers from 0 on, got {low}")
-    if high >= 4 * L + 1024:
-        raise ValueError(
-            f"clusters as an assignment names cluster {high}, far more than the {L} keys; number them 0, 1, ..."
-        )
-    return ids.expand(wanted).reshape(-1, Hk, L).long(), high + 1
 
 
 def _check_form(

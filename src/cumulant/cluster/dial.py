@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ..inputs import check_tensors
 from ..moments import statistics_dtype
-from .attention import Clusters, Field, Form, _origin, build_field, cluster_attention, kmeans_assignment
+from .attention import cluster_attention, kmeans_assignment, origin
+from .backend import Form
+from .build import Clusters, Field, pack
 from .cost import multiply_adds, softmax_multiply_adds
 from .fields import heaviest, mix
 from .kmeans import KMeans
@@ -186,7 +188,8 @@ def _field(q: Tensor, key: Tensor, value: Tensor, clusters: Clusters) -> Field:
     """Clusters of the keys with their tokens at hand, for all near fields and responses."""
     k, v = key.to(q.dtype), value.to(q.dtype)
     form = Form(near="any", closure="tanh", rank="mass", full=False, response=None, near_rows=1)
-    return build_field(q.unsqueeze(2), k - _origin(k, None, False), v, None, clusters, key.shape[:-3], None, 0, form)
+    packed = pack(q.unsqueeze(2), k - origin(k, None, False), v, None, clusters, key.shape[:-3], None, 0, form)
+    return Field.of(packed, form)
 
 
 def _answer(q: Tensor, field: Field, choice: Choice) -> Tensor | None:

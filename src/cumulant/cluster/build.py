@@ -1,0 +1,180 @@
+"""What queries meet: the tokens after the prefix, laid out as clusters, and the moments of those.
+
+Shape legend: B batch, Hk key heads, G = H / Hk, Lq queries, Lk keys, K clusters, N pieces of m tokens, D, E widths.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..inputs import transformed
+from .backend import Form
+from .fields import ABSENT, Exact, Far, Tokens
+from .kmeans import KMeans, kmeans
+from .layout import Blocks, Grid, Layout, assigned, consecutive, divide, on_grid
+from .statistics import merge_pieces, moments_of
+
+Clusters = int | tuple[int, ...] | Blocks | KMeans | Tensor
+
+
+class Packed(NamedTuple):
+    """The tokens after the prefix in pieces, which are the clusters or parts of them; and the prefix as it is."""
+
+    layout: Layout
+    key: Tensor  # (B, Hk, N, m, D)
+    value: Tensor  # (B, Hk, N, m, E)
+    weight: Tensor  # (B, Hk or 1, N, m), 0 where a slot holds no token
+    exact: Exact | None
+
+
+class Field(NamedTuple):
+    """Clusters of the keys after the prefix, ready for queries."""
+
+    layout: Layout
+    far: Far
+    tokens: Tokens
+    exact: Exact | None
+
+    @classmethod
+    def of(cls, packed: Packed, form: Form) -> Field:
+        """With the moments of every cluster. Cost: L D (E + 1), without E where no cluster responds."""
+        layout, keys, values, slots, exact = packed
+        moments = moments_of(keys, values, slots.expand(keys.shape[:-1]), full=form.full, response=form.response != 0)
+        if layout.owner is not None:
+            moments = merge_pieces(moments, layout.owner, layout.clusters)
+        return cls(layout, Far.of(moments), Tokens(keys, values, log(slots), layout.members, layout.owner), exact)
+
+
+def pack(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    clusters: Clusters,
+    lead: torch.Size,
+    grid: Grid | None,
+    prefix: int,
+    form: Form,
+    least: int = 1,
+) -> Packed:
+    """For scaled q (B, Hk, G, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, E) and weights (B, 1, Lk)."""
+    exact = None
+    if prefix:
+        log_weight = k.new_zeros(1, 1, 1, 1, prefix)
+        if weights is not None:
+            log_weight = log(weights[..., :prefix])[:, :, None, None, :]
+        exact = Exact(k[:, :, None, :prefix], v[:, :, None, :prefix], log_weight)
+        k, v, weights = k[:, :, prefix:], v[:, :, prefix:], None if weights is None else weights[..., prefix:]
+    layout = make_layout(q, k, weights, clusters, lead, grid, least, bool(form.near))
+    keys, values, slots = layout.pack(k), layout.pack(v), layout.weights(k, weights)
+    if isinstance(form.near, int) and form.near >= layout.clusters:
+        # Nothing is left far away: softmax over all tokens, prefix included.
+        log_weight = log(slots).flatten(-2)[:, :, None, None, :]
+        all_keys, all_values = keys.flatten(2, 3).unsqueeze(2), values.flatten(2, 3).unsqueeze(2)
+        if exact is not None:
+            heads = (max(log_weight.shape[0], exact.log_weight.shape[0]), max(log_weight.shape[1], 1), 1, 1, -1)
+            log_weight = torch.cat((exact.log_weight.expand(heads), log_weight.expand(heads)), -1)
+            all_keys, all_values = torch.cat((exact.key, all_keys), -2), torch.cat((exact.value, all_values), -2)
+        exact = Exact(all_keys, all_values, log_weight)
+        keys, values, slots = keys[:, :, :0], values[:, :, :0], slots[:, :, :0]
+        layout = layout._replace(pieces=0, clusters=0, owner=None, members=None)
+    return Packed(layout, keys, values, slots, exact)
+
+
+def make_layout(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    clusters: Clusters,
+    lead: torch.Size,
+    grid: Grid | None,
+    least: int,
+    near: bool,
+) -> Layout:
+    """The layout that `clusters` stands for; raises where it does not fit the tokens."""
+    Hk, L = k.shape[1:3]
+    masked = None if weights is None else weights.squeeze(1)
+    if isinstance(clusters, Tensor):
+        ids, count = _check_assignment(clusters, lead, Hk, L)
+        return assigned(ids, count, near)
+    if isinstance(clusters, KMeans):
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "clusters=KMeans(...) cannot be traced by torch.compile; find the clusters outside of it with "
+                "cumulant.cluster.kmeans_assignment(...) and use blocks, or leave this call uncompiled"
+            )
+        ids = kmeans(q.flatten(2, 3), k, weights, clusters)
+        return assigned(ids, min(clusters.count, max(1, L)), near)
+    if isinstance(clusters, Blocks):
+        if clusters.keep is not None or clusters.recent:
+            raise ValueError(f"keep and recent of {clusters} belong to is_causal=True; pass Blocks({clusters.size})")
+        return _blocks_of(clusters.size, L, k.device)
+    if isinstance(clusters, tuple):
+        if grid is None:
+            raise ValueError(
+                f"clusters={clusters} are blocks of a grid: pass grid=(rows, cols) or (frames, rows, cols)"
+            )
+        if len(clusters) != len(grid) or any(
+            isinstance(b, bool) or not isinstance(b, int) or not 1 <= b <= max(1, side)
+            for b, side in zip(clusters, grid, strict=False)
+        ):
+            raise ValueError(f"clusters={clusters} must cut each side of grid={grid} into 1 to that many blocks")
+        return on_grid(grid, clusters, k.device)
+    if isinstance(clusters, bool) or not isinstance(clusters, int):
+        kinds = "an int, a tuple of ints, Blocks, KMeans or an integer tensor"
+        raise TypeError(f"clusters must be {kinds}, got {type(clusters).__name__}")
+    if clusters < 1:
+        raise ValueError(f"clusters must be at least 1, got {clusters}")
+    if grid is not None:
+        return on_grid(grid, divide(grid, clusters, least), k.device)
+    return consecutive(L, clusters, masked, k.device, least)
+
+
+def log(weights: Tensor) -> Tensor:
+    """-inf, with a gradient of 0, for a weight of 0."""
+    there = weights > 0
+    return torch.where(there, torch.where(there, weights, 1).log(), ABSENT)
+
+
+def _blocks_of(size: int, L: int, device: torch.device) -> Layout:
+    """Blocks of exactly `size` tokens, the last one as long as the rest."""
+    count = max(1, -(-L // size))
+    place = torch.arange(count * size, device=device).view(1, 1, count, size)
+    beside = torch.arange(count, device=device)[:, None] + torch.tensor((-1, 0, 1), device=device)
+    adjacent = beside.masked_fill((beside < 0) | (beside >= count), -1)
+    if count * size == L:
+        return Layout(count, size, count, adjacent=adjacent)
+    return Layout(count, size, count, place.clamp(max=max(0, L - 1)), place < L, adjacent=adjacent)
+
+
+def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int) -> tuple[Tensor, int]:
+    if ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex():
+        raise TypeError(f"clusters as an assignment must hold integers, got {ids.dtype}")
+    wanted = (*lead, Hk, L)
+    try:
+        fits = ids.ndim >= 1 and ids.shape[-1] == L and torch.broadcast_shapes(ids.shape, wanted) == torch.Size(wanted)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"clusters as an assignment must have shape {wanted}, one number for each key (after the prefix), "
+            f"got {tuple(ids.shape)}"
+        )
+    if torch.compiler.is_compiling() or transformed():
+        raise ValueError(
+            "clusters as an assignment tensor needs to read its largest number, which torch.compile and torch.func "
+            "cannot; use a number of blocks or Blocks(size), or leave this call as it is"
+        )
+    if not L:
+        return ids.expand(wanted).reshape(-1, Hk, L).long(), 1
+    low, high = (int(x) for x in torch.aminmax(ids))
+    if low < 0:
+        raise ValueError(f"clusters as an assignment must hold numbers from 0 on, got {low}")
+    if high >= 4 * L + 1024:
+        raise ValueError(
+            f"clusters as an assignment names cluster {high}, far more than the {L} keys; number them 0, 1, ..."
+        )
+    return ids.expand(wanted).reshape(-1, Hk, L).long(), high + 1

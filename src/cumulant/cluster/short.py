@@ -1,0 +1,78 @@
+"""Short clusters: fewer multiplications to go through their tokens than through their covariances.
+
+Shape legend: B batch, H key heads, G query heads of each, L queries, K clusters of m tokens, p exact tokens, D, E
+widths. Queries carry the scale.
+
+    S_c^T q / W_c = <v~ (k~.q)>_c        so that        out = sum_l A_l v_l,   A_l = w_c share_l (1 + f_c q.k~_l)
+
+with share_l the weight of token l in its cluster: the same function as with the D x E matrix S_c, at m (D + E)
+multiply-adds a query and cluster in place of D E.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..inputs import transformed
+from ..moments import ratio
+from .backend import Form
+from .build import Packed, log
+from .closures import gain, log_mass
+from .fields import room, softmax_or_zero
+
+
+def answers_by_token(packed: Packed, form: Form) -> bool:
+    """Whether all clusters respond, none is near, each is one piece, and their tokens are the cheaper way."""
+    D, (m, E) = packed.key.shape[-1], packed.value.shape[-2:]
+    every = form.response is None or form.response >= packed.layout.clusters
+    whole = packed.layout.owner is None and packed.layout.clusters > 0
+    return form.near == 0 and every and whole and m * (D + E) <= D * E
+
+
+def token_responses(q: Tensor, packed: Packed, *, closure: str, full: bool) -> Tensor:
+    """q (B, H, G, L, D) -> (B, H, G, L, E), in blocks of rows. Cost a row: 2 K D + K m (D + E)."""
+    B, H, G, L, _ = q.shape
+    rows = q.flatten(2, 3)
+    weight = packed.weight.sum(-1)
+    share = ratio(packed.weight, weight.unsqueeze(-1))  # (B, H or 1, K, m)
+    mean = (share.unsqueeze(-1) * packed.key).sum(-2)
+    centred = packed.key - mean.unsqueeze(-2)
+    spread = None if full else (share.unsqueeze(-1) * centred * centred).sum(-2)
+    parts = (log(weight), mean, centred, spread, share)
+    step = max(1, room(q) // max(1, B * H * 4 * packed.key.shape[2] * packed.key.shape[3]))
+    if step >= rows.shape[2]:
+        return _rows(rows, packed, *parts, closure).unflatten(2, (G, L))
+    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
+    outs = []
+    for block in rows.split(step, 2):
+        # Recomputing a block in the backward pass keeps memory linear in the number of rows.
+        given = (block, packed, *parts, closure)
+        outs.append(checkpoint(_rows, *given, use_reentrant=False) if saving else _rows(*given))
+    return torch.cat(outs, 2).unflatten(2, (G, L))
+
+
+def _rows(
+    q: Tensor,
+    packed: Packed,
+    log_weight: Tensor,
+    mean: Tensor,
+    centred: Tensor,
+    spread: Tensor | None,
+    share: Tensor,
+    closure: str,
+) -> Tensor:
+    """Rows q (B, H, n, D) -> (B, H, n, E)."""
+    exact, K = packed.exact, mean.shape[-2]
+    share = share.unsqueeze(2)  # (B, H or 1, 1, K, m)
+    within = (q @ centred.flatten(2, 3).mT).unflatten(-1, centred.shape[2:4])  # q.k~, (B, H, n, K, m)
+    variance = (share * within * within).sum(-1) if spread is None else (q * q) @ spread.mT
+    logits = log_weight.unsqueeze(-2) + q @ mean.mT + log_mass(variance, closure)
+    if exact is not None:
+        near = q @ exact.key.squeeze(2).mT + exact.log_weight.squeeze(2)
+        logits = torch.cat((logits, near), -1)
+    w = softmax_or_zero(logits)
+    far = w[..., :K].unsqueeze(-1) * share * (1 + gain(variance, closure).unsqueeze(-1) * within)
+    out = far.flatten(-2) @ packed.value.flatten(2, 3)
+    return out if exact is None else out + w[..., K:] @ exact.value.squeeze(2)
