@@ -41,7 +41,7 @@ EXPERIMENTS = {
     "long": Reproduce(data=TINY, attention=("softmax", "cumulant3"), seeds=1, control=0, epochs=300),
     "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
     "sweep": Reproduce(data=TINY, attention=SWEEP, seeds=1, control=2, epochs=40),
-    "best": Reproduce(data=TINY, attention=BEST, seeds=3),
+    "best": Reproduce(data=TINY, attention=BEST, seeds=3, control=0),
     "patch4": Reproduce(data=TINY, recipe="tiny-imagenet-100-patch4", attention=FOUR, seeds=1, control=0),
     "ucf101-6": Reproduce(data="ucf101-6", attention=VIDEO, seeds=3),
     "cifar10": Reproduce(data="cifar10", attention=FOUR, seeds=1, control=0),

@@ -29,6 +29,19 @@ def compile_blocks(model: nn.Module, mode: str | None) -> bool:
 
 
 @contextmanager
+def quick_float32(device: torch.device, precision: str) -> Iterator[None]:
+    """Where a recipe trains in bfloat16, let a GPU multiply what is left in float32 with 11 digits (TF32): mechanisms
+    that widen their inputs would otherwise leave its tensor cores idle."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda" and precision == "bf16":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def room_for_compiled_code() -> Iterator[None]:
     """For many models in one process: let torch keep the compiled blocks of all their mechanisms. One that was trained
     before, with another seed say, is then not compiled again."""

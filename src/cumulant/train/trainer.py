@@ -34,7 +34,7 @@ from .processes import Processes, processes
 from .progress import Bar, Stop
 from .recipe_files import to_json
 from .state import bytes_needed, check_recipe, clear, load_state, read_result, save_state, whole_weights
-from .stepping import Recorded, compile_blocks
+from .stepping import Recorded, compile_blocks, quick_float32
 from .train_recipe import TrainRecipe
 
 
@@ -89,6 +89,7 @@ def train(
         if done is not None:
             return TrainResult(out=out, **done["result"])
         stack.enter_context(torch.random.fork_rng([team.device] if team.device.type == "cuda" else []))
+        stack.enter_context(quick_float32(team.device, settings.precision))
         return _Run(settings, out, source or open_recipe_source(settings), team, progress).go()
 
 
