@@ -26,11 +26,11 @@ CHUNK = 64  # clusters whose masses a program holds at once
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "statistics": (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
     "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
-    "attend": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
-    "query_gradients": (Config(64, 8, 2, 0, 2), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
-    "vector_gradients": (Config(64, 4, 2), Config(64, 8, 1), Config(32, 8, 1)),
+    "attend": (Config(128, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
+    "query_gradients": (Config(64, 8, 3, 0, 3), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
+    "vector_gradients": (Config(0, 4, 1), Config(64, 8, 1), Config(32, 8, 1)),
     "matrix_gradients": (Config(64, 8, 2, 4), Config(64, 8, 2, 1), Config(32, 8, 1, 1)),
-    "key_gradients": (Config(64, 4, 2), Config(64, 8, 1), Config(32, 8, 1)),
+    "key_gradients": (Config(64, 4, 3), Config(64, 8, 1), Config(32, 8, 1)),
 }
 
 
