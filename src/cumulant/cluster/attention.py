@@ -114,7 +114,7 @@ def cluster_attention(
             blocks = _causal_blocks(clusters, Lq, grid, prefix)
             out = causal_clusters(q, k, v, weights, blocks=blocks, **_causal_form(form, blocks))
         else:
-            out = _noncausal(q, k, v, weights, clusters, lead, grid, prefix, form, least)
+            out = _noncausal(q, k, v, weights, clusters, lead, grid, prefix, form, least, query.dtype)
     return out.to(query.dtype).reshape(*lead, H, Lq, E)
 
 
@@ -156,12 +156,13 @@ def _noncausal(
     prefix: int,
     form: Form,
     least: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """(B, Hk, G, Lq, E)."""
+    """(B, Hk, G, Lq, E), for inputs of `dtype`."""
     G, Lq = q.shape[2:4]
     packed = pack(q, k, v, weights, clusters, lead, grid, prefix, form, least)
     if answers_by_token(packed, form):
-        return token_responses(q, packed, closure=form.closure, full=form.full)
+        return token_responses(q, packed, closure=form.closure, full=form.full, dtype=dtype)
     layout, far, tokens, exact = Field.of(packed, form)
     options: dict[str, Any] = {"closure": form.closure, "rank": form.rank, "most": form.response}
     if form.near == "neighbours":

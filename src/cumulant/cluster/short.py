@@ -31,9 +31,21 @@ def answers_by_token(packed: Packed, form: Form) -> bool:
     return form.near == 0 and every and whole and m * (D + E) <= D * E
 
 
-def token_responses(q: Tensor, packed: Packed, *, closure: str, full: bool) -> Tensor:
-    """q (B, H, G, L, D) -> (B, H, G, L, E), in blocks of rows. Cost a row: 2 K D + K m (D + E)."""
+def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """What the products over tokens are taken in for inputs of `dtype`; None: in the dtype of the statistics.
+
+    A GPU multiplies bfloat16 as softmax does there: q.k~ and the weights are rounded, masses and sums are not.
+    """
+    return dtype if dtype == torch.bfloat16 and device.type == "cuda" else None
+
+
+def token_responses(q: Tensor, packed: Packed, *, closure: str, full: bool, dtype: torch.dtype) -> Tensor:
+    """q (B, H, G, L, D) -> (B, H, G, L, E), for inputs of `dtype`, in blocks of rows.
+
+    Cost a row: 2 K D + K m (D + E).
+    """
     B, H, G, L, _ = q.shape
+    narrow = multiplied_in(dtype, q.device)
     rows = q.flatten(2, 3)
     weight = packed.weight.sum(-1)
     share = ratio(packed.weight, weight.unsqueeze(-1))  # (B, H or 1, K, m)
@@ -43,12 +55,12 @@ def token_responses(q: Tensor, packed: Packed, *, closure: str, full: bool) -> T
     parts = (log(weight), mean, centred, spread, share)
     step = max(1, room(q) // max(1, B * H * 4 * packed.key.shape[2] * packed.key.shape[3]))
     if step >= rows.shape[2]:
-        return _rows(rows, packed, *parts, closure).unflatten(2, (G, L))
+        return _rows(rows, packed, *parts, closure, narrow).unflatten(2, (G, L))
     saving = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
     outs = []
     for block in rows.split(step, 2):
         # Recomputing a block in the backward pass keeps memory linear in the number of rows.
-        given = (block, packed, *parts, closure)
+        given = (block, packed, *parts, closure, narrow)
         outs.append(checkpoint(_rows, *given, use_reentrant=False) if saving else _rows(*given))
     return torch.cat(outs, 2).unflatten(2, (G, L))
 
@@ -62,11 +74,12 @@ def _rows(
     spread: Tensor | None,
     share: Tensor,
     closure: str,
+    narrow: torch.dtype | None,
 ) -> Tensor:
     """Rows q (B, H, n, D) -> (B, H, n, E)."""
     exact, K = packed.exact, mean.shape[-2]
     share = share.unsqueeze(2)  # (B, H or 1, 1, K, m)
-    within = (q @ centred.flatten(2, 3).mT).unflatten(-1, centred.shape[2:4])  # q.k~, (B, H, n, K, m)
+    within = _product(q, centred.flatten(2, 3).mT, narrow).unflatten(-1, centred.shape[2:4])  # q.k~, (B, H, n, K, m)
     variance = (share * within * within).sum(-1) if spread is None else (q * q) @ spread.mT
     logits = log_weight.unsqueeze(-2) + q @ mean.mT + log_mass(variance, closure)
     if exact is not None:
@@ -74,5 +87,9 @@ def _rows(
         logits = torch.cat((logits, near), -1)
     w = softmax_or_zero(logits)
     far = w[..., :K].unsqueeze(-1) * share * (1 + gain(variance, closure).unsqueeze(-1) * within)
-    out = far.flatten(-2) @ packed.value.flatten(2, 3)
+    out = _product(far.flatten(-2), packed.value.flatten(2, 3), narrow)
     return out if exact is None else out + w[..., K:] @ exact.value.squeeze(2)
+
+
+def _product(a: Tensor, b: Tensor, narrow: torch.dtype | None) -> Tensor:
+    return a @ b if narrow is None else (a.to(narrow) @ b.to(narrow)).to(a.dtype)
