@@ -43,6 +43,10 @@ EXPERIMENTS = {
     "sweep": Reproduce(data=TINY, attention=SWEEP, seeds=1, control=2, epochs=40),
     "best": Reproduce(data=TINY, attention=BEST, seeds=3, control=0),
     "patch4": Reproduce(data=TINY, recipe="tiny-imagenet-100-patch4", attention=FOUR, seeds=1, control=0),
+    "clusters": Reproduce(data=TINY, attention=("softmax", "cluster4"), seeds=3),
+    "clusters-patch4": Reproduce(
+        data=TINY, recipe="tiny-imagenet-100-patch4", attention=("softmax", "cluster16"), seeds=3, control=1
+    ),
     "ucf101-6": Reproduce(data="ucf101-6", attention=VIDEO, seeds=3),
     "cifar10": Reproduce(data="cifar10", attention=FOUR, seeds=1, control=0),
 }
