@@ -58,11 +58,17 @@ class Layout(NamedTuple):
     members: Tensor | None = None  # (B, H, K, u) pieces of each cluster, -1 where there are fewer
     adjacent: Tensor | None = None  # (K, t) blocks beside each block and itself, -1 for none; blocks only
     place: Tensor | None = None  # (B, L) block of each token where a mask moves the borders; blocks only
+    sides: tuple[tuple[int, int], ...] = ()  # blocks of a grid and tokens of each, side by side, where they divide it
 
     def pack(self, x: Tensor) -> Tensor:
         """Tokens x (B, H, L, W) as (B, H, N, m, W); empty slots hold some token, and have weight 0."""
         if self.places is None:
             return x.unflatten(-2, (self.pieces, self.size))
+        if self.sides:  # a permutation: as such it is quicker than as an index, above all backward
+            n = len(self.sides)
+            x = x.unflatten(-2, [count for side in self.sides for count in side])
+            x = x.permute(0, 1, *range(2, 2 + 2 * n, 2), *range(3, 3 + 2 * n, 2), -1)
+            return x.reshape(*x.shape[:2], self.pieces, self.size, x.shape[-1])
         if self.places.shape[:2] == (1, 1):
             return x[..., self.places[0, 0].flatten(), :].unflatten(-2, (self.pieces, self.size))
         index = self.places.flatten(-2).expand(*x.shape[:2], -1)
@@ -145,7 +151,8 @@ def on_grid(grid: Grid, blocks: Grid, device: torch.device | None = None) -> Lay
     K, size = math.prod(blocks), math.prod([index.shape[1] for index, _ in sides])
     place, present = (x.permute(*outer, *inner).reshape(1, 1, K, size) for x in (place, present))
     full = all(side % parts == 0 for side, parts in zip(grid, blocks, strict=True))
-    return Layout(K, size, K, place, None if full else present, adjacent=_beside(blocks, device))
+    cuts = tuple((parts, side // parts) for side, parts in zip(grid, blocks, strict=True)) if full else ()
+    return Layout(K, size, K, place, None if full else present, adjacent=_beside(blocks, device), sides=cuts)
 
 
 def assigned(ids: Tensor, count: int, near: bool) -> Layout:
