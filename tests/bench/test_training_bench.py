@@ -109,6 +109,15 @@ def test_only_differences_beyond_the_spread_of_the_baseline_count():
     assert outcome(result, "rala > focused_linear") == "not tested"
 
 
+def test_as_many_test_items_as_the_spread_are_not_beyond_it():
+    counts = {"low": 430, "high": 437, "above": 430, "below": 423}  # of 450: seven apart both times
+    share = {name: count / 450 for name, count in counts.items()}
+    difference, spread = 100 * (share["above"] - share["below"]), 100 * (share["high"] - share["low"])
+    assert difference > spread  # by rounding alone
+    assert not training.beyond(difference, spread)
+    assert training.beyond(100 * 8 / 450, spread)
+
+
 def test_claims_are_refuted_when_the_other_side_is_beyond_the_spread():
     records = [*baseline(0.50, 0.51), record("mala", 0.40), record("rala", 0.45), record("linear", 0.60)]
     result = judged(records, "softmax")

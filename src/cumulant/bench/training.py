@@ -312,7 +312,7 @@ def judged(records: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, Any
             **{key: first.get(key) for key in ("parameters", "flops", "throughput", "step_bytes")},
         }
         if spread is not None and difference is not None and name != baseline:
-            row["beyond_chance"] = abs(difference) > spread
+            row["beyond_chance"] = beyond(difference, spread)
         ranking.append(row)
     failed = {r["variant"]: r["failure"] for r in records if r["failure"]}
     return {
@@ -322,6 +322,11 @@ def judged(records: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, Any
         "claims": [claim(*one, accuracies, spread, gap) for one in CLAIMS],
         "failed": failed,
     }  # fmt: skip
+
+
+def beyond(difference: float, spread: float) -> bool:
+    """Larger than the spread: as many test items are not, whatever their shares round to."""
+    return abs(difference) > spread + 1e-9
 
 
 def claim(
@@ -343,7 +348,7 @@ def claim(
         found = compare(above, below, accuracies, gap)
         side, entry["interval"] = found.outcome, [found.low, found.high]
     else:
-        side = "level" if abs(difference) <= spread else "above" if difference > 0 else "below"
+        side = "level" if not beyond(difference, spread) else "above" if difference > 0 else "below"
     words = {"above": "confirmed", "below": "refuted", "level": "not contradicted" if tie else "not resolved"}
     return entry | {"difference": difference, "outcome": words[side]}
 
