@@ -21,7 +21,9 @@ Result = Mapping[str, Any]
 COMMANDS = {
     "zoo_gpu": "PYTHONPATH=src python benchmarks/gpu_zoo.py",
     "zoo_efficiency": "cumulant bench efficiency --time-limit 0.1",
-    "zoo_train_digits": "cumulant bench train --control 4",
+    "zoo_train_digits": "cumulant bench train --control 4\n"
+    "cumulant bench train --control 4 --attention softmax focused_linear:use_conv=false rala:use_gate=false "
+    "rala:use_alpha=false rala:use_gate=false:use_alpha=false agent:conv=false agent:agents=16",
     "zoo_train_tiny-imagenet-100": "cumulant bench train --recipe tiny-imagenet-100 --data FOLDER --epochs 50",
     "error_pareto": "python benchmarks/cluster_error.py --parts pareto --model MODEL --reviews REVIEWS \\\n"
     "    --vit CHECKPOINT --images FOLDER",
