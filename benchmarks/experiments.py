@@ -31,6 +31,7 @@ SWEEP = (
     "cumulant3+temperature=order", "cumulant3+full", "cumulant3+v_conv", "cumulant3+gate", "cumulant3+pool=gap",
     "cumulant3+patch=4", "softmax+qk_norm", "softmax+v_conv", "softmax+gate", "softmax+pool=gap", "softmax+patch=4",
 )  # fmt: skip
+RATES = tuple(f"{name}+lr={rate}" for name in ("softmax", "cumulant3") for rate in ("0.001", "0.004"))
 # The best of the sweep; change it here when the sweep says so.
 BEST = ("softmax+v_conv", "cumulant3+v_conv")
 VIDEO = (*FOUR, *(f"{name}+variant=2" for name in FOUR), "softmax+variant=average")
@@ -41,6 +42,7 @@ EXPERIMENTS = {
     "long": Reproduce(data=TINY, attention=("softmax", "cumulant3"), seeds=1, control=0, epochs=300),
     "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
     "sweep": Reproduce(data=TINY, attention=SWEEP, seeds=1, control=2, epochs=40),
+    "rates": Reproduce(data=TINY, attention=RATES, seeds=1, control=0, epochs=40),
     "best": Reproduce(data=TINY, attention=BEST, seeds=3, control=0),
     "patch4": Reproduce(data=TINY, recipe="tiny-imagenet-100-patch4", attention=FOUR, seeds=1, control=0),
     "clusters": Reproduce(data=TINY, attention=("softmax", "cluster4"), seeds=3),
