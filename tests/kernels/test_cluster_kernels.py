@@ -82,6 +82,18 @@ def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(dtype: torch.
         assert error(x, z) < 2 * error(y, z) + 1e-4, name
 
 
+@pytest.mark.parametrize("response", [None, 3])
+def test_sums_over_many_tiles_of_groups_that_the_clusters_do_not_fill(response: int | None) -> None:
+    q, k, v = (tokens(1, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((300, 0), (90, 1), (90, 0.5)))
+    options: dict[str, Any] = {"clusters": 9, "near": 1, "near_rows": 32, "response": response}
+    ours, exact = (
+        results(q, k, v, backend, kind, **options)
+        for backend, kind in (("triton", q.dtype), ("reference", torch.float64))
+    )
+    for name, x, y in zip(NAMES, ours, exact, strict=True):
+        assert error(x, y) < 5e-3, name
+
+
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of rows that pad a block and go nowhere
 def test_keys_far_from_zero_cost_no_digits() -> None:
     q, v = tokens(1, 1, 64, 32, dtype=torch.bfloat16), tokens(1, 1, 96, 32, dtype=torch.bfloat16, seed=1)
@@ -99,6 +111,18 @@ def test_logits_that_overflow_an_exponential_do_no_harm() -> None:
     q, k, v = tokens(1, 1, 40, 16) * 40, tokens(1, 1, 64, 16) * 5, tokens(1, 1, 64, 16)
     compare(q, k, v, 5e-4, clusters=8, near=2, near_rows=32)
     assert cluster_attention(q, k, v, clusters=8, closure="gauss", backend="triton").isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value", "ignore:divide by zero")
+@pytest.mark.parametrize("clusters", [6, 70])
+def test_tiles_with_a_query_that_is_not_a_number_still_list_clusters_that_exist(clusters: int) -> None:
+    q, k, v = tokens(1, 1, 64, 16), tokens(1, 1, 140, 16, mean=1), tokens(1, 1, 140, 16)
+    q[0, 0, 3] = float("nan")
+    starts = [-(-c * 140 // clusters) for c in range(clusters + 1)]
+    state = triton_cluster.run_forward(q, k, v, None, starts, 0.25, 32, 2, 3, "tanh", False, False)
+    near, responding = (x[0].tolist() for x in state if x.dtype == torch.int32)
+    assert [len({*tile} & {*range(clusters)}) for tile in near] == [2, 2]
+    assert [len({*tile} & {*range(clusters)}) for tile in responding] == [3, 3]
 
 
 def test_views_of_a_projection_are_read_in_place() -> None:

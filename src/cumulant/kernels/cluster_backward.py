@@ -9,7 +9,7 @@ With do the gradient of the output, delta = do.out, h_c = (do S_c^T).q and dphi/
     dk = scale dz_l^T q + (d k_mean + 2 k~ d var + scale v~ dS^T) / n      dv = p_l^T do + (d v_mean + scale k~ dS) / n
 
 `query_gradients` writes dq and, for the others, p, p f, dz and dx of each tile, (B H, tiles, KP, M); `vector_gradients`
-and `matrix_gradients` sum over queries, `key_gradients` over the tiles for which a cluster is near, listed by cluster.
+and `matrix_gradients` sum over queries, `key_gradients` over the tiles that `tiles_of_clusters` lists for each cluster.
 Cost: about twice that of the forward pass. Partial sums are written, never added atomically: runs are bitwise equal.
 """
 
@@ -23,29 +23,36 @@ from .cluster_parts import (
     LN2,
     LOG2E,
     NOTHING,
+    finished,
     gain_slope,
+    kept_short,
     key_means,
+    laid_out,
     masses,
     near_tile,
+    origin_of,
+    packed,
     parts,
     scaled,
     squared,
     store_tile,
     tile,
+    turned_tile,
     value_means,
     variances,
+    weighed,
     without_near,
 )
 from .products import cast, dot
-from .tokens import head, minus, reference
+from .tokens import head, minus
 
 
 @kernel
 def query_gradients(
-    q, k, v, o, rounding, g, dq, lse, shifts, deltas, starts, logs, vectors, matrices, near, responding,
+    q, k, v, o, rounding, g, dq, lse, shifts, deltas, starts, logs, vectors, factors, matrices, near, responding,
     weights, gains, dz, dx,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
-    length_q, length_k, heads, clusters, blocks, T, R, scale,
+    length_q, heads, clusters, blocks, T, R, scale,
     CLOSURE: tl.constexpr, NEAR: tl.constexpr, RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr,
     KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr,
@@ -62,8 +69,9 @@ def query_gradients(
     b, h = pid // heads, pid % heads
     k, v = head(k, b, h, 0, k_b, k_h, k_t, UNIT), head(v, b, h, 0, v_b, v_h, v_t, UNIT)
     k_t, v_t = k_t * UNIT, v_t * UNIT
-    origin = reference(k, k_t, length_k, d, D)
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
+    factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
+    origin = origin_of(factors, d, BD)
     matrices += pid.to(tl.int64) * (KP * BD * BE)
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
     near += slot * T
@@ -88,18 +96,20 @@ def query_gradients(
     if RESPONSE:
         for chunk in range(0, KP, CK):
             c = chunk + tl.arange(0, CK)
-            z, _, gain = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+            z, _, gain = masses(rows, squares, factors, vectors, logs, c, d, scale, CLOSURE, BD, BE, PRECISION)
             if NEAR:
                 z = without_near(z, near, c, T)
             at = c[None, :] * M + line[:, None]
             tl.store(gains + at, tl.exp2(z - total[:, None]) * gain)
-            tl.store(dz + at, tl.zeros((M, CK), tl.float32).to(dtype))
+            if RESPONSE == 2:
+                tl.store(dz + at, tl.zeros((M, CK), tl.float32).to(dtype))
         tl.debug_barrier()
         cell = d[:, None] * BE + e[None, :]
         count = clusters
         if RESPONSE == 2:
             responding += slot * R
             count = R
+        mine = laid_out(rows, d, PRECISION)
         for i in tl.range(0, count, num_stages=STAGES):
             c = i
             if RESPONSE == 2:
@@ -111,7 +121,7 @@ def query_gradients(
                 gain = tl.where(c >= 0, gain, 0.0)
             back = dot(grad, tl.trans(S), None, PRECISION)
             sums += gain[:, None] * back
-            answer = tl.sum(rows.to(tl.float32) * back, 1)
+            answer = tl.sum(kept_short(mine).to(tl.float32) * back, 1)
             if RESPONSE == 2:
                 tl.store(dz + at * M + line, cast(answer, dtype), mask=line < tl.where(c >= 0, M, 0))
             else:
@@ -119,34 +129,33 @@ def query_gradients(
         tl.debug_barrier()
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        z, x, gain = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        z, x, gain = masses(rows, squares, factors, vectors, logs, c, d, scale, CLOSURE, BD, BE, PRECISION)
         if NEAR:
             z = without_near(z, near, c, T)
         p = tl.exp2(z - total[:, None])
         at = c[None, :] * M + line[:, None]
-        tl.store(weights + at, cast(p, dtype))
-        high, low = value_means(vectors, c, e, dtype, BD, BE)
+        tl.store(weights + at, packed(p, dtype))
+        high, low = value_means(factors, c, e, BD, BE)
         change = dot(grad, tl.trans(high), None, PRECISION) - delta[:, None]
         if dtype != tl.float32:
             change = dot(grad, tl.trans(low), change, PRECISION)
         if RESPONSE:
-            answer = tl.load(dz + at).to(tl.float32)
+            answer = tl.load(dz + at, mask=(c < clusters)[None, :], other=0.0).to(tl.float32)
             change = p * (change + gain * answer)
             spread = 0.5 * change * gain + p * answer * gain_slope(x, gain, CLOSURE)
         else:
             change = p * change
             spread = 0.5 * change * gain
-        tl.store(dz + at, cast(change, dtype))
-        tl.store(dx + at, cast(spread, dtype))
-        mean = key_means(vectors, c, d, origin, scale, BD, BE)
-        high, low = parts(mean, dtype)
+        tl.store(dz + at, packed(change, dtype))
+        tl.store(dx + at, packed(spread, dtype))
+        high, low = key_means(factors, c, d, BD, BE)
         change_high, change_low = parts(change, dtype)
         along = dot(change_high, high, None, PRECISION)
         if dtype != tl.float32:  # gradients of neighbouring clusters nearly cancel: 16 bits are too few
             along = dot(change_high, low, along, PRECISION)
             along = dot(change_low, high, along, PRECISION)
         sums += along * LN2
-        var = variances(vectors, c, d, scale, SQUARE, BD, BE)
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
         sums += rows.to(tl.float32) * dot(cast(2.0 * spread, SQUARE), var, None, PRECISION)
     if NEAR:
         for i in tl.range(0, T * blocks, num_stages=NEAR_STAGES):
@@ -200,7 +209,11 @@ def matrix_gradients(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KP / C, B H, splits). dS of C clusters (1, 2 or 4) over `span` tiles."""
+    """Grid (KP / C, B H, splits). dS of C clusters (1, 2, 4 or 8) over `span` tiles.
+
+    Queries times gains are the first factor: that one may lie in registers, so that nothing is written to shared memory
+    and both factors are read once for C clusters.
+    """
     pid, split = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * C
     line, d, e = tl.arange(0, N), tl.arange(0, BD), tl.arange(0, BE)
@@ -208,19 +221,24 @@ def matrix_gradients(
     g = head(g, pid // heads, pid % heads, 0, g_b, g_h, g_t, UNIT)
     start = pid.to(tl.int64) * tiles
     S0 = tl.zeros((BD, BE), tl.float32)
-    S1, S2, S3 = S0, S0, S0
+    S1, S2, S3, S4, S5, S6, S7 = S0, S0, S0, S0, S0, S0, S0
     parts: tl.constexpr = M // N
     for i in tl.range(split * span * parts, tl.minimum(split * span + span, tiles) * parts, num_stages=STAGES):
         row = i * N + line
-        rows = tl.trans(tile(q, row, q_t * UNIT, d, length_q, D, BD))
+        rows = turned_tile(q, row, q_t * UNIT, d, length_q, D, BD)
         grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
         gain = gains + (start + i // parts) * (KP * M) + (first * M + (i % parts) * N) + line
-        S0 = dot(rows, scaled(grad, tl.load(gain)), S0, PRECISION)
+        S0 = finished(dot(weighed(rows, tl.load(gain)), grad, S0, PRECISION))
         if C > 1:
-            S1 = dot(rows, scaled(grad, tl.load(gain + M)), S1, PRECISION)
+            S1 = finished(dot(weighed(rows, tl.load(gain + M)), grad, S1, PRECISION))
         if C > 2:
-            S2 = dot(rows, scaled(grad, tl.load(gain + 2 * M)), S2, PRECISION)
-            S3 = dot(rows, scaled(grad, tl.load(gain + 3 * M)), S3, PRECISION)
+            S2 = finished(dot(weighed(rows, tl.load(gain + 2 * M)), grad, S2, PRECISION))
+            S3 = finished(dot(weighed(rows, tl.load(gain + 3 * M)), grad, S3, PRECISION))
+        if C > 4:
+            S4 = finished(dot(weighed(rows, tl.load(gain + 4 * M)), grad, S4, PRECISION))
+            S5 = finished(dot(weighed(rows, tl.load(gain + 5 * M)), grad, S5, PRECISION))
+            S6 = finished(dot(weighed(rows, tl.load(gain + 6 * M)), grad, S6, PRECISION))
+            S7 = finished(dot(weighed(rows, tl.load(gain + 7 * M)), grad, S7, PRECISION))
     matrices += ((split.to(tl.int64) * tl.num_programs(1) + pid) * KP + first) * (BD * BE)
     cell = d[:, None] * BE + e[None, :]
     tl.store(matrices + cell, S0)
@@ -229,39 +247,59 @@ def matrix_gradients(
     if C > 2:
         tl.store(matrices + 2 * BD * BE + cell, S2)
         tl.store(matrices + 3 * BD * BE + cell, S3)
+    if C > 4:
+        tl.store(matrices + 4 * BD * BE + cell, S4)
+        tl.store(matrices + 5 * BD * BE + cell, S5)
+        tl.store(matrices + 6 * BD * BE + cell, S6)
+        tl.store(matrices + 7 * BD * BE + cell, S7)
 
 
 @kernel
-def listed_matrix_gradients(
-    q, g, gains, matrices, ends, order, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, R,
+def listed_gradients(
+    q, g, gains, matrices, counts, lists, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, KP: tl.constexpr,
     STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KP, B H). dS of a cluster over the tiles to which it responds: order[ends[c]:ends[c + 1]] // R."""
+    """Grid (KP, B H). dS of a cluster over the tiles to which it responds."""
     c, pid = tl.program_id(0), tl.program_id(1)
     line, d, e = tl.arange(0, M), tl.arange(0, BD), tl.arange(0, BE)
     q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
     g = head(g, pid // heads, pid % heads, 0, g_b, g_h, g_t, UNIT)
     gains += pid.to(tl.int64) * tiles * (KP * M) + c * M
-    order += pid.to(tl.int64) * tiles * R
-    ends += pid.to(tl.int64) * (KP + 1) + c
+    slot = pid.to(tl.int64) * KP + c
+    lists += slot * tiles
     sums = tl.zeros((BD, BE), tl.float32)
-    for j in tl.range(tl.load(ends), tl.load(ends + 1), num_stages=STAGES):
-        index = (tl.load(order + j) // R).to(tl.int32)
+    for j in tl.range(0, tl.load(counts + slot), num_stages=STAGES):
+        index = tl.load(lists + j)
         row = index * M + line
         rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
         grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
         gain = tl.load(gains + index.to(tl.int64) * (KP * M) + line)
         sums = dot(tl.trans(rows), scaled(grad, gain), sums, PRECISION)
-    row = pid.to(tl.int64) * KP + c
-    tl.store(matrices + row * (BD * BE) + d[:, None] * BE + e[None, :], sums)
+    tl.store(matrices + slot * (BD * BE) + d[:, None] * BE + e[None, :], sums)
+
+
+@kernel
+def tiles_of_clusters(named, counts, lists, tiles, T, N: tl.constexpr):
+    """Grid (KP, B H). The tiles whose list (B H, tiles, T) names a cluster, (B H, KP, tiles) in order, and how many."""
+    c, pid = tl.program_id(0), tl.program_id(1)
+    slot = pid.to(tl.int64) * tl.num_programs(0) + c
+    named += pid.to(tl.int64) * tiles * T
+    lists += slot * tiles
+    found = 0
+    for first in range(0, tiles * T, N):
+        at = first + tl.arange(0, N)
+        here = (tl.load(named + at, mask=at < tiles * T, other=-1) == c).to(tl.int32)
+        tl.store(lists + found + tl.cumsum(here, 0) - 1, at // T, mask=here > 0)
+        found += tl.sum(here)
+    tl.store(counts + slot, found)
 
 
 @kernel
 def key_gradients(
-    q, k, v, g, dk, dv, shifts, deltas, starts, vectors, grad_vectors, grad_matrices, ends, order,
+    q, k, v, g, dk, dv, shifts, deltas, starts, vectors, grad_vectors, grad_matrices, counts, lists,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    length_q, heads, tiles, T, scale,
+    length_q, heads, tiles, scale,
     NEAR: tl.constexpr, RESPONSE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -279,13 +317,13 @@ def key_gradients(
         key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
         if NEAR:
             q, g = head(q, b, h, 0, q_b, q_h, q_t, UNIT), head(g, b, h, 0, g_b, g_h, g_t, UNIT)
-            ends += pid.to(tl.int64) * (KP + 1) + c
-            order += pid.to(tl.int64) * tiles * T
+            count = tl.load(counts + pid * KP + c)
+            lists += (pid.to(tl.int64) * KP + c) * tiles
             shifts += pid.to(tl.int64) * tiles * M
             deltas += pid.to(tl.int64) * tiles * M
             times: tl.constexpr = M // ROWS
-            for j in tl.range(tl.load(ends) * times, tl.load(ends + 1) * times, num_stages=STAGES):
-                row = (tl.load(order + j // times) // T).to(tl.int32) * M + (j % times) * ROWS + line
+            for j in tl.range(0, count * times, num_stages=STAGES):
+                row = tl.load(lists + j // times) * M + (j % times) * ROWS + line
                 rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
                 grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
                 shift, delta = tl.load(shifts + row), tl.load(deltas + row)

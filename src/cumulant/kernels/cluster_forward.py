@@ -17,9 +17,12 @@ import triton.language as tl
 from .cluster_parts import (
     LOG2E,
     NOTHING,
+    counted,
     finite,
     masses,
     near_tile,
+    origin_of,
+    packed,
     parts,
     ranks,
     squared,
@@ -43,11 +46,11 @@ def kernel(function):
 
 @kernel
 def statistics(
-    k, v, starts, vectors, matrices, k_b, k_h, k_t, v_b, v_h, v_t, heads, scale,
+    k, v, starts, vectors, factors, matrices, k_b, k_h, k_t, v_b, v_h, v_t, length_k, heads, scale,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KP, B H). Means, then centred second moments, of the tokens of one cluster."""
+    """Grid (KP, B H). Means, then centred second moments, of the tokens of one cluster, and their factors."""
     c, pid = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(starts + c), tl.load(starts + c + 1)
     d, e, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
@@ -70,9 +73,20 @@ def statistics(
         P += dk * dk
     row = pid.to(tl.int64) * tl.num_programs(0) + c
     vectors += row * (2 * BD + BE)
+    spread = tl.sum(P, 0) * over
     tl.store(vectors + d, k_mean)
-    tl.store(vectors + BD + d, tl.sum(P, 0) * over)
+    tl.store(vectors + BD + d, spread)
     tl.store(vectors + 2 * BD + e, v_mean)
+    origin = reference(k, k_t, length_k, d, D)
+    high, low = parts((k_mean - origin) * (scale * LOG2E), dtype)
+    factors += row * (4 * BD + 2 * BE)
+    tl.store(factors + d, high)
+    tl.store(factors + BD + d, low)
+    tl.store(factors + 2 * BD + d, cast(spread * (scale * scale), dtype))
+    tl.store(factors + 3 * BD + d, cast(origin, dtype))
+    high, low = parts(v_mean, dtype)
+    tl.store(factors + 4 * BD + e, high)
+    tl.store(factors + 4 * BD + BE + e, low)
     cell = d[:, None] * BE + e[None, :]
     tl.store(matrices + row * (BD * BE) + cell, cast(S * (over * scale), dtype))
 
@@ -92,8 +106,7 @@ def ranks_in_memory(scores, c, KP: tl.constexpr, CK: tl.constexpr):
 
 @kernel
 def choose(
-    q, k, logs, vectors, scores, near, responding, q_b, q_h, q_t, k_b, k_h, k_t,
-    length_q, length_k, heads, clusters, T, R, scale,
+    q, logs, vectors, factors, scores, near, responding, q_b, q_h, q_t, length_q, heads, clusters, T, R, scale,
     CLOSURE: tl.constexpr, BY_ERROR: tl.constexpr, NEAR: tl.constexpr, GIVEN: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
     SQUARE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -107,9 +120,8 @@ def choose(
     index, pid = tl.program_id(0), tl.program_id(1)
     row, d = index * M + tl.arange(0, M), tl.arange(0, BD)
     q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
-    k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
-    origin = reference(k, k_t * UNIT, length_k, d, D)
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
+    factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
     squares = squared(rows, SQUARE)
@@ -117,20 +129,20 @@ def choose(
     top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        z, _, _ = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        z, _, _ = masses(rows, squares, factors, vectors, logs, c, d, scale, CLOSURE, BD, BE, PRECISION)
         higher = tl.maximum(top, tl.max(z, 1))
         total = total * tl.exp2(top - finite(higher)) + tl.sum(tl.exp2(z - finite(higher)[:, None]), 1)
         top = higher
     over = tl.where(row < length_q, 1.0 / total, 0.0)  # rows beyond the last query choose nothing
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        z, x, gain = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        z, x, gain = masses(rows, squares, factors, vectors, logs, c, d, scale, CLOSURE, BD, BE, PRECISION)
         share = tl.exp2(z - finite(top)[:, None]) * over[:, None]
         here = c < clusters
         if NEAR and not GIVEN:
-            tl.store(scores + c, tl.where(here, tl.sum(share * x if BY_ERROR else share, 0), -1.0))
+            tl.store(scores + c, counted(tl.sum(share * x if BY_ERROR else share, 0), here))
         if LISTED:
-            tl.store(scores + KP + c, tl.where(here, tl.sum(share * gain, 0), -1.0))
+            tl.store(scores + KP + c, counted(tl.sum(share * gain, 0), here))
     tl.debug_barrier()
     c = tl.arange(0, KP)
     at_once: tl.constexpr = min(CK, 16384 // KP)  # comparisons that fit the registers
@@ -151,9 +163,9 @@ def choose(
 
 @kernel
 def attend(
-    q, k, v, o, rounding, lse, starts, logs, vectors, matrices, near, responding, gains, tops,
+    q, k, v, o, rounding, lse, starts, logs, vectors, factors, matrices, near, responding, gains, tops,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    length_q, length_k, heads, clusters, blocks, T, R, scale,
+    length_q, heads, clusters, blocks, T, R, scale,
     CLOSURE: tl.constexpr, CHOOSE: tl.constexpr, BY_ERROR: tl.constexpr, KEEP: tl.constexpr, NEAR: tl.constexpr,
     RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
@@ -177,8 +189,8 @@ def attend(
     v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
     o = head(o, pid // heads, pid % heads, 0, o_b, o_h, o_t, UNIT)
     k_t, v_t = k_t * UNIT, v_t * UNIT
-    origin = reference(k, k_t, length_k, d, D)
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
+    factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
     matrices += pid.to(tl.int64) * (KP * BD * BE)
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
     near += slot * T
@@ -191,7 +203,7 @@ def attend(
     squares = squared(rows, SQUARE)
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        z, x, gain = masses(rows, squares, vectors, logs, c, d, origin, scale, CLOSURE, BD, BE, PRECISION)
+        z, x, gain = masses(rows, squares, factors, vectors, logs, c, d, scale, CLOSURE, BD, BE, PRECISION)
         if CHOOSE:
             share = tl.exp2(z - tl.max(z, 1)[:, None])
             share *= tl.where(row < length_q, 1.0 / tl.sum(share, 1), 0.0)[:, None]
@@ -199,12 +211,12 @@ def attend(
             if RESPONSE == 2:  # before anything else, so that shares and gains need not be kept
                 answers = tl.sum(share * gain, 0)
             if NEAR:
-                rank = ranks(tl.where(far, tl.sum(share * x if BY_ERROR else share, 0), -1.0), c)
+                rank = ranks(counted(tl.sum(share * x if BY_ERROR else share, 0), far), c)
                 tl.store(near + rank, c, mask=rank < T)
                 far = far & (rank >= T)
                 z = tl.where(far[None, :], z, NOTHING)
             if RESPONSE == 2:
-                rank = ranks(tl.where(far, answers, -1.0), c)
+                rank = ranks(counted(answers, far), c)
                 tl.store(responding + slot * R + rank, c, mask=rank < R)
         elif NEAR:
             z = without_near(z, near, c, T)
@@ -212,17 +224,17 @@ def attend(
         p = tl.exp2(z - finite(higher)[:, None])
         fading = tl.exp2(top - finite(higher))
         total = total * fading + tl.sum(p, 1)
-        high, low = value_means(vectors, c, e, dtype, BD, BE)
+        top = higher
+        if RESPONSE:
+            tl.store(gains + c[None, :] * M + line[:, None], packed(p * gain, gains.dtype.element_ty))
+            if KP > CK:
+                tl.store(tops + (chunk // CK) * M + line, finite(top))
+        high, low = value_means(factors, c, e, BD, BE)
         p_high, p_low = parts(p, dtype)
         out = dot(p_high, high, out * fading[:, None], PRECISION)
         if dtype != tl.float32:
             out = dot(p_high, low, out, PRECISION)
             out = dot(p_low, high, out, PRECISION)
-        if RESPONSE:
-            tl.store(gains + c[None, :] * M + line[:, None], cast(p * gain, gains.dtype.element_ty))
-            if KP > CK:
-                tl.store(tops + (chunk // CK) * M + line, finite(higher))
-        top = higher
     if RESPONSE:
         tl.debug_barrier()
         cell = d[:, None] * BE + e[None, :]
@@ -243,7 +255,7 @@ def attend(
         if CHOOSE:
             tl.debug_barrier()
         a = scale * LOG2E
-        away = a * tl.sum(rows.to(tl.float32) * origin[None, :], 1)
+        away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
         for i in tl.range(0, T * blocks, num_stages=NEAR_STAGES):
             c = tl.load(near + i // blocks)
             first = tl.load(starts + tl.maximum(c, 0)) + (i % blocks) * N
@@ -260,7 +272,7 @@ def attend(
             total = total * fading + tl.sum(p, 1)
             out = dot(cast(p, dtype), values, out * fading[:, None], PRECISION)
             top = higher
-    out /= total[:, None]
+    out *= (1.0 / total)[:, None]
     store_tile(o, out, row, o_t * UNIT, e, length_q, E, BE)
     if KEEP:
         rounding = head(rounding, pid // heads, pid % heads, 0, o_b, o_h, o_t, UNIT)

@@ -10,9 +10,11 @@ Clusters are the tokens [starts[c], starts[c + 1]); those from K on are empty. W
     z_l = a q.(k_l - origin)                                         tokens of near clusters
     out = sum_c p_c (v_mean_c + f(x_c) q S_c) + sum_l p_l v_l         p = 2^(z - lse),  S_c = scale <k~ v~^T>_c
 
-State of a cluster: `vectors` (2 BD + BE) float32, k_mean, var(k) and v_mean, and `matrices` (BD, BE), S in the type of
-the inputs. What there are few of (means, weights of clusters) enters products as two numbers of 16 bits, so that masses
-have the digits of float32; S does not: it would double the cost.
+State of a cluster: `vectors` (2 BD + BE) float32, k_mean, var(k) and v_mean; `matrices` (BD, BE), S in the type of the
+inputs; and `factors` (4 BD + 2 BE), also in that type, the vectors as products take them: a (k_mean - origin) and what
+its rounding left over, scale^2 var(k), origin, v_mean and what its rounding left over. What there are few of (means,
+weights of clusters) enters products as two numbers of 16 bits, so that masses have the digits of float32; S does not:
+it would double the cost.
 """
 
 # mypy: allow-untyped-defs
@@ -26,6 +28,7 @@ from .products import INTERPRET, cast, dot
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(float("-inf"))
+TINY = tl.constexpr(2.0**-60)
 CLOSURE_NUMBER = {"gauss": 0, "tanh": 1, "langevin": 2}
 
 
@@ -52,17 +55,23 @@ def log2_above_1(x):
 
 
 @triton.jit
-def mass_and_gain(x, CLOSURE: tl.constexpr):
-    """phi log2(e) and f of the variance x >= 0; a power series where s = sqrt(x) leaves f no digits."""
+def mass_and_gain(x, CLOSURE: tl.constexpr, SHORT: tl.constexpr):
+    """phi log2(e) and f of the variance x >= 0; a power series where s = sqrt(x) leaves f no digits.
+
+    SHORT: f is wanted to 4 digits only, those of 16 bits, and tanh needs no series.
+    """
     if CLOSURE == 0:
         return x * (0.5 * LOG2E), x * 0.0 + 1.0
     small = x < 3e-2
     if CLOSURE == 1:
-        over = tl.rsqrt(tl.maximum(x, 1e-20))
-        t = x * over * LOG2E
-        e = tl.exp2(-2.0 * t)
-        phi = t + (log2_above_1(1.0 + e) - 1.0)
-        gain = (1.0 - e) * reciprocal(1.0 + e) * over
+        y = tl.maximum(x, 1e-6)  # there phi is 7e-7 and f is 1 to 6 digits
+        over = tl.rsqrt(y)
+        s = y * over
+        e = tl.exp2(s * (-2.0 * LOG2E))
+        phi = s * LOG2E + (log2_above_1(1.0 + e) - 1.0)
+        gain = (1.0 - e) * over * reciprocal(1.0 + e)
+        if SHORT:
+            return phi, gain
         series = 1.0 + x * (-1.0 / 3.0 + x * (2.0 / 15.0 + x * (-17.0 / 315.0)))
         return phi, tl.where(small, series, gain)
     y = tl.sqrt(3.0 * tl.where(small, 1.0, x))
@@ -98,58 +107,89 @@ def parts(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def key_means(vectors, c, d, origin, scale, BD: tl.constexpr, BE: tl.constexpr):
-    """a (k_mean_c - origin) of clusters c, (CK, BD) float32."""
-    mean = tl.load(vectors + c[:, None] * (2 * BD + BE) + d[None, :])
-    return (mean - origin[None, :]) * (scale * LOG2E)
+def factor(factors, c, at, columns, BD: tl.constexpr, BE: tl.constexpr):
+    """One of the factors of clusters c, that from number `at` on: (CK, BD) or (CK, BE)."""
+    return tl.load(factors + c[:, None] * (4 * BD + 2 * BE) + at + columns[None, :])
 
 
 @triton.jit
-def variances(vectors, c, d, scale, SQUARE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
-    """scale^2 var_c(k), (CK, BD)."""
-    spread = tl.load(vectors + c[:, None] * (2 * BD + BE) + BD + d[None, :])
-    return cast(spread * (scale * scale), SQUARE)
+def packed(x, dtype: tl.constexpr):
+    """`cast`, two numbers an instruction: what goes to memory the compiler by itself converts one at a time."""
+    if INTERPRET or x.dtype != tl.float32 or dtype != tl.bfloat16:
+        return cast(x, dtype)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
 
 
 @triton.jit
-def value_means(vectors, c, e, dtype: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
-    """v_mean_c, (CK, BE), and what its rounding left over."""
-    return parts(tl.load(vectors + c[:, None] * (2 * BD + BE) + 2 * BD + e[None, :]), dtype)
+def key_means(factors, c, d, BD: tl.constexpr, BE: tl.constexpr):
+    """a (k_mean_c - origin) of clusters c, (CK, BD), and what its rounding left over (not to be read for float32)."""
+    return factor(factors, c, 0, d, BD, BE), factor(factors, c, BD, d, BD, BE)
+
+
+@triton.jit
+def value_means(factors, c, e, BD: tl.constexpr, BE: tl.constexpr):
+    """v_mean_c, (CK, BE), and what its rounding left over (not to be read for float32)."""
+    return factor(factors, c, 4 * BD, e, BD, BE), factor(factors, c, 4 * BD + BE, e, BD, BE)
+
+
+@triton.jit
+def variances(factors, vectors, c, d, scale, SQUARE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    """scale^2 var_c(k), (CK, BD); out of the vectors where the factors' type has too small a range for it."""
+    if factors.dtype.element_ty == SQUARE:
+        return factor(factors, c, 2 * BD, d, BD, BE)
+    else:
+        spread = tl.load(vectors + c[:, None] * (2 * BD + BE) + BD + d[None, :])
+        return cast(spread * (scale * scale), SQUARE)
+
+
+@triton.jit
+def origin_of(factors, d, BD: tl.constexpr):
+    """The point that keys of a head are measured from, (BD,) float32: written with each of its clusters."""
+    return tl.load(factors + 3 * BD + d).to(tl.float32)
 
 
 @triton.jit
 def masses(
-    q, squares, vectors, logs, c, d, origin, scale,
+    q, squares, factors, vectors, logs, c, d, scale,
     CLOSURE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z, x and f of clusters c for the rows q (n, BD) and their squares: (n, CK) each. Cost: 3 n CK BD.
 
     logs (KP,): log2 of the sizes of the clusters, -inf of empty ones.
     """
-    mean = key_means(vectors, c, d, origin, scale, BD, BE)
-    high, low = parts(mean, q.dtype)
+    x = dot(squares, tl.trans(variances(factors, vectors, c, d, scale, squares.dtype, BD, BE)), None, PRECISION)
+    high, low = key_means(factors, c, d, BD, BE)
     z = dot(q, tl.trans(high), None, PRECISION)
     if q.dtype != tl.float32:
         z = dot(q, tl.trans(low), z, PRECISION)
-    x = dot(squares, tl.trans(variances(vectors, c, d, scale, squares.dtype, BD, BE)), None, PRECISION)
-    phi, gain = mass_and_gain(x, CLOSURE)
-    return z + (phi + tl.load(logs + c)[None, :]), x, gain
+    phi, gain = mass_and_gain(x, CLOSURE, q.dtype != tl.float32)
+    return (z + tl.load(logs + c)[None, :]) + phi, x, gain
 
 
 @triton.jit
 def without_near(z, near, c, T):
     """z with -inf in the columns of the T near clusters listed at `near`."""
+    far = c >= 0
     for i in range(T):
-        z = tl.where((c == tl.load(near + i))[None, :], NOTHING, z)
-    return z
+        far = far & (c != tl.load(near + i))
+    return tl.where(far[None, :], z, NOTHING)
+
+
+@triton.jit
+def counted(score, there):
+    """Scores, -1 of clusters that are not there; also in place of what is not a number, which would have no rank."""
+    return tl.where(there & (score >= 0.0), score, -1.0)
 
 
 @triton.jit
 def ranks(score, c):
     """How many clusters come before each one: those with a larger score, the first of equal ones first."""
-    mine, other = score[None, :], score[:, None]
-    before = (other > mine) | ((other == mine) & (c[:, None] < c[None, :]))
-    return tl.sum(before.to(tl.int32), 0)  # over rows: within a thread, where columns would take an exchange each
+    mine, other = score[:, None], score[None, :]
+    before = (other > mine) | ((other == mine) & (c[None, :] < c[:, None]))
+    return tl.sum(before.to(tl.int32), 1)
 
 
 @triton.jit
@@ -174,12 +214,60 @@ def scaled(rows, g):
 
 
 @triton.jit
+def weighed(columns, g):
+    """The same for columns (width, n)."""
+    if INTERPRET:
+        return cast(columns.to(tl.float32) * g.to(tl.float32)[None, :], columns.dtype)
+    else:
+        return columns * g.to(columns.dtype)[None, :]
+
+
+@triton.jit
+def finished(x):
+    """x itself, a sum of products, waited for: the assembler runs products one by one where some are under way across
+    iterations while their first factor, in registers, changes; in a row and waited for together they overlap.
+    """
+    if INTERPRET:
+        return x
+    else:
+        return tl.inline_asm_elementwise("// $0", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def laid_out(x, d, PRECISION: tl.constexpr):
+    """x (n, width) as the result of a product with 1: held by threads as the products are that it will multiply."""
+    if INTERPRET or x.dtype == tl.float32:
+        return x
+    else:
+        one = (d[:, None] == d[None, :]).to(tl.float32).to(x.dtype)
+        return packed(dot(x, one, None, PRECISION), x.dtype)
+
+
+@triton.jit
+def kept_short(x):
+    """x itself; what is computed of it in a loop stays there, so that only its 16 bits take registers meanwhile."""
+    if INTERPRET or x.dtype == tl.float32:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows `row` < end of x, (n, BLOCK), 0 beyond the end and beyond WIDTH."""
     mask = (row < end)[:, None]
     if WIDTH != BLOCK:
         mask = mask & (columns < WIDTH)[None, :]
     return tl.load(x + row.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def turned_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The transpose of `tile`, (BLOCK, n), read as such: what is computed of it then needs no exchange."""
+    mask = (row < end)[None, :]
+    if WIDTH != BLOCK:
+        mask = mask & (columns < WIDTH)[:, None]
+    return tl.load(x + row.to(tl.int64)[None, :] * stride + columns[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -196,4 +284,4 @@ def store_tile(x, values, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK:
     mask = (row < end)[:, None]
     if WIDTH != BLOCK:
         mask = mask & (columns < WIDTH)[None, :]
-    tl.store(x + row.to(tl.int64)[:, None] * stride + columns[None, :], cast(values, x.dtype.element_ty), mask=mask)
+    tl.store(x + row.to(tl.int64)[:, None] * stride + columns[None, :], packed(values, x.dtype.element_ty), mask=mask)

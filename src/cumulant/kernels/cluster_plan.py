@@ -21,15 +21,17 @@ from .launch import Config, cdiv, dot_precision, multiprocessors, padded
 CHUNK = 64  # clusters whose masses a program holds at once
 
 # Kernel -> Config(tokens of a block, warps, stages of the loop over clusters, -, stages of the loop over near tokens),
-# for 16-bit inputs and heads of up to 64, for 16-bit and up to 128, and for float32. "matrix_gradients" takes blocks of
-# queries, and `keys` clusters at once.
+# for 16-bit inputs and heads of up to 64, for 16-bit and up to 128, and for float32. "query_gradients": in fourth place
+# the clusters whose masses it holds at once (0: a chunk). "matrix_gradients": blocks of queries, in fourth place the
+# clusters of a program, in fifth the programs of a multiprocessor.
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "statistics": (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
     "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "attend": (Config(128, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
-    "query_gradients": (Config(64, 8, 3, 0, 3), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
+    "query_gradients": (Config(64, 8, 3, 32, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
     "vector_gradients": (Config(0, 4, 1), Config(64, 8, 1), Config(32, 8, 1)),
-    "matrix_gradients": (Config(64, 8, 2, 4), Config(64, 8, 2, 1), Config(32, 8, 1, 1)),
+    "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
+    "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),
     "key_gradients": (Config(64, 4, 3), Config(64, 8, 1), Config(32, 8, 1)),
 }
 
@@ -97,9 +99,15 @@ class Plan(NamedTuple):
         """0: means only, 1: all clusters respond, 2: those listed."""
         return {0: 0, -1: 1}.get(self.shape.response, 2)
 
-    def split(self, programs: int, device: torch.device) -> tuple[int, int]:
-        """Tiles of a program, and programs for all tiles, where the rest of the grid has `programs`."""
-        wanted = max(1, min(cdiv(2 * multiprocessors(device), programs), self.tiles // 4))
+    def split(self, programs: int, device: torch.device, resident: int, cost: float) -> tuple[int, int]:
+        """Tiles of a program, and programs for all tiles, where the rest of the grid has `programs`.
+
+        As many as fill the multiprocessors, `resident` each, most evenly; one more is worth `cost` of the whole work,
+        for the sums that it writes.
+        """
+        slots = resident * multiprocessors(device)
+        most = max(1, min(cdiv(4 * slots, programs), self.tiles // 4))
+        wanted = min(range(1, most + 1), key=lambda s: cdiv(programs * s, slots) / s + cost * s)
         span = cdiv(self.tiles, wanted)
         return span, cdiv(self.tiles, span)
 

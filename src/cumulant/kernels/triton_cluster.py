@@ -76,9 +76,9 @@ def plan_of(
     return plan_for(shape, query.dtype)
 
 
-def _state(query: Tensor, plan: Plan, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """lse (B H, Lq), vectors (B H, KP, 2 BD + BE), matrices (B H, KP, BD, BE), near (B H, tiles, T), responding
-    (B H, tiles, R), and rounding (B, H, Lq, E).
+def _state(query: Tensor, plan: Plan, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """lse (B H, Lq), vectors (B H, KP, 2 BD + BE), factors (B H, KP, 4 BD + 2 BE), matrices (B H, KP, BD, BE),
+    near (B H, tiles, T), responding (B H, tiles, R), and rounding (B, H, Lq, E).
 
     The last is what the output lost in its rounding to 16 bits, for a backward pass only.
     """
@@ -88,6 +88,7 @@ def _state(query: Tensor, plan: Plan, keep: bool) -> tuple[Tensor, Tensor, Tenso
     return (
         query.new_empty(heads, shape.length_q, dtype=torch.float32),
         query.new_empty(heads, plan.KP, 2 * plan.BD + plan.BE, dtype=torch.float32),
+        query.new_empty(heads, plan.KP, 4 * plan.BD + 2 * plan.BE),
         query.new_empty(heads, plan.KP, plan.BD, plan.BE),
         query.new_empty(heads, plan.tiles, shape.near, dtype=torch.int32),
         query.new_empty(heads, plan.tiles, listed, dtype=torch.int32),
@@ -108,7 +109,7 @@ def run_forward(
     closure: str,
     by_error: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, and the state of a backward pass (`_state`)."""
     q, k, v = rows(query), rows(key), rows(value)
     plan = plan_of(query, key, value, which, starts, tile, near, response, closure, by_error)
@@ -117,7 +118,7 @@ def run_forward(
     first, logs = starts_on(starts, plan, query.device), logs_on(starts, plan, query.device)
     with on_device(query.device):
         _statistics(plan, k, v, first, state, scale)
-        _choose(plan, q, k, which, logs, state, scale)
+        _choose(plan, q, which, logs, state, scale)
         _attend(plan, q, k, v, out, (first, logs), state, scale)
     return out, *state
 
@@ -125,16 +126,14 @@ def run_forward(
 def _statistics(plan: Plan, k: Tensor, v: Tensor, starts: Tensor, state: Sequence[Tensor], scale: float) -> None:
     config, unit = plan.config("statistics"), stride_unit(k, v)
     kernels.statistics[(plan.KP, plan.shape.batch * plan.shape.heads)](
-        k, v, starts, state[1], state[2], *strides(k, unit), *strides(v, unit), plan.shape.heads, scale,
+        k, v, starts, *state[1:4], *strides(k, unit), *strides(v, unit), plan.shape.length_k, plan.shape.heads, scale,
         N=config.block, STAGES=config.stages, UNIT=unit, **plan.constants("D", "E", "BD", "BE", "PRECISION"),
         **plan.resources("statistics", 128),
     )  # fmt: skip
 
 
-def _choose(
-    plan: Plan, q: Tensor, k: Tensor, which: Tensor | None, logs: Tensor, state: Sequence[Tensor], scale: float
-) -> None:
-    shape, (_, vectors, _, near, responding, _) = plan.shape, state
+def _choose(plan: Plan, q: Tensor, which: Tensor | None, logs: Tensor, state: Sequence[Tensor], scale: float) -> None:
+    shape, (_, vectors, factors, _, near, responding, _) = plan.shape, state
     heads = shape.batch * shape.heads
     if which is not None:
         near.copy_(which.expand_as(near))
@@ -142,10 +141,10 @@ def _choose(
     if not (choosing or listed) or plan.fused:
         return
     scores = vectors.new_empty(heads, plan.tiles, 2, plan.KP)
-    unit = stride_unit(q, k)
+    unit = stride_unit(q)
     kernels.choose[(plan.tiles, heads)](
-        q, k, logs, vectors, scores, near, responding, *strides(q, unit), *strides(k, unit),
-        shape.length_q, shape.length_k, shape.heads, shape.clusters, shape.near, responding.shape[-1], scale,
+        q, logs, vectors, factors, scores, near, responding, *strides(q, unit),
+        shape.length_q, shape.heads, shape.clusters, shape.near, responding.shape[-1], scale,
         BY_ERROR=shape.by_error, LISTED=listed, GIVEN=not choosing, UNIT=unit,
         **plan.constants(*_ROWS), **plan.resources("choose"),
     )  # fmt: skip
@@ -161,15 +160,15 @@ def _attend(
     state: Sequence[Tensor],
     scale: float,
 ) -> None:
-    shape, (lse, vectors, matrices, near, responding, rounding) = plan.shape, state
+    shape, (lse, vectors, factors, matrices, near, responding, rounding) = plan.shape, state
     heads, config, unit = shape.batch * shape.heads, plan.config("attend"), stride_unit(q, k, v, out)
     gains = q.new_empty(heads, plan.tiles, plan.KP, shape.tile) if plan.response else q.new_empty(1)
     chunks = plan.KP // plan.CK
     tops = vectors.new_empty(heads, plan.tiles, chunks, shape.tile) if plan.response and chunks > 1 else vectors
     kernels.attend[(plan.tiles, heads)](
-        q, k, v, out, rounding, lse, *sizes, vectors, matrices, _list(near), _list(responding), gains, tops,
+        q, k, v, out, rounding, lse, *sizes, vectors, factors, matrices, _list(near), _list(responding), gains, tops,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit),
-        shape.length_q, shape.length_k, shape.heads, shape.clusters, -(-shape.longest // config.block), shape.near,
+        shape.length_q, shape.heads, shape.clusters, -(-shape.longest // config.block), shape.near,
         responding.shape[-1], scale, CHOOSE=plan.fused, BY_ERROR=shape.by_error,
         KEEP=rounding.numel() > 0, EVEN=plan.even(config.block), E=shape.E, RESPONSE=plan.response, N=config.block,
         STAGES=config.stages,
@@ -190,6 +189,7 @@ def run_backward(
     out: Tensor,
     lse: Tensor,
     vectors: Tensor,
+    factors: Tensor,
     matrices: Tensor,
     near_list: Tensor,
     responding: Tensor,
@@ -207,7 +207,7 @@ def run_backward(
     plan = plan_of(query, key, value, None, starts, tile, near, response, closure, by_error)
     dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (q, k, v))
     first, logs = starts_on(starts, plan, query.device), logs_on(starts, plan, query.device)
-    state = (lse, vectors, matrices, near_list, responding, rounding)
+    state = (lse, vectors, factors, matrices, near_list, responding, rounding)
     with on_device(query.device):
         per_query, rest = _backward_queries(plan, q, k, v, out, g, dq, (first, logs), state, scale)
         grad_vectors = _backward_vectors(plan, q, g, rest, vectors, scale)
@@ -231,7 +231,7 @@ def _backward_queries(
     scale: float,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Writes dq; returns shifts and deltas (B H, tiles, M), and weights, gains, dz and dx (B H, tiles, KP, M)."""
-    shape, (lse, vectors, matrices, near, responding, rounding) = plan.shape, state
+    shape, (lse, vectors, factors, matrices, near, responding, rounding) = plan.shape, state
     heads, config = shape.batch * shape.heads, plan.config("query_gradients")
     unit = stride_unit(q, k, v, out, g, dq)
     per_query = tuple(lse.new_empty(heads, plan.tiles, shape.tile) for _ in range(2))
@@ -239,14 +239,14 @@ def _backward_queries(
     kinds = (q.dtype, torch.float32, q.dtype, q.dtype)
     rest = tuple(q.new_empty(heads, plan.tiles, plan.KP, shape.tile, dtype=kind) for kind in kinds)
     backward_kernels.query_gradients[(plan.tiles, heads)](
-        q, k, v, out, rounding, g, dq, lse, *per_query, *sizes, vectors, matrices, _list(near), _list(responding),
-        *rest,
+        q, k, v, out, rounding, g, dq, lse, *per_query, *sizes, vectors, factors, matrices, _list(near),
+        _list(responding), *rest,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit), *strides(g, unit),
-        *strides(dq, unit), shape.length_q, shape.length_k, shape.heads, shape.clusters,
+        *strides(dq, unit), shape.length_q, shape.heads, shape.clusters,
         -(-shape.longest // config.block), shape.near, responding.shape[-1], scale, EVEN=plan.even(config.block),
         E=shape.E, N=config.block, RESPONSE=plan.response, STAGES=config.stages,
         NEAR_STAGES=config.key_stages or config.stages, UNIT=unit,
-        **plan.constants(*_ROWS), **plan.resources("query_gradients"),
+        **plan.constants(*_ROWS) | {"CK": config.keys or plan.CK}, **plan.resources("query_gradients"),
     )  # fmt: skip
     return per_query, rest
 
@@ -256,7 +256,7 @@ def _backward_vectors(
 ) -> Tensor:
     shape, config, unit = plan.shape, plan.config("vector_gradients"), stride_unit(q, g)
     heads, chunks = shape.batch * shape.heads, plan.KP // plan.CK
-    span, splits = plan.split(heads * chunks, q.device)
+    span, splits = plan.split(heads * chunks, q.device, 2, 0.001)
     partial = vectors.new_empty(splits, *vectors.shape)
     weights, _, dz, dx = rest
     backward_kernels.vector_gradients[(chunks, heads, splits)](
@@ -270,41 +270,34 @@ def _backward_vectors(
 
 def _backward_matrices(plan: Plan, q: Tensor, g: Tensor, gains: Tensor, responding: Tensor, vectors: Tensor) -> Tensor:
     """dS (B H, KP, BD, BE) float32; an empty tensor where clusters answer with their means alone."""
-    shape, config, unit = plan.shape, plan.config("matrix_gradients"), stride_unit(q, g)
-    heads, tokens = shape.batch * shape.heads, (*strides(q, unit), *strides(g, unit), shape.length_q, shape.heads)
-    constants = {"E": shape.E, "STAGES": config.stages, "UNIT": unit, **plan.resources("matrix_gradients", 128)}
+    if plan.response == 0:
+        return vectors
+    shape, unit, heads = plan.shape, stride_unit(q, g), plan.shape.batch * plan.shape.heads
+    name = "listed_gradients" if plan.response == 2 else "matrix_gradients"
+    config, tokens = plan.config(name), (*strides(q, unit), *strides(g, unit), shape.length_q, shape.heads, plan.tiles)
+    constants = {"E": shape.E, "STAGES": config.stages, "UNIT": unit, **plan.resources(name, 128)}
     constants |= plan.constants("D", "BD", "BE", "M", "KP", "PRECISION")
     if plan.response == 2:
         total = vectors.new_empty(heads, plan.KP, plan.BD, plan.BE)
-        backward_kernels.listed_matrix_gradients[(plan.KP, heads)](
-            q,
-            g,
-            gains,
-            total,
-            *_by_cluster(responding, plan.KP),
-            *tokens,
-            plan.tiles,
-            responding.shape[-1],
-            **constants,
-        )
+        lists = _tiles_of_clusters(responding, plan.KP)
+        backward_kernels.listed_gradients[(plan.KP, heads)](q, g, gains, total, *lists, *tokens, **constants)
         return total
-    if plan.response == 0:
-        return vectors
     C, N = config.keys, min(shape.tile, config.block)
     groups = -(-shape.clusters // C)
-    span, splits = plan.split(heads * groups, q.device)
+    span, splits = plan.split(heads * groups, q.device, config.key_stages, 0.03)
     partial = vectors.new_empty(splits, heads, plan.KP, plan.BD, plan.BE)
     backward_kernels.matrix_gradients[(groups, heads, splits)](
-        q, g, gains, partial, *tokens, plan.tiles, span, N=N, C=C, **constants
+        q, g, gains, partial, *tokens, span, N=N, C=C, **constants
     )
     return partial[0] if splits == 1 else partial.sum(0)
 
 
-def _by_cluster(lists: Tensor, KP: int) -> tuple[Tensor, Tensor]:
-    """Where the entries of each cluster end, (B H, KP + 1), and the places of the entries in order of the clusters."""
-    numbers, order = lists.flatten(1).sort(dim=-1, stable=True)
-    wanted = torch.arange(KP + 1, dtype=torch.int32, device=lists.device).expand(lists.shape[0], -1).contiguous()
-    return torch.searchsorted(numbers, wanted, out_int32=True), order
+def _tiles_of_clusters(named: Tensor, KP: int) -> tuple[Tensor, Tensor]:
+    """Of lists of clusters (B H, tiles, T): how many tiles name each cluster, (B H, KP), and which (B H, KP, tiles)."""
+    heads, tiles, T = named.shape
+    counts, lists = named.new_empty(heads, KP), named.new_empty(heads, KP, tiles)
+    backward_kernels.tiles_of_clusters[(KP, heads)](named, counts, lists, tiles, T, N=256, num_warps=4)
+    return counts, lists
 
 
 def _backward_keys(
@@ -324,12 +317,12 @@ def _backward_keys(
     scale: float,
 ) -> None:
     shape, config, unit = plan.shape, plan.config("key_gradients"), stride_unit(q, k, v, g, dk, dv)
-    lists = _by_cluster(near, plan.KP) if shape.near else (starts, starts)
+    lists = _tiles_of_clusters(near, plan.KP) if shape.near else (starts, starts)
     blocks = -(-shape.longest // config.block)
     backward_kernels.key_gradients[(blocks, shape.clusters, shape.batch * shape.heads)](
         q, k, v, g, dk, dv, *per_query, starts, vectors, grad_vectors, grad_matrices, *lists,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(g, unit), *strides(dk, unit),
-        *strides(dv, unit), shape.length_q, shape.heads, plan.tiles, shape.near, scale,
+        *strides(dv, unit), shape.length_q, shape.heads, plan.tiles, scale,
         RESPONSE=plan.response > 0, E=shape.E, N=config.block, ROWS=min(shape.tile, 64), STAGES=config.stages,
         UNIT=unit,
         **plan.constants("NEAR", "D", "BD", "BE", "M", "KP", "PRECISION"),
