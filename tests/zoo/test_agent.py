@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cumulant.nn import MultiheadAttention
 from cumulant.zoo import agent
-from cumulant.zoo.agent import AgentAttention, agent_grid, pool_agents
+from cumulant.zoo.agent import AgentAttention, _pooled, _pooled_by_product, agent_grid, pool_agents
 from cumulant.zoo.probes import LargestTensor
 
 AGENT = agent.AGENT
@@ -344,3 +344,13 @@ def test_what_it_cannot_do_is_refused():
         AGENT(query[..., :5, :], key, value, training_free=True)
     with pytest.raises(ValueError, match="unknown option 'agent' of mechanism 'agent'; accepted: agents"):
         AGENT.build(8, 2, agent=3)
+
+
+@pytest.mark.parametrize(
+    ("grid", "agents"),
+    [((8, 8), (7, 7)), ((6, 9), (3, 3)), ((1, 10), (1, 4)), ((3, 4, 5), (2, 3, 2)), ((2, 2), (3, 3))],
+    ids=["overlapping", "dividing", "row", "clip", "more-agents-than-tokens"],
+)
+def test_pooling_by_a_product_is_adaptive_pooling(grid, agents):
+    x = torch.randn(2, 3, math.prod(grid), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(_pooled_by_product(x, grid, agents), _pooled(x, grid, agents))

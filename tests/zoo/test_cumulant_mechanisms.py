@@ -29,3 +29,13 @@ def test_options_reach_the_function():
     query, key, value = draw()
     full = zoo.get("cumulant3")(query, key, value, enable_gqa=True, full=True, normalization="sum")
     assert torch.equal(full, attention(query, key, value, enable_gqa=True, full=True, normalization="sum"))
+
+
+def test_the_first_order_of_all_keys_is_their_mean_with_gradients_for_everything():
+    inputs = [x.requires_grad_() for x in draw()]
+    own, plain = zoo.get("cumulant1")(*inputs, enable_gqa=True), attention(*inputs, order=1, enable_gqa=True)
+    torch.testing.assert_close(own, plain)
+    upstream = torch.randn(own.shape, dtype=own.dtype, generator=torch.Generator().manual_seed(1))
+    found, wanted = (torch.autograd.grad(x, inputs, upstream) for x in (own, plain))
+    torch.testing.assert_close(found, wanted)
+    assert not any(x.any() for x in found[:2])

@@ -16,6 +16,7 @@ from .fused import fused_softmax
 from .grid import Grid, GridConv, resolve_grid
 from .inputs import prepare, prepare_queries, wide
 from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero, without_absent
+from .products import multiplies_narrow, pair_products, product, written_down
 from .registry import Mechanism, register
 
 AGENTS = 49
@@ -50,7 +51,8 @@ def agent_attention(
     key_mask (..., Lk) is bool, or weights; queries that `query_mask` (..., Lq) leaves out are not pooled, and bins
     without a query have no agent. A row without any key gives 0.
     `training_free` (AgentSD): the second softmax uses scale^0.3, and 0.075 v is added to the output.
-    Cost: (Lq + Lk) n (D + E); both steps are PyTorch's scaled_dot_product_attention.
+    Cost: (Lq + Lk) n (D + E); both steps are PyTorch's scaled_dot_product_attention, or plain products where a GPU
+    trains in bfloat16.
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     query, queries = prepare_queries(query, query_mask)
@@ -112,6 +114,8 @@ def pool_agents(
         raise ValueError(f"agents are pooled from the tokens after the prefix, but all {prefix} tokens are prefix")
     target = agent_grid(agents, shape)
     if factor is None:
+        if multiplies_narrow(query, query.dtype):
+            return _pooled_by_product(query[..., prefix:, :], shape, target).to(query.dtype), None
         return _pooled(wide(query)[..., prefix:, :], shape, target).to(query.dtype), None
     weight = _pooled(factor[..., prefix:, :], shape, target)
     sums = _pooled((wide(query) * factor)[..., prefix:, :], shape, target)
@@ -277,6 +281,19 @@ def _pooled(x: Tensor, grid: Grid, target: Grid) -> Tensor:
     return pooled.reshape(*x.shape[:-2], x.shape[-1], math.prod(target)).mT
 
 
+def _pooled_by_product(x: Tensor, grid: Grid, target: Grid) -> Tensor:
+    """The same as a product with zeros and ones (n, N), for which no image has to be written. Cost: n N D."""
+    member = torch.ones(1, 1, dtype=torch.bool, device=x.device)
+    for side, bins in zip(grid, target, strict=True):
+        first, at = torch.arange(bins, device=x.device)[:, None], torch.arange(side, device=x.device)
+        # Bin i holds what lies from floor(i side / bins) up to ceil((i + 1) side / bins).
+        inside = (at >= first * side // bins) & (at < -((first + 1) * side // -bins))
+        member = (member[:, None, :, None] & inside[None, :, None, :]).flatten(2).flatten(0, 1)
+    rows = written_down(member.to(x.dtype)).expand(x.shape[:-2].numel(), *member.shape)
+    sums = (rows @ x.flatten(0, -3)).unflatten(0, x.shape[:-2])
+    return wide(sums) / member.sum(-1, keepdim=True)
+
+
 def _added(bias: Tensor | None, absent: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What is added to the logits: the bias and -inf where absent (..., 1, n); and which rows have nothing left."""
     if absent is None:
@@ -297,9 +314,30 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     added, empty = _added(bias, absent)
-    added = None if added is None else added.to(query.dtype)  # biases of a layer may be wider than autocast's tokens
-    out = fused_softmax(query, key, value, attn_mask=added, scale=scale, dropout_p=dropout_p, enable_gqa=enable_gqa)
+    if multiplies_narrow(query, query.dtype) and _wants_gradients(query, key, value, added):
+        out = _by_products(query, key, value, scale, added, dropout_p)
+    else:
+        added = None if added is None else added.to(query.dtype)  # biases may be wider than autocast's tokens
+        out = fused_softmax(query, key, value, attn_mask=added, scale=scale, dropout_p=dropout_p, enable_gqa=enable_gqa)
     return out if empty is None else out.masked_fill(empty, 0)
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, added: Tensor | None, dropout_p: float
+) -> Tensor:
+    """Softmax attention written out, for training on a GPU: of the two sides one is a few agents, so that nothing is
+    large, and the fused kernels are slow there: backward with few keys, and altogether where a bias learns.
+    """
+    key, value = (repeat_heads(x, query.shape[-3]) for x in (key, value))
+    logits = pair_products(query, key, query.dtype) * scale
+    weights = (logits if added is None else logits + added).softmax(-1)
+    if dropout_p:
+        weights = F.dropout(weights, dropout_p)
+    return product(weights, value, query.dtype).to(query.dtype)
 
 
 def _weights(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, absent: Tensor | None) -> Tensor:

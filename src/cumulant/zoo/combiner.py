@@ -68,7 +68,7 @@ def combiner_attention(
     with torch.autocast(query.device.type, enabled=False):
         heads = query.shape[-3]
         q = wide(query) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        k, v = repeat_heads(wide(key), heads), repeat_heads(wide(value), heads)
+        k, v = repeat_heads(key, heads), repeat_heads(value, heads)
         bias = log_weights(key_mask, q)
         if bias is None:
             bias = q.new_zeros(q.shape[:-1])
@@ -82,7 +82,7 @@ def combiner_attention(
         elif variant == "axial":
             out = axial(q, k, v, bias, summary_key=summary_key, **parts)
         else:
-            out = log_sparse(q, k, v, bias, pooling=pooling)
+            out = log_sparse(q, wide(k), wide(v), bias, pooling=pooling)
     return out.to(query.dtype)
 
 

@@ -2,7 +2,7 @@
 
 Shape legend: ... leading dimensions with the heads, L tokens, D, E widths, c tokens of a segment or row, m segments or
 rows, p prefix tokens. Queries carry the scale; `bias` (..., L) is the log of the key weights, -inf for absent tokens;
-`dtype` is that of the mechanism's inputs, see `products.product`.
+`dtype` is that of the mechanism's inputs, of which keys and values still are, see `products.product`.
 
 Each query has direct keys and regions that, together, hold every key it may see once. One softmax goes over the direct
 keys and the summary keys K_r; a region passes its weight on to its tokens by p_r = softmax_j(Q_r.k_j), the same for all
@@ -12,14 +12,18 @@ queries, so that its value is V_r = sum_j p_rj v_j. Q_r and K_r are pooled from 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ..inputs import transformed
 from ..moments import ratio
+from .inputs import wide
 from .masking import ABSENT, joint_exponentials, softmax_or_zero
-from .products import product
+from .products import factor, multiplies_narrow, pair_products, product, written_down
 
 POOLINGS = ("max", "mean", "sum")
 SUMMARY_KEYS = ("wsum", "none")
@@ -37,6 +41,7 @@ def pool(x: Tensor, bias: Tensor, pooling: str) -> Tensor:
 
 def summarise(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pooling: str) -> tuple[Tensor, Tensor, Tensor]:
     """K_r (..., r, D), V_r (..., r, E) and which regions are empty (..., r), of regions (..., r, t, D)."""
+    k, v = wide(k), wide(v)
     Q, K = pool(q, bias, pooling), pool(k, bias, pooling)
     p = softmax_or_zero((Q.unsqueeze(-2) * k).sum(-1) + bias)
     return K, (p.unsqueeze(-1) * v).sum(-2), (bias == ABSENT).all(-1)
@@ -63,13 +68,15 @@ def fixed(
     q, k, v, bias, length = _segments(*rest, c)
     m = q.shape[-3]
     K, V, empty = summarise(q, k, v, bias, pooling)
-    near = product(q, k.mT, dtype) + bias.unsqueeze(-2)
+    near = pair_products(q, k, dtype) + bias.unsqueeze(-2)
     if is_causal:
         near = near.masked_fill(_later(c, c, q.device), ABSENT)
-    far = product(q, K.mT.unsqueeze(-3), dtype)  # (..., m, c, m)
+    # All rows of a sequence meet the same summaries: one product, for which nothing is repeated.
+    far = pair_products(q.flatten(-3, -2), K, dtype).unflatten(-2, (m, c))  # (..., m, c, m)
     hidden = empty[..., None, None, :] | _hidden_regions(m, is_causal, own, q.device)[:, None, :]
     (a, b, *d), total = joint_exponentials((near, far.masked_fill(hidden, ABSENT), *first.logits(q)))
-    out = ratio(product(a, v, dtype) + product(b, V.unsqueeze(-3), dtype) + first.read(d), total)
+    regions = product(b.flatten(-3, -2), V, dtype).unflatten(-2, (m, c))
+    out = _quotient(product(a, v, dtype) + regions + first.read(d), total, dtype)
     return first.before(out.flatten(-3, -2)[..., :length, :])
 
 
@@ -95,7 +102,7 @@ def axial(
     first, rest = _split_prefix(q, k, v, bias, prefix, is_causal)
     q, k, v, bias, length = _segments(*rest, c)
     m = q.shape[-3]
-    near = product(q, k.mT, dtype) + bias.unsqueeze(-2)
+    near = pair_products(q, k, dtype) + bias.unsqueeze(-2)
     P = softmax_or_zero(near)
     V = product(P, v, dtype)
     if callable(summary_key):
@@ -103,14 +110,15 @@ def axial(
         K = F.pad(K, (0, 0, 0, m * c - length)).unflatten(-2, (m, c))
     else:
         K = product(P, k, dtype) if summary_key == "wsum" else k
-    far = product(q.transpose(-3, -2), K.transpose(-3, -2).mT, dtype).transpose(-3, -2)  # (..., m, c, m)
+    columns_q, columns_K, columns_V = (factor(x, dtype).transpose(-3, -2).contiguous() for x in (q, K, V))
+    far = pair_products(columns_q, columns_K, dtype).transpose(-3, -2)  # (..., m, c, m)
     empty = (bias == ABSENT).all(-1)
     hidden = empty[..., None, None, :] | _hidden_regions(m, is_causal, own, q.device)[:, None, :]
     if is_causal:
         near = near.masked_fill(_later(c, c, q.device), ABSENT)
     (a, b, *d), total = joint_exponentials((near, far.masked_fill(hidden, ABSENT), *first.logits(q)))
-    columns = product(b.transpose(-3, -2), V.transpose(-3, -2), dtype)
-    out = ratio(product(a, v, dtype) + columns.transpose(-3, -2) + first.read(d), total)
+    columns = product(b.transpose(-3, -2), columns_V, dtype)
+    out = _quotient(product(a, v, dtype) + columns.transpose(-3, -2) + first.read(d), total, dtype)
     return first.before(out.flatten(-3, -2)[..., :length, :])
 
 
@@ -142,6 +150,29 @@ def log_sparse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, pooling: str) -
     return out[..., :length, :]
 
 
+def _quotient(x: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / total, and 0 where total is 0."""
+    narrow = multiplies_narrow(x, dtype) and not transformed()
+    return _Quotient.apply(x, total, dtype) if narrow else ratio(x, total)
+
+
+class _Quotient(torch.autograd.Function):
+    """`ratio`, which remembers its result, narrow as it will be written anyway, and not x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+        out = ratio(x, total)
+        ctx.save_for_backward(written_down(out.to(dtype)), total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        out, total = ctx.saved_tensors
+        grad = ratio(grad, total)
+        return grad, -(grad * out).sum(-1, keepdim=True), None
+
+
 class _Prefix:
     """Tokens before the grid: direct keys of all queries; as queries they see every key directly."""
 
@@ -150,13 +181,13 @@ class _Prefix:
 
     def logits(self, q: Tensor) -> list[Tensor]:
         """Of queries (..., m, c, D), (..., m, c, p)."""
-        return [q @ self.k.mT.unsqueeze(-3) + self.bias[..., None, None, :]] if self.k.shape[-2] else []
+        return [q @ wide(self.k).mT.unsqueeze(-3) + self.bias[..., None, None, :]] if self.k.shape[-2] else []
 
     def before(self, out: Tensor) -> Tensor:
         return torch.cat((self.out, out), -2) if self.k.shape[-2] else out
 
     def read(self, weights: list[Tensor]) -> Tensor | float:
-        return weights[0] @ self.v.unsqueeze(-3) if weights else 0.0
+        return weights[0] @ wide(self.v).unsqueeze(-3) if weights else 0.0
 
 
 def _split_prefix(
@@ -164,10 +195,10 @@ def _split_prefix(
 ) -> tuple[_Prefix, tuple[Tensor, Tensor, Tensor, Tensor]]:
     out = v[..., :prefix, :]
     if prefix:
-        logits = q[..., :prefix, :] @ k.mT + bias.unsqueeze(-2)
+        logits = q[..., :prefix, :] @ wide(k).mT + bias.unsqueeze(-2)
         if is_causal:
             logits = logits.masked_fill(_later(prefix, k.shape[-2], q.device), ABSENT)
-        out = softmax_or_zero(logits) @ v
+        out = softmax_or_zero(logits) @ wide(v)
     first = _Prefix(k[..., :prefix, :], v[..., :prefix, :], bias[..., :prefix], out)
     return first, (q[..., prefix:, :], k[..., prefix:, :], v[..., prefix:, :], bias[..., prefix:])
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .inputs import fold_groups, prepare, weights_of, wide
-from .products import factor, fraction, with_ones
+from .masking import repeat_heads
+from .products import dot_with_one, factor, fraction, product, sum_of_tokens, sums_of_products, with_ones, written_down
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -44,9 +45,14 @@ def cosformer_attention(
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, scale, max_len, query.dtype)
-        sums, total = fraction(features_q, features_k, value, query.dtype, is_causal=is_causal, chunk=chunk)
-        return (sums / total.clamp(min=eps)).to(query.dtype)
+        rows, columns, turn_q, turn_k = _parts(query, key, key_mask, scale, max_len)
+        if is_causal:
+            rows, columns = _turned(rows, turn_q, query.dtype), _turned(columns, turn_k, query.dtype)
+            sums, total = fraction(rows, columns, value, query.dtype, is_causal=True, chunk=chunk)
+            out = sums / total.clamp(min=eps)
+        else:
+            out = _over_all_keys(rows, columns, value, turn_q, turn_k, eps, query.dtype)
+        return out.to(query.dtype)
 
 
 def cosformer_scores(
@@ -63,7 +69,8 @@ def cosformer_scores(
     """The weights w_ij / max(sum_j w_ij, eps), (..., H, Lq, Lk). Cost: 2 Lq Lk D."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, scale, max_len, torch.float32)
+        rows, columns, turn_q, turn_k = _parts(query, key, key_mask, scale, max_len)
+        features_q, features_k = _turned(rows, turn_q, torch.float32), _turned(columns, turn_k, torch.float32)
         weights = fold_groups(features_q, key.shape[-3]) @ features_k.mT
         weights = weights.reshape(*query.shape[:-1], key.shape[-2])
         if is_causal:
@@ -93,24 +100,19 @@ class CosformerStream:
             raise ValueError(f"the stream was made for max_len={self.max_len} tokens and has seen them all")
         self.seen += 1
         position = torch.tensor([float(self.seen)], device=query.device, dtype=wide(query).dtype)
-        angle = position * (math.pi / 2 / self.max_len)
-        KV = _turned(F.relu(wide(key)), angle, torch.float32).mT @ with_ones(wide(value))
+        turn = _turns(position * (math.pi / 2 / self.max_len))
+        KV = _turned(F.relu(wide(key)), turn, torch.float32).mT @ with_ones(wide(value))
         self.state = CosformerState(KV if self.state is None else self.state.KV + KV, position)
-        rows = fold_groups(_turned(F.relu(wide(query)), angle, torch.float32), key.shape[-3])
+        rows = fold_groups(_turned(F.relu(wide(query)), turn, torch.float32), key.shape[-3])
         sums = rows @ self.state.KV
         out = sums[..., :-1] / sums[..., -1:].clamp(min=self.eps)
         return out.reshape(*query.shape[:-1], value.shape[-1]).to(query.dtype)
 
 
-def _features(
-    query: Tensor,
-    key: Tensor,
-    key_mask: Tensor | None,
-    scale: float | None,
-    max_len: int | Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """relu(q) and w relu(k), each with the sine and the cosine of its position: widths 2 D; `dtype`: see `product`."""
+def _parts(
+    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float | None, max_len: int | Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """relu(q), w relu(k), and for each the sines and cosines of its positions, (L, 2) or (..., 1, L, 2)."""
     query, key = wide(query), wide(key)
     longest = max(query.shape[-2], key.shape[-2])
     if max_len is None:
@@ -119,7 +121,7 @@ def _features(
         raise ValueError(f"max_len must be at least the number of tokens, {longest}, got {max_len}")
     rows, weights = F.relu(query if scale is None else query * scale), weights_of(key_mask, key)
     columns = F.relu(key) if weights is None else F.relu(key) * weights
-    return _turned(rows, _angles(query, max_len), dtype), _turned(columns, _angles(key, max_len), dtype)
+    return rows, columns, _turns(_angles(query, max_len)), _turns(_angles(key, max_len))
 
 
 def _angles(x: Tensor, max_len: int | Tensor) -> Tensor:
@@ -130,8 +132,35 @@ def _angles(x: Tensor, max_len: int | Tensor) -> Tensor:
     return position * (math.pi / 2 / max_len)
 
 
-def _turned(x: Tensor, angle: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.cat([factor(x * turn.unsqueeze(-1), dtype) for turn in (angle.sin(), angle.cos())], -1)
+def _turns(angle: Tensor) -> Tensor:
+    """Sines and cosines of angles (..., L), (..., L, 2)."""
+    return written_down(torch.stack((angle.sin(), angle.cos()), -1))
+
+
+def _turned(x: Tensor, turn: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (..., L, D) times its sine, then times its cosine, (..., L, 2 D), as a factor of `product`."""
+    return factor(x.unsqueeze(-2) * turn.unsqueeze(-1), dtype).flatten(-2)
+
+
+def _over_all_keys(
+    rows: Tensor, columns: Tensor, value: Tensor, turn_q: Tensor, turn_k: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """sum_j w_ij v_j / max(sum_j w_ij, eps) for rows relu(q) and columns relu(k), (..., H, Lq, E). Cost: 2 L D E.
+
+    A row's sine and cosine, and the sum of its weights, are factors of all of it. So it is divided by that sum before
+    the products and turned after them, q_i (sum_j sin_j k_j v_j^T) beside the same with cosines: a compiler then takes
+    the sum of the weights where it makes the factor, which is of width D, and no gradient needs the products.
+    """
+    D, E = columns.shape[-1], value.shape[-1]
+    parts = []
+    for i in range(2):
+        K = repeat_heads(sum_of_tokens(columns * turn_k[..., i : i + 1]), rows.shape[-3])
+        parts.append(dot_with_one(rows, K) * turn_q[..., i : i + 1])
+    rows = factor(rows / (parts[0] + parts[1]).clamp(min=eps), dtype)
+    KV = sums_of_products(_turned(columns, turn_k, dtype), value, dtype)  # (..., Hk, 2 D, E)
+    KV = KV.unflatten(-2, (2, D)).transpose(-3, -2).flatten(-2)  # (..., Hk, D, 2 E)
+    sums = product(fold_groups(rows, columns.shape[-3]), KV, dtype).reshape(*rows.shape[:-1], 2, E)
+    return (sums * turn_q.unsqueeze(-1)).sum(-2)
 
 
 COSFORMER = register(

@@ -5,10 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention import attention, attention_varlen, scores
+from ..inputs import transformed
 from ..streaming import Stream
+from .inputs import prepare, wide
+from .masking import repeat_heads
+from .products import for_every_token, sum_of_tokens
 from .registry import Mechanism, register
 
 SUMMARIES = {
@@ -17,6 +22,29 @@ SUMMARIES = {
     3: "softmax to third order, diagonal in the key coordinates",
 }
 COSTS = {1: "L E", 2: "L D E", 3: "2 L D E"}
+
+
+def mean_of_values(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """The first order over all keys, `attention(order=1)`, which looks at no query and no key. Cost: L E."""
+    query, key, value, _ = prepare(query, key, value, key_mask=None, scale=scale, enable_gqa=enable_gqa)
+    mean = repeat_heads(sum_of_tokens(wide(value)) / max(1, key.shape[-2]), query.shape[-3])
+    return _Unused.apply(query, key, for_every_token(mean, query.shape[-2]))
+
+
+class _Unused(torch.autograd.Function):
+    """x in the dtype of the query. The gradients of query and key, which play no part, are zeros that nobody writes."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, x: Tensor) -> Tensor:
+        ctx.query, ctx.key, ctx.dtype = query.shape, key.shape, x.dtype
+        return x.to(query.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        zero = grad.new_zeros(())
+        return zero.expand(ctx.query), zero.expand(ctx.key), grad.to(ctx.dtype)
 
 
 def _mechanism(order: int) -> Mechanism:
@@ -30,6 +58,10 @@ def _mechanism(order: int) -> Mechanism:
         backend: str = "auto",
         **shared: Any,
     ) -> Tensor:
+        others = {name: x for name, x in shared.items() if name not in ("key_mask", "is_causal")}
+        plain = (backend, normalization, full) == ("auto", "mean", False) and not transformed()
+        if order == 1 and plain and shared.get("key_mask") is None and not shared.get("is_causal"):
+            return mean_of_values(query, key, value, **others)
         return attention(
             query, key, value, order=order, full=full, normalization=normalization, backend=backend, **shared
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .grid import Grid, GridConv, resize_table, resolve_grid
 from .inputs import fold_groups, prepare, weights_of, wide
 from .masking import without_absent
-from .products import fit_length, fraction, with_ones
+from .products import fit_length, fraction, with_ones, written_down
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -28,10 +28,14 @@ def focus(x: Tensor, power: float) -> Tensor:
     Keeps the norm of a token and moves it towards its largest channels. f(c x) = c f(x), so it is taken of x over its
     largest channel: the plain power underflows. For the same reason that channel needs no gradient. Cost: L C.
     """
-    peak = x.detach().amax((-3, -1), keepdim=True) if x.numel() else x.new_ones(())
-    x = x / peak
-    raised = x**power
-    return raised * (_norm(x) / _norm(raised)) * peak
+    if not x.numel():
+        return x
+    own = x.detach().amax(-1, keepdim=True)  # of a head: sums over heads then come last and x is looked at once
+    peak = own.amax(-3, keepdim=True)
+    relative, share = x / own, own / peak
+    ratio = _over_heads(relative.square(), share.square()) / _over_heads(relative ** (2 * power), share ** (2 * power))
+    gain = written_down(ratio.sqrt() * peak)
+    return (x * written_down(1 / peak)) ** power * gain.expand(*x.shape[:-1], 1)
 
 
 def focused_linear_attention(
@@ -110,8 +114,9 @@ def _map(x: Tensor, power: float, channel_scale: Tensor | None) -> Tensor:
     return focus(x if channel_scale is None else x / channel_scale.to(x.dtype), power)
 
 
-def _norm(x: Tensor) -> Tensor:
-    return x.square().sum((-3, -1), keepdim=True).sqrt()
+def _over_heads(x: Tensor, share: Tensor) -> Tensor:
+    """Sum over channels and heads, (..., 1, L, 1), of x (..., H, L, D) times a factor of each head."""
+    return (x.sum(-1, keepdim=True) * share).sum(-3, keepdim=True)
 
 
 class FocusedState(NamedTuple):

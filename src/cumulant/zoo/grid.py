@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .inputs import wide
-from .products import factor
+from .products import factor, written_down
 
 Grid = tuple[int, ...]
 
@@ -67,12 +67,12 @@ class GridConv(nn.Conv2d):
         rows, cols = grid[-2:]
         frames = math.prod(grid[:-2])
         patches = value[..., prefix:, :].unflatten(-2, (frames, rows, cols))  # (..., H, f, r, c, D)
-        patches = patches.movedim(-4, -5) if not self.per_head else patches  # (..., f, H, r, c, D): frames are images
-        outer = patches.shape[:-3] if self.per_head else patches.shape[:-4]
-        image = patches.movedim(-1, -3).reshape(-1, self.in_channels, rows, cols)
-        out = super().forward(image) if image.numel() else image
-        out = out.reshape(*outer, *(() if self.per_head else (heads,)), width, rows, cols).movedim(-3, -1)
-        out = out.movedim(-5, -4) if not self.per_head else out
+        patches = patches if self.per_head else patches.movedim(-5, -2)  # (..., f, r, c, H, D): heads are channels
+        # Channels last, as the tokens lie: GPUs have quick depthwise kernels for that layout only.
+        images = patches.reshape(-1, rows, cols, self.in_channels).movedim(-1, 1)
+        out = super().forward(images) if images.numel() else images
+        out = out.movedim(1, -1).reshape(patches.shape)
+        out = out if self.per_head else out.movedim(-2, -5)
         out = out.reshape(*lead, heads, frames * rows * cols, width)
         return F.pad(out, (0, 0, prefix, 0))
 
@@ -97,10 +97,13 @@ def rotate(x: Tensor, angles: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 
     The result is a factor of `product` for inputs of `dtype`.
     """
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = angles.cos(), angles.sin()
-    turned = (factor(y, dtype) for y in (even * cos - odd * sin, odd * cos + even * sin))
-    return torch.stack(tuple(turned), -1).flatten(-2)
+    sin = angles.sin()
+    cos, sin = (
+        written_down(angles.cos().repeat_interleave(2, -1)),
+        written_down(torch.stack((-sin, sin), -1).flatten(-2)),
+    )
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return factor(x * cos + swapped * sin, dtype)
 
 
 def resize_table(table: Tensor, old: Grid, new: Grid, prefix: int) -> Tensor:

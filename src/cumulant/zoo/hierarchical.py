@@ -25,6 +25,7 @@ from ..moments import ratio
 from .grid import Grid, resolve_grid
 from .inputs import prepare, wide
 from .masking import ABSENT, repeat_heads
+from .products import factor, pair_products
 from .ragged import padded
 from .registry import Mechanism, register
 from .tree import Level, Tree
@@ -69,12 +70,12 @@ def hierarchical_attention(
     nodes = make_tree(query.shape[-2], device=query.device, **layout)
     with torch.autocast(query.device.type, enabled=False):
         leaves = _leaves(query, key, value, key_mask, scale, energy, nodes, position)
-        steps, _ = _up(leaves, nodes, position)
-        mass = leaves.key.new_ones(1)
-        out = leaves.value.new_zeros(1, 1)
+        steps, _ = _up(leaves, nodes, scale, position, query.dtype)
+        mass, out = leaves.phi.new_ones(1), leaves.phi.new_zeros(1, 1)
         for level, (u, child_values) in zip(reversed(nodes.levels), reversed(steps), strict=True):
             keep = u.diagonal(dim1=-2, dim2=-1)  # (..., H, P, b)
-            siblings = (u - torch.diag_embed(keep)) @ child_values
+            own = torch.eye(u.shape[-1], dtype=torch.bool, device=u.device)
+            siblings = factor(u.masked_fill(own, 0), query.dtype) @ factor(child_values, query.dtype)
             out = out.unsqueeze(-2) + mass[..., None, None] * siblings
             mass = mass.unsqueeze(-1) * keep
             out, mass = level.scatter(out.flatten(-3, -2)), level.scatter(mass.flatten(-2), -1)
@@ -125,34 +126,43 @@ def hierarchical_energy(
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     _check(query, key, False, energy)
     nodes = make_tree(query.shape[-2], device=query.device, **layout)
-    return _up(_leaves(query, key, key, key_mask, scale, energy, nodes, position), nodes, position)[1].squeeze(-1)
+    leaves = _leaves(query, key, key, key_mask, scale, energy, nodes, position)
+    return _up(leaves, nodes, scale, position, torch.float32)[1].squeeze(-1)
 
 
 class Nodes(NamedTuple):
     """A level on the way up: of each node the number of leaves, the means over them and the energy."""
 
     size: Tensor  # (..., 1, X)
-    query: Tensor  # (..., H, X, D), times the scale
+    query: Tensor  # (..., H, X, D); as given for tokens, above them in at least float32, like key and value
     key: Tensor  # (..., H, X, D)
     value: Tensor  # (..., H, X, E)
     norms: Tensor | None  # (..., H, X, 2): scale / 2 times |q|^2 and |k|^2, for the l2 energy
     phi: Tensor  # (..., H, X); 0 for nodes without leaves
 
 
-def _up(nodes: Nodes, tree: Tree, position: Sequence[Tensor] | None) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """For each level u (..., H, P, b, b) and the children's values (..., H, P, b, E); and phi of the root."""
+def _up(
+    nodes: Nodes, tree: Tree, scale: float | None, position: Sequence[Tensor] | None, dtype: torch.dtype
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """For each level u (..., H, P, b, b) and the children's values (..., H, P, b, E); and phi of the root.
+
+    `dtype` is that of the inputs, see `products.product`.
+    """
+    scale = nodes.query.shape[-1] ** -0.5 if scale is None else scale
     steps = []
     for index, level in enumerate(tree.levels):
-        u, values, nodes = _parents(nodes, level, None if position is None else position[index])
+        u, values, nodes = _parents(nodes, level, scale, None if position is None else position[index], dtype)
         steps.append((u, values))
     return steps, nodes.phi
 
 
-def _parents(nodes: Nodes, level: Level, e: Tensor | None) -> tuple[Tensor, Tensor, Nodes]:
+def _parents(
+    nodes: Nodes, level: Level, scale: float, e: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Nodes]:
     count = level.gather(nodes.size, -1).masked_fill(level.children < 0, 0)  # (..., 1, P, b)
     q, k, v = (level.gather(x) for x in (nodes.query, nodes.key, nodes.value))
     phi = level.gather(nodes.phi, -1)
-    s = q @ k.mT
+    s = pair_products(q, k, dtype) * scale
     norms = None if nodes.norms is None else level.gather(nodes.norms)
     if norms is not None:
         s = s - norms[..., :1] - norms[..., 1:].mT
@@ -164,10 +174,9 @@ def _parents(nodes: Nodes, level: Level, e: Tensor | None) -> tuple[Tensor, Tens
     logits = torch.where(own, -phi.unsqueeze(-1), siblings)
     log_Z = logits.logsumexp(-1)
     share = ratio(count, count.sum(-1, keepdim=True))  # n_B / n_A
-    mean = share.unsqueeze(-2)
 
     def average(x: Tensor) -> Tensor:
-        return (mean @ x).squeeze(-2)
+        return (share.unsqueeze(-1) * x).sum(-2)
 
     above = Nodes(
         count.sum(-1),
@@ -201,19 +210,22 @@ def _leaves(
         raise ValueError(f"position must hold a table for each level of the tree, of {tree.widths} children, got {got}")
     N, heads = query.shape[-2], query.shape[-3]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = wide(query), repeat_heads(wide(key), heads), repeat_heads(wide(value), heads)
-    count = q.new_ones(*key.shape[:-3], 1, N) if key_mask is None else key_mask.unsqueeze(-2).to(q.dtype)
-    q = q.masked_fill((count == 0).unsqueeze(-1), 0)
-    s = scale * (q * k).sum(-1)
+    q, k, v = query, repeat_heads(key, heads), repeat_heads(value, heads)
+    if key_mask is None:
+        count = wide(q).new_ones(*key.shape[:-3], 1, N)
+    else:
+        count = key_mask.unsqueeze(-2).to(wide(q).dtype)
+        q = q.masked_fill((count == 0).unsqueeze(-1), 0)
+    s = scale * (wide(q) * wide(k)).sum(-1)
     norms = None
     if energy == "l2":
-        norms = torch.stack((q.square().sum(-1), k.square().sum(-1)), -1) * (scale / 2)
+        norms = torch.stack((wide(q).square().sum(-1), wide(k).square().sum(-1)), -1) * (scale / 2)
         s = s - norms.sum(-1)
     if position is not None:
         e = position[0].to(s.dtype)
         s = s + e.square().sum(-1)[..., tree.levels[0].place % e.shape[-2]]
     phi = -(s + torch.where(count > 0, count, 1).log()).masked_fill(count == 0, 0)
-    return Nodes(count, scale * q, k, v, norms, phi)
+    return Nodes(count, q, k, v, norms, phi)
 
 
 def make_tree(

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ..inputs import transformed
 from .inputs import fold_groups, prepare, weights_of, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
+from .masking import repeat_heads
+from .products import dot_with_one, feature_product, fit_length, multiplies_narrow, sum_of_tokens, written_down
 from .products import factor as as_factor
-from .products import feature_product, fit_length
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -48,42 +51,32 @@ def mala_attention(
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     with torch.autocast(query.device.type, enabled=False):
-        # The causal products are wide whatever the inputs: the terms of the formula are large and nearly cancel. They
-        # do not have to where the values can lose their mean before.
+        # The causal products are wide whatever the inputs: the terms of the formula are large and nearly cancel.
         dtype = torch.float32 if is_causal else query.dtype
         features_q, features_k = (wide(as_factor(feature_map(wide(x)), dtype)) for x in (query, key))
-        value = wide(value)
         weights = weights_of(key_mask, features_k)
         if weights is None:
             weights = features_k.new_ones(()).expand(*key.shape[:-3], 1, key.shape[-2], 1)
         features_k = features_k * weights
         turned_q, turned_k = features_q, features_k
         if use_rope:
-            turned_q, turned_k = rotated(features_q, features_k, grid, prefix, dtype)
-        groups = query.shape[-3] // max(1, key.shape[-3])
+            turned_q, turned_k = rotated(features_q, features_k, grid, prefix)
 
         def sums_of(x: Tensor) -> Tensor:
-            """Of x (..., Hk, Lk, F) over the keys that each row sees, (..., H, 1 or Lq, F)."""
-            x = fit_length(x, query.shape[-2]).cumsum(-2) if is_causal else x.sum(-2, keepdim=True)
-            return x.repeat_interleave(groups, -3) if x.shape[-3] > 1 else x
+            """Of x (..., Hk, Lk, F) over the keys that each row sees, (..., Hk, 1 or Lq, F)."""
+            return fit_length(x, query.shape[-2]).cumsum(-2) if is_causal else sum_of_tokens(x)
 
         count = sums_of(weights).clamp(min=1e-30)
+        mean, keys = sums_of(wide(value) * weights) / count, repeat_heads(sums_of(features_k), query.shape[-3])
         factor = _factor(features_q.shape[-1], count, scale, scaled)
-        total = (features_q * sums_of(features_k)).sum(-1, keepdim=True) * factor
-        mean = sums_of(value * weights) / count
-        sharpen = 1 + 1 / (total + eps)
-        if is_causal:
-            sums = feature_product(turned_q, turned_k, value, dtype, is_causal=True, chunk=chunk)
-            out = sums * factor * sharpen - total * mean
+        total = (features_q * keys).sum(-1, keepdim=True) if is_causal else dot_with_one(features_q, keys)
+        total = total * factor
+        gain = factor * (1 + 1 / (total + eps))
+        if is_causal or not multiplies_narrow(query, dtype) or transformed():
+            out = gain * feature_product(turned_q, turned_k, wide(value), dtype, is_causal=is_causal, chunk=chunk)
         else:
-            # The result does not depend on what is taken off here and given back below: it needs no gradient.
-            centre = (value * weights).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True).clamp(min=1e-30)
-            shifted = as_factor(value - centre.detach(), dtype)
-            turned = (turned_q * sums_of(wide(turned_k))).sum(-1, keepdim=True) * factor if use_rope else total
-            sums = feature_product(turned_q, turned_k, shifted, dtype) * factor
-            if shifted.dtype != value.dtype:  # rounding has left a mean, small but the same for all keys
-                sums = sums - turned * (sums_of(wide(shifted.detach()) * weights) / count)
-            out = (sums + turned * mean.detach()) * sharpen - total * mean
+            out = _centred_product(turned_q, turned_k, value, mean.detach(), gain)
+        out = out - total * repeat_heads(mean, query.shape[-3])
     return out.to(query.dtype)
 
 
@@ -126,6 +119,36 @@ def _factor(width: int, count: Tensor, scale: float | None, scaled: bool) -> Ten
     if scaled:
         return (width**-0.5 if scale is None else scale) / count
     return 1.0 if scale is None else scale
+
+
+def _centred_product(query: Tensor, key: Tensor, value: Tensor, centre: Tensor, gain: Tensor) -> Tensor:
+    """gain_i q_i (sum_j k_j v_j^T), with narrow products of the values less their `centre` (..., Hk, 1, E), added last.
+
+    The mean of the values is most of the sum and is nearly taken off after it: rounded, it would be most of the error.
+    """
+    rows, gain, K = (*(fold_groups(x, key.shape[-3]) for x in (query, gain)), sum_of_tokens(key))
+    out = _Centred.apply(rows.to(value.dtype), key.to(value.dtype), value, gain, centre, K, dot_with_one(rows, K))
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+class _Centred(torch.autograd.Function):
+    """g (q (k^T (v - c)) + s c) in float32, with K = sum k and s = q.K: no c changes it. Gradients: of g q (k^T v)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gain: Tensor, c: Tensor, K: Tensor, s: Tensor) -> Tensor:
+        KV = k.mT @ (v - c).to(v.dtype)
+        sums = wide(q @ KV) + s * c
+        ctx.save_for_backward(q, k, v, gain, (wide(KV) + K.mT * c).to(v.dtype), written_down(sums.to(v.dtype)))
+        return gain * sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, gain, KV, sums = ctx.saved_tensors
+        d_sums = (grad * gain).to(v.dtype)
+        d_KV = q.mT @ d_sums
+        d_gain = (grad * wide(sums)).sum(-1, keepdim=True)
+        return d_sums @ KV.mT, v @ d_KV.mT, k @ d_KV, d_gain, None, None, None
 
 
 class MalaState(NamedTuple):

@@ -6,6 +6,7 @@ Shape legend: ... leading dimensions, H query heads, Hk key heads, L tokens, D w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def joint_exponentials(parts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 
     One softmax over parts that are never put side by side; what they weigh is divided by the sum afterwards.
     """
-    top = torch.stack([x.detach().amax(-1, keepdim=True) for x in parts]).amax(0)
+    top = reduce(torch.maximum, [x.detach().amax(-1, keepdim=True) for x in parts])
     top = torch.where(top == ABSENT, 0, top)
     kernels = [(x - top).exp() for x in parts]
     return kernels, sum(x.sum(-1, keepdim=True) for x in kernels)  # type: ignore[return-value]

@@ -5,12 +5,17 @@ Shape legend: ... leading dimensions, H heads, Hk key heads, G = H / Hk, Lq quer
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..inputs import transformed
 from .inputs import fold_groups, wide
 from .masking import repeat_heads
+
+SPAN = 128  # tokens that are summed at a time
 
 
 def feature_product(
@@ -26,7 +31,7 @@ def feature_product(
     if is_causal:
         return _causal_product(query, key, value, dtype, chunk)
     rows = fold_groups(query, key.shape[-3])
-    out = product(rows, product(key.mT, value, dtype), dtype)
+    out = product(rows, sums_of_products(key, value, dtype), dtype)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -49,12 +54,88 @@ def fraction(
     return feature_product(query, key, value, dtype), total
 
 
+def sum_of_tokens(x: Tensor) -> Tensor:
+    """x (..., L, F) summed over its tokens, (..., 1, F), span by span: one sum over all keeps little of a GPU busy."""
+    return _in_spans(x).sum(-2).sum(-2, keepdim=True)
+
+
+def dot_with_one(x: Tensor, y: Tensor) -> Tensor:
+    """x_t.y for x (..., L, F) and one y (..., 1, F), (..., L, 1). The gradient of y is a `sum_of_tokens`."""
+    spans = _in_spans(x)
+    y = y.unsqueeze(-3).expand(*y.shape[:-2], spans.shape[-3], *y.shape[-2:])
+    return (spans * y).sum(-1, keepdim=True).flatten(-3, -2)
+
+
+def for_every_token(x: Tensor, length: int) -> Tensor:
+    """One token (..., 1, F) as (..., length, F), all of them the same memory where that is possible. Its gradient is a
+    `sum_of_tokens`.
+    """
+    like = _in_spans(x.new_empty(()).expand(length, 1))
+    x = x.unsqueeze(-3).expand(*x.shape[:-2], like.shape[0], 1, x.shape[-1])
+    return x.expand(*x.shape[:-2], like.shape[1], x.shape[-1]).flatten(-3, -2)
+
+
+def _in_spans(x: Tensor) -> Tensor:
+    """x (..., L, F) as (..., n, L / n, F). An exported program, which may be for any length, keeps n = 1."""
+    length = x.shape[-2]
+    whole = torch.compiler.is_exporting() or length == 0 or length % SPAN != 0
+    return x.unsqueeze(-3) if whole else x.unflatten(-2, (length // SPAN, SPAN))
+
+
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b in at least float32. For bfloat16 inputs a GPU multiplies bfloat16 numbers and sums them in float32.
 
     Its range is that of float32, so that long sums do not overflow; float16 inputs are multiplied in float32.
     """
     return wide(factor(a, dtype) @ factor(b, dtype))
+
+
+def sums_of_products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a^T b as `product` takes it, (..., L, D), (..., L, E) -> (..., D, E); gradients as rows, see `_Sums`."""
+    a, b = factor(a, dtype), factor(b, dtype)
+    return wide(_Sums.apply(a, b) if _plain(a, b) else a.mT @ b)
+
+
+def pair_products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b^T as `product` takes it, (..., L, D), (..., S, D) -> (..., L, S); gradients as rows, see `_Sums`."""
+    a, b = factor(a, dtype), factor(b, dtype)
+    return wide(_Pairs.apply(a, b) if _plain(a, b) else a @ b.mT)
+
+
+def _plain(a: Tensor, b: Tensor) -> bool:
+    return a.shape[:-2] == b.shape[:-2] and not transformed()
+
+
+class _Sums(torch.autograd.Function):
+    """a^T b. Autograd would take it as a product with a^T, whose gradient (D, L) lies across the rows of `a`: all that
+    reads it next would jump through memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a.mT @ b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return _Pairs.apply(b, grad) if wanted[0] else None, a @ grad if wanted[1] else None
+
+
+class _Pairs(torch.autograd.Function):
+    """a b^T, with the gradient of `b` as rows, as in `_Sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b.mT
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        wanted, grad = ctx.needs_input_grad, grad.contiguous()  # once for both products
+        return grad @ b if wanted[0] else None, _Sums.apply(grad, a) if wanted[1] else None
 
 
 def factor(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,6 +149,11 @@ def factor(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def multiplies_narrow(x: Tensor, dtype: torch.dtype) -> bool:
     return x.is_cuda and dtype == torch.bfloat16
+
+
+def written_down(x: Tensor) -> Tensor:
+    """x itself, which a compiler then computes once, into memory, and not again in every kernel that reads it."""
+    return torch.as_strided(x, x.shape, x.stride()) if torch.compiler.is_compiling() else x
 
 
 def with_ones(value: Tensor) -> Tensor:
@@ -96,8 +182,8 @@ def _causal_product(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtyp
     rows = query.transpose(-4, -3).flatten(-3, -2)  # (..., Hk, n, G C, D)
 
     # Shift before summing: taking the own chunk off again would let the future in through rounding.
-    earlier = F.pad(product(key.mT, value, dtype), (0, 0, 0, 0, 1, -1)).cumsum(-3)
-    within = product(rows, key.mT, dtype).unflatten(-2, (-1, chunk)).tril().flatten(-3, -2)
+    earlier = F.pad(sums_of_products(key, value, dtype), (0, 0, 0, 0, 1, -1)).cumsum(-3)
+    within = pair_products(rows, key, dtype).unflatten(-2, (-1, chunk)).tril().flatten(-3, -2)
     out = product(rows, earlier, dtype) + product(within, value, dtype)
     out = out.unflatten(-2, (-1, chunk)).transpose(-4, -3)
     return out.flatten(-3, -2)[..., :length, :].flatten(-4, -3)

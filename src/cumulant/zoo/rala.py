@@ -13,7 +13,7 @@ from torch import Tensor
 from .inputs import prepare, prepare_queries, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
-from .products import factor, feature_product
+from .products import dot_with_one, factor, feature_product, sum_of_tokens, written_down
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -48,11 +48,11 @@ def rala_attention(
         raise ValueError("rala has neither a causal form nor grouped queries")
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=False)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, query_mask, scale, use_alpha, query.dtype)
+        features_q, features_k, mass = _features(query, key, key_mask, query_mask, scale, use_alpha, query.dtype)
         turned_q, turned_k = features_q, features_k
         if use_rope:
             turned_q, turned_k = rotated(features_q, features_k, grid, prefix, query.dtype)
-        total = _row_sums(features_q, features_k) + eps
+        total = _row_sums(features_q, features_k) + eps * mass
         out = feature_product(turned_q, turned_k, value, query.dtype) / total
     return out.to(query.dtype)
 
@@ -77,9 +77,9 @@ def rala_scores(
         raise ValueError("rala has neither a causal form nor grouped queries")
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=False)
     with torch.autocast(query.device.type, enabled=False):
-        features_q, features_k = _features(query, key, key_mask, query_mask, scale, use_alpha, torch.float32)
+        features_q, features_k, mass = _features(query, key, key_mask, query_mask, scale, use_alpha, torch.float32)
         turned_q, turned_k = rotated(features_q, features_k, grid, prefix) if use_rope else (features_q, features_k)
-        total = _row_sums(features_q, features_k) + eps
+        total = _row_sums(features_q, features_k) + eps * mass
         return (turned_q @ turned_k.mT / total).to(query.dtype)
 
 
@@ -87,22 +87,32 @@ def alpha(
     features_q: Tensor, features_k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """w_j exp(scale k_j.mean(q)), normalised over the keys, (..., H, Lk, 1); queries by weight. Cost: L D."""
+    kernel, mass = _kernel(features_q, features_k, key_mask, query_mask, scale)
+    return kernel / mass
+
+
+def _kernel(
+    features_q: Tensor, features_k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """w_j exp(scale k_j.mean(q)) up to a factor, (..., H, Lk, 1), and its sum (..., H, 1, 1), 1 without any key."""
     if query_mask is None:
-        mean = features_q.mean(-2, keepdim=True) if features_q.shape[-2] else features_q.sum(-2, keepdim=True)
+        mean = sum_of_tokens(features_q) / max(1, features_q.shape[-2])
     else:
-        mean = (features_q * query_mask).sum(-2, keepdim=True) / query_mask.sum(-2, keepdim=True).clamp(min=1e-30)
-    logits = (features_k * mean).sum(-1, keepdim=True) * (features_k.shape[-1] ** -0.5 if scale is None else scale)
-    if key_mask is None:
-        return logits.softmax(-2)
-    weights = key_mask.to(logits.dtype)[..., None, :, None]
-    logits = logits.masked_fill(weights == 0, torch.finfo(logits.dtype).min)
-    kernel = weights * (logits - logits.amax(-2, keepdim=True).detach()).exp() if logits.shape[-2] else logits
-    return kernel / kernel.sum(-2, keepdim=True).clamp(min=torch.finfo(logits.dtype).tiny)
+        mean = sum_of_tokens(features_q * query_mask) / query_mask.sum(-2, keepdim=True).clamp(min=1e-30)
+    logits = dot_with_one(features_k, mean) * (features_k.shape[-1] ** -0.5 if scale is None else scale)
+    weights = None if key_mask is None else key_mask.to(logits.dtype)[..., None, :, None]
+    if weights is not None:
+        logits = logits.masked_fill(weights == 0, torch.finfo(logits.dtype).min)
+    if logits.shape[-2]:
+        logits = logits - logits.amax(-2, keepdim=True).detach()
+    kernel = written_down(logits.exp() if weights is None else weights * logits.exp())
+    mass = kernel.sum(-2, keepdim=True)
+    return kernel, torch.where(mass > 0, mass, 1.0)
 
 
 def _row_sums(features_q: Tensor, features_k: Tensor) -> Tensor:
     """sum_j q_i.k_j, (..., H, Lq, 1). As a sum and not a product of matrices, so that a compiler fuses it."""
-    return (features_q * features_k.sum(-2, keepdim=True)).sum(-1, keepdim=True)
+    return dot_with_one(features_q, sum_of_tokens(features_k))
 
 
 def _features(
@@ -113,16 +123,21 @@ def _features(
     scale: float | None,
     use_alpha: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """phi(q) and alpha phi(k); `dtype` as in `product`."""
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """phi(q), c alpha phi(k) and the c of each head; `dtype` as in `product`.
+
+    The factor c is in the sums above the fraction and below it. Left there, the gradient of alpha has no sum over all
+    keys to wait for, so that a compiler takes it, and that of the keys, where it has the gradient of the features.
+    """
     query, rows = prepare_queries(query, query_mask)
     features_q, features_k = (wide(factor(feature_map(wide(x)), dtype)) for x in (query, key))
     if use_alpha:
-        return features_q, features_k * alpha(features_q, features_k, key_mask, rows, scale)
+        kernel, mass = _kernel(features_q, features_k, key_mask, rows, scale)
+        return features_q, features_k * kernel, mass
     if key_mask is None:
-        return features_q, features_k / max(1, key.shape[-2])
+        return features_q, features_k / max(1, key.shape[-2]), 1.0
     weights = key_mask.to(features_k.dtype)[..., None, :, None]
-    return features_q, features_k * (weights / weights.sum(-2, keepdim=True).clamp(min=1e-30))
+    return features_q, features_k * (weights / weights.sum(-2, keepdim=True).clamp(min=1e-30)), 1.0
 
 
 class RankAugmentedAttention(LepeGate):
