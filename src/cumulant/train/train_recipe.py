@@ -114,7 +114,7 @@ class TrainRecipe:
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: autocast; weights and optimizer stay in float32. What a GPU then still multiplies in float32 may be TF32."""
+    """bf16: autocast; weights and optimizer stay in float32. What a GPU still multiplies in float32 may be TF32."""
     compile: bool = False
     """torch.compile the augmentation and the blocks of the model, or all of it where it has none."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
