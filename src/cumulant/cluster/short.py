@@ -53,8 +53,10 @@ def token_responses(q: Tensor, packed: Packed, *, closure: str, full: bool, dtyp
     centred = packed.key - mean.unsqueeze(-2)
     spread = None if full else (share.unsqueeze(-1) * centred * centred).sum(-2)
     parts = (log(weight), mean, centred, spread, share)
-    step = max(1, room(q) // max(1, B * H * 4 * packed.key.shape[2] * packed.key.shape[3]))
-    if step >= rows.shape[2]:
+    held = 2 if torch.compiler.is_compiling() else 4  # numbers for each pair of row and token at the peak
+    step = max(1, room(q) // max(1, B * H * held * packed.key.shape[2] * packed.key.shape[3]))
+    step = -(-G * L // -(-G * L // step))  # blocks of equal size
+    if step >= G * L:
         return _rows(rows, packed, *parts, closure, narrow).unflatten(2, (G, L))
     saving = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
     outs = []
@@ -86,7 +88,9 @@ def _rows(
         near = q @ exact.key.squeeze(2).mT + exact.log_weight.squeeze(2)
         logits = torch.cat((logits, near), -1)
     w = softmax_or_zero(logits)
-    far = w[..., :K].unsqueeze(-1) * share * (1 + gain(variance, closure).unsqueeze(-1) * within)
+    mass = w[..., :K]
+    # In this order the backward pass needs nothing as large as `within` but that itself.
+    far = share * (mass.unsqueeze(-1) + (mass * gain(variance, closure)).unsqueeze(-1) * within)
     out = _product(far.flatten(-2), packed.value.flatten(2, 3), narrow)
     return out if exact is None else out + w[..., K:] @ exact.value.squeeze(2)
 
