@@ -69,7 +69,7 @@ def train_block(result: Result) -> str:
 
 
 GPU_TIMES = (
-    "Ours / public. Milliseconds are those of the device: each call is recorded as a CUDA graph and the graph is timed. "
+    "Ours / public. Milliseconds are those of the device: each call is recorded as a CUDA graph, and that is timed. "
     "In brackets the ratio of single calls with their host time (guards of the compiler, autograd, dispatch of "
     "operators), which is most of a call that is over in 0.2 ms."
 )
