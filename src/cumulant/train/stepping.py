@@ -32,9 +32,11 @@ def compile_blocks(model: nn.Module, mode: str | None) -> bool:
 def quick_float32(device: torch.device, precision: str) -> Iterator[None]:
     """Where a recipe trains in bfloat16, let a GPU multiply what is left in float32 with 11 digits (TF32): mechanisms
     that widen their inputs would otherwise leave its tensor cores idle."""
+    if device.type != "cuda" or precision != "bf16":
+        yield
+        return
     before = torch.get_float32_matmul_precision()
-    if device.type == "cuda" and precision == "bf16":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
