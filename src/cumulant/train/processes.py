@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -86,6 +87,7 @@ def processes(device: torch.device | str | None = None) -> Iterator[Processes]:
         yield Processes(chosen, dist.get_rank(), dist.get_world_size())
     finally:
         if ours:
+            gc.collect()  # a model in DDP, part of a cycle, would keep the group's threads until the interpreter ends
             dist.destroy_process_group()
 
 
