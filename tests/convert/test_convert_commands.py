@@ -38,14 +38,19 @@ def test_convert_saves_a_model_that_loads(weights, tmp_path):
     assert json.loads((out / "conversion.json").read_text())["attention"] == "cumulant3"
 
 
-def test_texts_are_tokenised_for_a_model_of_transformers(tmp_path):
-    t = transformers()
-    folder = tmp_path / "encoder"
+def encoder_of_few_words(place):
+    """A BERT with a tokenizer of four words, saved."""
+    folder = place / "encoder"
     bert(vocab_size=9).save_pretrained(folder)
     (folder / "vocab.txt").write_text(
         "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "film", "bad"])
     )
-    t.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    transformers().BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def test_texts_are_tokenised_for_a_model_of_transformers(tmp_path):
+    folder = encoder_of_few_words(tmp_path)
     (tmp_path / "texts.txt").write_text("a good film\n\na bad film\ngood\n")
     settings = Convert(str(folder), str(tmp_path / "texts.txt"), layers=("auto",), budget=10.0, out=tmp_path / "out")
     report = run_convert(settings)
@@ -99,13 +104,7 @@ def test_pixels_are_normalised_as_the_recipe_in_the_weights_says(tmp_path):
 
 
 def test_texts_to_distil_with_are_batched_by_length(tmp_path):
-    t = transformers()
-    folder = tmp_path / "encoder"
-    bert(vocab_size=9).save_pretrained(folder)
-    (folder / "vocab.txt").write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "film", "bad"])
-    )
-    t.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    folder = encoder_of_few_words(tmp_path)
     (tmp_path / "texts.txt").write_text("a good film\ngood\na bad film\nbad\n")
     made = open_training(bert(vocab_size=9), str(folder), str(tmp_path / "texts.txt"), 2)
     assert [batch["input_ids"].shape for batch in made] == [(2, 3), (2, 5)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..inputs import check_tensors, in_autocast_dtype, leading
 from ..moments import ratio, statistics_dtype
 from .backend import Form, kernels_take, run_kernels
-from .build import Clusters, Field, pack
+from .build import Clusters, Field, Packed, pack
 from .causal import causal_clusters
 from .closures import check_closure
 from .fields import RANKS, mix
@@ -114,7 +114,8 @@ def cluster_attention(
             blocks = _causal_blocks(clusters, Lq, grid, prefix)
             out = causal_clusters(q, k, v, weights, blocks=blocks, **_causal_form(form, blocks))
         else:
-            out = _noncausal(q, k, v, weights, clusters, lead, grid, prefix, form, least, query.dtype)
+            packed = pack(q, k, v, weights, clusters, lead, grid, prefix, form, least)
+            out = _noncausal(q, packed, form, prefix, Lk, query.dtype)
     return out.to(query.dtype).reshape(*lead, H, Lq, E)
 
 
@@ -145,22 +146,9 @@ def kmeans_assignment(
     return kmeans(q, k - origin(k, weights, False), weights, options).reshape(*lead, *k.shape[1:3])
 
 
-def _noncausal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor | None,
-    clusters: Clusters,
-    lead: torch.Size,
-    grid: Grid | None,
-    prefix: int,
-    form: Form,
-    least: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """(B, Hk, G, Lq, E), for inputs of `dtype`."""
+def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtype: torch.dtype) -> Tensor:
+    """q (B, Hk, G, Lq, D) -> (B, Hk, G, Lq, E), for inputs of `dtype`."""
     G, Lq = q.shape[2:4]
-    packed = pack(q, k, v, weights, clusters, lead, grid, prefix, form, least)
     if answers_by_token(packed, form):
         return token_responses(q, packed, closure=form.closure, full=form.full, dtype=dtype)
     layout, far, tokens, exact = Field.of(packed, form)
@@ -170,8 +158,8 @@ def _noncausal(
             raise ValueError(
                 'near="neighbours" needs blocks of a sequence or a grid: these clusters have no neighbours'
             )
-        if Lq != k.shape[-2]:
-            raise ValueError(f'near="neighbours" needs as many queries as keys, got {Lq} and {k.shape[-2]}')
+        if Lq != Lk:
+            raise ValueError(f'near="neighbours" needs as many queries as keys, got {Lq} and {Lk}')
         first, rest = q[..., :prefix, :], q[..., prefix:, :]
         outs = []
         if prefix:  # prefix tokens stand nowhere: all blocks are far from them

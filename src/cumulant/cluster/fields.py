@@ -10,6 +10,7 @@ t near clusters, p exact tokens, D, E widths. Queries carry the scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -205,8 +206,6 @@ def mix(
     block = partial(_rows, closure=closure, rank=rank, most=most, by_row=by_row)
     if step >= N:
         return block(q, far, tokens, exact, near, rows, hidden, table)
-    # Recomputing a block in the backward pass keeps memory linear: what a block holds grows with K D and t m D.
-    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
     outs = []
     for start in range(0, N, step):
         at = slice(start, start + step)
@@ -214,8 +213,15 @@ def mix(
         chosen = near if isinstance(near, int) else _cut(near, at, N)
         cuts = (None if x is None else x[at] for x in (rows, hidden, table))
         parts: tuple[Any, ...] = (q[:, :, at], far, tokens, own, chosen, *cuts)
-        outs.append(checkpoint(block, *parts, use_reentrant=False) if saving else block(*parts))
+        outs.append(recomputed(block, *parts))  # what a block holds grows with K D and t m D
     return torch.cat(outs, 2)
+
+
+def recomputed(block: Callable[..., Tensor], *parts: Any) -> Tensor:
+    """block(*parts), computed once more in the backward pass: what it holds is then held for one block at a time."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed():
+        return checkpoint(block, *parts, use_reentrant=False)
+    return block(*parts)
 
 
 def _cut(x: Tensor, at: slice, N: int) -> Tensor:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from ..inputs import transformed
 from ..moments import ratio
 from .backend import Form
 from .build import Packed, log
 from .closures import gain, log_mass
-from .fields import room, softmax_or_zero
+from .fields import recomputed, room, softmax_or_zero
 
 
 def answers_by_token(packed: Packed, form: Form) -> bool:
@@ -58,12 +56,7 @@ def token_responses(q: Tensor, packed: Packed, *, closure: str, full: bool, dtyp
     step = -(-G * L // -(-G * L // step))  # blocks of equal size
     if step >= G * L:
         return _rows(rows, packed, *parts, closure, narrow).unflatten(2, (G, L))
-    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed()
-    outs = []
-    for block in rows.split(step, 2):
-        # Recomputing a block in the backward pass keeps memory linear in the number of rows.
-        given = (block, packed, *parts, closure, narrow)
-        outs.append(checkpoint(_rows, *given, use_reentrant=False) if saving else _rows(*given))
+    outs = [recomputed(_rows, block, packed, *parts, closure, narrow) for block in rows.split(step, 2)]
     return torch.cat(outs, 2).unflatten(2, (G, L))
 
 
