@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_zoo.py                       all cases, about 2 minutes
     python benchmarks/gpu_zoo.py --only linear mala    those whose name begins so
+    python benchmarks/gpu_zoo.py --only mala --add benchmarks/results/zoo_gpu.json    and the other rows of that file
     python benchmarks/gpu_zoo.py --quick               small shapes, nothing compiled: seconds, on a CPU too
 
 bfloat16, D 64, H 12, B 16 x 4,096 tokens (what forms an L x L or L x D x E tensor: B 4 x 1,024). The public formulation
@@ -12,15 +13,14 @@ public one under torch.compile, forward alone and forward + backward, in one run
 
 Milliseconds are those of the device: the call is recorded as a CUDA graph and the graph is timed by events, because a
 call of 0.1 ms waits longer for Python (guards, autograd, dispatch of custom operators) than for its kernels. Where a
-call cannot be recorded, events stand around a call that was queued while the device was kept busy; where it looks at
-results while it runs (lla), around the call as it is: `timed_by` in the JSON says which. What single calls take with
-their host time is there too, as `called_milliseconds`, and in the column "called" as a ratio.
+call cannot be recorded, events stand around a call that was queued while the device was kept busy: `timed_by` in the
+JSON says which. What single calls take with their host time is there too, as `called_milliseconds`, and in the column
+"called" as a ratio.
 
-The ratio is public compiled over ours compiled: above 1 ours is faster. (lla: ours is as called in both columns, it
-looks while it runs whether its solver has converged; the public one is compiled in parts.) `floor`: the share of the
-time in which 4 tensors (forward; 11 with backward) move at the copy bandwidth of the same run. Cases compile side by
-side, each in a process of its own, for at most --seconds; the clock runs only when all are ready, one case at a time.
-JSON: $OUT/zoo_gpu.json. Run with PYTHONPATH=src.
+The ratio is public compiled over ours compiled: above 1 ours is faster. (The public lla is compiled in parts.) `floor`:
+the share of the time in which 4 tensors (forward; 11 with backward) move at the copy bandwidth of the same run. Cases
+compile side by side, each in a process of its own, for at most --seconds; the clock runs only when all are ready, one
+case at a time. JSON: $OUT/zoo_gpu.json. Run with PYTHONPATH=src.
 """
 
 from __future__ import annotations
@@ -173,10 +173,8 @@ def by_events(call: Callable[[], Any], milliseconds: float, ahead: bool = False)
     return quartiles(taken)
 
 
-def device_time(call: Callable[[], Any], waits: bool) -> tuple[Quartiles, str]:
-    """What the device needs for a call, and how that was measured; `waits` is a call that reads results itself."""
-    if waits:
-        return by_events(call, 40), "called"
+def device_time(call: Callable[[], Any]) -> tuple[Quartiles, str]:
+    """What the device needs for a call, and how that was measured."""
     replay = recorded(call)
     return (by_events(call, 40, ahead=True), "queued") if replay is None else (by_events(replay, 40), "graph")
 
@@ -206,12 +204,11 @@ def contenders(case: Case, compiled: bool) -> dict[str, Operator]:
     call = partial(torch.compile, dynamic=False) if compiled else lambda f: f
     # A partial has no code of its own for the compiler to look at.
     mine, theirs = ours(case), case.public
-    if case.in_parts:
-        return {"ours, eager": mine, "ours": mine, "public": partial(theirs, compiled=functools.cache(call))}
+    in_parts = partial(theirs, compiled=functools.cache(call)) if case.in_parts else None
     return {
         "ours, eager": mine,
         "ours": call(lambda q, k, v: mine(q, k, v)),
-        "public": call(lambda q, k, v: theirs(q, k, v)),
+        "public": in_parts or call(lambda q, k, v: theirs(q, k, v)),
     }
 
 
@@ -230,7 +227,7 @@ def prepare(name: str, device: str, small: bool) -> tuple[dict[str, Any], dict[s
     """Correctness, then everything compiled and called once; the row so far and what is to be timed."""
     dtype = torch.bfloat16
     case = cases(device, dtype, small)[name]
-    row: dict[str, Any] = {"case": name, "mechanism": case.mechanism, "shape": case.shape, "waits": case.in_parts}
+    row: dict[str, Any] = {"case": name, "mechanism": case.mechanism, "shape": case.shape}
     row |= check(name, device, dtype, small)
     if row["wrong"]:
         return row, {}
@@ -248,9 +245,8 @@ def measure(row: dict[str, Any], calls: dict[str, dict[str, Callable[[], Any]]],
     kinds = ("milliseconds", "called_milliseconds", "timed_by", "peak_bytes")
     for phase in PHASES:
         for label, one in calls.items():
-            waits = row["waits"] and label != "public"
             called = by_events(one[phase], 20) if device == "cuda" else on_cpu(one[phase])
-            taken, how = device_time(one[phase], waits) if device == "cuda" else (called, "called")
+            taken, how = device_time(one[phase]) if device == "cuda" else (called, "called")
             for kind, value in zip(kinds, (taken, called, how, peak(one[phase], device)), strict=True):
                 row.setdefault(kind, {}).setdefault(phase, {})[label] = value
     return row
@@ -346,10 +342,25 @@ def show(row: dict[str, Any], speed: float | None) -> None:
         )
 
 
+def slower(times: dict[str, Quartiles]) -> bool:
+    """Whether ours is behind the public form by more than both vary: the middle halves of their times do not meet."""
+    return times["ours"][1] > times["public"][2]
+
+
+def kept(earlier: Path | None, names: list[str]) -> list[dict[str, Any]]:
+    """Rows of an earlier file that are not measured now; each says when it was."""
+    if earlier is None:
+        return []
+    found = json.loads(earlier.read_text())
+    origin = {name: found[name] for name in ("commit", "date")}
+    return [origin | row for row in found["rows"] if row["case"] not in names]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small shapes, nothing compiled")
     parser.add_argument("--only", nargs="*", default=[], help="beginnings of the names of cases")
+    parser.add_argument("--add", type=Path, help="a file of results whose other cases are kept, with their own date")
     parser.add_argument("--seconds", type=float, default=105, help="longest time for compiling")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -365,7 +376,7 @@ def main() -> None:
     if speed is not None:
         results |= {"device": torch.cuda.get_device_name(), "copy_bytes_per_second": speed}
         print(f"{torch.cuda.get_device_name()}, copy {speed / 1e12:.2f} TB/s, torch {torch.__version__}", flush=True)
-    results["rows"] = []
+    results["rows"] = kept(options.add, names)
     rows = (
         (measure(*prepare(name, device, True), device) for name in names)
         if options.quick
@@ -374,12 +385,12 @@ def main() -> None:
     print(HEADER, flush=True)
     for row in rows:
         show(row, None if options.quick else speed)
-        results["rows"].append(row)
+        results["rows"].append(row | {name: results[name] for name in ("commit", "date")})
         if "OUT" in os.environ:
             Path(os.environ["OUT"], "zoo_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
-    done = [row for row in results["rows"] if not row["wrong"]]
+    done = [row for row in results["rows"] if row["case"] in names and not row["wrong"]]
     for phase in PHASES:
-        behind = [f"{row['case']} {row['ratio'][phase]:.2f}" for row in done if row["ratio"][phase] < 1]
+        behind = [f"{row['case']} {row['ratio'][phase]:.2f}" for row in done if slower(row["milliseconds"][phase])]
         print(f"{phase}: {len(done) - len(behind)} of {len(done)} at least as fast as the public formulation compiled"
               + (f"; behind: {', '.join(behind)}" if behind else ""))  # fmt: skip
     if len(done) < len(names):

@@ -302,7 +302,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
     is_causal: bool
     shape: tuple[int, int, int, int]  # B, H, L, D
-    in_parts: bool = False  # the public one takes `compiled=` for its parts; ours decides while it runs when to stop
+    in_parts: bool = False  # the public one takes `compiled=` for its parts
 
 
 def cases(device: str, dtype: torch.dtype, small: bool = False) -> dict[str, Case]:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from cumulant.nn import MultiheadAttention
 from cumulant.zoo import lla
-from cumulant.zoo.lla import LocalLinearAttention, conjugate_gradients
+from cumulant.zoo.lla import LocalLinearAttention
+from cumulant.zoo.lla_solver import conjugate_gradients
 from cumulant.zoo.probes import LargestTensor
 
 LLA = lla.LLA

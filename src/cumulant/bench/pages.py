@@ -39,6 +39,20 @@ def origin(result: Result) -> str:
     return f"Commit {result['commit']}, {machine}, {versions}, {result['date']}."
 
 
+def origins(result: Result) -> list[str]:
+    """As `origin`, a line for each visit where rows of several were put together."""
+    visits: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        when = row.get("date", result["date"]), row.get("commit", result["commit"])
+        visits.setdefault(when, []).append(row["case"])
+    if len(visits) == 1:
+        return [origin(result)]
+    return [
+        f"{origin({**result, 'date': date, 'commit': commit})} Measured then: {'; '.join(cases)}."
+        for (date, commit), cases in sorted(visits.items())
+    ]
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -94,7 +108,7 @@ def gpu_block(result: Result) -> str:
         rows.append(cells)
     ratio = "ratio (called)"
     head = ["case", "forward, ms", ratio, "with backward, ms", ratio, "MiB", "error, ours / public"]
-    return "\n\n".join([GPU_TIMES, table(head, rows), origin(result)])
+    return "\n\n".join([GPU_TIMES, table(head, rows), *origins(result)])
 
 
 def efficiency_block(result: Result) -> str:

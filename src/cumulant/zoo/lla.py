@@ -14,6 +14,7 @@ keeps that denominator from 0, is not needed, and the system is better condition
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..inputs import transformed
+from ..kernels import triton_lla
 from .inputs import prepare, wide
+from .lla_solver import Settings, solver_of
 from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero
 from .ragged import padded
 from .registry import Mechanism, register
@@ -30,18 +33,6 @@ from .registry import Mechanism, register
 RIDGE = 10.0
 SOLVERS = ("auto", "direct", "cg")
 DIRECT_UP_TO = 32  # width above which "auto" takes conjugate gradients: the direct solve costs D times as much a step
-
-
-class Settings(NamedTuple):
-    """How the fit is computed; none of it changes the answer beyond `tolerance`."""
-
-    scale: float
-    is_causal: bool
-    solver: str
-    iterations: int
-    tolerance: float
-    precondition: bool
-    block: int
 
 
 def lla_attention(
@@ -71,7 +62,8 @@ def lla_attention(
 
     `solver`: "direct" solves the D x D systems; "cg" runs `iterations` of conjugate gradients, which end early where
     the squared residual is below `tolerance` times its start, with `precondition` after Jacobi; "auto" is direct up to
-    D = 32. Gradients are implicit: one more solve, no step of it is recorded. Works in blocks of `block` queries.
+    D = 32 on a CPU. Gradients are implicit: one more solve, no step of it is recorded. Works in blocks of `block`
+    queries; on a GPU "cg" without `precondition` is a Triton kernel that keeps its block on the chip, `block` apart.
     Cost: L S (D + E) + T L S D for T steps, or L S D^2 + L D^3 direct; memory (L + S)(D + E) + b S (+ b D^2 direct).
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
@@ -80,6 +72,8 @@ def lla_attention(
     if query.shape[-2] == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
     with torch.autocast(query.device.type, enabled=False):
+        if query.is_cuda and _kernels_take(query, value, settings):
+            return by_kernels(query, key, value, key_mask, ridge, qk_norm, settings)
         q, k, v, lam = _rows(query, key, value, ridge, qk_norm)
         added = log_weights(key_mask, q)
         if transformed():
@@ -87,6 +81,41 @@ def lla_attention(
         else:
             out = _LocalLinear.apply(q, k, v, added, lam, settings)
     return out.to(dtype)
+
+
+def _kernels_take(query: Tensor, value: Tensor, settings: Settings) -> bool:
+    return settings.solver == "cg" and not settings.precondition and triton_lla.obstacle(query, value) is None
+
+
+def by_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    ridge: float | Tensor,
+    qk_norm: bool,
+    settings: Settings,
+) -> Tensor:
+    """The Triton kernels on prepared tensors; with `qk_norm` they get queries and keys rounded to their dtype again."""
+    heads, lead, count = query.shape[-3], query.shape[:-3], math.prod(query.shape[:-3])
+    if qk_norm:
+        query, key = (F.normalize(wide(x), dim=-1).to(x.dtype) for x in (query, key))
+    lam = _ridge_of_rows(ridge, query.new_empty((), dtype=torch.float32).expand(query.shape[:-1]))
+    added = log_weights(key_mask, lam)
+    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    query, key, value = (x.reshape(count, *x.shape[-3:]) for x in (query, key, value))
+    out = triton_lla.attention(
+        query,
+        key,
+        value,
+        None if added is None else added.reshape(count, key.shape[-2]),
+        lam.reshape(count, *lam.shape[-2:]),
+        scale=settings.scale,
+        is_causal=settings.is_causal,
+        iterations=settings.iterations,
+        tolerance=settings.tolerance,
+    )
+    return out.reshape(*lead, *out.shape[1:])
 
 
 def lla_scores(
@@ -145,75 +174,11 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, lam: Tensor, se
             logits = logits.masked_fill(torch.arange(seen, device=q.device) > place[:, None], ABSENT)
         weights = softmax_or_zero(logits)
         key_mean = weights @ kb
-        solve = _solver(weights, kb, key_mean, lam[..., rows], settings)
+        solve = solver_of(weights, kb, key_mean, lam[..., rows], settings)
         slope = solve(key_mean - qb)
         tilt = slope @ kb.mT - (slope * key_mean).sum(-1, keepdim=True)
         out = (weights * (1 - tilt)) @ v[..., :seen, :]
         yield Fit(rows, seen, weights, key_mean, slope, tilt, out, solve)
-
-
-def _solver(w: Tensor, k: Tensor, key_mean: Tensor, lam: Tensor, settings: Settings) -> Callable[[Tensor], Tensor]:
-    """x -> (C + ridge I)^-1 x for the covariances C of k (..., S, D) under w (..., b, S)."""
-    lam = lam.unsqueeze(-1)
-    if settings.solver == "direct":
-        matrix = _covariances(w, k, key_mean, settings.block) + torch.diag_embed(lam.expand(key_mean.shape))
-        return lambda x: torch.linalg.solve(matrix, x.unsqueeze(-1)).squeeze(-1)
-
-    def product(p: Tensor) -> Tensor:
-        """C p + ridge p. The weighted (k_j - k_bar).p sum to 0, so that the second factor need not be centred."""
-        along = p @ k.mT - (p * key_mean).sum(-1, keepdim=True)
-        return (w * along) @ k + lam * p
-
-    diagonal = (w @ k.square() - key_mean.square()).clamp(min=0) + lam if settings.precondition else None
-    return lambda x: conjugate_gradients(
-        product, x, iterations=settings.iterations, tolerance=settings.tolerance, diagonal=diagonal
-    )
-
-
-def _covariances(w: Tensor, k: Tensor, key_mean: Tensor, block: int) -> Tensor:
-    """C (..., b, D, D), from keys about their plain mean, so that little cancels. Cost: b S D^2."""
-    origin = k.mean(-2, keepdim=True)
-    k, mean = k - origin, key_mean - w.sum(-1, keepdim=True) * origin
-    second: Tensor | float = 0.0
-    for start in range(0, k.shape[-2], block):
-        part = k[..., start : start + block, :]
-        second = second + w[..., start : start + block] @ (part.unsqueeze(-1) * part.unsqueeze(-2)).flatten(-2)
-    assert isinstance(second, Tensor)
-    return second.unflatten(-1, (k.shape[-1], k.shape[-1])) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
-
-
-def conjugate_gradients(
-    product: Callable[[Tensor], Tensor],
-    target: Tensor,
-    *,
-    iterations: int,
-    tolerance: float = 1e-12,
-    diagonal: Tensor | None = None,
-) -> Tensor:
-    """x with product(x) = target for every row of target (..., D) at once; product is symmetric and positive.
-
-    A row stops where its squared residual is at most tolerance * max(tolerance, its start). `diagonal` preconditions.
-    """
-    x, r = torch.zeros_like(target), target
-    z = r if diagonal is None else r / diagonal
-    p, rz = z, (r * z).sum(-1, keepdim=True)
-    enough = tolerance * r.square().sum(-1, keepdim=True).clamp(min=tolerance)
-    active = rz > 0
-    # Looking whether all rows have stopped makes a GPU wait: rarely there, never in a traced graph.
-    every = 0 if torch.compiler.is_compiling() or transformed() else 4 if target.is_cuda else 1
-    for step in range(iterations):
-        if every and step % every == 0 and not bool(active.any()):
-            break
-        y = product(p)
-        a = torch.where(active, rz, 0) / torch.where(active, (p * y).sum(-1, keepdim=True), 1)
-        x, r = x + a * p, r - a * y
-        left = r.square().sum(-1, keepdim=True)
-        active = active & (left > enough) & left.isfinite()
-        z = r if diagonal is None else r / diagonal
-        rz_new = (r * z).sum(-1, keepdim=True)
-        p = z + torch.where(active, rz_new, 0) / torch.where(active, rz, 1) * p
-        rz = rz_new
-    return x
 
 
 class _LocalLinear(torch.autograd.Function):
@@ -315,13 +280,18 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, ridge: float | Tensor, qk_n
     q, k, v = wide(query), repeat_heads(wide(key), heads), repeat_heads(wide(value), heads)
     if qk_norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    return q, k, v, _ridge_of_rows(ridge, q[..., 0])
+
+
+def _ridge_of_rows(ridge: float | Tensor, rows: Tensor) -> Tensor:
+    """The ridge as (..., H, L), in the shape, dtype and place of `rows`."""
     _check_ridge(ridge)
-    lam = ridge if isinstance(ridge, Tensor) else q.new_full((), float(ridge))
+    lam = ridge if isinstance(ridge, Tensor) else rows.new_full((), float(ridge))
     try:
-        return q, k, v, lam.to(q).expand(q.shape[:-1])
+        return lam.to(rows).expand(rows.shape)
     except RuntimeError:
         raise ValueError(
-            f"ridge must be a number or broadcast to {tuple(q.shape[:-1])}, got a tensor {tuple(lam.shape)}"
+            f"ridge must be a number or broadcast to {tuple(rows.shape)}, got a tensor {tuple(lam.shape)}"
         ) from None
 
 
@@ -349,7 +319,8 @@ def _settings(
         raise ValueError(f"tolerance must not be negative, got {tolerance}")
     width = query.shape[-1]
     if solver == "auto":
-        solver = "direct" if width <= DIRECT_UP_TO else "cg"
+        on_chip = query.is_cuda and query.dtype != torch.float64
+        solver = "direct" if width <= DIRECT_UP_TO and not on_chip else "cg"
     scale = width**-0.5 if scale is None else float(scale)
     return Settings(scale, is_causal, solver, iterations, tolerance, precondition, block)
 
