@@ -1,6 +1,6 @@
 """The parts of the documentation that are made from results: `python -m cumulant.bench.pages REPOSITORY` writes them.
 
-Results lie in benchmarks/results: zoo_gpu.json (benchmarks/gpu_zoo.py), zoo_efficiency.json and zoo_train_RECIPE.json
+Results lie in benchmarks/results: zoo_gpu.json (benchmarks/gpu_zoo.py), zoo_efficiency*.json and zoo_train_RECIPE.json
 (`cumulant bench efficiency` and `train`), cluster_error.json and error_pareto.json (benchmarks/cluster_error.py),
 zoo_orderings.json (`cumulant.bench.orderings`), cluster_stream.json (benchmarks/cluster_stream.py). Pages hold places
 for them, between `<!-- results: NAME -->` and `<!-- end -->`; what has no file says that it was not run.
@@ -21,6 +21,7 @@ Result = Mapping[str, Any]
 COMMANDS = {
     "zoo_gpu": "PYTHONPATH=src python benchmarks/gpu_zoo.py",
     "zoo_efficiency": "cumulant bench efficiency --time-limit 0.1",
+    "zoo_efficiency_cpu": "OMP_NUM_THREADS=1 cumulant bench efficiency",
     "zoo_train_digits": "cumulant bench train --control 4\n"
     "cumulant bench train --control 4 --attention softmax focused_linear:use_conv=false \\\n"
     "    rala:use_gate=false rala:use_alpha=false rala:use_gate=false:use_alpha=false agent:conv=false agent:agents=16",
@@ -300,13 +301,15 @@ def _claim(result: Result | None, text: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[Result], str]] = {
-    "zoo_gpu": gpu_block, "zoo_efficiency": efficiency_block, "zoo_train_digits": train_block,
+    "zoo_gpu": gpu_block, "zoo_efficiency": efficiency_block, "zoo_efficiency_cpu": efficiency_block,
+    "zoo_train_digits": train_block,
     "zoo_train_tiny-imagenet-100": train_block, "error_pareto": pareto_block, "cluster_error": cluster_block,
     "cluster_stream": stream_block,
 }  # fmt: skip
 PAGES = {
     "docs/benchmarks.md": (
-        "error_pareto", "zoo_efficiency", "zoo_gpu", "zoo_train_digits", "zoo_train_tiny-imagenet-100",
+        "error_pareto", "zoo_efficiency_cpu", "zoo_efficiency", "zoo_gpu", "zoo_train_digits",
+        "zoo_train_tiny-imagenet-100",
     ),
     "docs/local-cumulants.md": ("cluster_error", "cluster_stream"),
     "docs/zoo/orderings.md": ("zoo_orderings",),
