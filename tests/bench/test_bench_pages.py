@@ -23,9 +23,16 @@ def test_what_has_no_results_is_said_to_be_not_run(tmp_path):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text("\n".join(f"<!-- results: {name} -->\n<!-- end -->" for name in names))
     written = pages.written(tmp_path)
-    assert written["docs/benchmarks.md"].count("Not run yet.") == 5
+    assert written["docs/benchmarks.md"].count("Not run yet.") == len(pages.PAGES["docs/benchmarks.md"])
     assert "not run yet" in written["docs/zoo/orderings.md"]
     assert "confirmed" not in written["docs/zoo/orderings.md"]
+
+
+def test_rows_of_two_visits_each_have_their_commit():
+    rows = [{"case": "linear", "wrong": "off", "commit": "old", "date": "2026-01-01"}, {"case": "mala", "wrong": "off"}]
+    first, second = sorted(pages.gpu_block({**ORIGIN, "rows": rows}).split("\n\n")[-2:])
+    assert first.startswith("Commit abc") and first.endswith("Measured then: mala.")
+    assert second.startswith("Commit old") and second.endswith("Measured then: linear.")
 
 
 def test_a_case_that_is_wrong_on_the_gpu_shows_no_time():
