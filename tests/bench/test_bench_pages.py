@@ -31,8 +31,10 @@ def test_what_has_no_results_is_said_to_be_not_run(tmp_path):
 def test_rows_of_two_visits_each_have_their_commit():
     rows = [{"case": "linear", "wrong": "off", "commit": "old", "date": "2026-01-01"}, {"case": "mala", "wrong": "off"}]
     first, second = sorted(pages.gpu_block({**ORIGIN, "rows": rows}).split("\n\n")[-2:])
-    assert first.startswith("Commit abc") and first.endswith("Measured then: mala.")
-    assert second.startswith("Commit old") and second.endswith("Measured then: linear.")
+    assert first.startswith("Commit abc")
+    assert first.endswith("Measured then: mala.")
+    assert second.startswith("Commit old")
+    assert second.endswith("Measured then: linear.")
 
 
 def test_a_case_that_is_wrong_on_the_gpu_shows_no_time():

@@ -133,3 +133,13 @@ def test_what_the_kernels_cannot_take_is_named():
     wide = tokens(1, 1, 4, 72)
     assert "64 wide" in (triton_lla.obstacle(wide, wide) or "")
     assert triton_lla.obstacle(wide.bfloat16(), wide.bfloat16()) is None
+
+
+def test_the_custom_ops_keep_their_promises(monkeypatch):
+    q, k, v, ridge = draw(17, 19, 16, 16)
+    numbers = (0.25, True, 16, 1e-12)
+    monkeypatch.undo()  # opcheck compares memory that nobody has written
+    out, *state = triton_lla.forward(q, k, v, None, ridge, *numbers)
+    torch.library.opcheck(triton_lla.backward, (torch.ones_like(out), q, k, v, None, ridge, *state, *numbers))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(triton_lla.forward, (*leaves, None, ridge.requires_grad_(), *numbers))
