@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ..inputs import transformed
 from ..moments import Moments, ratio
 from .closures import gain, log_mass
+from .grouped import groups, near_answers
 
 ABSENT = float("-inf")
 RANKS = ("mass", "error")
@@ -120,6 +121,10 @@ class Tokens(NamedTuple):
         """
         return self.members is not None and 8 * near * self.members.shape[-1] >= self.key.shape[2]
 
+    def grouped(self, q: Tensor, by_row: bool) -> bool:
+        """Whether rows q (..., n, D) go to the clusters they chose, instead of tokens to them."""
+        return self.members is None and groups(q, 1 if by_row else q.shape[-2], self.key.shape[-2])
+
     def masked(self, taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All keys and values (B, H, 1, N' m, ...), and log weights of those in clusters `taken` (B, H, N, n, K)."""
         assert self.owner is not None
@@ -199,6 +204,8 @@ def mix(
         beside = count * tokens.key.shape[-2] * (1 if tokens.members is None else tokens.members.shape[-1])
         if tokens.dense(count):
             of_row += 2 * tokens.key.shape[2] * tokens.key.shape[3]
+        elif tokens.grouped(q, by_row):
+            of_row += 3 * count * (tokens.key.shape[-2] + D + E)
         else:
             of_row += beside * (1 + (D + E if by_row else 0))
             of_block += 0 if by_row else beside * (D + E)
@@ -267,6 +274,12 @@ def _rows(
         if tokens.dense(which.shape[-1]):
             key, value, log_weight = tokens.masked(taken if by_row else taken.unsqueeze(-2))
             logits.append((q.flatten(2, 3) @ key.squeeze(2).mT).unflatten(2, (N, n)) + log_weight)
+        elif tokens.grouped(q, by_row):
+            blocks = q.flatten(2, 3).unsqueeze(-2) if by_row else q
+            chosen = which.flatten(2, 3) if by_row else which
+            mass, value = near_answers(blocks, chosen, tokens.key, tokens.value, tokens.log_weight)
+            mass, value = (x.flatten(2, 3).unflatten(2, (N, n)) for x in (mass, value))
+            logits.append(mass)
         elif by_row:  # each row has tokens of its own: (B, H, N n, t m, D) as (B, H, N, n, t m, D)
             near_tokens = tokens.gather(which.flatten(2, 3))
             key, value, log_weight = (x.unflatten(2, (N, n)) for x in near_tokens)

@@ -1,0 +1,78 @@
+"""The near field cluster by cluster: queries go to the clusters they chose, instead of the clusters' tokens to them.
+
+Shape legend: B batch, H key heads, R blocks of n query rows, t near clusters of a block, K clusters of m tokens, D, E
+widths; a pair is a block of rows and one of its near clusters.
+
+Gathered for each block, near tokens are R t m (D + E) numbers to be moved; queries are R t n D. Pairs are sorted by
+cluster and every cluster is multiplied with all rows that chose it. Each pair gives log Z = log sum_l weight_l
+exp(q.k_l) and the mean value under those weights: to the shared softmax a near cluster is a cluster that is known
+exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..inputs import transformed
+
+ABSENT = float("-inf")
+SLICE = 4  # rows of a cluster in one product, in units of what a cluster gets on average
+
+
+def groups(q: Tensor, rows: int, tokens: int) -> bool:
+    """Whether `rows` that choose together are few beside the tokens of a cluster, and q is on a CPU.
+
+    How many chose a cluster must be known: elsewhere that waits for the device, or cannot be traced.
+    """
+    plain = q.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
+    return plain and 4 * rows <= tokens
+
+
+def near_answers(q: Tensor, which: Tensor, key: Tensor, value: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """log Z (B, H, R, n, t) and mean values (B, H, R, n, t, E) of clusters `which` (B, H, R, t), -1 for none.
+
+    q (B, H, R, n, D), key (B, H, K, m, D), value (B, H, K, m, E), log_weight (B, H or 1, K, m).
+    Cost: R t n m (D + E); memory R t n (D + E + m), a few times that where most choose the same cluster.
+    """
+    (B, H, R, n, D), (K, m, E), t = q.shape, (*key.shape[2:4], value.shape[-1]), which.shape[-1]
+    pairs = R * t
+    flat = torch.where(which < 0, K, which).flatten(2)
+    order = flat.argsort(dim=-1, stable=True)
+    counts = torch.zeros(B, H, K + 1, dtype=torch.long).scatter_add_(-1, flat, torch.ones_like(flat))
+    starts = counts.cumsum(-1) - counts
+    longest = counts[..., :K].amax((0, 1))
+    log_weight = log_weight.expand(B, H, K, m)
+    step = max(1, SLICE * pairs // max(1, K))
+    owners, masses, means = [order[..., :0]], [], []
+    for start in range(0, int(longest.max()), step):
+        active = (longest > start).nonzero().squeeze(-1)  # later slices are those of the clusters that many chose
+        place = start + torch.arange(min(step, int(longest.max()) - start))
+        at = (starts[..., active].unsqueeze(-1) + place).clamp(max=pairs - 1)
+        pair = order.gather(-1, at.flatten(2))  # (B, H, A P)
+        rows = q.flatten(3).gather(2, (pair // t).unsqueeze(-1).expand(-1, -1, -1, n * D))
+        logits = rows.view(B, H, len(active), -1, D) @ key[:, :, active].mT + log_weight[:, :, active].unsqueeze(-2)
+        mass, mean = _read(logits, value[:, :, active])
+        owners.append(torch.where((place < counts[..., active].unsqueeze(-1)).flatten(2), pair, pairs))
+        masses.append(mass.view(B, H, -1, n))
+        means.append(mean.view(B, H, -1, n, E))
+    masses.append(q.new_full((B, H, 1, n), ABSENT))  # the answer of a pair without a cluster
+    means.append(q.new_zeros(B, H, 1, n, E))
+    owner, mass, mean = torch.cat(owners, -1), torch.cat(masses, 2), torch.cat(means, 2)
+    total = owner.shape[-1]
+    found = torch.full((B, H, pairs + 1), total).scatter_(-1, owner, torch.arange(total).expand_as(owner))[..., :pairs]
+    mass = mass.gather(2, found.unsqueeze(-1).expand(-1, -1, -1, n)).unflatten(2, (R, t))
+    mean = mean.flatten(3).gather(2, found.unsqueeze(-1).expand(-1, -1, -1, n * E)).view(B, H, R, t, n, E)
+    return mass.transpose(-1, -2), mean.transpose(-2, -3)
+
+
+def _read(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """log of the sum of exponentials, and the mean value; -inf and 0 where no token has any weight."""
+    top = logits.detach().amax(-1, keepdim=True)
+    top = torch.where(top == ABSENT, 0, top)
+    kernel = (logits - top).exp()
+    total = kernel.sum(-1, keepdim=True)
+    there = total > 0
+    total = torch.where(there, total, 1)
+    mass = torch.where(there, top + total.log(), ABSENT).squeeze(-1)
+    return mass, (kernel @ value) / total
