@@ -1,11 +1,12 @@
 """Orderings that the papers of the zoo report, on experiments small enough for one CPU core.
 
-    python -m cumulant.bench.orderings --text input.txt --vit CHECKPOINT --images FOLDER --out zoo_orderings.json
+    python -m cumulant.bench.orderings --text TEXT --vit CHECKPOINT --images FOLDER --reviews FOLDER --out JSON
 
 regression   no training: noisy linear maps that change from segment to segment; predict the next value from the prefix.
 decoding     multiply-adds and numbers held for one more token after t of them, counted.
 language     bits a character of a small causal transformer on one text, two seeds of each.
 recall       share of key-value pairs that a small causal transformer, trained for it, gives back.
+documents    accuracy of one layer of attention over the words of reviews, `cumulant.bench.documents`.
 late layers  accuracy of a softmax vision transformer with three of its layers replaced without training.
 
 Orderings about image classification are judged by `cumulant bench train`; `cumulant.bench.pages` puts all together.
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cumulant import zoo
+from cumulant.bench.documents import documents
 from cumulant.bench.provenance import provenance
 from cumulant.bench.work import WorkCounter
 from cumulant.nn import MultiheadAttention
@@ -253,6 +255,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a text file for the language models")
     parser.add_argument("--vit", type=Path, help="checkpoint of a vision transformer trained with softmax")
     parser.add_argument("--images", help="folder of its data")
+    parser.add_argument("--reviews", type=Path, help="folder of labelled texts, train*.parquet and test*.parquet")
     parser.add_argument("--out", type=Path, required=True, help="JSON file; parts that are in it already are kept")
     given = parser.parse_args()
     results = json.loads(given.out.read_text()) if given.out.exists() else {}
@@ -261,9 +264,13 @@ def main() -> None:
         parts["language"] = lambda: language(given.text.read_text(encoding="utf-8"))
     if given.vit is not None:
         parts["late layers"] = lambda: late_layers(given.vit, given.images)
+    if given.reviews is not None:
+        parts["documents"] = lambda: documents(given.reviews)
     for name, part in parts.items():
         if name not in results:
-            results |= provenance("python -m cumulant.bench.orderings --text TEXT --vit CHECKPOINT --images FOLDER")
+            results |= provenance(
+                "python -m cumulant.bench.orderings --text TEXT --vit CHECKPOINT --images FOLDER --reviews FOLDER"
+            )
             results[name] = part()
             print(name, json.dumps(results[name]), flush=True)
             given.out.write_text(json.dumps(results, indent=1) + "\n")
