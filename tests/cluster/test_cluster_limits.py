@@ -214,3 +214,12 @@ def test_as_many_responses_as_clusters_are_all_of_them():
     torch.testing.assert_close(cluster_attention(query, key, value, clusters=6, near=2, near_rows=8, response=6), full)
     # Two of the six are near: the other four are all that can respond.
     torch.testing.assert_close(cluster_attention(query, key, value, clusters=6, near=2, near_rows=8, response=4), full)
+
+
+@pytest.mark.parametrize("near", [0, 2, "neighbours"])
+def test_a_prefix_of_all_tokens_is_softmax(near):
+    q, k, v = torch.randn(3, 2, 2, 7, 4, dtype=torch.float64)
+    mask = torch.tensor([[1] * 7, [1, 1, 0, 1, 0, 1, 1]]).bool()
+    out = cluster_attention(q, k, v, clusters=3, prefix=7, near=near, key_mask=mask)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+    torch.testing.assert_close(out, exact)

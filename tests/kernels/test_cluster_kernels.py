@@ -46,9 +46,13 @@ def compare(q: Tensor, k: Tensor, v: Tensor, tolerance: float = FLOAT32, **optio
         ("langevin", 1, 3, "error"),
         ("langevin", 3, 0, "mass"),
         ("tanh", 0, 2, "mass"),
+        ("tanh", 2, "pooled", "mass"),
+        ("langevin", 0, "pooled", "mass"),
     ],
 )
-def test_outputs_and_gradients_equal_plain_torch(closure: str, near: int, response: int | None, rank: str) -> None:
+def test_outputs_and_gradients_equal_plain_torch(
+    closure: str, near: int, response: int | str | None, rank: str
+) -> None:
     q, k, v = tokens(2, 1, 50, 24), tokens(2, 1, 61, 24, mean=2, seed=1), tokens(2, 1, 61, 40, mean=-1, seed=2)
     compare(q, k, v, clusters=7, near=near, near_rows=32, closure=closure, response=response, rank=rank)
 
@@ -164,14 +168,14 @@ def test_near_clusters_may_be_given() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"clusters": 4, "key_mask": True}, "neither masks nor prefix"),
-        ({"clusters": 4, "prefix": 1}, "got prefix=1"),
+        ({"clusters": 4, "key_mask": True}, "no masks, got a key_mask"),
+        ({"clusters": 4, "prefix": 1, "near": 1, "near_rows": 32}, "got prefix=1"),
         ({"clusters": Blocks(8), "is_causal": True}, "got is_causal=True"),
         ({"clusters": KMeans(4)}, "blocks of a sequence or a grid, got clusters of type KMeans"),
         ({"clusters": 4, "near": 1}, "got near_rows=1"),
         ({"clusters": 4, "near": 4, "near_rows": 32}, "leaves nothing far away"),
         ({"clusters": 4, "near": "neighbours"}, "near as a number"),
-        ({"clusters": 4, "variance": "full"}, 'variance="diagonal"'),
+        ({"clusters": 4, "variance": "full", "near": 1, "near_rows": 32}, 'variance="diagonal"'),
     ],
     ids=["mask", "prefix", "causal", "kmeans", "near of each query", "all near", "neighbours", "full variance"],
 )

@@ -56,13 +56,14 @@ def settings(tokens: int) -> list[Choice]:
                 continue
             nears = [near for near in (0, 1, 2, 4, 8) if near < count] if count > 1 else [0]
             for near in nears:
-                found += [Choice(clusters, near, r) for r in (0, 8, None) if r is None or r == 0 or r < count]
+                kinds = (0, "pooled", 8, None) if count > 1 else (0, None)  # one cluster is its own pool
+                found += [Choice(clusters, near, r) for r in kinds if r != 8 or count > 8]
     return found
 
 
 def name_of(choice: Choice) -> str:
     kind = f"{choice.clusters.count} k-means" if isinstance(choice.clusters, KMeans) else f"{choice.clusters} blocks"
-    answer = {None: "", 0: ", means"}.get(choice.response, f", {choice.response} respond")
+    answer = {None: "", 0: ", means", "pooled": ", pooled"}.get(choice.response, f", {choice.response} respond")
     return f"{kind}, {choice.near} near{answer}"
 
 
@@ -89,7 +90,7 @@ def grid_points(layers: Sequence[Captured]) -> list[Point]:
     shapes = [(a, b) for a in (1, 2, 4, 8) for b in (a, 2 * a) if grid[0] % a == 0 and grid[1] % b == 0]
     for shape in shapes:
         count, size = shape[0] * shape[1], grid[0] * grid[1] // (shape[0] * shape[1])
-        for near, response in itertools.product((0, 1, 2, 4), (0, None)):
+        for near, response in itertools.product((0, 1, 2, 4), (0, "pooled", None)):
             if near >= count or 2 * count > L:
                 continue
             form: dict[str, Any] = {"clusters": shape, "near": near, "response": response, "rank": "error"}
@@ -98,7 +99,8 @@ def grid_points(layers: Sequence[Captured]) -> list[Point]:
                 out = cluster_attention(x.query, x.key, x.value, grid=grid, prefix=prefix, **form)
                 errors.append(_distance(out, F.scaled_dot_product_attention(x.query, x.key, x.value), x.value))
             work = multiply_adds(L, D, E, count, near_tokens=near * size + prefix, response=response)
-            name = f"{shape[0]} x {shape[1]} blocks, {near} near{', means' if response == 0 else ''}"
+            answer = "" if response is None else ", means" if response == 0 else ", pooled"
+            name = f"{shape[0]} x {shape[1]} blocks, {near} near{answer}"
             points.append(Point(name, "dial", work / softmax_multiply_adds(L, D, E), _mean(errors)))
     return points
 

@@ -161,7 +161,7 @@ def cluster_block(result: Result) -> str:
     said = f"At most {worst[0]:.3f} at no more than {worst[1]:.1%}."
     return "\n\n".join([
         "512 tokens, six reviews, layers 0 to 5:", errors,
-        "4,096 tokens, the dial set for each head on one text and measured on another:",
+        "4,096 tokens, the dial set for each head on three texts and measured on two others, the larger of each:",
         table(["layer", *map(str, range(6))], dial), said, origin(result),
     ])  # fmt: skip
 

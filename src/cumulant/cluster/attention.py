@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..inputs import check_tensors, in_autocast_dtype, leading
 from ..moments import ratio, statistics_dtype
-from .backend import Form, kernels_take, run_kernels
+from .backend import Case, Form, kernels_for, run_kernels
 from .build import Clusters, Field, Packed, pack
 from .causal import causal_clusters
 from .closures import check_closure
@@ -44,7 +44,7 @@ def cluster_attention(
     enable_gqa: bool = False,
     rank: str = "mass",
     variance: str = "diagonal",
-    response: int | None = None,
+    response: int | str | None = None,
     near_rows: int = 1,
     least: int = 1,
     backend: str = "auto",
@@ -75,13 +75,16 @@ def cluster_attention(
             then depend on the length; `Blocks(size, keep, recent)` do not.
         rank: near clusters are those of largest "mass", or of largest mass times s^2: "error".
         variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
-        response: only so many clusters of largest weight answer with their covariance, the others with their mean.
+        response: only so many clusters of largest weight answer with their covariance, the others with their mean;
+            "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one.
         near_rows: so many queries in a row share their near clusters, and those that respond where `response` limits
             them: one matrix product each. The GPU wants 64 or 128.
         least: blocks hold at least so many tokens, where K would make smaller ones.
-        backend: "auto", "reference" (plain torch, blockwise) or "triton": blocks of a sequence or a grid without masks
-            or prefix, near field for 32, 64 or 128 queries in a row, heads of at most 128 (float32: 64). "auto" takes
-            the kernels on CUDA where they can compute the case, from 1,024 keys on.
+        backend: "auto", "reference" (plain torch, blockwise) or "triton": blocks of a sequence or a grid without masks,
+            heads of at most 128 (float32: 64); blocks of at most 64 tokens with prefix tokens and either variance but
+            no near field, any without prefix and with diagonal variance, near field for 32, 64 or 128 queries in a
+            row. "auto" takes those of any blocks on CUDA from 1,024 keys on, where they can compute the case; those of
+            short blocks and of response="pooled" have not run on a GPU yet and must be asked for.
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E;
@@ -96,10 +99,14 @@ def cluster_attention(
     B, (H, Lq, _), (Hk, Lk, _), E = prod(lead), query.shape[-3:], key.shape[-3:], value.shape[-1]
     if not (B and H and Lq and Lk and E):
         return query.new_zeros(*lead, H, Lq, E)
-    if kernels_take(backend, query, key, value, clusters, grid, prefix, key_mask, is_causal, form, least, scale):
+    if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
+        clusters, grid, prefix, form = 1, None, 0, form._replace(near=1, near_rows=1)
+    case = Case(query, key, value, clusters, grid, prefix, key_mask, is_causal, form, least, scale)
+    kernels = kernels_for(backend, case)
+    if kernels is not None:
         with torch.autocast(query.device.type, enabled=False):
             q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]) for x in (query, key, value))
-            out = run_kernels(q, k, v, clusters, grid, least, scale, form)
+            out = run_kernels(kernels, case._replace(query=q, key=k, value=v))
         return out.reshape(*lead, H, Lq, E)
     with torch.autocast(query.device.type, enabled=False):
         q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]).to(dtype) for x in (query, key, value))
@@ -209,7 +216,7 @@ def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def _check_form(
-    near: int | str, closure: str, rank: str, variance: str, response: int | None, near_rows: int, backend: str
+    near: int | str, closure: str, rank: str, variance: str, response: int | str | None, near_rows: int, backend: str
 ) -> Form:
     check_closure(closure)
     if near != "neighbours" and (isinstance(near, bool) or not isinstance(near, int) or near < 0):
@@ -218,13 +225,15 @@ def _check_form(
         raise ValueError(f"rank must be one of {', '.join(map(repr, RANKS))}, got {rank!r}")
     if variance not in VARIANCES:
         raise ValueError(f"variance must be one of {', '.join(map(repr, VARIANCES))}, got {variance!r}")
-    if response is not None and (isinstance(response, bool) or not isinstance(response, int) or response < 0):
-        raise ValueError(f"response must be None (all clusters) or a number, 0 or more, got {response!r}")
+    pooled = response == "pooled"
+    count = None if pooled else response
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+        raise ValueError(f'response must be None (all clusters), a number, 0 or more, or "pooled", got {response!r}')
     if isinstance(near_rows, bool) or not isinstance(near_rows, int) or near_rows < 1:
         raise ValueError(f"near_rows must be at least 1, got {near_rows!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    return Form(near, closure, rank, variance == "full", response, near_rows)
+    return Form(near, closure, rank, variance == "full", count, near_rows, pooled)
 
 
 def _causal_blocks(clusters: Clusters, Lq: int, grid: Grid | None, prefix: int) -> Blocks:
@@ -247,6 +256,8 @@ def _causal_form(form: Form, blocks: Blocks) -> dict[str, Any]:
         raise ValueError(
             f"near={form.near} needs the tokens of old blocks, which {blocks} merges; use recent= or keep=None"
         )
+    if form.pooled:
+        raise ValueError('response="pooled" has no causal form: it would know later clusters; pass a number or None')
     if form.near_rows != 1:
         raise ValueError(f"near_rows={form.near_rows} would let a row choose for earlier ones; pass 1 when is_causal")
     return {"near": form.near, "closure": form.closure, "rank": form.rank, "full": form.full, "response": form.response}

@@ -1,4 +1,4 @@
-"""Which cases of cluster attention the Triton kernels take, and the call that hands them over.
+"""Which cases of cluster attention the Triton kernels take, which of them, and the call that hands them over.
 
 Shape legend: B batch, H heads, Lq queries, Lk keys, D, E widths, K clusters.
 """
@@ -6,6 +6,7 @@ Shape legend: B batch, H heads, Lq queries, Lk keys, D, E widths, K clusters.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from .layout import Blocks, Grid, divide, on_grid
 TILES = (32, 64, 128)  # queries that can share their near clusters in a kernel
 WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the shared memory of a multiprocessor
 MOST = 1024  # clusters
-LONG = 1024  # keys from which "auto" takes the kernels; shorter sequences have not been measured
+PROVEN_SHORT = False  # whether the kernels of short clusters have run on a GPU
+LONG = 1024  # keys from which "auto" takes the kernels of clusters; shorter sequences have not been measured
+LARGEST, MOST_PREFIX, MOST_SLOTS = 64, 32, 4096  # of the kernels that go through the tokens of short clusters
 
 
 class Form(NamedTuple):
@@ -30,73 +33,109 @@ class Form(NamedTuple):
     full: bool
     response: int | None
     near_rows: int
+    pooled: bool = False  # one response for all clusters
 
 
-def kernels_take(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    clusters: Any,
-    grid: Grid | None,
-    prefix: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    form: Form,
-    least: int,
-    scale: float,
-) -> bool:
-    """Whether the kernels compute this case; raises for backend="triton" where they cannot."""
-    if backend == "reference" or (backend == "auto" and not (query.is_cuda and key.shape[-2] >= LONG)):
-        return False
-    reason = obstacle(query, key, value, clusters, grid, prefix, key_mask, is_causal, form, least, scale)
-    if reason is not None and backend == "triton":
+class Case(NamedTuple):
+    """A call of cluster attention, as far as kernels have to know it."""
+
+    query: Tensor  # (..., H, Lq, D)
+    key: Tensor  # (..., Hk, Lk, D)
+    value: Tensor  # (..., Hk, Lk, E)
+    clusters: Any
+    grid: Grid | None
+    prefix: int
+    key_mask: Tensor | None
+    is_causal: bool
+    form: Form
+    least: int
+    scale: float
+
+    @property
+    def blocks(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """First token of each cluster and the end, counted after the prefix, and an order of the tokens (`_blocks`)."""
+        return _blocks(self.clusters, self.key.shape[-2] - self.prefix, self.grid, self.least)
+
+
+def cheaper_by_token(m: int, D: int, E: int) -> bool:
+    """Whether a query meets m tokens with fewer multiplications than their covariance, D x E."""
+    return m * (D + E) <= D * E
+
+
+def kernels_for(backend: str, case: Case) -> str | None:
+    """The kernels that compute this case, "short" or "clusters"; None: plain torch.
+
+    Short clusters of short sequences go through their tokens, everything else through clusters if it can. Raises for
+    backend="triton" where neither can.
+    """
+    if backend == "reference" or (backend == "auto" and not case.query.is_cuda):
+        return None
+    Lk = case.key.shape[-2]
+    reason = _general_obstacle(case)
+    if reason is None:
+        starts = case.blocks[0]
+        K, size = len(starts) - 1, max(b - a for a, b in pairwise(starts))
+        why_not = {"short": _short_obstacle(case, K, size), "clusters": _clusters_obstacle(case, K)}
+        by_token = Lk < LONG and cheaper_by_token(size, case.key.shape[-1], case.value.shape[-1])
+        if backend == "auto":
+            if Lk < LONG:
+                why_not["clusters"] = why_not["clusters"] or f"fewer than {LONG} keys"
+            if case.form.pooled or not PROVEN_SHORT:
+                # Right in the interpreter and compiled for sm_90, not yet run on a GPU: only who asks gets them.
+                why_not["clusters" if case.form.pooled else "short"] = "not yet measured on a GPU"
+        for name in ("short", "clusters") if by_token else ("clusters", "short"):
+            if why_not[name] is None:
+                return name
+        reason = f"{why_not['clusters']} (kernels of short clusters: {why_not['short']})"
+    if backend == "triton":
         raise ValueError(f'backend="triton" cannot be used: {reason}; use backend="auto"')
-    return reason is None
+    return None
 
 
-def obstacle(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    clusters: Any,
-    grid: Grid | None,
-    prefix: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    form: Form,
-    least: int,
-    scale: float,
-) -> str | None:
-    """Why the kernels cannot take this case, or None if they can."""
+def _general_obstacle(case: Case) -> str | None:
+    """Why no kernel can take this case, or None."""
+    query, key, value, clusters = case.query, case.key, case.value, case.clusters
     reason = launch.obstacle(query, value, 2, False)
     if reason is not None:
         return reason
     widest = WIDEST_FLOAT32 if query.dtype == torch.float32 else WIDEST
     if max(query.shape[-1], value.shape[-1]) > widest:
         return f"heads of {query.dtype} are at most {widest} wide, got {query.shape[-1]} and {value.shape[-1]}"
-    if is_causal or key_mask is not None or prefix:
-        what = "is_causal=True" if is_causal else "a key_mask" if key_mask is not None else f"prefix={prefix}"
-        return f"kernels take neither masks nor prefix tokens, got {what}"
+    if case.is_causal or case.key_mask is not None:
+        what = "is_causal=True" if case.is_causal else "a key_mask"
+        return f"kernels take no masks, got {what}"
     if query.shape[-3] != key.shape[-3]:
         return f"kernels take as many key heads as query heads, got {query.shape[-3]} and {key.shape[-3]}"
-    if not scale > 0:
-        return f"kernels take a scale above 0, got {scale}"
+    if not case.scale > 0:
+        return f"kernels take a scale above 0, got {case.scale}"
+    if _unknown(*key.shape[-2:], value.shape[-1]):
+        return "kernels take a number of keys and widths that torch.compile knows, got a dynamic one"
     if transformed():
         return "torch.func transforms and forward-mode gradients need plain torch"
     if isinstance(clusters, bool) or not isinstance(clusters, int | tuple | Blocks):
         return f"kernels take blocks of a sequence or a grid, got clusters of type {type(clusters).__name__}"
     if isinstance(clusters, Blocks) and (clusters.keep is not None or clusters.recent):
         return f"keep and recent of {clusters} belong to is_causal=True"
-    if isinstance(clusters, tuple) and (grid is None or not _cuts(clusters, grid)):
-        return f"clusters={clusters} do not cut grid={grid}"
+    if isinstance(clusters, tuple) and (case.grid is None or not _cuts(clusters, case.grid)):
+        return f"clusters={clusters} do not cut grid={case.grid}"
     if isinstance(clusters, int) and clusters < 1:
         return f"clusters must be at least 1, got {clusters}"
+    if case.prefix >= key.shape[-2]:
+        return f"prefix={case.prefix} leaves none of {key.shape[-2]} keys for clusters"
+    return None
+
+
+def _clusters_obstacle(case: Case, K: int) -> str | None:
+    """Why the kernels of clusters cannot take this case, K of them, or None if they can."""
+    form = case.form
+    if _unknown(*case.query.shape):
+        return "kernels take shapes that torch.compile knows, got a dynamic one"
+    if case.prefix:
+        return f"kernels take no prefix tokens, got prefix={case.prefix}"
     if form.full:
         return 'kernels take variance="diagonal"'
     if not isinstance(form.near, int):
         return f"kernels take near as a number, got {form.near!r}"
-    K = len(_blocks(clusters, key.shape[-2], grid, least)[0]) - 1
     if K > MOST:
         return f"kernels take at most {MOST} clusters, got {K}"
     choosing = form.near or (form.response is not None and 0 < form.response < K)
@@ -108,6 +147,34 @@ def obstacle(
     return None
 
 
+def _short_obstacle(case: Case, K: int, size: int) -> str | None:
+    """Why the kernels that go through the tokens of K clusters of at most `size` cannot, or None if they can."""
+    form = case.form
+    if form.near != 0:
+        return f"near=0, got {form.near!r}"
+    if form.pooled:
+        return 'all clusters respond, got response="pooled"'
+    if form.response is not None and form.response < K:
+        return f"all clusters respond, got response={form.response}"
+    if size > LARGEST:
+        return f"at most {LARGEST} tokens in a cluster, got {size}"
+    if case.prefix > MOST_PREFIX:
+        return f"at most {MOST_PREFIX} prefix tokens, got {case.prefix}"
+    slots = K * launch.padded(size, 1)
+    if slots > MOST_SLOTS:
+        return f"at most {MOST_SLOTS} tokens in all clusters, these up to powers of two, got {slots}"
+    return None
+
+
+def _unknown(*sizes: int) -> bool:
+    """Whether torch.compile is at work and leaves one of the sizes open."""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not all(has_static_value(n) for n in sizes)
+
+
 def _cuts(clusters: tuple[Any, ...], grid: Grid) -> bool:
     return len(clusters) == len(grid) and all(
         isinstance(b, int) and not isinstance(b, bool) and 1 <= b <= max(1, side)
@@ -115,13 +182,34 @@ def _cuts(clusters: tuple[Any, ...], grid: Grid) -> bool:
     )
 
 
-def run_kernels(
-    query: Tensor, key: Tensor, value: Tensor, clusters: Any, grid: Grid | None, least: int, scale: float, form: Form
-) -> Tensor:
-    """(B, H, Lq, E). Keys and values of a grid are put in the order of its blocks first, queries are not."""
+def run_kernels(kernels: str, case: Case) -> Tensor:
+    """(B, H, Lq, E) of query (B, H, Lq, D), key (B, H, Lk, D) and value (B, H, Lk, E), by `kernels`."""
+    return _run_short(case) if kernels == "short" else _run_clusters(case)
+
+
+def _run_short(case: Case) -> Tensor:
+    from ..kernels import triton_short
+
+    places, slots = _slots(*case.blocks, case.prefix)
+    return triton_short.attention(
+        case.query,
+        case.key,
+        case.value,
+        places,
+        slots,
+        scale=case.scale,
+        prefix=case.prefix,
+        closure=case.form.closure,
+        full=case.form.full,
+    )
+
+
+def _run_clusters(case: Case) -> Tensor:
+    """Keys and values of a grid are put in the order of its blocks first, queries are not."""
     from ..kernels import triton_cluster
 
-    starts, order = _blocks(clusters, key.shape[-2], grid, least)
+    query, key, value, form = case.query, case.key, case.value, case.form
+    starts, order = case.blocks
     if order is not None:
         compiling = torch.compiler.is_compiling()
         index = torch.tensor(order, device=key.device) if compiling else _order_on(order, key.device)
@@ -133,13 +221,27 @@ def run_kernels(
         key,
         value,
         starts,
-        scale=scale,
+        scale=case.scale,
         tile=form.near_rows if choosing and form.near_rows in TILES else _tile(query.shape[-2]),
         near=form.near,
-        response=-1 if form.response is None or form.response >= K else form.response,
+        response=-2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,
         closure=form.closure,
         by_error=form.rank == "error",
     )
+
+
+@torch.compiler.assume_constant_result
+def _slots(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int) -> tuple[tuple[int, ...], int]:
+    """Keys of the clusters, each in as many slots, a power of two, -1 in those that are empty; and that number."""
+    return _cached_slots(starts, order, prefix)
+
+
+@lru_cache(64)
+def _cached_slots(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int) -> tuple[tuple[int, ...], int]:
+    slots = launch.padded(max(b - a for a, b in pairwise(starts)), 1)
+    tokens = range(starts[-1]) if order is None else order
+    rows = ([prefix + x for x in tokens[a:b]] + [-1] * (slots - (b - a)) for a, b in pairwise(starts))
+    return tuple(x for row in rows for x in row), slots
 
 
 def _tile(Lq: int) -> int:

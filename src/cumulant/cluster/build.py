@@ -45,7 +45,8 @@ class Field(NamedTuple):
         moments = moments_of(keys, values, slots.expand(keys.shape[:-1]), full=form.full, response=form.response != 0)
         if layout.owner is not None:
             moments = merge_pieces(moments, layout.owner, layout.clusters)
-        return cls(layout, Far.of(moments), Tokens(keys, values, log(slots), layout.members, layout.owner), exact)
+        far = Far.of(moments).pooled() if form.pooled else Far.of(moments)
+        return cls(layout, far, Tokens(keys, values, log(slots), layout.members, layout.owner), exact)
 
 
 def pack(

@@ -35,7 +35,7 @@ class Choice:
 
     clusters: int | KMeans
     near: int = 0
-    response: int | None = None
+    response: int | str | None = None
     rank: str = "error"
     closure: str = "tanh"
     error: float = float("nan")
@@ -50,7 +50,7 @@ def _candidates() -> tuple[Choice, ...]:
     found = [Choice(1), Choice(1, near=1)]
     for count in (32, 64, 128):
         for near in (0, 1, 2, 4, 6, 8):
-            found += [Choice(KMeans(count, 3, 4), near, r) for r in (0, 8)]
+            found += [Choice(KMeans(count, 3, 4), near, r) for r in (0, "pooled", 8)]
     return tuple(found)
 
 
@@ -196,8 +196,12 @@ def _answer(q: Tensor, field: Field, choice: Choice) -> Tensor | None:
     """Output of a choice for rows q (B, H, R, D), as `cluster_attention` gives it; None for softmax."""
     if choice.near >= field.layout.clusters:
         return None
-    far = field.far._replace(response=None) if choice.response == 0 else field.far
-    how: dict[str, Any] = {"closure": choice.closure, "rank": choice.rank, "most": choice.response}
+    far, most = field.far, choice.response
+    if most == 0:
+        far = far._replace(response=None)
+    elif isinstance(most, str):
+        far, most = far.pooled(), None
+    how: dict[str, Any] = {"closure": choice.closure, "rank": choice.rank, "most": most}
     return mix(q.unsqueeze(-2), far, field.tokens, None, near=choice.near, **how).squeeze(-2)
 
 

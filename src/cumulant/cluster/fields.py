@@ -4,7 +4,7 @@ Shape legend: B batch, H key heads, N query blocks of n rows, K clusters, N' pie
 t near clusters, p exact tokens, D, E widths. Queries carry the scale.
 
     log Z_c = log W_c + q.k_mean_c + phi(s_c)          s_c^2 = sum_i q_i^2 P_ci / W_c      (or q^T P_c q / W_c)
-    out = sum_c w_c (v_mean_c + f(s_c) S_c^T q / W_c) + sum_l w_l v_l
+    out = sum_c w_c (v_mean_c + f(s_c) S_c^T q / W_c) + sum_l w_l v_l       (pooled: sum S / sum W instead of S_c / W_c)
     (w_c, w_l) = softmax over (log Z_c of far clusters, q.k_l + log weight_l of near and exact tokens)
 """
 
@@ -40,6 +40,7 @@ class Far(NamedTuple):
     value_mean: Tensor  # (..., K, E)
     spread: Tensor  # (..., K, D) or (..., K, D, D): P / W
     response: Tensor | None  # (..., K, D, E): S / W
+    pool: Tensor | None = None  # (B, H, D, E): one response for all clusters
 
     @classmethod
     def of(cls, moments: Moments) -> Far:
@@ -51,6 +52,14 @@ class Far(NamedTuple):
         matrix = over_W[..., None, None]
         spread = P * (matrix if moments.full else over_W.unsqueeze(-1))
         return cls(log_weight, k, v, spread, None if S is None else S * matrix)
+
+    def pooled(self) -> Far:
+        """With one response in place of K, the covariance within clusters: sum_c S_c / sum_c W_c. Cost: K D E."""
+        assert self.response is not None
+        W = self.log_weight.exp()
+        share = ratio(W, W.sum(-1, keepdim=True)).unsqueeze(-2)
+        pool = (share @ self.response.flatten(-2)).squeeze(-2).unflatten(-1, self.response.shape[-2:])
+        return self._replace(response=None, pool=pool)
 
     def listed(self, table: Tensor) -> Far:
         """Clusters (B, H, K) as lists of their own for blocks of rows: table (N, A), -1 for none -> (B, H, N, A)."""
@@ -88,6 +97,8 @@ class Far(NamedTuple):
     def values(self, q: Tensor, w: Tensor, variance: Tensor, closure: str, most: int | None) -> Tensor:
         """sum_c w_c (v_mean_c + f_c S_c^T q), (..., n, E), responses of the `most` heaviest clusters only."""
         out = w @ self.value_mean
+        if self.pool is not None:
+            return out + (w * gain(variance, closure)).sum(-1, keepdim=True) * (q @ self.pool)
         if self.response is None:
             return out
         g = w * gain(variance, closure)

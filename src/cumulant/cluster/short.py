@@ -6,7 +6,7 @@ widths. Queries carry the scale.
     S_c^T q / W_c = <v~ (k~.q)>_c        so that        out = sum_l A_l v_l,   A_l = w_c share_l (1 + f_c q.k~_l)
 
 with share_l the weight of token l in its cluster: the same function as with the D x E matrix S_c, at m (D + E)
-multiply-adds a query and cluster in place of D E.
+multiply-adds a query and cluster in place of D E. Plain torch; the kernels are in `cumulant.kernels.triton_short`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..moments import ratio
-from .backend import Form
+from .backend import Form, cheaper_by_token
 from .build import Packed, log
 from .closures import gain, log_mass
 from .fields import recomputed, room, softmax_or_zero
@@ -26,7 +26,7 @@ def answers_by_token(packed: Packed, form: Form) -> bool:
     D, (m, E) = packed.key.shape[-1], packed.value.shape[-2:]
     every = form.response is None or form.response >= packed.layout.clusters
     whole = packed.layout.owner is None and packed.layout.clusters > 0
-    return form.near == 0 and every and whole and m * (D + E) <= D * E
+    return form.near == 0 and every and not form.pooled and whole and cheaper_by_token(m, D, E)
 
 
 def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:

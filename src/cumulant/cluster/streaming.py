@@ -42,6 +42,8 @@ class ClusterStream:
         check_closure(closure)
         if variance not in VARIANCES:
             raise ValueError(f"variance must be one of {', '.join(map(repr, VARIANCES))}, got {variance!r}")
+        if response is not None and (isinstance(response, bool) or not isinstance(response, int) or response < 0):
+            raise ValueError(f"response must be None (all clusters) or a number, 0 or more, got {response!r}")
         self.blocks, self.closure, self.full, self.most, self.scale = (
             blocks,
             closure,

@@ -10,6 +10,7 @@ With do the gradient of the output, delta = do.out, h_c = (do S_c^T).q and dphi/
 
 `query_gradients` writes dq and, for the others, p, p f, dz and dx of each tile, (B H, tiles, KP, M); `vector_gradients`
 and `matrix_gradients` sum over queries, `key_gradients` over the tiles that `tiles_of_clusters` lists for each cluster.
+One matrix for all clusters makes h_c the same number h, and the last sum of dq (sum_c p_c f_c) do S^T.
 Cost: about twice that of the forward pass. Partial sums are written, never added atomically: runs are bitwise equal.
 """
 
@@ -72,11 +73,12 @@ def query_gradients(
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
     factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
     origin = origin_of(factors, d, BD)
-    matrices += pid.to(tl.int64) * (KP * BD * BE)
+    matrices += pid.to(tl.int64) * ((1 if RESPONSE == 3 else KP) * BD * BE)
+    cell = d[:, None] * BE + e[None, :]
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
     near += slot * T
     weights += slot * (KP * M)
-    gains += slot * (KP * M)
+    gains += slot * ((1 if RESPONSE == 3 else KP) * M)
     dz += slot * (KP * M)
     dx += slot * (KP * M)
     rows = tile(head(q, b, h, 0, q_b, q_h, q_t, UNIT), row, q_t * UNIT, d, length_q, D, BD)
@@ -93,7 +95,11 @@ def query_gradients(
 
     sums = tl.zeros((M, BD), tl.float32)
     squares = squared(rows, SQUARE)
-    if RESPONSE:
+    answering, common = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
+    if RESPONSE == 3:
+        back = dot(grad, tl.trans(tl.load(matrices + cell)), None, PRECISION)
+        common = tl.sum(rows.to(tl.float32) * back, 1)
+    if RESPONSE == 1 or RESPONSE == 2:
         for chunk in range(0, KP, CK):
             c = chunk + tl.arange(0, CK)
             z, _, gain = masses(rows, squares, factors, vectors, logs, c, d, scale, CLOSURE, BD, BE, PRECISION)
@@ -104,7 +110,6 @@ def query_gradients(
             if RESPONSE == 2:
                 tl.store(dz + at, tl.zeros((M, CK), tl.float32).to(dtype))
         tl.debug_barrier()
-        cell = d[:, None] * BE + e[None, :]
         count = clusters
         if RESPONSE == 2:
             responding += slot * R
@@ -140,7 +145,11 @@ def query_gradients(
         if dtype != tl.float32:
             change = dot(grad, tl.trans(low), change, PRECISION)
         if RESPONSE:
-            answer = tl.load(dz + at, mask=(c < clusters)[None, :], other=0.0).to(tl.float32)
+            if RESPONSE == 3:
+                answer = tl.broadcast_to(common[:, None], (M, CK))
+                answering += tl.sum(p * gain, 1)
+            else:
+                answer = tl.load(dz + at, mask=(c < clusters)[None, :], other=0.0).to(tl.float32)
             change = p * (change + gain * answer)
             spread = 0.5 * change * gain + p * answer * gain_slope(x, gain, CLOSURE)
         else:
@@ -157,6 +166,9 @@ def query_gradients(
         sums += along * LN2
         var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
         sums += rows.to(tl.float32) * dot(cast(2.0 * spread, SQUARE), var, None, PRECISION)
+    if RESPONSE == 3:
+        tl.store(gains + line, answering)
+        sums += answering[:, None] * dot(grad, tl.trans(tl.load(matrices + cell)), None, PRECISION)
     if NEAR:
         for i in tl.range(0, T * blocks, num_stages=NEAR_STAGES):
             c = tl.load(near + i // blocks)

@@ -176,9 +176,10 @@ def attend(
 
     CHOOSE: near and responding clusters are found here, by the rule of `choose`, and written; else they are read.
 
-    RESPONSE: 0 means only, 1 all clusters respond, 2 those listed. Gains p f of a tile go through memory, (KP, M), so
-    that a row of them can be loaded beside each matrix; `tops` holds what each chunk's are relative to. KEEP: what the
-    rounding of the output loses is written too.
+    RESPONSE: 0 means only, 1 all clusters respond, 2 those listed, 3 all with one matrix, that at `matrices`. Gains p f
+    of a tile go through memory, (KP, M), so that a row of them can be loaded beside each matrix; `tops` holds what each
+    chunk's are relative to. With one matrix only their sum is needed. KEEP: what the rounding of the output loses is
+    written too.
     """
     index, pid = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, M)
@@ -191,7 +192,7 @@ def attend(
     k_t, v_t = k_t * UNIT, v_t * UNIT
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
     factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
-    matrices += pid.to(tl.int64) * (KP * BD * BE)
+    matrices += pid.to(tl.int64) * ((1 if RESPONSE == 3 else KP) * BD * BE)
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
     near += slot * T
     gains += slot * (KP * M)
@@ -200,6 +201,7 @@ def attend(
 
     top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
     out = tl.zeros((M, BE), tl.float32)
+    answering = tl.zeros((M,), tl.float32)
     squares = squared(rows, SQUARE)
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
@@ -225,7 +227,9 @@ def attend(
         fading = tl.exp2(top - finite(higher))
         total = total * fading + tl.sum(p, 1)
         top = higher
-        if RESPONSE:
+        if RESPONSE == 3:
+            answering = answering * fading + tl.sum(p * gain, 1)
+        elif RESPONSE:
             tl.store(gains + c[None, :] * M + line[:, None], packed(p * gain, gains.dtype.element_ty))
             if KP > CK:
                 tl.store(tops + (chunk // CK) * M + line, finite(top))
@@ -235,9 +239,9 @@ def attend(
         if dtype != tl.float32:
             out = dot(p_high, low, out, PRECISION)
             out = dot(p_low, high, out, PRECISION)
-    if RESPONSE:
+    cell = d[:, None] * BE + e[None, :]
+    if RESPONSE == 1 or RESPONSE == 2:
         tl.debug_barrier()
-        cell = d[:, None] * BE + e[None, :]
         count = clusters
         if RESPONSE == 2:
             responding += slot * R
@@ -270,8 +274,12 @@ def attend(
             p = tl.exp2(u * a - (finite(higher) + away)[:, None])
             fading = tl.exp2(top - finite(higher))
             total = total * fading + tl.sum(p, 1)
+            if RESPONSE == 3:
+                answering *= fading
             out = dot(cast(p, dtype), values, out * fading[:, None], PRECISION)
             top = higher
+    if RESPONSE == 3:
+        out += answering[:, None] * dot(rows, tl.load(matrices + cell), None, PRECISION)
     out *= (1.0 / total)[:, None]
     store_tile(o, out, row, o_t * UNIT, e, length_q, E, BE)
     if KEEP:

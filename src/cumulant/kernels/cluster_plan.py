@@ -50,7 +50,7 @@ class Shape(NamedTuple):
     equal: bool  # all clusters have as many
     tile: int  # queries that share their near clusters
     near: int
-    response: int  # clusters of a tile that respond; -1: all
+    response: int  # clusters of a tile that respond; -1: all, -2: all with one matrix
     closure: str
     by_error: bool
     listed: bool  # near clusters are given, not chosen
@@ -96,8 +96,8 @@ class Plan(NamedTuple):
 
     @property
     def response(self) -> int:
-        """0: means only, 1: all clusters respond, 2: those listed."""
-        return {0: 0, -1: 1}.get(self.shape.response, 2)
+        """0: means only, 1: all clusters respond, 2: those listed, 3: all with one matrix."""
+        return {0: 0, -1: 1, -2: 3}.get(self.shape.response, 2)
 
     def split(self, programs: int, device: torch.device, resident: int, cost: float) -> tuple[int, int]:
         """Tiles of a program, and programs for all tiles, where the rest of the grid has `programs`.

@@ -44,7 +44,7 @@ def attention(
     query (B, H, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E) -> (B, H, Lq, E). Cluster c holds the keys from
     starts[c] to starts[c + 1] (K + 1 numbers, the first 0, the last Lk). `tile` queries in a row share their `near`
     clusters, the heaviest, or those of `which` (tiles, near), -1 for none; `response` clusters answer with their
-    covariance, -1: all.
+    covariance, -1: all, -2: all with one, the mean of theirs by size.
     """
     keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     arguments = (query, key, value, which, list(starts), scale, tile, near, response, closure, by_error)
@@ -162,9 +162,11 @@ def _attend(
 ) -> None:
     shape, (lse, vectors, factors, matrices, near, responding, rounding) = plan.shape, state
     heads, config, unit = shape.batch * shape.heads, plan.config("attend"), stride_unit(q, k, v, out)
-    gains = q.new_empty(heads, plan.tiles, plan.KP, shape.tile) if plan.response else q.new_empty(1)
+    apart = plan.response in (1, 2)
+    gains = q.new_empty(heads, plan.tiles, plan.KP, shape.tile) if apart else q.new_empty(1)
     chunks = plan.KP // plan.CK
-    tops = vectors.new_empty(heads, plan.tiles, chunks, shape.tile) if plan.response and chunks > 1 else vectors
+    tops = vectors.new_empty(heads, plan.tiles, chunks, shape.tile) if apart and chunks > 1 else vectors
+    matrices = _pool(plan, matrices, sizes[1]) if plan.response == 3 else matrices
     kernels.attend[(plan.tiles, heads)](
         q, k, v, out, rounding, lse, *sizes, vectors, factors, matrices, _list(near), _list(responding), gains, tops,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit),
@@ -175,6 +177,18 @@ def _attend(
         NEAR_STAGES=config.key_stages or config.stages, UNIT=unit,
         **plan.constants(*_ROWS), **plan.resources("attend"),
     )  # fmt: skip
+
+
+def _pool(plan: Plan, matrices: Tensor, logs: Tensor) -> Tensor:
+    """The mean of S (B H, KP, BD, BE) by the sizes of the clusters, (B H, BD, BE)."""
+    share = _shares(plan, logs).expand(matrices.shape[0], 1, plan.KP)
+    pool = share @ torch.where(logs[:, None] > -1, matrices.flatten(2).float(), 0)  # what only pads holds nothing
+    return pool.to(matrices.dtype).view(-1, plan.BD, plan.BE)
+
+
+def _shares(plan: Plan, logs: Tensor) -> Tensor:
+    """Sizes of the clusters over the number of keys, (KP,)."""
+    return logs.exp2() / plan.shape.length_k
 
 
 def _list(numbers: Tensor) -> Tensor:
@@ -212,6 +226,8 @@ def run_backward(
         per_query, rest = _backward_queries(plan, q, k, v, out, g, dq, (first, logs), state, scale)
         grad_vectors = _backward_vectors(plan, q, g, rest, vectors, scale)
         grad_matrices = _backward_matrices(plan, q, g, rest[1], responding, vectors)
+        if plan.response == 3:
+            grad_matrices = _shares(plan, logs)[:, None, None] * grad_matrices
         _backward_keys(
             plan, q, k, v, g, dk, dv, first, vectors, near_list, per_query, grad_vectors, grad_matrices, scale
         )
@@ -237,7 +253,11 @@ def _backward_queries(
     per_query = tuple(lse.new_empty(heads, plan.tiles, shape.tile) for _ in range(2))
     # Gains multiply the largest part of dq: in 16 bits they would add a third rounding to those of S and of dq itself.
     kinds = (q.dtype, torch.float32, q.dtype, q.dtype)
-    rest = tuple(q.new_empty(heads, plan.tiles, plan.KP, shape.tile, dtype=kind) for kind in kinds)
+    counts = (plan.KP, 1 if plan.response == 3 else plan.KP, plan.KP, plan.KP)
+    rest = tuple(
+        q.new_empty(heads, plan.tiles, n, shape.tile, dtype=kind) for n, kind in zip(counts, kinds, strict=True)
+    )
+    matrices = _pool(plan, matrices, sizes[1]) if plan.response == 3 else matrices
     backward_kernels.query_gradients[(plan.tiles, heads)](
         q, k, v, out, rounding, g, dq, lse, *per_query, *sizes, vectors, factors, matrices, _list(near),
         _list(responding), *rest,
@@ -269,7 +289,7 @@ def _backward_vectors(
 
 
 def _backward_matrices(plan: Plan, q: Tensor, g: Tensor, gains: Tensor, responding: Tensor, vectors: Tensor) -> Tensor:
-    """dS (B H, KP, BD, BE) float32; an empty tensor where clusters answer with their means alone."""
+    """dS (B H, KP, BD, BE) float32, (B H, 1, BD, BE) of one matrix; anything where clusters answer with their means."""
     if plan.response == 0:
         return vectors
     shape, unit, heads = plan.shape, stride_unit(q, g), plan.shape.batch * plan.shape.heads
@@ -282,12 +302,13 @@ def _backward_matrices(plan: Plan, q: Tensor, g: Tensor, gains: Tensor, respondi
         lists = _tiles_of_clusters(responding, plan.KP)
         backward_kernels.listed_gradients[(plan.KP, heads)](q, g, gains, total, *lists, *tokens, **constants)
         return total
-    C, N = config.keys, min(shape.tile, config.block)
-    groups = -(-shape.clusters // C)
+    N = min(shape.tile, config.block)
+    C, KP = (1, 1) if plan.response == 3 else (config.keys, plan.KP)
+    groups = 1 if plan.response == 3 else -(-shape.clusters // C)
     span, splits = plan.split(heads * groups, q.device, config.key_stages, 0.03)
-    partial = vectors.new_empty(splits, heads, plan.KP, plan.BD, plan.BE)
+    partial = vectors.new_empty(splits, heads, KP, plan.BD, plan.BE)
     backward_kernels.matrix_gradients[(groups, heads, splits)](
-        q, g, gains, partial, *tokens, span, N=N, C=C, **constants
+        q, g, gains, partial, *tokens, span, N=N, C=C, **constants | {"KP": KP}
     )
     return partial[0] if splits == 1 else partial.sum(0)
 

@@ -1,0 +1,107 @@
+"""One covariance for all clusters: its formula, where it equals all of theirs, gradients, masks, refusals and cost."""
+
+import math
+
+import pytest
+import torch
+
+from cumulant.cluster import Blocks, ClusterStream, KMeans, choose, cluster_attention, cluster_scores, multiply_adds
+from cumulant.cluster.dial import Choice, measure
+
+
+def draw(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def by_formula(q, k, v, K, near):
+    """Blocks of equal size, closure tanh, one head of one sequence, query by query."""
+    m = len(k) // K
+    keys, values = k.unflatten(0, (K, m)), v.unflatten(0, (K, m))
+    k_mean, v_mean = keys.mean(1), values.mean(1)
+    away, value_away = keys - k_mean[:, None], values - v_mean[:, None]
+    pool = torch.einsum("cmd,cme->de", away, value_away) / len(k)
+    rows = []
+    for row in q / math.sqrt(q.shape[-1]):
+        s = ((row * away).square().mean(1).sum(-1)).sqrt()
+        log_Z = math.log(m) + k_mean @ row + torch.log(torch.cosh(s))
+        which = log_Z.topk(near).indices
+        far = torch.ones(K, dtype=torch.bool).index_fill(0, which, False)
+        logits = torch.cat((log_Z[far], (keys[which] @ row).flatten()))
+        w = logits.softmax(0)
+        w_far, w_near = w[: K - near], w[K - near :]
+        gain = (torch.tanh(s) / s)[far]
+        rows.append(w_far @ v_mean[far] + (w_far @ gain) * (pool.T @ row) + w_near @ values[which].flatten(0, 1))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("near", [0, 2])
+def test_it_is_its_formula(near):
+    q, k, v = draw((9, 4), (20, 4), (20, 3))
+    out = cluster_attention(q[None, None], k[None, None], v[None, None], clusters=5, near=near, response="pooled")
+    torch.testing.assert_close(out[0, 0], by_formula(q, k, v, 5, near))
+
+
+def test_clusters_that_are_copies_of_each_other_lose_nothing():
+    q, k, v, shift = draw((2, 2, 7, 4), (2, 2, 6, 4), (2, 2, 6, 3), (2, 2, 3, 1, 4))
+    k, v = (k.unsqueeze(2) + shift).flatten(2, 3), (v.unsqueeze(2) + shift[..., :3]).flatten(2, 3)
+    pooled, all_of_them = (cluster_attention(q, k, v, clusters=3, near=1, response=r) for r in ("pooled", None))
+    torch.testing.assert_close(pooled, all_of_them)
+
+
+@pytest.mark.parametrize("options", [{}, {"near": 1}, {"near": 2, "near_rows": 4}, {"variance": "full"}], ids=str)
+def test_gradients_are_those_of_the_formula(options):
+    q, k, v = (x.requires_grad_() for x in draw((1, 2, 6, 3), (1, 1, 9, 3), (1, 1, 9, 2)))
+    mask = torch.tensor([[1.0, 0.5, 0, 2, 1, 1, 1, 0, 1]], dtype=torch.float64)
+
+    def call(q, k, v):
+        return cluster_attention(
+            q, k, v, clusters=3, key_mask=mask, response="pooled", closure="langevin", enable_gqa=True, **options
+        )
+
+    assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+def test_an_assignment_with_an_empty_cluster_and_scores_that_sum_to_1():
+    q, k, v = draw((1, 2, 5, 4), (1, 2, 12, 4), (1, 2, 12, 3))
+    ids = torch.tensor([0, 0, 3, 3, 1, 1, 1, 0, 3, 3, 0, 1]).expand(1, 2, 12)
+    weights = cluster_scores(q, k, clusters=ids, response="pooled")
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 5, dtype=torch.float64))
+    torch.testing.assert_close(weights @ v, cluster_attention(q, k, v, clusters=ids, response="pooled"))
+
+
+def test_on_a_grid_only_what_is_far_away_gets_it():
+    q, k, v = draw((1, 2, 17, 4), (1, 2, 17, 4), (1, 2, 17, 3))
+    shared = {"clusters": (2, 2), "grid": (4, 4), "prefix": 1}
+    pooled, means = (cluster_attention(q, k, v, response=r, near="neighbours", **shared) for r in ("pooled", 0))
+    torch.testing.assert_close(pooled[..., 1:, :], means[..., 1:, :])  # all four blocks are neighbours
+    assert not torch.isclose(pooled[..., :1, :], means[..., :1, :]).any()  # a prefix token is near to none
+    far = [cluster_attention(q, k, v, response=r, **shared) for r in ("pooled", 0)]
+    assert not torch.isclose(*far).any()
+
+
+def test_what_it_cannot_do_is_named():
+    q, k, v = draw((1, 1, 8, 4), (1, 1, 8, 4), (1, 1, 8, 4))
+    with pytest.raises(ValueError, match=r'response="pooled" has no causal form'):
+        cluster_attention(q, k, v, clusters=Blocks(2), is_causal=True, response="pooled")
+    with pytest.raises(ValueError, match=r"response must be None .* got 'pool'"):
+        cluster_attention(q, k, v, clusters=2, response="pool")
+    with pytest.raises(ValueError, match=r"response must be None .* got 'pooled'"):
+        ClusterStream(Blocks(2), response="pooled")
+
+
+def test_it_costs_one_response_whatever_the_number_of_clusters():
+    for K in (4, 64):
+        one, means = (multiply_adds(1024, 64, 32, K, response=r) for r in ("pooled", 0))
+        assert one - means == 1024 * 2 * 64 * 32  # the product with the query, and the statistics
+
+
+def test_the_dial_measures_what_attention_gives():
+    q, k, v = draw((1, 2, 64, 8), (1, 2, 64, 8), (1, 2, 64, 8))
+    (found,) = measure(q, q, k, v, [Choice(8, 2, "pooled")])
+    out = cluster_attention(q, k, v, **found.options())
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    expected = (out - exact).norm() / (exact - v.mean(-2, keepdim=True)).norm()
+    assert found.error == pytest.approx(expected.item())
+    dial = choose(q, k, v, target=10.0, candidates=[Choice(KMeans(4), 1, "pooled")])
+    assert dial(q, k, v).shape == v.shape
