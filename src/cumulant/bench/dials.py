@@ -79,7 +79,30 @@ def dial_points(layers: Sequence[Captured], every: int, choices: Sequence[Choice
         Point(name_of(choice), "dial", _mean(f[i].cost for f in found), _mean(f[i].error for f in found))
         for i, choice in enumerate(choices)
     ]
+    points += shared_points(layers, every)
     return points + (grid_points(layers) if layers[0].grid is not None and len(layers[0].grid) == 2 else [])
+
+
+def shared_points(layers: Sequence[Captured], every: int) -> list[Point]:
+    """Blocks whose queries ask once, with their mean: of the sequence, or of the patches with prefix tokens exact."""
+    L = layers[0].key.shape[-2]
+    grid = layers[0].grid if layers[0].grid is not None and len(layers[0].grid) == 2 else None
+    prefix = layers[0].prefix if grid is not None else 0
+    points = []
+    for side in (1, 2, 4, 8):
+        count = side * side
+        if grid is not None and (grid[0] % side or grid[1] % side or 2 * count > L):
+            continue
+        shape: Any = count if grid is None else (side, side)
+        form: dict[str, Any] = {"clusters": shape, "near": count, "queries": "mean", "grid": grid, "prefix": prefix}
+        errors = []
+        for x in layers:
+            out = cluster_attention(x.query, x.key, x.value, **form)[..., every // 2 :: every, :]
+            asked = x.query[..., every // 2 :: every, :]
+            errors.append(_distance(out, F.scaled_dot_product_attention(asked, x.key, x.value), x.value))
+        # Each block and each prefix token is one query of softmax.
+        points.append(Point(f"{count} mean queries, exact", "dial", (count + prefix) / L, _mean(errors)))
+    return points
 
 
 def grid_points(layers: Sequence[Captured]) -> list[Point]:

@@ -16,16 +16,17 @@ from torch import Tensor
 from ..inputs import check_tensors, in_autocast_dtype, leading
 from ..moments import ratio, statistics_dtype
 from .backend import Case, Form, kernels_for, run_kernels
-from .build import Clusters, Field, Packed, pack
+from .build import Clusters, Field, Packed, make_layout, pack
 from .causal import causal_clusters
 from .closures import check_closure
 from .fields import RANKS, mix
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Grid, check_grid
+from .layout import Blocks, Grid, Layout, check_grid
 from .short import answers_by_token, token_responses
 from .statistics import VARIANCES
 
 BACKENDS = ("auto", "reference", "triton")
+QUERIES = ("each", "mean")
 
 
 def cluster_attention(
@@ -46,6 +47,7 @@ def cluster_attention(
     variance: str = "diagonal",
     response: int | str | None = None,
     near_rows: int = 1,
+    queries: str = "each",
     least: int = 1,
     backend: str = "auto",
 ) -> Tensor:
@@ -79,6 +81,8 @@ def cluster_attention(
             "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one.
         near_rows: so many queries in a row share their near clusters, and those that respond where `response` limits
             them: one matrix product each. The GPU wants 64 or 128.
+        queries: "each" asks for itself; "mean": those of a block ask once, with their mean, and all get its answer, at
+            K / Lk of the cost (blocks of a sequence or grid, as many queries as keys).
         least: blocks hold at least so many tokens, where K would make smaller ones.
         backend: "auto", "reference" (plain torch, blockwise) or "triton": blocks of a sequence or a grid without masks,
             heads of at most 128 (float32: 64); blocks of at most 64 tokens with prefix tokens and either variance but
@@ -93,14 +97,14 @@ def cluster_attention(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     scale = check_tensors(query, key, value, key_mask, scale, enable_gqa)
-    form = _check_form(near, closure, rank, variance, response, near_rows, backend)
+    form = _check_form(near, closure, rank, variance, response, near_rows, backend, queries)
     grid = None if is_causal and grid is None else check_grid(key.shape[-2], grid, prefix)
     lead, dtype = leading(query, key), statistics_dtype(query.dtype)
     B, (H, Lq, _), (Hk, Lk, _), E = prod(lead), query.shape[-3:], key.shape[-3:], value.shape[-1]
     if not (B and H and Lq and Lk and E):
         return query.new_zeros(*lead, H, Lq, E)
     if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
-        clusters, grid, prefix, form = 1, None, 0, form._replace(near=1, near_rows=1)
+        clusters, grid, prefix, form = 1, None, 0, form._replace(near=1, near_rows=1, together=False)
     case = Case(query, key, value, clusters, grid, prefix, key_mask, is_causal, form, least, scale)
     kernels = kernels_for(backend, case)
     if kernels is not None:
@@ -122,7 +126,12 @@ def cluster_attention(
             out = causal_clusters(q, k, v, weights, blocks=blocks, **_causal_form(form, blocks))
         else:
             packed = pack(q, k, v, weights, clusters, lead, grid, prefix, form, least)
+            layout = None
+            if form.together:
+                q, layout = _means(q, k, weights, clusters, lead, grid, prefix, form, least)
             out = _noncausal(q, packed, form, prefix, Lk, query.dtype)
+            if layout is not None:
+                out = torch.cat((out[..., :prefix, :], layout.handed_out(out[..., prefix:, :], Lk - prefix)), -2)
     return out.to(query.dtype).reshape(*lead, H, Lq, E)
 
 
@@ -151,6 +160,30 @@ def kmeans_assignment(
         k = k.masked_fill((weights == 0).unsqueeze(-1), 0)
     q = q.unflatten(1, (Hk, -1)).flatten(2, 3)
     return kmeans(q, k - origin(k, weights, False), weights, options).reshape(*lead, *k.shape[1:3])
+
+
+def _means(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    clusters: Clusters,
+    lead: torch.Size,
+    grid: Grid | None,
+    prefix: int,
+    form: Form,
+    least: int,
+) -> tuple[Tensor, Layout]:
+    """Prefix queries as they are and the mean of each block, (B, Hk, G, prefix + K, D); and the blocks."""
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f'queries="mean" needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}')
+    if form.near == "neighbours":
+        raise ValueError('queries="mean" leaves no query beside a block; pass near as a number')
+    k, weights = k[:, :, prefix:], None if weights is None else weights[..., prefix:]
+    layout = make_layout(q, k, weights, clusters, lead, grid, least, False)
+    if layout.adjacent is None:
+        raise ValueError('queries="mean" needs blocks of a sequence or a grid: other clusters hold no queries')
+    means = layout.means(q[..., prefix:, :], layout.weights(k, weights))
+    return torch.cat((q[..., :prefix, :], means), -2), layout
 
 
 def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtype: torch.dtype) -> Tensor:
@@ -216,7 +249,14 @@ def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def _check_form(
-    near: int | str, closure: str, rank: str, variance: str, response: int | str | None, near_rows: int, backend: str
+    near: int | str,
+    closure: str,
+    rank: str,
+    variance: str,
+    response: int | str | None,
+    near_rows: int,
+    backend: str,
+    queries: str,
 ) -> Form:
     check_closure(closure)
     if near != "neighbours" and (isinstance(near, bool) or not isinstance(near, int) or near < 0):
@@ -233,7 +273,9 @@ def _check_form(
         raise ValueError(f"near_rows must be at least 1, got {near_rows!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    return Form(near, closure, rank, variance == "full", count, near_rows, pooled)
+    if queries not in QUERIES:
+        raise ValueError(f"queries must be one of {', '.join(map(repr, QUERIES))}, got {queries!r}")
+    return Form(near, closure, rank, variance == "full", count, near_rows, pooled, queries == "mean")
 
 
 def _causal_blocks(clusters: Clusters, Lq: int, grid: Grid | None, prefix: int) -> Blocks:
@@ -256,6 +298,8 @@ def _causal_form(form: Form, blocks: Blocks) -> dict[str, Any]:
         raise ValueError(
             f"near={form.near} needs the tokens of old blocks, which {blocks} merges; use recent= or keep=None"
         )
+    if form.together:
+        raise ValueError('queries="mean" has no causal form: a block would know its later queries; pass "each"')
     if form.pooled:
         raise ValueError('response="pooled" has no causal form: it would know later clusters; pass a number or None')
     if form.near_rows != 1:

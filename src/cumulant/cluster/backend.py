@@ -34,6 +34,7 @@ class Form(NamedTuple):
     response: int | None
     near_rows: int
     pooled: bool = False  # one response for all clusters
+    together: bool = False  # the queries of a block ask with their mean
 
 
 class Case(NamedTuple):
@@ -120,6 +121,8 @@ def _general_obstacle(case: Case) -> str | None:
         return f"clusters={clusters} do not cut grid={case.grid}"
     if isinstance(clusters, int) and clusters < 1:
         return f"clusters must be at least 1, got {clusters}"
+    if case.form.together:
+        return 'kernels take queries="each"'
     if case.prefix >= key.shape[-2]:
         return f"prefix={case.prefix} leaves none of {key.shape[-2]} keys for clusters"
     return None

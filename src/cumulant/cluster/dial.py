@@ -242,7 +242,7 @@ def _cheapest(error: Tensor, cost: Tensor, allowed: Tensor) -> Tensor:
         return error.gather(0, which[None]).sum()
 
     if total(at(low)) <= allowed:
-        return at(low)
+        return at(low)  # the cheapest of each head
     while total(at(high)) > allowed and high < 1e15:
         high *= 4
     for _ in range(60):
@@ -252,4 +252,20 @@ def _cheapest(error: Tensor, cost: Tensor, allowed: Tensor) -> Tensor:
             high, best = middle, which
         else:
             low = middle
-    return best
+    return _without_slack(best, error, cost, allowed)
+
+
+def _without_slack(which: Tensor, error: Tensor, cost: Tensor, allowed: Tensor) -> Tensor:
+    """Cheaper candidates for one head after the other, the largest saving first, as long as the errors allow it.
+
+    A price per error finds only choices on the convex hull, and the last of them may be far better than was asked for.
+    """
+    which, heads = which.clone(), torch.arange(error.shape[1], device=error.device)
+    while True:
+        own_error, own_cost = error[which, heads], cost[which, heads]
+        fits = (error - own_error <= allowed - own_error.sum()) & (cost < own_cost)
+        if not fits.any():
+            return which
+        saving = torch.where(fits, own_cost - cost, 0)
+        candidate, head = divmod(int(saving.argmax()), error.shape[1])
+        which[head] = candidate

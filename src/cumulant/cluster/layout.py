@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..moments import ratio
+
 Grid = tuple[int, ...]
 
 
@@ -84,6 +86,19 @@ class Layout(NamedTuple):
         slots = torch.arange(place.numel(), device=place.device)
         found = place.new_zeros(length + 1).scatter(0, place, slots)
         return x[..., found[:-1], :]
+
+    def means(self, x: Tensor, slots: Tensor) -> Tensor:
+        """Means of tokens x (B, H, G, L, W) over each block, (B, H, G, K, W); slots (B, 1, N, m) weigh them."""
+        packed = torch.stack([self.pack(part) for part in x.unbind(2)], 2)
+        share = ratio(slots, slots.sum(-1, keepdim=True)).unsqueeze(2).unsqueeze(-1)
+        return (share * packed).sum(-2)
+
+    def handed_out(self, x: Tensor, length: int) -> Tensor:
+        """x (B, H, G, K, W) of blocks for each of their tokens, (B, H, G, L, W)."""
+        if self.place is None:
+            return self.unpack(x.unsqueeze(-2).expand(*x.shape[:-1], self.size, x.shape[-1]), length)
+        index = self.place[:, None, None, :, None].expand(*x.shape[:3], -1, x.shape[-1])
+        return x.gather(-2, index)
 
     def weights(self, key: Tensor, weights: Tensor | None) -> Tensor:
         """Weights (B, H or 1, N, m) of the slots, from those of the tokens (B, 1, L) or ones."""
