@@ -15,6 +15,7 @@ from .inputs import prepare, wide
 from .masking import repeat_heads
 from .products import for_every_token, sum_of_tokens
 from .registry import Mechanism, register
+from .tilted import around_mean, check_around
 
 SUMMARIES = {
     1: "the mean of the values: no query takes part, the floor for the others",
@@ -56,20 +57,35 @@ def _mechanism(order: int) -> Mechanism:
         full: bool = False,
         normalization: str = "mean",
         backend: str = "auto",
+        around: str = "zero",
+        apart: int = 0,
         **shared: Any,
     ) -> Tensor:
+        check_around(around, bool(shared.get("is_causal")))
+        own: dict[str, Any] = {"order": order, "full": full, "normalization": normalization}
+        if around == "mean":
+            return around_mean(attention, query, key, value, apart=apart, backend=backend, **own, **shared)
         others = {name: x for name, x in shared.items() if name not in ("key_mask", "is_causal")}
         plain = (backend, normalization, full) == ("auto", "mean", False) and not transformed()
         if order == 1 and plain and shared.get("key_mask") is None and not shared.get("is_causal"):
             return mean_of_values(query, key, value, **others)
-        return attention(
-            query, key, value, order=order, full=full, normalization=normalization, backend=backend, **shared
-        )
+        return attention(query, key, value, backend=backend, **own, **shared)
 
     def weights(
-        query: Tensor, key: Tensor, *, full: bool = False, normalization: str = "mean", **shared: Any
+        query: Tensor,
+        key: Tensor,
+        *,
+        full: bool = False,
+        normalization: str = "mean",
+        around: str = "zero",
+        apart: int = 0,
+        **shared: Any,
     ) -> Tensor:
-        return scores(query, key, order=order, full=full, normalization=normalization, **shared)
+        check_around(around, bool(shared.get("is_causal")))
+        own: dict[str, Any] = {"order": order, "full": full, "normalization": normalization}
+        if around == "mean":
+            return around_mean(scores, query, key, apart=apart, **own, **shared)
+        return scores(query, key, **own, **shared)
 
     return Mechanism(
         name=f"cumulant{order}",
