@@ -2,7 +2,7 @@
 
     python benchmarks/around_mean.py CHECKPOINT IMAGES [--images 2000]
 
-Error of each order on the queries, keys and values of every layer, ||out - softmax|| / ||softmax - mean of v||, and top-1
+Error of each order on queries, keys and values of every layer, ||out - softmax|| / ||softmax - mean of v||, and top-1
 on test images with the attention of all layers replaced. Class tokens have a mean of their own. One core, about 6
 minutes for 2,000 images; results in benchmarks/results/around_mean.json.
 """

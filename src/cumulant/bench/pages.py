@@ -31,6 +31,7 @@ COMMANDS = {
     "    --vit CHECKPOINT --images FOLDER",
     "cluster_error": "python benchmarks/cluster_error.py --model MODEL --reviews REVIEWS",
     "cluster_stream": "python benchmarks/cluster_stream.py",
+    "around_mean": "python benchmarks/around_mean.py CHECKPOINT IMAGES",
 }
 
 
@@ -164,6 +165,18 @@ def cluster_block(result: Result) -> str:
         "4,096 tokens, the dial set for each head on three texts and measured on two others, the larger of each:",
         table(["layer", *map(str, range(6))], dial), said, origin(result),
     ])  # fmt: skip
+
+
+def around_block(result: Result) -> str:
+    """A trained model with its attention replaced: error of the layers and accuracy."""
+    rows = []
+    for row in result["rows"]:
+        errors = row["errors"]
+        mean = f"{sum(errors) / len(errors):.2f} ({min(errors):.2f} to {max(errors):.2f})"
+        rows.append([row["setting"], mean, f"{row['top1']:.1%}"])
+    said = f"{result['model']}; attention of all {len(result['rows'][0]['errors'])} layers replaced, nothing trained:"
+    head = ["attention", "error, mean over layers (range)", f"top-1, {result['images']:,} test images"]
+    return "\n\n".join([said, table(head, rows), origin(result)])
 
 
 def stream_block(result: Result) -> str:
@@ -312,7 +325,7 @@ BLOCKS: dict[str, Callable[[Result], str]] = {
     "zoo_gpu": gpu_block, "zoo_efficiency": efficiency_block, "zoo_efficiency_cpu": efficiency_block,
     "zoo_train_digits": train_block,
     "zoo_train_tiny-imagenet-100": train_block, "error_pareto": pareto_block, "cluster_error": cluster_block,
-    "cluster_stream": stream_block,
+    "cluster_stream": stream_block, "around_mean": around_block,
 }  # fmt: skip
 PAGES = {
     "docs/benchmarks.md": (
@@ -320,6 +333,7 @@ PAGES = {
         "zoo_train_tiny-imagenet-100",
     ),
     "docs/local-cumulants.md": ("cluster_error", "cluster_stream"),
+    "docs/zoo/cumulant.md": ("around_mean",),
     "docs/zoo/orderings.md": ("zoo_orderings",),
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ class Choice:
 def _candidates() -> tuple[Choice, ...]:
     found = [Choice(1), Choice(1, near=1)]
     for count in (32, 64, 128):
-        for near in (0, 1, 2, 4, 6, 8):
+        for near in (n for n in (0, 1, 2, 4, 6, 8, 16, 32) if 4 * n <= count):
             found += [Choice(KMeans(count, 3, 4), near, r) for r in (0, "pooled", 8)]
     return tuple(found)
 
@@ -252,7 +252,19 @@ def _cheapest(error: Tensor, cost: Tensor, allowed: Tensor) -> Tensor:
             high, best = middle, which
         else:
             low = middle
-    return _without_slack(best, error, cost, allowed)
+    heads = torch.arange(error.shape[1], device=error.device)
+    found = [_without_slack(x, error, cost, allowed) for x in (best, _upgraded(at(low), error, cost, allowed))]
+    return min(found, key=lambda which: float(cost[which, heads].sum()))
+
+
+def _upgraded(which: Tensor, error: Tensor, cost: Tensor, allowed: Tensor) -> Tensor:
+    """Better candidates for one head after the other, the most error for its cost first, until the errors fit."""
+    which, heads = which.clone(), torch.arange(error.shape[1], device=error.device)
+    while error[which, heads].sum() > allowed:
+        gain, price = error[which, heads] - error, (cost - cost[which, heads]).clamp(min=1e-12)
+        candidate, head = divmod(int((gain / price).argmax()), error.shape[1])
+        which[head] = candidate
+    return which
 
 
 def _without_slack(which: Tensor, error: Tensor, cost: Tensor, allowed: Tensor) -> Tensor:
