@@ -1,10 +1,21 @@
 """The dial beside the mechanisms: who is better at the same cost, told from measured points."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from cumulant import zoo
 from cumulant.bench.capture import Captured
-from cumulant.bench.dials import Point, compare, dial_points, mechanism_points, name_of, settings, verdicts
+from cumulant.bench.dials import (
+    Point,
+    compare,
+    dial_points,
+    mechanism_points,
+    name_of,
+    settings,
+    shared_points,
+    verdicts,
+)
 from cumulant.cluster import Choice, KMeans
 
 
@@ -50,4 +61,16 @@ def test_images_are_cut_into_blocks_of_their_grid():
     result = compare(layers(17, grid=(4, 4), prefix=1)[:1], 1)
     labels = [point["label"] for point in result["points"]]
     assert "2 x 2 blocks, 1 near" in labels
+    assert "2 x 2 blocks, 1 near, pooled" in labels
+    assert "4 mean queries, exact" in labels
     assert result["tokens"] == 17
+
+
+def test_mean_queries_cost_as_many_rows_of_softmax_and_one_of_them_is_the_mean_query():
+    (layer,) = layers(16)[:1]
+    one = shared_points([layer], 1)[0]
+    mean = layer.query.mean(-2, keepdim=True)
+    exact, constant = (F.scaled_dot_product_attention(q, layer.key, layer.value) for q in (layer.query, mean))
+    away = (exact - layer.value.mean(-2, keepdim=True)).norm()
+    assert one.cost == 1 / 16
+    assert one.error == pytest.approx(((constant - exact).norm() / away).item(), rel=1e-4)

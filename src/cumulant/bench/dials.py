@@ -69,18 +69,22 @@ def name_of(choice: Choice) -> str:
 
 @torch.no_grad()
 def dial_points(layers: Sequence[Captured], every: int, choices: Sequence[Choice] | None = None) -> list[Point]:
-    """Every setting on every `every`-th query of each layer, and blocks of the patch grid where the layers have one.
+    """The choices, or every setting there is, on every `every`-th query of each layer.
 
-    Cost: R L D a layer and setting, and its k-means.
+    Settings are also blocks that ask once, and blocks of the patch grid where the layers have one. Cost: R L D a layer
+    and setting, and its k-means.
     """
+    everything = choices is None
     choices = settings(layers[0].key.shape[-2]) if choices is None else choices
     found = [measure(x.query[..., every // 2 :: every, :], x.query, x.key, x.value, choices) for x in layers]
     points = [
         Point(name_of(choice), "dial", _mean(f[i].cost for f in found), _mean(f[i].error for f in found))
         for i, choice in enumerate(choices)
     ]
-    points += shared_points(layers, every)
-    return points + (grid_points(layers) if layers[0].grid is not None and len(layers[0].grid) == 2 else [])
+    if everything:
+        points += shared_points(layers, every)
+        points += grid_points(layers) if layers[0].grid is not None and len(layers[0].grid) == 2 else []
+    return points
 
 
 def shared_points(layers: Sequence[Captured], every: int) -> list[Point]:
