@@ -136,7 +136,7 @@ def test_mechanisms_are_pickled_and_copied_by_name(name):
 def test_options_are_those_the_function_takes_beyond_the_shared_ones():
     assert zoo.get("softmax").options == ("dropout_p",)
     assert zoo.get("linear").options == ("chunk", "eps")
-    assert zoo.get("cumulant3").options == ("full", "normalization", "backend")
+    assert zoo.get("cumulant3").options == ("full", "normalization", "backend", "around", "apart")
 
 
 def test_build_binds_options_and_refuses_unknown_ones():
