@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from cluster_checks import FLOAT32, compare, results
 from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
 from cumulant.cluster import Blocks, cluster_attention, short
 from cumulant.cluster import backend as cluster_backend
 from cumulant.kernels import triton_cluster, triton_short
-
-FLOAT32 = 3e-6
 
 
 @pytest.fixture(autouse=True)
@@ -25,24 +24,6 @@ def no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the kernels of any clusters were taken")
 
     monkeypatch.setattr(triton_cluster, "attention", refuse)
-
-
-def results(q: Tensor, k: Tensor, v: Tensor, backend: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
-    """The output and the gradients of q, k and v."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-    out = cluster_attention(*leaves, backend=backend, **options)
-    assert out.dtype == dtype
-    grad = tokens(*q.shape[:-1], v.shape[-1], seed=7).to(q.dtype).to(dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def compare(q: Tensor, k: Tensor, v: Tensor, tolerance: float = FLOAT32, **options: Any) -> None:
-    ours, exact = (
-        results(q, k, v, backend, dtype, **options)
-        for backend, dtype in (("triton", q.dtype), ("reference", torch.float64))
-    )
-    errors = {name: error(x, y) for name, x, y in zip(NAMES, ours, exact, strict=True)}
-    assert all(value < tolerance for value in errors.values()), errors  # NaN is not below it
 
 
 @pytest.mark.parametrize("closure", ["gauss", "tanh", "langevin"])

@@ -83,14 +83,20 @@ def dial_points(layers: Sequence[Captured], every: int, choices: Sequence[Choice
     ]
     if everything:
         points += shared_points(layers, every)
-        points += grid_points(layers) if layers[0].grid is not None and len(layers[0].grid) == 2 else []
+        points += grid_points(layers) if _patches(layers) is not None else []
     return points
+
+
+def _patches(layers: Sequence[Captured]) -> tuple[int, ...] | None:
+    """Rows and columns of the patches of an image, None for other tokens."""
+    grid = layers[0].grid
+    return grid if grid is not None and len(grid) == 2 else None
 
 
 def shared_points(layers: Sequence[Captured], every: int) -> list[Point]:
     """Blocks whose queries ask once, with their mean: of the sequence, or of the patches with prefix tokens exact."""
     L = layers[0].key.shape[-2]
-    grid = layers[0].grid if layers[0].grid is not None and len(layers[0].grid) == 2 else None
+    grid = _patches(layers)
     prefix = layers[0].prefix if grid is not None else 0
     points = []
     for side in (1, 2, 4, 8):

@@ -125,11 +125,11 @@ def cluster_attention(
             blocks = _causal_blocks(clusters, Lq, grid, prefix)
             out = causal_clusters(q, k, v, weights, blocks=blocks, **_causal_form(form, blocks))
         else:
-            packed = pack(q, k, v, weights, clusters, lead, grid, prefix, form, least)
-            layout = None
+            asking, layout = q, None
             if form.together:
-                q, layout = _means(q, k, weights, clusters, lead, grid, prefix, form, least)
-            out = _noncausal(q, packed, form, prefix, Lk, query.dtype)
+                asking, layout = _means(q, k, weights, clusters, lead, grid, prefix, form, least)
+            packed = pack(q, k, v, weights, clusters, lead, grid, prefix, form, least)
+            out = _noncausal(asking, packed, form, prefix, Lk, query.dtype)
             if layout is not None:
                 out = torch.cat((out[..., :prefix, :], layout.handed_out(out[..., prefix:, :], Lk - prefix)), -2)
     return out.to(query.dtype).reshape(*lead, H, Lq, E)

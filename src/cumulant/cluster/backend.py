@@ -96,12 +96,9 @@ def kernels_for(backend: str, case: Case) -> str | None:
 def _general_obstacle(case: Case) -> str | None:
     """Why no kernel can take this case, or None."""
     query, key, value, clusters = case.query, case.key, case.value, case.clusters
-    reason = launch.obstacle(query, value, 2, False)
+    reason = launch.obstacle(query, value, 2, False) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
     if reason is not None:
         return reason
-    widest = WIDEST_FLOAT32 if query.dtype == torch.float32 else WIDEST
-    if max(query.shape[-1], value.shape[-1]) > widest:
-        return f"heads of {query.dtype} are at most {widest} wide, got {query.shape[-1]} and {value.shape[-1]}"
     if case.is_causal or case.key_mask is not None:
         what = "is_causal=True" if case.is_causal else "a key_mask"
         return f"kernels take no masks, got {what}"

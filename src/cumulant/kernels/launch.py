@@ -67,6 +67,14 @@ def obstacle(query: Tensor, value: Tensor, order: int, is_causal: bool) -> str |
     return None
 
 
+def too_wide(query: Tensor, value: Tensor, widest: int, widest_float32: int) -> str | None:
+    """Why heads are too wide for kernels that take so much, less of float32; None if they are not."""
+    most = widest_float32 if query.dtype == torch.float32 else widest
+    if max(query.shape[-1], value.shape[-1]) <= most:
+        return None
+    return f"heads of {query.dtype} are at most {most} wide, got {query.shape[-1]} and {value.shape[-1]}"
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of the device; under the interpreter a small number, so that tests meet split sequences."""

@@ -28,14 +28,15 @@ the sums before each part, and ubar, 4 bytes for each row and head. No atomics: 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import causal_backward as kernels_back
 from . import causal_forward as kernels
+from .direct import direct
 from .launch import (
     Config,
     cdiv,
@@ -300,28 +301,14 @@ def _(
     return tuple(empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:], *inputs[:6])
     ctx.numbers = inputs[6:]
 
 
-def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(backward: Any, ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return (*backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8)
 
 
-forward.register_autograd(_gradients, setup_context=_setup_context)
-
-
-class _Attention(torch.autograd.Function):
-    """The same without the dispatcher, for ordinary tensors in eager mode (see `is_plain`)."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = run_forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*run_backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8)
+forward.register_autograd(partial(_gradients, backward), setup_context=_setup_context)
+_Attention = direct(run_forward, _setup_context, partial(_gradients, run_backward))

@@ -10,16 +10,17 @@ backward: linear in the length for a fixed K. No Lq x Lk and no Lq x K x D tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import cluster_backward as backward_kernels
 from . import cluster_forward as kernels
 from .cluster_plan import Plan, Shape, logs_on, no_numbers, plan_for, starts_on
+from .direct import direct
 from .launch import empty_like_rows, is_plain, on_device, rows, stride_unit, strides
 
 _ROWS = ("CLOSURE", "NEAR", "D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION")
@@ -371,24 +372,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(query, key, value, *output)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradients(backward: Any, ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return (*backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 9)
 
 
-forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Attention(torch.autograd.Function):
-    """The same without the dispatcher, for ordinary tensors in eager mode (see `is_plain`)."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        arguments: Any = (*inputs, True)
-        output = run_forward(*arguments)
-        _setup_context(ctx, arguments, output)
-        return output[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*run_backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8)
+forward.register_autograd(partial(_gradients, backward), setup_context=_setup_context)
+_Attention = direct(run_forward, _setup_context, partial(_gradients, run_backward), True)

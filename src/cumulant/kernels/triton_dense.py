@@ -10,14 +10,15 @@ dq, dk, dv. Cost: 2 L D E products a head forward at order 2, twice that at orde
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dense_kernels as kernels
 from .dense_plan import CELLS, FUSED, MERGED, Batch, Plan, plan_for
+from .direct import direct
 from .launch import cdiv, empty_like_rows, is_plain, on_device, rows, stride_unit, strides, token_weights
 
 
@@ -264,24 +265,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(query, key, value, weights, cu_q, cu_k, *output[1:])
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradients(backward: Any, ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return (*backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 9)
 
 
-forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Attention(torch.autograd.Function):
-    """The same without the dispatcher, for ordinary tensors in eager mode (see `is_plain`)."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        arguments: Any = (*inputs, True)
-        output = run_forward(*arguments)
-        _setup_context(ctx, arguments, output)
-        return output[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*run_backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 8)
+forward.register_autograd(partial(_gradients, backward), setup_context=_setup_context)
+_Attention = direct(run_forward, _setup_context, partial(_gradients, run_backward), True)

@@ -8,14 +8,15 @@ of every query, each as wide as a key in float32, and four numbers a query. No L
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..inputs import transformed
 from . import launch
+from .direct import direct
 from .launch import (
     Config,
     cdiv,
@@ -34,12 +35,9 @@ WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the registers of a prog
 
 def obstacle(query: Tensor, value: Tensor) -> str | None:
     """Why the kernels cannot take these tensors, or None if they can."""
-    reason = launch.obstacle(query, value, 2, False)
+    reason = launch.obstacle(query, value, 2, False) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
     if reason is not None:
         return reason
-    widest = WIDEST_FLOAT32 if query.dtype == torch.float32 else WIDEST
-    if max(query.shape[-1], value.shape[-1]) > widest:
-        return f"heads of {query.dtype} are at most {widest} wide, got {query.shape[-1]} and {value.shape[-1]}"
     if transformed():
         return "torch.func transforms and forward-mode gradients need plain torch"
     return None
@@ -185,29 +183,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _gradients(ctx: Any, backward: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(backward: Any, ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     numbers = (ctx.scale, ctx.is_causal, ctx.iterations, ctx.tolerance)
     dq, dk, dv, d_ridge = backward(grad, *ctx.saved_tensors, *numbers)
     return dq, dk, dv, None, d_ridge, *(None,) * 4
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, backward, grad)
-
-
-forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Attention(torch.autograd.Function):
-    """The same without the dispatcher, for ordinary tensors in eager mode (see `is_plain`)."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = run_forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, run_backward, grad)
+forward.register_autograd(partial(_gradients, backward), setup_context=_setup_context)
+_Attention = direct(run_forward, _setup_context, partial(_gradients, run_backward))

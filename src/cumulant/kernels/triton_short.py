@@ -11,17 +11,17 @@ these only a number for each query and means and variances of the clusters, 2 K 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf, log2
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import short_kernels as kernels
 from .cluster_parts import CLOSURE_NUMBER
+from .direct import direct
 from .launch import (
     Config,
     cdiv,
@@ -276,24 +276,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(query, key, value, *output)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradients(backward: Any, ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return (*backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 7)
 
 
-forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Attention(torch.autograd.Function):
-    """The same without the dispatcher, for ordinary tensors in eager mode (see `is_plain`)."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        arguments: Any = (*inputs, True)
-        output = run_forward(*arguments)
-        _setup_context(ctx, arguments, output)
-        return output[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*run_backward(grad, *ctx.saved_tensors, *ctx.numbers), *(None,) * 6)
+forward.register_autograd(partial(_gradients, backward), setup_context=_setup_context)
+_Attention = direct(run_forward, _setup_context, partial(_gradients, run_backward), True)
