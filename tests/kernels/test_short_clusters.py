@@ -14,7 +14,6 @@ from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa:
 from torch import Tensor
 
 from cumulant.cluster import Blocks, cluster_attention, short
-from cumulant.cluster import backend as cluster_backend
 from cumulant.kernels import triton_cluster, triton_short
 
 
@@ -218,7 +217,6 @@ def test_full_size(
 @pytest.mark.parametrize("side", [8, 16])
 def test_auto_takes_the_kernels_for_images(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, run = [], triton_short.attention
-    monkeypatch.setattr(cluster_backend, "PROVEN_SHORT", True)
     monkeypatch.setattr(triton_short, "attention", lambda *a, **k: seen.append(1) or run(*a, **k))
     q, k, v = (tokens(4, 3, side * side + 1, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
     cluster_attention(q, k, v, clusters=side * side // 16, grid=(side, side), prefix=1)

@@ -19,7 +19,6 @@ from .layout import Blocks, Grid, divide, on_grid
 TILES = (32, 64, 128)  # queries that can share their near clusters in a kernel
 WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the shared memory of a multiprocessor
 MOST = 1024  # clusters
-PROVEN_SHORT = False  # whether the kernels of short clusters have run on a GPU
 LONG = 1024  # keys from which "auto" takes the kernels of clusters; shorter sequences have not been measured
 LARGEST, MOST_PREFIX, MOST_SLOTS = 64, 32, 4096  # of the kernels that go through the tokens of short clusters
 
@@ -81,9 +80,9 @@ def kernels_for(backend: str, case: Case) -> str | None:
         if backend == "auto":
             if Lk < LONG:
                 why_not["clusters"] = why_not["clusters"] or f"fewer than {LONG} keys"
-            if case.form.pooled or not PROVEN_SHORT:
-                # Right in the interpreter and compiled for sm_90, not yet run on a GPU: only who asks gets them.
-                why_not["clusters" if case.form.pooled else "short"] = "not yet measured on a GPU"
+            if case.form.pooled:
+                # Right in the interpreter and on a GPU at 4,096 tokens, not timed yet: only who asks gets it.
+                why_not["clusters"] = "not yet measured on a GPU"
         for name in ("short", "clusters") if by_token else ("clusters", "short"):
             if why_not[name] is None:
                 return name

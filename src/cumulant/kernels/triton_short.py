@@ -41,9 +41,9 @@ SLOTS = 64  # of a tile; a cluster has no more
 # and up to 128, and for float32. "whole_gradients" are key_gradients that write dq too.
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "statistics": (Config(0, 4, 1), Config(0, 4, 1), Config(0, 4, 1)),
-    "attend": (Config(64, 4, 1), Config(64, 4, 1), Config(16, 4, 1)),
-    "query_gradients": (Config(64, 4, 1), Config(64, 4, 1), Config(16, 4, 1)),
-    "key_gradients": (Config(64, 4, 1), Config(128, 8, 1), Config(16, 4, 1)),
+    "attend": (Config(64, 4, 1, registers=128), Config(64, 4, 1), Config(16, 4, 1)),
+    "query_gradients": (Config(64, 4, 2), Config(64, 4, 1), Config(16, 4, 1)),
+    "key_gradients": (Config(64, 4, 2), Config(128, 8, 1), Config(16, 4, 1)),
     "whole_gradients": (Config(64, 4, 1), Config(64, 4, 1), Config(16, 4, 1)),
 }
 
