@@ -1,6 +1,6 @@
 """The experiments of docs/results.md: what they are, their records, and the page made from them.
 
-    python benchmarks/experiments.py                      # write docs/results.md anew from the records
+    python benchmarks/experiments.py                      # write docs/results.md and its figures anew from the records
     python benchmarks/experiments.py --list               # name, runs done, command
     python benchmarks/experiments.py --add runs/digits    # take over records: a folder of `cumulant reproduce`,
                                                           # a folder of records, or a results.json
@@ -23,6 +23,7 @@ from cumulant.studies.tables import fill, in_order, planned, study_block
 HERE = Path(__file__).parent
 RECORDS = HERE / "results" / "experiments"
 PAGE = HERE.parent / "docs" / "results.md"
+FIGURES = HERE.parent / "docs" / "figures"
 
 TINY = "tiny-imagenet-100"
 FOUR = ("softmax", "linear", "cumulant2", "cumulant3")
@@ -91,7 +92,19 @@ def page() -> str:
     """docs/results.md with the blocks that follow from the records."""
     records = kept()
     blocks = {name: study_block(settings, records) for name, settings in EXPERIMENTS.items()}
+    for name in (name for name in blocks if (FIGURES / f"results-{name}.svg").exists()):
+        blocks[name] += f"\n![Accuracy of every configuration, each seed a point](figures/results-{name}.svg)\n"
     return fill(PAGE.read_text(encoding="utf-8"), blocks)
+
+
+def figures() -> None:
+    """The figures of the studies that have something to compare."""
+    from experiment_figures import draw
+
+    records = kept()
+    for name, settings in EXPERIMENTS.items():
+        if draw(settings, records, FIGURES / f"results-{name}.svg"):
+            print(f"drew docs/figures/results-{name}.svg")
 
 
 def main() -> None:
@@ -107,6 +120,7 @@ def main() -> None:
             runs = planned(settings)
             print(f"{name:18} {sum(run.key in records for run in runs):3} of {len(runs):3}  {settings.command()}")
         return
+    figures()
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(HERE.parent)}")
 

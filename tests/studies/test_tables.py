@@ -63,6 +63,23 @@ def test_the_results_page_is_what_the_records_say(script):
     assert script.PAGE.read_text() == script.page(), "run python benchmarks/experiments.py"
 
 
+def test_the_figure_shows_every_run_of_a_study_and_nothing_of_one_configuration_alone(study, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from experiment_figures import draw
+
+    settings, results = study
+    records = read_records(settings.out / "records")[0]
+    place = tmp_path / "figure.svg"
+    assert draw(settings, records, place)
+    drawn = place.read_text()
+    for row in results["summary"]:
+        assert row["configuration"] in drawn
+    assert f"{settings.baseline} again" in drawn
+    alone = {key: value for key, value in records.items() if value["mechanism"] == settings.baseline}
+    assert not draw(settings, alone, tmp_path / "other.svg")
+    assert not (tmp_path / "other.svg").exists()
+
+
 def test_every_experiment_can_be_planned(script):
     for name, settings in script.EXPERIMENTS.items():
         assert planned(settings), name

@@ -1,0 +1,81 @@
+"""The figures of docs/results.md: accuracy over training, and that of the last epoch with every seed as a point.
+
+`python benchmarks/experiments.py` draws them with the tables; nothing in them comes from anywhere but the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from cumulant.studies.figures import palette
+from cumulant.studies.outcome import records_of
+from cumulant.studies.plan import planned
+from cumulant.studies.records import Key
+from cumulant.studies.settings import Reproduce
+
+Record = dict[str, Any]
+SHOWN = 8  # curves that can be told apart; with more configurations only the points are drawn
+
+
+def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> bool:
+    """The figure of one study, written to `place`; False where fewer than two configurations have been run."""
+    runs = [record for record in records_of(planned(settings), records) if "failed" not in record]
+    groups = {name: found for name in settings.attention if (found := _of(runs, name, "compared"))}
+    if len(groups) < 2:
+        return False
+    colours = palette(list(groups))
+    if control := [run for run in runs if run["role"] == "control"]:
+        groups[f"{settings.baseline} again"] = control
+        colours[f"{settings.baseline} again"] = colours["control"]
+    plt.rcParams.update({"svg.hashsalt": "cumulant", "svg.fonttype": "none", "font.size": 10})
+    height = 0.8 + 0.32 * len(groups)
+    if len(groups) <= SHOWN:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, max(3.4, height)), layout="constrained")
+        _curves(left, groups, colours)
+    else:
+        figure, right = plt.subplots(figsize=(7.2, height), layout="constrained")
+    _points(right, groups, colours)
+    figure.savefig(place, metadata={"Date": None})
+    plt.close(figure)
+    return True
+
+
+def _of(runs: Sequence[Record], name: str, role: str) -> list[Record]:
+    return [run for run in runs if run["configuration"] == name and run["role"] == role]
+
+
+def _curves(axis: Axes, groups: Mapping[str, list[Record]], colours: Mapping[str, str]) -> None:
+    """Mean test accuracy of the seeds after each evaluated epoch, between the lowest and the highest of them."""
+    for name, runs in groups.items():
+        longest = max(runs, key=lambda run: len(run["evaluated"]))["evaluated"]
+        values = [[100 * x for x in run["test_accuracy"]] for run in runs if run["evaluated"] == longest]
+        columns = list(zip(*values, strict=True))
+        line = "--" if name.endswith(" again") else "-"
+        axis.plot(longest, [fmean(column) for column in columns], line, color=colours[name], linewidth=1.4, label=name)
+        lowest, highest = [min(column) for column in columns], [max(column) for column in columns]
+        axis.fill_between(longest, lowest, highest, color=colours[name], alpha=0.15, linewidth=0)
+    axis.set(xlabel="epoch", ylabel="top-1 on the test part, %")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, loc="lower right")
+
+
+def _points(axis: Axes, groups: Mapping[str, list[Record]], colours: Mapping[str, str]) -> None:
+    """Every seed a point, their mean a bar; names from top to bottom as in the table."""
+    for y, (name, runs) in enumerate(groups.items()):
+        values = [100 * run["accuracy"] for run in runs]
+        axis.plot(values, [y] * len(values), "o", color=colours[name], alpha=0.65, markersize=6, markeredgewidth=0)
+        axis.plot([fmean(values)] * 2, [y - 0.28, y + 0.28], color=colours[name], linewidth=2.4)
+    axis.set_yticks(range(len(groups)), list(groups))
+    axis.set_ylim(len(groups) - 0.4, -0.6)
+    axis.set_xlabel("top-1 after the last epoch, % (bar: mean)")
+    axis.grid(alpha=0.3, axis="x")
