@@ -42,6 +42,9 @@ EXPERIMENTS = {
     "tiny-imagenet-100": Reproduce(data=TINY, attention=FOUR, seeds=3),
     "long": Reproduce(data=TINY, attention=("softmax", "cumulant3"), seeds=1, control=0, epochs=300),
     "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
+    "optimizer": Reproduce(
+        data=TINY, attention=("softmax+optimizer=muon", "cumulant3+optimizer=muon"), seeds=1, control=0
+    ),
     "sweep": Reproduce(data=TINY, attention=SWEEP, seeds=1, control=2, epochs=40),
     "rates": Reproduce(data=TINY, attention=RATES, seeds=1, control=0, epochs=40),
     "best": Reproduce(data=TINY, attention=BEST, seeds=3, control=0),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any
 
 import tyro
@@ -27,61 +32,107 @@ Example, training one model from a recipe: cumulant train digits
 Options of a command, with examples: cumulant reproduce --help"""
 
 
+COMMANDS: dict[str, Any] = {
+    "reproduce": Reproduce,
+    "train": Train,
+    "evaluate": Evaluate,
+    "bench": Bench,
+    "diagnose": Diagnose,
+    "convert": Convert,
+    "explore": Explore,
+    "list": ListMechanisms,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 3 time was over, 130 stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        command = parse(words or ["--help"])
-        if isinstance(command, Train):
-            return train(command)
-        if isinstance(command, Evaluate):
-            return evaluate(command)
-        if isinstance(command, Bench):
-            return bench(command.what)
-        if isinstance(command, Explore):
-            return explore(command)
-        if isinstance(command, Diagnose):
-            return diagnose(command)
-        if isinstance(command, Convert):
-            return convert(command)
-        return list_mechanisms(command) if isinstance(command, ListMechanisms) else reproduce(command)
+        with plain_warnings():
+            return run(parse(words or ["--help"]))
     except ValueError as error:
-        print(f"cumulant: error: {error}", file=sys.stderr)
-        return 2
+        return failed(error, 2)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (OSError, ImportError, FloatingPointError) as error:
+        return failed(error)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+
+
+def run(command: Any) -> int:
+    """What a command does; errors and Ctrl-C that it has nothing to say about are told by `main`."""
+    if isinstance(command, Train):
+        return train(command)
+    if isinstance(command, Evaluate):
+        return evaluate(command)
+    if isinstance(command, Bench):
+        return bench(command.what)
+    if isinstance(command, Explore):
+        return explore(command)
+    if isinstance(command, Diagnose):
+        return diagnose(command)
+    if isinstance(command, Convert):
+        return convert(command)
+    return list_mechanisms(command) if isinstance(command, ListMechanisms) else reproduce(command)
+
+
+def failed(error: BaseException, status: int = 1) -> int:
+    """Tell the error in one line, an OSError without its number; the exit status."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    print(f"cumulant: error: {text}", file=sys.stderr)
+    return status
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings for the user in one line each, without the place in the code that those for programmers have."""
+    before = warnings.formatwarning
+
+    def plain(message: Any, category: type[Warning], *place: Any, **more: Any) -> str:
+        ours = category is UserWarning
+        return f"cumulant: warning: {message}\n" if ours else before(message, category, *place, **more)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def parse(words: list[str]) -> Any:
-    """The command that the words stand for."""
-    recipe = train_with_recipe(words[1:]) if words[0] == "train" else None
-    options = {} if recipe is None else {"default": recipe}
-    commands = (
-        Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
-        | Annotated[Train, tyro.conf.subcommand("train", **options)]
-        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-        | Annotated[Bench, tyro.conf.subcommand("bench")]
-        | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
-        | Annotated[Convert, tyro.conf.subcommand("convert")]
-        | Annotated[Explore, tyro.conf.subcommand("explore")]
-        | Annotated[ListMechanisms, tyro.conf.subcommand("list")]
-    )
+    """The command that the words stand for. Each has a parser of its own, whose errors speak of no other command."""
     config = [tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]
-    if recipe is None:  # a recipe may have a flag on or off, so both forms can be given
-        config.append(tyro.conf.FlagCreatePairsOff)
-    command = tyro.cli(commands, prog="cumulant", description=DESCRIPTION, args=words, config=config)
-    if recipe is not None and isinstance(command, Train):
-        command = replace(command, settings=recipe.settings.merged(command.settings))
-    return command
+    name, *options = words
+    recipe = train_with_recipe(options) if name == "train" else None
+    if recipe is not None:  # it may have a flag on or off, so both forms can be given
+        text = recipe.description
+        command = tyro.cli(Train, prog="cumulant train", description=text, args=options, default=recipe, config=config)
+        return replace(command, settings=recipe.settings.merged(command.settings))
+    config.append(tyro.conf.FlagCreatePairsOff)
+    if name in COMMANDS:
+        return tyro.cli(COMMANDS[name], prog=f"cumulant {name}", args=options, config=config)
+    brief = {key: inspect.cleandoc(kind.__doc__).split("\n\n")[0] for key, kind in COMMANDS.items()}
+    each = (Annotated[kind, tyro.conf.subcommand(key, description=brief[key])] for key, kind in COMMANDS.items())
+    every: Any = reduce(or_, each)
+    return tyro.cli(every, prog="cumulant", description=DESCRIPTION, args=words, config=config)
 
 
 def train(command: Train) -> int:
+    from torch import OutOfMemoryError
+
     from cumulant import train as room
 
     folder = command.folder
     try:
         result = room.train(command.settings, folder, device=command.device, fresh=command.fresh, progress=sys.stderr)
-    except (OSError, ImportError, FloatingPointError) as error:
-        print(f"cumulant: error: {error}", file=sys.stderr)
-        return 1
+    except OutOfMemoryError as error:
+        said, advice = str(error).splitlines()[0], "cut every batch into parts with --accumulate, or lower --batch-size"
+        return failed(RuntimeError(f"{said} To take less: {advice}"))
     except KeyboardInterrupt:
         print(f"\nstopped. The state is kept in {folder}; give the same command again to go on.", file=sys.stderr)
         return 130
@@ -100,25 +151,25 @@ def train(command: Train) -> int:
 
 def evaluate(command: Evaluate) -> int:
     from cumulant.train import evaluate_checkpoint
+    from cumulant.train.files import claim_room
 
-    try:
-        found, classes = evaluate_checkpoint(
-            command.checkpoint,
-            command.data,
-            views=command.views,
-            crops=command.crops,
-            batch_size=command.batch_size,
-            workers=command.workers,
-            device=command.device,
-            progress=sys.stderr,
-        )
-        if os.environ.get("RANK", "0") != "0":
-            return 0
-        if command.predictions is not None:
-            found.save(command.predictions)
-    except (OSError, ImportError) as error:
-        print(f"cumulant: error: {error}", file=sys.stderr)
-        return 1
+    if command.predictions is not None:
+        claim_room(command.predictions.parent, 0)
+    found, classes = evaluate_checkpoint(
+        command.checkpoint,
+        command.data,
+        data_options=command.data_options,
+        views=command.views,
+        crops=command.crops,
+        batch_size=command.batch_size,
+        workers=command.workers,
+        device=command.device,
+        progress=sys.stderr,
+    )
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if command.predictions is not None:
+        found.save(command.predictions)
     each = dict(zip(classes, found.per_class().tolist(), strict=True))
     if command.json:
         values = {"top1": found.top(1), "top5": found.top(5), "items": len(found.labels)}
@@ -144,9 +195,8 @@ def reproduce(settings: Reproduce) -> int:
     except study.TimeOverError as error:
         print(f"cumulant: {error}", file=sys.stderr)
         return 3
-    except (OSError, study.RunError, ImportError) as error:
-        print(f"cumulant: error: {error}", file=sys.stderr)
-        return 1
+    except study.RunError as error:
+        return failed(error)
     except KeyboardInterrupt:
         again = "the command without --fresh" if settings.fresh else "the same command"
         print(f"\nstopped. Finished runs are kept in {settings.folder}; give {again} again to go on.", file=sys.stderr)
@@ -166,9 +216,6 @@ def bench(settings: Speed | Error | Efficiency | TrainBench) -> int:
         if isinstance(settings, Speed):
             return bench_speed(settings)
         return bench_report(settings)
-    except (OSError, ImportError) as error:
-        print(f"cumulant: error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         kept = "; finished runs are kept: give the same command again to go on" * isinstance(settings, TrainBench)
         print(f"\nstopped{kept}", file=sys.stderr)
@@ -221,9 +268,8 @@ def diagnose(settings: Diagnose) -> int:
 
     try:
         found = run_diagnose(settings, progress=sys.stderr)
-    except (OSError, ImportError, RuntimeError) as error:
-        print(f"cumulant: error: {error}", file=sys.stderr)
-        return 1
+    except RuntimeError as error:
+        return failed(error)
     if settings.json:
         print(json.dumps(found.to_json(), indent=1))
         return 0
@@ -237,9 +283,8 @@ def convert(settings: Convert) -> int:
 
     try:
         report = run_convert(settings, progress=sys.stderr)
-    except (OSError, ImportError, RuntimeError, FloatingPointError) as error:
-        print(f"cumulant: error: {error}", file=sys.stderr)
-        return 1
+    except RuntimeError as error:
+        return failed(error)
     except KeyboardInterrupt:
         print(f"\nstopped. What was saved is in {settings.out}; give the same command again to go on.", file=sys.stderr)
         return 130
@@ -254,9 +299,6 @@ def explore(settings: Explore) -> int:
 
     try:
         serve.explore(settings, progress=sys.stderr)
-    except (OSError, ImportError) as error:
-        print(f"cumulant: error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("\nthe explorer has ended", file=sys.stderr)
     return 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated
 
 import tyro
 
-from cumulant.train.recipe_files import read_recipe, recipe_names
-from cumulant.train.train_recipe import TrainRecipe
+from cumulant.train.recipe_files import read_recipe, recipe_head, recipe_names
+from cumulant.train.train_recipe import Options, TrainRecipe
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Train:
     Example: cumulant train tiny-imagenet-100 --data path/to/tiny-imagenet-100 --attention cumulant3 --seed 1
     """
 
-    recipe: Annotated[str, tyro.conf.Positional]
-    """Name of a built-in recipe, or path of a TOML file."""
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+    """One of digits, tiny-imagenet-100, tiny-imagenet-100-patch4, cifar10, ucf101, imagenet-100; or a TOML file."""
     settings: TrainRecipe = field(default_factory=TrainRecipe)
     out: Path | None = None
     """Folder of the run: weights, log, result. By default runs/RECIPE-ATTENTION-SEED."""
@@ -36,6 +38,12 @@ class Train:
     """Delete an earlier run in the folder and start anew."""
     json: bool = False
     """Print the result as JSON."""
+
+    @property
+    def description(self) -> str:
+        """What the help says: how to train, and the head of the recipe, with its command, time and expected figure."""
+        head = indent(recipe_head(self.recipe), "  ")  # lines that are not indented would be joined
+        return f"{inspect.cleandoc(type(self).__doc__ or '')}\n\nThe recipe {self.recipe}:\n{head}"
 
     @property
     def folder(self) -> Path:
@@ -53,10 +61,12 @@ class Evaluate:
     Example: cumulant evaluate runs/ucf101-cumulant3-0 path/to/ucf101 --views 4 --json
     """
 
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """File of weights, or folder of a run: then its last.safetensors."""
-    data: Annotated[str | None, tyro.conf.Positional] = None
+    data: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = None
     """Name of a data set, or a folder; by default that of the recipe."""
+    data_options: Options = field(default_factory=dict)
+    """How to read it, added to that of the recipe: test_part=test label_column=fine_label. key=none takes one away."""
     views: int | None = None
     """Video: clips per video, whose softmax outputs are averaged; by default as in the recipe."""
     crops: int | None = None

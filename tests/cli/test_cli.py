@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -18,10 +19,25 @@ def output_of_help(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_help_names_every_command(capsys):
+def test_help_names_every_command_briefly(capsys):
     text = output_of_help(capsys)
-    assert "reproduce" in text
-    assert "list" in text
+    assert all(f" {name} " in text for name in cli.COMMANDS)
+    assert len(text.splitlines()) < 45
+
+
+def test_an_unknown_command_is_answered_with_those_there_are(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["trane"])
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert "reproduce, train, evaluate" in captured.out + captured.err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    script = f"{sys.executable} -m cumulant.cli train digits --help | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1] in ("141", "0")  # 0: all was written before the reader went
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("command", ["reproduce", "list", "explore", "convert", "diagnose"])
@@ -71,6 +87,28 @@ def test_a_folder_that_cannot_be_written_ends_with_its_name(capsys, tmp_path):
     (tmp_path / "taken").write_text("")
     assert cli.main(["reproduce", "--out", str(tmp_path / "taken")]) == 1
     assert "taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "words"), [("tpu", "must be cpu or cuda, got 'tpu'"), ("cuda:99", "needs a GPU")])
+def test_a_device_that_is_not_there_is_told_before_a_folder_is_made(capsys, tmp_path, device, words):
+    assert cli.main(["reproduce", "--device", device, "--out", str(tmp_path / "new")]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_warning_is_one_line_for_a_user_and_as_it_was_afterwards(monkeypatch):
+    before, said = warnings.formatwarning, []
+
+    def warned(settings, progress):
+        kinds = (UserWarning, DeprecationWarning)
+        said.extend(warnings.formatwarning("2 items are damaged", kind, "a.py", 3) for kind in kinds)
+        return {}
+
+    monkeypatch.setattr(study, "reproduce", warned)
+    assert cli.main(["reproduce", "--json"]) == 0
+    assert said[0] == "cumulant: warning: 2 items are damaged\n"
+    assert "a.py:3: DeprecationWarning" in said[1]
+    assert warnings.formatwarning is before
 
 
 @pytest.mark.parametrize(("flags", "advice"), [([], "the same command again"), (["--fresh"], "without --fresh again")])

@@ -71,6 +71,18 @@ def test_tiny_imagenet_100_keeps_every_second_class(hub):
     assert torch.equal(half.train.decode(1, 8), whole.train.decode(2, 8))
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no route to the Hub"), ValueError("gated: ask for access")])
+def test_a_hub_that_gives_nothing_is_answered_with_what_to_do(monkeypatch, error):
+    def load_dataset(name):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(
+        OSError, match=r"not give uoft-cs/cifar10 \(.*(no route|gated).*\); .*its folder.*CUMULANT_DATA"
+    ):
+        open_source("cifar10")
+
+
 def frame_table(clips):
     """One row a frame, in the wrong order."""
     rows = [

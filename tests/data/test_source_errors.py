@@ -50,6 +50,12 @@ def test_a_folder_without_a_train_part_shows_what_it_holds(tmp_path):
     refused(tmp_path, "no train part", "train/<class>/", "cats, dogs")
 
 
+@pytest.mark.parametrize("option", ["image_column", "label_column"])
+def test_columns_are_not_asked_for_in_a_tree_in_vain(tmp_path, option):
+    tree(tmp_path, "train/cat/1.png", "val/cat/1.png")
+    refused(tmp_path, f"{option}='x' is for parquet tables", **{option: "x"})
+
+
 def test_a_tree_or_table_with_only_a_test_part(tmp_path):
     tree(tmp_path / "tree", "test/cat/1.png")
     refused(tmp_path / "tree", "no train part among ['test']")

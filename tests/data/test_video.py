@@ -83,6 +83,7 @@ def test_views_and_crops_of_a_video_follow_each_other_in_the_test_part_alone(tmp
     for part in ("train", "test"):
         write_frame_table(tmp_path / f"{part}.parquet", [wide, wide], [0, 1])
     source = open_source(tmp_path, frames=2, stride=1, views=2, crops=3)
+    assert " test in 6 views each)" in repr(source)
     assert (len(source.train), source.train.views) == (2, 1)
     assert (len(source.test), source.test.views) == (12, 6)
     assert source.test.labels.tolist() == [0] * 6 + [1] * 6
@@ -159,8 +160,10 @@ def test_a_broken_video_file_is_named(tmp_path, spoil, why):
     clip_tree(tmp_path, [np.random.default_rng(i).integers(0, 256, (32, 32, 3), dtype=np.uint8) for i in range(60)])
     file = tmp_path / "train/Run/a.avi"
     file.write_bytes(spoil(file.read_bytes()))
-    with pytest.raises(DecodeError, match=rf"train/Run/a\.avi: .*({why})"):
+    with pytest.raises(DecodeError, match=rf"train/Run/a\.avi: .*({why})") as raised:
         open_source(tmp_path).train.decode(0, 16)
+    assert "Errno" not in str(raised.value)
+    assert str(raised.value).count("a.avi") == 1
 
 
 def test_without_pyav_the_error_names_the_extra(tmp_path, monkeypatch):

@@ -115,6 +115,7 @@ def test_the_distilled_model_gives_both_answers_only_when_asked_while_training()
         (lambda: nano(num_classes=-1), "num_classes must be 0 .* got -1"),
         (lambda: nano(depth=0), "depth must be at least 1, got 0"),
         (lambda: nano(attention="cumulant9"), "unknown attention mechanism 'cumulant9'"),
+        (lambda: create_model("vit_nano_patch2_8", dept=3), "unknown argument 'dept' of .*did you mean 'depth'"),
         (lambda: create_model("vit_tiny_patch16_225"), "did you mean 'vit_tiny_patch16_224'"),
     ],
 )

@@ -42,9 +42,11 @@ def test_patches_of_clips_keep_their_frames():
         ("softmax+gate+gate=silu", "each extra can be given once"),
         ("softmax+pool=", "extras are written"),
         ("softmax+patch=small", "patch must be the side of a patch in pixels, got 'small'"),
-        ("softmax+lr=high", "lr .* must be like 0.002, got 'high'"),
-        ("softmax+batch_size=1.5", "batch_size .* must be like 64, got 1.5"),
-        ("softmax+frames", "frames .* must be like 16, got True"),
+        ("softmax+lr=high", "lr .* must be float, got 'high'"),
+        ("softmax+lr=none", "lr .* must be float, got None"),
+        ("softmax+batch_size=1.5", "batch_size .* must be int, got 1.5"),
+        ("softmax+frames", "frames .* must be int, got True"),
+        ("softmax+precision=fp16", r"precision .* must be 'fp32' \| 'bf16', got 'fp16'"),
     ],
 )
 def test_a_wrong_extra_is_refused_with_what_would_be_right(name, words):

@@ -47,13 +47,18 @@ def test_the_page_says_what_the_verdict_says(study, page):
 
 def test_command_versions_machine_and_recipe_are_on_the_page(study, page):
     results = study[1]
-    text = html.unescape(page)
+    text = html.unescape(page.replace("<span>", "").replace("</span>", ""))
     (origin,) = results["origins"]
     assert html.unescape(results["provenance"]["command"]) in text
     assert f"torch {results['provenance']['versions']['torch']}" in text
     assert f"batch_size {results['recipe']['batch_size']}" in text
     for word in (origin["source"], origin["device"], "6 runs from"):
         assert word in text
+
+
+def test_the_recipe_is_written_for_reading():
+    recipe = {"lr": 0.002, "mean": [0.3, 0.4, 0.5], "augmentation": {"crop_scale": [0.5, 1.0], "flip": 0.5}}
+    assert wording.listed(recipe) == "lr 0.002, mean 0.3 0.4 0.5, augmentation (crop_scale 0.5 to 1.0, flip 0.5)"
 
 
 def test_every_figure_is_one_that_plotly_accepts(study, page):
@@ -165,6 +170,25 @@ def test_ratios_of_cost_are_taken_at_the_longest_common_length(disturbed):
     assert "Up to L = 64 softmax is the quicker one" in text
     assert "softmax (slow)" in text
     assert ("quickest calls" in text) == disturbed
+
+
+def test_one_slow_call_far_out_does_not_move_the_length_up_to_which_softmax_is_quicker():
+    times = {"softmax": (1.0, 2.0, 4.0, 8.0), "cumulant3": (2.0, 1.0, 9.0, 2.0)}
+    measured = [
+        {"name": name, "length": length, "seconds": seconds}
+        for name, each in times.items()
+        for length, seconds in zip((64, 128, 256, 512), each, strict=True)
+    ]
+    cost = {"measurements": measured, "given_up": {}, "disturbed": False, "time_shown": "seconds"}
+    assert "Up to L = 64 softmax is the quicker one against cumulant3." in wording.about_cost({"scaling": cost})
+
+
+def test_few_epochs_have_no_marks_between_them(study):
+    axes = [figures.figures(study[1])[name]["layout"]["xaxis"] for name in ("loss-curves", "accuracy-curves")]
+    assert [axis["dtick"] for axis in axes] == [1, 1]
+    many = copy.deepcopy(study[1])
+    many["runs"][0]["loss"] *= 40
+    assert "dtick" not in figures.curves(many, "loss", "loss")["layout"]["xaxis"]
 
 
 def test_a_mechanism_given_up_early_on_a_busy_machine_is_compared_as_far_as_it_was_measured():

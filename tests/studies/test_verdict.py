@@ -3,7 +3,7 @@
 import pytest
 from scipy.stats import ttest_ind
 
-from cumulant.studies.verdict import claim, compare, ordering, pairs, summarise, verdict
+from cumulant.studies.verdict import claim, compare, describe, ordering, pairs, summarise, verdict
 
 FAR_APART = {
     "softmax": [0.990, 0.991, 0.989, 0.990],
@@ -58,9 +58,23 @@ def test_the_same_numbers_everywhere_decide_nothing():
     assert ">" not in ordering(dict.fromkeys(FAR_APART, noise), 0.0)
 
 
+def test_ends_that_differ_while_no_neighbours_do_are_not_said_to_be_within_chance():
+    steps = {"softmax": 0.98, "cumulant3": 0.97, "cumulant2": 0.96, "linear": 0.95}
+    accuracies = {name: [mean - 0.01, mean, mean + 0.01] for name, mean in steps.items()}
+    keyword, sentence, _ = claim(accuracies, 0.0)
+    assert keyword == "undecided"
+    assert "softmax > linear" in ordering(accuracies, 0.0)
+    assert "from one mechanism to the next the differences are within chance" in sentence
+
+
 def test_a_difference_smaller_than_that_of_the_control_does_not_count():
     assert compare("softmax", "cumulant3", FAR_APART, control_gap=1.0).outcome == "above"
     assert compare("softmax", "cumulant3", FAR_APART, control_gap=3.0).outcome == "level"
+
+
+def test_of_one_run_the_direction_is_told_and_that_it_may_be_chance():
+    result = compare("linear", "softmax", {"linear": [0.5], "softmax": [0.55, 0.56]})
+    assert describe(result) == "linear against softmax: −5.50 points, but a single run says nothing about chance"
 
 
 def test_one_seed_never_decides():

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from small_runs import few_digits
 
 from cumulant.data.augmentation import SMALL_DATA
 from cumulant.data.part import Source
 from cumulant.train import TrainRecipe, parse_recipe, read_recipe, recipe_names
-from cumulant.train.build import build_model
+from cumulant.train.build import build_model, loader_of
+from cumulant.train.processes import Processes
 from cumulant.train.recipe_files import differences, from_json, recipe_text, to_json
 
 
@@ -26,6 +28,27 @@ def test_a_built_in_recipe_says_what_to_expect_and_makes_its_model(name):
     kind = "video" if recipe.model.startswith("vivit") else "image"
     model = build_model(recipe, Source("stand-in", kind, digits.train, digits.test, digits.classes))
     assert model.num_classes == 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"precision": "fp16"}, "precision must be one of fp32, bf16, got 'fp16'"),
+        ({"parallel": "dp"}, "parallel must be one of ddp, fsdp, got 'dp'"),
+        ({"in_memory": "maybe"}, "in_memory must be one of auto, yes, no, got 'maybe'"),
+        ({"max_bad": -1}, "max_bad must be 0 or more, or None, got -1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_word_that_is_no_choice_is_refused_also_outside_the_command_line(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        TrainRecipe(**wrong)
+
+
+def test_the_limit_of_damaged_items_reaches_the_loader_and_may_change_between_two_parts_of_a_run():
+    recipe = replace(read_recipe("digits"), max_bad=3)
+    assert loader_of(recipe, few_digits(), "train", Processes(torch.device("cpu")), None).max_bad == 3
+    assert differences(read_recipe("digits"), recipe) == []
 
 
 def test_tiny_imagenet_is_vit_tiny_with_patches_of_8_at_64_pixels():

@@ -3,9 +3,13 @@
 import json
 
 import pytest
+import torch
+from small_runs import few_digits
 
 from cumulant import cli
-from cumulant.train import Predictions, trainer
+from cumulant.data.part import Source
+from cumulant.train import Predictions, recipe_names, trainer
+from cumulant.train.recipe_files import recipe_head
 
 SHORT = ["--epochs", "1", "--warmup-epochs", "0", "--model-options", "depth=1", "--device", "cpu", "--workers", "0"]
 
@@ -79,6 +83,8 @@ def test_a_wrong_option_ends_with_the_nearest_or_what_is_right(capsys, words, wa
     assert stop.value.code == 2
     captured = capsys.readouterr()
     assert wanted in captured.out + captured.err
+    assert "convert" not in captured.out + captured.err  # nothing about another command
+    assert "tyro" not in captured.out + captured.err
 
 
 @pytest.mark.parametrize(
@@ -90,6 +96,12 @@ def test_a_wrong_option_ends_with_the_nearest_or_what_is_right(capsys, words, wa
         (["digits", "--attention", "sofmax", "--out", "OUT"], "softmax"),
         (["digits", "--model", "vit_tiny", "--out", "OUT"], "vit_tiny_patch16_224"),
         (["digits", "--data", "nowhere", "--out", "OUT"], "nowhere"),
+        (["digits", "--model-options", "depht=3", "--out", "OUT"], "did you mean 'depth'?"),
+        (["digits", "--model-options", "depth=deep", "--out", "OUT"], "cannot be built with {"),
+        (["digits", "--data-options", "testpart=test", "--out", "OUT"], "did you mean 'test_part'?"),
+        (["digits", "--model", "vivit_nano_patch4x2_32", "--out", "OUT"], "digits holds images"),
+        (["digits", "--device", "tpu", "--out", "OUT"], "device must be cpu or cuda, got 'tpu'"),
+        (["digits", "--device", "cuda:99", "--out", "OUT"], "device 'cuda:99' needs a GPU"),
     ],
 )
 def test_a_wrong_name_ends_with_what_is_known(capsys, tmp_path, words, wanted):
@@ -98,6 +110,32 @@ def test_a_wrong_name_ends_with_what_is_known(capsys, tmp_path, words, wanted):
     message = capsys.readouterr().err
     assert wanted in message
     assert "Traceback" not in message
+
+
+def test_a_start_that_failed_does_not_hold_its_folder(capsys, tmp_path):
+    command = ["train", "digits", "--out", str(tmp_path), *SHORT]
+    assert cli.main([*command, "--data", "nowhere"]) == 1
+    assert cli.main([*command, "--lr", "1e30", "--clip", "None"]) == 1
+    assert "nothing was saved" in capsys.readouterr().err
+    assert cli.main(command) == 0
+
+
+def test_the_help_names_every_recipe_and_shows_the_head_of_the_one_given(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert all(name in text for name in recipe_names())
+    with pytest.raises(SystemExit):
+        cli.main(["train", "cifar10", "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert all(line in lines for line in recipe_head("cifar10").splitlines())
+    assert "Command:  cumulant train cifar10 --data FOLDER" in lines
+
+
+def test_the_help_of_evaluation_names_what_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--help"])
+    assert "CHECKPOINT [DATA]" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_training_prints_the_accuracy_and_where_everything_is(run, capsys):
@@ -132,15 +170,72 @@ def test_evaluation_prints_what_training_found(run, capsys, tmp_path):
 def test_a_checkpoint_that_is_none_and_data_of_other_classes_are_refused(run, capsys, tmp_path, monkeypatch):
     assert cli.main(["evaluate", str(tmp_path / "no.safetensors"), "digits"]) == 1
     assert "no checkpoint at" in capsys.readouterr().err
-    from small_runs import few_digits
-
-    from cumulant.data.part import Source
-
     digits = few_digits()
     other = Source("letters", "image", digits.train, digits.test, tuple("abcdefghij"))
     monkeypatch.setattr("cumulant.train.evaluation.open_recipe_source", lambda *_: other)
     assert cli.main(["evaluate", str(run), "letters", "--device", "cpu"]) == 2
     assert "but letters has 10 (a, b, c and 7 more)" in capsys.readouterr().err
+
+
+def test_evaluation_reads_data_as_it_is_told(run, monkeypatch):
+    asked = []
+
+    def opened(recipe, data):
+        asked.append((recipe.data_options, data))
+        return few_digits()
+
+    monkeypatch.setattr("cumulant.train.evaluation.open_recipe_source", opened)
+    words = [
+        "evaluate",
+        str(run),
+        "elsewhere",
+        "--device",
+        "cpu",
+        "--data-options",
+        "test_part=test",
+        "label_column=none",
+    ]
+    assert cli.main(words) == 0
+    assert asked == [({"test_part": "test"}, "elsewhere")]
+
+
+def test_a_file_of_another_kind_is_no_checkpoint(run, capsys):
+    assert cli.main(["evaluate", str(run / "log.jsonl"), "digits"]) == 2
+    assert "log.jsonl is no safetensors file" in capsys.readouterr().err
+
+
+def test_the_weights_of_a_run_that_is_not_finished_are_pointed_to(run, capsys, tmp_path):
+    (tmp_path / "best.safetensors").write_bytes((run / "best.safetensors").read_bytes())
+    assert cli.main(["evaluate", str(tmp_path), "digits"]) == 1
+    assert f"not finished, its best weights so far are {tmp_path / 'best.safetensors'}" in capsys.readouterr().err
+
+
+def test_a_place_for_predictions_that_cannot_be_written_is_told_before_the_evaluation(run, capsys, tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert cli.main(["evaluate", str(run), "--predictions", str(tmp_path / "taken" / "found.safetensors")]) == 1
+    assert capsys.readouterr().err == f"cumulant: error: cannot write files into {tmp_path / 'taken'}: File exists; " \
+        "choose another folder\n"  # fmt: skip
+
+
+def test_evaluation_can_be_stopped(run, capsys, monkeypatch):
+    def stopped(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cumulant.train.evaluation.predict", stopped)
+    assert cli.main(["evaluate", str(run), "digits", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err.endswith("stopped\n")
+
+
+def test_a_gpu_without_room_is_answered_with_what_takes_less(capsys, monkeypatch, tmp_path):
+    def full(*_arguments, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmany more lines")
+
+    monkeypatch.setattr(trainer._Run, "go", full)
+    assert cli.main(["train", "digits", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert "Tried to allocate 9 GiB. " in said
+    assert "--accumulate" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_stopping_says_how_to_go_on(capsys, monkeypatch, tmp_path):

@@ -219,6 +219,12 @@ def test_too_large_or_indivisible_batches_are_refused_by_name(tmp_path):
         replace(PLAIN, accumulate=3)
 
 
+def test_an_odd_batch_is_no_batch_for_mixing_and_told_before_anything_is_decoded(tmp_path, monkeypatch):
+    monkeypatch.setattr("cumulant.train.trainer.loader_of", lambda *_: pytest.fail("data was decoded"))
+    with pytest.raises(ValueError, match=r"mixup and cutmix pair .* got batch_size=15, 1 processes"):
+        train(replace(PLAIN, batch_size=15, accumulate=1), tmp_path, source=few_digits())
+
+
 def test_several_views_of_an_item_are_averaged_as_probabilities(tmp_path):
     whole = few_digits()
 

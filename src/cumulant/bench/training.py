@@ -30,6 +30,7 @@ from cumulant.bench.scaling import peak_memory
 from cumulant.bench.speed import peak_memory as cuda_peak
 from cumulant.bench.variants import ALL, Variant, parse
 from cumulant.commands import TrainBench
+from cumulant.train.processes import chosen_device
 
 if TYPE_CHECKING:
     from cumulant.data.part import Source
@@ -231,7 +232,7 @@ def throughput(result: Any, recipe: TrainRecipe) -> float | None:
 
 def costs(recipe: TrainRecipe, source: Source, device: str | None) -> dict[str, Any]:
     """FLOPs of one item (forward) by torch's counter, and the peak memory of one training step, not compiled."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = chosen_device(device)
     return {"flops": flops(recipe, source), "step_bytes": step_bytes(recipe, source, where), "device": where.type}
 
 

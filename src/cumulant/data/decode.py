@@ -42,9 +42,10 @@ def open_image(data: bytes | Path, size: int, name: str) -> Image:
             return image.convert("RGB")
         image.load()  # Pillow decodes here, not at open()
         return image
+    except pillow.UnidentifiedImageError as error:  # it would show the place of the bytes in memory
+        raise DecodeError(name, "UnidentifiedImageError: no kind of image that Pillow knows") from error
     except Exception as error:  # Pillow raises many kinds; each means that this one item cannot be used
-        said = getattr(error, "strerror", None) or error  # without the file name, which `name` gives already
-        raise DecodeError(name, f"{type(error).__name__}: {said}") from error
+        raise DecodeError.of(name, error) from error
 
 
 def fit(image: Image, size: int, crop: int = 0, crops: int = 1) -> Image:

@@ -201,7 +201,10 @@ class Loader:
         names = len({item.position // self.part.views for item in self.bad})
         total = len(self.part) // self.part.views
         if names > self.max_bad:
-            raise DataError(f"{names} of {total} items cannot be decoded, more than max_bad={self.max_bad}: {shown}")
+            raise DataError(
+                f"{names} of {total} items cannot be decoded, more than max_bad={self.max_bad}: {shown}; repair or "
+                "remove them, or allow more with max_bad"
+            )
         if names == total:
             raise DataError(f"all {total} items cannot be decoded: {shown}")
         what = "the next good item is used instead" if self.drop_last else "left out"

@@ -24,6 +24,11 @@ class DecodeError(ValueError):
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"
 
+    @classmethod
+    def of(cls, name: str, error: Exception) -> DecodeError:
+        """What a codec said of the item, without the file name and the number of the error that some add."""
+        return cls(name, f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}")
+
 
 @runtime_checkable
 class Part(Protocol):
@@ -63,7 +68,8 @@ class Source:
         check_labels(self.name, self.train.labels, self.test.labels, self.classes)
 
     def __repr__(self) -> str:
-        counts = f"{len(self.train):,} train, {len(self.test):,} test"
+        counts = f"{len(self.train):,} train, {len(self.test) // self.test.views:,} test"
+        counts += f" in {self.test.views} views each" if self.test.views > 1 else ""
         return f"Source({self.name!r}, {self.kind}s, {len(self.classes)} classes, {counts})"
 
 

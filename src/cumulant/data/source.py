@@ -38,6 +38,9 @@ ALIASES = {
 }
 
 
+LOCALLY = "data that is on a disk is given by its folder, or by name where $CUMULANT_DATA is the folder above"
+
+
 def open_source(
     data: str | Path,
     *,
@@ -106,6 +109,9 @@ def local_folder(data: str | Path) -> Path | None:
 def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dict[str, Any]) -> Source:
     if find_shards(folder):
         return parquet_source(folder, sampling, split=split, **choices)
+    columns = [name for name in ("image_column", "label_column") if choices[name] is not None]
+    if columns:
+        raise DataError(f"{folder}: {columns[0]}={choices[columns[0]]!r} is for parquet tables; there are none here")
     if has_ucf_lists(folder):
         return ucf_source(folder, sampling, split=split)
     if split != 1:
@@ -126,9 +132,15 @@ def hub_source(name: str, sampling: ClipSampling, **choices: Any) -> Source:
     except ImportError as error:
         raise ImportError(
             f"{name!r} is no folder here; as a name of the Hugging Face Hub it needs the package datasets: "
-            "pip install 'cumulant[data]'"
+            f"pip install 'cumulant[data]'; {LOCALLY}"
         ) from error
     known = ALIASES.get(name, HubName(name))
-    loaded = datasets.load_dataset(known.repository)
+    try:
+        loaded = datasets.load_dataset(known.repository)
+    except (OSError, ValueError) as error:  # no network, no such data set, not for everyone
+        raise OSError(
+            f"{name!r} is no folder here, and the Hugging Face Hub does not give {known.repository} "
+            f"({type(error).__name__}: {error}); {LOCALLY}"
+        ) from error
     parts = {part: HubRows(table, f"{known.repository} {part}") for part, table in loaded.items()}
     return table_source(name, parts, sampling, every=known.every, **choices)

@@ -146,7 +146,7 @@ def decode_frames(
                 total += 1
         except pyav().FFmpegError as error:
             if total == 0:
-                raise DecodeError(name, f"{type(error).__name__}: {error}") from error
+                raise DecodeError.of(name, error) from error
     return pictures, total
 
 
@@ -161,7 +161,7 @@ def open_video(video: bytes | Path, name: str) -> Any:
     try:
         container = av.open(io.BytesIO(video) if isinstance(video, bytes) else str(video))
     except (av.FFmpegError, OSError) as error:
-        raise DecodeError(name, f"{type(error).__name__}: {error}") from error
+        raise DecodeError.of(name, error) from error
     if not container.streams.video:
         container.close()
         raise DecodeError(name, "no video stream in this file")

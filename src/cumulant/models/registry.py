@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ..zoo.registry import suggest
@@ -54,6 +55,14 @@ def model_names() -> list[str]:
     return [*VIT_CONFIGS, *VIVIT_CONFIGS]
 
 
+def model_arguments(name: str) -> list[str]:
+    """What `create_model` takes for that name beside it."""
+    if name not in model_names():
+        raise ValueError(f"unknown model {name!r}; {suggest(name, model_names())}")
+    kind = VisionTransformer if name in VIT_CONFIGS else ViViT
+    return [key for key in inspect.signature(kind.__init__).parameters if key != "self"]
+
+
 def create_model(
     name: str, *, attention: str = "softmax", num_classes: int = 1000, **kw: Any
 ) -> VisionTransformer | ViViT:
@@ -63,13 +72,15 @@ def create_model(
     The arguments are kept in `model.config`, from which `cumulant.train.load` rebuilds it.
     """
     given = {"attention": attention, "num_classes": num_classes, **kw}
+    known = model_arguments(name)
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ValueError(f"unknown argument {unknown[0]!r} of {name}; {suggest(unknown[0], known)}")
     model: VisionTransformer | ViViT
     if name in VIT_CONFIGS:
         model = VisionTransformer(**{**VIT_CONFIGS[name], **given})
-    elif name in VIVIT_CONFIGS:
-        model = ViViT(**{**VIVIT_CONFIGS[name], **given})
     else:
-        raise ValueError(f"unknown model {name!r}; {suggest(name, model_names())}")
+        model = ViViT(**{**VIVIT_CONFIGS[name], **given})
     placement = ("device", "dtype")
     model.config = {"name": name, **{key: value for key, value in given.items() if key not in placement}}
     return model

@@ -75,13 +75,13 @@ def confusion(results: dict[str, Any]) -> Figure:
             "z": shares,
             "zmin": 0,
             "zmax": 100,
-            # Mistakes are rare: most of the colours go to small shares.
+            # Mistakes are rare: most of the colours go to small shares. The numbers are read on all of them.
             "colorscale": [
                 [0, "rgba(43,125,224,0)"],
-                [0.02, "rgba(43,125,224,0.22)"],
-                [0.1, "rgba(43,125,224,0.45)"],
-                [0.4, "rgba(43,125,224,0.75)"],
-                [1, "rgba(20,70,150,1)"],
+                [0.02, "rgba(43,125,224,0.18)"],
+                [0.1, "rgba(43,125,224,0.35)"],
+                [0.4, "rgba(43,125,224,0.55)"],
+                [1, "rgba(43,125,224,0.8)"],
             ],
             "showscale": False,
             "hovertemplate": f"%{{z:.1f}} % of %{{y}}<br>taken for %{{x}}<extra>{configuration}</extra>",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,17 +11,17 @@ if TYPE_CHECKING:
     from cumulant.train import TrainRecipe
 
 # Arguments of the models that are chosen in another way.
-NOT_EXTRAS = {"self", "attention", "attention_options", "attention_extras", "img_size", "frames", "num_classes"}
+NOT_EXTRAS = {"attention", "attention_options", "attention_extras", "img_size", "frames", "num_classes"}
 NOT_EXTRAS |= {"drop_path", "device", "dtype", "in_chans", "distilled", "distilled_training"}
 # Values of the recipe that decide a run, each a single number or word.
 RECIPE_EXTRAS = (
     "image_size", "decode_size", "frames", "stride", "views", "crops", "split", "model", "drop_path", "batch_size",
-    "lr", "lr_batch", "min_lr", "warmup_epochs", "weight_decay", "beta2", "label_smoothing", "clip", "ema",
+    "lr", "lr_batch", "min_lr", "warmup_epochs", "optimizer", "weight_decay", "beta2", "label_smoothing", "clip", "ema",
     "accumulate", "repeats", "precision",
 )  # fmt: skip
 # Values that change how a run is done and not what comes out of it; `--change` takes them too.
-MANNERS = ("compile", "compile_mode", "cuda_graph", "workers", "in_memory", "eval_epochs", "checkpoint_epochs",
-           "checkpoint_steps", "log_steps", "tensorboard")  # fmt: skip
+MANNERS = ("compile", "compile_mode", "cuda_graph", "workers", "in_memory", "max_bad", "eval_epochs",
+           "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,7 @@ def with_extra(
     """The recipe with one extra: an option of the mechanism, of every layer, of the model or of the recipe itself."""
     from cumulant import zoo
     from cumulant.nn.attention import EXTRAS
+    from cumulant.train.recipe_files import check_value
     from cumulant.zoo.registry import suggest
 
     options = zoo.get(recipe.attention).options if mechanism else ()
@@ -97,11 +97,11 @@ def with_extra(
         return replace(recipe, attention_extras={**recipe.attention_extras, key: value})
     if key == "patch":
         return replace(recipe, model_options={**recipe.model_options, **_patch(recipe, value)})
-    of_model = model_arguments(recipe.model)
+    of_model = model_extras(recipe.model)
     if key in of_model:
         return replace(recipe, model_options={**recipe.model_options, key: value})
     if key in fields:
-        _check_kind(recipe, key, value, where)
+        check_value(key, value, where)
         return replace(recipe, **{key: value})
     owners = [name for name in zoo.names() if key in zoo.get(name).options]
     if owners and mechanism:
@@ -113,15 +113,11 @@ def with_extra(
     raise ValueError(f"unknown extra {key!r} in {where!r}; {suggest(key, list(dict.fromkeys(known)))}")
 
 
-def model_arguments(model: str) -> list[str]:
+def model_extras(model: str) -> list[str]:
     """Arguments of the model of that name that can be extras."""
-    from cumulant.models import VisionTransformer, ViViT, model_names
-    from cumulant.zoo.registry import suggest
+    from cumulant.models.registry import model_arguments
 
-    if model not in model_names():
-        raise ValueError(f"unknown model {model!r}; {suggest(model, model_names())}")
-    kind = ViViT if model.startswith("vivit") else VisionTransformer
-    return [name for name in inspect.signature(kind.__init__).parameters if name not in NOT_EXTRAS]
+    return [name for name in model_arguments(model) if name not in NOT_EXTRAS]
 
 
 def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:
@@ -135,20 +131,6 @@ def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:
     usual = VIVIT_CONFIGS[recipe.model].get("tubelet", (2, 16, 16))
     frames = recipe.model_options.get("tubelet", usual)[0]
     return {"tubelet": [frames, side, side]}
-
-
-def _check_kind(recipe: TrainRecipe, key: str, value: Any, where: str) -> None:
-    """A value of the recipe must be of the kind that is there: no word for a number, no number for a switch."""
-    now = getattr(recipe, key)
-    numbers = (int, float)
-    if isinstance(now, bool) or now is None or value is None:
-        right = isinstance(value, bool) if isinstance(now, bool) else True
-    elif isinstance(now, numbers):
-        right = isinstance(value, type(now) if isinstance(now, int) else numbers) and not isinstance(value, bool)
-    else:
-        right = isinstance(value, type(now))
-    if not right:
-        raise ValueError(f"{key} in {where!r} must be like {now!r}, got {value!r}")
 
 
 def _word(key: str, value: Any) -> str:

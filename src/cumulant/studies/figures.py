@@ -148,7 +148,8 @@ def curves(results: dict[str, Any], field: str, y: str, factor: float = 1.0) -> 
                 "hovertemplate": "%{y:.2f}",
             }
         )
-    return {"data": data, "layout": layout("epoch", y)}
+    whole = {"dtick": 1} if max((len(run["loss"]) for run in results["runs"]), default=0) <= 10 else {}
+    return {"data": data, "layout": layout("epoch", y, xaxis=whole)}
 
 
 def epochs_of(run: dict[str, Any], field: str) -> list[int]:

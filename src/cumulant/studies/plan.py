@@ -80,17 +80,17 @@ def check_models(runs: Sequence[Run], source: Source) -> None:
     for name, recipe in {run.configuration: run.recipe for run in runs}.items():
         try:
             build_model(recipe, source)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
 
 def device_of(settings: Reproduce) -> str:
     """Where the runs are trained: the digits are too small for a GPU to help."""
-    import torch
+    from cumulant.train.processes import chosen_device
 
-    if settings.device is not None:
-        return settings.device
-    return "cuda" if settings.data != "digits" and torch.cuda.is_available() else "cpu"
+    if settings.device is None and settings.data == "digits":
+        return "cpu"
+    return str(chosen_device(settings.device))
 
 
 def as_values(runs: Sequence[Run | Planned]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ SOURCES = ("*.py", "kernels/*.py", "zoo/*.py", "nn/*.py", "models/*.py", "data/*
 NOT_SOURCES = {"__init__.py", "cli.py", "commands.py", "train_commands.py"}
 # Fields of a recipe that do not decide what comes out of a run. The data counts by its name, wherever it lies.
 INDIFFERENT = {
-    "seed", "data", "workers", "in_memory", "parallel", "compile", "compile_mode", "cuda_graph",
+    "seed", "data", "workers", "in_memory", "max_bad", "parallel", "compile", "compile_mode", "cuda_graph",
     "eval_epochs", "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard",
 }  # fmt: skip
 ALWAYS = {"model", "attention", "epochs", "batch_size", "lr", "image_size"}

@@ -20,9 +20,15 @@ function drawFigures() {
       axis.linecolor = axis.tickcolor = css("--line");
       axis.fixedrange = true;
     }
+    if (narrow && id === "confusion") layout.height = Math.min(layout.height, window.innerWidth);  // it is square
     if (layout.legend) layout.legend.font = { size: narrow ? 11 : 12.5 };
-    const data = id === "confusion" ? figure.data.filter(trace => trace.name === shown.confusion) : figure.data;
-    Plotly.react(id, structuredClone(data), layout, { responsive: true, displayModeBar: false });
+    const entries = figure.data.filter(trace => trace.type === "scatter" && trace.name && trace.showlegend !== false).length;
+    const abreast = Math.max(1, Math.floor(document.getElementById(id).clientWidth / 220));
+    if (entries > 6) layout.height += 24 * Math.ceil(entries / abreast);  // a long legend takes nothing from the plot
+    const data = structuredClone(figure.data).filter(trace => id !== "confusion" || trace.name === shown.confusion);
+    // Left to itself plotly chooses the colour of the numbers as if the cells did not let the page through.
+    for (const trace of data) if (trace.type === "heatmap") trace.textfont = { color: css("--ink") };
+    Plotly.react(id, data, layout, { responsive: true, displayModeBar: false });
   }
 }
 
@@ -105,11 +111,14 @@ function picture(number) {
 
 function drawMaps() {
   const place = document.getElementById("map-grid");
-  place.style.gridTemplateColumns = `repeat(${mapped.length + 1}, minmax(0, 1fr))`;
+  // Many maps side by side are scrolled rather than made too small to see; few are not blown up.
+  const least = window.innerWidth < 700 ? 48 : 92;
+  place.style.gridTemplateColumns = `repeat(${mapped.length + 1}, minmax(${least}px, 172px))`;
   const largest = list => Math.max(1e-6, ...list.map(Math.abs));
   const numbers = reference.items.map((_, i) => i);
   const overall = largest(numbers.flatMap(i => mapped.flatMap(n => patches(models[n], i))));
-  let html = `<div class="head">${page.noun}</div>` + mapped.map(n => `<div class="head">${escaped(n)}</div>`).join("");
+  const heads = [page.noun, ...mapped].map(name => escaped(name).replaceAll("+", "<wbr>+"));
+  let html = heads.map(name => `<div class="head">${name}</div>`).join("");
   for (const i of numbers) {
     const item = reference.items[i], title = page.classes[item.label];
     const row = largest(mapped.flatMap(n => patches(models[n], i)));
@@ -139,6 +148,7 @@ function drawMaps() {
 
 if (reference) {
   shown.frame = reference.frame;
+  if (mapped.some(name => name.includes("normalization=sum"))) shown.scale = "own";  // larger by the number of tokens
   const heads = reference.scores[0][0].map((_, i) => [i, String(i + 1)]);
   const frames = Array.from({ length: reference.grid[0] }, (_, i) => [i, String(i + 1)]);
   buttons("layer-buttons", "layer", reference.layers.map((number, i) => [i, String(number)]), drawMaps);

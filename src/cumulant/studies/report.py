@@ -39,6 +39,7 @@ def render(results: dict[str, Any]) -> str:
     )
     environment.filters["points"] = lambda share: f"{100 * share:.2f}"
     environment.filters["signed"] = signed
+    environment.filters["listed"] = wording.listed
     noun, names = wording.noun(results), results["attention"]
     return environment.get_template(TEMPLATE).render(
         results=results,

@@ -41,7 +41,7 @@ def reproduce(
     runs = planned(settings)
     report.check_packages()
     check_models(runs, open_recipe_source(runs[0].recipe))
-    out, device = writable(settings.folder), device_of(settings)
+    device, out = device_of(settings), writable(settings.folder)
     made: dict[str, Any] = {"provenance": provenance(settings.command()), "source": source_digest()}
     shop = Workshop(out, device, made, settings.fresh)
     for place in ("records", "runs"):

@@ -29,7 +29,7 @@ def terminal_summary(results: dict[str, Any]) -> str:
     lines += [
         f"mean ± standard deviation over the runs; control: {results['baseline']} again, other seeds",
         "",
-        f"found: {words['ordering']}   (≈: not told apart by these runs)",
+        f"found: {words['ordering']}" + ("   (≈: not told apart by these runs)" if "≈" in words["ordering"] else ""),
         words["claim_text"],
         *(f"  {comparison['text']}" for comparison in [*words["comparisons"], *words["pairs"]]),
         *textwrap.wrap(words["control_text"], 100),

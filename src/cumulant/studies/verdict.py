@@ -63,7 +63,8 @@ def describe(result: Comparison) -> str:
     """One comparison in words."""
     size = f"{abs(result.difference):.2f} points"
     if result.low is None or result.high is None:
-        return f"{result.first} and {result.second} differ by {size}, but one seed each says nothing about chance"
+        gap = f"{signed(result.difference)} points"
+        return f"{result.first} against {result.second}: {gap}, but a single run says nothing about chance"
     interval = f"95 % interval {signed(result.low)} to {signed(result.high)}"
     if result.outcome == "level":
         return (
@@ -129,7 +130,10 @@ def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tupl
     if any(r.low is None for r in results):
         text = "The paper's ordering is not tested: where there is one run of a mechanism, chance cannot be judged."
         return "undecided", text, results
-    text = "This data neither confirms nor contradicts the paper's ordering: the differences are within chance."
+    text = (
+        "This data neither confirms nor contradicts the paper's ordering: from one mechanism to the next the "
+        "differences are within chance."
+    )
     return "undecided", text, results
 
 

@@ -16,6 +16,17 @@ def joined(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
+def listed(values: dict[str, Any]) -> str:
+    """Values by name for reading: 'lr 0.002, augmentation (crop_scale 0.5 to 1.0, flip 0.5)'."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"({listed(value)})"
+        return (" to " if len(value) == 2 else " ").join(map(str, value)) if isinstance(value, list) else str(value)
+
+    return ", ".join(f"{name} {shown(value)}" for name, value in values.items())
+
+
 def title(results: dict[str, Any]) -> str:
     """The data in a headline."""
     return {"digits": "handwritten digits"}.get(results["data"]["name"], results["data"]["name"])
@@ -125,10 +136,12 @@ def about_cost(results: dict[str, Any]) -> list[str]:
         ratios = [f"{softmax / by_name[name][longest][seconds]:.3g} times as long as {name}" for name in linear_time]
         sentences.append(f"At L = {longest:,} softmax takes {joined(ratios)}.")
         for name in linear_time:
-            shared = by_name["softmax"].keys() & by_name[name].keys()
-            slower = [n for n in shared if by_name["softmax"][n][seconds] < by_name[name][n][seconds]]
-            if slower and max(slower) < max(shared):
-                sentences.append(f"Up to L = {max(slower):,} softmax is the quicker one against {name}.")
+            shared = sorted(by_name["softmax"].keys() & by_name[name].keys())
+            quicker = [by_name["softmax"][n][seconds] < by_name[name][n][seconds] for n in shared]
+            # One length further on, measured while the machine was busy, is no crossing.
+            first = quicker.index(False) if False in quicker else len(shared)
+            if 0 < first < len(shared):
+                sentences.append(f"Up to L = {shared[first - 1]:,} softmax is the quicker one against {name}.")
     grown: dict[tuple[int, int], list[str]] = {}
     for name, own in by_name.items():
         lengths = sorted(own)

@@ -12,33 +12,53 @@ from ..data.loader import Loader
 from ..data.order import mix
 from ..data.part import Source
 from ..data.source import open_source
-from ..models import create_model
-from .optimise import set_drop_path
+from ..models import create_model, model_names
+from ..models.registry import VIVIT_CONFIGS
+from ..zoo.registry import suggest
+from .muon import Muon, muon_groups
+from .optimise import adamw, of_groups, set_drop_path
 from .processes import Processes
 from .train_recipe import TrainRecipe
 
 INITIAL, AUGMENT, DROPOUT = 1, 2, 3  # streams of random numbers
+DATA_OPTIONS = ("test_part", "image_column", "label_column")  # of `open_source`, beside what the recipe says of videos
 
 
 def open_recipe_source(recipe: TrainRecipe, data: str | None = None) -> Source:
     """The data of a recipe, or other data read in the same way."""
+    unknown = [key for key in recipe.data_options if key not in DATA_OPTIONS]
+    if unknown:
+        raise ValueError(f"unknown data option {unknown[0]!r}; {suggest(unknown[0], list(DATA_OPTIONS))}")
     video = {name: getattr(recipe, name) for name in ("frames", "stride", "views", "crops", "split")}
     return open_source(data or recipe.data, **video, **recipe.data_options)
 
 
 def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
     """The model of a recipe for the classes and the kind of that data; its weights come from the recipe's seed."""
+    if (source.kind == "video") != (recipe.model in VIVIT_CONFIGS) and recipe.model in model_names():
+        fitting = [name for name in model_names() if (name in VIVIT_CONFIGS) == (source.kind == "video")]
+        raise ValueError(f"{source.name} holds {source.kind}s, model {recipe.model} is not for them; take one of "
+                         f"{', '.join(fitting)}")  # fmt: skip
     options: dict[str, Any] = {"img_size": recipe.image_size}
     if source.kind == "video":
         options["frames"] = recipe.frames
     options |= {name: given for name in ("attention_options", "attention_extras") if (given := getattr(recipe, name))}
+    options |= recipe.model_options
     torch.manual_seed(int(mix(recipe.seed, INITIAL)))
-    model = create_model(
-        recipe.model, attention=recipe.attention, num_classes=len(source.classes), **{**options, **recipe.model_options}
-    )
+    try:
+        model = create_model(recipe.model, attention=recipe.attention, num_classes=len(source.classes), **options)
+    except TypeError as error:  # a word where the model wants a number
+        raise ValueError(f"{recipe.model} cannot be built with {options}: {error}") from error
     if recipe.drop_path:
         set_drop_path(model, recipe.drop_path)
     return model
+
+
+def build_optimizer(model: nn.Module, recipe: TrainRecipe, recordable: bool) -> torch.optim.Optimizer:
+    """The optimizer of a recipe; `recordable` as of `adamw`."""
+    if recipe.optimizer == "muon":
+        return of_groups(Muon, muon_groups(model, recipe.weight_decay), recipe.lr, recipe.beta2, recordable)
+    return adamw(model, lr=recipe.lr, weight_decay=recipe.weight_decay, beta2=recipe.beta2, recordable=recordable)
 
 
 def loader_of(
@@ -59,6 +79,7 @@ def loader_of(
         device=team.device,
         workers=recipe.workers,
         in_memory="auto" if recipe.in_memory == "auto" else recipe.in_memory == "yes",
+        max_bad=recipe.max_bad,
         progress=None if screen is not None and screen.isatty() else False,
     )
 

@@ -41,5 +41,8 @@ def load(path: str | Path, *, model: nn.Module | None = None, device: torch.devi
 
 def read_header(path: str | Path) -> dict[str, str]:
     """The text entries stored with the weights."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        return file.metadata() or {}
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or cut short: {error}") from error

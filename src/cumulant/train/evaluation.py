@@ -6,7 +6,7 @@ Shape legend: N items, K classes, b items of one batch in this process.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -120,6 +120,7 @@ def evaluate_checkpoint(
     data: str | None = None,
     *,
     source: Source | None = None,
+    data_options: Mapping[str, Any] | None = None,
     views: int | None = None,
     crops: int | None = None,
     batch_size: int | None = None,
@@ -130,12 +131,14 @@ def evaluate_checkpoint(
     """Predictions of saved weights for the test part of `data` (by default that of the recipe), and the class names.
 
     `checkpoint` is a file that `train` wrote, or its folder (then last.safetensors). Image size, precision and the way
-    of reading are those of the recipe in the file.
+    of reading are those of the recipe in the file; `data_options` are added to the latter.
     """
     path = Path(checkpoint)
     path = path / "last.safetensors" if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+        best = path.with_name("best.safetensors")
+        unfinished = f"; the run is not finished, its best weights so far are {best}" if best.is_file() else ""
+        raise FileNotFoundError(f"no checkpoint at {path}{unfinished}")
     header = read_header(path)
     if "recipe" not in header:
         raise ValueError(f"{path} has no recipe inside: it must be one that `cumulant train` wrote")
@@ -143,6 +146,7 @@ def evaluate_checkpoint(
     given = {"views": views, "crops": crops, "batch_size": batch_size}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     recipe = replace(recipe, workers=workers, accumulate=1, compile=False, **changes)
+    recipe = recipe.merged(replace(recipe, data_options=dict(data_options or {})))
     source = source or open_recipe_source(recipe, data)
     if source.classes != names:
         raise ValueError(
@@ -160,6 +164,6 @@ def evaluate_checkpoint(
                 classes=len(names),
                 team=team,
                 precision=recipe.precision,
-                on_batch=bar.update,
+                on_batch=lambda items: bar.update(items * team.world),
             )
     return found, names

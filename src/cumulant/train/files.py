@@ -42,11 +42,9 @@ def claim_room(folder: Path, size: int) -> None:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"cannot write the {size / 1e6:,.1f} MB that the checkpoints need into {folder}: {error.strerror}; "
-            "free some space or choose another folder with --out",
-        ) from error
+        what = f"the {size / 1e6:,.1f} MB that the checkpoints need" if size else "files"
+        advice = "free some space or choose another folder with --out" if size else "choose another folder"
+        raise OSError(error.errno, f"cannot write {what} into {folder}: {error.strerror}; {advice}") from error
 
 
 @contextmanager

@@ -53,11 +53,15 @@ def adamw(
 
     `recordable`: on a GPU, in such a way that a step can be part of a CUDA graph; the rate then lies on the device.
     """
-    groups = decay_groups(model, weight_decay)
-    if not recordable:
-        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=True)
-    rate = torch.tensor(lr, device=groups[0]["params"][0].device)
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, beta2), fused=True, capturable=True)
+    return of_groups(torch.optim.AdamW, decay_groups(model, weight_decay), lr, beta2, recordable)
+
+
+def of_groups(
+    kind: type[torch.optim.AdamW], groups: list[dict], lr: float, beta2: float, recordable: bool
+) -> torch.optim.AdamW:
+    """An optimizer over those groups, see `adamw`."""
+    rate = torch.tensor(lr, device=groups[0]["params"][0].device) if recordable else lr
+    return kind(groups, lr=rate, betas=(0.9, beta2), fused=True, capturable=recordable)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -69,10 +69,24 @@ class Processes:
         return nullcontext()
 
 
+def chosen_device(device: torch.device | str | None = None) -> torch.device:
+    """The device of that name, by default a GPU where there is one; an error that says so where it is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu or cuda, got {str(device)!r}") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        there = f"{torch.cuda.device_count()} of them" if torch.cuda.is_available() else "none"
+        raise ValueError(f"device {str(device)!r} needs a GPU that torch {torch.__version__} can use; it finds {there}")
+    return chosen
+
+
 @contextmanager
 def processes(device: torch.device | str | None = None) -> Iterator[Processes]:
     """The processes that torchrun started, joined for as long as this is held; alone without torchrun."""
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = chosen_device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield Processes(chosen)

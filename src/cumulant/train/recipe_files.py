@@ -9,6 +9,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +20,8 @@ from .train_recipe import TrainRecipe
 Settings = TypeVar("Settings")
 
 # What may change between two parts of a run: it does not touch the weights or the log.
-FREE = ("workers", "in_memory", "parallel", "cuda_graph", "checkpoint_epochs", "checkpoint_steps", "tensorboard")
+FREE = ("workers", "in_memory", "max_bad", "parallel", "cuda_graph", "checkpoint_epochs", "checkpoint_steps",
+        "tensorboard")  # fmt: skip
 
 
 def recipe_names() -> list[str]:
@@ -45,6 +47,12 @@ def recipe_text(name: str | Path) -> str:
             f"unknown recipe {str(name)!r}; {suggest(str(name), recipe_names())}, or a path to a .toml file"
         )
     return (resources.files(__package__) / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def recipe_head(name: str | Path) -> str:
+    """The comment at the head of a recipe, without its marks: what it is for, its command, machine, time and figure."""
+    lines = takewhile(lambda line: line.startswith("#"), recipe_text(name).splitlines())
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
 
 
 def parse_recipe(text: str, *, where: str = "recipe") -> TrainRecipe:
@@ -73,6 +81,11 @@ def to_json(recipe: TrainRecipe) -> str:
 def from_json(text: str) -> TrainRecipe:
     """The recipe that `to_json` wrote."""
     return _build(TrainRecipe, json.loads(text), "the recipe of the checkpoint", lenient=True)
+
+
+def check_value(key: str, value: Any, where: str) -> None:
+    """Refuse a value that is not of the kind of that field of a recipe."""
+    _fit(value, get_type_hints(TrainRecipe)[key], f"{key} in {where!r}", lenient=False)
 
 
 def differences(old: TrainRecipe, new: TrainRecipe) -> list[str]:

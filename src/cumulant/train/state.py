@@ -46,10 +46,16 @@ class Progress:
     loss_steps: int = field(default=0)  # steps in the loss that is added up and not yet logged
 
 
+def begun(folder: Path) -> bool:
+    """Whether a run left anything in the folder beside its recipe: one that failed before it began does not hold it."""
+    there = {name for name in FILES if (folder / name).is_file() and (folder / name).stat().st_size > 0}
+    return bool(there - {"recipe.json"})
+
+
 def check_recipe(folder: Path, recipe: TrainRecipe) -> None:
-    """Refuse to go on in a folder that was begun with another recipe; claim an empty one."""
+    """Refuse to go on in a folder where a run was begun with another recipe; claim any other."""
     path = folder / "recipe.json"
-    if path.is_file():
+    if path.is_file() and begun(folder):
         changed = differences(from_json(path.read_text(encoding="utf-8")), recipe)
         if changed:
             raise RecipeError(

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
 from ..data.augmentation import Augmentation
 
+Precision = Literal["fp32", "bf16"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Parallel = Literal["ddp", "fsdp"]
+Optimizer = Literal["adamw", "muon"]
+InMemory = Literal["auto", "yes", "no"]
+CHOICES = {"precision": Precision, "compile_mode": CompileMode, "parallel": Parallel, "in_memory": InMemory,
+           "optimizer": Optimizer}  # fmt: skip
 OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -46,7 +53,7 @@ Options = Annotated[
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """All that decides a training run. AdamW, linear warm-up, cosine decay, soft-target cross entropy."""
+    """All that decides a training run. AdamW (or Muon), linear warm-up, cosine decay, soft-target cross entropy."""
 
     data: str = "digits"
     """Name of a data set, or a folder: parquet shards, one sub-folder per class, UCF-101."""
@@ -96,6 +103,8 @@ class TrainRecipe:
     """Learning rate at the end."""
     warmup_epochs: float = 5.0
     """Epochs in which the rate rises linearly from 0."""
+    optimizer: Optimizer = "adamw"
+    """muon: matrices of the blocks move along orthogonalised momentum, at the same rate; the rest is AdamW."""
     weight_decay: float = 0.05
     """Of matrices and convolutions; biases, norms, tokens and positions do not decay."""
     beta2: float = 0.999
@@ -113,21 +122,24 @@ class TrainRecipe:
     """Repeated augmentation: every image so often in a row of batches, each time augmented anew."""
     augmentation: Augmentation = field(default_factory=Augmentation)
 
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     """bf16: autocast; weights and optimizer stay in float32. What a GPU still multiplies in float32 may be TF32."""
     compile: bool = False
     """torch.compile the augmentation and the blocks of the model, or all of it where it has none."""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    compile_mode: CompileMode = "default"
+    """How long torch.compile may look for quick kernels; see its own documentation."""
     cuda_graph: bool = True
     """On one GPU, without accumulation: record a step and replay it, so that the host is not in the way."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
+    parallel: Parallel = "ddp"
     """Under torchrun: whole copies of the model, or FSDP2 shards of it."""
     seed: int = 0
     """Initial weights, order, augmentation and dropout."""
     workers: int | None = None
     """Processes that decode; 0: none beside this one, None: one a core where that pays."""
-    in_memory: Literal["auto", "yes", "no"] = "auto"
+    in_memory: InMemory = "auto"
     """Keep the decoded data on the device."""
+    max_bad: int | None = None
+    """So many damaged images or videos of a part are passed over. None: 1 %, at least 10, at most half."""
     eval_epochs: int = 1
     """Evaluate after every so many epochs, and after the last."""
     checkpoint_epochs: int = 1
@@ -152,8 +164,15 @@ class TrainRecipe:
         for name in ("label_smoothing", "drop_path", "ema", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        if self.workers is not None and self.workers < 0:
-            raise ValueError(f"workers must be 0 or more, or None, got {self.workers}")
+        for name in ("workers", "max_bad"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be 0 or more, or None, got {value}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, got {getattr(self, name)!r}")
+        if self.optimizer == "muon" and self.parallel == "fsdp":
+            raise ValueError('optimizer="muon" works on whole matrices: use parallel="ddp", got parallel="fsdp"')
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive or None, got {self.clip}")
         if self.batch_size % self.accumulate:

@@ -25,7 +25,7 @@ from ..data.order import mix
 from ..data.part import Source
 from . import optimise
 from .average import Average
-from .build import AUGMENT, DROPOUT, augment_of, build_model, loader_of, open_recipe_source
+from .build import AUGMENT, DROPOUT, augment_of, build_model, build_optimizer, loader_of, open_recipe_source
 from .evaluation import Predictions, predict
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
 from .log import Log
@@ -105,6 +105,12 @@ class _Run:
                 f"batch_size must be a multiple of processes times accumulate, got batch_size={recipe.batch_size}, "
                 f"{team.world} processes, accumulate={recipe.accumulate}"
             )
+        mixes = recipe.augmentation.mixup > 0 or recipe.augmentation.cutmix > 0
+        if mixes and recipe.batch_size // team.world % 2:
+            raise ValueError(
+                "mixup and cutmix pair the samples of a process: batch_size must be a multiple of twice the processes, "
+                f"got batch_size={recipe.batch_size}, {team.world} processes"
+            )
         if recipe.batch_size > len(source.train):
             raise ValueError(
                 f"batch_size must not exceed the {len(source.train)} training items of {source.name}, "
@@ -120,9 +126,7 @@ class _Run:
         self.core = team.spread(self.model, recipe.parallel)
         alone = team.device.type == "cuda" and team.world == 1 and recipe.accumulate == 1
         graph = recipe.cuda_graph and alone and recipe.compile_mode in ("default", "max-autotune-no-cudagraphs")
-        self.optimizer = optimise.adamw(
-            self.model, lr=recipe.lr, weight_decay=recipe.weight_decay, beta2=recipe.beta2, recordable=graph
-        )
+        self.optimizer = build_optimizer(self.model, recipe, recordable=graph)
         self.average = Average(self.model, recipe.ema) if recipe.ema else None
         self.meter = Meter(team, self.not_finite)
         self.done = load_state(out / "state.safetensors", self.model, self.optimizer, self.average, self.meter)
