@@ -35,7 +35,7 @@ BAD = {
     "an unknown rank": (
         {"clusters": 4, "rank": "size"},
         ValueError,
-        r"rank must be one of 'mass', 'error', got 'size'",
+        r"rank must be one of 'mass', 'error', 'mean', got 'size'",
     ),
     "an unknown variance": ({"clusters": 4, "variance": "none"}, ValueError, r"variance must be one of"),
     "a negative response": ({"clusters": 4, "response": -2}, ValueError, r"response must be None.*got -2"),

@@ -16,6 +16,8 @@ from torch import Tensor
 from cumulant.cluster import Blocks, KMeans, cluster_attention
 from cumulant.kernels import triton_cluster
 
+POOLED: dict[str, Any] = {"clusters": 128, "near": 2, "near_rows": 128, "rank": "mean", "response": "pooled"}
+
 
 @pytest.mark.parametrize(
     ("closure", "near", "response", "rank"),
@@ -28,6 +30,9 @@ from cumulant.kernels import triton_cluster
         ("tanh", 0, 2, "mass"),
         ("tanh", 2, "pooled", "mass"),
         ("langevin", 0, "pooled", "mass"),
+        ("tanh", 2, "pooled", "mean"),
+        ("langevin", 2, None, "mean"),
+        ("gauss", 1, 2, "mean"),
     ],
 )
 def test_outputs_and_gradients_equal_plain_torch(
@@ -66,6 +71,22 @@ def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(dtype: torch.
         assert error(x, z) < 2 * error(y, z) + 1e-4, name
 
 
+@pytest.mark.parametrize("response", [None, "pooled"])
+def test_clusters_of_whole_blocks_are_read_without_their_ends(response: str | None) -> None:
+    """128 tokens a cluster, as many as a program reads at once, in half precision, with and without gradients."""
+    q, k, v = (tokens(1, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((40, 0), (384, 1), (384, 0.5)))
+    options: dict[str, Any] = {"clusters": 3, "near": 1, "near_rows": 32, "rank": "mean", "response": response}
+    ours, plain, exact = (
+        results(q, k, v, backend, kind, **options)
+        for backend, kind in (("triton", q.dtype), ("reference", q.dtype), ("reference", torch.float64))
+    )
+    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
+        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+    with torch.no_grad():
+        alone = cluster_attention(q, k, v, backend="triton", **options)
+    assert error(alone, exact[0]) < 2 * error(plain[0], exact[0]) + 1e-4
+
+
 @pytest.mark.parametrize("response", [None, 3])
 def test_sums_over_many_tiles_of_groups_that_the_clusters_do_not_fill(response: int | None) -> None:
     q, k, v = (tokens(1, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((300, 0), (90, 1), (90, 0.5)))
@@ -98,12 +119,12 @@ def test_logits_that_overflow_an_exponential_do_no_harm() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value", "ignore:divide by zero")
-@pytest.mark.parametrize("clusters", [6, 70])
-def test_tiles_with_a_query_that_is_not_a_number_still_list_clusters_that_exist(clusters: int) -> None:
+@pytest.mark.parametrize(("clusters", "rank"), [(6, "mass"), (70, "mass"), (70, "mean")])
+def test_tiles_with_a_query_that_is_not_a_number_still_list_clusters_that_exist(clusters: int, rank: str) -> None:
     q, k, v = tokens(1, 1, 64, 16), tokens(1, 1, 140, 16, mean=1), tokens(1, 1, 140, 16)
     q[0, 0, 3] = float("nan")
     starts = [-(-c * 140 // clusters) for c in range(clusters + 1)]
-    state = triton_cluster.run_forward(q, k, v, None, starts, 0.25, 32, 2, 3, "tanh", False, False)
+    state = triton_cluster.run_forward(q, k, v, None, starts, 0.25, 32, 2, 3, "tanh", rank, False)
     near, responding = (x[0].tolist() for x in state if x.dtype == torch.int32)
     assert [len({*tile} & {*range(clusters)}) for tile in near] == [2, 2]
     assert [len({*tile} & {*range(clusters)}) for tile in responding] == [3, 3]
@@ -181,7 +202,7 @@ def test_grouped_and_wide_heads_are_refused() -> None:
 def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # opcheck compares memory bit by bit, and NaN differs from itself
     q, k, v = (tokens(1, 1, 20, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3))
-    numbers = ([0, 7, 14, 20], 0.25, 32, 1, 1, "tanh", False)
+    numbers = ([0, 7, 14, 20], 0.25, 32, 1, 1, "tanh", "mass")
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton_cluster.forward, (q, k, v, None, *numbers, True), test_utils=names)
     with torch.no_grad():
@@ -215,10 +236,19 @@ def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, 2, 5001, 3333, 64, 64, {"clusters": 50, "near": 3, "near_rows": 64, "closure": "langevin"}),
         (1, 2, 2000, 2000, 128, 128, {"clusters": 20, "near": 1, "near_rows": 128, "response": 4}),
         (1, 2, 3000, 3000, 80, 40, {"clusters": 200, "near": 2, "near_rows": 128, "response": 16}),
+        (
+            1,
+            2,
+            8192,
+            8192,
+            64,
+            64,
+            {"clusters": 128, "near": 2, "near_rows": 128, "rank": "mean", "response": "pooled"},
+        ),
         (4, 3, 196, 196, 32, 32, {"clusters": (4, 4), "grid": (14, 14)}),
         (1, 1, 1000, 1000, 16, 24, {"clusters": 30, "near": 2, "near_rows": 32}),
     ],
-    ids=["square", "cross", "wide", "many clusters", "grid", "narrow"],
+    ids=["square", "cross", "wide", "many clusters", "pooled", "grid", "narrow"],
 )
 def test_full_size(
     B: int, H: int, Lq: int, Lk: int, D: int, E: int, options: dict[str, Any], dtype: torch.dtype

@@ -18,8 +18,9 @@ from ..moments import ratio, statistics_dtype
 from .backend import Case, Form, kernels_for, run_kernels
 from .build import Clusters, Field, Packed, make_layout, pack
 from .causal import causal_clusters
+from .choice import RANKS
 from .closures import check_closure
-from .fields import RANKS, mix
+from .fields import mix
 from .kmeans import KMeans, kmeans
 from .layout import Blocks, Grid, Layout, check_grid
 from .short import answers_by_token, token_responses
@@ -75,7 +76,9 @@ def cluster_attention(
         key_mask: (..., Lk), bool or non-negative weights. Blocks of a sequence are those of the tokens that take part.
         is_causal: row i sees the keys j <= i: blocks of the past are clusters, the current block is exact. K blocks
             then depend on the length; `Blocks(size, keep, recent)` do not.
-        rank: near clusters are those of largest "mass", or of largest mass times s^2: "error".
+        rank: near clusters are those of largest "mass", or of largest mass times s^2: "error". "mean": with `near_rows`
+            of largest mean of the mass over these queries, from two cumulants of theirs: as good as "mass", and one
+            number a cluster and block of queries instead of one a cluster and query.
         variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
         response: only so many clusters of largest weight answer with their covariance, the others with their mean;
             "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one.

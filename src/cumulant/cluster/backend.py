@@ -77,12 +77,8 @@ def kernels_for(backend: str, case: Case) -> str | None:
         K, size = len(starts) - 1, max(b - a for a, b in pairwise(starts))
         why_not = {"short": _short_obstacle(case, K, size), "clusters": _clusters_obstacle(case, K)}
         by_token = Lk < LONG and cheaper_by_token(size, case.key.shape[-1], case.value.shape[-1])
-        if backend == "auto":
-            if Lk < LONG:
-                why_not["clusters"] = why_not["clusters"] or f"fewer than {LONG} keys"
-            if case.form.pooled:
-                # Right in the interpreter and on a GPU at 4,096 tokens, not timed yet: only who asks gets it.
-                why_not["clusters"] = "not yet measured on a GPU"
+        if backend == "auto" and Lk < LONG:
+            why_not["clusters"] = why_not["clusters"] or f"fewer than {LONG} keys"
         for name in ("short", "clusters") if by_token else ("clusters", "short"):
             if why_not[name] is None:
                 return name
@@ -225,7 +221,7 @@ def _run_clusters(case: Case) -> Tensor:
         near=form.near,
         response=-2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,
         closure=form.closure,
-        by_error=form.rank == "error",
+        rank=form.rank,
     )
 
 

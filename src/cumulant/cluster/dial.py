@@ -21,8 +21,9 @@ from ..moments import statistics_dtype
 from .attention import cluster_attention, kmeans_assignment, origin
 from .backend import Form
 from .build import Clusters, Field, pack
+from .choice import heaviest
 from .cost import multiply_adds, softmax_multiply_adds
-from .fields import heaviest, mix
+from .fields import mix
 from .kmeans import KMeans
 
 

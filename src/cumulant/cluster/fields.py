@@ -20,11 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..inputs import transformed
 from ..moments import Moments, ratio
+from .choice import ABSENT, heaviest, largest, responding, softmax_or_zero
 from .closures import gain, log_mass
 from .grouped import groups, near_answers
-
-ABSENT = float("-inf")
-RANKS = ("mass", "error")
 
 
 def room(q: Tensor) -> int:
@@ -81,6 +79,31 @@ class Far(NamedTuple):
             variance = (q * q) @ self.spread.mT
         log_Z = self.log_weight.unsqueeze(-2) + q @ self.key_mean.mT + log_mass(variance, closure)
         return log_Z, variance
+
+    def mean_masses(self, q: Tensor, rows: Tensor | None, closure: str) -> Tensor:
+        """log of the mean of Z over the rows q (B, H, N, n, D) of a block, from two cumulants of theirs: (B, H, N, K).
+
+            log W_c + <q>.k_mean_c + 1/2 sum_i var(q_i) (k_mean_c - k_mean)_i^2 + phi(s_c)
+            s_c^2 = s_c^2(<q>) + sum_i var(q_i) P_ci / W_c
+
+        up to a number that all clusters share. rows (N, n) bool are rows that exist. Cost a block: 3 K D.
+        """
+        if rows is None:
+            mean = q.mean(-2)
+            variance = q.var(-2, correction=0)
+        else:
+            there = rows.to(q.dtype).unsqueeze(-1)
+            count = there.sum(-2).clamp(min=1)
+            mean = (q * there).sum(-2) / count
+            variance = ((q - mean.unsqueeze(-2)).square() * there).sum(-2) / count
+        full = self.spread.ndim > self.key_mean.ndim
+        spread = self.spread.diagonal(dim1=-2, dim2=-1) if full else self.spread
+        W = self.log_weight.exp()
+        share = ratio(W, W.sum(-1, keepdim=True)).unsqueeze(-1)
+        away = self.key_mean - (share * self.key_mean).sum(-2, keepdim=True)
+        s2 = self.masses(mean, closure)[1] + variance @ spread.mT
+        linear = self.log_weight.unsqueeze(-2) + mean @ self.key_mean.mT
+        return linear + 0.5 * variance @ away.square().mT + log_mass(s2, closure)
 
     def block_values(self, q: Tensor, w: Tensor, variance: Tensor, closure: str, which: Tensor) -> Tensor:
         """The same, (B, H, N, n, E), with responses of the clusters `which` (B, H, N, r) of each block of rows."""
@@ -275,7 +298,10 @@ def _rows(
     taken = None
     which = near if isinstance(near, Tensor) else None
     if isinstance(near, int) and near:
-        which = heaviest(log_Z.detach(), variance.detach(), near, rank, rows, by_row)
+        if rank == "mean" and n > 1 and not by_row:
+            which = largest(far.mean_masses(q.detach(), rows, closure).detach(), near)
+        else:
+            which = heaviest(log_Z.detach(), variance.detach(), near, rank, rows, by_row)
     if which is not None and tokens is not None and which.shape[-1]:
         which = which.expand(B, H, *which.shape[2:])
         # Near clusters leave the far field; a -1 goes to a column beyond the last, which is cut off again.
@@ -327,49 +353,6 @@ def _rows(
     return out
 
 
-def heaviest(log_Z: Tensor, variance: Tensor, count: int, rank: str, rows: Tensor | None, by_row: bool) -> Tensor:
-    """The `count` clusters of largest mass, or of largest mass times s^2, for each block or each row of it.
-
-    log_Z, variance (B, H, N, n, K) -> (B, H, N, count) or, by row, (B, H, N, n, count). A block adds up the
-    probabilities of its rows. -1 where fewer clusters hold anything: an empty one is exact already, and so, ranked by
-    "error", is one without spread.
-    """
-    score = log_Z
-    if rank == "error":
-        score = log_Z + torch.where(variance > 0, variance, 1).log().masked_fill(variance <= 0, ABSENT)
-    if not by_row and score.shape[-2] > 1:
-        share = score - log_Z.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
-        if rows is not None:
-            share = share.masked_fill(~rows.unsqueeze(-1), ABSENT)
-        score = share.logsumexp(-2)
-    elif not by_row:
-        score = score.squeeze(-2)
-    top, which = score.topk(min(count, score.shape[-1]), -1)
-    return which.masked_fill(top == ABSENT, -1)
-
-
-def responding(
-    log_Z: Tensor, variance: Tensor, count: int, closure: str, rows: Tensor | None, taken: Tensor | None
-) -> Tensor:
-    """The `count` clusters (B, H, N, count) with the largest sum over a block's rows of probability times f.
-
-    log_Z, variance (B, H, N, n, K); near clusters, `taken` (B, H, N, K), come last.
-    """
-    share = softmax_or_zero(log_Z) * gain(variance, closure)
-    if rows is not None:
-        share = share.masked_fill(~rows.unsqueeze(-1), 0)
-    score = share.sum(-2)
-    if taken is not None:
-        score = score.masked_fill(taken, -1)
-    return score.topk(count, -1).indices
-
-
 def _by_block(most: int, K: int, n: int, shared: bool, by_row: bool) -> bool:
     """Whether the clusters that respond are chosen for a block of rows, not for each row."""
     return 0 < most < K and n > 1 and shared and not by_row
-
-
-def softmax_or_zero(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
-    empty = (logits == ABSENT).all(-1, keepdim=True)
-    return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)

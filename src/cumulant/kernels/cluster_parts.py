@@ -1,4 +1,5 @@
-"""Parts of the Triton kernels of cluster attention. Kernels: cluster_forward.py, cluster_backward.py.
+"""Parts of the Triton kernels of cluster attention. Kernels: cluster_statistics.py, cluster_forward.py,
+cluster_backward.py, cluster_sums.py.
 
 Shape legend: B batch, H heads, L tokens, K clusters (KP: padded to a power of two), CK clusters of a chunk, M = n rows
 of a query tile, D, E widths, BD, BE those padded to powers of two, T near clusters of a tile, R responding ones.
@@ -13,8 +14,8 @@ Clusters are the tokens [starts[c], starts[c + 1]); those from K on are empty. W
 State of a cluster: `vectors` (2 BD + BE) float32, k_mean, var(k) and v_mean; `matrices` (BD, BE), S in the type of the
 inputs; and `factors` (4 BD + 2 BE), also in that type, the vectors as products take them: a (k_mean - origin) and what
 its rounding left over, scale^2 var(k), origin, v_mean and what its rounding left over. What there are few of (means,
-weights of clusters) enters products as two numbers of 16 bits, so that masses have the digits of float32; S does not:
-it would double the cost.
+weights of clusters) enters products as two numbers of 16 bits, so that masses have the digits of float32; S does not,
+it would double the cost, unless there is one for all clusters.
 """
 
 # mypy: allow-untyped-defs
@@ -28,18 +29,37 @@ from .products import INTERPRET, cast, dot
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(float("-inf"))
-TINY = tl.constexpr(2.0**-60)
+LOWEST = tl.constexpr(-3e38)
 CLOSURE_NUMBER = {"gauss": 0, "tanh": 1, "langevin": 2}
+COUNTS = {"length_q", "length_k", "heads", "clusters", "tiles", "blocks", "splits", "span", "T", "R"}
+STRIDES = {f"{x}_{s}" for x in ("q", "k", "v", "o", "g", "dq", "dk", "dv") for s in "bht"}
+
+
+def kernel(function):
+    """triton.jit, without recompiling for a length, a batch or a stride."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[x for x in names if x in COUNTS | STRIDES])
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x of numbers x >= 1, in one instruction (its error is that of the last digit)."""
+    """1 / x of numbers x >= 1/2, in one instruction (its error is that of the last digit)."""
     if INTERPRET:
         return 1.0 / x
     else:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def inverse_root(x):
+    """1 / sqrt(x) of normal numbers, in one instruction, to 2^-22."""
+    if INTERPRET:
+        return tl.rsqrt(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
         )
 
 
@@ -55,61 +75,64 @@ def log2_above_1(x):
 
 
 @triton.jit
-def mass_and_gain(x, CLOSURE: tl.constexpr, SHORT: tl.constexpr):
-    """phi log2(e) and f of the variance x >= 0; a power series where s = sqrt(x) leaves f no digits.
+def closed(x, CLOSURE: tl.constexpr, SHORT: tl.constexpr):
+    """phi and f of the variance x = s^2 >= 0 as (r, m, n): 2^r m = exp(phi) and 2^r n = f exp(phi).
 
-    SHORT: f is wanted to 4 digits only, those of 16 bits, and tanh needs no series.
+    So one exponential makes both p and p f, and tanh needs no logarithm and no division: r = s log2(e),
+    2 m = 1 + exp(-2 s), 2 n = (1 - exp(-2 s)) / s. r is phi log2(e), or up to 1 more. SHORT: f is wanted to 4 digits
+    only, those of 16 bits; else it is a power series where s leaves it no digits.
     """
     if CLOSURE == 0:
-        return x * (0.5 * LOG2E), x * 0.0 + 1.0
+        return x * (0.5 * LOG2E), x * 0.0 + 1.0, x * 0.0 + 1.0
     small = x < 3e-2
     if CLOSURE == 1:
-        y = tl.maximum(x, 1e-6)  # there phi is 7e-7 and f is 1 to 6 digits
-        over = tl.rsqrt(y)
+        y = tl.maximum(x, 1e-6)  # there phi is 5e-7 and f is 1 to 6 digits
+        over = inverse_root(y)
         s = y * over
         e = tl.exp2(s * (-2.0 * LOG2E))
-        phi = s * LOG2E + (log2_above_1(1.0 + e) - 1.0)
-        gain = (1.0 - e) * over * reciprocal(1.0 + e)
-        if SHORT:
-            return phi, gain
-        series = 1.0 + x * (-1.0 / 3.0 + x * (2.0 / 15.0 + x * (-17.0 / 315.0)))
-        return phi, tl.where(small, series, gain)
+        grow, lift = 0.5 + 0.5 * e, (0.5 - 0.5 * e) * over
+        if not SHORT:
+            series = 1.0 + x * (-1.0 / 3.0 + x * (2.0 / 15.0 + x * (-17.0 / 315.0)))
+            lift = tl.where(small, series * grow, lift)
+        return s * LOG2E, grow, lift
     y = tl.sqrt(3.0 * tl.where(small, 1.0, x))
     e = tl.exp2(y * (-2.0 * LOG2E))
     phi = y * LOG2E + (tl.log2((1.0 - e) / y) - 1.0)
     gain = 3.0 * ((1.0 + e) / (1.0 - e) - 1.0 / y) / y
     phi_series = x * (0.5 + x * (-1.0 / 20.0 + x * (1.0 / 105.0))) * LOG2E
     series = 1.0 + x * (-1.0 / 5.0 + x * (2.0 / 35.0 + x * (-3.0 / 175.0)))
-    return tl.where(small, phi_series, phi), tl.where(small, series, gain)
+    return tl.where(small, phi_series, phi), x * 0.0 + 1.0, tl.where(small, series, gain)
 
 
 @triton.jit
-def gain_slope(x, gain, CLOSURE: tl.constexpr):
-    """df/dx, from f itself: (1 - f - x f^2) / 2x for tanh, 3 (1 - f - x f^2 / 3) / 2x for langevin. dphi/dx = f/2."""
+def mass_and_gain(x, CLOSURE: tl.constexpr, SHORT: tl.constexpr):
+    """phi log2(e) and f of the variance x >= 0; SHORT as of `closed`."""
+    rise, grow, lift = closed(x, CLOSURE, SHORT)
+    if CLOSURE == 1:
+        return rise + (log2_above_1(2.0 * grow) - 1.0), lift * reciprocal(grow)
+    return rise, lift
+
+
+@triton.jit
+def twice_gain_slope(x, gain, CLOSURE: tl.constexpr):
+    """2 df/dx, from f: (1 - f - x f^2) / x for tanh, 3 (1 - f - x f^2 / 3) / x for langevin. dphi/dx = f/2."""
     if CLOSURE == 0:
         return x * 0.0
     small = x < 3e-2
-    over = 1.0 / tl.where(small, 1.0, x)
+    over = inverse_root(tl.maximum(x, 1e-6))  # known already where the closure is tanh
+    over *= over
     if CLOSURE == 1:
-        slope = 0.5 * over * (1.0 - gain - x * gain * gain)
-        series = -1.0 / 3.0 + x * (4.0 / 15.0 + x * (-17.0 / 105.0 + x * (248.0 / 2835.0)))
+        slope = over * (1.0 - gain - x * gain * gain)
+        series = -2.0 / 3.0 + x * (8.0 / 15.0 + x * (-34.0 / 105.0 + x * (496.0 / 2835.0)))
     else:
-        slope = 1.5 * over * (1.0 - gain - x * gain * gain * (1.0 / 3.0))
-        series = -1.0 / 5.0 + x * (4.0 / 35.0 + x * (-9.0 / 175.0 + x * (72.0 / 3465.0)))
+        slope = over * (3.0 - 3.0 * gain - x * gain * gain)
+        series = -2.0 / 5.0 + x * (8.0 / 35.0 + x * (-18.0 / 175.0 + x * (144.0 / 3465.0)))
     return tl.where(small, series, slope)
 
 
 @triton.jit
-def parts(x, dtype: tl.constexpr):
-    """x as the sum of two numbers of the type: rounded, and what that left over (nothing, for float32)."""
-    high = cast(x, dtype)
-    return high, cast(x - high.to(tl.float32), dtype)
-
-
-@triton.jit
-def factor(factors, c, at, columns, BD: tl.constexpr, BE: tl.constexpr):
-    """One of the factors of clusters c, that from number `at` on: (CK, BD) or (CK, BE)."""
-    return tl.load(factors + c[:, None] * (4 * BD + 2 * BE) + at + columns[None, :])
+def gain_slope(x, gain, CLOSURE: tl.constexpr):
+    return 0.5 * twice_gain_slope(x, gain, CLOSURE)
 
 
 @triton.jit
@@ -121,6 +144,19 @@ def packed(x, dtype: tl.constexpr):
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         )
+
+
+@triton.jit
+def parts(x, dtype: tl.constexpr):
+    """x as the sum of two numbers of the type: rounded, and what that left over (nothing, for float32)."""
+    high = packed(x, dtype)
+    return high, packed(x - high.to(tl.float32), dtype)
+
+
+@triton.jit
+def factor(factors, c, at, columns, BD: tl.constexpr, BE: tl.constexpr):
+    """One of the factors of clusters c, that from number `at` on: (CK, BD) or (CK, BE)."""
+    return tl.load(factors + c[:, None] * (4 * BD + 2 * BE) + at + columns[None, :])
 
 
 @triton.jit
@@ -152,30 +188,32 @@ def origin_of(factors, d, BD: tl.constexpr):
 
 
 @triton.jit
-def masses(
-    q, squares, factors, vectors, logs, c, d, scale,
-    CLOSURE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """z, x and f of clusters c for the rows q (n, BD) and their squares: (n, CK) each. Cost: 3 n CK BD.
+def masses(q, squares, var, high, low, logs, CLOSURE: tl.constexpr, PRECISION: tl.constexpr):
+    """Of clusters, given by `variances` and `key_means`, for rows q (n, BD) and their squares: (n, CK) each of
 
-    logs (KP,): log2 of the sizes of the clusters, -inf of empty ones.
+        z + r without phi in z,   x,   m   and   n:   masses are 2^(z + r) m, masses times f are 2^(z + r) n
+
+    with r, m, n of `closed`. logs (CK,): log2 of the sizes, -inf of clusters without mass. Cost: 3 n CK BD.
     """
-    x = dot(squares, tl.trans(variances(factors, vectors, c, d, scale, squares.dtype, BD, BE)), None, PRECISION)
-    high, low = key_means(factors, c, d, BD, BE)
+    x = dot(squares, tl.trans(var), None, PRECISION)
     z = dot(q, tl.trans(high), None, PRECISION)
     if q.dtype != tl.float32:
         z = dot(q, tl.trans(low), z, PRECISION)
-    phi, gain = mass_and_gain(x, CLOSURE, q.dtype != tl.float32)
-    return (z + tl.load(logs + c)[None, :]) + phi, x, gain
+    rise, grow, lift = closed(x, CLOSURE, q.dtype != tl.float32)
+    return (z + logs[None, :]) + rise, x, grow, lift
 
 
 @triton.jit
-def without_near(z, near, c, T):
-    """z with -inf in the columns of the T near clusters listed at `near`."""
-    far = c >= 0
-    for i in range(T):
-        far = far & (c != tl.load(near + i))
-    return tl.where(far[None, :], z, NOTHING)
+def far_logs(logs, near, c, T: tl.constexpr):
+    """log2 of the sizes of clusters c, (CK,), out of logs (KP,), -inf of the T near ones listed at `near`."""
+    size = tl.load(logs + c)
+    if T <= 8:  # no loop inside that over chunks, which the compiler then runs ahead with loads
+        for i in tl.static_range(T):
+            size = tl.where(c == tl.load(near + i), NOTHING, size)
+    else:
+        for i in range(T):
+            size = tl.where(c == tl.load(near + i), NOTHING, size)
+    return size
 
 
 @triton.jit
@@ -271,8 +309,22 @@ def turned_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def near_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """`tile` of a near cluster's tokens. EVEN: clusters are whole numbers of blocks, all lists are full."""
+def near_block(near, starts, i, blocks, N: tl.constexpr, EVEN: tl.constexpr):
+    """First token of the i-th block of near tokens, and the end of its cluster (0 where the list has a hole).
+
+    EVEN: clusters are whole numbers of blocks, all lists are full; then no more is read than the list.
+    """
+    c = tl.load(near + i // blocks)
+    if EVEN:
+        return (c * blocks + i % blocks) * N, (c + 1) * (blocks * N)
+    else:
+        at = tl.maximum(c, 0)
+        return tl.load(starts + at) + (i % blocks) * N, tl.where(c >= 0, tl.load(starts + at + 1), 0)
+
+
+@triton.jit
+def block_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """`tile` of a block, EVEN: of which all rows are there, as of `near_block`."""
     if EVEN and WIDTH == BLOCK:
         return tl.load(x + row.to(tl.int64)[:, None] * stride + columns[None, :])
     else:

@@ -21,18 +21,24 @@ from .launch import Config, cdiv, dot_precision, multiprocessors, padded
 CHUNK = 64  # clusters whose masses a program holds at once
 
 # Kernel -> Config(tokens of a block, warps, stages of the loop over clusters, -, stages of the loop over near tokens),
-# for 16-bit inputs and heads of up to 64, for 16-bit and up to 128, and for float32. "query_gradients": in fourth place
-# the clusters whose masses it holds at once (0: a chunk). "matrix_gradients": blocks of queries, in fourth place the
+# for 16-bit inputs and heads of up to 64, for 16-bit and up to 128, and for float32. "_pooled": of launches without a
+# matrix for each cluster. "attend_pooled" and "query_gradients": in fourth place the clusters whose masses are held at
+# once (0: a chunk). "choose_by_mean": tiles of a program. "matrix_gradients": blocks of queries, in fourth place the
 # clusters of a program, in fifth the programs of a multiprocessor.
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
-    "statistics": (Config(64, 4, 2), Config(64, 4, 2), Config(32, 4, 1)),
+    "statistics": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 4, 1)),
+    "pool": (Config(128, 4, 1), Config(128, 4, 1), Config(128, 4, 1)),
     "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
+    "query_moments": (Config(0, 4, 1), Config(0, 8, 1), Config(0, 8, 1)),
+    "choose_by_mean": (Config(4, 4, 1), Config(4, 8, 1), Config(4, 4, 1)),
     "attend": (Config(128, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
+    "attend_pooled": (Config(128, 8, 2, 32, 2, 128), Config(64, 8, 1, 0, 2), Config(32, 8, 1, 0, 1)),
     "query_gradients": (Config(64, 8, 3, 32, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
-    "vector_gradients": (Config(0, 4, 1), Config(64, 8, 1), Config(32, 8, 1)),
+    "query_gradients_pooled": (Config(64, 8, 2, 32, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
+    "vector_gradients": (Config(64, 4, 2), Config(64, 8, 1), Config(32, 8, 1)),
     "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
     "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),
-    "key_gradients": (Config(64, 4, 3), Config(64, 8, 1), Config(32, 8, 1)),
+    "key_gradients": (Config(64, 4, 3, registers=168), Config(64, 8, 1), Config(32, 8, 1)),
 }
 
 
@@ -52,7 +58,7 @@ class Shape(NamedTuple):
     near: int
     response: int  # clusters of a tile that respond; -1: all, -2: all with one matrix
     closure: str
-    by_error: bool
+    rank: str  # near clusters are those of largest "mass", "error" or "mean" mass of a tile
     listed: bool  # near clusters are given, not chosen
 
 
@@ -69,6 +75,8 @@ class Plan(NamedTuple):
 
     def config(self, name: str) -> Config:
         kinds = CONFIGS[name]
+        if self.response in (0, 3):
+            kinds = CONFIGS.get(f"{name}_pooled", kinds)
         if self.dtype == torch.float32:
             return kinds[2]
         return kinds[0] if max(self.BD, self.BE) <= 64 else kinds[1]
@@ -88,7 +96,8 @@ class Plan(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether `attend` chooses the clusters of a tile itself: it holds the masses of all."""
-        return self.KP == self.CK and not self.shape.listed and (self.shape.near > 0 or self.response == 2)
+        known = self.shape.listed or self.shape.rank == "mean"
+        return self.KP == self.CK and not known and (self.shape.near > 0 or self.response == 2)
 
     def even(self, block: int) -> bool:
         """Whether near clusters are whole blocks of tokens."""
@@ -114,9 +123,9 @@ class Plan(NamedTuple):
     def constants(self, *names: str) -> dict[str, Any]:
         known = {
             "D": self.shape.D, "E": self.shape.E, "BD": self.BD, "BE": self.BE, "M": self.shape.tile,
-            "CK": self.CK, "KP": self.KP, "CLOSURE": CLOSURE_NUMBER[self.shape.closure], "NEAR": self.shape.near > 0,
+            "CK": self.CK, "KP": self.KP, "CLOSURE": CLOSURE_NUMBER[self.shape.closure], "NEAR": self.shape.near,
             "RESPONSE": self.response, "SQUARE": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
-            "PRECISION": self.precision,
+            "PRECISION": self.precision, "WHOLE": self.shape.length_q % self.shape.tile == 0,
         }  # fmt: skip
         return {name: known[name] for name in names}
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from .cluster_forward import kernel
-from .cluster_parts import NOTHING, squared, store_tile, tile
+from .cluster_parts import NOTHING, kernel, squared, store_tile, tile
 from .products import cast, dot
 from .short_parts import (
     answers,

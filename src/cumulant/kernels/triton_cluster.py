@@ -3,8 +3,9 @@
 Shape legend: B sequences, H heads, Lq, Lk lengths, D, E widths, K clusters (KP padded), T near and R responding
 clusters of a tile of M queries.
 
-Memory beside inputs and outputs: statistics K D E a head, and Lq K numbers of 16 bits (gains) forward, four times that
-backward: linear in the length for a fixed K. No Lq x Lk and no Lq x K x D tensor exists.
+Memory beside inputs and outputs: statistics K D E a head, and Lq K numbers of 16 bits (gains) forward, five times that
+backward; with one response for all none forward, three times backward. Linear in the length for a fixed K: no Lq x Lk
+and no Lq x K x D tensor exists.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from . import cluster_backward as backward_kernels
 from . import cluster_forward as kernels
+from . import cluster_statistics, cluster_sums
 from .cluster_plan import Plan, Shape, logs_on, no_numbers, plan_for, starts_on
 from .direct import direct
 from .launch import empty_like_rows, is_plain, on_device, rows, stride_unit, strides
@@ -37,7 +39,7 @@ def attention(
     near: int = 0,
     response: int = -1,
     closure: str = "tanh",
-    by_error: bool = False,
+    rank: str = "mass",
     which: Tensor | None = None,
 ) -> Tensor:
     """Cluster attention, differentiable in query, key and value.
@@ -45,10 +47,10 @@ def attention(
     query (B, H, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E) -> (B, H, Lq, E). Cluster c holds the keys from
     starts[c] to starts[c + 1] (K + 1 numbers, the first 0, the last Lk). `tile` queries in a row share their `near`
     clusters, the heaviest, or those of `which` (tiles, near), -1 for none; `response` clusters answer with their
-    covariance, -1: all, -2: all with one, the mean of theirs by size.
+    covariance, -1: all, -2: all with one, the mean of theirs by size. `rank`: as of `cluster_attention`.
     """
     keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    arguments = (query, key, value, which, list(starts), scale, tile, near, response, closure, by_error)
+    arguments = (query, key, value, which, list(starts), scale, tile, near, response, closure, rank)
     if not is_plain(query):
         return forward(*arguments, keep)[0]
     return _Attention.apply(*arguments) if keep else run_forward(*arguments, False)[0]
@@ -64,7 +66,7 @@ def plan_of(
     near: int,
     response: int,
     closure: str,
-    by_error: bool,
+    rank: str,
 ) -> Plan:
     B, H, Lq, D = query.shape
     K = len(starts) - 1
@@ -72,7 +74,7 @@ def plan_of(
     far = K - near
     shape = Shape(
         B, H, Lq, key.shape[2], D, value.shape[-1], K, max(sizes), max(sizes) == min(sizes), tile, near,
-        -1 if response >= far else response, closure, by_error, which is not None,
+        -1 if response >= far else response, closure, rank, which is not None,
     )  # fmt: skip
     return plan_for(shape, query.dtype)
 
@@ -81,7 +83,8 @@ def _state(query: Tensor, plan: Plan, keep: bool) -> tuple[Tensor, Tensor, Tenso
     """lse (B H, Lq), vectors (B H, KP, 2 BD + BE), factors (B H, KP, 4 BD + 2 BE), matrices (B H, KP, BD, BE),
     near (B H, tiles, T), responding (B H, tiles, R), and rounding (B, H, Lq, E).
 
-    The last is what the output lost in its rounding to 16 bits, for a backward pass only.
+    One matrix for all clusters is kept as two of its type, (B H, 2, BD, BE). `rounding` is what the output lost in its
+    own to 16 bits, for a backward pass only.
     """
     shape = plan.shape
     heads = shape.batch * shape.heads
@@ -90,7 +93,7 @@ def _state(query: Tensor, plan: Plan, keep: bool) -> tuple[Tensor, Tensor, Tenso
         query.new_empty(heads, shape.length_q, dtype=torch.float32),
         query.new_empty(heads, plan.KP, 2 * plan.BD + plan.BE, dtype=torch.float32),
         query.new_empty(heads, plan.KP, 4 * plan.BD + 2 * plan.BE),
-        query.new_empty(heads, plan.KP, plan.BD, plan.BE),
+        query.new_empty(heads, 2 if plan.response == 3 else plan.KP, plan.BD, plan.BE),
         query.new_empty(heads, plan.tiles, shape.near, dtype=torch.int32),
         query.new_empty(heads, plan.tiles, listed, dtype=torch.int32),
         empty_like_rows(rows(query), shape.E) if keep and query.dtype != torch.float32 else query.new_empty(0),
@@ -108,12 +111,12 @@ def run_forward(
     near: int,
     response: int,
     closure: str,
-    by_error: bool,
+    rank: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, and the state of a backward pass (`_state`)."""
     q, k, v = rows(query), rows(key), rows(value)
-    plan = plan_of(query, key, value, which, starts, tile, near, response, closure, by_error)
+    plan = plan_of(query, key, value, which, starts, tile, near, response, closure, rank)
     state = _state(query, plan, keep)
     out = empty_like_rows(q, value.shape[-1])
     first, logs = starts_on(starts, plan, query.device), logs_on(starts, plan, query.device)
@@ -125,12 +128,21 @@ def run_forward(
 
 
 def _statistics(plan: Plan, k: Tensor, v: Tensor, starts: Tensor, state: Sequence[Tensor], scale: float) -> None:
-    config, unit = plan.config("statistics"), stride_unit(k, v)
-    kernels.statistics[(plan.KP, plan.shape.batch * plan.shape.heads)](
-        k, v, starts, *state[1:4], *strides(k, unit), *strides(v, unit), plan.shape.length_k, plan.shape.heads, scale,
-        N=config.block, STAGES=config.stages, UNIT=unit, **plan.constants("D", "E", "BD", "BE", "PRECISION"),
-        **plan.resources("statistics", 128),
+    config, unit, heads = plan.config("statistics"), stride_unit(k, v), plan.shape.batch * plan.shape.heads
+    vectors, factors, matrices = state[1:4]
+    pooled = plan.response == 3
+    each = matrices.new_empty(heads, plan.KP, plan.BD, plan.BE) if pooled else matrices
+    cluster_statistics.statistics[(plan.KP, heads)](
+        k, v, starts, vectors, factors, each, *strides(k, unit), *strides(v, unit), plan.shape.length_k,
+        plan.shape.heads, scale, N=config.block, FOLD=16, STAGES=config.stages, UNIT=unit,
+        **plan.constants("D", "E", "BD", "BE", "PRECISION"), **plan.resources("statistics", 128),
     )  # fmt: skip
+    if pooled:
+        size, N = plan.BD * plan.BE, plan.config("pool").block
+        cluster_statistics.pool[(size // N, heads)](
+            each, starts, matrices, plan.shape.length_k, SIZE=size, N=N, **plan.constants("KP", "CK"),
+            **plan.resources("pool", 128),
+        )  # fmt: skip
 
 
 def _choose(plan: Plan, q: Tensor, which: Tensor | None, logs: Tensor, state: Sequence[Tensor], scale: float) -> None:
@@ -139,6 +151,9 @@ def _choose(plan: Plan, q: Tensor, which: Tensor | None, logs: Tensor, state: Se
     if which is not None:
         near.copy_(which.expand_as(near))
     choosing, listed = shape.near > 0 and which is None, plan.response == 2
+    if choosing and shape.rank == "mean":
+        _choose_by_mean(plan, q, logs, vectors, near, scale)
+        choosing = False
     if not (choosing or listed) or plan.fused:
         return
     scores = vectors.new_empty(heads, plan.tiles, 2, plan.KP)
@@ -146,8 +161,22 @@ def _choose(plan: Plan, q: Tensor, which: Tensor | None, logs: Tensor, state: Se
     kernels.choose[(plan.tiles, heads)](
         q, logs, vectors, factors, scores, near, responding, *strides(q, unit),
         shape.length_q, shape.heads, shape.clusters, shape.near, responding.shape[-1], scale,
-        BY_ERROR=shape.by_error, LISTED=listed, GIVEN=not choosing, UNIT=unit,
+        BY_ERROR=shape.rank == "error", LISTED=listed, GIVEN=not choosing, UNIT=unit,
         **plan.constants(*_ROWS), **plan.resources("choose"),
+    )  # fmt: skip
+
+
+def _choose_by_mean(plan: Plan, q: Tensor, logs: Tensor, vectors: Tensor, near: Tensor, scale: float) -> None:
+    shape, unit, config = plan.shape, stride_unit(q), plan.config("choose_by_mean")
+    heads = shape.batch * shape.heads
+    moments = vectors.new_empty(heads, plan.tiles, 2, plan.BD)
+    kernels.query_moments[(plan.tiles, heads)](
+        q, moments, *strides(q, unit), shape.length_q, shape.heads, scale, UNIT=unit,
+        **plan.constants("D", "BD", "M"), **plan.resources("query_moments", 128),
+    )  # fmt: skip
+    kernels.choose_by_mean[(-(-plan.tiles // config.block), heads)](
+        moments, logs, vectors, near, plan.tiles, shape.clusters, shape.near, N=config.block,
+        **plan.constants("CLOSURE", "BD", "BE", "CK", "KP"), **plan.resources("choose_by_mean", 128),
     )  # fmt: skip
 
 
@@ -165,31 +194,19 @@ def _attend(
     heads, config, unit = shape.batch * shape.heads, plan.config("attend"), stride_unit(q, k, v, out)
     apart = plan.response in (1, 2)
     gains = q.new_empty(heads, plan.tiles, plan.KP, shape.tile) if apart else q.new_empty(1)
-    chunks = plan.KP // plan.CK
+    chunk = plan.CK if plan.fused or apart else min(config.keys or plan.CK, plan.KP)
+    chunks = plan.KP // chunk
     tops = vectors.new_empty(heads, plan.tiles, chunks, shape.tile) if apart and chunks > 1 else vectors
-    matrices = _pool(plan, matrices, sizes[1]) if plan.response == 3 else matrices
     kernels.attend[(plan.tiles, heads)](
         q, k, v, out, rounding, lse, *sizes, vectors, factors, matrices, _list(near), _list(responding), gains, tops,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit),
         shape.length_q, shape.heads, shape.clusters, -(-shape.longest // config.block), shape.near,
-        responding.shape[-1], scale, CHOOSE=plan.fused, BY_ERROR=shape.by_error,
+        responding.shape[-1], scale, CHOOSE=plan.fused, BY_ERROR=shape.rank == "error",
         KEEP=rounding.numel() > 0, EVEN=plan.even(config.block), E=shape.E, RESPONSE=plan.response, N=config.block,
-        STAGES=config.stages,
+        CHUNK_STAGES=1 if plan.fused or apart else config.stages, STAGES=config.stages,
         NEAR_STAGES=config.key_stages or config.stages, UNIT=unit,
-        **plan.constants(*_ROWS), **plan.resources("attend"),
+        **plan.constants(*_ROWS) | {"CK": chunk}, **plan.resources("attend"),
     )  # fmt: skip
-
-
-def _pool(plan: Plan, matrices: Tensor, logs: Tensor) -> Tensor:
-    """The mean of S (B H, KP, BD, BE) by the sizes of the clusters, (B H, BD, BE)."""
-    share = _shares(plan, logs).expand(matrices.shape[0], 1, plan.KP)
-    pool = share @ torch.where(logs[:, None] > -1, matrices.flatten(2).float(), 0)  # what only pads holds nothing
-    return pool.to(matrices.dtype).view(-1, plan.BD, plan.BE)
-
-
-def _shares(plan: Plan, logs: Tensor) -> Tensor:
-    """Sizes of the clusters over the number of keys, (KP,)."""
-    return logs.exp2() / plan.shape.length_k
 
 
 def _list(numbers: Tensor) -> Tensor:
@@ -215,11 +232,11 @@ def run_backward(
     near: int,
     response: int,
     closure: str,
-    by_error: bool,
+    rank: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the gradient of the output and what the forward pass kept."""
     q, k, v, g = rows(query), rows(key), rows(value), rows(grad)
-    plan = plan_of(query, key, value, None, starts, tile, near, response, closure, by_error)
+    plan = plan_of(query, key, value, None, starts, tile, near, response, closure, rank)
     dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (q, k, v))
     first, logs = starts_on(starts, plan, query.device), logs_on(starts, plan, query.device)
     state = (lse, vectors, factors, matrices, near_list, responding, rounding)
@@ -227,8 +244,6 @@ def run_backward(
         per_query, rest = _backward_queries(plan, q, k, v, out, g, dq, (first, logs), state, scale)
         grad_vectors = _backward_vectors(plan, q, g, rest, vectors, scale)
         grad_matrices = _backward_matrices(plan, q, g, rest[1], responding, vectors)
-        if plan.response == 3:
-            grad_matrices = _shares(plan, logs)[:, None, None] * grad_matrices
         _backward_keys(
             plan, q, k, v, g, dk, dv, first, vectors, near_list, per_query, grad_vectors, grad_matrices, scale
         )
@@ -258,16 +273,16 @@ def _backward_queries(
     rest = tuple(
         q.new_empty(heads, plan.tiles, n, shape.tile, dtype=kind) for n, kind in zip(counts, kinds, strict=True)
     )
-    matrices = _pool(plan, matrices, sizes[1]) if plan.response == 3 else matrices
     backward_kernels.query_gradients[(plan.tiles, heads)](
         q, k, v, out, rounding, g, dq, lse, *per_query, *sizes, vectors, factors, matrices, _list(near),
         _list(responding), *rest,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit), *strides(g, unit),
         *strides(dq, unit), shape.length_q, shape.heads, shape.clusters,
         -(-shape.longest // config.block), shape.near, responding.shape[-1], scale, EVEN=plan.even(config.block),
-        E=shape.E, N=config.block, RESPONSE=plan.response, STAGES=config.stages,
+        E=shape.E, N=config.block, RESPONSE=plan.response,
+        CHUNK_STAGES=1 if plan.response in (1, 2) else config.stages, STAGES=config.stages,
         NEAR_STAGES=config.key_stages or config.stages, UNIT=unit,
-        **plan.constants(*_ROWS) | {"CK": config.keys or plan.CK}, **plan.resources("query_gradients"),
+        **plan.constants(*_ROWS) | {"CK": min(config.keys or plan.CK, plan.KP)}, **plan.resources("query_gradients"),
     )  # fmt: skip
     return per_query, rest
 
@@ -280,10 +295,10 @@ def _backward_vectors(
     span, splits = plan.split(heads * chunks, q.device, 2, 0.001)
     partial = vectors.new_empty(splits, *vectors.shape)
     weights, _, dz, dx = rest
-    backward_kernels.vector_gradients[(chunks, heads, splits)](
+    cluster_sums.vector_gradients[(chunks, heads, splits)](
         q, g, weights, dz, dx, partial, *strides(q, unit), *strides(g, unit), shape.length_q, shape.heads, plan.tiles,
-        span, scale, E=shape.E, STAGES=config.stages, UNIT=unit,
-        **plan.constants("D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION"),
+        span, scale, E=shape.E, N=min(config.block, shape.tile), STAGES=config.stages, UNIT=unit,
+        **plan.constants("WHOLE", "D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION"),
         **plan.resources("vector_gradients", 128),
     )  # fmt: skip
     return partial[0] if splits == 1 else partial.sum(0)
@@ -301,14 +316,16 @@ def _backward_matrices(plan: Plan, q: Tensor, g: Tensor, gains: Tensor, respondi
     if plan.response == 2:
         total = vectors.new_empty(heads, plan.KP, plan.BD, plan.BE)
         lists = _tiles_of_clusters(responding, plan.KP)
-        backward_kernels.listed_gradients[(plan.KP, heads)](q, g, gains, total, *lists, *tokens, **constants)
+        cluster_sums.listed_gradients[(plan.KP, heads)](q, g, gains, total, *lists, *tokens, **constants)
         return total
     N = min(shape.tile, config.block)
     C, KP = (1, 1) if plan.response == 3 else (config.keys, plan.KP)
     groups = 1 if plan.response == 3 else -(-shape.clusters // C)
-    span, splits = plan.split(heads * groups, q.device, config.key_stages, 0.03)
+    # One matrix a head: writing a part of it costs next to nothing, and programs are small.
+    resident, cost = (4, 0.0005) if plan.response == 3 else (config.key_stages, 0.03)
+    span, splits = plan.split(heads * groups, q.device, resident, cost)
     partial = vectors.new_empty(splits, heads, KP, plan.BD, plan.BE)
-    backward_kernels.matrix_gradients[(groups, heads, splits)](
+    cluster_sums.matrix_gradients[(groups, heads, splits)](
         q, g, gains, partial, *tokens, span, N=N, C=C, **constants | {"KP": KP}
     )
     return partial[0] if splits == 1 else partial.sum(0)
@@ -344,10 +361,10 @@ def _backward_keys(
     backward_kernels.key_gradients[(blocks, shape.clusters, shape.batch * shape.heads)](
         q, k, v, g, dk, dv, *per_query, starts, vectors, grad_vectors, grad_matrices, *lists,
         *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(g, unit), *strides(dk, unit),
-        *strides(dv, unit), shape.length_q, shape.heads, plan.tiles, scale,
-        RESPONSE=plan.response > 0, E=shape.E, N=config.block, ROWS=min(shape.tile, 64), STAGES=config.stages,
-        UNIT=unit,
-        **plan.constants("NEAR", "D", "BD", "BE", "M", "KP", "PRECISION"),
+        *strides(dv, unit), shape.length_q, shape.length_k, shape.heads, plan.tiles, scale,
+        RESPONSE=plan.response > 0, POOLED=plan.response == 3, E=shape.E, N=config.block, ROWS=min(shape.tile, 64),
+        STAGES=config.stages, UNIT=unit,
+        **plan.constants("NEAR", "WHOLE", "D", "BD", "BE", "M", "KP", "PRECISION"),
         **plan.resources("key_gradients", 128 if shape.tile >= 64 else 32),
     )  # fmt: skip
 
@@ -357,8 +374,8 @@ backward = torch.library.custom_op("cumulant::cluster_backward", run_backward, m
 
 
 @forward.register_fake
-def _(query, key, value, which, starts, scale, tile, near, response, closure, by_error, keep):  # type: ignore[no-untyped-def]
-    plan = plan_of(query, key, value, which, starts, tile, near, response, closure, by_error)
+def _(query, key, value, which, starts, scale, tile, near, response, closure, rank, keep):  # type: ignore[no-untyped-def]
+    plan = plan_of(query, key, value, which, starts, tile, near, response, closure, rank)
     return empty_like_rows(rows(query), value.shape[-1]), *_state(query, plan, keep)
 
 
