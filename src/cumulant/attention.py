@@ -21,6 +21,7 @@ from .inputs import (
     in_autocast_dtype,
     leading,
     offsets,
+    only_around_zero,
     positions_of,
     transformed,
     without_autocast,
@@ -121,6 +122,7 @@ def attention_varlen(
     enable_gqa: bool = False,
     normalization: str = "mean",
     backend: str = "auto",
+    around: str = "zero",
 ) -> Tensor:
     """`attention` over sequences of different lengths packed end to end; equal to a loop over them.
 
@@ -135,6 +137,12 @@ def attention_varlen(
 
     The other arguments are those of `attention`. A sequence without keys gives 0. Returns (Tq, H, E).
     """
+    only_around_zero(
+        "attention_varlen",
+        around,
+        "the mean query weights the keys of each sequence and head in its own way, which packed kernels do not take",
+        'pad the sequences and call zoo.get("cumulant3") with around="mean", key_mask and query_mask',
+    )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
             raise ValueError(f"{name} must be packed as (tokens, heads, width), got shape {tuple(x.shape)}")

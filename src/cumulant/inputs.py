@@ -40,6 +40,12 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
+def only_around_zero(name: str, around: str, reason: str, instead: str) -> None:
+    """Raises for a query to expand around that `name` does not have: it knows "zero" alone."""
+    if around != "zero":
+        raise ValueError(f'{name} expands around 0, got around={around!r}: {reason}; pass around="zero", or {instead}')
+
+
 def check_tensors(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float | None, enable_gqa: bool
 ) -> float:

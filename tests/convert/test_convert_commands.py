@@ -69,7 +69,7 @@ def test_convert_distils_and_a_second_command_reads_what_the_first_did(tmp_path)
     model = cumulant.create_model("vit_nano_patch2_8", num_classes=10, init_std=0.2)
     weights = str(save(model, tmp_path / "last.safetensors"))
     out = tmp_path / "distilled"
-    how = DistillRecipe(epochs=1, layer_share=0.5)
+    how = DistillRecipe(epochs=3, layer_share=0.5)
     settings = Convert(weights, "digits", layers=("auto",), budget=9.0, distill=True, distillation=how,
                        items_a_step=256, batches=1, out=out)  # fmt: skip
     report = run_convert(settings)

@@ -50,6 +50,20 @@ def test_asked_rows_and_heads_are_those_of_the_whole_map(attention: str) -> None
         torch.testing.assert_close(part.maps(layer), whole.maps(layer)[:, [2, 0]][:, :, [5, 0, 16]])
 
 
+def test_asked_rows_of_an_expansion_around_the_mean_query_know_all_queries() -> None:
+    images = torch.randn(2, 1, 8, 8)
+    own = vit("cumulant3", attention_options={"around": "mean"})
+    converted = vit("softmax")
+    cumulant.convert(converted, "cumulant3+around=mean")
+    for model in (own, converted):
+        with explain.capture(model, images) as whole:
+            pass
+        with explain.capture(model, images, queries=[5]) as part:
+            pass
+        for layer in part.layers:
+            torch.testing.assert_close(part.maps(layer), whole.maps(layer)[:, :, [5]])
+
+
 @pytest.mark.parametrize("attention", MAPPED)
 def test_maps_times_values_are_what_the_layer_projects(attention: str) -> None:
     """A v is the input of the output projection, taken from the running model.

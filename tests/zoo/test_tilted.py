@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cumulant import zoo
+from cumulant import SlidingWindow, Stream, attention, attention_varlen, zoo
+from cumulant.kernels import launch
 from cumulant.nn import MultiheadAttention
+from cumulant.zoo.tilted import around_weights
 
 ORDERS = (1, 2, 3)
 
@@ -68,6 +70,24 @@ def test_masked_keys_are_as_if_taken_out_and_a_row_without_keys_is_0():
     assert not out[1].any()
 
 
+def test_padded_queries_are_in_no_mean_and_what_they_hold_goes_nowhere():
+    q, k, v = draw((2, 2, 7, 4), (2, 2, 7, 4), (2, 2, 7, 3))
+    mask = torch.arange(7).lt(5).expand(2, 7)
+    q[..., 5:, :] = torch.nan
+    shared = {"around": "mean", "apart": 1, "key_mask": mask, "query_mask": mask}
+    expected = of_order(3)(*(x[..., :5, :] for x in (q, k, v)), around="mean", apart=1)
+    torch.testing.assert_close(of_order(3)(q, k, v, **shared)[..., :5, :], expected)
+    weights = of_order(3).scores(q, k, **shared)[..., :5, :]
+    torch.testing.assert_close(weights @ v, expected)
+
+
+def test_a_layer_leaves_masked_tokens_out_of_the_mean():
+    layer = MultiheadAttention(16, 2, attention="cumulant3", attention_options={"around": "mean"}, dtype=torch.float64)
+    (x,) = draw((2, 9, 16))
+    mask = torch.arange(9).lt(6).expand(2, 9)
+    torch.testing.assert_close(layer(3 * x, key_mask=mask)[:, :6], layer(3 * x[:, :6]))
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_its_weights_times_the_values_are_its_output(order):
     q, k, v = draw((2, 2, 5, 4), (2, 2, 7, 4), (2, 2, 7, 3))
@@ -85,6 +105,67 @@ def test_gradients(order):
         return of_order(order)(q, k, v, around="mean", apart=1, key_mask=weights, enable_gqa=True)
 
     assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_gradients_of_the_weights_follow_from_those_of_the_values(order):
+    """As autograd finds them, by a call that takes the weights for constants."""
+    d, k, v, logits, grad = draw((3, 1, 6, 4), (3, 1, 9, 4), (3, 1, 9, 5), (3, 9), (3, 1, 6, 5))
+    inputs = [x.requires_grad_() for x in (d, k, v, logits)]
+    shared = {"order": order, "scale": 0.7, "backend": "reference"}
+    plain = attention(d, k, v, key_mask=logits.softmax(-1), **shared)
+    ours = around_weights(attention, d, k, v, logits=logits, w=logits.softmax(-1).detach(), **shared)
+    for found, wanted in zip(*(torch.autograd.grad(out, inputs, grad) for out in (ours, plain)), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def outputs_and_gradients(order, backend, dtype, device="cpu"):
+    drawn = draw((2, 2, 20, 16), (2, 2, 20, 16), (2, 2, 20, 16), (2, 2, 20, 16), dtype=torch.float32)
+    q, k, v, grad = (x.bfloat16().to(device, dtype) for x in (drawn[0] + 1, *drawn[1:]))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    mask = torch.arange(20).lt(torch.tensor([[20], [13]])).to(device)
+    out = of_order(order)(*inputs, around="mean", apart=1, key_mask=mask, query_mask=mask, backend=backend)
+    return [x.double() for x in (out, *torch.autograd.grad(out, inputs, grad))]
+
+
+@pytest.mark.skipif(not launch.INTERPRET, reason="on the CPU kernels run in the interpreter only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("order", [2, 3])
+def test_training_with_the_kernels_is_at_most_twice_as_far_off_as_plain_torch(order, dtype):
+    exact = outputs_and_gradients(order, "reference", torch.float64)
+    plain, ours = (outputs_and_gradients(order, backend, dtype) for backend in ("reference", "triton"))
+    for x, p, o in zip(exact, plain, ours, strict=True):
+        assert (o - x).norm() <= 2 * (p - x).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [2, 3])
+def test_training_on_a_gpu_is_at_most_twice_as_far_off_as_plain_torch(order):
+    exact = outputs_and_gradients(order, "reference", torch.float64, "cuda")
+    plain, ours = (outputs_and_gradients(order, b, torch.bfloat16, "cuda") for b in ("reference", "auto"))
+    for x, p, o in zip(exact, plain, ours, strict=True):
+        assert (o - x).norm() <= 2 * (p - x).norm()
+
+
+@pytest.mark.skipif(not launch.INTERPRET, reason="on the CPU kernels run in the interpreter only")
+def test_second_derivatives_of_the_kernels_are_refused_and_those_of_plain_torch_are_right():
+    q, k, v = (x.requires_grad_() for x in draw((1, 1, 4, 3), (1, 1, 5, 3), (1, 1, 5, 2)))
+    assert torch.autograd.gradgradcheck(lambda *x: of_order(2)(*x, around="mean"), (q, k, v))
+    q, k, v = (torch.randn(1, 1, 4, 16, requires_grad=True) for _ in range(3))
+    out = of_order(2)(q, k, v, around="mean", backend="triton")
+    with pytest.raises(RuntimeError, match='for second ones pass backend="reference"'):
+        torch.autograd.grad(out.sum(), k, create_graph=True)
+
+
+@pytest.mark.parametrize(("order", "backend"), [(2, "auto"), (3, "triton")])
+def test_a_layer_compiles_without_a_break_with_the_same_gradients(order, backend):
+    if backend == "triton" and not launch.INTERPRET:
+        pytest.skip("on the CPU kernels run in the interpreter only")
+    options = {"around": "mean", "apart": 1, "backend": backend}
+    layer, x = MultiheadAttention(32, 2, attention=f"cumulant{order}", attention_options=options), torch.randn(2, 9, 32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found, wanted = (torch.autograd.grad(call(x).square().sum(), layer.qkv.weight)[0] for call in (compiled, layer))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_bfloat16_is_as_close_as_its_rounding():
@@ -109,3 +190,22 @@ def test_what_it_cannot_do_is_named():
         of_order(2)(q, k, v, around="median")
     with pytest.raises(ValueError, match="apart must lie between 0 and the 4 queries, got 5"):
         of_order(2)(q, k, v, around="mean", apart=5)
+
+
+def test_packed_sequences_and_streams_say_that_they_expand_around_0_and_why():
+    q, at = torch.randn(4, 1, 8), torch.tensor([0, 4])
+    for call in (attention_varlen, of_order(2).varlen):
+        with pytest.raises(ValueError, match=r"attention_varlen expands around 0, got around='mean': the mean query"):
+            call(q, q, q, at, at, around="mean")
+    streams = (Stream, of_order(3).stream, lambda **how: SlidingWindow(4, **how))
+    for make in streams:
+        with pytest.raises(ValueError, match=r"expands around 0, got around='mean': .* when the last has come"):
+            make(around="mean")
+    torch.testing.assert_close(attention_varlen(q, q, q, at, at, around="zero"), attention_varlen(q, q, q, at, at))
+
+
+def test_a_temperature_of_each_order_is_refused():
+    options = {"around": "mean"}
+    with pytest.raises(ValueError, match=r'temperature="order" mixes the mean .* got around="mean"'):
+        MultiheadAttention(16, 2, attention="cumulant3", attention_options=options, temperature="order")
+    MultiheadAttention(16, 2, attention="cumulant3", attention_options=options, temperature="head")

@@ -169,8 +169,9 @@ def _config(model: Any) -> Any:
 
 def _constant(choice: Choice | None) -> bool:
     """Whether the state of this layer has a constant size: every head, in the mean form that moments give."""
-    mean = choice is not None and choice.options.get("normalization", "mean") == "mean"
-    return mean and choice is not None and choice.order is not None and choice.heads is None
+    if choice is None or choice.order is None or choice.heads is not None or choice.around_mean:
+        return False
+    return choice.options.get("normalization", "mean") == "mean"
 
 
 def _is_self(module: nn.Module) -> bool:

@@ -5,9 +5,10 @@ Shape legend: B batch, H query heads, Hk key heads, Lq queries, Lk keys, D key w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,13 +16,17 @@ from torch import Tensor, nn
 
 from .. import zoo
 from ..zoo.registry import Mechanism, suggest
+from ..zoo.tilted import check_around
 
 SOFTMAX = "softmax"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The mechanism of a layer, its options, and the heads that take it (None: all; the others stay softmax)."""
+    """The mechanism of a layer, its options, and the heads that take it (None: all; the others stay softmax).
+
+    `name` writes mechanism and options as one word, "cumulant3+around=mean", and `named` reads it.
+    """
 
     attention: str = "cumulant3"
     heads: tuple[int, ...] | None = None
@@ -30,6 +35,8 @@ class Choice:
     def __post_init__(self) -> None:
         check_fits(self.attention)
         zoo.get(self.attention).check_options(self.options)
+        if "around" in self.options:
+            check_around(self.options["around"], is_causal=False)
         if self.heads is not None:
             object.__setattr__(self, "heads", tuple(sorted(set(self.heads))))
 
@@ -38,6 +45,32 @@ class Choice:
         """Order of a cumulant mechanism, None for another."""
         return int(self.attention[-1]) if self.attention.startswith("cumulant") else None
 
+    @property
+    def name(self) -> str:
+        """Mechanism and options in one word."""
+        return self.attention + "".join(f"+{key}={_written(value)}" for key, value in sorted(self.options.items()))
+
+    @classmethod
+    def named(cls, name: str, options: Mapping[str, Any] | None = None) -> Choice:
+        """The choice that "cumulant3+around=mean" stands for, with further options."""
+        attention, *words = name.split("+")
+        return cls(attention, None, {**dict(_option(word, name) for word in words), **(options or {})})
+
+    @property
+    def around_mean(self) -> bool:
+        """Whether the expansion is around the mean query, which all queries of a sequence make together."""
+        return self.options.get("around") == "mean"
+
+    def at(self, prefix: int) -> Choice:
+        """The same in a layer with `prefix` tokens of another kind at the start: these have a mean query of their own,
+        unless `apart` says otherwise. Around 0 is said by nothing, so that what knows no options, folding say, serves.
+        """
+        if not self.around_mean:
+            return replace(self, options={key: value for key, value in self.options.items() if key != "around"})
+        if "apart" in self.options or not prefix:
+            return self
+        return replace(self, options={**self.options, "apart": prefix})
+
     def to_json(self) -> dict[str, Any]:
         heads = None if self.heads is None else list(self.heads)
         return {"attention": self.attention, "heads": heads, "options": dict(self.options)}
@@ -45,11 +78,26 @@ class Choice:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Choice:
         heads = values.get("heads")
-        return cls(values["attention"], None if heads is None else tuple(heads), dict(values.get("options") or {}))
+        made = cls.named(values["attention"], values.get("options"))
+        return made if heads is None else replace(made, heads=tuple(heads))
 
     def __str__(self) -> str:
         extra = "".join(f", {name}={value}" for name, value in self.options.items())
         return f"{self.attention}{extra}" + ("" if self.heads is None else f" in heads {list(self.heads)}")
+
+
+def _option(word: str, name: str) -> tuple[str, Any]:
+    key, sign, text = word.partition("=")
+    if not key or (sign and not text):
+        raise ValueError(f"options are written +name or +name=value, got {word!r} in {name!r}")
+    try:
+        return key, json.loads(text) if sign else True
+    except ValueError:
+        return key, text
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def fits(mechanism: Mechanism) -> bool:
@@ -123,31 +171,32 @@ def mix(
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    query_mask: Tensor | None = None,
     grid: tuple[int, ...] | None = None,
     prefix: int = 0,
 ) -> Tensor:
     """Attention of a converted layer, (B, H, Lq, E). Cost: that of the mechanism, plus softmax for heads that keep it.
 
-    `dropout_p` acts on softmax heads only: the other mechanisms form no probabilities. `grid` says how the tokens after
-    the first `prefix` are laid out, for mechanisms that want to know.
+    `dropout_p` acts on softmax heads only: the other mechanisms form no probabilities. For those that want to know,
+    `query_mask` (B, Lq) says which queries are there, and `grid` how the tokens after the first `prefix` are laid out.
     """
     if observed():
         for observer in tuple(_observers):
             observer(module, Call(query, key, value, key_mask, is_causal, scale))
     shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
-    layout = _layout(choice, grid, prefix)
+    told = _told(choice, query_mask, grid, prefix)
     if choice.heads is None:
-        return _all_heads(choice, query, key, value, dropout_p, {**shared, **layout})
+        return _all_heads(choice, query, key, value, dropout_p, {**shared, **told})
     groups = query.shape[-3] // key.shape[-3]
     device = query.device
     chosen = torch.tensor(choice.heads, dtype=torch.long, device=device)
     others = torch.tensor([h for h in range(query.shape[-3]) if h not in choice.heads], dtype=torch.long, device=device)
 
-    def part(which: Choice, heads: Tensor, layout: dict[str, Any]) -> Tensor:
+    def part(which: Choice, heads: Tensor, told: dict[str, Any]) -> Tensor:
         k, v = (x.index_select(-3, heads // groups) for x in (key, value))
-        return _all_heads(which, query.index_select(-3, heads), k, v, dropout_p, {**shared, **layout})
+        return _all_heads(which, query.index_select(-3, heads), k, v, dropout_p, {**shared, **told})
 
-    out = torch.cat((part(Choice(choice.attention, None, choice.options), chosen, layout), part(KEPT, others, {})), -3)
+    out = torch.cat((part(Choice(choice.attention, None, choice.options), chosen, told), part(KEPT, others, {})), -3)
     return out.index_select(-3, torch.cat((chosen, others)).argsort())
 
 
@@ -159,6 +208,7 @@ def weights(
     key_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    query_mask: Tensor | None = None,
     grid: tuple[int, ...] | None = None,
     prefix: int = 0,
 ) -> Tensor:
@@ -169,8 +219,8 @@ def weights(
     def of(which: Choice) -> Tensor:
         mechanism = zoo.get(which.attention)
         assert mechanism.scores is not None
-        layout = _layout(which, grid, prefix)
-        return mechanism.scores(query, key, **shared, **layout, **mechanism.options_of_scores(which.options))
+        told = _told(which, query_mask, grid, prefix)
+        return mechanism.scores(query, key, **shared, **told, **mechanism.options_of_scores(which.options))
 
     A = of(Choice(choice.attention, None, choice.options))
     if choice.heads is None:
@@ -180,9 +230,11 @@ def weights(
     return torch.where(chosen[:, None, None], A, of(KEPT))
 
 
-def _layout(choice: Choice, grid: tuple[int, ...] | None, prefix: int) -> dict[str, Any]:
-    wanted = grid is not None and zoo.get(choice.attention).wants_grid
-    return {"grid": grid, "prefix": prefix} if wanted else {}
+def _told(choice: Choice, query_mask: Tensor | None, grid: tuple[int, ...] | None, prefix: int) -> dict[str, Any]:
+    """What the mechanism of this choice wants to know at a call."""
+    mechanism = zoo.get(choice.attention)
+    told: dict[str, Any] = {"query_mask": query_mask} if mechanism.wants_query_mask else {}
+    return told | {"grid": grid, "prefix": prefix} if grid is not None and mechanism.wants_grid else told
 
 
 def _all_heads(

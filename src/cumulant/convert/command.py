@@ -52,6 +52,7 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
         model,
         settings.attention,
         layers=layers,
+        options={} if settings.around is None else {"around": settings.around},
         budget=settings.budget if layers == "auto" else None,
         data=data,
         heads=settings.heads,

@@ -93,20 +93,22 @@ def convert(
     was. See `restore`, `save`, `load`.
 
     Args:
-        attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 or linear.
+        attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 or linear; options may stand behind it,
+            "cumulant3+around=mean".
         layers: None for all that can be replaced; indices in running order or name patterns; a mapping from those to a
             mechanism, or to {"attention", "heads", "options"}; "auto" to choose by diagnosis.
         budget: with layers="auto", the largest relative change of the output to accept, e.g. 0.05.
         data: batches (tensors, tuples of arguments or mappings of keyword arguments); the error is measured on them.
         example: one batch for the dry run; made from the model's config unless given.
-        options: of the mechanism, e.g. {"full": True}.
+        options: of the mechanism, e.g. {"full": True}. With {"around": "mean"}, layers that are causal or attend to
+            another sequence stay softmax, and tokens that the model puts before its patches have a mean of their own.
         heads: with layers="auto", also replace single heads in layers that do not fit the budget as a whole.
         diagnosis: what `diagnose` found for this model, so that layers="auto" need not find it again.
         batches: how many batches of `data` to use.
         output: function(output, batch) -> tensor to compare models by; logits or hidden states unless given.
         progress: where a bar is shown while layers="auto" measures.
     """
-    asked = Choice(attention, None, dict(options or {}))
+    asked = Choice.named(attention, options)
     if sites.is_converted(model):
         raise ValueError("the model is converted already; restore(model) of cumulant.convert takes that back")
     if budget is not None and layers != "auto":
@@ -138,7 +140,7 @@ def convert(
             undo()
             raise
     sites.remember(model, plan, undo, whole=len(plan) == len(found))
-    reasons = {site.name: site.obstacle or "not chosen" for site in found if site.name not in plan}
+    reasons = {site.name: site.refusal(asked) or "not chosen" for site in found if site.name not in plan}
     return ConversionReport(
         model=type(model).__name__,
         attention=attention,
@@ -214,7 +216,11 @@ def uncalled(model: nn.Module, found: Sequence[Site]) -> dict[str, str]:
 def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, Choice]:
     """The choice for each layer that the user named; an error for one that is not there or cannot be replaced."""
     if layers is None:
-        return {site.name: asked for site in found if site.obstacle is None}
+        able = [site for site in found if site.refusal(asked) is None]
+        if not able:
+            reasons = "; ".join(dict.fromkeys(str(site.refusal(asked)) for site in found))
+            raise ValueError(f"no attention layer can take {asked}: {reasons}")
+        return {site.name: asked.at(site.prefix) for site in able}
     if isinstance(layers, str):
         raise ValueError(f'layers must be None, "auto", a list or a mapping, got {layers!r}')
     wanted = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, asked)
@@ -224,12 +230,13 @@ def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, 
             choice = _choice(value, asked)
             if choice is None:
                 continue
-            if site.obstacle is not None:
-                raise ValueError(f"layer {key!r} ({site.name}) cannot be replaced: {site.obstacle}")
+            reason = site.refusal(choice)
+            if reason is not None:
+                raise ValueError(f"layer {key!r} ({site.name}) cannot be replaced by {choice}: {reason}")
             bad = [h for h in choice.heads or () if not 0 <= h < site.heads]
             if bad:
                 raise ValueError(f"layer {key!r} ({site.name}) has heads 0 to {site.heads - 1}, got {bad}")
-            plan[site.name] = choice
+            plan[site.name] = choice.at(site.prefix)
     return plan
 
 
@@ -250,7 +257,7 @@ def _choice(value: Any, asked: Choice) -> Choice | None:
     if isinstance(value, Choice):
         return value
     if isinstance(value, str):
-        return Choice(value, None, asked.options if value == asked.attention else {})
+        return Choice.named(value, asked.options if value == asked.attention else None)
     if isinstance(value, Mapping):
         return Choice.from_json({"attention": asked.attention, **value})
     raise ValueError(f"a layer's choice must be a name, a mapping or a Choice, got {value!r}")

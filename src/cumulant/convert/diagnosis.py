@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from . import sites
-from .choice import KEPT, Call, Choice, fitting, observing
+from .choice import KEPT, SOFTMAX, Call, Choice, fitting, observing
 from .conversion import _is_softmax, _kept_plan, find_sites
 from .inputs import Batch, answers, call, evaluating, example_for, relative_error, some
+from .settings import CANDIDATES
 from .statistics import ORDERS, HeadSums, head_sums
 
-CANDIDATES = ("cumulant2", "cumulant3")
+NEAR, ROUNDING = 0.02, 1e-6  # a dearer mechanism has to lower the effect by more than this share of it, and this
 PATIENCE = 3  # heads that may not fit before the search, by rising effect, ends
 
 
@@ -31,14 +32,34 @@ class LayerDiagnosis:
     spread: list[float]  # standard deviation of the logits over the keys
     largest: list[float]  # |logit - mean| at its largest
     error: dict[int, list[float]]  # ||order n - softmax|| / ||softmax|| of the layer's own output
+    mean_error: dict[int, list[float]]  # the same around the mean query; empty where the layer is causal
     left_out: dict[int, list[float]]  # what order n leaves out to fourth order, over ||softmax||
     negative: dict[int, list[float]]  # share of weight that is negative
     effect: dict[str, float]  # relative change of the model's output if this layer alone is replaced
     head_effect: dict[str, list[float]] = field(default_factory=dict)  # the same for single heads
+    prefix: int = 0  # class tokens and the like at the start
 
-    def best(self) -> str:
-        """The mechanism with the smallest effect."""
-        return min(self.effect, key=self.effect.__getitem__)
+    def best(self, names: Iterable[str] | None = None) -> str:
+        """The mechanism (of `names`) with the smallest effect; of those that are within 2 % of it, the cheapest."""
+        able = list(self.effect) if names is None else [name for name in names if name in self.effect]
+        limit = (1 + NEAR) * min(self.effect[name] for name in able) + ROUNDING
+        return min((name for name in able if self.effect[name] <= limit), key=self.cost)
+
+    def choice(self, name: str, heads: tuple[int, ...] | None = None) -> Choice:
+        """What `convert` puts into this layer under that name."""
+        return replace(Choice.named(name).at(self.prefix), heads=heads)
+
+    def cost(self, name: str, tokens: int | None = None) -> float:
+        """Multiply-adds of a sequence in this layer: 2 L^2 D a head for softmax, 2 (n - 1) L D^2 for order n.
+
+        Around the mean query, each mean costs a softmax of one query more, 2 L D. Other mechanisms count as order 2.
+        """
+        L, D, choice = self.tokens if tokens is None else tokens, self.width, self.choice(name)
+        if choice.attention == SOFTMAX:
+            return 2.0 * L * L * D * self.heads
+        order = 2 if choice.order is None else max(2, choice.order)
+        means = (1 + (choice.options.get("apart", 0) > 0)) if choice.around_mean else 0
+        return 2.0 * L * D * ((order - 1) * D + means) * self.heads
 
 
 @dataclass
@@ -56,7 +77,7 @@ class Diagnosis:
 
     def best(self, count: int) -> dict[str, Choice]:
         """The `count` safest layers with the mechanism that suits each: `convert(model, layers=diagnosis.best(3))`."""
-        return {layer.name: Choice(layer.best()) for layer in self.ranked()[:count]}
+        return {layer.name: layer.choice(layer.best()) for layer in self.ranked()[:count]}
 
     def best_heads(self, count: int) -> dict[str, Choice]:
         """The `count` safest heads of the model, after `diagnose(..., heads=True)`; their layers keep the others."""
@@ -72,40 +93,42 @@ class Diagnosis:
             chosen[name] = (*chosen.get(name, ()), head)
         by_name = {layer.name: layer for layer in self.layers}
         return {
-            name: Choice(by_name[name].best(), None if len(heads) == by_name[name].heads else heads)
+            name: by_name[name].choice(by_name[name].best(), None if len(heads) == by_name[name].heads else heads)
             for name, heads in chosen.items()
         }
 
     def speedup(self, tokens: int, layers: Iterable[str] | None = None) -> float:
         """Multiply-adds of a forward pass before, over those after replacing `layers` (all), at so many tokens.
 
-        A count, not a measurement: softmax takes 2 L^2 D a head, order n takes 2 (n - 1) L D^2.
+        A count, not a measurement, see `LayerDiagnosis.cost`.
         """
         chosen = {layer.name for layer in self.layers} if layers is None else set(layers)
         before = after = float(self.linear * tokens)
         for layer in self.layers:
-            softmax = 2.0 * tokens**2 * layer.width * layer.heads
-            order = int(layer.best()[-1]) if layer.best().startswith("cumulant") else 2
-            fast = 2.0 * max(1, order - 1) * tokens * layer.width**2 * layer.heads
+            softmax = layer.cost(SOFTMAX, tokens)
             before += softmax
-            after += fast if layer.name in chosen else softmax
+            after += layer.cost(layer.best(), tokens) if layer.name in chosen else softmax
         return before / after
 
     def table(self) -> str:
         """Layers ranked, the safest first, as text."""
         width = max([len(layer.name) for layer in self.layers] + [5])
-        names = list(self.layers[0].effect)
+        names = list(dict.fromkeys(name for layer in self.layers for name in layer.effect))
         head = f"{'layer':{width}}  {'spread':>6}  " + "  ".join(f"err{n:d}" for n in ORDERS)
-        head += "  " + "  ".join(f"rest{n}" for n in ORDERS[1:]) + "  neg3  " + "  ".join(f"{n:>10}" for n in names)
+        head += "  " + "  ".join(f"mean{n}" for n in ORDERS) + "  " + "  ".join(f"rest{n}" for n in ORDERS[1:])
+        head += "  neg3  " + "  ".join(f"{n:>10}" for n in names)
         rows = [head]
         for layer in self.ranked():
             mean = {n: _mean(layer.error[n]) for n in ORDERS}
             left = {n: _mean(layer.left_out[n]) for n in ORDERS}
             cells = f"{layer.name:{width}}  {_mean(layer.spread):6.2f}  "
             cells += "  ".join(f"{_short(mean[n])}" for n in ORDERS) + "  "
+            tilted = [_short(_mean(layer.mean_error[n])) if layer.mean_error else "-" for n in ORDERS]
+            cells += "  ".join(f"{cell:>5}" for cell in tilted) + "  "
             cells += "  ".join(f"{_short(left[n]):>5}" for n in ORDERS[1:])
             cells += f"  {_mean(layer.negative[3]):4.0%}  "
-            rows.append(cells + "  ".join(f"{layer.effect[n]:10.2%}" for n in names))
+            shown = [f"{layer.effect[n]:.2%}" if n in layer.effect else "-" for n in names]
+            rows.append(cells + "  ".join(f"{cell:>{max(10, len(n))}}" for cell, n in zip(shown, names, strict=True)))
         rows += [f"{name:{width}}  stays softmax: {reason}" for name, reason in self.kept.items()]
         return "\n".join(rows)
 
@@ -159,21 +182,26 @@ def diagnose(
 
     Args:
         data: batches as the model will see them; noise, made from its config, if there are none.
-        attention: mechanisms whose effect on the output is measured.
+        attention: mechanisms whose effect on the output is measured; "+around=mean" is left out where a layer is causal
+            or attends to another sequence.
         queries: sampled in each layer and batch.
         heads: also measure the effect of replacing single heads.
     """
-    for name in attention:
-        Choice(name)
+    asked = {name: Choice.named(name) for name in attention}
     used = some(example_for(model) if data is None else data, batches, model)
     with evaluating(model):
         found = find_sites(model, used[0])
         able = [site for site in found if site.obstacle is None and _is_softmax(site.module)]
         if not able:
             raise ValueError(f"{type(model).__name__} has no softmax layer left to diagnose")
+        able = [site for site in able if any(site.refusal(choice) is None for choice in asked.values())]
+        if not able:
+            reasons = dict.fromkeys(str(site.refusal(choice)) for site in found for choice in asked.values())
+            raise ValueError(f"no attention layer can take {', '.join(attention)}: {'; '.join(reasons)}")
         kept = _kept_plan(model, found)
         base = {site.name: KEPT for site in able}
-        sums, shapes = _record(model, used, {**kept, **base}, queries, seed)
+        prefixes = {site.name: site.prefix for site in able}
+        sums, shapes = _record(model, used, {**kept, **base}, prefixes, queries, seed)
         wanted = answers(model, used, output)
 
         def effect(plan: dict[str, Choice]) -> float:
@@ -183,15 +211,16 @@ def diagnose(
         layers = []
         for site in _bar(able, progress):
             layer = _layer(site, sums[site.name], shapes[site.name])
-            layer.effect = {name: effect({site.name: Choice(name)}) for name in attention}
+            names = [name for name, choice in asked.items() if site.refusal(choice) is None]
+            layer.effect = {name: effect({site.name: layer.choice(name)}) for name in names}
             if heads:
                 layer.head_effect = {
-                    name: [effect({site.name: Choice(name, (h,))}) for h in range(site.heads)] for name in attention
+                    name: [effect({site.name: layer.choice(name, (h,))}) for h in range(site.heads)] for name in names
                 }
             layers.append(layer)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    reasons = {s.name: s.obstacle or "not softmax" for s in found if s not in able}
-    return Diagnosis(type(model).__name__, layers, reasons, linear)
+    why = {s.name: next(filter(None, map(s.refusal, asked.values())), "not softmax") for s in found if s not in able}
+    return Diagnosis(type(model).__name__, layers, why, linear)
 
 
 def select(
@@ -208,9 +237,14 @@ def select(
 
     Safest first, by their effect alone, whole layers before single heads; each is kept in the plan if the output of all
     together, measured, stays within the budget. Predicted: effects add like independent errors, by squares.
+    Asked for cumulant2 or cumulant3, each layer takes the better of both, and of the points to expand around unless one
+    is asked for.
     """
+    around = asked.options.get("around")
     if found is None:
-        names = CANDIDATES if asked.attention in CANDIDATES else (asked.attention,)
+        free = asked.attention in CANDIDATES and not set(asked.options) - {"around"}
+        names = tuple(name for name in CANDIDATES if _around(name) == (around or _around(name)))
+        names = names if free else (asked.name,)
         found = diagnose(
             model, batches, attention=names, batches=len(batches), heads=heads, output=output, progress=progress
         )
@@ -221,27 +255,34 @@ def select(
     plan: dict[str, Choice] = {}
     squares = 0.0
 
-    def options(name: str) -> dict[str, Any]:
-        return asked.options if name == asked.attention else {}
+    def usable(layer: LayerDiagnosis) -> list[str]:
+        return [name for name in layer.effect if around is None or _around(name) == around]
+
+    def best(layer: LayerDiagnosis) -> str:
+        return layer.best(usable(layer))
+
+    def choice(layer: LayerDiagnosis, name: str, heads: tuple[int, ...] | None = None) -> Choice:
+        made, others = layer.choice(name, heads), {k: v for k, v in asked.options.items() if k != "around"}
+        return replace(made, options={**others, **made.options}) if made.attention == asked.attention else made
 
     def fits(trial: dict[str, Choice]) -> bool:
         with sites.applied(model, {**kept, **trial}):
             return relative_error(answers(model, batches, output), wanted) <= budget
 
-    for layer in found.ranked():
-        name = layer.best()
-        choice, effect = Choice(name, None, options(name)), layer.effect[name]
-        if effect <= budget and fits({**plan, layer.name: choice}):
-            plan[layer.name], squares = choice, squares + effect**2
+    layers = [layer for layer in found.layers if usable(layer)]
+    for layer in sorted(layers, key=lambda layer: layer.effect[best(layer)]):
+        made, effect = choice(layer, best(layer)), layer.effect[best(layer)]
+        if effect <= budget and fits({**plan, layer.name: made}):
+            plan[layer.name], squares = made, squares + effect**2
     if not heads:
         return plan, squares**0.5
-    rest = [layer for layer in found.layers if layer.name not in plan]
-    single = ((e, n, h) for n, layer in enumerate(rest) for h, e in enumerate(layer.head_effect[layer.best()]))
+    rest = [layer for layer in layers if layer.name not in plan]
+    single = ((e, n, h) for n, layer in enumerate(rest) for h, e in enumerate(layer.head_effect[best(layer)]))
     misses = 0
     for effect, number, head in sorted(single):
-        layer, name = rest[number], rest[number].best()
+        layer = rest[number]
         chosen = (*(plan[layer.name].heads or ()), head) if layer.name in plan else (head,)
-        trial = {**plan, layer.name: Choice(name, chosen, options(name))}
+        trial = {**plan, layer.name: choice(layer, best(layer), chosen)}
         if effect <= budget and fits(trial):
             plan, squares = trial, squares + effect**2
         else:
@@ -251,12 +292,22 @@ def select(
     return plan, squares**0.5
 
 
+def _around(name: str) -> str:
+    """Where the mechanism of that name expands: "zero" or "mean"."""
+    return "mean" if Choice.named(name).around_mean else "zero"
+
+
 def _tags(model: nn.Module) -> bool:
     return sites.library_of(model) == sites.TRANSFORMERS
 
 
 def _record(
-    model: nn.Module, batches: Sequence[Batch], plan: dict[str, Choice], queries: int, seed: int
+    model: nn.Module,
+    batches: Sequence[Batch],
+    plan: dict[str, Choice],
+    prefixes: dict[str, int],
+    queries: int,
+    seed: int,
 ) -> tuple[dict[str, HeadSums], dict[str, tuple[int, int]]]:
     """Statistics of every layer over the batches, and its number of keys and width of a head."""
     generator = torch.Generator().manual_seed(seed)
@@ -269,7 +320,7 @@ def _record(
             name = names.get(id(module))
             if name is None:
                 return
-            new = head_sums(made, queries, generator)
+            new = head_sums(made, queries, generator, prefixes.get(name, 0))
             axial = name in sums and len(new.size) != len(sums[name].size)
             if not axial:
                 sums[name] = sums[name].add(new) if name in sums else new
@@ -290,9 +341,11 @@ def _layer(site: sites.Site, sums: HeadSums, shape: tuple[int, int]) -> LayerDia
         spread=sums.spread(),
         largest=sums.largest.tolist(),
         error={n: sums.relative(sums.error[n]) for n in ORDERS},
+        mean_error={n: sums.relative(error) for n, error in sums.mean_error.items()},
         left_out={n: sums.relative(sums.left_out[n]) for n in ORDERS},
         negative={n: (sums.negative[n] / sums.queries).tolist() for n in ORDERS},
         effect={},
+        prefix=site.prefix,
     )
 
 

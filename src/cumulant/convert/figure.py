@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def heat_map(found: Diagnosis, path: Path) -> Path:
-    """Layers (rows, first at the top) by heads: logit spread, and the error of orders 2 and 3 against softmax."""
+    """Layers (rows, first at the top) by heads: logit spread, and the error of orders 2 and 3 against softmax.
+
+    White: no such form, as around the mean query where a layer is causal.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -25,11 +28,13 @@ def heat_map(found: Diagnosis, path: Path) -> Path:
         "error of order 2": [layer.error[2] for layer in found.layers],
         "error of order 3": [layer.error[3] for layer in found.layers],
     }
+    if any(layer.mean_error for layer in found.layers):
+        panels["order 3, around the mean query"] = [layer.mean_error.get(3, []) for layer in found.layers]
     labels = [_shortened(layer.name) for layer in found.layers]
-    figure = Figure(figsize=(3.2 + 3 * 0.32 * max(4, heads), 1.6 + 0.28 * rows), layout="constrained")
+    figure = Figure(figsize=(3.2 + len(panels) * 0.32 * max(4, heads), 1.6 + 0.28 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     for place, (title, values) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, 3, place + 1)
+        axes = figure.add_subplot(1, len(panels), place + 1)
         grid = np.full((rows, heads), np.nan)
         for row, line in enumerate(values):
             grid[row, : len(line)] = line

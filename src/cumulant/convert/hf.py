@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,10 @@ def _by_layer(
     """Attention by what the layer is tagged with; a layer without a tag was never converted, which is an error."""
     choice = getattr(module, TAG, None)
     if _discovery is not None and not torch.compiler.is_compiling():
-        _discovery.append((module, query.shape[1], obstacle(module, query, key, attention_mask, is_causal, rest)))
+        reason = obstacle(module, query, key, attention_mask, is_causal, rest)
+        causal = _causal(module, is_causal) and (attention_mask is None or attention_mask.ndim == 3)
+        pattern = "causal" if causal else "self" if query.shape[2] == key.shape[2] else "cross"
+        _discovery.append(Found(module, query.shape[1], reason, pattern))
     elif choice is None:
         raise RuntimeError(
             f"{type(module).__name__} runs under {MIXED!r} but carries no choice of mechanism; a converted model is "
@@ -117,12 +120,24 @@ def _by_layer(
     return _converted(module, choice, query, key, value, attention_mask, scaling, is_causal, rest, kept)
 
 
-_discovery: list[tuple[nn.Module, int, str | None]] | None = None
+class Found(NamedTuple):
+    """A layer that asked the registry: its heads, why it cannot be converted, and "self", "causal" or "cross".
+
+    Cross attention over as many keys as there are queries is told by what its module is called with, see `sites`.
+    """
+
+    module: nn.Module
+    heads: int
+    obstacle: str | None
+    pattern: str
+
+
+_discovery: list[Found] | None = None
 
 
 @contextmanager
-def discovering() -> Iterator[list[tuple[nn.Module, int, str | None]]]:
-    """Within this, layers under the mixed implementation are noted: module, heads, and why it cannot be converted."""
+def discovering() -> Iterator[list[Found]]:
+    """Within this, layers under the mixed implementation are noted."""
     global _discovery
     _discovery = []
     try:
@@ -201,6 +216,7 @@ def _converted(
     if pattern.key_mask is not None and pattern.key_mask.shape[-1] != keys:
         raise ValueError(f"the mask is for {pattern.key_mask.shape[-1]} keys, but {type(module).__name__} has {keys}")
     shared: dict[str, Any] = {"key_mask": pattern.key_mask, "is_causal": pattern.is_causal, "scale": scaling}
+    shared["query_mask"] = pattern.key_mask if queries == keys else None  # self-attention: what is absent asks nothing
     offset = pattern.offset if pattern.is_causal else 0
     if offset:  # causal rows are aligned at the first token: rows that are thrown away stand before ours
         query = torch.cat((query.new_zeros(*query.shape[:2], offset, query.shape[3]), query), 2)

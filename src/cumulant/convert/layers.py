@@ -123,7 +123,8 @@ class ConvertedAttention(nn.Module):
         q, k = self._normed("q_norm", q), self._normed("k_norm", k)
         if rope is not None:
             q, k = (self._rotated(z, rope).type_as(v) for z in (q, k))
-        out = mix(self, self.choice, q, k, v, key_mask=key_mask, is_causal=is_causal, dropout_p=self._dropout())
+        shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "query_mask": key_mask}
+        out = mix(self, self.choice, q, k, v, dropout_p=self._dropout(), **shared)
         out = self._normed("norm", out.transpose(1, 2).flatten(2))
         gate = getattr(self, "gate", None)
         if gate is not None:

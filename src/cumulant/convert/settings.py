@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+# Mechanisms among which layers="auto" chooses.
+CANDIDATES = ("cumulant2", "cumulant3", "cumulant2+around=mean", "cumulant3+around=mean")
+
 
 @dataclass(frozen=True)
 class DistillRecipe:
@@ -77,8 +80,8 @@ class Diagnose:
     """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
     data: Annotated[str | None, tyro.conf.Positional] = None
     """Data set or folder of images or videos; a .txt or .parquet file of texts. Without it, noise."""
-    attention: tuple[str, ...] = ("cumulant2", "cumulant3")
-    """Mechanisms whose effect on the output is measured."""
+    attention: tuple[str, ...] = CANDIDATES
+    """Mechanisms whose effect on the output is measured, with options: cumulant3+around=mean."""
     budget: float = 0.05
     """Relative change of the output that the proposal may cause."""
     batches: int = 2
@@ -104,7 +107,7 @@ class Convert:
 
     Example: cumulant convert runs/digits-softmax-0 --data digits --layers auto --budget 0.1
 
-    Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers 3 4 5 --out encoder-hybrid
+    Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers 3 4 5 --around mean
 
     Example: cumulant convert runs/digits-softmax-0 --data digits --distill --epochs 5 --items-a-step 64
     """
@@ -114,7 +117,10 @@ class Convert:
     data: str | None = None
     """Data to measure the change on and to distil with, as for `cumulant diagnose`; needed with --layers auto."""
     attention: str = "cumulant3"
-    """Mechanism, by the name that `cumulant list` prints."""
+    """Mechanism, by the name that `cumulant list` prints, with options: cumulant3+around=mean."""
+    around: Literal["zero", "mean"] | None = None
+    """Query around which cumulant mechanisms expand softmax: 0, or the mean of a sequence, which is closer and not for
+    causal or cross attention. By default 0, and with --layers auto whichever changes the output less."""
     layers: tuple[str, ...] = ("all",)
     """all; auto, to choose by diagnosis; or numbers, or patterns of names, of layers."""
     budget: float | None = None

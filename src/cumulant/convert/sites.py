@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,18 +16,36 @@ from . import hf, layers, own
 from .choice import KEPT, Choice
 
 TRANSFORMERS, TIMM, OWN = "transformers", "timm", "cumulant"
+# Arguments by which layers of transformers are given another sequence.
+CONTEXTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "kv_states", "context_states")
 PLAN = "_cumulant_plan"  # attribute of a converted model: choices by layer, as `Choice`
 
 
 @dataclass(frozen=True)
 class Site:
-    """An attention layer of a model: its name there, its heads, and why it has to stay softmax (None: it has not)."""
+    """An attention layer of a model: its name there, its heads, and why it has to stay softmax (None: it has not).
+
+    `pattern` is "self", "causal" or "cross"; `prefix` the class tokens and the like at the start, where the model says.
+    """
 
     name: str
     module: nn.Module
     heads: int
     obstacle: str | None = None
     dropout: float = 0.0
+    pattern: str = "self"
+    prefix: int = 0
+
+    def refusal(self, choice: Choice) -> str | None:
+        """Why this layer cannot take that choice, or None."""
+        if self.obstacle is not None or not choice.around_mean or self.pattern == "self":
+            return self.obstacle
+        if self.pattern == "causal":
+            return 'it is causal, and around="mean" has no causal form: the mean would know later queries'
+        return (
+            'it attends to another sequence, and its queries may come one at a time: around="mean" would give another '
+            "answer each time"
+        )
 
 
 def library_of(model: nn.Module) -> str:
@@ -56,26 +75,53 @@ def find(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     for name, module in model.named_modules():
         if library == OWN and isinstance(module, MultiheadAttention):
             reason = "it is a mechanism with parameters of its own" if module.mechanism.module is not None else None
-            sites.append(Site(name, module, module.num_heads, reason, module.attn_drop))
+            sites.append(Site(name, module, module.num_heads, reason, module.attn_drop, prefix=module.prefix))
         elif library == TIMM and layers.is_attention(module):
             if isinstance(module, layers.ConvertedAttention):
                 module = module.original()
             drop = getattr(getattr(module, "attn_drop", None), "p", 0.0)
-            sites.append(Site(name, module, int(getattr(module, "num_heads", 0)), layers.obstacle(module), drop))
+            one_query = layers.class_name(module) in layers.CLASS_TOKEN
+            prefix = 0 if one_query else int(getattr(model, "num_prefix_tokens", 0))
+            heads = int(getattr(module, "num_heads", 0))
+            sites.append(Site(name, module, heads, layers.obstacle(module), drop, prefix=prefix))
     return sites
 
 
 def _find_transformers(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     hf.register_transformers()
-    with _implementation(model, hf.MIXED), hf.discovering() as found, torch.no_grad():
+    with _implementation(model, hf.MIXED), hf.discovering() as found, _contexts(model) as crossing, torch.no_grad():
         run()
     names = {module: name for name, module in model.named_modules()}
     sites: dict[str, Site] = {}
-    for module, heads, obstacle in found:
+    for module, heads, obstacle, pattern in found:
         name = names[module]
+        if pattern == "self" and module in crossing:
+            pattern = "cross"
         if name not in sites or (obstacle is not None and sites[name].obstacle is None):
-            sites[name] = Site(name, module, heads, obstacle, _dropout_of(module))
+            sites[name] = Site(name, module, heads, obstacle, _dropout_of(module), pattern)
+        elif pattern != "self":
+            sites[name] = replace(sites[name], pattern=pattern)
     return list(sites.values())
+
+
+@contextmanager
+def _contexts(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """Within this, attention modules that are called with another sequence to attend to are noted."""
+    crossing: set[nn.Module] = set()
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        if any(given.get(name) is not None for name in CONTEXTS):
+            crossing.add(module)
+
+    attention = [module for module in model.modules() if "Attention" in type(module).__name__]
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in attention]
+    try:
+        yield crossing
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _dropout_of(module: nn.Module) -> float:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from ..attention import scores
+from ..zoo.inputs import prepare_queries
+from ..zoo.masking import log_weights, softmax_or_zero
+from ..zoo.tilted import means
 from .choice import Call
 
 ORDERS = (1, 2, 3)
@@ -23,6 +26,7 @@ class HeadSums:
     queries: Tensor
     size: Tensor  # ||softmax output||^2
     error: dict[int, Tensor]  # ||order n - softmax||^2
+    mean_error: dict[int, Tensor]  # the same around the mean query; empty for causal rows
     left_out: dict[int, Tensor]  # ||what order n leaves out, to fourth order||^2
     negative: dict[int, Tensor]  # share of negative weight, summed over queries
     variance: Tensor  # of the logits over the keys
@@ -33,6 +37,7 @@ class HeadSums:
             self.queries + other.queries,
             self.size + other.size,
             {n: self.error[n] + other.error[n] for n in ORDERS},
+            {n: self.mean_error[n] + other.mean_error[n] for n in self.mean_error},
             {n: self.left_out[n] + other.left_out[n] for n in ORDERS},
             {n: self.negative[n] + other.negative[n] for n in ORDERS},
             self.variance + other.variance,
@@ -47,8 +52,10 @@ class HeadSums:
         return (sums / self.size).sqrt().tolist()
 
 
-def head_sums(call: Call, queries: int, generator: torch.Generator) -> HeadSums:
+def head_sums(call: Call, queries: int, generator: torch.Generator, prefix: int = 0) -> HeadSums:
     """Statistics of one call on up to `queries` sampled queries. Cost: m Lk (D + E) a head and sequence.
+
+    The first `prefix` queries have a mean of their own.
 
     With u = q.k - <q.k> (averages over the keys), softmax is  <v> + <u v~> + 1/2 <u^2 v~> +
     1/6 (<u^3 v~> - 3 <u^2> <u v~>) + ...; order 3 keeps of the third term its part that is diagonal in the keys.
@@ -56,7 +63,7 @@ def head_sums(call: Call, queries: int, generator: torch.Generator) -> HeadSums:
     q, k, v = (x.detach().double() for x in (call.query, call.key, call.value))
     groups, Lq, Lk = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     at = torch.randperm(Lq, generator=generator)[:queries].sort().values.to(q.device)
-    k, v, q = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), q.index_select(2, at)
+    k, v, every, q = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), q, q.index_select(2, at)
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     W = torch.ones(q.shape[0], 1, len(at), Lk, dtype=q.dtype, device=q.device)
     valid = torch.ones(q.shape[0], len(at), dtype=torch.bool, device=q.device)
@@ -88,6 +95,37 @@ def head_sums(call: Call, queries: int, generator: torch.Generator) -> HeadSums:
         rest = beyond[order] if order < 3 else beyond[3] - A
         left_out[order] = total((rest @ v).square().sum(-1))
         negative[order] = total(A.clamp(max=0).abs().sum(-1) / A.abs().sum(-1).clamp(min=1e-300))
+    mean_error = {}
+    if not call.is_causal:
+        present = None if call.key_mask is None or Lq != Lk else call.key_mask
+        for order in ORDERS:
+            A = _around_mean(every, k, order, at, present, call.key_mask, scale, min(prefix, Lq))
+            mean_error[order] = total((A @ v - exact).square().sum(-1))
     largest = u.masked_fill(W == 0, 0).abs().amax(-1).masked_fill(~keep, 0).amax((0, 2))
     counts = keep.sum((0, 2)).double()
-    return HeadSums(counts, total(exact.square().sum(-1)), error, left_out, negative, total(variance), largest)
+    size = total(exact.square().sum(-1))
+    return HeadSums(counts, size, error, mean_error, left_out, negative, total(variance), largest)
+
+
+def _around_mean(
+    query: Tensor,
+    key: Tensor,
+    order: int,
+    at: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    prefix: int,
+) -> Tensor:
+    """Weights (B, H, m, Lk) of the expansion around the mean query, for the queries `at`: the mean is over all."""
+    query, present = prepare_queries(query, query_mask)
+    added, rows, start = log_weights(key_mask, key[..., 0]), [], 0
+    for part, mean in means(query, present, prefix):
+        mine = at[(start <= at) & (at < start + part.shape[-2])] - start
+        logits = scale * (mean * key).sum(-1)
+        w = softmax_or_zero(logits if added is None else logits + added)
+        d = (part.index_select(2, mine) - mean).flatten(0, 1).unsqueeze(1)
+        A = scores(d, key.flatten(0, 1).unsqueeze(1), order=order, key_mask=w.flatten(0, 1), scale=scale)
+        rows.append(A.view(*query.shape[:2], len(mine), -1))
+        start += part.shape[-2]
+    return torch.cat(rows, 2)

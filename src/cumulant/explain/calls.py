@@ -72,6 +72,8 @@ class OwnCall:
 
     @property
     def _alone(self) -> bool:
+        if self.layer.attention_options.get("around") == "mean":  # the mean is that of all queries
+            return False
         return rows_alone(self.layer.mechanism, self.is_causal) and not isinstance(self.layer.mix, torch.nn.Module)
 
     def query_key(self) -> tuple[Tensor, Tensor, float]:
@@ -205,11 +207,12 @@ class ConvertedCall:
     def weights(self, rows: Rows = None, heads: Rows = None) -> Tensor:
         from ..convert.choice import weights
 
-        call, alone = self.call, not self.call.is_causal
+        call, alone = self.call, not self.call.is_causal and not self.choice.around_mean
         query = call.query if rows is None or not alone else call.query[..., rows, :]
+        own = call.key_mask if self.choice.around_mean and self.queries == call.key.shape[-2] else None
         A = weights(
             self.choice, _wide(query), _wide(call.key), key_mask=call.key_mask, is_causal=call.is_causal,
-            scale=call.scale,
+            scale=call.scale, query_mask=own,
         )  # fmt: skip
         return _select(A, None if alone else rows, heads)
 

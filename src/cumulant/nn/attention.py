@@ -93,12 +93,12 @@ class MultiheadAttention(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
         self.attn_drop, self.grid_size, self.prefix = attn_drop, grid_size, prefix
-        check_temperature(temperature, attention)
+        self.attention_options = dict(attention_options or {})
+        check_temperature(temperature, attention, self.attention_options.get("around", "zero"))
         kernel, self.gate_activation = conv_kernel(v_conv), gate_name(gate)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **place)
         self.q_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
         self.k_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
-        self.attention_options = dict(attention_options or {})
         self.mix = self.build_mix(place)
         by_order = temperature == "order" and attention == "cumulant3"  # at order 2 the factor of the query is all
         self.temperature = Temperature(num_heads, 2 if by_order else 1, **place) if temperature else None

@@ -85,12 +85,17 @@ def gate_name(gate: bool | str) -> str | None:
     return name
 
 
-def check_temperature(temperature: str | None, mechanism: str) -> None:
+def check_temperature(temperature: str | None, mechanism: str, around: str = "zero") -> None:
     if temperature not in TEMPERATURES:
         raise ValueError(f'temperature must be None, "head" or "order", got {temperature!r}')
     if temperature == "order" and mechanism not in ORDERS:
         raise ValueError(
             f'temperature="order" weights the terms of {", ".join(map(repr, ORDERS))}, got attention={mechanism!r}; '
+            'use temperature="head"'
+        )
+    if temperature == "order" and around == "mean":
+        raise ValueError(
+            'temperature="order" mixes the mean of the values into an expansion around 0, got around="mean"; '
             'use temperature="head"'
         )
 

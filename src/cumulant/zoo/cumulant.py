@@ -59,12 +59,14 @@ def _mechanism(order: int) -> Mechanism:
         backend: str = "auto",
         around: str = "zero",
         apart: int = 0,
+        query_mask: Tensor | None = None,
         **shared: Any,
     ) -> Tensor:
         check_around(around, bool(shared.get("is_causal")))
         own: dict[str, Any] = {"order": order, "full": full, "normalization": normalization}
         if around == "mean":
-            return around_mean(attention, query, key, value, apart=apart, backend=backend, **own, **shared)
+            own |= {"apart": apart, "query_mask": query_mask}
+            return around_mean(attention, query, key, value, backend=backend, **own, **shared)
         others = {name: x for name, x in shared.items() if name not in ("key_mask", "is_causal")}
         plain = (backend, normalization, full) == ("auto", "mean", False) and not transformed()
         if order == 1 and plain and shared.get("key_mask") is None and not shared.get("is_causal"):
@@ -79,12 +81,13 @@ def _mechanism(order: int) -> Mechanism:
         normalization: str = "mean",
         around: str = "zero",
         apart: int = 0,
+        query_mask: Tensor | None = None,
         **shared: Any,
     ) -> Tensor:
         check_around(around, bool(shared.get("is_causal")))
         own: dict[str, Any] = {"order": order, "full": full, "normalization": normalization}
         if around == "mean":
-            return around_mean(scores, query, key, apart=apart, **own, **shared)
+            return around_mean(scores, query, key, apart=apart, query_mask=query_mask, **own, **shared)
         return scores(query, key, **own, **shared)
 
     return Mechanism(
@@ -106,6 +109,7 @@ def _mechanism(order: int) -> Mechanism:
         streaming=True,
         ragged=True,
         key_shift=True,
+        wants_query_mask=True,  # for around="mean": padded queries are not in the mean
     )
 
 

@@ -9,19 +9,22 @@ exp(d.k). Its cumulants in d are those of the tilted measure w, so that
 
 is exact at q0 and to first order around it, where the expansion around 0 begins with equal weights for all keys. One
 more softmax, of one query a head: cost S D beside that of the order. Weights differ from head to head, so heads go to
-`cumulant.attention` as sequences of their own, with w as weights of their keys; kernels included.
+`cumulant.attention` as sequences of their own, with w as weights of their keys; kernels included. Those give no
+gradient of the weights; it follows from what they do give, see `_WeighedValues`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .inputs import prepare, wide
+from ..attention import _choose, attention
+from ..inputs import without_autocast
+from .inputs import prepare, prepare_queries, wide
 from .masking import log_weights, repeat_heads, softmax_or_zero
 
 AROUND = ("zero", "mean")
@@ -41,6 +44,7 @@ def around_mean(
     *values: Tensor,
     apart: int = 0,
     key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -49,28 +53,143 @@ def around_mean(
     """call(query - q0, key, *values, key_mask=w, ...), `cumulant.attention` or `scores`, for q0 the mean query.
 
     The first `apart` queries, class tokens say, have a mean of their own: they ask for something else than the others.
+    Queries that `query_mask` (..., L) leaves out are in no mean. One query alone is its own mean: it gets softmax.
     """
     check_around("mean", is_causal)
     value = values[0] if values else key
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    heads, (L, D), lead = query.shape[-3], query.shape[-2:], query.shape[:-3]
-    if not 0 <= apart <= L:
-        raise ValueError(f"apart must lie between 0 and the {L} queries, got {apart}")
+    query, present = prepare_queries(query, query_mask)
+    heads, D, lead = query.shape[-3], query.shape[-1], query.shape[:-3]
     scale = D**-0.5 if scale is None else scale
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    if not (L and key.shape[-2]):
+    if not (query.shape[-2] and key.shape[-2]):
+        check_apart(apart, query.shape[-2])
         return call(query, key, *((value,) if values else ()), scale=scale, **options)
     added = log_weights(key_mask, wide(key[..., 0]))
-    folded = [_fold(x) for x in ((key, value) if values else (key,))]
+    k, v = _fold(key), _fold(value)
     outs = []
-    for part in query.split([n for n in (apart, L - apart) if n], -2):
-        mean = wide(part).mean(-2, keepdim=True)
+    for rows, mean in means(query, present, apart):
         logits = scale * (mean * wide(key)).sum(-1)
-        w = softmax_or_zero(logits if added is None else logits + added)
-        rows = _fold((wide(part) - mean).to(part.dtype))
-        out = call(rows, *folded, key_mask=w.reshape(-1, key.shape[-2]), scale=scale, **options)
+        logits = (logits if added is None else logits + added).reshape(-1, key.shape[-2])
+        d = _fold((wide(rows) - mean).to(rows.dtype))
+        out = _tilted(call, d, k, (v,) if values else (), logits, scale, options)
         outs.append(out.reshape(*lead, heads, *out.shape[-2:]))
     return torch.cat(outs, -2)
+
+
+def means(query: Tensor, present: Tensor | None, apart: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of query (..., H, L, D), the first `apart` and the others, each with its mean (..., H, 1, D).
+
+    `present` (..., 1, L, 1) is 0 for queries, 0 themselves, that do not count.
+    """
+    L = query.shape[-2]
+    check_apart(apart, L)
+    parts = [n for n in (apart, L - apart) if n]
+    counts = [None] * len(parts) if present is None else present.ne(0).split(parts, -2)
+    for rows, there in zip(query.split(parts, -2), counts, strict=True):
+        if there is None:
+            yield rows, wide(rows).mean(-2, keepdim=True)
+        else:
+            yield rows, wide(rows).sum(-2, keepdim=True) / there.sum(-2, keepdim=True).clamp(min=1)
+
+
+def check_apart(apart: int, queries: int) -> None:
+    if not 0 <= apart <= queries:
+        raise ValueError(f"apart must lie between 0 and the {queries} queries, got {apart}")
+
+
+def _tilted(
+    call: Callable[..., Tensor],
+    d: Tensor,
+    key: Tensor,
+    values: tuple[Tensor, ...],
+    logits: Tensor,
+    scale: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """d (N, 1, L, D), key (N, 1, S, D), logits (N, S) of the mean query -> (N, 1, L, E), or weights without values."""
+    w = softmax_or_zero(logits)
+    if d.shape[-2] == 1:  # softmax itself
+        out = w[:, None, None, :]
+        with without_autocast(d.device.type):
+            return (out @ wide(values[0]) if values else out).to(d.dtype)
+    if call is attention and w.requires_grad and torch.is_grad_enabled() and _has_kernel(d, key, values[0], w, options):
+        return around_weights(call, d, key, values[0], logits=logits, w=w.detach(), scale=scale, **options)
+    return call(d, key, *values, key_mask=w, scale=scale, **options)
+
+
+def _has_kernel(d: Tensor, key: Tensor, value: Tensor, w: Tensor, options: dict[str, Any]) -> bool:
+    """Whether a Triton kernel takes these tokens. That of the CPU can be differentiated twice, which weights cannot."""
+    backend, order, full = (options[name] for name in ("backend", "order", "full"))
+    return _choose(backend, d, key, value, w.detach(), order, full, is_causal=False) == "triton"
+
+
+def around_weights(
+    call: Callable[..., Tensor],
+    d: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    logits: Tensor,
+    w: Tensor,
+    order: int,
+    scale: float,
+    **options: Any,
+) -> Tensor:
+    """call(d, key, value, key_mask=w) with gradients of the logits (N, S) whose softmax w is, by a call without them.
+
+    With g_l the gradient of v_l, over w_l, that of log w_l is, but for what softmax takes away again,
+
+        w_l (g_l . v~_l)                                    order 2
+        the above - w_l k~_l . h                            order 3,   h_i = scale^2 sum_q d_qi^2 (do_q . Cov(k_i, v))
+
+    since all else in the cumulants is as linear in w_l as in v_l. Cost: L E at order 2, 2 L D E at order 3. First
+    derivatives only.
+    """
+    out = call(d, key, _WeighedValues.apply(value, logits, w), key_mask=w, order=order, scale=scale, **options)
+    if order < 3:
+        return out
+    return _WeighedThird.apply(out, logits, *(x.detach() for x in (d, key, value)), w, scale)
+
+
+class _WeighedValues(torch.autograd.Function):
+    """The values as they are; from their gradient, that of the logits: w_l (g_l . v~_l) less its sum, w_l-fold."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, logits: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(value, w)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError('kernels give first derivatives only; for second ones pass backend="reference"')
+        value, w = ctx.saved_tensors
+        with without_autocast(grad.device.type):
+            own = (wide(grad) * (wide(value) - w[:, None, None, :] @ wide(value))).sum(-1).squeeze(1)
+        return grad, own - w * own.sum(-1, keepdim=True), None
+
+
+class _WeighedThird(torch.autograd.Function):
+    """The output of order 3 as it is; from its gradient, the second part of that of the logits: - w_l k~_l . h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, logits: Tensor, d: Tensor, key: Tensor, value: Tensor, w: Tensor, scale: float
+    ) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(d, key, value, w)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d, key, value, w = (wide(x) for x in ctx.saved_tensors)
+        row = w[:, None, None, :]
+        with without_autocast(grad.device.type):
+            k, v = key - row @ key, value - row @ value
+            covariance = (row.mT * k).mT @ v
+            h = ctx.scale**2 * (((d * d).mT @ wide(grad)) * covariance).sum(-1, keepdim=True)
+            return grad, -w * (k @ h)[:, 0, :, 0], *(None,) * 5
 
 
 def _fold(x: Tensor) -> Tensor:
