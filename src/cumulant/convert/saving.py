@@ -117,7 +117,9 @@ def _from_pretrained(
     import transformers
 
     kind = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0])
-    return kind.from_pretrained(folder, **kw), stored["layers"], whole
+    made = kind.from_pretrained(folder, **kw)
+    sites.set_implementation(made, "sdpa")  # what `restore` goes back to
+    return made, stored["layers"], whole
 
 
 def _fill(model: nn.Module, folder: Path) -> None:

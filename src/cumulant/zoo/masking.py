@@ -11,6 +11,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ..cluster.choice import softmax_or_zero as softmax_or_zero  # one definition for both rooms
+
 ABSENT = float("-inf")
 
 
@@ -29,12 +31,6 @@ def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
 def without_absent(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """x (..., H, L, D) with 0 in the tokens that a key mask (..., L) leaves out, whatever they hold."""
     return x if key_mask is None else x.masked_fill((key_mask == 0)[..., None, :, None], 0)
-
-
-def softmax_or_zero(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
-    empty = (logits == ABSENT).all(-1, keepdim=True)
-    return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
 
 
 def joint_exponentials(parts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
