@@ -41,6 +41,7 @@ VIDEO = (*FOUR, *(f"{name}+variant=2" for name in FOUR), "softmax+variant=averag
 
 EXPERIMENTS = {
     "digits": Reproduce(),
+    "digits-muon": Reproduce(change=(MUON,)),
     "tiny-imagenet-100": Reproduce(data=TINY, attention=FOUR, seeds=3),
     "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
     "optimizer": Reproduce(data=TINY, attention=FOUR, seeds=3, control=0, change=(MUON,)),
