@@ -94,7 +94,7 @@ def attention(
     weights = None if key_mask is None else key_mask.expand(*lead, k.shape[-2]).reshape(prod(lead), k.shape[-2])
     plain = partial(_reference, order=order, full=full, weights=weights, is_causal=is_causal, scale=scale)
     with without_autocast(query.device.type):  # statistics stay in float32
-        path = _choose(backend, q, k, v, weights, order, full, is_causal)
+        path = path_for(backend, q, k, v, weights, order, full, is_causal)
         if path == "triton":
             out = _triton(is_causal)(q, k, v, weights, order, scale, normalization)
         elif path == "cpu":
@@ -153,7 +153,7 @@ def attention_varlen(
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     checked_scale = check_tensors(q, k, v, None, scale, enable_gqa)
     check_order(order, full, normalization)
-    if max_q is not None and max_k is not None and _choose(backend, q, k, v, None, order, full, is_causal) == "triton":
+    if max_q is not None and max_k is not None and path_for(backend, q, k, v, None, order, full, is_causal) == "triton":
         # Offsets on a GPU are taken at their word: looking at them would wait for everything before them.
         with without_autocast(query.device.type):
             packed = query, key, value, None, order, checked_scale, normalization
@@ -286,7 +286,7 @@ def _check_backend(backend: str, query: Tensor) -> None:
         raise ValueError(f'backend="cpu" needs tensors on the CPU, got {query.device}; use backend="auto"')
 
 
-def _choose(
+def path_for(
     backend: str, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, full: bool, is_causal: bool
 ) -> str:
     """The path that computes this case: "triton", "cpu" or "reference" (plain torch, which computes all)."""

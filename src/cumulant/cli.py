@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import reduce
@@ -32,18 +32,6 @@ Example, training one model from a recipe: cumulant train digits
 Options of a command, with examples: cumulant reproduce --help"""
 
 
-COMMANDS: dict[str, Any] = {
-    "reproduce": Reproduce,
-    "train": Train,
-    "evaluate": Evaluate,
-    "bench": Bench,
-    "diagnose": Diagnose,
-    "convert": Convert,
-    "explore": Explore,
-    "list": ListMechanisms,
-}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 3 time was over, 130 stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -64,19 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(command: Any) -> int:
     """What a command does; errors and Ctrl-C that it has nothing to say about are told by `main`."""
-    if isinstance(command, Train):
-        return train(command)
-    if isinstance(command, Evaluate):
-        return evaluate(command)
-    if isinstance(command, Bench):
-        return bench(command.what)
-    if isinstance(command, Explore):
-        return explore(command)
-    if isinstance(command, Diagnose):
-        return diagnose(command)
-    if isinstance(command, Convert):
-        return convert(command)
-    return list_mechanisms(command) if isinstance(command, ListMechanisms) else reproduce(command)
+    return next(work for kind, work in COMMANDS.values() if isinstance(command, kind))(command)
 
 
 def failed(error: BaseException, status: int = 1) -> int:
@@ -115,9 +91,9 @@ def parse(words: list[str]) -> Any:
         return replace(command, settings=recipe.settings.merged(command.settings))
     config.append(tyro.conf.FlagCreatePairsOff)
     if name in COMMANDS:
-        return tyro.cli(COMMANDS[name], prog=f"cumulant {name}", args=options, config=config)
-    brief = {key: inspect.cleandoc(kind.__doc__).split("\n\n")[0] for key, kind in COMMANDS.items()}
-    each = (Annotated[kind, tyro.conf.subcommand(key, description=brief[key])] for key, kind in COMMANDS.items())
+        return tyro.cli(COMMANDS[name][0], prog=f"cumulant {name}", args=options, config=config)
+    brief = {key: inspect.cleandoc(kind.__doc__).split("\n\n")[0] for key, (kind, _) in COMMANDS.items()}
+    each = (Annotated[kind, tyro.conf.subcommand(key, description=brief[key])] for key, (kind, _) in COMMANDS.items())
     every: Any = reduce(or_, each)
     return tyro.cli(every, prog="cumulant", description=DESCRIPTION, args=words, config=config)
 
@@ -209,7 +185,8 @@ def reproduce(settings: Reproduce) -> int:
     return 3 if settings.minutes is not None and results["missing"] else 0
 
 
-def bench(settings: Speed | Error | Efficiency | TrainBench) -> int:
+def bench(command: Bench) -> int:
+    settings = command.what
     try:
         if isinstance(settings, Error) and settings.quick:
             return quick_error(settings)
@@ -334,6 +311,18 @@ def list_mechanisms(options: ListMechanisms) -> int:
         "different lengths packed without padding"
     )
     return 0
+
+
+COMMANDS: dict[str, tuple[Any, Callable[[Any], int]]] = {  # name -> its arguments, and what does it
+    "reproduce": (Reproduce, reproduce),
+    "train": (Train, train),
+    "evaluate": (Evaluate, evaluate),
+    "bench": (Bench, bench),
+    "diagnose": (Diagnose, diagnose),
+    "convert": (Convert, convert),
+    "explore": (Explore, explore),
+    "list": (ListMechanisms, list_mechanisms),
+}
 
 
 if __name__ == "__main__":  # for torchrun -m cumulant.cli

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_checks import FLOAT32, compare, results
+from cluster_checks import FLOAT32, compare, compare_full_size, compare_half, results
 from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
@@ -63,12 +63,7 @@ def test_blocks_of_a_grid_that_do_not_divide_it() -> None:
 def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(dtype: torch.dtype, near: int) -> None:
     q, k, v = (tokens(1, 2, 96, 32, mean=m, dtype=dtype, seed=i) for i, m in enumerate((0, 1, 0.5)))
     options: dict[str, Any] = {"clusters": 8, "near": near, "near_rows": 32}
-    ours, plain, exact = (
-        results(q, k, v, backend, kind, **options)
-        for backend, kind in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
-    )
-    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
-        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+    compare_half(q, k, v, **options)
 
 
 @pytest.mark.parametrize("response", [None, "pooled"])
@@ -76,12 +71,7 @@ def test_clusters_of_whole_blocks_are_read_without_their_ends(response: str | No
     """128 tokens a cluster, as many as a program reads at once, in half precision, with and without gradients."""
     q, k, v = (tokens(1, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((40, 0), (384, 1), (384, 0.5)))
     options: dict[str, Any] = {"clusters": 3, "near": 1, "near_rows": 32, "rank": "mean", "response": response}
-    ours, plain, exact = (
-        results(q, k, v, backend, kind, **options)
-        for backend, kind in (("triton", q.dtype), ("reference", q.dtype), ("reference", torch.float64))
-    )
-    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
-        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+    plain, exact = compare_half(q, k, v, **options)
     with torch.no_grad():
         alone = cluster_attention(q, k, v, backend="triton", **options)
     assert error(alone, exact[0]) < 2 * error(plain[0], exact[0]) + 1e-4
@@ -104,12 +94,7 @@ def test_keys_far_from_zero_cost_no_digits() -> None:
     q, v = tokens(1, 1, 64, 32, dtype=torch.bfloat16), tokens(1, 1, 96, 32, dtype=torch.bfloat16, seed=1)
     k = tokens(1, 1, 96, 32, mean=100, dtype=torch.bfloat16, seed=2)
     options: dict[str, Any] = {"clusters": 6, "near": 2, "near_rows": 32}
-    ours, plain, exact = (
-        results(q, k, v, backend, kind, **options)
-        for backend, kind in (("triton", q.dtype), ("reference", q.dtype), ("reference", torch.float64))
-    )
-    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
-        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+    compare_half(q, k, v, **options)
 
 
 def test_logits_that_overflow_an_exponential_do_no_harm() -> None:
@@ -253,16 +238,7 @@ def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_full_size(
     B: int, H: int, Lq: int, Lk: int, D: int, E: int, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    q = tokens(B, H, Lq, D, dtype=dtype)
-    k, v = tokens(B, H, Lk, D, mean=1, dtype=dtype, seed=1), tokens(B, H, Lk, E, mean=0.5, dtype=dtype, seed=2)
-    if dtype == torch.float32 and max(D, E) > 64:
-        pytest.skip("float32 heads are at most 64 wide")
-    ours, plain, exact = (
-        results(q, k, v, backend, kind, **options)
-        for backend, kind in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
-    )
-    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
-        assert error(x, z) < (2e-5 if dtype == torch.float32 else 2 * error(y, z) + 1e-4), name
+    compare_full_size(B, H, Lq, Lk, D, E, dtype, options)
 
 
 @pytest.mark.gpu

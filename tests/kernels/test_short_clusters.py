@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_checks import FLOAT32, compare, results
+from cluster_checks import FLOAT32, compare, compare_full_size, compare_half, results
 from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
@@ -77,12 +77,7 @@ def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(
     L = side * side + 1
     q, k, v = (tokens(1, 2, L, 32, mean=m, dtype=dtype, seed=i) for i, m in enumerate((0, mean, 0.5)))
     options: dict[str, Any] = dict(clusters=(4, 2), grid=(side, side), prefix=1)
-    ours, plain, exact = (
-        results(q, k, v, backend, kind, **options)
-        for backend, kind in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
-    )
-    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
-        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+    compare_half(q, k, v, **options)
 
 
 @pytest.mark.parametrize("L", [33, 70], ids=["one tile", "several tiles"])
@@ -200,16 +195,7 @@ def test_compiled_code_takes_batches_of_any_size() -> None:
 def test_full_size(
     B: int, H: int, Lq: int, Lk: int, D: int, E: int, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    if dtype == torch.float32 and max(D, E) > 64:
-        pytest.skip("float32 heads are at most 64 wide")
-    q = tokens(B, H, Lq, D, dtype=dtype)
-    k, v = tokens(B, H, Lk, D, mean=1, dtype=dtype, seed=1), tokens(B, H, Lk, E, mean=0.5, dtype=dtype, seed=2)
-    ours, plain, exact = (
-        results(q, k, v, backend, kind, **options)
-        for backend, kind in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
-    )
-    for name, x, y, z in zip(NAMES, ours, plain, exact, strict=True):
-        assert error(x, z) < (2e-5 if dtype == torch.float32 else 2 * error(y, z) + 1e-4), name
+    compare_full_size(B, H, Lq, Lk, D, E, dtype, options)
 
 
 @pytest.mark.gpu

@@ -90,8 +90,7 @@ def cluster_attention(
         backend: "auto", "reference" (plain torch, blockwise) or "triton": blocks of a sequence or a grid without masks,
             heads of at most 128 (float32: 64); blocks of at most 64 tokens with prefix tokens and either variance but
             no near field, any without prefix and with diagonal variance, near field for 32, 64 or 128 queries in a
-            row. "auto" takes those of any blocks on CUDA from 1,024 keys on, where they can compute the case; those of
-            short blocks and of response="pooled" have not run on a GPU yet and must be asked for.
+            row. "auto" takes them on CUDA where they can compute the case, those of any blocks from 1,024 keys on.
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E;

@@ -51,12 +51,17 @@ class Far(NamedTuple):
         spread = P * (matrix if moments.full else over_W.unsqueeze(-1))
         return cls(log_weight, k, v, spread, None if S is None else S * matrix)
 
+    @property
+    def shares(self) -> Tensor:
+        """W_c / sum of W, (B, H, K)."""
+        W = self.log_weight.exp()
+        return ratio(W, W.sum(-1, keepdim=True))
+
     def pooled(self) -> Far:
         """With one response in place of K, the covariance within clusters: sum_c S_c / sum_c W_c. Cost: K D E."""
         assert self.response is not None
-        W = self.log_weight.exp()
-        share = ratio(W, W.sum(-1, keepdim=True)).unsqueeze(-2)
-        pool = (share @ self.response.flatten(-2)).squeeze(-2).unflatten(-1, self.response.shape[-2:])
+        flat = self.shares.unsqueeze(-2) @ self.response.flatten(-2)
+        pool = flat.squeeze(-2).unflatten(-1, self.response.shape[-2:])
         return self._replace(response=None, pool=pool)
 
     def listed(self, table: Tensor) -> Far:
@@ -98,9 +103,7 @@ class Far(NamedTuple):
             variance = ((q - mean.unsqueeze(-2)).square() * there).sum(-2) / count
         full = self.spread.ndim > self.key_mean.ndim
         spread = self.spread.diagonal(dim1=-2, dim2=-1) if full else self.spread
-        W = self.log_weight.exp()
-        share = ratio(W, W.sum(-1, keepdim=True)).unsqueeze(-1)
-        away = self.key_mean - (share * self.key_mean).sum(-2, keepdim=True)
+        away = self.key_mean - (self.shares.unsqueeze(-1) * self.key_mean).sum(-2, keepdim=True)
         s2 = self.masses(mean, closure)[1] + variance @ spread.mT
         linear = self.log_weight.unsqueeze(-2) + mean @ self.key_mean.mT
         return linear + 0.5 * variance @ away.square().mT + log_mass(s2, closure)

@@ -5,7 +5,6 @@ Shape legend: B batch, H query heads, Hk key heads, Lq queries, Lk keys, D key w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import zoo
-from ..zoo.registry import Mechanism, suggest
+from ..zoo.registry import Mechanism, read_option, suggest, written
 from ..zoo.tilted import check_around
 
 SOFTMAX = "softmax"
@@ -48,13 +47,13 @@ class Choice:
     @property
     def name(self) -> str:
         """Mechanism and options in one word."""
-        return self.attention + "".join(f"+{key}={_written(value)}" for key, value in sorted(self.options.items()))
+        return self.attention + "".join(f"+{key}={written(value)}" for key, value in sorted(self.options.items()))
 
     @classmethod
     def named(cls, name: str, options: Mapping[str, Any] | None = None) -> Choice:
         """The choice that "cumulant3+around=mean" stands for, with further options."""
         attention, *words = name.split("+")
-        return cls(attention, None, {**dict(_option(word, name) for word in words), **(options or {})})
+        return cls(attention, None, {**dict(read_option(word, name) for word in words), **(options or {})})
 
     @property
     def around_mean(self) -> bool:
@@ -84,20 +83,6 @@ class Choice:
     def __str__(self) -> str:
         extra = "".join(f", {name}={value}" for name, value in self.options.items())
         return f"{self.attention}{extra}" + ("" if self.heads is None else f" in heads {list(self.heads)}")
-
-
-def _option(word: str, name: str) -> tuple[str, Any]:
-    key, sign, text = word.partition("=")
-    if not key or (sign and not text):
-        raise ValueError(f"options are written +name or +name=value, got {word!r} in {name!r}")
-    try:
-        return key, json.loads(text) if sign else True
-    except ValueError:
-        return key, text
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def fits(mechanism: Mechanism) -> bool:

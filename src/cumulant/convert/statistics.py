@@ -13,7 +13,7 @@ from torch import Tensor
 from ..attention import scores
 from ..zoo.inputs import prepare_queries
 from ..zoo.masking import log_weights, softmax_or_zero
-from ..zoo.tilted import means
+from ..zoo.tilted import mean_logits, means
 from .choice import Call
 
 ORDERS = (1, 2, 3)
@@ -122,8 +122,7 @@ def _around_mean(
     added, rows, start = log_weights(key_mask, key[..., 0]), [], 0
     for part, mean in means(query, present, prefix):
         mine = at[(start <= at) & (at < start + part.shape[-2])] - start
-        logits = scale * (mean * key).sum(-1)
-        w = softmax_or_zero(logits if added is None else logits + added)
+        w = softmax_or_zero(mean_logits(mean, key, added, scale))
         d = (part.index_select(2, mine) - mean).flatten(0, 1).unsqueeze(1)
         A = scores(d, key.flatten(0, 1).unsqueeze(1), order=order, key_mask=w.flatten(0, 1), scale=scale)
         rows.append(A.view(*query.shape[:2], len(mine), -1))

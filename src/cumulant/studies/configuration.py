@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -54,15 +53,9 @@ def parse(name: str) -> Configuration:
 
 def pair(word: str, where: str) -> tuple[str, Any]:
     """`v_conv` as ("v_conv", True), `patch=4` as ("patch", 4); values are JSON where they are JSON."""
-    key, sign, text = word.partition("=")
-    if not key or (sign and not text):
-        raise ValueError(f"extras are written +name or +name=value, got {word!r} in {where!r}")
-    if not sign:
-        return key, True
-    try:
-        return key, json.loads(text)
-    except ValueError:
-        return key, None if text == "none" else text
+    from cumulant.zoo.registry import read_option
+
+    return read_option(word, where, "extras")
 
 
 def configured(recipe: TrainRecipe, configuration: Configuration) -> TrainRecipe:
@@ -134,6 +127,6 @@ def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:
 
 
 def _word(key: str, value: Any) -> str:
-    if value is True:
-        return key
-    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    from cumulant.zoo.registry import written
+
+    return key if value is True else f"{key}={written(value)}"

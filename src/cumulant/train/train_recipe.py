@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
 from ..data.augmentation import Augmentation
 
-Precision = Literal["fp32", "bf16"]
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Parallel = Literal["ddp", "fsdp"]
-Optimizer = Literal["adamw", "muon"]
-InMemory = Literal["auto", "yes", "no"]
-CHOICES = {"precision": Precision, "compile_mode": CompileMode, "parallel": Parallel, "in_memory": InMemory,
-           "optimizer": Optimizer}  # fmt: skip
 OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -103,7 +97,7 @@ class TrainRecipe:
     """Learning rate at the end."""
     warmup_epochs: float = 5.0
     """Epochs in which the rate rises linearly from 0."""
-    optimizer: Optimizer = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: matrices of the blocks move along orthogonalised momentum, at the same rate; the rest is AdamW."""
     weight_decay: float = 0.05
     """Of matrices and convolutions; biases, norms, tokens and positions do not decay."""
@@ -122,21 +116,21 @@ class TrainRecipe:
     """Repeated augmentation: every image so often in a row of batches, each time augmented anew."""
     augmentation: Augmentation = field(default_factory=Augmentation)
 
-    precision: Precision = "fp32"
+    precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: autocast; weights and optimizer stay in float32. What a GPU still multiplies in float32 may be TF32."""
     compile: bool = False
     """torch.compile the augmentation and the blocks of the model, or all of it where it has none."""
-    compile_mode: CompileMode = "default"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """How long torch.compile may look for quick kernels; see its own documentation."""
     cuda_graph: bool = True
     """On one GPU, without accumulation: record a step and replay it, so that the host is not in the way."""
-    parallel: Parallel = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: whole copies of the model, or FSDP2 shards of it."""
     seed: int = 0
     """Initial weights, order, augmentation and dropout."""
     workers: int | None = None
     """Processes that decode; 0: none beside this one, None: one a core where that pays."""
-    in_memory: InMemory = "auto"
+    in_memory: Literal["auto", "yes", "no"] = "auto"
     """Keep the decoded data on the device."""
     max_bad: int | None = None
     """So many damaged images or videos of a part are passed over. None: 1 %, at least 10, at most half."""
@@ -168,9 +162,9 @@ class TrainRecipe:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, or None, got {value}")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, got {getattr(self, name)!r}")
+        for name, choices in _choices().items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.optimizer == "muon" and self.parallel == "fsdp":
             raise ValueError('optimizer="muon" works on whole matrices: use parallel="ddp", got parallel="fsdp"')
         if self.clip is not None and not self.clip > 0:
@@ -199,3 +193,10 @@ class TrainRecipe:
             both = {**getattr(self, name), **getattr(given, name)}
             tables[name] = {key: value for key, value in both.items() if value is not None}
         return replace(given, **tables)
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The fields of a recipe that take one of a few words, with these words."""
+    hints = get_type_hints(TrainRecipe)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

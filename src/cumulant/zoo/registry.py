@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -264,3 +265,21 @@ def suggest(name: object, known: list[str]) -> str:
     """The part of an error message that names what would have been accepted, the nearest first."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
+
+
+def read_option(word: str, where: str, what: str = "options") -> tuple[str, Any]:
+    """`full` of "cumulant3+full" as ("full", True), `apart=1` as ("apart", 1); values are JSON where they are JSON."""
+    key, sign, text = word.partition("=")
+    if not key or (sign and not text):
+        raise ValueError(f"{what} are written +name or +name=value, got {word!r} in {where!r}")
+    if not sign:
+        return key, True
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        return key, None if text == "none" else text
+
+
+def written(value: Any) -> str:
+    """The value of an option as `read_option` reads it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import _choose, attention
+from ..attention import attention, path_for
 from ..inputs import without_autocast
 from .inputs import prepare, prepare_queries, wide
 from .masking import log_weights, repeat_heads, softmax_or_zero
@@ -69,8 +69,7 @@ def around_mean(
     k, v = _fold(key), _fold(value)
     outs = []
     for rows, mean in means(query, present, apart):
-        logits = scale * (mean * wide(key)).sum(-1)
-        logits = (logits if added is None else logits + added).reshape(-1, key.shape[-2])
+        logits = mean_logits(mean, key, added, scale).reshape(-1, key.shape[-2])
         d = _fold((wide(rows) - mean).to(rows.dtype))
         out = _tilted(call, d, k, (v,) if values else (), logits, scale, options)
         outs.append(out.reshape(*lead, heads, *out.shape[-2:]))
@@ -91,6 +90,12 @@ def means(query: Tensor, present: Tensor | None, apart: int) -> Iterator[tuple[T
             yield rows, wide(rows).mean(-2, keepdim=True)
         else:
             yield rows, wide(rows).sum(-2, keepdim=True) / there.sum(-2, keepdim=True).clamp(min=1)
+
+
+def mean_logits(mean: Tensor, key: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    """Logits (..., H, S) of the mean query (..., H, 1, D), with what a mask adds: their softmax weighs the keys."""
+    logits = scale * (mean * wide(key)).sum(-1)
+    return logits if added is None else logits + added
 
 
 def check_apart(apart: int, queries: int) -> None:
@@ -121,7 +126,7 @@ def _tilted(
 def _has_kernel(d: Tensor, key: Tensor, value: Tensor, w: Tensor, options: dict[str, Any]) -> bool:
     """Whether a Triton kernel takes these tokens. That of the CPU can be differentiated twice, which weights cannot."""
     backend, order, full = (options[name] for name in ("backend", "order", "full"))
-    return _choose(backend, d, key, value, w.detach(), order, full, is_causal=False) == "triton"
+    return path_for(backend, d, key, value, w.detach(), order, full, is_causal=False) == "triton"
 
 
 def around_weights(
