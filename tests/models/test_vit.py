@@ -9,7 +9,7 @@ from torch import nn
 from cumulant import zoo
 from cumulant.models import VisionTransformer, create_model
 from cumulant.models.registry import VIT_CONFIGS
-from cumulant.models.vit import DropPath, resize_positions
+from cumulant.models.vit import DropPath, PatchEmbed, resize_positions
 
 PARAMETERS = {
     "vit_tiny_patch16_224": (1000, 5_717_416),
@@ -162,10 +162,18 @@ def test_patches_that_move_with_their_positions_leave_the_answer(attention):
     torch.testing.assert_close(model(moved), answer, rtol=1e-5, atol=1e-5)
 
 
-def test_the_patch_convolution_is_unfold_and_matmul():
-    embed, x = nano().patch_embed, images()
-    expected = F.unfold(x, 2, stride=2).mT @ embed.proj.weight.flatten(1).T + embed.proj.bias
-    torch.testing.assert_close(embed(x), expected)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_patch_embedding_is_a_convolution(channels_last):
+    embed = PatchEmbed(3, 2, 5).double()
+    images = torch.randn(4, 2, 6, 9, dtype=torch.float64)
+    images = (images.to(memory_format=torch.channels_last) if channels_last else images).requires_grad_()
+    ours, conv = embed(images), embed.proj(images).flatten(2).mT
+    assert ours.shape == (4, 6, 5)
+    torch.testing.assert_close(ours, conv, rtol=0, atol=1e-12)
+    places = (images, embed.proj.weight, embed.proj.bias)
+    up = torch.randn_like(ours)
+    for got, expected in zip(torch.autograd.grad(ours, places, up), torch.autograd.grad(conv, places, up), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
 
 
 def test_softmax_written_out_reproduces_the_fused_kernel():

@@ -21,7 +21,11 @@ POOLINGS = ("cls", "gap")
 
 
 class PatchEmbed(nn.Module):
-    """Images (B, channels, H, W) to patch tokens (B, N, C): a convolution with kernel = stride = P."""
+    """Images (B, channels, H, W) to patch tokens (B, N, C): a convolution with kernel = stride = P.
+
+    The weight has the shape of a convolution, but is applied as one matrix product to the patches laid out as rows: no
+    layout of a convolution library comes between.
+    """
 
     def __init__(self, patch_size: int, in_chans: int, dim: int, **place: Any) -> None:
         super().__init__()
@@ -37,7 +41,11 @@ class PatchEmbed(nn.Module):
         return height // self.patch_size, width // self.patch_size
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).mT
+        rows, cols = self.grid(*images.shape[-2:])
+        side = self.patch_size
+        cut = images.reshape(*images.shape[:2], rows, side, cols, side)
+        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(images.shape[0], rows * cols, -1)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class Mlp(nn.Module):
