@@ -17,11 +17,13 @@ from typing import Annotated, Any
 
 import tyro
 
+from cumulant import __version__
 from cumulant.commands import Bench, Efficiency, Error, ListMechanisms, Speed, TrainBench
 from cumulant.convert.settings import Convert, Diagnose
 from cumulant.studies.settings import Reproduce
 from cumulant.train_commands import Evaluate, Train, train_with_recipe
 from cumulant.web.settings import Explore
+from cumulant.zoo.registry import says_none
 
 DESCRIPTION = """Linear-time attention from the cumulant expansion of softmax.
 
@@ -29,12 +31,17 @@ Example, training four mechanisms and writing a report: cumulant reproduce
 
 Example, training one model from a recipe: cumulant train digits
 
-Options of a command, with examples: cumulant reproduce --help"""
+Options of a command, with examples: cumulant reproduce --help
+
+Version: cumulant --version"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 3 time was over, 130 stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in (["--version"], ["-V"]):
+        print(f"cumulant {__version__}")
+        return 0
     try:
         with plain_warnings():
             return run(parse(words or ["--help"]))
@@ -80,22 +87,52 @@ def plain_warnings() -> Iterator[None]:
         warnings.formatwarning = before
 
 
+def read_none(words: list[str]) -> None:
+    """None from the one word given; the next type that the option may have is tried where it says something else."""
+    if not says_none(words[0]):
+        raise ValueError(f"not the word none: {words[0]!r}")
+
+
+def none_rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[None] | None:
+    """How None is given to an option and shown in the help: `--clip none`, where tyro alone takes `None` only."""
+    if info.type is not type(None):
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="none",
+        instance_from_str=read_none,
+        is_instance=lambda value: value is None,
+        str_from_instance=lambda value: ["none"],
+    )
+
+
+RULES = tyro.constructors.ConstructorRegistry()
+RULES.primitive_rule(none_rule)
+
+
 def parse(words: list[str]) -> Any:
     """The command that the words stand for. Each has a parser of its own, whose errors speak of no other command."""
     config = [tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes]
     name, *options = words
     recipe = train_with_recipe(options) if name == "train" else None
-    if recipe is not None:  # it may have a flag on or off, so both forms can be given
-        text = recipe.description
-        command = tyro.cli(Train, prog="cumulant train", description=text, args=options, default=recipe, config=config)
-        return replace(command, settings=recipe.settings.merged(command.settings))
-    config.append(tyro.conf.FlagCreatePairsOff)
-    if name in COMMANDS:
-        return tyro.cli(COMMANDS[name][0], prog=f"cumulant {name}", args=options, config=config)
-    brief = {key: inspect.cleandoc(kind.__doc__).split("\n\n")[0] for key, (kind, _) in COMMANDS.items()}
-    each = (Annotated[kind, tyro.conf.subcommand(key, description=brief[key])] for key, (kind, _) in COMMANDS.items())
-    every: Any = reduce(or_, each)
-    return tyro.cli(every, prog="cumulant", description=DESCRIPTION, args=words, config=config)
+    with RULES:
+        if recipe is not None:  # it may have a flag on or off, so both forms can be given
+            command = tyro.cli(
+                Train,
+                prog="cumulant train",
+                description=recipe.description,
+                args=options,
+                default=recipe,
+                config=config,
+            )
+            return replace(command, settings=recipe.settings.merged(command.settings))
+        config.append(tyro.conf.FlagCreatePairsOff)
+        if name in COMMANDS:
+            return tyro.cli(COMMANDS[name][0], prog=f"cumulant {name}", args=options, config=config)
+        brief = {key: inspect.cleandoc(kind.__doc__).split("\n\n")[0] for key, (kind, _) in COMMANDS.items()}
+        each = (Annotated[kind, tyro.conf.subcommand(k, description=brief[k])] for k, (kind, _) in COMMANDS.items())
+        every: Any = reduce(or_, each)
+        return tyro.cli(every, prog="cumulant", description=DESCRIPTION, args=words, config=config)
 
 
 def train(command: Train) -> int:
@@ -104,6 +141,7 @@ def train(command: Train) -> int:
     from cumulant import train as room
 
     folder = command.folder
+    finished = (folder / "result.json").is_file() and not command.fresh
     try:
         result = room.train(command.settings, folder, device=command.device, fresh=command.fresh, progress=sys.stderr)
     except OutOfMemoryError as error:
@@ -114,6 +152,8 @@ def train(command: Train) -> int:
         return 130
     if os.environ.get("RANK", "0") != "0":  # one process of torchrun speaks for all
         return 0
+    if finished:
+        print("this run is finished already (--fresh trains it anew)", file=sys.stderr)
     if command.json:
         print(json.dumps(asdict(result), indent=1, default=str))
     else:
@@ -130,6 +170,8 @@ def evaluate(command: Evaluate) -> int:
     from cumulant.train.files import claim_room
 
     if command.predictions is not None:
+        if command.predictions.is_dir():
+            raise ValueError(f"--predictions must be a file to write, got the folder {command.predictions}")
         claim_room(command.predictions.parent, 0)
     found, classes = evaluate_checkpoint(
         command.checkpoint,

@@ -26,8 +26,8 @@ class Speed:
     dim: int = 64
     """Width of a head."""
     causal: bool = False
-    device: str = "auto"
-    """auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """auto: bfloat16 on a GPU, float32 elsewhere."""
     longest_softmax: int = 16384
@@ -117,8 +117,8 @@ class Efficiency:
     """Sequences. 0: 4 on a GPU, 1 elsewhere."""
     pattern: Literal["noncausal", "causal", "cross"] = "noncausal"
     """cross: half as many keys as queries."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """auto: bfloat16 on a GPU, float32 elsewhere."""
     calls: int = 15

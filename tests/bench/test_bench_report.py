@@ -92,7 +92,7 @@ def test_the_command_names_what_was_chosen_and_no_path(settings, words):
 def test_a_folder_that_cannot_be_written_is_told_before_measuring(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["bench", "efficiency", "--out", str(tmp_path / "file")]) == 1
-    assert "cannot write into --out" in capsys.readouterr().err
+    assert "cannot write files into" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

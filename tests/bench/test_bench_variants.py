@@ -13,6 +13,10 @@ def test_options_are_written_behind_the_name():
     assert variant.options == {"full": True, "normalization": "sum"}
 
 
+def test_none_is_a_word_that_an_option_may_have():
+    assert parse("combiner:summary_key=none").options == {"summary_key": "none"}
+
+
 def test_a_variant_is_the_mechanism_with_these_options():
     query, key, value = torch.randn(3, 1, 2, 12, 4)
     expected = zoo.get("cumulant3")(query, key, value, full=True)
@@ -25,6 +29,7 @@ def test_a_variant_is_the_mechanism_with_these_options():
         ("cumulat3", "did you mean 'cumulant"),
         ("cumulant3:fall=true", "unknown option 'fall'.*did you mean 'full'"),
         ("agent:16", "name:option=value"),
+        ("cumulant3+full", "name:option=value here"),
     ],
 )
 def test_wrong_names_and_options_are_answered_with_right_ones(text, message):

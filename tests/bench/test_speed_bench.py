@@ -52,3 +52,13 @@ def test_bench_error_prints_a_line_for_each_order(capsys):
     assert main(["bench", "error", "--sizes", "0.1", "1.0", "--length", "20"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[2:]] == ["order 1", "order 2", "order 3, diagonal", "order 3, full"]
+
+
+def test_a_device_and_a_folder_that_are_none_are_told_before_measuring(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(speed, "measure", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(SystemExit):
+        main(["bench", "speed", "--device", "tpu"])
+    assert "Expected one of ('auto', 'cpu', 'cuda')" in " ".join(capsys.readouterr().err.replace("│", "").split())
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "speed", "--out", str(tmp_path / "file")]) == 1
+    assert "cannot write files into" in capsys.readouterr().err

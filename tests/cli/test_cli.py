@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+import cumulant
 from cumulant import cli, zoo
 from cumulant.studies import study
 from cumulant.studies.runs import RunError
@@ -23,6 +24,12 @@ def test_help_names_every_command_briefly(capsys):
     text = output_of_help(capsys)
     assert all(f" {name} " in text for name in cli.COMMANDS)
     assert len(text.splitlines()) < 45
+
+
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_the_version_is_told(capsys, word):
+    assert cli.main([word]) == 0
+    assert capsys.readouterr().out == f"cumulant {cumulant.__version__}\n"
 
 
 def test_an_unknown_command_is_answered_with_those_there_are(capsys):
@@ -73,6 +80,17 @@ def test_an_unknown_mechanism_ends_with_the_names_there_are(capsys, tmp_path):
     assert "softmx" in message
     assert "cumulant3" in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "digits", "--attention", "cumulant3+full"], ["reproduce", "--attention", "softmax,cumulant3"]],
+    ids=["options", "commas"],
+)
+def test_what_is_no_part_of_a_name_is_told(capsys, tmp_path, words):
+    assert cli.main([*words, "--out", str(tmp_path / "x")]) == 2
+    message = capsys.readouterr().err
+    assert "is one: give its options apart (attention_options), and further mechanisms as words" in message
 
 
 def test_a_value_out_of_range_ends_with_its_name(capsys):

@@ -1,10 +1,12 @@
 import json
+import sys
 
 import pytest
 import torch
 from small_models import bert, transformers
 
 import cumulant
+from cumulant.cli import main
 from cumulant.convert import DistillRecipe, load
 from cumulant.convert.command import run_convert, run_diagnose
 from cumulant.convert.distill_data import Images
@@ -57,6 +59,44 @@ def test_texts_are_tokenised_for_a_model_of_transformers(tmp_path):
     assert report.measured_on == "data"
     assert len(report.replaced) == 2
     assert load(tmp_path / "out")(torch.tensor([[2, 5, 3]])).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Diagnose("m", batches=0), "batches must be 1 or more, got 0"),
+        (lambda: Diagnose("m", queries=0), "queries must be 1 or more, got 0"),
+        (lambda: Diagnose("m", budget=-1.0), "budget must be 0 or more, got -1.0"),
+        (lambda: Convert("m", layers=("auto",), budget=-1.0), "budget must be 0 or more, got -1.0"),
+        (lambda: Convert("m", budget=0.1), "--budget and --heads go with --layers auto, got --layers all"),
+        (lambda: Convert("m", heads=True, layers=("1", "2")), "go with --layers auto, got --layers 1 2"),
+    ],
+    ids=["batches", "queries", "budget", "budget of convert", "budget alone", "heads alone"],
+)
+def test_a_wrong_value_is_told_before_a_model_is_opened(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_measuring(weights, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for name, command, settings in (("diagnose", run_diagnose, Diagnose), ("convert", run_convert, Convert)):
+        room = sys.modules[command.__module__]
+        monkeypatch.setattr(room, name, lambda *_, **__: pytest.fail("it was measured"))
+        with pytest.raises(OSError, match="cannot write files into"):
+            command(settings(weights, out=tmp_path / "file"))
+
+
+def test_a_device_that_is_none_is_named(weights):
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
+        run_diagnose(Diagnose(weights, device="tpu"))
+
+
+@pytest.mark.parametrize("command", ["diagnose", "convert"])
+def test_the_model_is_asked_for_by_name(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command])
+    assert "MODEL" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_named():

@@ -239,3 +239,17 @@ def test_losses_vanish_for_equal_answers_only():
     for kind in ("kl", "mse", "cosine"):
         assert float(answer_loss(kind, x, x, None, 2.0)) == pytest.approx(0, abs=1e-6)
         assert float(answer_loss(kind, x + torch.randn(4, 6), x, None, 2.0)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"loss": "l1"}, "loss must be one of auto, kl, mse, cosine, got 'l1'"),
+        ({"precision": "fp16"}, "precision must be one of fp32, bf16, got 'fp16'"),
+        ({"layer_share": 2.0}, "layer_share must be from 0 to 1, got 2.0"),
+    ],
+    ids=["loss", "precision", "share"],
+)
+def test_a_wrong_value_of_the_recipe_is_told_at_once(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        DistillRecipe(**wrong)

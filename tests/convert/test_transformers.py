@@ -22,6 +22,32 @@ def test_every_registered_name_is_in_the_mask_registry_too():
         assert name in AttentionMaskInterface._global_mapping
 
 
+def test_a_name_with_options_can_be_registered_and_is_what_convert_makes_of_it():
+    name = "cumulant3+around=mean"
+    assert name in register_transformers(name)
+    named, converted, batch = bert(), bert(), padded()
+    converted.load_state_dict(named.state_dict())
+    named.set_attn_implementation(name)
+    convert(converted, name, example=batch)
+    found, expected = (model(**batch).last_hidden_state for model in (named, converted))
+    torch.testing.assert_close(found, expected)
+    named.set_attn_implementation("cumulant3")
+    assert (named(**batch).last_hidden_state - expected).abs().max() > 1e-3
+
+
+def test_a_wrong_option_in_a_name_is_told_when_it_is_registered():
+    with pytest.raises(ValueError, match=r"unknown option 'arround'.*did you mean 'around'"):
+        register_transformers("cumulant3+arround=mean")
+
+
+def test_a_causal_model_is_told_that_it_has_no_mean_query():
+    register_transformers("cumulant3+around=mean")
+    model = llama()
+    model.set_attn_implementation("cumulant3+around=mean")
+    with pytest.raises(ValueError, match='around="mean" has no causal form'):
+        model(padded()["input_ids"])
+
+
 def test_a_name_that_is_missing_from_the_mask_registry_drops_padding():
     """The trap that registration avoids: without our mask entry the same model answers with padding mixed in."""
     from transformers import AttentionInterface

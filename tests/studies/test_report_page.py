@@ -85,6 +85,27 @@ def test_the_page_carries_maps_of_several_layers_and_heads(study, page):
     assert np.array(one["scores"]).shape == (6, len(one["layers"]), 2, 17)
 
 
+@pytest.mark.parametrize(
+    ("prefixes", "words"),
+    [
+        ((1, 1), ["no place in the image, is not drawn", "One extra, the class token, collects"]),
+        ((1, 0), ["not all of these models have", "from the mean of the others"]),
+        ((0, 0), ["The answer is read from their mean"]),
+        ((None, None), ["share of the class token"]),
+    ],
+    ids=["all", "some", "none", "older record"],
+)
+def test_the_page_speaks_of_a_class_token_where_the_models_have_one(study, prefixes, words):
+    results = copy.deepcopy(study[1])
+    for model, prefix in zip(results["maps"]["models"].values(), prefixes, strict=True):
+        model.update(prefix=prefix, layers=[1, 2], depth=2)
+        if prefix is None:
+            del model["prefix"]
+    own = " ".join(re.sub(r"<script>.*?</script>", "", render(results), flags=re.DOTALL).split())
+    assert all(word in own for word in words)
+    assert ("class token" in own) == (prefixes != (0, 0))
+
+
 def test_text_in_the_results_cannot_become_markup(study):
     results = copy.deepcopy(study[1])
     results["provenance"]["command"] = "<img src=x onerror=alert(1)>"

@@ -95,7 +95,7 @@ def test_shown_maps_are_the_rows_of_the_marked_patch():
     source, augment = digits_source(), augment_of(read_recipe("digits"), 10)
     shown = example_maps(model, source.test, [5, 9], 8, augment)
     assert shown["layers"] == [1, 2, 3]
-    assert shown["grid"] == [1, 4, 4]
+    assert (shown["grid"], shown["prefix"]) == ([1, 4, 4], 1)
     inputs = augment.evaluate(torch.stack([source.test.decode(item, 8) for item in (5, 9)]))
     second = list(score_maps(model, inputs))[1]
     row = second[1, 2, 1 + shown["items"][1]["query"]]

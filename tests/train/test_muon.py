@@ -9,6 +9,7 @@ import torch
 from small_runs import FULL, few_digits, in_child, kill_self, outcome
 from torch import nn
 
+from cumulant import cli
 from cumulant.models import create_model
 from cumulant.train import TrainRecipe, optimise, train
 from cumulant.train.build import build_optimizer
@@ -87,10 +88,20 @@ def test_a_killed_run_goes_on_bit_equally(tmp_path: Path):
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
 
 
+def test_shards_are_refused_before_anything_is_written(capsys, tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    file.write_text('optimizer = "muon"\nparallel = "fsdp"\n')
+    assert cli.main(["train", str(file), "--out", str(tmp_path / "run")]) == 2
+    with pytest.raises(SystemExit):
+        cli.main(["train", "digits", "--optimizer", "muon", "--parallel", "fsdp", "--out", str(tmp_path / "run")])
+    assert capsys.readouterr().err.count('use parallel="ddp"') == 2
+    assert not (tmp_path / "run").exists()
+
+
 def test_models_without_blocks_and_sharded_ones_are_refused():
     with pytest.raises(ValueError, match=r"needs linear layers in `blocks`, Linear has none"):
         muon_groups(nn.Linear(3, 3), 0.1)
-    with pytest.raises(ValueError, match=r'use parallel="ddp"'):
+    with pytest.raises(ValueError, match=r'parallel="fsdp" cuts into shards: use parallel="ddp", or optimizer="adamw"'):
         TrainRecipe(optimizer="muon", parallel="fsdp")
     with pytest.raises(ValueError, match="optimizer must be one of adamw, muon, got 'sgd'"):
         TrainRecipe(optimizer="sgd")

@@ -87,6 +87,8 @@ def test_a_wrong_word_in_a_file_is_named_with_what_is_right(text, message):
 def test_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
     with pytest.raises(ValueError, match=r"there is no recipe file .*mine\.toml"):
         read_recipe(tmp_path / "mine.toml")
+    with pytest.raises(ValueError, match=r"there is no recipe file .*digits\.toml; the built-in one is called digits"):
+        read_recipe(tmp_path / "digits.toml")
     with pytest.raises(ValueError, match=r"unknown recipe 'cifar'; did you mean 'cifar10'\?"):
         read_recipe("cifar")
 
@@ -99,6 +101,11 @@ def test_a_file_is_read_as_it_stands():
     assert recipe.clip is None
     assert (recipe.lr, recipe.mean, recipe.model_options) == (1.0, (0.0, 0.0, 0.0), {"pool": "gap"})
     assert (recipe.augmentation.erase, recipe.augmentation.cutmix) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null"])
+def test_no_value_in_a_file_is_a_word(word):
+    assert parse_recipe(f'clip = "{word}"\nworkers = "{word}"') == TrainRecipe()
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -59,6 +59,22 @@ def test_every_kind_of_value_can_be_given(tmp_path):
     assert command.folder.as_posix() == "runs/cifar10-cumulant3-4"
 
 
+@pytest.mark.parametrize("word", ["none", "None", "NONE", "null"])
+def test_no_value_is_written_as_a_user_would(word):
+    settings = parsed("digits", "--clip", word, "--workers", word, "--max-bad", word).settings
+    assert (settings.clip, settings.workers, settings.max_bad) == (None, None, None)
+    assert cli.parse(["evaluate", "here", "--workers", word]).workers is None
+    assert cli.parse(["reproduce", "--minutes", word]).minutes is None
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--clip", "off"]])
+def test_help_and_error_show_how_no_value_is_written(capsys, words):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "digits", *words])
+    captured = capsys.readouterr()
+    assert "--clip none|FLOAT" in captured.out + captured.err
+
+
 def test_a_recipe_file_is_as_good_as_a_name(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("epochs = 3\n[model_options]\ndepth = 2\n")
@@ -140,9 +156,10 @@ def test_the_help_of_evaluation_names_what_it_takes(capsys):
 
 def test_training_prints_the_accuracy_and_where_everything_is(run, capsys):
     assert cli.main(["train", "digits", "--out", str(run), *SHORT]) == 0
-    text = capsys.readouterr().out
+    text, said = capsys.readouterr()
     assert "top-1" in text
     assert str(run) in text
+    assert said == "this run is finished already (--fresh trains it anew)\n"
     assert cli.main(["train", "digits", "--out", str(run), *SHORT, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epochs"] == 1
 
@@ -174,7 +191,18 @@ def test_a_checkpoint_that_is_none_and_data_of_other_classes_are_refused(run, ca
     other = Source("letters", "image", digits.train, digits.test, tuple("abcdefghij"))
     monkeypatch.setattr("cumulant.train.evaluation.open_recipe_source", lambda *_: other)
     assert cli.main(["evaluate", str(run), "letters", "--device", "cpu"]) == 2
-    assert "but letters has 10 (a, b, c and 7 more)" in capsys.readouterr().err
+    wanted = "letters has 10, other ones from number 1 on: a, b, c and 7 more in place of 0, 1, 2 and 7 more"
+    assert wanted in capsys.readouterr().err
+
+
+def test_data_of_other_classes_are_told_from_the_first_that_differs_on(run, capsys, monkeypatch):
+    digits = few_digits()
+    classes = ("0", "1", "2", "tench, Tinca tinca", "stingray", "hammerhead, hammerhead shark", *"6789")
+    other = Source("animals", "image", digits.train, digits.test, classes)
+    monkeypatch.setattr("cumulant.train.evaluation.open_recipe_source", lambda *_: other)
+    assert cli.main(["evaluate", str(run), "animals", "--device", "cpu"]) == 2
+    wanted = "from number 4 on: tench, Tinca tinca; stingray; hammerhead, hammerhead shark; and 4 more in place of 3, 4"
+    assert wanted in capsys.readouterr().err
 
 
 def test_evaluation_reads_data_as_it_is_told(run, monkeypatch):
@@ -217,6 +245,21 @@ def test_a_place_for_predictions_that_cannot_be_written_is_told_before_the_evalu
         "choose another folder\n"  # fmt: skip
 
 
+def test_a_folder_for_predictions_is_refused_before_the_evaluation(run, capsys, monkeypatch):
+    monkeypatch.setattr("cumulant.train.evaluate_checkpoint", lambda *_, **__: pytest.fail("it was evaluated"))
+    assert cli.main(["evaluate", str(run), "--predictions", str(run)]) == 2
+    assert f"--predictions must be a file to write, got the folder {run}" in capsys.readouterr().err
+
+
+def test_a_converted_model_is_told_apart_from_a_run(run, capsys, tmp_path):
+    assert cli.main(["convert", str(run), "--out", str(tmp_path / "converted"), "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(tmp_path / "converted")]) == 2
+    assert "holds a converted model" in capsys.readouterr().err
+    assert cli.main(["convert", str(tmp_path / "converted"), "--out", str(tmp_path / "again")]) == 2
+    assert "holds a converted model already: name the model that it was made from" in capsys.readouterr().err
+
+
 def test_evaluation_can_be_stopped(run, capsys, monkeypatch):
     def stopped(*_arguments, **_options):
         raise KeyboardInterrupt
@@ -236,6 +279,19 @@ def test_a_gpu_without_room_is_answered_with_what_takes_less(capsys, monkeypatch
     assert "Tried to allocate 9 GiB. " in said
     assert "--accumulate" in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_decoding_process_that_is_killed_during_a_step_is_told_in_one_line(run, capsys, monkeypatch, tmp_path):
+    def killed(*_arguments, **_options):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")  # torch raises it anywhere
+
+    monkeypatch.setattr(trainer._Run, "_step", killed)
+    monkeypatch.setattr("cumulant.train.evaluation.predict", killed)
+    for words in (["train", "digits", "--out", str(tmp_path / "run"), *SHORT], ["evaluate", str(run), "digits"]):
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert "a process that decodes the data was killed" in said.splitlines()[-1]
+        assert "Traceback" not in said
 
 
 def test_stopping_says_how_to_go_on(capsys, monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 
 from cumulant import zoo
 from cumulant.zoo import Mechanism
-from cumulant.zoo.registry import _MECHANISMS
+from cumulant.zoo.registry import _MECHANISMS, json_or_word, read_option
 
 
 def qkv(heads=2, length=5, dim=4, batch=2):
@@ -35,6 +35,20 @@ def test_every_mechanism_describes_itself(name):
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_others():
     with pytest.raises(ValueError, match=r"'cumulnt3'.*did you mean 'cumulant3'\?.*softmax, linear"):
         zoo.get("cumulnt3")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), ("true", True), ("[2, 8]", [2, 8]), ("null", None), ("mean", "mean"), ("none", "none"), ("", "")],
+)
+def test_a_value_is_json_where_it_is_json_and_else_a_word(text, value):
+    assert json_or_word(text) == value
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null"])
+def test_an_option_without_a_value_is_none_however_it_is_written(word):
+    assert read_option(f"clip={word}", "here") == ("clip", None)
+    assert read_option(f'clip="{word}"', "here") == ("clip", word)
 
 
 def test_a_name_can_be_taken_only_once():

@@ -24,6 +24,8 @@ NOT_SAID = ("out", "json", "fresh", "minutes")  # they do not change the numbers
 
 def prepare(out: Path) -> None:
     """Fail before minutes of measuring where packages of figures and page are missing or nothing can be written."""
+    from cumulant.train.files import claim_room
+
     try:
         import jinja2
         import matplotlib
@@ -32,13 +34,7 @@ def prepare(out: Path) -> None:
         raise ImportError(f"the report needs the package {error.name}: pip install 'cumulant[train]'") from error
     assert jinja2.__version__
     assert matplotlib.__version__
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise OSError(f"cannot write into --out {out}: {error.strerror}; choose another folder") from error
+    claim_room(out, 0)
 
 
 def command(settings: Error | Efficiency | TrainBench) -> str:

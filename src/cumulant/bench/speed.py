@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cumulant.attention import attention
 from cumulant.bench.provenance import provenance
 from cumulant.commands import Speed
+from cumulant.train.files import claim_room
 
 Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -48,6 +49,7 @@ def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, A
         raise ValueError("device='cuda', but torch sees no GPU; use --device cpu")
     name = settings.dtype if settings.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, name)
+    claim_room(settings.out, 0)
     bandwidth = copy_bandwidth(device)
     rows = []
     for L in settings.lengths:
@@ -73,7 +75,6 @@ def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, A
     }  # fmt: skip
     if device == "cuda":
         result["machine"]["gpu"] = torch.cuda.get_device_name()
-    settings.out.mkdir(parents=True, exist_ok=True)
     (settings.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, settings.out / "speed.svg")
     return result

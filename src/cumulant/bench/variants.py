@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.zoo.registry import Mechanism, suggest
+from cumulant.zoo.registry import Mechanism, json_or_word, suggest
 
 ALL = "all"
 # Settings of a mechanism that are measured beside its default where all are asked for: the ends of its dial.
@@ -65,6 +64,8 @@ def parse(text: str, *, layer: bool = False) -> Variant:
     Options are those of the operator or, with `layer`, those of a layer that holds the mechanism.
     """
     name, *words = text.split(":")
+    if "+" in name:
+        raise ValueError(f"options of a mechanism are written name:option=value here, got {text!r}")
     mechanism = zoo.get(name)
     known = mechanism.options if layer else mechanism.function_options
     options: dict[str, Any] = {}
@@ -74,10 +75,7 @@ def parse(text: str, *, layer: bool = False) -> Variant:
             raise ValueError(f"options of a mechanism are written name:option=value, got {text!r}")
         if option not in known:
             raise ValueError(f"unknown option {option!r} in {text!r}; {suggest(option, list(known))}")
-        try:
-            options[option] = json.loads(value)
-        except ValueError:
-            options[option] = value
+        options[option] = json_or_word(value)  # none is a word here: combiner has an option with that value
     return Variant(text, mechanism, options)
 
 

@@ -6,7 +6,7 @@ import copy
 import json
 from typing import TextIO
 
-from ..train.files import write_atomically
+from ..train.files import claim_room, write_atomically
 from .conversion import ConversionReport, Layers, convert
 from .diagnosis import Diagnosis, diagnose
 from .distillation import distill, planned
@@ -21,6 +21,7 @@ def run_diagnose(settings: Diagnose, progress: TextIO | None = None) -> Diagnosi
     data = None
     if settings.data is not None:
         data = open_batches(model, settings.model, settings.data, settings.batches, settings.batch_size)
+    claim_room(settings.out, 0)
     found = diagnose(
         model,
         data,
@@ -30,7 +31,6 @@ def run_diagnose(settings: Diagnose, progress: TextIO | None = None) -> Diagnosi
         heads=settings.heads,
         progress=progress,
     )
-    settings.out.mkdir(parents=True, exist_ok=True)
     write_atomically(settings.out / "diagnosis.json", json.dumps(found.to_json(), indent=1).encode())
     found.figure(settings.out / "diagnosis.svg")
     return found
@@ -46,6 +46,7 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
     data = None
     if settings.data is not None:
         data = open_batches(model, settings.model, settings.data, settings.batches, settings.batch_size)
+    claim_room(settings.out, 0)
     if settings.distill and not settings.fresh and layers == "auto":
         layers = planned(settings.out) or layers  # a run that goes on has chosen its layers
     report = convert(

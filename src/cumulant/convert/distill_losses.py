@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from .inputs import Batch
 
 LOGITS = ("logits", "logits_per_image", "prediction_logits")
-LOSSES = ("kl", "mse", "cosine")
 
 
 def present(batch: Batch) -> Tensor | None:

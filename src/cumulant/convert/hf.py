@@ -32,23 +32,25 @@ UNSUPPORTED = {
 }
 
 
-def register_transformers() -> list[str]:
+def register_transformers(*names: str) -> list[str]:
     """Make every fitting mechanism an `attn_implementation` of transformers, and return their names.
 
-        cumulant.register_transformers()
-        model = AutoModel.from_pretrained(path, attn_implementation="cumulant3")
+        cumulant.register_transformers("cumulant3+around=mean")
+        model = AutoModel.from_pretrained(path, attn_implementation="cumulant3+around=mean")
 
+    transformers knows an implementation by its whole name: one with options is registered when it is named here, those
+    without always are. With `around=mean` a class token is part of the mean query unless `+apart=1` sets it apart.
     Both registries are filled, so padding is honoured. `cumulant.convert` does more: it checks that the model really
     calls the mechanism, may differ by layer, and survives saving.
     """
     attention_interface, mask_interface = _registries()
-    names = fitting()
-    for name in names:
-        attention_interface.register(name, _uniform(Choice(name)))
+    choices = {name: Choice.named(name) for name in (*fitting(), *names)}
+    for name, choice in choices.items():
+        attention_interface.register(name, _uniform(choice))
         mask_interface.register(name, key_mask_function)
     attention_interface.register(MIXED, _by_layer)
     mask_interface.register(MIXED, key_mask_function)
-    return names
+    return list(choices)
 
 
 def _registries() -> tuple[Any, Any]:
@@ -64,7 +66,7 @@ class _uniform:  # noqa: N801  # an instance is a function of the registry
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
-        self.__name__ = choice.attention
+        self.__name__ = choice.name
 
     def __call__(
         self,

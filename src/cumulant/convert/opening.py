@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from ..data import open_source
 from ..data.augmentation import Augment, Augmentation
 from ..train.checkpoint import read_header
+from ..train.processes import chosen_device
 from ..train.recipe_files import from_json
 from ..train.train_recipe import IMAGENET_MEAN, IMAGENET_STD, TrainRecipe
 from .distill_data import USUAL, Batches, Images, shown, texts
 from .inputs import Batch, example_for
+from .saving import PLAN_FILE
 
 LENGTH = 256  # tokens of a text, at most
 TEXTS = (".txt", ".parquet")
@@ -23,8 +25,10 @@ TEXTS = (".txt", ".parquet")
 
 def open_model(name: str, device: str | None = None) -> nn.Module:
     """The model called `name`: timm:NAME, a folder of transformers, or weights or a run of `cumulant train`."""
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = chosen_device(device)
     path = Path(name)
+    if (path / PLAN_FILE).is_file():
+        raise ValueError(f"{name} holds a converted model already: name the model that it was made from")
     if name.startswith("timm:"):
         try:
             import timm

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from ..train.train_recipe import check_choices
+
 # Mechanisms among which layers="auto" chooses.
 CANDIDATES = ("cumulant2", "cumulant3", "cumulant2+around=mean", "cumulant3+around=mean")
+
+
+def check_least(settings: Any, least: dict[str, int]) -> None:
+    """Refuse a number below the least that its field may have; None stands for a default."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= low:
+            raise ValueError(f"{name} must be {low} or more, got {value}")
 
 
 @dataclass(frozen=True)
@@ -50,10 +60,9 @@ class DistillRecipe:
     """Save the state to go on from after every so many steps; 0: only when the run is stopped."""
 
     def __post_init__(self) -> None:
-        for name, low in {"epochs": 1, "layer_lr": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "layer_weight": 0,
-                          "checkpoint_steps": 0, "seed": 0}.items():  # fmt: skip
-            if not getattr(self, name) >= low:
-                raise ValueError(f"{name} must be {low} or more, got {getattr(self, name)}")
+        check_least(self, {"epochs": 1, "layer_lr": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "layer_weight": 0,
+                           "checkpoint_steps": 0, "seed": 0})  # fmt: skip
+        check_choices(self)
         for name in ("layer_share", "warmup"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
@@ -76,16 +85,18 @@ class Diagnose:
     Example: cumulant diagnose timm:vit_small_patch16_224 path/to/imagenet-100 --budget 0.1
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
-    data: Annotated[str | None, tyro.conf.Positional] = None
+    data: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = None
     """Data set or folder of images or videos; a .txt or .parquet file of texts. Without it, noise."""
     attention: tuple[str, ...] = CANDIDATES
     """Mechanisms whose effect on the output is measured, with options: cumulant3+around=mean."""
     budget: float = 0.05
     """Relative change of the output that the proposal may cause."""
     batches: int = 2
+    """Batches of the data to look at."""
     batch_size: int = 16
+    """Items of each."""
     queries: int = 64
     """Queries sampled in each layer and batch."""
     heads: bool = False
@@ -96,6 +107,9 @@ class Diagnose:
     """Folder for diagnosis.json and diagnosis.svg."""
     json: bool = False
     """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        check_least(self, {"batches": 1, "batch_size": 1, "queries": 1, "budget": 0})
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,7 @@ class Convert:
     Example: cumulant convert runs/digits-softmax-0 --data digits --distill --epochs 5 --items-a-step 64
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
     data: str | None = None
     """Data to measure the change on and to distil with, as for `cumulant diagnose`; needed with --layers auto."""
@@ -128,8 +142,9 @@ class Convert:
     heads: bool = False
     """With --layers auto, also replace single heads."""
     batches: int = 4
+    """Batches of the data that the change is measured on."""
     batch_size: int = 16
-    """Of the data that the change is measured on."""
+    """Items of each."""
     distill: bool = False
     """Train the converted model on what the model said before."""
     distillation: DistillRecipe = DistillRecipe()
@@ -149,6 +164,6 @@ class Convert:
     def __post_init__(self) -> None:
         if self.distill and self.data is None:
             raise ValueError("--distill needs --data: inputs like those that the model will see; no labels are used")
-        for name, low in (("batches", 1), ("batch_size", 1), ("items_a_step", 1), ("items", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be {low} or more, got {getattr(self, name)}")
+        if self.layers != ("auto",) and (self.budget is not None or self.heads):
+            raise ValueError(f"--budget and --heads go with --layers auto, got --layers {' '.join(self.layers)}")
+        check_least(self, {"batches": 1, "batch_size": 1, "items_a_step": 1, "items": 0, "budget": 0})

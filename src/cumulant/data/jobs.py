@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .clips import ClipPart
-from .part import DecodeError, Part
+from .part import DataError, DecodeError, Part
 
 CHUNK_BYTES = 4 << 20
 
@@ -116,6 +117,31 @@ def run_once(decoder: Decoder, jobs: Sequence[Job], workers: int) -> Iterator[De
         return
     with ThreadPoolExecutor(cores()) as pool:
         yield from pool.map(decoder.__getitem__, jobs)
+
+
+@contextmanager
+def telling_of_killed_workers() -> Iterator[None]:
+    """A decoding process that was killed is a DataError that says what to do, in place of what torch says.
+
+    torch notices it by a signal, so the error may come out of any line of the main thread: besides taking batches, what
+    is done with them belongs in here too.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if not said.startswith("DataLoader worker (pid"):
+            raise
+        if "shared memory" in said:
+            why = "there was no room in the shared memory, /dev/shm (in a container: make it larger)"
+        elif "signal: Killed" in said or "exited unexpectedly" in said:
+            why = "probably because the machine ran out of memory"
+        else:
+            raise  # the crash of a codec, say: torch names the signal
+        raise DataError(
+            f"a process that decodes the data was killed: {why}; take fewer of them with workers (0: decode in this "
+            'process), or a smaller batch_size, and do not keep decoded data in main memory (in_memory="no")'
+        ) from error
 
 
 def chunk_length(item_bytes: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .jobs import Decoded, Decoder, Job, Plan, chunk_length, cores, worker_loader
+from .jobs import Decoded, Decoder, Job, Plan, chunk_length, cores, telling_of_killed_workers, worker_loader
 from .memory import Memory, allowed_bytes, item_bytes, needed_bytes
 from .order import epoch_order, rank_slice
 from .part import DataError, DecodeError, Part, shorten
@@ -101,7 +101,10 @@ class Loader:
             workers = cores() if busy and cores() > 1 else 0
         self._running = 0
         if self.in_memory:
-            self._memory = Memory.fill(part, size, self.device, workers=workers, progress=progress, attempts=attempts)
+            with telling_of_killed_workers():
+                self._memory = Memory.fill(
+                    part, size, self.device, workers=workers, progress=progress, attempts=attempts
+                )
             self._report(self._memory.bad.items())
         else:
             self._plan = Plan()
@@ -167,11 +170,14 @@ class Loader:
                 jobs.append(Job(positions[a:b], None if seeds is None else seeds[a:b]))
             jobs_of_step.append(len(cuts) - 1)
         self._plan.jobs = jobs
-        decoded = iter(self._jobs)
+        with telling_of_killed_workers():
+            decoded = iter(self._jobs)
         for count in jobs_of_step:
             if run != self._running:
                 raise RuntimeError("this epoch has ended: a later one of the same loader was begun")
-            yield self._assemble([next(decoded) for _ in range(count)])
+            with telling_of_killed_workers():
+                batch = self._assemble([next(decoded) for _ in range(count)])
+            yield batch
 
     def _assemble(self, chunks: list[Decoded]) -> Batch:
         self._report(item for chunk in chunks for item in chunk.bad)

@@ -104,7 +104,10 @@ def check_groups(name: str, train: Iterable[tuple[int, int]], test: Iterable[tup
 
 
 def shorten(names: Iterable[str], limit: int = 5) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and how many more there are; between them semicolons where a name has a comma of its own."""
     every = list(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(every[:limit]) + more
+    shown = every[:limit]
+    more = [f"and {len(every) - limit} more"] if len(every) > limit else []
+    if any("," in name for name in shown):
+        return "; ".join([*shown, *more])
+    return " ".join([", ".join(shown), *more])

@@ -192,6 +192,7 @@ def example_maps(model: Any, part: Part, items: list[int], size: int, augment: A
         predicted = model(inputs).argmax(-1).tolist()
     return {
         "grid": list(grid),
+        "prefix": prefix,
         "frame": frame,
         "layers": [number + 1 for number in layers],
         "depth": len(model.blocks),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cumulant.studies.configuration import changed, configured, parse
@@ -99,15 +98,3 @@ def as_values(runs: Sequence[Run | Planned]) -> list[dict[str, Any]]:
         {"configuration": run.configuration, "seed": run.seed, "role": run.role, "fingerprint": run.key[0]}
         for run in runs
     ]
-
-
-def writable(out: Path) -> Path:
-    """Create the folder and prove that files can be written there: better now than after minutes of training."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise OSError(f"cannot write into --out {out}: {error.strerror}; choose another folder") from error
-    return out

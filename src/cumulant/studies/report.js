@@ -131,7 +131,8 @@ function drawMaps() {
       const right = own.predicted === own.label, columns = model.grid[2];
       const cells = values.map((value, k) => `<rect x="${k % columns}" y="${Math.floor(k / columns)}" width="1.02"
         height="1.02" fill="${mapColour(value, limit)}"/>`).join("");
-      const label = `${name}: weights of the marked patch, ${title}; class token ${all[0].toFixed(3)}`;
+      const share = (model.prefix ?? 1) ? `; class token ${all[0].toFixed(3)}` : "";  // older records do not say it
+      const label = `${name}: weights of the marked patch, ${title}${share}`;
       html += `<div>${drawing(model, cells, own.query, label)}
         <div class="under">max ${figure(Math.max(...values))}<br>neg ${figure(Math.abs(negative))}<br>
         <span class="${right ? "" : "wrong"}">says ${escaped(page.classes[own.predicted])} ${right ? "✓" : "✗"}</span>

@@ -46,6 +46,7 @@ def render(results: dict[str, Any]) -> str:
         verdict=results["verdict"],
         title=wording.title(results),
         noun=noun,
+        class_token=wording.class_token(results),
         missing=wording.missing(results),
         failures=wording.failures(results),
         on_cpu=any(run["device_kind"] == "cpu" for run in results["runs"]),

@@ -14,11 +14,11 @@ from typing import IO, Any
 
 from cumulant.studies.budget import Budget
 from cumulant.studies.outcome import outcome, records_of
-from cumulant.studies.plan import Planned, as_values, check_models, device_of, planned, writable
+from cumulant.studies.plan import Planned, as_values, check_models, device_of, planned
 from cumulant.studies.records import FORMAT, MAPS, Run, device_name, read_records, source_digest
 from cumulant.studies.runs import RunError, Workshop, train_all
 from cumulant.studies.settings import DECISIVE, Reproduce
-from cumulant.train.files import write_atomically
+from cumulant.train.files import claim_room, write_atomically
 
 
 class TimeOverError(RunError):
@@ -41,7 +41,8 @@ def reproduce(
     runs = planned(settings)
     report.check_packages()
     check_models(runs, open_recipe_source(runs[0].recipe))
-    device, out = device_of(settings), writable(settings.folder)
+    device, out = device_of(settings), settings.folder
+    claim_room(out, 0)
     made: dict[str, Any] = {"provenance": provenance(settings.command()), "source": source_digest()}
     shop = Workshop(out, device, made, settings.fresh)
     for place in ("records", "runs"):

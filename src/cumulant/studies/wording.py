@@ -51,6 +51,12 @@ def failures(results: dict[str, Any]) -> list[str]:
     return [f"{one['configuration']}, seed {one['seed']}: {one['failed']}" for one in results["failed"]]
 
 
+def class_token(results: dict[str, Any]) -> str:
+    """Which of the models with maps have a class token: "all", "some" or "none". Those of older records have one."""
+    have = [model.get("prefix", 1) > 0 for model in results["maps"]["models"].values()]
+    return "all" if all(have) else "some" if any(have) else "none"
+
+
 def about_maps(results: dict[str, Any]) -> list[str]:
     """How far the maps are spread, and whether those of the cumulants are more local than linear attention's."""
     locality, tokens = results["maps"]["locality"], results["maps"]["tokens"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from ..data.jobs import telling_of_killed_workers
 from ..data.loader import Loader
 from ..data.part import Source, shorten
 from .build import augment_of, loader_of, open_recipe_source
@@ -134,6 +136,11 @@ def evaluate_checkpoint(
     of reading are those of the recipe in the file; `data_options` are added to the latter.
     """
     path = Path(checkpoint)
+    if (path / "cumulant.json").is_file():  # as `cumulant.convert.save` writes it
+        raise ValueError(
+            f"{path} holds a converted model, which has no recipe to evaluate it by: load it in Python with load() of "
+            "cumulant.convert"
+        )
     path = path / "last.safetensors" if path.is_dir() else path
     if not path.is_file():
         best = path.with_name("best.safetensors")
@@ -148,12 +155,8 @@ def evaluate_checkpoint(
     recipe = replace(recipe, workers=workers, accumulate=1, compile=False, **changes)
     recipe = recipe.merged(replace(recipe, data_options=dict(data_options or {})))
     source = source or open_recipe_source(recipe, data)
-    if source.classes != names:
-        raise ValueError(
-            f"{path} was trained for {len(names)} classes ({shorten(names, 3)}), but {source.name} has "
-            f"{len(source.classes)} ({shorten(source.classes, 3)})"
-        )
-    with processes(device) as team:
+    check_classes(path, names, source)
+    with processes(device) as team, telling_of_killed_workers():
         screen = progress if team.first else None
         loader = loader_of(recipe, source, "test", team, screen)
         with Bar(screen, len(source.test), 0, 1) as bar:
@@ -167,3 +170,16 @@ def evaluate_checkpoint(
                 on_batch=lambda items: bar.update(items * team.world),
             )
     return found, names
+
+
+def check_classes(path: Path, trained: tuple[str, ...], source: Source) -> None:
+    """Refuse data whose labels mean something else than they did in training; the first that differ are named."""
+    if source.classes == trained:
+        return
+    pairs = zip_longest(trained, source.classes)
+    first = next(number for number, (known, found) in enumerate(pairs) if known != found)
+    known, found = (shorten(classes[first:], 3) or "none" for classes in (trained, source.classes))
+    raise ValueError(
+        f"{path} was trained for {len(trained)} classes, but {source.name} has {len(source.classes)}, other ones from "
+        f"number {first + 1} on: {found} in place of {known}"
+    )

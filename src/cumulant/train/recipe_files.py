@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..data.augmentation import PRESETS
-from ..zoo.registry import suggest
+from ..zoo.registry import says_none, suggest
 from .train_recipe import TrainRecipe
 
 Settings = TypeVar("Settings")
@@ -40,7 +40,8 @@ def recipe_text(name: str | Path) -> str:
     path = Path(name)
     if path.suffix == ".toml":
         if not path.is_file():
-            raise ValueError(f"there is no recipe file {path}")
+            known = f"; the built-in one is called {path.stem}" if path.stem in recipe_names() else ""
+            raise ValueError(f"there is no recipe file {path}{known}")
         return path.read_text(encoding="utf-8")
     if str(name) not in recipe_names():
         raise ValueError(
@@ -127,7 +128,7 @@ def _fit(value: Any, hint: Any, where: str, lenient: bool) -> Any:
     if hint is Any or hint is None or (origin is None and hint is dict):
         return value
     if origin in (Union, types.UnionType):
-        if type(None) in args and (value is None or value == "none"):
+        if type(None) in args and (value is None or says_none(value)):
             return None
         for choice in args:
             if choice is not type(None):

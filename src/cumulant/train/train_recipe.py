@@ -10,18 +10,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from ..data.augmentation import Augmentation
+from ..zoo.registry import json_or_word, says_none
 
 OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-
-
-def _value(word: str) -> Any:
-    """What follows `key=` on the command line: JSON where it is JSON (3, true, [2, 8, 8]), else the word itself."""
-    try:
-        return json.loads(word)
-    except ValueError:
-        return None if word.lower() == "none" else word
 
 
 def _options(words: list[str]) -> dict[str, Any]:
@@ -29,7 +22,7 @@ def _options(words: list[str]) -> dict[str, Any]:
     for key, sign, _ in pairs:
         if not key or not sign:
             raise ValueError(f"options are written key=value, got {' '.join(words)}")
-    return {key: _value(value) for key, _, value in pairs}
+    return {key: None if says_none(value) else json_or_word(value) for key, _, value in pairs}
 
 
 # A dictionary on the command line: `--model-options pool=gap depth=6`.
@@ -162,11 +155,12 @@ class TrainRecipe:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, or None, got {value}")
-        for name, choices in _choices().items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        check_choices(self)
         if self.optimizer == "muon" and self.parallel == "fsdp":
-            raise ValueError('optimizer="muon" works on whole matrices: use parallel="ddp", got parallel="fsdp"')
+            raise ValueError(
+                'optimizer="muon" turns whole matrices, which parallel="fsdp" cuts into shards: use parallel="ddp", or '
+                'optimizer="adamw"'
+            )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive or None, got {self.clip}")
         if self.batch_size % self.accumulate:
@@ -195,8 +189,15 @@ class TrainRecipe:
         return replace(given, **tables)
 
 
+def check_choices(recipe: Any) -> None:
+    """Refuse a word in a field of a dataclass that takes one of a few others: types bind the command line alone."""
+    for name, choices in _choices(recipe.__class__).items():
+        if getattr(recipe, name) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(recipe, name)!r}")
+
+
 @cache
-def _choices() -> dict[str, tuple[str, ...]]:
+def _choices(kind: type) -> dict[str, tuple[str, ...]]:
     """The fields of a recipe that take one of a few words, with these words."""
-    hints = get_type_hints(TrainRecipe)
+    hints = get_type_hints(kind)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

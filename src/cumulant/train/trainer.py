@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from ..data.jobs import telling_of_killed_workers
 from ..data.order import mix
 from ..data.part import Source
 from . import optimise
@@ -90,6 +91,7 @@ def train(
             return TrainResult(out=out, **done["result"])
         stack.enter_context(torch.random.fork_rng([team.device] if team.device.type == "cuda" else []))
         stack.enter_context(quick_float32(team.device, settings.precision))
+        stack.enter_context(telling_of_killed_workers())
         return _Run(settings, out, source or open_recipe_source(settings), team, progress).go()
 
 

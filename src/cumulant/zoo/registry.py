@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -236,6 +237,12 @@ def names() -> list[str]:
 def get(name: str) -> Mechanism:
     """The mechanism of that name, e.g. `get("cumulant3")`."""
     if name not in _MECHANISMS:
+        first = re.split("[+:,]", str(name))[0]
+        if first in _MECHANISMS:
+            raise ValueError(
+                f"unknown attention mechanism {name!r}; {first!r} is one: give its options apart (attention_options), "
+                "and further mechanisms as words of their own"
+            )
         raise ValueError(f"unknown attention mechanism {name!r}; {suggest(name, names())}")
     return _MECHANISMS[name]
 
@@ -274,10 +281,20 @@ def read_option(word: str, where: str, what: str = "options") -> tuple[str, Any]
         raise ValueError(f"{what} are written +name or +name=value, got {word!r} in {where!r}")
     if not sign:
         return key, True
+    return key, None if says_none(text) else json_or_word(text)
+
+
+def json_or_word(text: str) -> Any:
+    """The value that a text stands for where it is JSON (3, true, [2, 8, 8]), else the text itself."""
     try:
-        return key, json.loads(text)
+        return json.loads(text)
     except ValueError:
-        return key, None if text == "none" else text
+        return text
+
+
+def says_none(value: object) -> bool:
+    """Whether a value is the word none or null, in small letters or capitals: how a user writes None."""
+    return isinstance(value, str) and value.lower() in ("none", "null")
 
 
 def written(value: Any) -> str:
