@@ -14,7 +14,6 @@ from .cluster_parts import NOTHING, kernel, squared, store_tile, tile
 from .products import cast, dot
 from .short_parts import (
     answers,
-    centred,
     gathered,
     masses,
     prefix_gradients,
@@ -34,26 +33,25 @@ from .tokens import head
 @kernel
 def statistics(
     k, spread, means, origin, places, sizes, k_b, k_h, k_t, heads, clusters, tiles,
-    FULL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, MP: tl.constexpr, UNIT: tl.constexpr,
+    FULL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MP: tl.constexpr, COUNT: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles B H). Mean and variance of the keys of each cluster, means and spread (B H, clusters, BD), unless
-    FULL; mean of the keys of the first tile, origin (B H, BD)."""
-    KT: tl.constexpr = N // MP
+    """Grid (tiles B H). Mean and variance of the keys of COUNT clusters, one after the other, means and spread
+    (B H, clusters, BD), unless FULL; the mean of the first cluster, origin (B H, BD)."""
     index, pid = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
-    c, d = index * KT + tl.arange(0, KT), tl.arange(0, BD)
-    place, inverse = tl.load(places + index * N + tl.arange(0, N)), tl.load(sizes + clusters + c)
-    keys = gathered(k, place, k_t * UNIT, d, D, BD)
-    middle = tl.sum(keys.to(tl.float32), 0) / tl.sum((place >= 0).to(tl.float32))
-    tl.store(
-        origin + pid.to(tl.int64) * BD + d, cast(middle, origin.dtype.element_ty), mask=d < tl.where(index == 0, BD, 0)
-    )
-    if not FULL:
-        mean, away = centred(keys, inverse, place, KT, MP)
-        variance = tl.sum(away * away, 1) * inverse[:, None]
-        at = pid.to(tl.int64) * (clusters * BD) + c[:, None] * BD + d[None, :]
-        tl.store(means + at, mean)
-        tl.store(spread + at, cast(variance, spread.dtype.element_ty))
+    d = tl.arange(0, BD)
+    at = pid.to(tl.int64) * (clusters * BD) + d
+    for i in tl.static_range(COUNT):
+        c = index * COUNT + i
+        place, inverse = tl.load(places + c * MP + tl.arange(0, MP)), tl.load(sizes + clusters + c)
+        keys = gathered(k, place, k_t * UNIT, d, D, BD).to(tl.float32)
+        mean = tl.sum(keys, 0) * inverse
+        middle = cast(mean, origin.dtype.element_ty)
+        tl.store(origin + pid.to(tl.int64) * BD + d, middle, mask=d < tl.where(c == 0, BD, 0))
+        if not FULL:
+            away = tl.where((place >= 0)[:, None], keys - mean[None, :], 0.0)
+            tl.store(means + at + c * BD, mean)
+            tl.store(spread + at + c * BD, cast(tl.sum(away * away, 0) * inverse, spread.dtype.element_ty))
 
 
 @kernel

@@ -66,15 +66,6 @@ def repeated(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def centred(k, inverse, place, KT: tl.constexpr, MP: tl.constexpr):
-    """Mean of k (N, BD) in each cluster, (KT, BD), and k minus it, (KT, MP, BD), 0 in empty slots; float32."""
-    k = tl.reshape(k.to(tl.float32), (KT, MP, k.shape[1]))
-    mean = tl.sum(k, 1) * inverse[:, None]
-    there = tl.reshape(place >= 0, (KT, MP))
-    return mean, tl.where(there[:, :, None], k - mean[:, None, :], 0.0)
-
-
-@triton.jit
 def variances(spread, first, d, P: tl.constexpr, KT: tl.constexpr, BD: tl.constexpr):
     """var(k) of the KT clusters from `first` on, each in P / KT rows: (P, BD)."""
     c = first + tl.arange(0, P) // (P // KT)

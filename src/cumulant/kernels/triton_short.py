@@ -40,7 +40,6 @@ SLOTS = 64  # of a tile; a cluster has no more
 # Kernel -> Config(queries of a tile, warps, stages of its loop), for 16-bit inputs and heads of up to 64, for 16-bit
 # and up to 128, and for float32. "whole_gradients" are key_gradients that write dq too.
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
-    "statistics": (Config(0, 4, 1), Config(0, 4, 1), Config(0, 4, 1)),
     "attend": (Config(64, 4, 1, registers=128), Config(64, 4, 1), Config(16, 4, 1)),
     "query_gradients": (Config(64, 4, 2), Config(64, 4, 1), Config(16, 4, 1)),
     "key_gradients": (Config(64, 4, 2), Config(128, 8, 1), Config(16, 4, 1)),
@@ -185,11 +184,12 @@ def run_forward(
     out = empty_like_rows(q, plan.E)
     tables = _tables(tuple(places), slots, plan.tiles, query.device)
     with on_device(query.device):
-        unit, tiles = stride_unit(k), 1 if full else plan.tiles
+        unit, count = stride_unit(k), 1 if full else max(1, 16 // slots)
+        tiles = 1 if full else plan.clusters // count
         kernels.statistics[(tiles * plan.heads,)](
             k, spread, means, origin, *tables, *strides(k, unit), key.shape[1], plan.clusters, tiles,
-            FULL=full, D=plan.D, BD=plan.widths[0], N=SLOTS, MP=slots, UNIT=unit,
-            num_warps=plan.config("statistics").warps,
+            FULL=full, D=plan.D, BD=plan.widths[0], MP=slots, COUNT=count, UNIT=unit,
+            num_warps=max(1, slots * plan.widths[0] // 2048),  # sums of up to 32 rows stay within a warp
         )  # fmt: skip
         unit, tiles = stride_unit(q, k, v, out), cdiv(plan.length_q, plan.queries("attend"))
         kernels.attend[(tiles * plan.heads,)](
