@@ -31,8 +31,8 @@ FOUR = ("softmax", "linear", "cumulant2", "cumulant3")
 SWEEP = (
     "softmax", "cumulant3", "cumulant3+normalization=sum", "cumulant3+qk_norm", "cumulant3+temperature=head",
     "cumulant3+temperature=order", "cumulant3+full", "cumulant3+around=mean", "cumulant3+v_conv", "cumulant3+gate",
-    "cumulant3+pool=gap", "cumulant3+patch=4", "cumulant1", "softmax+qk_norm", "softmax+v_conv", "softmax+gate", "softmax+pool=gap",
-    "softmax+patch=4",
+    "cumulant3+pool=gap", "cumulant3+patch=4", "cumulant1", "softmax+qk_norm", "softmax+v_conv", "softmax+gate",
+    "softmax+pool=gap", "softmax+patch=4", "cluster4", "cluster4+variance=full",
 )  # fmt: skip
 RATES = tuple(f"{name}+lr={rate}" for name in ("softmax", "cumulant3") for rate in ("0.001", "0.004"))
 # The best of the sweep; change it here when the sweep says so.
@@ -44,7 +44,7 @@ EXPERIMENTS = {
     "digits-muon": Reproduce(change=(MUON,)),
     "tiny-imagenet-100": Reproduce(data=TINY, attention=FOUR, seeds=3),
     "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
-    "optimizer": Reproduce(data=TINY, attention=("softmax",), seeds=3, control=0, change=(MUON,)),
+    "optimizer": Reproduce(data=TINY, attention=("softmax",), seeds=1, control=0, change=(MUON,)),
     "muon": Reproduce(data=TINY, attention=FOUR, seeds=3, epochs=40, change=(MUON,)),
     "sweep": Reproduce(data=TINY, attention=SWEEP, seeds=1, control=2, epochs=40, change=(MUON,)),
     "rates": Reproduce(data=TINY, attention=RATES, seeds=1, control=0, epochs=40, change=(MUON,)),
@@ -52,7 +52,12 @@ EXPERIMENTS = {
     "patch4": Reproduce(data=TINY, recipe=PATCH4, attention=FOUR, seeds=1, control=0, change=(MUON,)),
     "clusters": Reproduce(data=TINY, attention=("softmax", "cluster4"), seeds=3),
     "clusters-patch4": Reproduce(
-        data=TINY, recipe=PATCH4, attention=("softmax", "cluster16"), seeds=3, control=1, change=(MUON,)
+        data=TINY,
+        recipe=PATCH4,
+        attention=("softmax", "cluster16", "cluster16+variance=full"),
+        seeds=3,
+        control=1,
+        change=(MUON,),
     ),
     "ucf101-6": Reproduce(data="ucf101-6", attention=VIDEO, seeds=3),
     "cifar10": Reproduce(data="cifar10", attention=FOUR, seeds=1, control=0),

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ TRIED = {
 }
 
 
-def image(side: int) -> dict[str, Any]:
-    return dict(clusters=(side // 4) ** 2, grid=(side, side), prefix=1)
+def image(side: int, variance: str = "diagonal") -> dict[str, Any]:
+    return dict(clusters=(side // 4) ** 2, grid=(side, side), prefix=1, variance=variance)
 
 
 def draw(B: int, H: int, L: int, D: int, dtype: torch.dtype) -> list[Tensor]:
@@ -59,7 +60,8 @@ def draw(B: int, H: int, L: int, D: int, dtype: torch.dtype) -> list[Tensor]:
 def check(many: bool) -> bool:
     """Outputs and gradients beside plain torch in float64 and in the same precision; a line for each case."""
     ragged = dict(clusters=16, grid=(14, 14), prefix=1, closure="langevin", variance="full")
-    cases = [(8, HALF, WIDTH, image(8)), (16, HALF, WIDTH, image(16))][: 1 if QUICK else 2]
+    kinds = ("diagonal", "full")
+    cases = [(side, HALF, WIDTH, image(side, kind)) for side in (8, 16)[: 1 if QUICK else 2] for kind in kinds]
     if many:
         cases += [(14, HALF, 64, ragged), (8, torch.float16, 64, image(8)), (16, torch.float16, 32, image(16)),
                   (8, torch.float32, 64, image(8)), (16, torch.float32, 48, image(16)), (8, HALF, 128, image(8)),
@@ -117,8 +119,8 @@ def main() -> None:
     for side, plain in [(s, p) for p in (False, True) for s in sides if not (p and options.no_plain)]:
         *tokens, grad = draw(BATCH, HEADS, side * side + 1, WIDTH, HALF)
 
-        def ours(*x: Tensor, side: int = side, backend: str = "triton") -> Tensor:
-            return cluster_attention(*x, backend=backend, **image(side))
+        def ours(*x: Tensor, side: int = side, backend: str = "triton", variance: str = "diagonal") -> Tensor:
+            return cluster_attention(*x, backend=backend, **image(side, variance))
 
         if plain:
             call = torch.compile(lambda *x, ours=ours: ours(*x, backend="reference"), disable=QUICK)
@@ -127,22 +129,25 @@ def main() -> None:
         copy = milliseconds(grad.contiguous().clone) / 2
         save(side=side, method="floor", forward=4 * copy, both=11 * copy)
         save(side=side, method="kernels", **both(ours, tokens, grad))
+        save(side=side, method="kernels, full variance", **both(partial(ours, variance="full"), tokens, grad))
         save(side=side, method="softmax", **both(F.scaled_dot_product_attention, tokens, grad))
         if options.tune:
-            tune(side, lambda: both(ours, tokens, grad), save)  # noqa: B023
+            for variance in ("diagonal", "full"):
+                call = partial(ours, variance=variance)
+                tune(side, variance, lambda: both(call, tokens, grad), save)  # noqa: B023
 
 
-def tune(side: int, times: Callable[[], dict[str, float]], save: Callable[..., None]) -> None:
+def tune(side: int, variance: str, times: Callable[[], dict[str, float]], save: Callable[..., None]) -> None:
     used = ("attend", "whole_gradients") if side == 8 else ("attend", "query_gradients", "key_gradients")
     for kernel in used:
         kept = triton_short.CONFIGS[kernel]
         for config in TRIED[kernel][:1] if QUICK else TRIED[kernel]:
             triton_short.CONFIGS[kernel] = (config, *kept[1:])
-            save(side=side, method=f"{kernel} {tuple(config)}", **times())
+            save(side=side, method=f"{variance}: {kernel} {tuple(config)}", **times())
         triton_short.CONFIGS[kernel] = kept
     if side == 8:
         whole, triton_short.Plan.whole = triton_short.Plan.whole, property(lambda self: False)
-        save(side=side, method="two backward kernels", **times())
+        save(side=side, method=f"{variance}: two backward kernels", **times())
         triton_short.Plan.whole = whole
 
 

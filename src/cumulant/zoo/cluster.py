@@ -17,8 +17,8 @@ COUNTS = (4, 16, 64)
 LEAST = 2
 
 
-def _stream(blocks: int, *, block: int = 64, recent: int = 0, closure: str = "tanh") -> ClusterStream:
-    return ClusterStream(Blocks(block, keep=blocks, recent=recent), closure=closure)
+def _stream(blocks: int, *, block: int = 64, recent: int = 0, **options: Any) -> ClusterStream:
+    return ClusterStream(Blocks(block, keep=blocks, recent=recent), **options)
 
 
 def _arguments(
@@ -44,12 +44,15 @@ def _mechanism(count: int) -> Mechanism:
         prefix: int = 0,
         near: int | str = 0,
         closure: str = "tanh",
+        variance: str = "diagonal",
+        response: int | str | None = None,
         block: int = 64,
         recent: int = 0,
         **shared: Any,
     ) -> Tensor:
         chosen = _arguments(count, query, key, grid, prefix, block, recent, is_causal)
-        return cluster_attention(query, key, value, near=near, closure=closure, **chosen, **shared)
+        chosen |= {"near": near, "closure": closure, "variance": variance, "response": response}
+        return cluster_attention(query, key, value, **chosen, **shared)
 
     def weights(
         query: Tensor,
@@ -60,12 +63,15 @@ def _mechanism(count: int) -> Mechanism:
         prefix: int = 0,
         near: int | str = 0,
         closure: str = "tanh",
+        variance: str = "diagonal",
+        response: int | str | None = None,
         block: int = 64,
         recent: int = 0,
         **shared: Any,
     ) -> Tensor:
         chosen = _arguments(count, query, key, grid, prefix, block, recent, is_causal)
-        return cluster_scores(query, key, near=near, closure=closure, **chosen, **shared)
+        chosen |= {"near": near, "closure": closure, "variance": variance, "response": response}
+        return cluster_scores(query, key, **chosen, **shared)
 
     return Mechanism(
         name=f"cluster{count}",
