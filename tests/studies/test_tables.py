@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,25 @@ def test_missing_runs_are_named(study):
     gone = planned(settings)[3].key
     block = study_block(settings, {key: value for key, value in records.items() if key != gone})
     assert "Not finished: 5 of 6 runs; missing are 1 of cumulant3." in block
+
+
+def test_one_configuration_alone_has_no_verdict(study):
+    settings, _ = study
+    records = read_records(settings.out / "records")[0]
+    alone = replace(settings, attention=("softmax",), control=0)
+    assert "| softmax | 2 |" in study_block(alone, records)
+    assert "Found" not in study_block(alone, records)
+    controlled = study_block(replace(alone, control=None), records)
+    assert "Found" not in controlled
+    assert "Two sets of softmax runs" in controlled
+
+
+def test_the_papers_claim_is_left_alone_where_its_mechanisms_did_not_take_part(study):
+    settings, results = study
+    assert results["verdict"]["claim"] == "untested"
+    block = study_block(settings, read_records(settings.out / "records")[0])
+    assert "Found" in block
+    assert "paper" not in block
 
 
 def test_filling_a_page_leaves_the_words_around_the_blocks_alone():

@@ -115,6 +115,15 @@ def test_extras_are_compared_with_the_plain_mechanism_and_with_softmax_with_the_
     ]
 
 
+def test_a_mechanism_that_the_paper_does_not_speak_of_is_compared_with_softmax():
+    names = ("softmax", "linear", "cluster4", "cluster4+variance=full")
+    found = pairs({name: [0.5, 0.6] for name in names}, 0.0)
+    assert [(one.first, one.second) for one in found] == [
+        ("cluster4", "softmax"),
+        ("cluster4+variance=full", "cluster4"),
+    ]
+
+
 def test_a_summary_row_holds_mean_spread_and_extremes():
     records = [
         {

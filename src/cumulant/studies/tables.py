@@ -30,7 +30,7 @@ def study_block(settings: Reproduce, records: Mapping[Key, dict[str, Any]]) -> s
     if all("failed" in record for record in found):
         return f"{command}\nEvery run so far failed: {found[0]['failed']}\n"
     results = outcome(found, plan, settings.attention, settings.baseline, {})
-    parts = [command, table(results), words(results), origin(results)]
+    parts = [command, table(results), *filter(None, [words(results)]), origin(results)]
     parts += [f"Failed: {sentence}\n" for sentence in failures(results)]
     if results["missing"]:
         parts.insert(1, f"Not finished: {len(found)} of {len(plan)} runs; missing are {missing(results)}.\n")
@@ -58,9 +58,15 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def words(results: Mapping[str, Any]) -> str:
-    """The verdict, one line per comparison."""
+    """The verdict, one line per comparison; nothing where there is one configuration, and nothing of the paper's claim
+    where its mechanisms did not all take part."""
     verdict = results["verdict"]
-    lines = [f"Found: {verdict['ordering']}. {verdict['claim_text']} {verdict['control_text']}", ""]
+    roles = [row["role"] for row in results["summary"]]
+    if len(roles) == 1:
+        return ""
+    found = [f"Found: {verdict['ordering']}."] if roles.count("control") < len(roles) - 1 else []
+    claim = [] if verdict["claim"] == "untested" else [verdict["claim_text"]]
+    lines = [" ".join([*found, *claim, verdict["control_text"]]), ""]
     lines += [f"- {one['text']}" for one in verdict["comparisons"]]
     for one in verdict["pairs"]:
         between = "one run each" if one["low"] is None else f"95 % {signed(one['low'])} to {signed(one['high'])}"

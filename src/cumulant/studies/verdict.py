@@ -138,13 +138,15 @@ def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tupl
 
 
 def pairs(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> list[Comparison]:
-    """Every configuration with extras against its mechanism alone, and against softmax with the same extras."""
+    """Every configuration with extras against its mechanism alone, and against softmax with the same extras; a mechanism
+    of which the paper says nothing against softmax."""
     plain = {_sorted(name): name for name in accuracies}
+    claimed = {name for link in PAPER_CLAIM for name in link[:2]}
     found: list[Comparison] = []
     for name in accuracies:
         mechanism, *extras = name.split("+")
         others = [mechanism] if extras else []
-        if mechanism != "softmax" and extras:
+        if mechanism != "softmax" and (extras or mechanism not in claimed):
             others.append("+".join(["softmax", *extras]))
         there = [plain[_sorted(other)] for other in others if _sorted(other) in plain]
         found += [compare(name, other, accuracies, control_gap) for other in there]
