@@ -138,7 +138,7 @@ def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tupl
 
 
 def pairs(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> list[Comparison]:
-    """Every configuration with extras against its mechanism alone, and against softmax with the same extras; a mechanism
+    """Configurations with extras against their mechanism alone and against softmax with the same extras, and mechanisms
     of which the paper says nothing against softmax."""
     plain = {_sorted(name): name for name in accuracies}
     claimed = {name for link in PAPER_CLAIM for name in link[:2]}
