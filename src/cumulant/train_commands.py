@@ -62,7 +62,7 @@ class Evaluate:
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """File of weights, or folder of a run: then its last.safetensors."""
+    """File of weights, folder of a run (then its last.safetensors), or what `cumulant convert` made of one."""
     data: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = None
     """Name of a data set, or a folder; by default that of the recipe."""
     data_options: Options = field(default_factory=dict)

@@ -7,9 +7,16 @@ import torch
 from small_runs import few_digits
 
 from cumulant import cli
+from cumulant.convert import convert
+from cumulant.convert import load as load_converted
+from cumulant.convert import save as save_converted
+from cumulant.data import open_source
 from cumulant.data.part import Source
-from cumulant.train import Predictions, recipe_names, trainer
-from cumulant.train.recipe_files import recipe_head
+from cumulant.models import create_model
+from cumulant.train import Predictions, evaluate_checkpoint, recipe_names, trainer
+from cumulant.train.build import augment_of
+from cumulant.train.checkpoint import read_header
+from cumulant.train.recipe_files import from_json, recipe_head
 
 SHORT = ["--epochs", "1", "--warmup-epochs", "0", "--model-options", "depth=1", "--device", "cpu", "--workers", "0"]
 
@@ -251,13 +258,35 @@ def test_a_folder_for_predictions_is_refused_before_the_evaluation(run, capsys, 
     assert f"--predictions must be a file to write, got the folder {run}" in capsys.readouterr().err
 
 
-def test_a_converted_model_is_told_apart_from_a_run(run, capsys, tmp_path):
+def test_a_converted_run_is_evaluated_as_the_run_was(run, capsys, tmp_path):
+    converted = tmp_path / "converted"
+    assert cli.main(["convert", str(run), "--out", str(converted), "--attention", "cumulant3", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(converted), "--json"]) == 0
+    reached = json.loads(capsys.readouterr().out)
+    found, _ = evaluate_checkpoint(run, device="cpu")
+    model, images = load_converted(converted), open_source("digits").test
+    recipe = from_json(read_header(run / "last.safetensors")["recipe"])
+    pixels = torch.stack([images.decode(i, recipe.loaded_size) for i in range(len(images))])
+    with torch.no_grad():
+        own = model(augment_of(recipe, 10).evaluate(pixels)).softmax(-1)
+    assert reached["top1"] == pytest.approx((own.argmax(-1) == images.labels).float().mean().item())
+    assert not torch.allclose(own, found.probabilities, atol=1e-3)
+
+
+def test_a_converted_model_is_not_converted_again(run, capsys, tmp_path):
     assert cli.main(["convert", str(run), "--out", str(tmp_path / "converted"), "--device", "cpu"]) == 0
     capsys.readouterr()
-    assert cli.main(["evaluate", str(tmp_path / "converted")]) == 2
-    assert "holds a converted model" in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path / "converted"), "--out", str(tmp_path / "again")]) == 2
     assert "holds a converted model already: name the model that it was made from" in capsys.readouterr().err
+
+
+def test_a_converted_model_without_a_recipe_is_told(capsys, tmp_path):
+    model = create_model("vit_nano_patch2_8", num_classes=3, depth=1)
+    convert(model, "cumulant2")
+    save_converted(model, tmp_path)
+    assert cli.main(["evaluate", str(tmp_path), "digits"]) == 2
+    assert "has no recipe inside: it must come from `cumulant train`" in capsys.readouterr().err
 
 
 def test_evaluation_can_be_stopped(run, capsys, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import nn
 
+from ..train.checkpoint import read_header, remember
 from ..train.checkpoint import save as save_weights
 from ..train.files import write_atomically
 from . import hf, sites
@@ -22,7 +23,8 @@ PLAN_FILE, WEIGHTS_FILE = "cumulant.json", "model.safetensors"
 def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a converted model to a folder: weights as safetensors, and which layer computes what.
 
-    A model of transformers is written by its own save_pretrained; its config.json carries the plan.
+    A model of transformers is written by its own save_pretrained; its config.json carries the plan. What `cumulant
+    train` made keeps its recipe and classes: `cumulant evaluate` takes the folder.
     """
     folder, plan = Path(folder), sites.plan_of(model)
     library = sites.library_of(model)
@@ -60,6 +62,7 @@ def load(
         known = json.loads((folder / PLAN_FILE).read_text())
         made = model if model is not None else _made(folder, known, kw)
         made.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        remember(made, read_header(folder / WEIGHTS_FILE))
         stored, whole = known["layers"], len(known["layers"]) == sites.count_own(made)
     else:
         made, stored, whole = _from_pretrained(folder, model, kw)

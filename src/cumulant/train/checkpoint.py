@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import safetensors
 import torch
@@ -15,10 +16,17 @@ from ..models import create_model
 from .files import write_atomically
 
 
+TRAINED = ("recipe", "classes")  # entries of the header that say how the weights came about
+
+
 def save(model: nn.Module, path: str | Path, *, notes: dict[str, str] | None = None) -> Path:
-    """Write the model's weights and its `config` to `path`, whole or not at all; `notes` join the header."""
+    """Write the model's weights and its `config` to `path`, whole or not at all; `notes` join the header.
+
+    Recipe and classes of a model that was loaded stay with it.
+    """
     path = Path(path)
-    header = {**(notes or {}), "format": "pt", "config": json.dumps(getattr(model, "config", None))}
+    known = {**getattr(model, "trained", {}), **(notes or {})}
+    header = {**known, "format": "pt", "config": json.dumps(getattr(model, "config", None))}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_atomically(path, to_bytes(tensors, metadata=header))
     return path
@@ -29,14 +37,20 @@ def load(path: str | Path, *, model: nn.Module | None = None, device: torch.devi
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
+    header = read_header(path)
     if model is None:
-        config = read_header(path).get("config")
-        config = json.loads(config) if config else None
+        config = json.loads(header["config"]) if header.get("config") else None
         if config is None:
             raise ValueError(f"{path} does not say which model it holds; pass that model as model=...")
         model = create_model(**config)
     model.load_state_dict(load_file(path), assign=True)
+    remember(model, header)
     return model.to(device)
+
+
+def remember(model: nn.Module, header: dict[str, str]) -> None:
+    """Let the model carry what the header of its weights says of their training, for `save`."""
+    cast(Any, model).trained = {name: header[name] for name in TRAINED if name in header}
 
 
 def read_header(path: str | Path) -> dict[str, str]:

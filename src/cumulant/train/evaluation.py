@@ -132,23 +132,23 @@ def evaluate_checkpoint(
 ) -> tuple[Predictions, tuple[str, ...]]:
     """Predictions of saved weights for the test part of `data` (by default that of the recipe), and the class names.
 
-    `checkpoint` is a file that `train` wrote, or its folder (then last.safetensors). Image size, precision and the way
-    of reading are those of the recipe in the file; `data_options` are added to the latter.
+    `checkpoint` is a file that `train` wrote, or its folder (then last.safetensors), or a folder with what
+    `cumulant.convert` made of one. Image size, precision and the way of reading are those of the recipe in the file;
+    `data_options` are added to the latter.
     """
-    path = Path(checkpoint)
-    if (path / "cumulant.json").is_file():  # as `cumulant.convert.save` writes it
-        raise ValueError(
-            f"{path} holds a converted model, which has no recipe to evaluate it by: load it in Python with load() of "
-            "cumulant.convert"
-        )
-    path = path / "last.safetensors" if path.is_dir() else path
+    from ..convert import saving
+
+    path = folder = Path(checkpoint)
+    converted = (path / saving.PLAN_FILE).is_file()
+    if path.is_dir():
+        path = path / (saving.WEIGHTS_FILE if converted else "last.safetensors")
     if not path.is_file():
         best = path.with_name("best.safetensors")
         unfinished = f"; the run is not finished, its best weights so far are {best}" if best.is_file() else ""
         raise FileNotFoundError(f"no checkpoint at {path}{unfinished}")
     header = read_header(path)
     if "recipe" not in header:
-        raise ValueError(f"{path} has no recipe inside: it must be one that `cumulant train` wrote")
+        raise ValueError(f"{path} has no recipe inside: it must come from `cumulant train`")
     recipe, names = from_json(header["recipe"]), tuple(json.loads(header["classes"]))
     given = {"views": views, "crops": crops, "batch_size": batch_size}
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -160,8 +160,9 @@ def evaluate_checkpoint(
         screen = progress if team.first else None
         loader = loader_of(recipe, source, "test", team, screen)
         with Bar(screen, len(source.test), 0, 1) as bar:
+            model = saving.load(folder).to(team.device) if converted else load(path, device=team.device)
             found = predict(
-                load(path, device=team.device),
+                model,
                 loader,
                 augment_of(recipe, len(names)),
                 classes=len(names),
