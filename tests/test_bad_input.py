@@ -32,6 +32,9 @@ x = torch.randn(2, 4, 5, 3)
         (dict(order=2, full=True), ValueError, "full=True.*needs order=3, got order=2"),
         (dict(normalization="max"), ValueError, "normalization must be one of .*'mean', 'sum'.*got 'max'"),
         (dict(scale=torch.ones(4)), TypeError, "scale must be a number"),
+        (dict(scale="0.1"), TypeError, "scale must be a number, got '0.1'"),
+        (dict(scale=True), TypeError, "scale must be a number, got True"),
+        (dict(order=2, full=True, closure="tanh"), ValueError, "full"),
         (dict(backend="cuda"), ValueError, "backend must be one of .*'reference'.*got 'cuda'"),
         (
             dict(key_mask=torch.ones(2, 4, dtype=torch.bool)),

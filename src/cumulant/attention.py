@@ -77,6 +77,7 @@ def attention(
         (..., H, Lq, E), in the dtype of the query. Cost: L D E a head, never L^2.
     """
     if closure is not None:
+        check_order(order, full, normalization)
         if order != 2:
             raise ValueError(f"closure={closure!r} closes the second order: pass order=2, got order={order!r}")
         from .cluster.saturated import saturated_attention

@@ -89,6 +89,8 @@ def check_tensors(
         raise TypeError(
             "scale must be a number; multiply the query for a scale of its own per head or one that is learned"
         )
+    if isinstance(scale, bool) or not hasattr(scale, "__float__"):
+        raise TypeError(f"scale must be a number, got {scale!r}")
     return float(scale)
 
 

@@ -53,6 +53,53 @@ def test_bad_arguments_of_the_dial_are_named():
         choose(query, key, value, candidates=CANDIDATES)(*(x[:, :2] for x in (query, key, value)))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "small"}, r"target must be a positive relative error, got 'small'"),
+        ({"samples": 0}, r"samples must be a whole number, 1 or more, got 0"),
+        ({"length": 0}, r"length must be a whole number, 1 or more, got 0"),
+        ({"candidates": ()}, r"candidates must be a sequence of Choice, at least one, got \(\)"),
+        ({"candidates": [4]}, r"candidates must be a sequence of Choice, at least one, got \[4\]"),
+    ],
+)
+def test_what_the_dial_cannot_measure_with_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        choose(*inputs(), **options)
+
+
+def test_the_dial_refuses_tokens_that_are_no_numbers_and_grouped_heads():
+    query, key, value = inputs()
+    with pytest.raises(ValueError, match=r"must be finite"):
+        choose(query * float("nan"), key, value)
+    dial = choose(query, key, value, target=0.5)
+    with pytest.raises(ValueError, match=r"query has 3 heads and key 1"):
+        dial(query, key[:, :1], value[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"clusters": 0}, ValueError, r"clusters must be at least 1"),
+        ({"clusters": (2, 2)}, TypeError, r"clusters of a Choice must be an int or KMeans, got tuple"),
+        ({"clusters": 4, "near": -1}, ValueError, r"near must be a number"),
+        ({"clusters": 4, "near": "neighbours"}, ValueError, r"near of a Choice must be a number"),
+        ({"clusters": 4, "rank": "size"}, ValueError, r"rank must be one of"),
+        ({"clusters": 4, "closure": "cosh"}, ValueError, r"closure must be one of"),
+        ({"clusters": 4, "response": "all"}, ValueError, r"response must be None"),
+    ],
+    ids=str,
+)
+def test_a_choice_that_attention_would_refuse_is_refused_when_it_is_made(options, kind, message):
+    with pytest.raises(kind, match=message):
+        Choice(**options)
+
+
+def test_values_that_are_all_alike_have_no_error():
+    query, key, value = inputs()
+    assert choose(query, key, torch.ones_like(value)).error == 0
+
+
 def test_near_tokens_are_counted():
     query, key, value = tokens(24, 24)
     assert near_tokens(query, key, value, clusters=4, near=2).tolist() == pytest.approx([12, 12])

@@ -13,11 +13,17 @@ FORMS = {
     "neighbours": {"clusters": 4, "near": "neighbours"},
     "grid and prefix": {"clusters": (2, 2), "grid": (3, 3), "prefix": 1, "near": 1, "rank": "error"},
     "k-means, near": {"clusters": KMeans(3), "near": 1, "response": 1},
+    "neighbours, one responds": {"clusters": 5, "near": "neighbours", "response": 1},
+    "means alone": {"clusters": 3, "response": 0, "closure": "langevin"},
+    "one response for all": {"clusters": 3, "near": 1, "response": "pooled", "closure": "gauss"},
+    "rows together, two respond": {"clusters": 4, "near": 1, "near_rows": 3, "rank": "mean", "response": 2},
+    "mean queries": {"clusters": 3, "near": 1, "queries": "mean", "rank": "error"},
     "full variance": {"clusters": 3, "variance": "full", "near": 1},
     "rows together": {"clusters": 4, "near": 1, "near_rows": 3},
     "all near": {"clusters": 3, "near": 3},
     "causal": {"clusters": Blocks(3, recent=1), "is_causal": True},
     "causal, near": {"clusters": Blocks(2), "near": 1, "is_causal": True},
+    "causal, one responds": {"clusters": Blocks(2, keep=1), "response": 1, "closure": "gauss", "is_causal": True},
     "causal, merged": {"clusters": Blocks(2, keep=0), "is_causal": True},
 }
 forms = pytest.mark.parametrize("form", FORMS)

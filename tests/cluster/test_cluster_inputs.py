@@ -4,7 +4,7 @@ import pytest
 import torch
 from cluster_cases import softmax, tokens
 
-from cumulant.cluster import Blocks, ClusterStream, KMeans, cluster_attention, kmeans_assignment
+from cumulant.cluster import Blocks, ClusterStream, KMeans, cluster_attention, cluster_scores, kmeans_assignment
 from cumulant.cluster.layout import divide
 from cumulant.zoo.probes import LargestTensor
 
@@ -14,6 +14,8 @@ BAD = {
         ValueError,
         r"grid \(4, 5\) holds 20 tokens.*24 keys",
     ),
+    "a grid that is a number": ({"clusters": 4, "grid": 24}, ValueError, r"grid must be \(rows, cols\).*got 24"),
+    "a grid in halves": ({"clusters": 4, "grid": (2.5, 9.6)}, ValueError, r"in whole numbers, got \(2.5, 9.6\)"),
     "a grid of one side": ({"clusters": 4, "grid": (24,)}, ValueError, r"grid must be \(rows, cols\)"),
     "a prefix beyond the tokens": ({"clusters": 4, "prefix": 25}, ValueError, r"prefix must lie between 0 and the 24"),
     "blocks without a grid": ({"clusters": (2, 2)}, ValueError, r"clusters=\(2, 2\) are blocks of a grid: pass grid"),
@@ -25,6 +27,16 @@ BAD = {
     "blocks of other sides": ({"clusters": (2, 2, 2), "grid": (4, 6)}, ValueError, r"must cut each side"),
     "no clusters": ({"clusters": 0}, ValueError, r"clusters must be at least 1, got 0"),
     "half a cluster": ({"clusters": 2.5}, TypeError, r"clusters must be an int.*got float"),
+    "clusters that are none, though every token is prefix": (
+        {"clusters": "4", "prefix": 24},
+        TypeError,
+        r"clusters must be an int.*got str",
+    ),
+    "an assignment without data": (
+        {"clusters": torch.zeros(24, dtype=torch.long, device="meta")},
+        ValueError,
+        r"must be on the device of the key, cpu, got meta",
+    ),
     "a negative number": ({"clusters": torch.arange(24) - 1}, ValueError, r"must hold numbers from 0 on, got -1"),
     "a wild number": ({"clusters": torch.arange(24) * 10**6}, ValueError, r"names cluster 23000000"),
     "too few numbers": ({"clusters": torch.arange(23)}, ValueError, r"shape \(2, 2, 24\).*got \(23,\)"),
@@ -39,6 +51,8 @@ BAD = {
     ),
     "an unknown variance": ({"clusters": 4, "variance": "none"}, ValueError, r"variance must be one of"),
     "a negative response": ({"clusters": 4, "response": -2}, ValueError, r"response must be None.*got -2"),
+    "blocks of no token": ({"clusters": 4, "least": 0}, ValueError, r"least must be a number of tokens.*got 0"),
+    "blocks of half a token": ({"clusters": 4, "least": 0.5}, ValueError, r"least must be a number.*got 0.5"),
     "no rows": ({"clusters": 4, "near": 1, "near_rows": 0}, ValueError, r"near_rows must be at least 1, got 0"),
     "an unknown backend": ({"clusters": 4, "backend": "magic"}, ValueError, r"backend must be one of.*'magic'"),
     "merged blocks without order": ({"clusters": Blocks(4, keep=1)}, ValueError, r"belong to is_causal=True"),
@@ -83,6 +97,93 @@ def test_blocks_and_streams_check_their_options():
         ClusterStream(64)
     with pytest.raises(ValueError, match=r"seen no token yet"):
         ClusterStream(Blocks(4)).apply(torch.zeros(1, 1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda q, k, v: (q, k, v.double()), TypeError, r"share dtype and device, got torch.float32 on cpu"),
+        (lambda q, k, v: (q, k.long(), v), TypeError, r"key must be floating point, got torch.int64"),
+        (lambda q, k, v: (q, k, v.tolist()), TypeError, r"value must be a torch.Tensor, got list"),
+        (lambda q, k, v: (q, k[..., :5], v), ValueError, r"key must be as the tokens before it, \(2, 2, tokens, 6\)"),
+        (lambda q, k, v: (q, k.double(), v.double()), TypeError, r"kept in torch.float32 on cpu, got torch.float64"),
+        (lambda q, k, v: (q[..., :5], k, v), ValueError, r"query must be \(2, heads, queries, 6\).*\(2, 2, 1, 5\)"),
+        (lambda q, k, v: (q[:, :1].repeat(1, 3, 1, 1), k, v), ValueError, r"query heads \(3\) must be a multiple"),
+        (lambda q, k, v: (q.repeat(1, 1, 2, 1), k, v), ValueError, r"must hold one token"),
+    ],
+    ids=["types", "integers", "a list", "width", "another type", "query width", "heads", "two queries"],
+)
+def test_a_step_that_does_not_fit_the_stream_is_named_and_leaves_no_token(change, kind, message):
+    stream = ClusterStream(Blocks(4))
+    token = tokens(1, 1, dtype=torch.float32)
+    stream.step(*token)
+    with pytest.raises(kind, match=message):
+        stream.step(*change(*token))
+    assert stream.length == 1
+
+
+def test_weights_and_assignments_name_what_they_were_given():
+    query, key, _ = tokens()
+    with pytest.raises(TypeError, match=r"key must be a torch.Tensor, got list"):
+        cluster_scores(query, key.tolist(), clusters=4)
+    with pytest.raises(ValueError, match=r"key must have shape \(..., heads, length, width\), got \(6,\)"):
+        cluster_scores(query, key[0, 0, 0], clusters=4)
+    with pytest.raises(TypeError, match=r"options must be KMeans.*got int"):
+        kmeans_assignment(query, key, 4)
+    with pytest.raises(TypeError, match=r"scale must be a number, got str"):
+        ClusterStream(Blocks(4), scale="large")
+
+
+@pytest.mark.parametrize("options", [{"near": 1}, {"clusters": KMeans(3)}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("empty", ["queries", "keys", "values", "batch", "heads"])
+def test_what_is_empty_gives_zeros_and_gradients_that_are_zero(empty, options):
+    shape = {"queries": 5, "keys": 5, "batch": 2, "heads": 2, "value_dim": 3}
+    shape |= {"values": {"value_dim": 0}, "heads": {"heads": 0, "key_heads": 0}}.get(empty, {empty: 0})
+    inputs = [x.requires_grad_() for x in tokens(**shape)]
+    out = cluster_attention(*inputs, **{"clusters": 3, **options})
+    assert out.shape == (*inputs[0].shape[:-1], shape["value_dim"])
+    assert not out.any()
+    assert not any(g.any() for g in torch.autograd.grad(out.sum(), inputs))
+
+
+def test_keys_without_width_are_all_alike():
+    query, key, value = tokens(dim=0)
+    for near in (0, 1, 4):
+        out = cluster_attention(query, key, value, clusters=4, near=near)
+        torch.testing.assert_close(out, value.mean(-2, keepdim=True).expand(-1, -1, 24, -1))
+
+
+@pytest.mark.parametrize("clusters", [4, KMeans(4)], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_query_that_is_no_number_hurts_neither_other_queries_nor_other_sequences(clusters, bad):
+    query, key, value = tokens()
+    query[0, 0, 3] = bad
+    out = cluster_attention(query, key, value, clusters=clusters, near=1)
+    finite = out.isfinite().all(-1)
+    assert not finite[0, 0, 3]
+    assert finite.sum() == finite.numel() - 1
+    torch.testing.assert_close(out[1], cluster_attention(query[1], key[1], value[1], clusters=clusters, near=1))
+
+
+def test_more_queries_in_a_row_than_there_are_is_all_of_them():
+    inputs = tokens()
+    options = {"clusters": 6, "near": 2, "response": 2}
+    all_of_them = cluster_attention(*inputs, near_rows=24, **options)
+    torch.testing.assert_close(cluster_attention(*inputs, near_rows=10**12, **options), all_of_them)
+
+
+def test_tensors_without_data_have_the_shape_of_the_answer():
+    inputs = [x.to("meta") for x in tokens(5)]
+    for options in ({"clusters": 4, "near": 1}, {"clusters": KMeans(3), "near": 1}, {"clusters": 4, "is_causal": True}):
+        assert cluster_attention(*inputs, **options).shape == (2, 2, 5, 5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of a batch that vmap keeps in an order of its own
+def test_k_means_and_its_near_field_may_be_mapped_over():
+    query, key, value = (x.unsqueeze(1) for x in tokens())
+    options = {"clusters": KMeans(4), "near": 1}
+    mapped = torch.func.vmap(lambda *x: cluster_attention(*x, **options))(query, key, value)
+    torch.testing.assert_close(mapped, cluster_attention(query, key, value, **options))
 
 
 def test_k_means_under_compile_says_what_to_do():
@@ -130,7 +231,11 @@ def test_k_means_finds_keys_that_stand_apart_as_the_queries_see_them():
         ((14, 14), 4, (2, 2)),
         ((2, 8, 8), 16, (1, 4, 4)),
         ((16, 4), 4, (4, 1)),
-        ((2, 3), 64, (2, 2)),
+        ((2, 3), 64, (2, 3)),
+        ((4, 9), 36, (4, 9)),
+        ((4, 9), 10**18 + 9, (4, 9)),
+        ((4, 4), 7, (2, 3)),
+        ((8, 8), 61, (6, 5)),
         ((1, 12), 4, (1, 4)),
     ],
 )

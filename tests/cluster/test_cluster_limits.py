@@ -9,6 +9,8 @@ from cluster_cases import by_definition, draw, softmax, tokens
 import cumulant
 from cumulant.cluster import CLOSURES, Blocks, KMeans, cluster_attention, cluster_scores
 from cumulant.cluster.closures import gain, log_mass
+from cumulant.cluster.statistics import merge, merge_pieces, moments_of
+from cumulant.moments import Moments
 
 GRID = {"grid": (4, 5), "prefix": 4}
 KINDS = {
@@ -21,6 +23,7 @@ KINDS = {
     "k-means": {"clusters": KMeans(5)},
     "assignment": {"clusters": torch.randint(0, 6, (2, 2, 24), generator=torch.Generator().manual_seed(7))},
 }
+CUTS = (slice(0, 5), slice(5, 6), slice(6, 24))
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -223,3 +226,22 @@ def test_a_prefix_of_all_tokens_is_softmax(near):
     out = cluster_attention(q, k, v, clusters=3, prefix=7, near=near, key_mask=mask)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
     torch.testing.assert_close(out, exact)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_moments_of_clusters_merge_as_moments_do(full):
+    """Two pieces one after the other, and any number of pieces by their owners, one of which owns nothing."""
+    _, key, value = tokens()
+    weights = torch.rand(2, 2, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    whole = moments_of(key, value, weights, full=full)
+    parts = [moments_of(key[..., at, :], value[..., at, :], weights[..., at], full=full) for at in CUTS]
+    side_by_side = Moments._make(None if x[0] is None else torch.stack(x, 2) for x in zip(*parts, strict=True))
+    owned = merge_pieces(side_by_side, torch.tensor([2, 0, 2]).expand(2, 2, 3), 3)
+    two = merge(parts[0], parts[2])
+    assert not owned.weight[..., 1].any()
+    for field, expected in enumerate(whole):
+        if expected is None:
+            continue
+        torch.testing.assert_close(merge(two, parts[1])[field], expected)
+        torch.testing.assert_close(owned[field][:, :, 2], two[field])
+        torch.testing.assert_close(owned[field][:, :, 0], parts[1][field])

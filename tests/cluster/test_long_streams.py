@@ -87,3 +87,21 @@ def test_a_single_token_is_found_while_it_is_recent_and_not_once_it_is_merged():
     recent, old = (40 * key[..., at : at + 1, :] for at in (4094, 100))
     assert relative_error(stream, recent, key, value) < 1e-3
     assert relative_error(stream, old, key, value) > 0.5
+
+
+def test_a_million_tokens_are_held_in_a_few_clusters_at_the_same_work_a_step():
+    query, key, value = drifting(1_000_016)
+    stream, work = ClusterStream(Blocks(256, keep=16, recent=3)), []
+    for part in torch.arange(1_000_000).split(100_000):
+        stream.append(key[..., part, :], value[..., part, :])
+        if len(part) + part[0] in (100_000, 1_000_000):
+            with WorkCounter() as counter:
+                stream.apply(query[..., part[-1:] + 1, :])
+            work.append(counter.work.total)
+    assert stream.length == 1_000_000
+    assert stream.clusters <= 17 * 9  # sizes of 256 to 65,536 tokens, at most keep + 1 of each
+    assert sum(x.numel() for x in stream.state) < 40_000
+    assert work[1] < 1.5 * work[0]
+    asked = query[..., 1_000_000:, :]
+    past = (x[..., :1_000_000, :] for x in (key, value))
+    assert relative_error(stream, asked, *past) < 0.2

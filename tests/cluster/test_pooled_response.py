@@ -70,6 +70,15 @@ def test_an_assignment_with_an_empty_cluster_and_scores_that_sum_to_1():
     torch.testing.assert_close(weights @ v, cluster_attention(q, k, v, clusters=ids, response="pooled"))
 
 
+@pytest.mark.parametrize("rank", ["mass", "error", "mean"])
+def test_as_many_near_as_hold_anything_is_softmax_though_one_holds_a_single_token(rank):
+    """Ranked by error, a single token once stayed far away, and answered with the covariance of the others."""
+    q, k, v = draw((1, 2, 5, 4), (1, 2, 9, 4), (1, 2, 9, 3))
+    ids = torch.tensor([0, 0, 0, 0, 2, 7, 7, 7, 7])
+    out = cluster_attention(q, k, v, clusters=ids, near=3, near_rows=2, rank=rank, response="pooled")
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+
+
 def test_on_a_grid_only_what_is_far_away_gets_it():
     q, k, v = draw((1, 2, 17, 4), (1, 2, 17, 4), (1, 2, 17, 3))
     shared = {"clusters": (2, 2), "grid": (4, 4), "prefix": 1}

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..inputs import check_tensors, in_autocast_dtype, leading
+from ..inputs import check_tensors, in_autocast_dtype, leading, without_autocast
 from ..moments import ratio, statistics_dtype
 from .backend import Case, Form, kernels_for, run_kernels
-from .build import Clusters, Field, Packed, make_layout, pack
+from .build import Clusters, Field, Packed, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .choice import RANKS
 from .closures import check_closure
@@ -58,22 +58,23 @@ def cluster_attention(
         out = sum_c softmax_c(log Z_c) (v_mean_c + f(s_c) <v~ k~^T>_c q)
 
     with near clusters token by token under the same softmax. Layout and meaning of query, key, value, masks and scale
-    follow `cumulant.attention`. Clusters of one token and empty ones are exact.
+    follow `cumulant.attention`. Clusters of one token and empty ones are exact (one token not with response="pooled").
 
     Args:
         query: (..., H, Lq, D).
         key: (..., H, Lk, D); fewer heads with `enable_gqa`.
         value: (..., H, Lk, E).
         clusters: a number K, blocks of consecutive tokens of equal size (on a `grid`, about K blocks as square as it
-            allows; more than tokens: every token its own); (a, b) or (a, b, c), blocks along each side of the
+            allows; as many as tokens or more: every token its own); (a, b) or (a, b, c), blocks along each side of the
             `grid`; `Blocks(size)`; `KMeans(K)`, in the queries' metric; or an assignment, integers in [0, K) of shape
-            (..., Hk or 1, Lk - prefix).
+            (..., Hk or 1, Lk - prefix). torch.compile in one graph takes blocks only.
         near: so many clusters of largest mass for each query are exact; or "neighbours", the own and all touching
             blocks (with Lq = Lk). As many as there are clusters: softmax.
         closure: "tanh" or "langevin", which saturate, or "gauss", which is second order as it stands.
         grid: (rows, cols) or (frames, rows, cols) of the tokens after the first `prefix`.
         prefix: so many tokens at the start (class tokens) are exact for every query.
-        key_mask: (..., Lk), bool or non-negative weights. Blocks of a sequence are those of the tokens that take part.
+        key_mask: (..., Lk), bool or non-negative weights. K blocks of a sequence are of the tokens that take part,
+            `Blocks(size)` and blocks of a grid stay where they are. Where nothing takes part the output is 0.
         is_causal: row i sees the keys j <= i: blocks of the past are clusters, the current block is exact. K blocks
             then depend on the length; `Blocks(size, keep, recent)` do not.
         rank: near clusters are those of largest "mass", or of largest mass times s^2: "error". "mean": with `near_rows`
@@ -83,7 +84,7 @@ def cluster_attention(
         response: only so many clusters of largest weight answer with their covariance, the others with their mean;
             "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one.
         near_rows: so many queries in a row share their near clusters, and those that respond where `response` limits
-            them: one matrix product each. The GPU wants 64 or 128.
+            them: one matrix product each. The GPU wants 64 or 128. With "neighbours" each chooses for itself.
         queries: "each" asks for itself; "mean": those of a block ask once, with their mean, and all get its answer, at
             K / Lk of the cost (blocks of a sequence or grid, as many queries as keys).
         least: blocks hold at least so many tokens, where K would make smaller ones.
@@ -99,22 +100,25 @@ def cluster_attention(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     scale = check_tensors(query, key, value, key_mask, scale, enable_gqa)
-    form = _check_form(near, closure, rank, variance, response, near_rows, backend, queries)
+    check_clusters(clusters)
+    form = check_form(near, closure, rank, variance, response, near_rows, backend, queries)
+    least = _check_least(least, key.shape[-2])
     grid = None if is_causal and grid is None else check_grid(key.shape[-2], grid, prefix)
     lead, dtype = leading(query, key), statistics_dtype(query.dtype)
     B, (H, Lq, _), (Hk, Lk, _), E = prod(lead), query.shape[-3:], key.shape[-3:], value.shape[-1]
     if not (B and H and Lq and Lk and E):
-        return query.new_zeros(*lead, H, Lq, E)
+        nothing = sum(x[..., :0, :].sum() for x in (query, key, value))  # 0, and the way back of gradients, also 0
+        return query.new_zeros(*lead, H, Lq, E) + nothing
     if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
         clusters, grid, prefix, form = 1, None, 0, form._replace(near=1, near_rows=1, together=False)
     case = Case(query, key, value, clusters, grid, prefix, key_mask, is_causal, form, least, scale)
     kernels = kernels_for(backend, case)
     if kernels is not None:
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]) for x in (query, key, value))
             out = run_kernels(kernels, case._replace(query=q, key=k, value=v))
         return out.reshape(*lead, H, Lq, E)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]).to(dtype) for x in (query, key, value))
         q = (q * scale).unflatten(1, (Hk, H // Hk))  # (B, Hk, G, Lq, D)
         weights = None
@@ -144,7 +148,9 @@ def cluster_scores(query: Tensor, key: Tensor, *, clusters: Clusters, **options:
 
     Options are those of `cluster_attention`. Cost a query: K D Lk; pass few queries of a long sequence.
     """
-    Lk = key.shape[-2] if isinstance(key, Tensor) and key.ndim >= 2 else 0
+    query, key = in_autocast_dtype(query, key)
+    check_tensors(query, key, key, None, None, True)
+    Lk = key.shape[-2]
     tokens = torch.eye(Lk, dtype=key.dtype, device=key.device).expand(*key.shape[:-1], Lk)
     return cluster_attention(query, key, tokens, clusters=clusters, **options)
 
@@ -153,6 +159,9 @@ def kmeans_assignment(
     query: Tensor, key: Tensor, options: KMeans, *, key_mask: Tensor | None = None, enable_gqa: bool = False
 ) -> Tensor:
     """Cluster ids (..., Hk, Lk) that `clusters=options` would use, for `clusters=` of later calls."""
+    if not isinstance(options, KMeans):
+        raise TypeError(f"options must be KMeans(count, ...), got {type(options).__name__}")
+    query, key = in_autocast_dtype(query, key)
     check_tensors(query, key, key, key_mask, None, enable_gqa)
     lead, Hk, dtype = leading(query, key), key.shape[-3], statistics_dtype(key.dtype)
     q, k = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]).to(dtype) for x in (query, key))
@@ -222,7 +231,7 @@ def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtyp
     near = min(form.near, layout.clusters)
     # Exact tokens alone make better products with many rows at once; without near clusters rows need no blocks.
     choosing = near or 0 < (form.response or 0) < layout.clusters
-    n = 64 if not layout.clusters else form.near_rows if choosing else 1
+    n = min(Lq, 64 if not layout.clusters else form.near_rows if choosing else 1)
     blocks = -(-Lq // n)
     present = None
     if blocks * n != Lq:
@@ -250,16 +259,17 @@ def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
     return (share.unsqueeze(-1) * k).sum(-2, keepdim=True)
 
 
-def _check_form(
+def check_form(
     near: int | str,
     closure: str,
     rank: str,
     variance: str,
     response: int | str | None,
-    near_rows: int,
-    backend: str,
-    queries: str,
+    near_rows: int = 1,
+    backend: str = "auto",
+    queries: str = "each",
 ) -> Form:
+    """The options that need no tensors, checked."""
     check_closure(closure)
     if near != "neighbours" and (isinstance(near, bool) or not isinstance(near, int) or near < 0):
         raise ValueError(f'near must be a number of clusters, 0 or more, or "neighbours", got {near!r}')
@@ -280,16 +290,21 @@ def _check_form(
     return Form(near, closure, rank, variance == "full", count, near_rows, pooled, queries == "mean")
 
 
+def _check_least(least: int, tokens: int) -> int:
+    """More than all tokens is all of them."""
+    if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+        raise ValueError(f"least must be a number of tokens, 1 or more, got {least!r}")
+    return min(least, max(1, tokens))
+
+
 def _causal_blocks(clusters: Clusters, Lq: int, grid: Grid | None, prefix: int) -> Blocks:
     if grid is not None or prefix:
         raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, prefix=0, got {grid}, {prefix}")
     if isinstance(clusters, Blocks):
         return clusters
-    if isinstance(clusters, bool) or not isinstance(clusters, int):
+    if not isinstance(clusters, int):
         kind = type(clusters).__name__
         raise TypeError(f"clusters must be an int or Blocks(size, keep, recent) when is_causal, got {kind}")
-    if clusters < 1:
-        raise ValueError(f"clusters must be at least 1, got {clusters}")
     return Blocks(max(1, -(-Lq // clusters)))
 
 

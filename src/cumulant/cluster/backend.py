@@ -105,14 +105,12 @@ def _general_obstacle(case: Case) -> str | None:
         return "kernels take a number of keys and widths that torch.compile knows, got a dynamic one"
     if transformed():
         return "torch.func transforms and forward-mode gradients need plain torch"
-    if isinstance(clusters, bool) or not isinstance(clusters, int | tuple | Blocks):
+    if not isinstance(clusters, int | tuple | Blocks):
         return f"kernels take blocks of a sequence or a grid, got clusters of type {type(clusters).__name__}"
     if isinstance(clusters, Blocks) and (clusters.keep is not None or clusters.recent):
         return f"keep and recent of {clusters} belong to is_causal=True"
     if isinstance(clusters, tuple) and (case.grid is None or not _cuts(clusters, case.grid)):
         return f"clusters={clusters} do not cut grid={case.grid}"
-    if isinstance(clusters, int) and clusters < 1:
-        return f"clusters must be at least 1, got {clusters}"
     if case.form.together:
         return 'kernels take queries="each"'
     if case.prefix >= key.shape[-2]:

@@ -99,13 +99,13 @@ def make_layout(
     Hk, L = k.shape[1:3]
     masked = None if weights is None else weights.squeeze(1)
     if isinstance(clusters, Tensor):
-        ids, count = _check_assignment(clusters, lead, Hk, L)
+        ids, count = _check_assignment(clusters, lead, Hk, L, k.device)
         return assigned(ids, count, near)
     if isinstance(clusters, KMeans):
         if torch.compiler.is_compiling():
             raise ValueError(
-                "clusters=KMeans(...) cannot be traced by torch.compile; find the clusters outside of it with "
-                "cumulant.cluster.kmeans_assignment(...) and use blocks, or leave this call uncompiled"
+                "clusters=KMeans(...) cannot be traced by torch.compile; use a number of blocks or Blocks(size), or "
+                "leave this call as it is (torch.compiler.disable)"
             )
         ids = kmeans(q.flatten(2, 3), k, weights, clusters)
         return assigned(ids, min(clusters.count, max(1, L)), near)
@@ -124,14 +124,18 @@ def make_layout(
         ):
             raise ValueError(f"clusters={clusters} must cut each side of grid={grid} into 1 to that many blocks")
         return on_grid(grid, clusters, k.device)
-    if isinstance(clusters, bool) or not isinstance(clusters, int):
-        kinds = "an int, a tuple of ints, Blocks, KMeans or an integer tensor"
-        raise TypeError(f"clusters must be {kinds}, got {type(clusters).__name__}")
-    if clusters < 1:
-        raise ValueError(f"clusters must be at least 1, got {clusters}")
     if grid is not None:
         return on_grid(grid, divide(grid, clusters, least), k.device)
     return consecutive(L, clusters, masked, k.device, least)
+
+
+def check_clusters(clusters: Clusters) -> None:
+    """Raises for what can never be clusters, whatever the tokens."""
+    if isinstance(clusters, bool) or not isinstance(clusters, int | tuple | Blocks | KMeans | Tensor):
+        kinds = "an int, a tuple of ints, Blocks, KMeans or an integer tensor"
+        raise TypeError(f"clusters must be {kinds}, got {type(clusters).__name__}")
+    if isinstance(clusters, int) and clusters < 1:
+        raise ValueError(f"clusters must be at least 1, got {clusters}")
 
 
 def log(weights: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ def _blocks_of(size: int, L: int, device: torch.device) -> Layout:
     return Layout(count, size, count, place.clamp(max=max(0, L - 1)), place < L, adjacent=adjacent)
 
 
-def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int) -> tuple[Tensor, int]:
+def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int, device: torch.device) -> tuple[Tensor, int]:
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex():
         raise TypeError(f"clusters as an assignment must hold integers, got {ids.dtype}")
     wanted = (*lead, Hk, L)
@@ -164,14 +168,17 @@ def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int) -> tuple[T
             f"clusters as an assignment must have shape {wanted}, one number for each key (after the prefix), "
             f"got {tuple(ids.shape)}"
         )
-    if torch.compiler.is_compiling() or transformed():
+    if ids.device != device:
+        raise ValueError(f"clusters as an assignment must be on the device of the key, {device}, got {ids.device}")
+    if torch.compiler.is_compiling() or transformed() or ids.is_meta:
         raise ValueError(
-            "clusters as an assignment tensor needs to read its largest number, which torch.compile and torch.func "
-            "cannot; use a number of blocks or Blocks(size), or leave this call as it is"
+            "clusters as an assignment tensor needs to read its largest number, which torch.compile, torch.func and "
+            "tensors without data cannot; use a number of blocks or Blocks(size), or leave this call as it is "
+            "(torch.compiler.disable)"
         )
     if not L:
         return ids.expand(wanted).reshape(-1, Hk, L).long(), 1
-    low, high = (int(x) for x in torch.aminmax(ids))
+    low, high = (int(x) for x in torch.aminmax(ids.long()))
     if low < 0:
         raise ValueError(f"clusters as an assignment must hold numbers from 0 on, got {low}")
     if high >= 4 * L + 1024:

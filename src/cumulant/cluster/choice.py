@@ -14,16 +14,19 @@ ABSENT = float("-inf")
 RANKS = ("mass", "error", "mean")
 
 
-def heaviest(log_Z: Tensor, variance: Tensor, count: int, rank: str, rows: Tensor | None, by_row: bool) -> Tensor:
+def heaviest(
+    log_Z: Tensor, variance: Tensor, count: int, rank: str, rows: Tensor | None, by_row: bool, pooled: bool = False
+) -> Tensor:
     """The `count` clusters of largest mass, or of largest mass times s^2, for each block or each row of it.
 
     log_Z, variance (B, H, N, n, K) -> (B, H, N, count) or, by row, (B, H, N, n, count). A block adds up the
     probabilities of its rows. -1 where fewer clusters hold anything: an empty one is exact already, and so, ranked by
-    "error", is one without spread.
+    "error", is one without spread, unless a `pooled` response lends it that of others: then it comes last.
     """
     score = log_Z
     if rank == "error":
-        score = log_Z + torch.where(variance > 0, variance, 1).log().masked_fill(variance <= 0, ABSENT)
+        least = torch.finfo(variance.dtype).tiny if pooled else 0
+        score = log_Z + torch.where(variance > least, variance, least).log()
     if not by_row and score.shape[-2] > 1:
         share = score - log_Z.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
         if rows is not None:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inputs import check_tensors
-from ..moments import statistics_dtype
-from .attention import cluster_attention, kmeans_assignment, origin
+from ..inputs import check_tensors, in_autocast_dtype
+from ..moments import ratio, statistics_dtype
+from .attention import check_form, cluster_attention, kmeans_assignment, origin
 from .backend import Form
-from .build import Clusters, Field, pack
+from .build import Clusters, Field, check_clusters, pack
 from .choice import heaviest
 from .cost import multiply_adds, softmax_multiply_adds
 from .fields import mix
@@ -41,6 +41,14 @@ class Choice:
     closure: str = "tanh"
     error: float = float("nan")
     cost: float = float("nan")
+
+    def __post_init__(self) -> None:
+        check_clusters(self.clusters)
+        if not isinstance(self.clusters, int | KMeans):
+            raise TypeError(f"clusters of a Choice must be an int or KMeans, got {type(self.clusters).__name__}")
+        if isinstance(self.near, str):
+            raise ValueError(f"near of a Choice must be a number of clusters, got {self.near!r}")
+        check_form(self.near, self.closure, self.rank, "diagonal", self.response)
 
     def options(self) -> dict[str, Any]:
         names = ("clusters", "near", "response", "rank", "closure")
@@ -70,6 +78,8 @@ class Dial:
     cost: float
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **shared: Any) -> Tensor:
+        query, key, value = in_autocast_dtype(query, key, value)
+        check_tensors(query, key, value, None, None, False)
         if query.shape[-3] != len(self.choices):
             raise ValueError(f"query has {query.shape[-3]} heads, but the dial was set for {len(self.choices)}")
         groups: dict[Choice, list[int]] = {}
@@ -102,22 +112,30 @@ def choose(
     with clusters and near field in proportion. Raises if no candidate is good enough: `Choice(1, near=1)` always is.
     Cost: (samples L + candidates samples K) D E, and one search for each kind of clusters.
     """
+    query, key, value = in_autocast_dtype(query, key, value)
     check_tensors(query, key, value, None, scale, False)
     if query.ndim != 4 or not query.numel() or not key.numel():
         raise ValueError(f"query must be (batch, heads, tokens, width) and not empty, got {tuple(query.shape)}")
-    if not target > 0:
-        raise ValueError(f"target must be a positive relative error, got {target}")
+    if not all(bool(x.isfinite().all()) for x in (query, key, value)):
+        raise ValueError("query, key and value must be finite: errors are measured on them")
+    if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
+        raise ValueError(f"target must be a positive relative error, got {target!r}")
     length = key.shape[-2] if length is None else length
-    step = max(1, query.shape[-2] // max(1, samples))
+    for name, number in (("samples", samples), ("length", length)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a whole number, 1 or more, got {number!r}")
+    if not isinstance(candidates, Sequence) or not candidates or not all(isinstance(c, Choice) for c in candidates):
+        raise ValueError(f"candidates must be a sequence of Choice, at least one, got {candidates!r}")
+    step = max(1, query.shape[-2] // samples)
     rows = query[..., step // 2 :: step, :]
     error, cost, size = _measure(query, rows, key, value, candidates, length, scale)
     which = _cheapest(error, cost, target**2 * size.sum())
     heads = torch.arange(error.shape[1], device=error.device)
-    relative, share = (error[which, heads] / size).sqrt().tolist(), cost[which, heads].tolist()
+    relative, share = ratio(error[which, heads], size).sqrt().tolist(), cost[which, heads].tolist()
     chosen = tuple(
         replace(candidates[c], error=e, cost=s) for c, e, s in zip(which.tolist(), relative, share, strict=True)
     )
-    layer = (error[which, heads].sum() / size.sum()).sqrt().item()
+    layer = ratio(error[which, heads].sum(), size.sum()).sqrt().item()
     return Dial(chosen, layer, sum(share) / len(share))
 
 
@@ -187,6 +205,7 @@ def _scaled(rows: Tensor, scale: float | None) -> Tensor:
 
 def _field(q: Tensor, key: Tensor, value: Tensor, clusters: Clusters) -> Field:
     """Clusters of the keys with their tokens at hand, for all near fields and responses."""
+    check_clusters(clusters)
     k, v = key.to(q.dtype), value.to(q.dtype)
     form = Form(near="any", closure="tanh", rank="mass", full=False, response=None, near_rows=1)
     packed = pack(q.unsqueeze(2), k - origin(k, None, False), v, None, clusters, key.shape[:-3], None, 0, form)

@@ -220,8 +220,9 @@ def mix(
     """Attention of rows q (B, H, N, n, D) over clusters and tokens, (B, H, N, n, E), in blocks of rows.
 
     `near`: so many clusters, chosen for each block of n rows (for each row of it if `by_row`), or their numbers
-    (.., .., N, t). `most`: so many clusters respond, chosen likewise. rows (N, n) bool are rows that exist; hidden
-    (N, K) bool are clusters that a block may not see; table (N, A) lists those of each block instead, -1 for none.
+    (.., .., N, t). `most`: so many clusters respond, chosen likewise, by each row where `near` are numbers of clusters.
+    rows (N, n) bool are rows that exist; hidden (N, K) bool are clusters that a block may not see; table (N, A) lists
+    those of each block instead, -1 for none.
     Cost a row: 2 K D + K E + (most or K) D E + t u m (D + E); memory O(L (D + E)).
     """
     B, H, N, n, D = q.shape
@@ -230,7 +231,7 @@ def mix(
     of_row = 4 * K + (0 if exact is None else exact.key.shape[-2])
     of_block = 0 if table is None else K * (2 * D + E + D * E)
     if far.response is not None:
-        if most is None or _by_block(most, K, n, table is None, by_row):
+        if most is None or _by_block(most, K, n, table is None, by_row or not isinstance(near, int)):
             of_row += min(K if most is None else most, K) * D
             of_block += 0 if most is None else most * D * E
         else:
@@ -304,7 +305,8 @@ def _rows(
         if rank == "mean" and n > 1 and not by_row:
             which = largest(far.mean_masses(q.detach(), rows, closure).detach(), near)
         else:
-            which = heaviest(log_Z.detach(), variance.detach(), near, rank, rows, by_row)
+            pooled = far.pool is not None
+            which = heaviest(log_Z.detach(), variance.detach(), near, rank, rows, by_row, pooled)
     if which is not None and tokens is not None and which.shape[-1]:
         which = which.expand(B, H, *which.shape[2:])
         # Near clusters leave the far field; a -1 goes to a column beyond the last, which is cut off again.
@@ -338,7 +340,8 @@ def _rows(
     w = softmax_or_zero(torch.cat(logits, -1))
     parts = w.split([x.shape[-1] for x in logits], -1)
     far_w = parts[0]
-    if far.response is not None and most is not None and _by_block(most, K, n, shared, by_row):
+    each = by_row or isinstance(near, Tensor)  # who is given a near field still chooses alone who responds
+    if far.response is not None and most is not None and _by_block(most, K, n, shared, each):
         chosen = responding(log_Z.detach(), variance.detach(), most, closure, rows, taken)
         out = far.block_values(q, far_w, variance, closure, chosen)
     elif shared:

@@ -78,8 +78,12 @@ def _in_metric(query: Tensor, key: Tensor, metric: str) -> Tensor:
         return key
     if metric == "diagonal":
         return key * query.square().mean(-2, keepdim=True).sqrt()
+    second = query.mT @ query / query.shape[-2]
+    # A query that is no number would stop the search for all sequences: its head measures plain distances.
+    known = second.isfinite().flatten(-2).all(-1)[..., None, None]
+    second = torch.where(known, second, torch.eye(second.shape[-1], dtype=second.dtype, device=second.device))
     # Rounding may take the smallest eigenvalues below 0; a direction that no query looks along has no length.
-    values, vectors = torch.linalg.eigh(query.mT @ query / query.shape[-2])
+    values, vectors = torch.linalg.eigh(second)
     return key @ (vectors * values.clamp(min=0).sqrt().unsqueeze(-2))
 
 

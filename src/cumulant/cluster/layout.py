@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..inputs import transformed
 from ..moments import ratio
 
 Grid = tuple[int, ...]
@@ -140,7 +141,7 @@ def consecutive(
         return Layout(K, size, K, place.clamp(max=max(0, L - 1)), present, adjacent=adjacent)
     taking = weights > 0
     number = taking.sum(-1, keepdim=True)  # (B, 1)
-    blocks = (-(-number // least)).clamp(min=1, max=count)
+    blocks = (-(-number // least)).clamp(min=1, max=K)
     starts = torch.minimum(-(-clusters * number // blocks), number)
     size = max(least, -(-L // K))
     rank = starts[:, :-1, None] + torch.arange(size, device=device)  # (B, K, m)
@@ -189,7 +190,8 @@ def assigned(ids: Tensor, count: int, near: bool) -> Layout:
     owner = torch.searchsorted(pieces.cumsum(-1), number.expand(*ids.shape[:-1], N).contiguous(), right=True)
     members = None
     if near:
-        widest = max(1, int(pieces.max())) if pieces.numel() else 1
+        hidden = transformed() or ids.is_meta  # then nobody may look at the numbers: as many as there could be
+        widest = N if hidden else max(1, int(pieces.max())) if pieces.numel() else 1
         step = torch.arange(widest, device=ids.device)
         members = (first_piece.unsqueeze(-1) + step).masked_fill(step >= pieces.unsqueeze(-1), -1)
     shape = (*ids.shape[:-1], N, size)
@@ -199,16 +201,31 @@ def assigned(ids: Tensor, count: int, near: bool) -> Layout:
 
 
 def divide(grid: Grid, count: int, least: int = 1) -> Grid:
-    """About `count` blocks as cubic as the grid allows: the prime factors of count go to the longest block side.
+    """About `count` blocks as cubic as the grid allows; as many as there are tokens: every token its own.
 
-    Factors that would make blocks of fewer than `least` tokens are left out.
+    The prime factors of count go to the longest block side. A 2 that would make blocks of fewer than `least` tokens is
+    left out; where a larger factor does not fit, the next smaller count is divided instead: 7 on (4, 4) is (2, 3).
     """
-    blocks = [1] * len(grid)
-    for prime in _primes(count):
+    tokens = math.prod(grid)
+    if least == 1 and count >= tokens:
+        return tuple(max(1, side) for side in grid)
+    while True:
+        blocks, left_out = _shared_out(grid, count, least)
+        if left_out <= 2:
+            return blocks
+        count = min(count - 1, tokens)
+
+
+def _shared_out(grid: Grid, count: int, least: int) -> tuple[Grid, int]:
+    """Blocks along each side, and the largest prime factor of count that found no place (1: all did)."""
+    blocks, left_out = [1] * len(grid), 1
+    for prime in _primes(count, max(grid)):
         axis = max(range(len(grid)), key=lambda a: (grid[a] / blocks[a], a))
         if grid[axis] // blocks[axis] >= prime and math.prod(grid) >= least * prime * math.prod(blocks):
             blocks[axis] *= prime
-    return tuple(blocks)
+        else:
+            left_out = max(left_out, prime)
+    return tuple(blocks), left_out
 
 
 def check_grid(tokens: int, grid: Sequence[int] | None, prefix: int) -> Grid | None:
@@ -217,8 +234,10 @@ def check_grid(tokens: int, grid: Sequence[int] | None, prefix: int) -> Grid | N
         raise ValueError(f"prefix must lie between 0 and the {tokens} tokens, got {prefix!r}")
     if grid is None:
         return None
-    if len(grid) not in (2, 3) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in grid):
-        raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols), got {tuple(grid)}")
+    if not isinstance(grid, Sequence) or len(grid) not in (2, 3):
+        raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols), got {grid!r}")
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in grid):
+        raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols) in whole numbers, got {grid!r}")
     if math.prod(grid) != tokens - prefix:
         raise ValueError(
             f"grid {tuple(grid)} holds {math.prod(grid)} tokens, but there are {tokens} keys, {prefix} of them prefix: "
@@ -245,12 +264,12 @@ def _beside(blocks: Grid, device: torch.device | None) -> Tensor:
     return (near * strides).sum(-1).masked_fill(outside, -1)
 
 
-def _primes(number: int) -> list[int]:
-    """Prime factors, the largest first."""
+def _primes(number: int, most: int) -> list[int]:
+    """Prime factors, the largest first; what is left of the number once they exceed `most` comes as one."""
     found, p = [], 2
-    while number > 1:
+    while p * p <= number and p <= most:
         while number % p == 0:
             found.append(p)
             number //= p
         p += 1
-    return found[::-1]
+    return [number, *found[::-1]] if number > 1 else found[::-1]

@@ -5,6 +5,8 @@ Shape legend: B batch, H key heads, G query heads of each, L tokens appended at 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,8 @@ class ClusterStream:
             raise ValueError(f"variance must be one of {', '.join(map(repr, VARIANCES))}, got {variance!r}")
         if response is not None and (isinstance(response, bool) or not isinstance(response, int) or response < 0):
             raise ValueError(f"response must be None (all clusters) or a number, 0 or more, got {response!r}")
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+            raise TypeError(f"scale must be a number, got {type(scale).__name__}")
         self.blocks, self.closure, self.full, self.most, self.scale = (
             blocks,
             closure,
@@ -74,9 +78,7 @@ class ClusterStream:
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
         """Takes in key (B, H, L, D) and value (B, H, L, E)."""
-        if key.ndim != 4 or value.ndim != 4 or key.shape[:-1] != value.shape[:-1]:
-            shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-            raise ValueError(f"key and value must be (batch, heads, tokens, width) of the same tokens, got {shapes}")
+        self._check_tokens(key, value)
         dtype = statistics_dtype(key.dtype)
         key, value = key.to(dtype), value.to(dtype)
         if self.key is None or self.value is None or self.origin is None:
@@ -96,11 +98,11 @@ class ClusterStream:
     @torch.no_grad()
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Takes in one token, key (B, H, 1, D) and value (B, H, 1, E), and answers query (B, G H, 1, D)."""
-        if query.ndim != 4 or query.shape[-2] != 1 or key.ndim != 4 or key.shape[-2] != 1:
+        self._check_tokens(key, value)  # both before anything is taken in: a step that fails leaves no token behind
+        _check_query(query, key)
+        if query.shape[-2] != 1 or key.shape[-2] != 1:
             shapes = f"{tuple(query.shape)} and {tuple(key.shape)}"
             raise ValueError(f"query and key must hold one token, (batch, heads, 1, width), got {shapes}")
-        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-            raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
         self.append(key, value)
         return self.apply(query)
 
@@ -109,13 +111,37 @@ class ClusterStream:
         """Attention of query (B, G H, Q, D) over all tokens so far, (B, G H, Q, E)."""
         if self.key is None or self.value is None:
             raise ValueError("the stream has seen no token yet: append one before apply")
+        _check_query(query, self.key)
         B, H, _, D = self.key.shape
         scale = D**-0.5 if self.scale is None else self.scale
         rows = (query.to(self.key.dtype) * scale).unflatten(1, (H, -1)).flatten(2, 3).unsqueeze(2)  # (B, H, 1, G Q, D)
         exact = Exact(self.key.unsqueeze(2), self.value.unsqueeze(2), self.key.new_zeros(1, 1, 1, 1, 1))
-        options = {"near": 0, "closure": self.closure, "rank": "mass", "most": self.most}
-        out = mix(rows, self._clusters(), None, exact, **options)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"closure": self.closure, "rank": "mass", "most": self.most}
+        out = mix(rows, self._clusters(), None, exact, near=0, by_row=True, **how)  # each row, as in a batch
         return out.reshape(B, *query.shape[1:3], self.value.shape[-1]).to(query.dtype)
+
+    def _check_tokens(self, key: Tensor, value: Tensor) -> None:
+        for name, x in (("key", key), ("value", value)):
+            _check_tensor(name, x)
+        if key.shape[:-1] != value.shape[:-1]:
+            shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+            raise ValueError(f"key and value must be (batch, heads, tokens, width) of the same tokens, got {shapes}")
+        if (key.dtype, key.device) != (value.dtype, value.device):
+            raise TypeError(
+                f"key and value must share dtype and device, got {key.dtype} on {key.device}, "
+                f"{value.dtype} on {value.device}"
+            )
+        for name, x, held in (("key", key, self.key), ("value", value, self.value)):
+            if held is None:
+                continue
+            if (*x.shape[:2], x.shape[-1]) != (*held.shape[:2], held.shape[-1]):
+                wanted = f"({held.shape[0]}, {held.shape[1]}, tokens, {held.shape[-1]})"
+                raise ValueError(f"{name} must be as the tokens before it, {wanted}, got {tuple(x.shape)}")
+            if (statistics_dtype(x.dtype), x.device) != (held.dtype, held.device):
+                raise TypeError(
+                    f"{name} must be as the tokens before it, kept in {held.dtype} on {held.device}, "
+                    f"got {x.dtype} on {x.device}"
+                )
 
     def _block(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         assert self.key is not None
@@ -143,3 +169,24 @@ class ClusterStream:
             fields = zip(*together, strict=True)
             self._far = Far.of(Moments._make(None if x[0] is None else torch.cat(x, 2) for x in fields))
         return self._far
+
+
+def _check_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if x.ndim != 4:
+        raise ValueError(f"{name} must be (batch, heads, tokens, width), got {tuple(x.shape)}")
+
+
+def _check_query(query: Tensor, key: Tensor) -> None:
+    """Raises for a query (B, G H, Q, D) that cannot ask keys (B, H, l, D)."""
+    _check_tensor("query", query)
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
+    if (query.shape[0], query.shape[-1]) != (key.shape[0], key.shape[-1]):
+        wanted = f"({key.shape[0]}, heads, queries, {key.shape[-1]})"
+        raise ValueError(f"query must be {wanted}, as the keys are, got {tuple(query.shape)}")
+    if query.device != key.device:
+        raise ValueError(f"query must be on the device of the keys, {key.device}, got {query.device}")

@@ -15,7 +15,6 @@ from torch import nn
 from ..models import create_model
 from .files import write_atomically
 
-
 TRAINED = ("recipe", "classes")  # entries of the header that say how the weights came about
 
 
