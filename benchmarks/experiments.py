@@ -18,7 +18,7 @@ from typing import Any
 
 from cumulant.studies.records import Key, read_records
 from cumulant.studies.settings import Reproduce
-from cumulant.studies.tables import fill, in_order, planned, study_block
+from cumulant.studies.tables import fill, in_order, overview, planned, study_block
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "results" / "experiments"
@@ -63,6 +63,23 @@ EXPERIMENTS = {
     "cifar10": Reproduce(data="cifar10", attention=FOUR, seeds=1, control=0),
 }
 
+ABOUT = {
+    "digits": "digits, AdamW, 20 epochs",
+    "digits-muon": "digits, Muon, 20 epochs",
+    "tiny-imagenet-100": "64 tokens, AdamW, 100 epochs",
+    "steps": "batches of 256",
+    "optimizer": "64 tokens, Muon, 100 epochs",
+    "muon": "64 tokens, Muon, 40 epochs",
+    "sweep": "one factor at a time, Muon, 40 epochs",
+    "rates": "half and twice the rate, Muon, 40 epochs",
+    "best": "the best extras, Muon, 100 epochs",
+    "patch4": "256 tokens, Muon, 40 epochs",
+    "clusters": "four local blocks of 64 tokens, AdamW, 100 epochs",
+    "clusters-patch4": "sixteen of 256 tokens, Muon, 40 epochs",
+    "ucf101-6": "ViViT on UCF-101, six classes",
+    "cifar10": "CIFAR-10",
+}
+
 
 def kept() -> dict[Key, dict[str, Any]]:
     """All records of all experiments."""
@@ -101,6 +118,7 @@ def page() -> str:
     """docs/results.md with the blocks that follow from the records."""
     records = kept()
     blocks = {name: study_block(settings, records) for name, settings in EXPERIMENTS.items()}
+    blocks["overview"] = overview({ABOUT[name]: settings for name, settings in EXPERIMENTS.items()}, records)
     for name in (name for name in blocks if (FIGURES / f"results-{name}.svg").exists()):
         blocks[name] += f"\n![Accuracy of every configuration, each seed a point](figures/results-{name}.svg)\n"
     return fill(PAGE.read_text(encoding="utf-8"), blocks)

@@ -12,7 +12,7 @@ import pytest
 from cumulant.studies.plan import planned
 from cumulant.studies.records import read_records
 from cumulant.studies.settings import Reproduce
-from cumulant.studies.tables import fill, study_block
+from cumulant.studies.tables import fill, overview, study_block
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +50,18 @@ def test_missing_runs_are_named(study):
     gone = planned(settings)[3].key
     block = study_block(settings, {key: value for key, value in records.items() if key != gone})
     assert "Not finished: 5 of 6 runs; missing are 1 of cumulant3." in block
+
+
+def test_the_overview_names_the_baseline_and_the_best_of_the_others(study):
+    settings, results = study
+    means = {row["configuration"]: row for row in results["summary"] if row["role"] != "control"}
+    best = max((name for name in means if name != "softmax"), key=lambda name: means[name]["mean"])
+    records = read_records(settings.out / "records")[0]
+    *_, done, none = overview({"digits": settings, "not run": Reproduce(data="cifar10")}, records).splitlines()
+    shown = [f"{100 * means[name]['mean']:.2f} ± {100 * means[name]['std']:.2f}" for name in ("softmax", best)]
+    assert done == f"| digits | 6 of 6 | softmax | {shown[0]} | {best} | {shown[1]} |"
+    assert none.startswith("| not run | 0 of ")
+    assert none.endswith(" |  |  |  |  |")
 
 
 def test_one_configuration_alone_has_no_verdict(study):

@@ -37,6 +37,29 @@ def study_block(settings: Reproduce, records: Mapping[Key, dict[str, Any]]) -> s
     return "\n".join(parts)
 
 
+def overview(studies: Mapping[str, Reproduce], records: Mapping[Key, dict[str, Any]]) -> str:
+    """A row for each study, by what it is about: runs done, the baseline, and the best of what it is compared with."""
+    lines = ["| study | runs | baseline | top-1, % | best other | top-1, % |", "|---|---|---|---|---|---|"]
+    for about, settings in studies.items():
+        plan = planned(settings)
+        found = records_of(plan, records)
+        rows: list[dict[str, Any]] = []
+        if any("failed" not in record for record in found):
+            rows = outcome(found, plan, settings.attention, settings.baseline, {})["summary"]
+        own = [row for row in rows if row["configuration"] == settings.baseline and row["role"] != "control"]
+        others = [row for row in rows if row["configuration"] != settings.baseline]
+        cells = [f"{len(found)} of {len(plan)}"]
+        for row in (own[0] if own else None, max(others, key=lambda row: row["mean"], default=None)):
+            cells += ["", ""] if row is None else [row["configuration"], reached(row)]
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def reached(row: Mapping[str, Any]) -> str:
+    """Mean and spread of a configuration in per cent."""
+    return f"{100 * row['mean']:.2f}" + ("" if row["std"] is None else f" ± {100 * row['std']:.2f}")
+
+
 def table(results: Mapping[str, Any]) -> str:
     """One row per configuration, the control last."""
     items = "clips" if results["data"]["kind"] == "video" else "images"
@@ -46,12 +69,11 @@ def table(results: Mapping[str, Any]) -> str:
     ]
     for row in sorted(results["summary"], key=lambda row: row["role"] == "control"):
         name = row["configuration"] + (" again (control)" if row["role"] == "control" else "")
-        spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
         extremes = "" if row["std"] is None else f"{100 * row['low']:.2f} .. {100 * row['high']:.2f}"
         epoch = f"{row['epoch_seconds']:.2f}" if row["epoch_seconds"] else ""
         speed = f"{row['items_per_second']:,.0f}" if row["items_per_second"] else ""
         lines.append(
-            f"| {name} | {len(row['seeds'])} | {100 * row['mean']:.2f}{spread} | {extremes} | {100 * row['top5']:.2f} "
+            f"| {name} | {len(row['seeds'])} | {reached(row)} | {extremes} | {100 * row['top5']:.2f} "
             f"| {row['parameters']:,} | {epoch} | {speed} |"
         )
     return "\n".join(lines) + "\n"
