@@ -308,6 +308,8 @@ def convert(settings: Convert) -> int:
         print(f"\nstopped. What was saved is in {settings.out}; give the same command again to go on.", file=sys.stderr)
         return 130
     print(json.dumps(report.to_json(), indent=1) if settings.json else report)
+    if not report.replaced:
+        return failed(ValueError(f"nothing was replaced, so no model was written into {settings.out}"))
     if not settings.json:
         print(f"the model is in {settings.out}; load it with load() of cumulant.convert")
     return 0

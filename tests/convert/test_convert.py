@@ -114,7 +114,7 @@ def test_each_layer_may_have_its_own_mechanism():
     [
         ({"layers": [9]}, "layer 9 does not exist: the model has 4"),
         ({"layers": ["block.*"]}, "no attention layer matches 'block.*'"),
-        ({"layers": "some"}, 'layers must be None, "auto", a list or a mapping'),
+        ({"layers": "some"}, 'layers must be None, "auto", "dial", a list or a mapping'),
         ({"layers": {0: {"heads": [7]}}}, "has heads 0 to 3"),
         ({"layers": "auto"}, "needs data"),
         ({"budget": 0.1}, 'goes with layers="auto"'),

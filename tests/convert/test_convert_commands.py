@@ -61,6 +61,31 @@ def test_texts_are_tokenised_for_a_model_of_transformers(tmp_path):
     assert load(tmp_path / "out")(torch.tensor([[2, 5, 3]])).last_hidden_state.isfinite().all()
 
 
+def test_the_dial_is_set_from_the_command_line(tmp_path, capsys):
+    folder, texts, out = encoder_of_few_words(tmp_path), tmp_path / "texts.txt", tmp_path / "out"
+    texts.write_text("a good bad film " * 63 + "\n" + "good film " * 80 + "\n")  # 254 and 162 tokens with the two ends
+    words = [str(folder), "--data", str(texts), "--layers", "dial", "--target", "0.4", "--out", str(out)]
+    assert main(["convert", *words]) == 0
+    assert "of the multiply-adds at 254 tokens" in capsys.readouterr().out
+    stored = json.loads((out / "conversion.json").read_text())
+    assert stored["dial"]["target"] == 0.4
+    assert stored["replaced"]
+    assert load(out)(torch.tensor([[2, 5, 3]])).last_hidden_state.isfinite().all()
+    assert main(["diagnose", str(folder), str(texts), "--dial", "0.4", "--out", str(out / "diagnosis")]) == 0
+    assert "clusters and heads, error at most 0.4" in capsys.readouterr().out
+    assert json.loads((out / "diagnosis" / "diagnosis.json").read_text())["dial"] == stored["dial"]
+
+
+def test_a_dial_that_replaces_nothing_says_so_and_writes_no_model(tmp_path, capsys):
+    folder, texts, out = encoder_of_few_words(tmp_path), tmp_path / "texts.txt", tmp_path / "out"
+    texts.write_text("a good film\n")
+    assert main(["convert", str(folder), "--data", str(texts), "--layers", "dial", "--out", str(out)]) == 1
+    said = capsys.readouterr()
+    assert "softmax, cheapest at 5 tokens" in said.out
+    assert f"no model was written into {out}" in said.err
+    assert not list(out.iterdir())
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -70,8 +95,27 @@ def test_texts_are_tokenised_for_a_model_of_transformers(tmp_path):
         (lambda: Convert("m", layers=("auto",), budget=-1.0), "budget must be 0 or more, got -1.0"),
         (lambda: Convert("m", budget=0.1), "--budget and --heads go with --layers auto, got --layers all"),
         (lambda: Convert("m", heads=True, layers=("1", "2")), "go with --layers auto, got --layers 1 2"),
+        (lambda: Convert("m", "d", target=0.1), "--target goes with --layers dial, got --layers all"),
+        (lambda: Convert("m", layers=("dial",)), "--layers dial needs --data"),
+        (lambda: Convert("m", "d", "cumulant3", layers=("dial",)), "leave --attention and --around out"),
+        (lambda: Convert("m", "d", layers=("dial",), budget=0.1), "go with --layers auto, got --layers dial"),
+        (lambda: Convert("m", "d", layers=("dial",), target=0.0), "target must be a positive relative error, got 0.0"),
+        (lambda: Diagnose("m", dial=-1.0), "dial must be a positive relative error, got -1.0"),
     ],
-    ids=["batches", "queries", "budget", "budget of convert", "budget alone", "heads alone"],
+    ids=[
+        "batches",
+        "queries",
+        "budget",
+        "budget of convert",
+        "budget alone",
+        "heads alone",
+        "target alone",
+        "dial without data",
+        "dial with a mechanism",
+        "dial with a budget",
+        "target of 0",
+        "dial of diagnose",
+    ],
 )
 def test_a_wrong_value_is_told_before_a_model_is_opened(wrong, message):
     with pytest.raises(ValueError, match=message):

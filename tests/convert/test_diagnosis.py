@@ -76,6 +76,11 @@ def test_the_effect_of_a_layer_is_what_converting_it_alone_changes():
     assert one.measured_error == pytest.approx(found.layers[0].head_effect["cumulant3"][2], rel=1e-4)
 
 
+def test_the_class_token_need_not_be_among_the_sampled_queries():
+    found = diagnose(model(), IMAGES, attention=("cumulant2",), queries=1)
+    assert all(0 < error < 2 for layer in found.layers for error in layer.mean_error[2])
+
+
 def test_diagnosis_leaves_the_model_alone():
     ours, encoder = model(), bert()
     said = ours(IMAGES), encoder(**padded()).last_hidden_state

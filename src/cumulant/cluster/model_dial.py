@@ -1,6 +1,6 @@
 """The dial for a model: clusters and near field of each layer, and the heads that may have them, in words of `convert`.
 
-Shape legend: B batch, H heads, L tokens, D, E widths, R sampled queries, N candidates.
+Shape legend: B batch, H heads, Lq queries, Lk keys, D, E widths, R sampled queries, N candidates.
 
 A layer takes one of the registered mechanisms in some of its heads, the others stay softmax. For each candidate those
 heads are taken whose errors are smallest, as many as the target allows; the candidate that makes the layer cheapest
@@ -9,25 +9,47 @@ wins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .attention import cluster_attention
-from .cost import multiply_adds, softmax_multiply_adds
+from .cost import multiply_adds
 
-NAMES = ("cluster4", "cluster16", "cluster64", "cluster16+near=2", "cluster64+near=2", "cluster64+near=8")
+if TYPE_CHECKING:
+    from ..convert.choice import Call, Choice
+
+# Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
+# covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter.
+NAMES = (
+    "cluster4+response=pooled",
+    "cluster16+response=0",
+    "cluster16+response=pooled",
+    "cluster16+near=2+response=0",
+    "cluster16+near=4+response=0",
+    "cluster64+response=0",
+    "cluster64+near=4+response=0",
+    "cluster64+near=8+response=0",
+    "cluster64+near=8+response=pooled",
+    "cluster64+near=16+response=pooled",
+)
+WORTH = (
+    2 / 3
+)  # of softmax's multiply-adds: what takes more is no gain, as blocks of two tokens, which take three quarters
+CAUSAL = "it is causal: its blocks are those of the past, for which the dial is not set"
+AXIAL = "its heads look along different axes, for which the dial is not set"
 
 
 @dataclass(frozen=True)
 class LayerDial:
     """Of one layer: the mechanism, the heads that take it (none: all stay softmax) of how many, its error and cost.
 
-    The error is that of all heads together, the cost a share of softmax's multiply-adds.
+    The error is that of all heads together, the cost a share of softmax's multiply-adds at `tokens` keys, the most that
+    were seen. `tried` candidates spare a head a third of these or more, and were measured.
     """
 
     attention: str
@@ -35,27 +57,48 @@ class LayerDial:
     of: int
     error: float
     cost: float
+    tokens: int
+    tried: int
+
+    @property
+    def what(self) -> str:
+        """Mechanism and heads in words; for a layer that stays softmax, why it does."""
+        if self.heads:
+            return self.attention + ("" if len(self.heads) == self.of else f" in heads {list(self.heads)}")
+        if self.tried:
+            return f"softmax, no head meets the target with clusters at {self.tokens:,} tokens"
+        return f"softmax, cheapest at {self.tokens:,} tokens (no clusters spare a third of the work)"
 
 
 @dataclass(frozen=True)
 class ModelDial:
-    """What `choose_layers` found, by layer in the order in which they run."""
+    """What `choose_layers` found, by layer in the order in which they run; `kept` are layers not looked at, and why."""
 
     layers: dict[str, LayerDial]
+    target: float
+    kept: dict[str, str] = field(default_factory=dict)
 
     @property
-    def plan(self) -> dict[str, dict[str, Any]]:
+    def plan(self) -> dict[int | str, Any]:
         """For `convert(model, layers=dial.plan)`: the layers in which something changes."""
         heads = {name: None if len(x.heads) == x.of else list(x.heads) for name, x in self.layers.items()}
         return {name: {"attention": x.attention, "heads": heads[name]} for name, x in self.layers.items() if x.heads}
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Layers that stay softmax, and why."""
+        stay = {name: x.what.removeprefix("softmax, ") for name, x in self.layers.items() if not x.heads}
+        return {**stay, **self.kept}
+
+    def to_json(self) -> dict[str, Any]:
+        layers = {name: {**asdict(x), "heads": list(x.heads)} for name, x in self.layers.items()}
+        return {"target": self.target, "layers": layers, "kept": dict(self.kept)}
+
     def __str__(self) -> str:
-        width = max([5, *map(len, self.layers)])
-        rows = [f"{'layer':{width}}  {'error':>6}  {'cost':>5}  mechanism and heads"]
-        for name, x in self.layers.items():
-            some = "" if len(x.heads) == x.of else f" in heads {list(x.heads)}"
-            what = f"{x.attention}{some}" if x.heads else "softmax"
-            rows.append(f"{name:{width}}  {x.error:6.3f}  {x.cost:5.0%}  {what}")
+        width = max([5, *map(len, self.layers), *map(len, self.kept)])
+        rows = [f"{'layer':{width}}  {'error':>6}  {'cost':>5}  mechanism and heads, error at most {self.target:g}"]
+        rows += [f"{name:{width}}  {x.error:6.3f}  {x.cost:5.0%}  {x.what}" for name, x in self.layers.items()]
+        rows += [f"{name:{width}}  {'-':>6}  {'-':>5}  softmax, {reason}" for name, reason in self.kept.items()]
         return "\n".join(rows)
 
 
@@ -73,103 +116,166 @@ def choose_layers(
 
     Errors are ||out - softmax|| / ||softmax - <v>|| of the layer's own heads on `samples` queries of each of the first
     `batches` of data (noise where there are none), with masks and grids as the model has them. Costs are those at the
-    length of the data, and over few tokens nothing is cheaper than softmax. Causal layers are not looked at: their
-    blocks are of the past. The model is left as it is. Cost: a forward pass, and every candidate once in every layer.
+    lengths of the data, and a candidate has to spare a head a third of softmax's multiply-adds; over few tokens none
+    does, and none is measured. Causal and axial layers are not looked at, which the result says. The model is left as
+    it is. Cost: a forward pass to see lengths, and one in which every candidate that is cheap enough answers the
+    sampled queries of every layer.
     """
-    from ..convert import sites  # conversion knows the mechanisms, and these know this room
-    from ..convert.choice import KEPT, Call, Choice, observing
-    from ..convert.conversion import _is_softmax, _kept_plan, find_sites
+    from ..convert.conversion import find_sites  # conversion knows the mechanisms, and these know this room
     from ..convert.inputs import call, evaluating, example_for, some
+    from ..convert.watching import softmax_sites, watching
 
+    check_target(target)
+    asked = _choices(candidates, batches, samples)
+    used = some(example_for(model) if data is None else data, batches, model)
+    with evaluating(model):
+        found = find_sites(model, used[0])
+        kept = {site.name: site.obstacle or "it is not softmax now" for site in found}
+        able = {site.name: site for site in softmax_sites(found)}
+        sums: dict[str, _Sums] = {}
+
+        def look(name: str, made: Call) -> None:
+            reason = CAUSAL if made.is_causal else AXIAL if made.query.shape[-3] != able[name].heads else None
+            if reason is not None:
+                kept[name] = reason
+                sums.pop(name, None)
+            elif kept[name] not in (CAUSAL, AXIAL):
+                sums.setdefault(name, _Sums()).count(made, asked)
+
+        def measure(name: str, made: Call) -> None:
+            if name in sums and sums[name].cheaper:
+                sums[name].add(made, asked, samples)
+
+        for name in able:
+            kept[name] = "it did not run"
+        with watching(model, found, look):
+            for batch in used:
+                call(model, batch)
+        if any(layer.cheaper for layer in sums.values()):
+            with watching(model, found, measure):
+                for batch in used:
+                    call(model, batch)
+    layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
+    return ModelDial(layers, float(target), {name: why for name, why in kept.items() if name not in layers})
+
+
+def check_target(target: float, name: str = "target") -> None:
     if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
-        raise ValueError(f"target must be a positive relative error, got {target!r}")
+        raise ValueError(f"{name} must be a positive relative error, got {target!r}")
+
+
+def _choices(candidates: Sequence[str], batches: int, samples: int) -> dict[str, Choice]:
+    """The candidates by name; an error for one that is not about clusters, and for numbers that are none."""
+    from ..convert.choice import Choice
+
     for what, number in (("samples", samples), ("batches", batches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{what} must be a whole number, 1 or more, got {number!r}")
-    if isinstance(candidates, str) or not candidates:
+    if isinstance(candidates, str) or not isinstance(candidates, Iterable) or not candidates:
         raise ValueError(f"candidates must be names of cluster mechanisms, at least one, got {candidates!r}")
     asked = {name: Choice.named(name) for name in candidates}
     for name, choice in asked.items():
         if not choice.attention.startswith("cluster"):
             raise ValueError(f"candidates must be cluster mechanisms, with options as in {NAMES[-1]!r}, got {name!r}")
-    used = some(example_for(model) if data is None else data, batches, model)
-    with evaluating(model):
-        found = find_sites(model, used[0])
-        able = [site for site in found if site.obstacle is None and _is_softmax(site.module)]
-        sums: dict[str, _Sums] = {}
-        grids = {site.name: _grid(site.module) for site in able}
-        with sites.applied(model, {**_kept_plan(model, found), **{site.name: KEPT for site in able}}):
-            names = {id(model.get_submodule(site.name)): site.name for site in able}
-
-            def record(module: nn.Module, made: Call) -> None:
-                name = names.get(id(module))
-                if name is not None and not made.is_causal:
-                    sums.setdefault(name, _Sums()).add(made, asked, grids[name], samples)
-
-            with observing(record):
-                for batch in used:
-                    call(model, batch)
-    if not sums:
-        raise ValueError(f"{type(model).__name__} has no softmax layer that is not causal: nothing to set a dial for")
-    return ModelDial({site.name: sums[site.name].cheapest(target) for site in able if site.name in sums})
-
-
-def _grid(module: nn.Module) -> tuple[tuple[int, ...], int] | None:
-    grid = getattr(module, "grid_size", None)
-    return None if grid is None else (tuple(grid), getattr(module, "prefix", 0))
+    return asked
 
 
 class _Sums:
-    """Squared errors (H,) of each candidate over the calls of a layer, their shares of cost, and the size (H,)."""
+    """Of a layer over its calls: multiply-adds of softmax and of each candidate, squared errors (H,) and size (H,)."""
 
     def __init__(self) -> None:
+        self.heads = self.tokens = 0
+        self.softmax = 0.0
+        self.work: dict[str, float] = {}
         self.error: dict[str, Tensor] = {}
-        self.cost: dict[str, float] = {}
         self.size: Tensor | float = 0.0
 
-    def add(self, made: Any, asked: dict[str, Any], grid: tuple[tuple[int, ...], int] | None, samples: int) -> None:
-        from .. import zoo
+    @property
+    def cheaper(self) -> list[str]:
+        """Candidates that are cheap enough to be worth it, over all calls together."""
+        return [name for name, work in self.work.items() if work <= WORTH * self.softmax]
 
-        query, key, value = made.query, made.key, made.value
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
-        shared: dict[str, Any] = {"key_mask": made.key_mask, "scale": made.scale}
-        step = max(1, query.shape[-2] // samples)
-        at = slice(step // 2, None, step)
-        exact = cluster_attention(query, key, value, clusters=1, near=1, **shared)[..., at, :].double()  # softmax
-        there = torch.ones(exact.shape[0], 1, exact.shape[-2], 1, dtype=torch.bool, device=exact.device)
-        if made.key_mask is not None and query.shape[-2] == key.shape[-2]:  # padding asks nothing
-            there = (made.key_mask != 0).expand(exact.shape[0], -1)[:, None, at, None]
-        weights = torch.ones_like(key[..., 0]) if made.key_mask is None else made.key_mask.to(key)[:, None]
-        mean = (weights.unsqueeze(-1) * value).sum(-2, keepdim=True) / weights.sum(-1)[..., None, None].clamp(min=1e-9)
-        self.size = self.size + torch.where(there, exact - mean.double(), 0).square().sum((0, 2, 3))
-        told: dict[str, Any] = {}
-        if grid is not None and prod(grid[0]) + grid[1] == key.shape[-2]:
-            told = {"grid": grid[0], "prefix": grid[1]}
+    def count(self, made: Call, asked: Mapping[str, Choice]) -> None:
+        *lead, self.heads, Lq, D = made.query.shape
+        Lk, E = made.value.shape[-2:]
+        sequences = float(torch.Size(lead).numel())
+        self.tokens = max(self.tokens, Lk)
+        self.softmax += sequences * Lq * Lk * (D + E)
         for name, choice in asked.items():
-            out = zoo.get(choice.attention)(query, key, value, **shared, **told, **choice.options)[..., at, :]
-            new = torch.where(there, out.double() - exact, 0).square().sum((0, 2, 3))
-            self.error[name] = self.error.get(name, 0.0) + new
-            self.cost[name] = _share(choice, key.shape[-2], key.shape[-1], value.shape[-1])
+            self.work[name] = self.work.get(name, 0.0) + sequences * _work(choice, Lq, Lk, D, E, made)
+
+    def add(self, made: Call, asked: Mapping[str, Choice], samples: int) -> None:
+        lead, groups = made.query.shape[:-3], made.query.shape[-3] // made.key.shape[-3]
+        query = made.query.reshape(-1, *made.query.shape[-3:])
+        key, value = (x.reshape(-1, *x.shape[-3:]).repeat_interleave(groups, 1) for x in (made.key, made.value))
+        mask = None if made.key_mask is None else made.key_mask.expand(*lead, -1).reshape(len(key), -1)
+        step = max(1, query.shape[2] // samples)
+        at = slice(step // 2, None, step)
+        rows = query[:, :, at]
+        shared: dict[str, Any] = {"key_mask": mask, "scale": made.scale}
+        exact = cluster_attention(rows, key, value, clusters=1, near=1, **shared).double()  # softmax
+        there = torch.ones(len(key), 1, rows.shape[2], 1, dtype=torch.bool, device=exact.device)
+        if mask is not None and query.shape[2] == key.shape[2]:  # padding asks nothing
+            there = (mask != 0)[:, None, at, None]
+        self.size = self.size + _squares(exact - _mean(value, mask), there)
+        for name in self.cheaper:
+            options = _arguments(asked[name], made)
+            if options.get("near") == "neighbours":  # of a query's own block: it has to keep its place
+                out = cluster_attention(query, key, value, **options, **shared)[:, :, at]
+            else:
+                out = cluster_attention(rows, key, value, **options, **shared)
+            self.error[name] = self.error.get(name, 0.0) + _squares(out.double() - exact, there)
 
     def cheapest(self, target: float) -> LayerDial:
-        assert isinstance(self.size, Tensor)
-        total, heads = float(self.size.sum()), len(self.size)
-        best = LayerDial("softmax", (), heads, 0.0, 1.0)
+        best = LayerDial("softmax", (), self.heads, 0.0, 1.0, self.tokens, len(self.error))
         for name, error in self.error.items():
-            sums = error.sort().values.cumsum(0)
-            count = int((sums <= target**2 * total).sum())
-            cost = 1 - count / heads * (1 - self.cost[name])
-            if cost < best.cost:
-                taken = tuple(sorted(error.argsort()[:count].tolist()))
-                best = LayerDial(name, taken, heads, (float(sums[count - 1]) / max(total, 1e-300)) ** 0.5, cost)
+            assert isinstance(self.size, Tensor)
+            total, sums = float(self.size.sum()), error.sort().values.cumsum(0)
+            taken = int((sums <= target**2 * total).sum())
+            cost = 1 - taken / self.heads * (1 - self.work[name] / self.softmax)
+            if taken and cost < best.cost:
+                heads = tuple(sorted(error.argsort()[:taken].tolist()))
+                relative = (float(sums[taken - 1]) / max(total, 1e-300)) ** 0.5
+                best = LayerDial(name, heads, self.heads, relative, cost, self.tokens, len(self.error))
         return best
 
 
-def _share(choice: Any, L: int, D: int, E: int) -> float:
-    """Multiply-adds of a candidate over those of softmax, with blocks of equal size."""
-    K = min(int(choice.attention.removeprefix("cluster")), -(-L // 2))
-    near = choice.options.get("near", 0)
-    tokens = min(L, (3 if near == "neighbours" else near) * L / K)
+def _mean(value: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean (B, H, 1, E) of the values (B, H, Lk, E) that are there, in float64; mask (B, Lk), bool or weights."""
+    if mask is None:
+        return value.double().mean(-2, keepdim=True)
+    weights = mask.double()[:, None, :, None]
+    taking_part = value.double().masked_fill(weights == 0, 0)
+    return (weights * taking_part).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True).clamp(min=1e-300)
+
+
+def _squares(difference: Tensor, there: Tensor) -> Tensor:
+    """Squared sizes (H,) of (B, H, R, E) where something asks."""
+    return torch.where(there, difference, 0).square().sum((0, 2, 3))
+
+
+def _arguments(choice: Choice, made: Call) -> dict[str, Any]:
+    """What the mechanism passes to `cluster_attention` in a layer that calls it so."""
+    from ..zoo.cluster import LEAST
+
+    options = {key: value for key, value in choice.options.items() if key not in ("block", "recent")}  # causal ones
+    if made.query.shape[-2] == made.key.shape[-2]:
+        options |= {"grid": made.grid, "prefix": made.prefix if made.grid is not None else 0}
+    return {"clusters": _blocks(choice), "least": LEAST, **options}
+
+
+def _blocks(choice: Choice) -> int:
+    return int(choice.attention.removeprefix("cluster"))
+
+
+def _work(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> float:
+    """Multiply-adds of a candidate for one head and sequence, with blocks of equal size; infinite if it cannot be."""
+    K, near, own = min(_blocks(choice), -(-Lk // 2)), choice.options.get("near", 0), Lq == Lk
+    prefix = made.prefix if own and made.grid is not None else 0
+    if near == "neighbours":
+        if not own:
+            return inf
+        near = 3 ** (1 if made.grid is None else len(made.grid))
     form = {name: choice.options[name] for name in ("response", "variance") if name in choice.options}
-    return multiply_adds(L, D, E, K, near_tokens=tokens, **form) / softmax_multiply_adds(L, D, E)
+    exact = min(Lk, near * Lk / K + prefix)
+    return multiply_adds(Lk, D, E, K, near_tokens=exact, asking=Lq / Lk, **form)

@@ -117,7 +117,10 @@ KEPT = Choice(SOFTMAX)
 
 @dataclass(frozen=True)
 class Call:
-    """What one attention layer was asked to compute: query (B, H, Lq, D), key (B, Hk, Lk, D), value (B, Hk, Lk, E)."""
+    """What one attention layer was asked to compute: query (B, H, Lq, D), key (B, Hk, Lk, D), value (B, Hk, Lk, E).
+
+    `grid` is how the tokens after the first `prefix` are laid out, where the layer says so, see `watching`.
+    """
 
     query: Tensor
     key: Tensor
@@ -125,6 +128,8 @@ class Call:
     key_mask: Tensor | None
     is_causal: bool
     scale: float | None
+    grid: tuple[int, ...] | None = None
+    prefix: int = 0
 
 
 _observers: list[Callable[[nn.Module, Call], None]] = []

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from ..cluster import choose_layers
+from ..cluster.model_dial import check_target
 from . import hf, sites
 from .choice import KEPT, Choice, observing
 from .inputs import Batch, answers, call, evaluating, example_for, relative_error, some
 from .sites import Site
+from .watching import kept_plan, own_softmax
 
 if TYPE_CHECKING:
+    from ..cluster import ModelDial
     from .diagnosis import Diagnosis
     from .distill_steps import DistillResult
 
@@ -39,19 +43,23 @@ class ConversionReport:
     measured_on: str = "noise"  # "data" if some was given
     seconds: tuple[float, float] | None = None  # forward pass before and after, on what the error was measured
     peak_bytes: tuple[int, int] | None = None  # the same for memory, on CUDA
+    dial: ModelDial | None = None  # clusters, heads, error and cost of each layer, with layers="dial"
     distillation: DistillResult | None = None  # what training after the swap reached, where there was some
 
     def to_json(self) -> dict[str, Any]:
-        values = {key: value for key, value in vars(self).items() if key not in ("replaced", "distillation")}
+        values = {key: value for key, value in vars(self).items() if key not in ("replaced", "distillation", "dial")}
         trained = None if self.distillation is None else self.distillation.to_json()
         replaced = {name: choice.to_json() for name, choice in self.replaced.items()}
-        return {**values, "replaced": replaced, "distillation": trained}
+        chosen = {} if self.dial is None else {"dial": self.dial.to_json()}
+        return {**values, "replaced": replaced, **chosen, "distillation": trained}
 
     def __str__(self) -> str:
         total = len(self.replaced) + len(self.kept)
         lines = [f"{self.model}: {len(self.replaced)} of {total} attention layers replaced"]
-        lines += [f"  {name}: {choice}" for name, choice in self.replaced.items()]
+        lines += [f"  {name}: {choice}{self._price(name)}" for name, choice in self.replaced.items()]
         lines += [f"  {name}: softmax, {reason}" for name, reason in self.kept.items()]
+        if not self.replaced:
+            return "\n".join([*lines, "nothing was replaced: the model is as it was"])
         said = "" if self.predicted_error is None else f", predicted {self.predicted_error:.2%}"
         lines.append(f"relative change of the output on {self.measured_on}: {self.measured_error:.2%}{said}")
         if self.seconds is not None:
@@ -65,13 +73,21 @@ class ConversionReport:
             lines.append(str(self.distillation))
         return "\n".join(lines)
 
+    def _price(self, name: str) -> str:
+        """What the dial found for a layer."""
+        if self.dial is None:
+            return ""
+        found = self.dial.layers[name]
+        return f"; error {found.error:.3f}, {found.cost:.0%} of the multiply-adds at {found.tokens:,} tokens"
+
 
 def convert(
     model: nn.Module,
-    attention: str = "cumulant3",
+    attention: str | None = None,
     *,
     layers: Layers = None,
     budget: float | None = None,
+    target: float | None = None,
     data: Iterable[Batch] | Batch | None = None,
     example: Batch | None = None,
     options: dict[str, Any] | None = None,
@@ -87,17 +103,22 @@ def convert(
         report = cumulant.convert(model, layers=[4, 5])                           # by index or name pattern
         report = cumulant.convert(model, layers={4: "cumulant2", 5: {"attention": "cumulant3", "heads": [0, 2]}})
         report = cumulant.convert(model, layers="auto", budget=0.05, data=batches)  # where it is safe
+        report = cumulant.convert(model, layers="dial", target=0.15, data=batches)  # clusters, where they are cheaper
 
     A dry run counts that every replaced layer really runs; a layer that takes the name and ignores it, a bias or mask
     that cannot be honoured, and projections that were not taken over exactly are errors, and the model is left as it
     was. See `restore`, `save`, `load`.
 
     Args:
-        attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 or linear; options may stand behind it,
-            "cumulant3+around=mean".
+        attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 (the default) or linear; options may stand
+            behind it, "cumulant3+around=mean".
         layers: None for all that can be replaced; indices in running order or name patterns; a mapping from those to a
-            mechanism, or to {"attention", "heads", "options"}; "auto" to choose by diagnosis.
+            mechanism, or to {"attention", "heads", "options"}; "auto" to choose by diagnosis; "dial" to choose clusters
+            and heads of each layer by `cumulant.cluster.choose_layers`. Where nothing is cheaper than softmax, over few
+            tokens say, the dial replaces nothing and the report says so.
         budget: with layers="auto", the largest relative change of the output to accept, e.g. 0.05.
+        target: with layers="dial", the largest error of a layer's own output to accept, ||out - softmax|| / ||softmax -
+            mean of v||; 0.15 unless given.
         data: batches (tensors, tuples of arguments or mappings of keyword arguments); the error is measured on them.
         example: one batch for the dry run; made from the model's config unless given.
         options: of the mechanism, e.g. {"full": True}. With {"around": "mean"}, layers that are causal or attend to
@@ -108,6 +129,13 @@ def convert(
         output: function(output, batch) -> tensor to compare models by; logits or hidden states unless given.
         progress: where a bar is shown while layers="auto" measures.
     """
+    if layers == "dial":
+        given = {"attention": attention, "options": options, "budget": budget, "heads": heads, "diagnosis": diagnosis}
+        target = 0.15 if target is None else target
+        _check_dial(target, data, {name: value for name, value in given.items() if value})
+    elif target is not None:
+        raise ValueError(f'target={target} goes with layers="dial", got layers={layers!r}')
+    attention = "cumulant3" if attention is None else attention
     asked = Choice.named(attention, options)
     if sites.is_converted(model):
         raise ValueError("the model is converted already; restore(model) of cumulant.convert takes that back")
@@ -118,8 +146,14 @@ def convert(
     measured = used or [first]
     with evaluating(model):
         found = find_sites(model, first)
-        predicted = None
-        if layers == "auto":
+        predicted, dial = None, None
+        if target is not None and used is not None:  # layers="dial"
+            dial = choose_layers(model, used, target=target, batches=len(used))
+            if not dial.plan:
+                kept = dial.reasons | uncalled(model, found)
+                return ConversionReport(type(model).__name__, "dial", {}, kept, {}, 0.0, measured_on="data", dial=dial)
+            plan = _planned(found, dial.plan, asked)
+        elif layers == "auto":
             from .diagnosis import select
 
             if used is None:
@@ -132,7 +166,7 @@ def convert(
             raise ValueError(f"no layer of {type(model).__name__} fits the budget of {budget}; nothing was replaced")
         wanted, seconds, memory = _measured(model, measured, output)
         _check_taken_over(model, found, measured[:1], wanted[:1], output)
-        undo = sites.apply(model, {**_kept_plan(model, found), **plan})
+        undo = sites.apply(model, {**kept_plan(model, found), **plan})
         try:
             calls = count_calls(model, first, plan)
             got, seconds_after, memory_after = _measured(model, measured, output)
@@ -141,9 +175,11 @@ def convert(
             raise
     sites.remember(model, plan, undo, whole=len(plan) == len(found))
     reasons = {site.name: site.refusal(asked) or "not chosen" for site in found if site.name not in plan}
+    if dial is not None:
+        reasons |= dial.reasons
     return ConversionReport(
         model=type(model).__name__,
-        attention=attention,
+        attention=attention if dial is None else "dial",
         replaced=plan,
         kept=reasons | uncalled(model, found),
         calls=calls,
@@ -153,7 +189,18 @@ def convert(
         measured_on="noise" if used is None and example is None else "data",
         seconds=(seconds, seconds_after),
         peak_bytes=None if memory is None or memory_after is None else (memory, memory_after),
+        dial=dial,
     )
+
+
+def _check_dial(target: float, data: Any, given: Mapping[str, Any]) -> None:
+    """Refuse, with layers="dial", what belongs to another way of choosing."""
+    check_target(target)
+    if given:
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "diagnosis") or "a diagnosis"
+        raise ValueError(f'layers="dial" chooses mechanisms and heads by target=... alone, got {said} too')
+    if data is None:
+        raise ValueError('layers="dial" needs data: batches like those that the model will see, and as long')
 
 
 def restore(model: nn.Module) -> None:
@@ -222,7 +269,7 @@ def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, 
             raise ValueError(f"no attention layer can take {asked}: {reasons}")
         return {site.name: asked.at(site.prefix) for site in able}
     if isinstance(layers, str):
-        raise ValueError(f'layers must be None, "auto", a list or a mapping, got {layers!r}')
+        raise ValueError(f'layers must be None, "auto", "dial", a list or a mapping, got {layers!r}')
     wanted = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, asked)
     plan: dict[str, Choice] = {}
     for key, value in wanted.items():
@@ -263,13 +310,6 @@ def _choice(value: Any, asked: Choice) -> Choice | None:
     raise ValueError(f"a layer's choice must be a name, a mapping or a Choice, got {value!r}")
 
 
-def _kept_plan(model: nn.Module, found: Sequence[Site]) -> dict[str, Choice]:
-    """Layers of transformers that stay softmax are tagged so; elsewhere they are left alone."""
-    if sites.library_of(model) != sites.TRANSFORMERS:
-        return {}
-    return {site.name: KEPT for site in found}
-
-
 def _measured(
     model: nn.Module, batches: Sequence[Batch], output: Callable[[Any, Batch], Tensor] | None
 ) -> tuple[list[Tensor], float, int | None]:
@@ -295,8 +335,7 @@ def _check_taken_over(
     output: Callable[[Any, Batch], Tensor] | None,
 ) -> None:
     """With our own softmax in every layer the model must say what it said before."""
-    softmax = {site.name: KEPT for site in found if site.obstacle is None and _is_softmax(site.module)}
-    with sites.applied(model, {**_kept_plan(model, found), **softmax}):
+    with own_softmax(model, found):
         error = relative_error(answers(model, batches, output), wanted)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if not error <= SAME.get(dtype, 1e-4):
@@ -304,11 +343,6 @@ def _check_taken_over(
             f"{type(model).__name__} says something else (relative change {error:.1e}) when its attention layers are "
             "computed with softmax between their own projections: they do more than that, and cannot be converted"
         )
-
-
-def _is_softmax(module: nn.Module) -> bool:
-    mechanism = getattr(module, "mechanism", None)
-    return mechanism is None or mechanism.name == "softmax"
 
 
 __all__ = ["ConversionReport", "convert", "count_calls", "find_sites", "hf", "restore", "uncalled"]

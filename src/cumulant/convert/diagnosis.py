@@ -10,12 +10,15 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from ..cluster import ModelDial, choose_layers
+from ..cluster.model_dial import check_target
 from . import sites
-from .choice import KEPT, SOFTMAX, Call, Choice, fitting, observing
-from .conversion import _is_softmax, _kept_plan, find_sites
+from .choice import KEPT, SOFTMAX, Call, Choice, fitting
+from .conversion import find_sites
 from .inputs import Batch, answers, call, evaluating, example_for, relative_error, some
 from .settings import CANDIDATES
 from .statistics import ORDERS, HeadSums, head_sums
+from .watching import kept_plan, softmax_sites, watching
 
 NEAR, ROUNDING = 0.02, 1e-6  # a dearer mechanism has to lower the effect by more than this share of it, and this
 PATIENCE = 3  # heads that may not fit before the search, by rising effect, ends
@@ -70,6 +73,7 @@ class Diagnosis:
     layers: list[LayerDiagnosis]
     kept: dict[str, str]  # layers that cannot be replaced, and why
     linear: int  # multiply-adds of a token in all linear layers
+    dial: ModelDial | None = None  # clusters and heads of each layer, where an error target was given
 
     def ranked(self) -> list[LayerDiagnosis]:
         """Layers by their effect on the output, the safest first."""
@@ -117,6 +121,8 @@ class Diagnosis:
         head = f"{'layer':{width}}  {'spread':>6}  " + "  ".join(f"err{n:d}" for n in ORDERS)
         head += "  " + "  ".join(f"mean{n}" for n in ORDERS) + "  " + "  ".join(f"rest{n}" for n in ORDERS[1:])
         head += "  neg3  " + "  ".join(f"{n:>10}" for n in names)
+        if self.dial is not None:
+            head += f"  {'dial':>5}  {'cost':>4}  clusters and heads, error at most {self.dial.target:g}"
         rows = [head]
         for layer in self.ranked():
             mean = {n: _mean(layer.error[n]) for n in ORDERS}
@@ -128,9 +134,19 @@ class Diagnosis:
             cells += "  ".join(f"{_short(left[n]):>5}" for n in ORDERS[1:])
             cells += f"  {_mean(layer.negative[3]):4.0%}  "
             shown = [f"{layer.effect[n]:.2%}" if n in layer.effect else "-" for n in names]
-            rows.append(cells + "  ".join(f"{cell:>{max(10, len(n))}}" for cell, n in zip(shown, names, strict=True)))
+            cells += "  ".join(f"{cell:>{max(10, len(n))}}" for cell, n in zip(shown, names, strict=True))
+            rows.append(cells + self._dialled(layer.name))
         rows += [f"{name:{width}}  stays softmax: {reason}" for name, reason in self.kept.items()]
         return "\n".join(rows)
+
+    def _dialled(self, name: str) -> str:
+        """The dial's cells of a layer: its error, its share of softmax's multiply-adds, mechanism and heads."""
+        if self.dial is None:
+            return ""
+        found = self.dial.layers.get(name)
+        if found is None:
+            return f"  {'-':>5}  {'-':>4}  softmax, {self.dial.kept[name]}"
+        return f"  {found.error:5.3f}  {found.cost:4.0%}  {found.what}"
 
     def proposal(self, budget: float = 0.05) -> str:
         """Which layers to replace so that the output is expected to change by no more than `budget`."""
@@ -154,7 +170,8 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         layers = [vars(layer) for layer in self.layers]
-        return {"model": self.model, "linear": self.linear, "kept": self.kept, "layers": layers}
+        chosen = {} if self.dial is None else {"dial": self.dial.to_json()}
+        return {"model": self.model, "linear": self.linear, "kept": self.kept, "layers": layers, **chosen}
 
     def figure(self, path: str | Path) -> Path:
         """Heat map of layers and heads: logit spread and the error of orders 2 and 3. Needs matplotlib."""
@@ -171,6 +188,7 @@ def diagnose(
     batches: int = 2,
     queries: int = 64,
     heads: bool = False,
+    dial: float | None = None,
     seed: int = 0,
     output: Callable[[Any, Batch], Tensor] | None = None,
     progress: TextIO | None = None,
@@ -186,22 +204,25 @@ def diagnose(
             or attends to another sequence.
         queries: sampled in each layer and batch.
         heads: also measure the effect of replacing single heads.
+        dial: also choose, for this error of each layer's own output, clusters and the heads that take them, see
+            `cumulant.cluster.choose_layers`; `convert(model, layers=diagnosis.dial.plan)` applies the choice.
     """
+    if dial is not None:
+        check_target(dial, "dial")
     asked = {name: Choice.named(name) for name in attention}
     used = some(example_for(model) if data is None else data, batches, model)
     with evaluating(model):
         found = find_sites(model, used[0])
-        able = [site for site in found if site.obstacle is None and _is_softmax(site.module)]
+        able = softmax_sites(found)
         if not able:
             raise ValueError(f"{type(model).__name__} has no softmax layer left to diagnose")
         able = [site for site in able if any(site.refusal(choice) is None for choice in asked.values())]
         if not able:
             reasons = dict.fromkeys(str(site.refusal(choice)) for site in found for choice in asked.values())
             raise ValueError(f"no attention layer can take {', '.join(attention)}: {'; '.join(reasons)}")
-        kept = _kept_plan(model, found)
-        base = {site.name: KEPT for site in able}
+        kept = kept_plan(model, found)
         prefixes = {site.name: site.prefix for site in able}
-        sums, shapes = _record(model, used, {**kept, **base}, prefixes, queries, seed)
+        sums, shapes = _record(model, used, found, prefixes, queries, seed)
         wanted = answers(model, used, output)
 
         def effect(plan: dict[str, Choice]) -> float:
@@ -220,7 +241,8 @@ def diagnose(
             layers.append(layer)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     why = {s.name: next(filter(None, map(s.refusal, asked.values())), "not softmax") for s in found if s not in able}
-    return Diagnosis(type(model).__name__, layers, why, linear)
+    chosen = None if dial is None else choose_layers(model, used, target=dial, batches=len(used), samples=queries)
+    return Diagnosis(type(model).__name__, layers, why, linear, chosen)
 
 
 def select(
@@ -304,31 +326,28 @@ def _tags(model: nn.Module) -> bool:
 def _record(
     model: nn.Module,
     batches: Sequence[Batch],
-    plan: dict[str, Choice],
+    found: Sequence[sites.Site],
     prefixes: dict[str, int],
     queries: int,
     seed: int,
 ) -> tuple[dict[str, HeadSums], dict[str, tuple[int, int]]]:
-    """Statistics of every layer over the batches, and its number of keys and width of a head."""
+    """Statistics over the batches of the layers that `prefixes` names, and their number of keys and width of a head."""
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, HeadSums] = {}
     shapes: dict[str, tuple[int, int]] = {}
-    with sites.applied(model, plan):
-        names = {id(model.get_submodule(name)): name for name in plan}
 
-        def record(module: nn.Module, made: Call) -> None:
-            name = names.get(id(module))
-            if name is None:
-                return
-            new = head_sums(made, queries, generator, prefixes.get(name, 0))
-            axial = name in sums and len(new.size) != len(sums[name].size)
-            if not axial:
-                sums[name] = sums[name].add(new) if name in sums else new
-                shapes[name] = made.key.shape[-2], made.query.shape[-1]
+    def record(name: str, made: Call) -> None:
+        if name not in prefixes:
+            return
+        new = head_sums(made, queries, generator, prefixes[name])
+        axial = name in sums and len(new.size) != len(sums[name].size)
+        if not axial:
+            sums[name] = sums[name].add(new) if name in sums else new
+            shapes[name] = made.key.shape[-2], made.query.shape[-1]
 
-        with observing(record), torch.no_grad():
-            for batch in batches:
-                call(model, batch)
+    with watching(model, found, record), torch.no_grad():
+        for batch in batches:
+            call(model, batch)
     return sums, shapes
 
 

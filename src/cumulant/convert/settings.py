@@ -82,7 +82,7 @@ class Diagnose:
 
     Example: cumulant diagnose path/to/sentence-encoder texts.txt --heads
 
-    Example: cumulant diagnose timm:vit_small_patch16_224 path/to/imagenet-100 --budget 0.1
+    Example: cumulant diagnose timm:vit_small_patch16_224 path/to/imagenet-100 --budget 0.1 --dial 0.15
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -101,6 +101,8 @@ class Diagnose:
     """Queries sampled in each layer and batch."""
     heads: bool = False
     """Also measure the effect of replacing single heads."""
+    dial: float | None = None
+    """Also choose clusters for every layer, and the heads that take them, by the error of its own output: say 0.15."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     out: Path = Path("runs/diagnosis")
@@ -110,6 +112,8 @@ class Diagnose:
 
     def __post_init__(self) -> None:
         check_least(self, {"batches": 1, "batch_size": 1, "queries": 1, "budget": 0})
+        if self.dial is not None and not self.dial > 0:
+            raise ValueError(f"dial must be a positive relative error, got {self.dial}")
 
 
 @dataclass(frozen=True)
@@ -123,22 +127,28 @@ class Convert:
 
     Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers 3 4 5 --around mean
 
+    Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers dial --target 0.15
+
     Example: cumulant convert runs/digits-softmax-0 --data digits --distill --epochs 5 --items-a-step 64
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
     data: str | None = None
-    """Data to measure the change on and to distil with, as for `cumulant diagnose`; needed with --layers auto."""
-    attention: str = "cumulant3"
-    """Mechanism, by the name that `cumulant list` prints, with options: cumulant3+around=mean."""
+    """Data to measure the change on and to distil with, as for `cumulant diagnose`; needed with --layers auto and
+    dial."""
+    attention: str | None = None
+    """Mechanism (cumulant3), by the name that `cumulant list` prints, with options: cumulant3+around=mean."""
     around: Literal["zero", "mean"] | None = None
     """Query around which cumulant mechanisms expand softmax: 0, or the mean of a sequence, which is closer and not for
     causal or cross attention. By default 0, and with --layers auto whichever changes the output less."""
     layers: tuple[str, ...] = ("all",)
-    """all; auto, to choose by diagnosis; or numbers, or patterns of names, of layers."""
+    """all; auto, to choose by diagnosis; dial, to choose clusters by --target; or numbers, or patterns of names, of
+    layers."""
     budget: float | None = None
     """With --layers auto, the relative change of the output to accept (0.05)."""
+    target: float | None = None
+    """With --layers dial, the relative error of a layer's own output to accept (0.15)."""
     heads: bool = False
     """With --layers auto, also replace single heads."""
     batches: int = 4
@@ -166,4 +176,13 @@ class Convert:
             raise ValueError("--distill needs --data: inputs like those that the model will see; no labels are used")
         if self.layers != ("auto",) and (self.budget is not None or self.heads):
             raise ValueError(f"--budget and --heads go with --layers auto, got --layers {' '.join(self.layers)}")
+        if self.layers == ("dial",):
+            if self.data is None:
+                raise ValueError("--layers dial needs --data: inputs like those that the model will see, and as long")
+            if self.attention is not None or self.around is not None:
+                raise ValueError("--layers dial chooses the mechanisms itself: leave --attention and --around out")
+        elif self.target is not None:
+            raise ValueError(f"--target goes with --layers dial, got --layers {' '.join(self.layers)}")
+        if self.target is not None and not self.target > 0:
+            raise ValueError(f"target must be a positive relative error, got {self.target}")
         check_least(self, {"batches": 1, "batch_size": 1, "items_a_step": 1, "items": 0, "budget": 0})

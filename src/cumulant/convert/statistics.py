@@ -125,6 +125,6 @@ def _around_mean(
         w = softmax_or_zero(mean_logits(mean, key, added, scale))
         d = (part.index_select(2, mine) - mean).flatten(0, 1).unsqueeze(1)
         A = scores(d, key.flatten(0, 1).unsqueeze(1), order=order, key_mask=w.flatten(0, 1), scale=scale)
-        rows.append(A.view(*query.shape[:2], len(mine), -1))
+        rows.append(A.view(*query.shape[:2], len(mine), key.shape[-2]))
         start += part.shape[-2]
     return torch.cat(rows, 2)
