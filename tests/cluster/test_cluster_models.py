@@ -51,7 +51,15 @@ def test_a_mechanism_of_a_grid_is_cluster_attention_with_square_blocks(count, bl
     torch.testing.assert_close(out, cluster_attention(*inputs, clusters=blocks, grid=(8, 8), prefix=1))
 
 
-@pytest.mark.parametrize("options", [{"variance": "full"}, {"response": "pooled"}, {"response": 2, "near": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variance": "full"},
+        {"response": "pooled"},
+        {"response": 2, "near": 1},
+        {"near": 1, "near_rows": 4, "rank": "mean"},
+    ],
+)
 def test_a_mechanism_hands_its_options_on(options):
     query, key, value = tokens(16, 16)
     out = zoo.get("cluster4")(query, key, value, grid=(4, 4), **options)

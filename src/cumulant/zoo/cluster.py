@@ -46,12 +46,15 @@ def _mechanism(count: int) -> Mechanism:
         closure: str = "tanh",
         variance: str = "diagonal",
         response: int | str | None = None,
+        near_rows: int = 1,
+        rank: str = "mass",
         block: int = 64,
         recent: int = 0,
         **shared: Any,
     ) -> Tensor:
         chosen = _arguments(count, query, key, grid, prefix, block, recent, is_causal)
-        chosen |= {"near": near, "closure": closure, "variance": variance, "response": response}
+        chosen |= {"near": near, "near_rows": near_rows, "rank": rank}
+        chosen |= {"closure": closure, "variance": variance, "response": response}
         return cluster_attention(query, key, value, **chosen, **shared)
 
     def weights(
@@ -65,12 +68,15 @@ def _mechanism(count: int) -> Mechanism:
         closure: str = "tanh",
         variance: str = "diagonal",
         response: int | str | None = None,
+        near_rows: int = 1,
+        rank: str = "mass",
         block: int = 64,
         recent: int = 0,
         **shared: Any,
     ) -> Tensor:
         chosen = _arguments(count, query, key, grid, prefix, block, recent, is_causal)
-        chosen |= {"near": near, "closure": closure, "variance": variance, "response": response}
+        chosen |= {"near": near, "near_rows": near_rows, "rank": rank}
+        chosen |= {"closure": closure, "variance": variance, "response": response}
         return cluster_scores(query, key, **chosen, **shared)
 
     return Mechanism(
