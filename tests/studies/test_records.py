@@ -3,10 +3,11 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from small_studies import small_run
 
-from cumulant.studies.records import FORMAT, deciding, dense, fingerprint, read_records, sparse
+from cumulant.studies.records import FORMAT, deciding, dense, epoch_losses, fingerprint, read_records, sparse
 from cumulant.train import read_recipe
 
 RECIPE = read_recipe("tiny-imagenet-100")
@@ -44,7 +45,9 @@ def test_a_record_names_no_place_of_the_machine():
 
 
 def test_file_names_have_no_character_that_a_transfer_would_refuse():
-    name = small_run("cumulant3+temperature=order+v_conv=[3,3]").name
+    run = small_run("cumulant3+temperature=order+v_conv=[3,3]")
+    name = replace(run, recipe=replace(run.recipe, data="some/where/Größe [1] tiny-imagenet")).name
+    assert name.isascii()
     assert name.replace("-", "").replace("_", "").replace(".", "").isalnum()
 
 
@@ -72,4 +75,21 @@ def test_damaged_files_and_other_formats_are_named_and_left_out(tmp_path):
     (tmp_path / "cut.json").write_text('{"format": 2, "finger')
     (tmp_path / "old.json").write_text(json.dumps({**record("x", 0), "format": 1}))
     (tmp_path / "number.json").write_text("3")
-    assert read_records(tmp_path) == ({}, ["cut.json", "number.json", "old.json"])
+    (tmp_path / "of what.json").write_text(json.dumps({"format": FORMAT, "seed": 0}))
+    assert read_records(tmp_path) == ({}, ["cut.json", "number.json", "of what.json", "old.json"])
+
+
+def test_a_record_in_the_file_of_its_run_counts_before_one_that_was_merged(tmp_path):
+    (tmp_path / "a list.json").write_text(json.dumps([record("0123456789", 7, accuracy=0.1)]))
+    (tmp_path / "digits-softmax-7-01234567.json").write_text(json.dumps(record("0123456789", 7, accuracy=0.2)))
+    assert read_records(tmp_path)[0]["0123456789", 7]["accuracy"] == 0.2, "trained anew with --fresh, say"
+
+
+def test_the_loss_of_an_epoch_does_not_depend_on_how_often_it_was_logged():
+    def line(step, loss):
+        return {"kind": "train", "step": step, "epoch": step / 5, "loss": loss}
+
+    often = [line(2, 1.0), line(4, 2.0), line(5, 6.0), {"kind": "test", "step": 5}, line(7, 3.0), line(10, 8.0)]
+    seldom = [line(5, 2.4), line(10, 6.0)]
+    assert epoch_losses(often) == pytest.approx([2.4, 6.0])
+    assert epoch_losses(seldom) == pytest.approx([2.4, 6.0])

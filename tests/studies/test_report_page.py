@@ -115,6 +115,21 @@ def test_text_in_the_results_cannot_become_markup(study):
     assert "<script>alert(2)" not in own
 
 
+def test_class_names_in_figures_are_shown_as_they_are(study):
+    results = copy.deepcopy(study[1])
+    results["classes"][:2] = ["<unk>, unknown", ", none"]
+    ticks = figures.figures(results)["class-accuracy"]["layout"]["xaxis"]["ticktext"]
+    assert ticks[:2] == ["&lt;unk&gt;", ", none"], "plotly would take <unk> for a tag and leave it out"
+
+
+def test_records_of_other_data_of_the_same_name_are_refused(study):
+    runs = copy.deepcopy(study[1]["runs"])
+    runs[1]["data"]["classes"][3] = "another"
+    plan = [Planned(run["configuration"], run["seed"], run["role"], run["fingerprint"]) for run in runs]
+    with pytest.raises(ValueError, match=r"different data named digits: softmax, seed 0 has 10 classes, .*not all"):
+        outcome(runs, plan, study[1]["attention"], "softmax", {})
+
+
 def test_a_study_without_softmax_with_one_seed_and_nothing_measured_still_has_a_page(study):
     results = copy.deepcopy(study[1])
     only = [

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from small_studies import small_run, workshop
 
 from cumulant.data import ClipPart, ClipSampling, Source, TensorImages, TensorVideos
 from cumulant.studies.budget import Budget, epochs_done
-from cumulant.studies.runs import RunError, _decoded, train_all, train_one
+from cumulant.studies.runs import RunError, _decoded, _Team, train_all, train_one
 from cumulant.train import read_log
 
 
@@ -121,6 +122,20 @@ def test_a_run_that_cannot_be_made_is_named(tmp_path, workers):
     wanted = small_run("softmax", 4, batch_size=4096), small_run("softmax", 5, batch_size=4096)
     with pytest.raises(RunError, match=r"softmax, seed [45]: ValueError: batch_size must not exceed the 1347"):
         trained(tmp_path, *wanted, workers=workers)
+
+
+def test_a_worker_that_was_ended_from_outside_is_told_and_not_waited_for(tmp_path):
+    team = _Team(workshop(tmp_path), 1, lambda *_: None, Budget(None))
+    team.processes = [SimpleNamespace(exitcode=0)]  # after a SIGTERM it has saved its state and left
+    team.running[small_run()] = (0.0, 1.0, 0)
+    with pytest.raises(RunError, match="a training process ended by itself with exit status 0"):
+        team._listen()
+
+
+def test_a_finished_run_without_its_record_takes_no_time_of_the_budget(tmp_path):
+    run = small_run()
+    shop, _, _, _ = trained(tmp_path, run)
+    assert epochs_done(shop.folder(run)) == 1.0
 
 
 def test_the_number_of_threads_is_left_as_it_was(tmp_path):

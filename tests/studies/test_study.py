@@ -145,6 +145,17 @@ def test_a_budget_that_is_used_up_leaves_runs_for_another_time(study, tmp_path, 
         room.reproduce(replace(settings, out=tmp_path / "empty", minutes=0.5))
 
 
+def test_the_time_of_other_recipes_in_the_folder_says_nothing_about_a_run(study, tmp_path, monkeypatch):
+    settings, _ = study
+    budgets = []
+    monkeypatch.setattr(room, "train_all", lambda *_, budget, **__: budgets.append(budget) or [])
+    shutil.copytree(settings.out / "records", tmp_path / "records")
+    other = replace(settings, out=tmp_path, minutes=0.5, change=(*SMALL, "lr=0.5"))
+    with pytest.raises(room.TimeOverError):
+        room.reproduce(other)
+    assert budgets[0].per_epoch == {}
+
+
 def test_a_run_that_failed_is_told_and_left_out(study, tmp_path, no_training):
     settings, _ = study
     shutil.copytree(settings.out / "records", tmp_path / "records")

@@ -106,7 +106,8 @@ def resize_time(table: Tensor, prefix: int, frames: int) -> Tensor:
     if table.shape[1] == prefix + frames:
         return table
     first, times = table.tensor_split([prefix], dim=1)
-    times = F.interpolate(times.mT.float(), size=frames, mode="linear", align_corners=False)
+    wide = torch.promote_types(table.dtype, torch.float32)
+    times = F.interpolate(times.mT.to(wide), size=frames, mode="linear", align_corners=False)
     return torch.cat([first, times.mT.to(table.dtype)], dim=1)
 
 

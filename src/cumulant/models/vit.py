@@ -79,6 +79,10 @@ class DropPath(nn.Module):
         self.rescale = rescale
         self.rate = rate
 
+    def reset_parameters(self) -> None:
+        """Write the buffer again: a model that was made on the meta device has nothing in it."""
+        self.keep.fill_(1.0 - self._rate)
+
     @property
     def rate(self) -> float:
         return self._rate
@@ -86,7 +90,7 @@ class DropPath(nn.Module):
     @rate.setter
     def rate(self, rate: float) -> None:
         self._rate, self.active = rate, rate > 0
-        self.keep.fill_(1.0 - rate)
+        self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.active:
@@ -224,7 +228,7 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.Conv2d):
+            elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
                 module.reset_parameters()
         for module in self.modules():  # after the linear layers inside them
             if isinstance(module, MultiheadAttention):
@@ -292,7 +296,7 @@ def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) 
     if all(isinstance(side, int) for side in new) and old == new:
         return table
     prefix, grid = table.tensor_split([table.shape[1] - math.prod(old)], dim=1)
-    image = grid.mT.unflatten(-1, old).float()
+    image = grid.mT.unflatten(-1, old).to(torch.promote_types(table.dtype, torch.float32))
     image = F.interpolate(image, size=new, mode="bicubic", antialias=True, align_corners=False)
     return torch.cat([prefix, image.flatten(2).mT.to(table.dtype)], dim=1)
 

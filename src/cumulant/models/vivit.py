@@ -214,7 +214,7 @@ class ViViT(nn.Module):
                 _reset_linear(module, std, parts=3 if name.endswith(".qkv") else 1)
                 if std is None and name.endswith((".fc1", ".fc2")):
                     nn.init.normal_(module.bias, std=1e-6)
-            elif isinstance(module, nn.LayerNorm | nn.Conv2d):
+            elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
                 module.reset_parameters()
         for module in self.modules():  # after the linear layers inside them
             if isinstance(module, MultiheadAttention):

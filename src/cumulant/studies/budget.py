@@ -45,15 +45,17 @@ class Budget:
 
 
 def epochs_done(folder: Path) -> float:
-    """Epochs from which the run in a folder will go on: those of its saved state, 0 without one."""
+    """Epochs from which the run in a folder will go on: all if it is finished, else those of its saved state."""
     import json
 
     from cumulant.train import read_log
     from cumulant.train.checkpoint import read_header
 
     try:
+        if (folder / "result.json").is_file():
+            return float(json.loads((folder / "result.json").read_text(encoding="utf-8"))["result"]["epochs"])
         step = json.loads(read_header(folder / "state.safetensors")["progress"])["step"]
         lines = [line for line in read_log(folder) if line["kind"] == "train" and line["step"] > 0]
-    except (OSError, KeyError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError):
         return 0.0
     return step * lines[-1]["epoch"] / lines[-1]["step"] if lines else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 from cumulant.studies.figures import SYMBOLS, Figure, layout, palette
@@ -10,7 +11,12 @@ from cumulant.studies.outcome import MANY_CLASSES
 
 def short(name: str) -> str:
     """A class name for a narrow place: the first of several synonyms."""
-    return name.split(",")[0].strip()[:28]
+    return (name.split(",")[0].strip() or name.strip())[:28]
+
+
+def drawn(name: str) -> str:
+    """A class name in a figure, where plotly would take what stands in angle brackets for markup."""
+    return escape(short(name), quote=False)
 
 
 def by_accuracy(results: dict[str, Any]) -> list[int]:
@@ -38,7 +44,7 @@ def class_accuracy(results: dict[str, Any]) -> Figure:
                 "name": configuration,
                 "x": list(range(len(order))),
                 "y": [None if shares[i] is None else 100 * shares[i] for i in order],
-                "text": [short(name) for name in names],
+                "text": [drawn(name) for name in names],
                 "marker": {
                     "color": colours[configuration],
                     "size": 9 if few else 6,
@@ -48,7 +54,7 @@ def class_accuracy(results: dict[str, Any]) -> Figure:
                 "hovertemplate": "%{y:.1f} % %{text}" if not few else "%{y:.1f} %",
             }
         )
-    ticks = {"tickvals": list(range(len(order))), "ticktext": [short(name) for name in names]}
+    ticks = {"tickvals": list(range(len(order))), "ticktext": [drawn(name) for name in names]}
     axis = (
         {**ticks, "automargin": True}
         if few
@@ -60,7 +66,7 @@ def class_accuracy(results: dict[str, Any]) -> Figure:
 
 def confusion(results: dict[str, Any]) -> Figure:
     """One heat map per configuration, of which the page shows one: share of a label's items by prediction."""
-    names = [short(name) for name in results["classes"]]
+    names = [drawn(name) for name in results["classes"]]
     few = len(names) <= MANY_CLASSES
     places = [f"{name} ({i})" for i, name in enumerate(names)]  # short names may coincide
     data = []

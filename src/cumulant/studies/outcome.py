@@ -44,6 +44,7 @@ def outcome(
     accuracies = {name: [record["accuracy"] for record in records if _is(record, name)] for name in names}
     control = [record["accuracy"] for record in records if record["role"] == "control"]
     first = next((record for record in records if record["configuration"] == baseline), records[0])
+    _check_classes(records, first)
     return {
         "data": {**{key: first["data"][key] for key in ("name", "kind", "train", "test")}},
         "classes": first["data"]["classes"],
@@ -137,6 +138,18 @@ def origins(records: Sequence[Record]) -> list[dict[str, Any]]:
         one["runs"] += 1
         one["dates"] = sorted({*one["dates"], record["provenance"]["date"][:10]})
     return list(found.values())
+
+
+def _check_classes(records: Sequence[Record], first: Record) -> None:
+    """Records are merged by the name of their data: its classes must be the same ones too."""
+    for record in records:
+        mine, others = first["data"]["classes"], record["data"]["classes"]
+        if mine != others:
+            raise ValueError(
+                f"the records are of different data named {first['data']['name']}: {first['configuration']}, seed "
+                f"{first['seed']} has {len(mine)} classes, {record['configuration']}, seed {record['seed']} has "
+                f"{len(others)}, not all the same; take those of one of them out of the folder"
+            )
 
 
 def _is(record: Record, name: str) -> bool:

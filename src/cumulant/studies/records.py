@@ -53,8 +53,14 @@ class Run:
     @property
     def name(self) -> str:
         """Name of its files: letters, digits, dots, dashes and underscores only, so that any place takes it."""
+        data = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(self.recipe.data).name)
         plain = re.sub(r"[^A-Za-z0-9.]+", "_", self.configuration).strip("_")
-        return f"{Path(self.recipe.data).name}-{plain}-{self.seed}-{fingerprint(self.recipe)[:8]}"
+        return f"{data}-{plain}{_mark(*self.key)}"
+
+
+def _mark(fingerprint: str, seed: int) -> str:
+    """The end of the name of a run's own files."""
+    return f"-{seed}-{fingerprint[:8]}"
 
 
 def deciding(recipe: TrainRecipe) -> dict[str, Any]:
@@ -96,7 +102,6 @@ def make_record(run: Run, result: TrainResult, source: Source, device: str, made
     from cumulant.train import read_log
 
     log = read_log(result.out)
-    losses = [line for line in log if line["kind"] == "train" and float(line["epoch"]).is_integer()]
     tests = [line for line in log if line["kind"] == "test"]
     predictions = result.predictions
     each = predictions.per_class().tolist()
@@ -112,7 +117,7 @@ def make_record(run: Run, result: TrainResult, source: Source, device: str, made
         "accuracy": result.top1,  # of the last epoch: picking the best would look at the test part
         "top5": result.top5,
         "best_accuracy": result.best_top1,
-        "loss": [round(line["loss"], 5) for line in losses],
+        "loss": [round(loss, 5) for loss in epoch_losses(log)],
         "evaluated": [int(line["epoch"]) for line in tests],
         "test_accuracy": [round(line["top1"], 6) for line in tests],
         "per_class": [None if share != share else round(share, 5) for share in each],
@@ -123,6 +128,19 @@ def make_record(run: Run, result: TrainResult, source: Source, device: str, made
         "epoch_seconds": round(result.epoch_seconds, 4) or None,  # 0 where no epoch was done in one go
         "items_per_epoch": result.steps // result.epochs * run.recipe.batch_size,
     }
+
+
+def epoch_losses(log: Iterable[dict[str, Any]]) -> list[float]:
+    """Mean training loss of every epoch, however often it was logged: a line tells the mean since the one before."""
+    losses: list[list[tuple[float, int]]] = [[]]
+    before, ended = 0, False
+    for line in log:
+        if line["kind"] == "train":
+            if ended:
+                losses.append([])
+            losses[-1].append((line["loss"], line["step"] - before))
+            before, ended = line["step"], float(line["epoch"]).is_integer()
+    return [sum(loss * steps for loss, steps in one) / sum(steps for _, steps in one) for one in losses if one]
 
 
 def failed_record(run: Run, why: str, device: str, made: dict[str, Any]) -> dict[str, Any]:
@@ -166,10 +184,11 @@ def dense(rows: Iterable[list[int]], classes: int) -> list[list[int]]:
 def read_records(folder: Path) -> tuple[dict[Key, dict[str, Any]], list[str]]:
     """All records in the JSON files of a folder by their key, and the names of the files that hold none.
 
-    A file is one record, a list of them, or a whole results.json with its `runs`. Where two tell of the same run, the
-    first by file name counts.
+    A file is one record, a list of them, or a whole results.json with its `runs`. Where several tell of the same run,
+    the file that is named after it counts, else the first by file name.
     """
     found: dict[Key, dict[str, Any]] = {}
+    own: dict[Key, dict[str, Any]] = {}
     unreadable = []
     for path in sorted(folder.glob("*.json")):
         if path.name.endswith(MAPS):
@@ -180,9 +199,16 @@ def read_records(folder: Path) -> tuple[dict[Key, dict[str, Any]], list[str]]:
             content = None
         several = content.get("runs", [content]) if isinstance(content, dict) else content
         several = several if isinstance(several, list) else []
-        records = [one for one in several if isinstance(one, dict) and one.get("format") == FORMAT]
+        records = [one for one in several if _is_record(one)]
         if not records:
             unreadable.append(path.name)
         for record in records:
-            found.setdefault((record["fingerprint"], record["seed"]), record)
-    return found, unreadable
+            key = record["fingerprint"], record["seed"]
+            (own if path.stem.endswith(_mark(*key)) else found).setdefault(key, record)
+    return found | own, unreadable
+
+
+def _is_record(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        return False
+    return isinstance(value.get("fingerprint"), str) and isinstance(value.get("seed"), int)

@@ -238,7 +238,7 @@ class _Team:
         try:
             run, record, failure = self.events.get(timeout=1)
         except queue.Empty:
-            dead = [p.exitcode for p in self.processes if p.exitcode not in (None, 0)]
+            dead = [p.exitcode for p in self.processes if p.exitcode is not None]  # also 0: none was told to end yet
             if dead:
                 raise RunError(f"a training process ended by itself with exit status {dead[0]}") from None
         else:

@@ -87,9 +87,11 @@ def _train(settings: Reproduce, runs: Sequence[Run], shop: Workshop, budget: Bud
     for run in missing:
         shop.record(run).unlink(missing_ok=True)
     here = device_name(shop.device)
+    names = {run.key[0]: run.configuration for run in runs}
     for one in kept.values():
-        if one["device"] == here and "failed" not in one:  # times of another machine say nothing about this one
-            budget.saw(one["configuration"], one["epochs"], one["wall_seconds"])
+        # Times of another machine say nothing about this one, nor do those of other recipes in the same folder.
+        if one["fingerprint"] in names and one["device"] == here and "failed" not in one:
+            budget.saw(names[one["fingerprint"]], one["epochs"], one["wall_seconds"])
     if progress is not None and len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} runs are finished already", end="", file=progress)
         print(" (--fresh trains them anew)", file=progress)

@@ -49,6 +49,9 @@ def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
         model = create_model(recipe.model, attention=recipe.attention, num_classes=len(source.classes), **options)
     except TypeError as error:  # a word where the model wants a number
         raise ValueError(f"{recipe.model} cannot be built with {options}: {error}") from error
+    if getattr(model, "distilled_training", False):
+        raise ValueError("distilled_training=true in model_options answers with a pair, of which no recipe trains the "
+                         "second; leave it out to train the mean of both heads")  # fmt: skip
     if recipe.drop_path:
         set_drop_path(model, recipe.drop_path)
     return model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +74,12 @@ def sole_owner(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise OSError(f"another process is training into {folder}; wait for it or choose another --out") from error
+            if error.errno not in (errno.EAGAIN, errno.EACCES):  # some network file systems have no locks
+                why = f"{folder} cannot be locked ({error.strerror}): see to it that no other process trains into it"
+                warnings.warn(why, stacklevel=4)
+            else:
+                another = f"another process is training into {folder}; wait for it or choose another --out"
+                raise OSError(another) from error
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,7 +71,9 @@ class Log:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.file.close()
+        # What the disk had no room for is still in the buffer: that it has none now either is told already.
+        with nullcontext() if error is None else suppress(OSError):
+            self.file.close()
         if self.board is not None:
             self.board.close()
 

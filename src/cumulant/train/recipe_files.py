@@ -91,7 +91,7 @@ def check_value(key: str, value: Any, where: str) -> None:
 
 def differences(old: TrainRecipe, new: TrainRecipe) -> list[str]:
     """'field: old -> new' for whatever would make the rest of a run another one."""
-    before, after = (_flat(asdict(recipe)) for recipe in (old, new))
+    before, after = (_flat(json.loads(to_json(recipe))) for recipe in (old, new))  # a tuple is a list there
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())

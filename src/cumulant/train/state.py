@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
@@ -27,8 +29,10 @@ from .processes import like, put, whole
 from .recipe_files import differences, from_json, to_json
 from .train_recipe import TrainRecipe
 
-FILES = ("recipe.json", "log.jsonl", "state.safetensors", "result.json", "best.safetensors", "last.safetensors",
-         "predictions.safetensors")  # fmt: skip
+# In the order in which a run is deleted: what makes it finished, then what it goes on from, what it is for at the end.
+FILES = ("result.json", "state.safetensors", "log.jsonl", "best.safetensors", "last.safetensors",
+         "predictions.safetensors", "recipe.json")  # fmt: skip
+FRESH = "choose another folder with --out, or start afresh with --fresh, which deletes that run"
 
 
 class RecipeError(ValueError):
@@ -53,29 +57,38 @@ def begun(folder: Path) -> bool:
 
 
 def check_recipe(folder: Path, recipe: TrainRecipe) -> None:
-    """Refuse to go on in a folder where a run was begun with another recipe; claim any other."""
+    """Refuse to go on in a folder where a run was begun with another recipe, or one not known; claim any other."""
     path = folder / "recipe.json"
-    if path.is_file() and begun(folder):
-        changed = differences(from_json(path.read_text(encoding="utf-8")), recipe)
+    if begun(folder):
+        try:
+            known = from_json(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError) as error:
+            raise RecipeError(
+                f"{folder} holds files of a run, but its recipe.json is missing or damaged ({error}): {FRESH}"
+            ) from error
+        changed = differences(known, recipe)
         if changed:
             raise RecipeError(
                 f"{folder} holds a run with another recipe ({'; '.join(changed)}). Give the old values to go on "
-                "with it, choose another folder with --out, or start afresh with --fresh, which deletes that run"
+                f"with it, {FRESH}"
             )
     write_atomically(path, json.dumps(json.loads(to_json(recipe)), indent=1).encode())
 
 
 def clear(folder: Path) -> None:
-    """Delete the run in the folder, its recipe last: the rest of a stopped deletion is still known for what it is."""
+    """Delete the run in the folder, so that the rest of a stopped deletion is known for a run that has to begin."""
     shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for name in reversed(FILES):
+    for name in FILES:
         (folder / name).unlink(missing_ok=True)
 
 
-def bytes_needed(model: nn.Module, averaged: bool) -> int:
-    """Room on the disk for the states (an old and a new one at the moment of saving), the best and the last weights."""
+def bytes_needed(model: nn.Module, averaged: bool, folder: Path | None = None) -> int:
+    """Room on the disk for the states (an old and a new one at the moment of saving), the best and the last weights;
+    what a run that goes on has in its folder already is not needed again."""
     weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
-    return weights * (2 * (4 if averaged else 3) + 2) + (1 << 20)
+    there = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
+    held = sum(path.stat().st_size for path in there)
+    return max(weights * (2 * (4 if averaged else 3) + 2) - held, 0) + (1 << 20)
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -114,7 +127,11 @@ def load_state(
     """Put everything back and say how far the run was. Without a file it has not begun."""
     if not path.is_file():
         return Progress()
-    tensors = load_file(path)
+    try:
+        tensors, progress = load_file(path), _known(Progress, json.loads(read_header(path)["progress"]))
+        _check_fit(tensors, model, average is not None)
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is no state that this run can go on from ({error}): {FRESH}") from error
     if average is not None:
         put(model, _under("average.", tensors))
         average.take()
@@ -126,16 +143,38 @@ def load_state(
                 # The step counter is one number, never cut into shards.
                 placed = full.to(parameter.device) if key == "step" else like(full, parameter)
                 optimizer.state[parameter][key] = placed
-    progress = Progress(**json.loads(read_header(path)["progress"]))
     meter.total.copy_(tensors["loss"])
     meter.steps = progress.loss_steps
     return progress
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """What a finished run left, or None."""
+def read_result(folder: Path, names: Iterable[str]) -> dict[str, Any] | None:
+    """These values of the result that a finished run left, or None."""
     path = folder / "result.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))["result"]
+        return {name: values[name] for name in names}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no result of a run, or cut short ({error}): {FRESH}") from error
+
+
+def _known(kind: type[Progress], values: Mapping[str, Any]) -> Progress:
+    """Progress from stored values; what another version stored beside them is passed over."""
+    return kind(**{"step": values["step"]} | {f.name: values[f.name] for f in fields(kind) if f.name in values})
+
+
+def _check_fit(tensors: Mapping[str, Tensor], model: nn.Module, averaged: bool) -> None:
+    """Refuse the tensors of another model: each must have its place and its shape."""
+    own = model.state_dict()
+    wanted = {"loss": torch.Size()} | {f"model.{name}": one.shape for name, one in own.items()}
+    wanted |= {f"average.{name}": one.shape for name, one in own.items()} if averaged else {}
+    found = {name: one.shape for name, one in tensors.items() if not name.startswith("optimizer.")}
+    for name in wanted | found:
+        if found.get(name) != wanted.get(name):
+            got, want = (f"shape {tuple(of[name])}" if name in of else "nothing" for of in (found, wanted))
+            raise ValueError(f"{name}: {got} in the file, {want} in the model")
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,11 +8,12 @@ the host within an epoch: the loss is added up there and read when it has arrive
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +32,7 @@ from .evaluation import Predictions, predict
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
 from .log import Log
 from .meter import CHECK_STEPS, Meter
-from .processes import Processes, processes
+from .processes import Processes, local, processes
 from .progress import Bar, Stop
 from .recipe_files import to_json
 from .state import bytes_needed, check_recipe, clear, load_state, read_result, save_state, whole_weights
@@ -86,9 +87,11 @@ def train(
                 clear(out)
             check_recipe(out, settings)
         team.wait()
-        done = read_result(out)
+        done = read_result(out, [field.name for field in fields(TrainResult) if field.name != "out"])
         if done is not None:
-            return TrainResult(out=out, **done["result"])
+            if team.first:  # one that was killed when only this was left to do
+                (out / "state.safetensors").unlink(missing_ok=True)
+            return TrainResult(out=out, **done)
         stack.enter_context(torch.random.fork_rng([team.device] if team.device.type == "cuda" else []))
         stack.enter_context(quick_float32(team.device, settings.precision))
         stack.enter_context(telling_of_killed_workers())
@@ -124,13 +127,13 @@ class _Run:
         self.model = build_model(recipe, source).to(team.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         if team.first:
-            claim_room(out, bytes_needed(self.model, recipe.ema > 0))
+            claim_room(out, bytes_needed(self.model, recipe.ema > 0, out))
         self.core = team.spread(self.model, recipe.parallel)
         alone = team.device.type == "cuda" and team.world == 1 and recipe.accumulate == 1
         graph = recipe.cuda_graph and alone and recipe.compile_mode in ("default", "max-autotune-no-cudagraphs")
         self.optimizer = build_optimizer(self.model, recipe, recordable=graph)
         self.average = Average(self.model, recipe.ema) if recipe.ema else None
-        self.meter = Meter(team, self.not_finite)
+        self.meter = Meter(team, lambda step, loss: self.not_finite(step, f"the training loss became {loss}"))
         self.done = load_state(out / "state.safetensors", self.model, self.optimizer, self.average, self.meter)
         self.loader = loader_of(recipe, source, "train", team, self.screen)
         self.test = loader_of(recipe, source, "test", team, self.screen)
@@ -238,7 +241,7 @@ class _Run:
     def _evaluate(self, epoch: int) -> Predictions:
         """Top-1 and top-5 on the test part; the best weights are kept."""
         recipe = self.recipe
-        self.meter.answers(wait=True)  # weights that are no numbers are not evaluated and not kept
+        self._check_numbers()
         # Seldom and short: compiling the evaluation too would take longer than it saves.
         eager = torch.compiler.set_stance("force_eager") if recipe.compile else nullcontext()
         with self.average.in_place() if self.average else nullcontext(), eager:
@@ -254,16 +257,26 @@ class _Run:
         return found
 
     def _save(self) -> None:
-        """The state to go on from: only with a loss that is a number, and after the log is on the disk."""
+        """The state to go on from, after the log is on the disk."""
         self.meter.look(self.done.step)
-        self.meter.answers(wait=True)
-        if self.log is not None:
-            self.log.settle()
+        self._check_numbers()
         with naming(f"the state after step {self.done.step} into {self.out}"):
+            if self.log is not None:
+                self.log.settle()
             save_state(
                 self.out / "state.safetensors", self.model, self.optimizer, self.average, self.meter, self.done,
                 write=self.team.first,
             )  # fmt: skip
+
+    def _check_numbers(self) -> None:
+        """Nothing is evaluated or kept with a loss or weights that are no numbers. A gradient that is none spoils the
+        weights; the loss shows it one step later."""
+        self.meter.answers(wait=True)
+        weights = [part for p in self.model.parameters() if (part := local(p)).numel()]  # a shard may be empty
+        sizes = [size.float() for size in torch._foreach_norm(weights, math.inf)] if weights else []
+        good = torch.stack([torch.zeros((), device=self.team.device), *sizes]).isfinite()
+        if self.team.sum((~good).sum()):
+            raise self.not_finite(self.done.step, "the weights are no longer finite")
 
     def _keep(self, name: str, epoch: int, top1: float) -> None:
         """Write the weights that the model has now, with all that evaluation needs to know."""
@@ -315,14 +328,14 @@ class _Run:
             with naming(str(self.log.path)):
                 self.log.write({"kind": kind, **values})
 
-    def not_finite(self, step: int, loss: float) -> FloatingPointError:
+    def not_finite(self, step: int, what: str) -> FloatingPointError:
         recipe = self.recipe
         clip = "set clip (e.g. 1.0)" if recipe.clip is None else f"lower clip (now {recipe.clip:g})"
         kept = (
             "the state saved before that is whole" if (self.out / "state.safetensors").exists() else "nothing was saved"
         )
         return FloatingPointError(
-            f"the training loss became {loss} at or shortly before step {step} (epoch {step / self.steps:.2f}); lower "
+            f"{what} at or shortly before step {step} (epoch {step / self.steps:.2f}); lower "
             f"lr (now {recipe.lr:g}), lengthen warmup_epochs (now {recipe.warmup_epochs:g}), {clip}"
             + (", or try precision='fp32'" if recipe.precision == "bf16" else "")
             + f"; {kept}"

@@ -1,0 +1,181 @@
+"""A run whose weights or files are spoiled: never kept, never gone on from, never taken for a finished one."""
+
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import FULL, few_digits, in_child, kill_self, outcome
+
+from cumulant.train import RecipeError, optimise, train
+from cumulant.train import log as log_module
+from cumulant.train.files import naming, sole_owner
+
+
+def train_until(folder, step, recipe=FULL):
+    """A run killed in that step."""
+
+    def work():
+        apply, calls = optimise.apply, iter(range(1, 1 << 30))
+        optimise.apply = lambda *arguments: kill_self() if next(calls) == step else apply(*arguments)
+        train(recipe, folder, source=few_digits())
+
+    assert in_child(work) == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calm")
+    train(FULL, folder, source=few_digits())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    train_until(folder, 9)
+    return folder
+
+
+@pytest.mark.parametrize("step", [5, 6, 18], ids=["before a state", "before an evaluation", "in the last step"])
+def test_weights_that_a_gradient_spoiled_are_not_kept_though_the_loss_was_a_number(tmp_path, monkeypatch, step):
+    apply, calls = optimise.apply, iter(range(1, 1 << 30))
+
+    def spoil(optimizer, parameters, clip):
+        if next(calls) == step:
+            optimizer.param_groups[0]["params"][0].grad.fill_(torch.inf)
+        apply(optimizer, parameters, clip)
+
+    monkeypatch.setattr(optimise, "apply", spoil)
+    with pytest.raises(FloatingPointError, match=f"the weights are no longer finite at or shortly before step {step} "):
+        train(FULL, tmp_path, source=few_digits())
+    kept = [tensor for path in tmp_path.glob("*.safetensors") for tensor in load_file(path).values()]
+    assert all(tensor.isfinite().all() for tensor in kept)
+    assert not (tmp_path / "result.json").exists()
+
+
+def cut_short(folder):
+    path = folder / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_a_deeper_model(folder):
+    train_until(folder / "other", 9, replace(FULL, model_options={**FULL.model_options, "depth": 3}))
+    shutil.copy(folder / "other" / "state.safetensors", folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (cut_short, "incomplete metadata"),
+        (of_a_deeper_model, r"blocks\.2\S+: shape \S+ in the file, nothing in the model"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_told_with_the_way_out(stopped, tmp_path, spoil, told):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    spoil(folder)
+    with pytest.raises(ValueError, match=rf"state.safetensors is no state that this run .*{told}.*--fresh"):
+        train(FULL, folder, source=few_digits())
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text('{"lr":')], ids=["missing", "cut short"])
+def test_files_of_a_run_whose_recipe_is_not_known_are_left_alone(stopped, tmp_path, spoil):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    spoil(folder / "recipe.json")
+    log = (folder / "log.jsonl").read_bytes()
+    with pytest.raises(RecipeError, match=r"recipe.json is missing or damaged .*--out.*--fresh"):
+        train(replace(FULL, lr=1e-4), folder, source=few_digits())
+    assert (folder / "log.jsonl").read_bytes() == log
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_deletion_stopped_at_any_file_leaves_a_run_that_begins_anew(calm, tmp_path, number):
+    folder = shutil.copytree(calm, tmp_path / "run")
+
+    def work():
+        unlink, calls = Path.unlink, iter(range(1, 1 << 30))
+
+        def counted(path, **options):
+            if not path.name.startswith(".") and next(calls) == number:
+                kill_self()
+            unlink(path, **options)
+
+        Path.unlink = counted
+        train(FULL, folder, source=few_digits(), fresh=True)
+
+    assert in_child(work) == -signal.SIGKILL
+    train(FULL, folder, source=few_digits())
+    assert outcome(folder) == outcome(calm)
+
+
+def test_a_run_killed_before_its_state_is_removed_is_finished_when_it_is_read(calm, tmp_path):
+    def work():
+        rename = os.replace
+        os.replace = lambda old, new: (rename(old, new), str(new).endswith("result.json") and kill_self())
+        train(FULL, tmp_path, source=few_digits())
+
+    assert in_child(work) == -signal.SIGKILL
+    assert (tmp_path / "state.safetensors").exists()
+    train(FULL, tmp_path, source=few_digits())
+    assert outcome(tmp_path) == outcome(calm)
+
+
+def test_a_result_that_is_cut_short_is_told(calm, tmp_path):
+    folder = shutil.copytree(calm, tmp_path / "run")
+    (folder / "result.json").write_text('{"result": {"top1": 0.5}}')
+    with pytest.raises(ValueError, match=r"result.json is no result of a run, or cut short .*--fresh"):
+        train(FULL, folder, source=few_digits())
+
+
+def test_a_tuple_among_the_options_is_the_same_recipe_when_the_run_goes_on(tmp_path):
+    recipe = replace(FULL, attention_extras={"v_conv": (3, 3)})
+    train_until(tmp_path, 9, recipe)
+    train(recipe, tmp_path, source=few_digits())
+
+
+def test_a_run_that_goes_on_needs_no_room_for_what_it_has_in_its_folder(stopped, tmp_path):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    held = sum(path.stat().st_size for path in folder.iterdir())
+
+    def work(out, spare):
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        weights = sum(tensor.nbytes for tensor in load_file(stopped / "best.safetensors").values())
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 10 * weights - spare, hard))
+        train(FULL, out, source=few_digits())
+
+    assert in_child(lambda: work(tmp_path / "new", held)) == 1
+    assert in_child(lambda: work(folder, held)) == 0
+
+
+def test_a_log_that_finds_the_disk_full_is_named_though_closing_it_fails_too(tmp_path):
+    def write_on_full_disk():
+        with log_module.Log(tmp_path) as log, naming("the log"):
+            log.file.close()
+            log.file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
+            log.write({"kind": "train", "step": 1})
+
+    with pytest.raises(OSError, match="cannot write the log: No space left on device; what was saved before is whole"):
+        write_on_full_disk()
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match=r"cannot be locked \(Function not implemented\)"), sole_owner(tmp_path):
+        pass
+
+
+def test_a_model_that_answers_with_a_pair_is_refused_before_anything_is_trained(tmp_path):
+    options = {"distilled": True, "distilled_training": True}
+    recipe = replace(FULL, model_options={**FULL.model_options, **options})
+    with pytest.raises(ValueError, match=r"distilled_training=true in model_options .* leave it out"):
+        train(recipe, tmp_path, source=few_digits())
