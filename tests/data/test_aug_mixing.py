@@ -57,7 +57,9 @@ def test_cutmix_takes_the_box_from_the_partner_and_its_share_of_the_target():
     assert soft.tolist() == [[0.75, 0.25], [0.0, 1.0]]
 
 
-@pytest.mark.parametrize(("alpha", "error"), [(0.1, 2e-6), (0.2, 2e-6), (0.8, 2e-6), (1.0, 2e-6), (2.5, 1e-4)])
+@pytest.mark.parametrize(
+    ("alpha", "error"), [(0.1, 2e-6), (0.2, 2e-6), (0.8, 2e-6), (1.0, 2e-6), (2.5, 1e-4), (8.0, 4e-3), (32.0, 1e-2)]
+)
 def test_beta_quantiles_are_those_of_scipy(alpha, error):
     probability = torch.linspace(0, 1, 4001)[1:-1]
     ours = mixing.beta_quantile(mixing.beta_table(alpha), alpha, probability).double()

@@ -1,5 +1,6 @@
 """Random shifts move whole images, each by its own amount, and can be repeated."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -31,3 +32,9 @@ def test_the_generator_decides():
 
     assert torch.equal(shifted(1), shifted(1))
     assert not torch.equal(shifted(1), shifted(2))
+
+
+@pytest.mark.parametrize(("shape", "pixels"), [((2, 1, 5, 6), -1), ((2, 5, 6), 1)])
+def test_arguments_of_a_shift_that_make_no_sense_are_named(shape, pixels):
+    with pytest.raises(ValueError, match=rf"pixels must be at least 0 and images .* got {pixels} and \({shape[0]}, "):
+        random_shift(torch.zeros(shape), pixels)

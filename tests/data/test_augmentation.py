@@ -312,6 +312,16 @@ def test_clips_of_grey_images_work_too():
     assert x.shape == (4, 1, 3, 8, 8)
 
 
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_resampling_stays_within_the_levels(mode):
+    pixels = torch.randint(0, 2, (8, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)) * 255
+    parts = Augmentation(crop_scale=(0.3, 1.0), interpolation=mode)
+    x, _ = augment(parts)(pixels, torch.zeros(8, dtype=torch.int64), seed=0)
+    low, high = (normalised(torch.full((1, 3, 1, 1), level)) for level in (0, 255))
+    assert (x >= low - 1e-5).all()
+    assert (x <= high + 1e-5).all()
+
+
 def test_presets_are_the_published_recipes():
     assert (DEIT.randaugment_ops, DEIT.randaugment_magnitude, DEIT.randaugment_std) == (2, 9.0, 0.5)
     assert (DEIT.mixup, DEIT.cutmix, DEIT.mix_prob, DEIT.switch_prob, DEIT.erase) == (0.8, 1.0, 1.0, 0.5, 0.25)
@@ -334,6 +344,12 @@ def test_lists_from_a_recipe_file_become_tuples():
         (dict(randaugment_magnitude=11.0), "randaugment_magnitude: got 11.0"),
         (dict(randaugment_choices=("rotate", "blur")), r"randaugment_choices: got \('blur',\), expected names among"),
         (dict(jitter=(0.1, 0.1, 0.1, 0.7)), "jitter"),
+        (dict(mixup=float("inf")), "mixup: got inf, expected a finite alpha"),
+        (dict(jitter=(float("inf"), 0.0, 0.0, 0.0)), r"jitter: got \(inf"),
+        (dict(jitter=0.4), r"jitter: got 0.4, expected \(brightness"),
+        (dict(crop_ratio=(1.0, float("inf"))), r"crop_ratio: got \(1.0, inf\)"),
+        (dict(crop_scale=(0.5,)), r"crop_scale: got \(0.5,\), expected two numbers"),
+        (dict(shift=1.5), "shift: got 1.5, expected a whole number"),
         (dict(interpolation="nearest"), "interpolation: got nearest"),
     ],
 )

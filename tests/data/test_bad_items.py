@@ -120,3 +120,12 @@ def test_a_part_without_a_single_good_item_is_an_error(tmp_path, in_memory):
     write_images(tmp_path, train=8, spoil=range(8))
     with pytest.raises(DataError, match="cannot be decoded"):
         seen(loader(tmp_path, in_memory=in_memory, workers=0, max_bad=100))
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be decoded")
+def test_too_many_bad_items_stay_an_error_when_it_was_ignored_once(tmp_path):
+    write_images(tmp_path, train=8, spoil=range(3, 8))
+    spoilt = loader(tmp_path, in_memory=False, workers=0, max_bad=4)
+    for epoch in range(3):
+        with pytest.raises(DataError, match="5 of 8 items cannot be decoded, more than max_bad=4"):
+            list(spoilt.epoch(epoch))

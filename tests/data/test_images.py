@@ -1,8 +1,10 @@
 """Images come out of tables and folders as they went in, square, in RGB, with the right label and class name."""
 
+import io
 import pickle
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -124,6 +126,62 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path):
     assert torch.equal(pixels[0], torch.from_numpy((levels >> 8).astype(np.uint8)))
 
 
+def test_sixteen_bit_grey_of_a_portable_graymap_is_scaled_too(tmp_path):
+    levels = np.array([[0, 1000], [32768, 65535]])
+    content = b"P5 2 2 65535\n" + levels.astype(">u2").tobytes()
+    source = one_image_table(tmp_path, [{"bytes": content, "path": None}])
+    assert source.train.decode(0, 2)[0].tolist() == (levels >> 8).tolist()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_turned_photograph_is_set_upright(tmp_path, kind, orientation):
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    blocks = np.kron(picture(3, 2, 2), np.ones((16, 16, 1), np.uint8))
+    content = encode(blocks, kind, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+    source = one_image_table(tmp_path, [{"bytes": content, "path": None}])
+    assert torch.equal(source.train.decode(0, 32), as_tensor(np.asarray(expected)))
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_a_damaged_note_about_a_picture_does_not_cost_the_picture(tmp_path):
+    content = encode(picture(0), exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
+    source = one_image_table(tmp_path, [{"bytes": content, "path": None}])
+    assert torch.equal(source.train.decode(0, 8), as_tensor(picture(0)))
+
+
+def test_paths_are_relative_to_the_table_that_holds_them(tmp_path):
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    for seed, part in enumerate(("train", "test")):
+        cells = pa.array([{"bytes": None, "path": "0.png"}], kind)
+        write_table(tmp_path / part / "0000.parquet", {"image": cells, "label": [0]})
+        (tmp_path / part / "0.png").write_bytes(encode(picture(seed)))
+    source = open_source(tmp_path)
+    assert torch.equal(source.train.decode(0, 8), as_tensor(picture(0)))
+    assert torch.equal(source.test.decode(0, 8), as_tensor(picture(1)))
+
+
+def test_a_column_of_groups_means_nothing_for_images(tmp_path):
+    for part in ("train", "test"):
+        for groups in ([0, 1], ["land", "water"]):
+            cells = image_cells([encode(picture(i)) for i in range(2)])
+            write_table(tmp_path / f"{part}.parquet", {"image": cells, "label": [0, 1], "group": groups})
+            if part == "test":
+                assert len(open_source(tmp_path).test) == 2
+
+
+def test_hidden_files_beside_parquet_are_left_out(tmp_path):
+    for part in ("train", "test"):
+        cells = image_cells([encode(picture(0))])
+        write_table(tmp_path / part / "0000.parquet", {"image": cells, "label": [0]})
+        (tmp_path / part / "._0000.parquet").write_bytes(b"a file manager's note")
+    assert len(open_source(tmp_path).train) == 1
+
+
 def test_a_part_opens_its_files_again_in_another_process(tmp_path):
     train = open_source(write_images(tmp_path, side=64)).train
     before = train.decode(3, 8)
@@ -164,6 +222,27 @@ def test_tiny_imagenet_is_read_as_it_is_downloaded(tmp_path):
     test = open_source(tmp_path).test
     assert test.labels.tolist() == [1, 0]
     assert torch.equal(test.decode(0, 8), as_tensor(picture(2)))
+
+
+def test_tiny_imagenet_is_read_when_its_pictures_were_sorted_by_class_and_the_list_stayed(tmp_path):
+    write_tree(tmp_path, ["train/n01/a.png", "train/n02/b.png", "val/n01/v1.png", "val/n02/v0.png"])
+    (tmp_path / "val/val_annotations.txt").write_text("v0.png\tn02\t0\t0\t1\t1\nv1.png\tn01\t0\t0\t1\t1\n")
+    test = open_source(tmp_path).test
+    assert [test.name(i).rsplit("/", 1)[1] for i in range(2)] == ["v1.png", "v0.png"]
+    assert torch.equal(test.decode(0, 8), as_tensor(picture(2)))
+
+
+def test_hidden_folders_and_links_that_lead_back_add_no_images(tmp_path):
+    write_tree(tmp_path, ["train/a/0.png", "train/a/.checkpoints/0.png", "train/b/in/0.png", "val/a/0.png"])
+    (tmp_path / "train/a/self").symlink_to(tmp_path / "train/a")
+    (tmp_path / "train/b/up").symlink_to(tmp_path / "train")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "train/b")
+    (tmp_path / "elsewhere/1.png").write_bytes(encode(picture(1)))
+    (tmp_path / "train/b/out").symlink_to(tmp_path / "elsewhere")
+    part = open_source(tmp_path).train
+    names = [str(part.name(i)).removeprefix(f"{tmp_path}/train/") for i in range(len(part))]
+    assert names == ["a/0.png", "b/in/0.png", "b/out/1.png"]
 
 
 def test_validation_comes_before_test_and_can_be_chosen(tmp_path):

@@ -153,6 +153,16 @@ def test_a_streamed_epoch_ends_when_another_begins():
         next(first)
 
 
+def test_an_ended_epoch_that_is_asked_late_leaves_the_running_one_alone():
+    loader = Loader(numbered(20), 5, size=4, in_memory=False, workers=1)
+    expected = run(loader, 1)
+    ended, running = loader.epoch(0), loader.epoch(1)
+    batches = [next(running)]
+    with pytest.raises(RuntimeError, match="a later one of the same loader was begun"):
+        next(ended)
+    assert same([*batches, *running], expected)
+
+
 @pytest.mark.parametrize(("in_memory", "workers"), [(True, 0), (True, 1), (False, 0), (False, 1)])
 def test_loading_leaves_the_global_random_state_alone(in_memory, workers):
     before = torch.get_rng_state()
@@ -238,6 +248,12 @@ def test_decoding_shows_a_progress_bar_when_asked(capsys, monkeypatch):
         (dict(repeats=0), "repeats must be positive, got 0"),
         (dict(rank=2, world=2), "rank must be between 0 and world - 1 = 1, got 2"),
         (dict(batch_size=5, world=2), "batch_size must be a multiple of world=2, got 5"),
+        (dict(batch_size=2.5), "batch_size must be a whole number, got 2.5"),
+        (dict(repeats=3, shuffle=False), "repeats must be 1 without shuffle, got 3"),
+        (dict(in_memory="no"), "in_memory must be True, False or \"auto\", got 'no'"),
+        (dict(max_bad=-1), "max_bad must be None or a whole number of at least 0, got -1"),
+        (dict(workers=-1), "workers must be None or a whole number of at least 0, got -1"),
+        (dict(seed=2**64), "seed must fit into 64 bits"),
         (dict(batch_size=50), r"batch_size 50 is larger than the part \(20 items\)"),
     ],
 )

@@ -231,3 +231,67 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, module, words)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"{words}.*cumulant\[data\]"):
         open_source(tmp_path).train.decode(0, 8)
+
+
+def test_classes_called_differently_in_the_two_parts_are_refused(tmp_path):
+    for part, names in (("train", ["cat", "dog"]), ("test", ["dog", "cat"])):
+        cells = image_cells([encode(picture(i)) for i in range(2)])
+        write_table(tmp_path / f"{part}.parquet", {"image": cells, "label": [0, 1]}, names)
+    refused(tmp_path, "test part are called dog, cat", "train part cat, dog", "same order")
+
+
+@pytest.mark.parametrize(
+    ("label", "names", "words"),
+    [(10**7, None, "empty class, no training items: 1 (the largest label is 10000000"),
+     (3 * 10**14, ["a", "b"], "train label 300000000000000, but only 2 classes")],
+    ids=["numbers", "names"],
+)  # fmt: skip
+def test_a_label_beyond_all_bounds_is_refused_without_room_for_it(tmp_path, label, names, words):
+    for part in ("train", "test"):
+        cells = image_cells([encode(picture(i)) for i in range(2)])
+        write_table(tmp_path / f"{part}.parquet", {"image": cells, "label": [0, label]}, names)
+    refused(tmp_path, words)
+
+
+def frame_rows(folder, part, ids, labels, frames=None):
+    frames = list(range(len(ids))) if frames is None else frames
+    table(folder, part, labels, clip_id=ids, frame=frames)
+
+
+def test_a_clip_whose_frames_are_in_both_parts_is_refused(tmp_path):
+    frame_rows(tmp_path, "train", ["a", "a", "b"], [0, 0, 1])
+    frame_rows(tmp_path, "test", ["a", "c", "d"], [0, 0, 1])
+    refused(tmp_path, "rows in train and in test: a")
+
+
+def test_a_clip_of_two_classes_is_refused(tmp_path):
+    frame_rows(tmp_path, "train", ["a", "a", "b"], [0, 1, 1])
+    frame_rows(tmp_path, "test", ["c", "d"], [0, 1])
+    refused(tmp_path, "rows of several classes: a")
+
+
+def test_frames_without_a_number_or_a_clip_are_refused(tmp_path):
+    frame_rows(tmp_path, "test", ["c", "d"], [0, 1])
+    frame_rows(tmp_path, "train", ["a", "b"], [0, 1], [0, None])
+    refused(tmp_path, "'frame' must hold whole numbers")
+    frame_rows(tmp_path, "train", ["a", None], [0, 1])
+    refused(tmp_path, "train.parquet row 1 has no clip_id")
+
+
+@pytest.mark.parametrize("groups", [["x", "y"], [1, None]], ids=["text", "null"])
+def test_groups_of_videos_must_be_numbers(tmp_path, groups):
+    for part in ("train", "test"):
+        write_frame_table(tmp_path / f"{part}.parquet", [numbered_frames(1)] * 2, [0, 1], group=groups)
+    refused(tmp_path, "'group' must hold whole numbers")
+
+
+def test_a_choice_without_effect_is_refused(tmp_path):
+    refused("digits", "digits", "no choice of test_part, got 'validation'", test_part="validation")
+    (tmp_path / "trainlist01.txt").write_text("Run/a.avi 1\n")
+    refused(tmp_path, "UCF-101's lists", "no choice of test_part", test_part="validation")
+
+
+def test_an_annotation_without_a_class_is_shown(tmp_path):
+    tree(tmp_path, "train/a/0.png", "val/images/v0.png", "val/images/v1.png")
+    (tmp_path / "val/val_annotations.txt").write_text("v0.png\ta\nv1.png a\n")
+    refused(tmp_path, "val_annotations.txt", "'v1.png a'", "tab")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import encode, frame_numbers, numbered_frames, write_clip, write_frame_table, write_table
 
-from cumulant.data import ClipPart, ClipSampling, DataError, DecodeError, TensorVideos, open_source
+from cumulant.data import ClipPart, ClipSampling, DataError, DecodeError, Source, TensorVideos, held, open_source
 
 sizes = st.integers(1, 40)
 
@@ -242,6 +242,22 @@ def test_lists_of_another_form_are_refused(tmp_path, text, words):
         open_source(folder)
 
 
+def test_a_clip_in_both_lists_is_refused_whatever_its_name(tmp_path):
+    for name in ("a", "b"):
+        write_clip(tmp_path / "Run" / f"{name}.avi", numbered_frames(2))
+    (tmp_path / "trainlist01.txt").write_text("Run/a.avi 1\n")
+    (tmp_path / "testlist01.txt").write_text("Run/b.avi\nRun/a.avi\n")
+    with pytest.raises(DataError, match=r"same clips in the train and the test list: Run/a.avi"):
+        open_source(tmp_path)
+
+
+def test_an_index_of_classes_of_another_form_is_refused(tmp_path):
+    folder = ucf(tmp_path)
+    (folder / "ucfTrainTestlist/classInd.txt").write_text("Run\nSit\n")
+    with pytest.raises(DataError, match=r"classInd.txt: expected lines like 1 ApplyEyeMakeup"):
+        open_source(folder)
+
+
 def test_a_missing_list_and_missing_clips_are_named(tmp_path):
     folder = ucf(tmp_path)
     (folder / "ucfTrainTestlist/testlist02.txt").unlink()
@@ -290,3 +306,34 @@ def test_videos_in_memory_are_not_resized_and_say_so():
         TensorVideos([torch.zeros(4, 3, 8, 8)], torch.tensor([0]))
     with pytest.raises(ValueError, match=r"labels must be int64 \(0,\)"):
         TensorVideos([], torch.tensor([0]))
+
+
+def test_videos_in_memory_have_frames():
+    with pytest.raises(ValueError, match=r"at least one frame, got torch.uint8 \(0, 3, 8, 8\) for video 1"):
+        TensorVideos([torch.zeros(n, 3, 8, 8, dtype=torch.uint8) for n in (2, 0)], torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("suffix", [".avi", ".mkv"])
+def test_the_length_of_a_video_is_known_also_where_its_header_does_not_say(tmp_path, suffix):
+    source = open_source(clip_tree(tmp_path, numbered_frames(20), suffix))
+    assert source.train.videos.length(0) == 20
+
+
+def test_holding_a_source_counts_whole_videos(monkeypatch):
+    def part(jitter):
+        videos = TensorVideos([torch.zeros(50, 3, 4, 4, dtype=torch.uint8)] * 2, torch.tensor([0, 1]))
+        return ClipPart(videos, ClipSampling(2, 1), jitter=jitter)
+
+    source = Source("still", "video", part(True), part(False), ("a", "b"))
+    whole = 2 * 2 * 50 * 3 * 4 * 4
+    for allowed in (whole - 1, whole):
+        monkeypatch.setattr(held, "allowed_bytes", lambda device, allowed=allowed: allowed)
+        assert (held.hold(source, 4) is None) == (allowed < whole)
+
+
+def test_frame_numbers_written_as_text_are_numbers(tmp_path):
+    cells = [{"bytes": encode(frame), "path": None} for frame in numbered_frames(12)]
+    for part in ("train", "test"):
+        columns = {"image": cells, "label": [0] * 12, "clip_id": [part] * 12, "frame": [str(i) for i in range(12)]}
+        write_table(tmp_path / f"{part}.parquet", columns)
+    assert frame_numbers(open_source(tmp_path, frames=12, stride=1).train.decode(0, 16)) == list(range(12))

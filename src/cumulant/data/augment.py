@@ -9,6 +9,10 @@ from torch import Tensor
 
 def random_shift(images: Tensor, pixels: int, generator: torch.Generator | None = None) -> Tensor:
     """Each image (B, channels, H, W) moved by up to `pixels` along both axes; border pixels are repeated."""
+    if pixels < 0 or images.ndim != 4:
+        raise ValueError(
+            f"pixels must be at least 0 and images (B, channels, H, W), got {pixels} and {tuple(images.shape)}"
+        )
     if pixels == 0:
         return images
     batch, _, height, width = images.shape

@@ -81,21 +81,31 @@ class Augmentation:
                 object.__setattr__(self, field.name, tuple(value))
         for name in ("flip", "randaugment_prob", "jitter_prob", "erase", "mix_prob", "switch_prob"):
             _check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a probability from 0 to 1")
-        for name in ("shift", "randaugment_ops", "randaugment_std", "mixup", "cutmix"):
+        for name in ("shift", "randaugment_ops"):
+            value = getattr(self, name)
+            _check(isinstance(value, int) and value >= 0, name, value, "a whole number of at least 0")
+        for name in ("randaugment_std", "mixup", "cutmix"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+        for name in ("mixup", "cutmix"):
+            _check(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite alpha")
+        for name in ("crop_scale", "crop_ratio", "erase_scale", "erase_ratio"):
+            value = getattr(self, name)
+            _check(isinstance(value, tuple) and len(value) == 2, name, value, "two numbers (smallest, largest)")
         for name in ("crop_scale", "erase_scale"):
             low, high = getattr(self, name)
             _check(0 < low <= high <= 1, name, (low, high), "(smallest, largest) with 0 < smallest <= largest <= 1")
         for name in ("crop_ratio", "erase_ratio"):
             low, high = getattr(self, name)
-            _check(0 < low <= high, name, (low, high), "(smallest, largest) with 0 < smallest <= largest")
+            good = 0 < low <= high < math.inf
+            _check(good, name, (low, high), "(smallest, largest) with 0 < smallest <= largest, finite")
         magnitude, choices = self.randaugment_magnitude, self.randaugment_choices
         _check(0 <= magnitude <= 10, "randaugment_magnitude", magnitude, "a number from 0 to 10")
         unknown = tuple(name for name in choices if name not in OPERATION)
         _check(
             not unknown and len(choices) > 0, "randaugment_choices", unknown or choices, f"names among {RANDAUGMENT}"
         )
-        good = len(self.jitter) == 4 and min(self.jitter) >= 0 and self.jitter[3] <= 0.5
+        good = isinstance(self.jitter, tuple) and len(self.jitter) == 4
+        good = good and min(self.jitter) >= 0 and max(self.jitter) < math.inf and self.jitter[3] <= 0.5
         _check(good, "jitter", self.jitter, "(brightness, contrast, saturation, hue), at least 0 and hue at most 0.5")
         modes = ("bilinear", "bicubic")
         _check(self.interpolation in modes, "interpolation", self.interpolation, f"one of {modes}")
@@ -252,7 +262,8 @@ class Augment:
         mode = self.settings.interpolation
         # One grid per sample moves all channels, and so all frames of a clip, alike.
         warped = warp(levels.flatten(1, 2), drawn.view, self.size, drawn.distortions, fill, mode)
-        return warped.unflatten(1, (-1, frames))
+        warped = warped.unflatten(1, (-1, frames))
+        return warped.clamp(0, 255) if mode == "bicubic" else warped  # at edges cubics leave the range of levels
 
     def _coloured(self, levels: Tensor, drawn: Draws) -> Tensor:
         if drawn.operations is None and drawn.jitter is None:

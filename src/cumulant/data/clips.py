@@ -59,6 +59,8 @@ class Videos(Protocol):
     """Videos somewhere: what a `ClipPart` reads from."""
 
     labels: Tensor
+    separate: bool
+    """Whether a damaged frame leaves the others of its video readable."""
 
     def name(self, index: int) -> str: ...
 
@@ -74,9 +76,15 @@ class Videos(Protocol):
 class TensorVideos:
     """Videos in memory, each uint8 (F, 3, size, size): your own arrays, read at that size and uncropped."""
 
+    separate = False
+
     def __init__(self, videos: Sequence[Tensor], labels: Tensor, title: str = "tensor") -> None:
-        if not all(video.dtype == torch.uint8 and video.ndim == 4 and video.shape[1] == 3 for video in videos):
-            raise ValueError("every video must be uint8 (frames, 3, height, width)")
+        for i, video in enumerate(videos):
+            if video.dtype != torch.uint8 or video.ndim != 4 or video.shape[1] != 3 or not len(video):
+                raise ValueError(
+                    "every video must be uint8 (frames, 3, height, width) with at least one frame, "
+                    f"got {video.dtype} {tuple(video.shape)} for video {i}"
+                )
         if labels.shape != (len(videos),) or labels.dtype != torch.int64:
             raise ValueError(f"labels must be int64 ({len(videos)},), got {labels.dtype} {tuple(labels.shape)}")
         self.videos, self.labels, self.title = videos, labels, title
@@ -126,3 +134,21 @@ class ClipPart:
     def whole(self, index: int, size: int) -> Tensor:
         """Every frame, uint8 (F, 3, size, size): what is kept in memory when clips start anywhere."""
         return self.videos.read(index, np.arange, size, 0, 1)
+
+    def readable(self, index: int, size: int) -> tuple[Tensor, dict[int, str]]:
+        """As `whole`, but damaged frames are black and told by number, with the reason: a clip beside them is good."""
+        try:
+            return self.whole(index, size), {}
+        except DecodeError:
+            if not self.videos.separate:
+                raise
+        frames = torch.zeros(self.videos.length(index), 3, size, size, dtype=torch.uint8)
+        damaged: dict[int, str] = {}
+        for number in range(len(frames)):
+            try:
+                frames[number] = self.videos.read(index, lambda _, n=number: np.asarray([n]), size, 0, 1)[0]  # type: ignore[misc]
+            except DecodeError as error:
+                damaged[number] = error.why
+        if len(damaged) == len(frames):
+            raise DecodeError(self.videos.name(index), next(iter(damaged.values()), "a video without frames"))
+        return frames, damaged

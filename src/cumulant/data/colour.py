@@ -1,4 +1,5 @@
-"""Colour operations on a batch, each sample its own operation and argument, with the results Pillow gives.
+"""Colour operations on a batch, each sample its own operation and argument, with the results Pillow gives (but for
+autocontrast, where Pillow's rounding now and then loses one level).
 
 Levels are whole numbers 0..255 held in float32, (b, c, t, h, w): images have t = 1, and a clip is treated as one
 large image, so all its frames change alike. Eight of the RandAugment operations map a level to a level and are

@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -58,9 +59,13 @@ def labelled_files(part: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     """(file relative to the folder above `part`, label), sorted by class and name."""
     number = {name: label for label, name in enumerate(classes)}
     annotations = part / f"{part.name}_annotations.txt"
-    if annotations.exists():  # Tiny-ImageNet as it is downloaded: val/images/*.JPEG and one list
+    # Tiny-ImageNet as it is downloaded: val/images/*.JPEG and one list, which stays when they are sorted by class.
+    if annotations.exists() and (part / "images").is_dir():
         lines = [line.split("\t") for line in annotations.read_text(encoding="utf-8").splitlines() if line.strip()]
-        pairs = [(f"{part.name}/images/{fields[0]}", fields[1]) for fields in lines if len(fields) > 1]
+        short = next((fields for fields in lines if len(fields) < 2), None)
+        if short is not None:
+            raise DataError(f"{annotations}: expected file and class with a tab between them, got {short[0]!r}")
+        pairs = [(f"{part.name}/images/{fields[0]}", fields[1]) for fields in lines]
     else:
         pairs = [
             (os.path.relpath(file, part.parent), name.name)
@@ -73,13 +78,22 @@ def labelled_files(part: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     return [(file, number[name]) for file, name in pairs]
 
 
-def media_files(folder: Path) -> Iterator[str]:
-    """Images and videos below a folder in sorted order, hidden files left out."""
-    for place, below, files in os.walk(folder, followlinks=True):
-        below.sort()
-        for file in sorted(files):
-            if not file.startswith(".") and Path(file).suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
-                yield os.path.join(place, file)
+def media_files(folder: str | Path, above: frozenset[str] | None = None) -> Iterator[str]:
+    """Images and videos below a folder in sorted order, hidden files and folders left out.
+
+    A link to one of the folders `above` is not followed: it would show the same files again and again.
+    """
+    here = os.path.realpath(folder)
+    above = frozenset(map(str, Path(here).parents)) if above is None else above
+    if here in above:
+        return
+    entries = sorted((entry for entry in os.scandir(folder) if not entry.name.startswith(".")), key=attrgetter("name"))
+    for entry in entries:
+        if not entry.is_dir() and Path(entry.name).suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
+            yield entry.path
+    for entry in entries:
+        if entry.is_dir():
+            yield from media_files(entry.path, above | {here})
 
 
 def has_ucf_lists(folder: Path) -> bool:
@@ -110,6 +124,9 @@ def ucf_source(folder: Path, sampling: ClipSampling, *, split: int = 1) -> Sourc
     number = {name: label for label, name in enumerate(present)}
     train, test = ([(f, number[f.split("/")[0]]) for f in part if f.split("/")[0] in number] for part in listed)
     check_groups(folder.name, name_groups(train), name_groups(test))
+    twice = sorted({file for file, _ in train} & {file for file, _ in test})
+    if twice:
+        raise DataError(f"{lists}: the same clips in the train and the test list: {shorten(twice)}")
     parts = [clip_part(clips, part, sampling, jitter) for part, jitter in ((train, True), (test, False))]
     return Source(folder.name, "video", parts[0], parts[1], tuple(present))
 
@@ -131,7 +148,10 @@ def ucf_class_order(lists: Path, names: list[str]) -> list[str]:
     if not file.exists():
         return names
     fields = [line.split() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    number = {name: int(value) for value, name in fields}
+    try:
+        number = {name: int(value) for value, name in fields}
+    except ValueError as error:
+        raise DataError(f"{file}: expected lines like 1 ApplyEyeMakeup: {error}") from error
     unknown = sorted(set(names) - set(number))
     if unknown:
         raise DataError(f"{file}: unknown class in the split files: {shorten(unknown)}")

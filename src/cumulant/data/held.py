@@ -22,7 +22,7 @@ def hold(source: Source, size: int) -> Source | None:
     an item is damaged: a loader of the source itself reports those.
     """
     parts = (source.train, source.test)
-    if sum(needed_bytes(part, size) for part in parts) > allowed_bytes(torch.device("cpu")):
+    if sum(needed_bytes(_entire(part), size) for part in parts) > allowed_bytes(torch.device("cpu")):
         return None
     train, test = (_held(part, size, source.name) for part in parts)
     if train is None or test is None:
@@ -30,15 +30,17 @@ def hold(source: Source, size: int) -> Source | None:
     return Source(source.name, source.kind, train, test, source.classes)
 
 
+def _entire(part: Part) -> Part:
+    """What is decoded: whole videos, not clips."""
+    return ClipPart(part.videos, part.sampling, jitter=True) if isinstance(part, ClipPart) else part
+
+
 def _held(part: Part, size: int, name: str) -> Part | None:
-    every = part
-    if isinstance(part, ClipPart):
-        if part.sampling.crops > 1:
-            return None
-        every = ClipPart(part.videos, part.sampling, jitter=True)  # whole videos
+    if isinstance(part, ClipPart) and part.sampling.crops > 1:
+        return None
     workers = cores() if len(part) > MANY_ITEMS else 0
-    memory = Memory.fill(every, size, torch.device("cpu"), workers=workers, progress=None, attempts=1)
-    if memory.bad:
+    memory = Memory.fill(_entire(part), size, torch.device("cpu"), workers=workers, progress=None, attempts=1)
+    if memory.flaws():
         return None
     if not isinstance(part, ClipPart):
         return TensorImages(memory.pixels, part.labels, name)

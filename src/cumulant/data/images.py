@@ -30,9 +30,8 @@ class ImageRows:
         return self.rows.name(int(self.picks[index]))
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
-        cell = self.rows.cell(int(self.picks[index]), self.column)
-        name = self.name(index)
-        return decode_image(encoded(cell, self.rows.folder(), name), size, name)
+        row, name = int(self.picks[index]), self.name(index)
+        return decode_image(encoded(self.rows.cell(row, self.column), self.rows.folder(row), name), size, name)
 
 
 class ImageFiles:

@@ -29,13 +29,15 @@ class Job(NamedTuple):
 class Decoded(NamedTuple):
     """`pixels` of the items `positions`, one after the other; `lengths` frames each when whole videos were asked for.
 
-    `bad`: (position, why) of items met on the way that could not be decoded.
+    `bad`: (position, why) of items met on the way that could not be decoded; `damaged`: (position, frame, why) of
+    frames that are black in a whole video because they could not.
     """
 
     pixels: Tensor
     positions: Tensor
     lengths: list[int]
     bad: list[tuple[int, str]]
+    damaged: list[tuple[int, int, str]]
 
 
 class Decoder(Dataset[Decoded]):
@@ -47,36 +49,42 @@ class Decoder(Dataset[Decoded]):
     def __init__(self, part: Part, size: int, *, replace: bool, attempts: int, whole: bool = False) -> None:
         self.part, self.size, self.replace, self.attempts, self.whole = part, size, replace, attempts, whole
         self.known_bad: dict[int, str] = {}
+        # Where one damaged frame spoils some clips of a video and not others, a clip must not depend on those before.
+        self.remembers = not (isinstance(part, ClipPart) and part.jitter and part.videos.separate)
 
     def __getitem__(self, job: Job) -> Decoded:
         pixels: list[Tensor] = []
         positions: list[int] = []
         bad: list[tuple[int, str]] = []
+        damaged: list[tuple[int, int, str]] = []
         for slot, wanted in enumerate(job.positions.tolist()):
             seed = None if job.seeds is None else int(job.seeds[slot])
             for step in range(self.attempts if self.replace else 1):
                 position = (wanted + step) % len(self.part)
-                item = self._decode(position, seed)
-                if item is not None:
+                item, broken = self._decode(position, seed)
+                if isinstance(item, Tensor):
                     pixels.append(item)
                     positions.append(position)
+                    damaged += [(position, frame, why) for frame, why in broken.items()]
                     break
-                bad.append((position, self.known_bad[position]))
+                bad.append((position, item))
         stacked = torch.cat(pixels) if pixels else torch.empty(0, dtype=torch.uint8)
         lengths = [len(item) for item in pixels]
-        return Decoded(stacked, torch.tensor(positions, dtype=torch.int64), lengths, bad)
+        return Decoded(stacked, torch.tensor(positions, dtype=torch.int64), lengths, bad, damaged)
 
-    def _decode(self, position: int, seed: int | None) -> Tensor | None:
+    def _decode(self, position: int, seed: int | None) -> tuple[Tensor | str, dict[int, str]]:
+        """Pixels, or why there are none; and the damaged frames of a whole video."""
         if position in self.known_bad:
-            return None
+            return self.known_bad[position], {}
         try:
             if self.whole:
                 assert isinstance(self.part, ClipPart)
-                return self.part.whole(position, self.size)
-            return self.part.decode(position, self.size, seed)[None]
+                return self.part.readable(position, self.size)
+            return self.part.decode(position, self.size, seed)[None], {}
         except DecodeError as error:
-            self.known_bad[position] = error.why
-            return None
+            if self.remembers:
+                self.known_bad[position] = error.why
+            return error.why, {}
 
 
 class Plan(Sampler[Job]):
@@ -140,7 +148,8 @@ def telling_of_killed_workers() -> Iterator[None]:
             raise  # the crash of a codec, say: torch names the signal
         raise DataError(
             f"a process that decodes the data was killed: {why}; take fewer of them with workers (0: decode in this "
-            'process), or a smaller batch_size, and do not keep decoded data in main memory (in_memory="no")'
+            'process), or a smaller batch_size, and do not keep decoded data in main memory (in_memory="no", '
+            "of a Loader False)"
         ) from error
 
 

@@ -86,6 +86,7 @@ class Loader:
         progress: bool | None = None,
     ) -> None:
         check_arguments(part, batch_size, size, repeats, rank, world, drop_last)
+        check_options(seed, shuffle, repeats, workers, in_memory, max_bad)
         self.part, self.batch_size, self.size, self.seed = part, batch_size, size, seed
         self.shuffle, self.repeats, self.drop_last = shuffle, repeats, drop_last
         self.rank, self.world, self.device = rank, world, torch.device(device)
@@ -105,7 +106,7 @@ class Loader:
                 self._memory = Memory.fill(
                     part, size, self.device, workers=workers, progress=progress, attempts=attempts
                 )
-            self._report(self._memory.bad.items())
+            self._report(self._memory.flaws().items())
         else:
             self._plan = Plan()
             self._chunk = chunk_length(item_bytes(part, size))
@@ -147,10 +148,10 @@ class Loader:
 
     def _from_memory(self, steps: Steps) -> Iterator[Batch]:
         positions, seeds, bounds = steps
-        if self._memory.bad and self.drop_last:
-            positions = self._memory.replacements()[positions]
-        elif self._memory.bad:
-            good = ~np.isin(positions, list(self._memory.bad))
+        if self._memory.flaws() and self.drop_last:
+            positions = self._memory.replaced(positions, seeds)
+        elif self._memory.flaws():
+            good = self._memory.usable(positions, seeds)
             bounds = np.concatenate([[0], np.cumsum(good)])[bounds].tolist()
             positions, seeds = positions[good], None if seeds is None else seeds[good]
         frames = self._memory.frames(positions, seeds)
@@ -163,6 +164,7 @@ class Loader:
 
     def _streamed(self, steps: Steps, run: int) -> Iterator[Batch]:
         positions, seeds, bounds = steps
+        self._still(run)  # before the plan of a later epoch would be overwritten
         jobs, jobs_of_step = [], []
         for first, last in pairwise(bounds):
             cuts = [*range(first, last, self._chunk), last]
@@ -173,11 +175,14 @@ class Loader:
         with telling_of_killed_workers():
             decoded = iter(self._jobs)
         for count in jobs_of_step:
-            if run != self._running:
-                raise RuntimeError("this epoch has ended: a later one of the same loader was begun")
+            self._still(run)
             with telling_of_killed_workers():
                 batch = self._assemble([next(decoded) for _ in range(count)])
             yield batch
+
+    def _still(self, run: int) -> None:
+        if run != self._running:
+            raise RuntimeError("this epoch has ended: a later one of the same loader was begun")
 
     def _assemble(self, chunks: list[Decoded]) -> Batch:
         self._report(item for chunk in chunks for item in chunk.bad)
@@ -200,10 +205,10 @@ class Loader:
         known = {item.position for item in self.bad}
         new = {position: BadItem(position, self.part.name(position), why) for position, why in found}
         fresh = [item for position, item in sorted(new.items()) if position not in known]
-        if not fresh:
+        if not new:
             return
         self.bad += fresh
-        shown = shorten(dict.fromkeys(f"{item.name} ({item.why})" for item in fresh))
+        shown = shorten(dict.fromkeys(f"{item.name} ({item.why})" for item in fresh or self.bad))
         names = len({item.position // self.part.views for item in self.bad})
         total = len(self.part) // self.part.views
         if names > self.max_bad:
@@ -213,6 +218,8 @@ class Loader:
             )
         if names == total:
             raise DataError(f"all {total} items cannot be decoded: {shown}")
+        if not fresh:
+            return
         what = "the next good item is used instead" if self.drop_last else "left out"
         warnings.warn(f"{names} of {total} items cannot be decoded, {what}: {shown}", stacklevel=3)
 
@@ -230,9 +237,25 @@ def check_arguments(
     for name, value in (("batch_size", batch_size), ("size", size), ("repeats", repeats), ("world", world)):
         if value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
-    if not 0 <= rank < world:
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if not isinstance(rank, int) or not 0 <= rank < world:
         raise ValueError(f"rank must be between 0 and world - 1 = {world - 1}, got {rank}")
     if batch_size % world:
         raise ValueError(f"batch_size must be a multiple of world={world}, got {batch_size}")
     if drop_last and batch_size > len(part):
         raise ValueError(f"batch_size {batch_size} is larger than the part ({len(part)} items); use drop_last=False")
+
+
+def check_options(
+    seed: int, shuffle: bool, repeats: int, workers: int | None, in_memory: bool | str, max_bad: int | None
+) -> None:
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit into 64 bits, got {seed}")
+    if repeats > 1 and not shuffle:
+        raise ValueError(f"repeats must be 1 without shuffle, got {repeats}: in order every item comes once")
+    if not isinstance(in_memory, bool) and in_memory != "auto":  # "no" would count as true
+        raise ValueError(f'in_memory must be True, False or "auto", got {in_memory!r}')
+    for name, value in (("workers", workers), ("max_bad", max_bad)):
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise ValueError(f"{name} must be None or a whole number of at least 0, got {value!r}")

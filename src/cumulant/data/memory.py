@@ -16,7 +16,7 @@ from torch import Tensor
 from .clips import ClipPart
 from .images import TensorImages
 from .jobs import Decoder, Job, chunk_length, run_once
-from .part import Part
+from .part import DataError, Part
 
 SHARE = 0.25
 """What may be taken of the free memory without being asked."""
@@ -24,11 +24,25 @@ SHARE = 0.25
 
 class Memory:
     """`pixels` (N, 3, [T,] size, size); of videos whose clips start anywhere all frames (F, 3, size, size), the
-    frames of video i being starts[i] to starts[i + 1]."""
+    frames of video i being starts[i] to starts[i + 1].
 
-    def __init__(self, part: Part, pixels: Tensor, starts: NDArray[np.int64] | None, bad: dict[int, str]) -> None:
-        self.part, self.pixels, self.starts, self.bad = part, pixels, starts, bad
+    `bad`: position -> why of items without pixels; `damaged`: (position, frame) -> why of single frames, black here.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        pixels: Tensor,
+        starts: NDArray[np.int64] | None,
+        bad: dict[int, str],
+        damaged: dict[tuple[int, int], str] | None = None,
+    ) -> None:
+        self.part, self.pixels, self.starts, self.bad, self.damaged = part, pixels, starts, bad, damaged or {}
         self.labels = part.labels.to(pixels.device)
+
+    def flaws(self) -> dict[int, str]:
+        """Position -> why of all items that cannot be used, or not all of whose clips can."""
+        return {**{position: why for (position, _), why in reversed(self.damaged.items())}, **self.bad}
 
     @classmethod
     def fill(
@@ -44,6 +58,7 @@ class Memory:
         chunk = 1 if whole else chunk_length(item_bytes(part, size))
         jobs = [Job(np.arange(first, min(first + chunk, len(part))), None) for first in range(0, len(part), chunk)]
         bad: dict[int, str] = {}
+        damaged: dict[tuple[int, int], str] = {}
         lengths = np.zeros(len(part), dtype=np.int64)
         pieces: list[Tensor] = []
         pixels: Tensor | None = None
@@ -52,6 +67,7 @@ class Memory:
         ) as bar:
             for job, decoded in zip(jobs, run_once(decoder, jobs, workers), strict=True):
                 bad.update(decoded.bad)
+                damaged.update(((position, frame), why) for position, frame, why in decoded.damaged)
                 lengths[decoded.positions.numpy()] = decoded.lengths
                 bar.update(len(job.positions))
                 if not len(decoded.pixels):
@@ -69,15 +85,27 @@ class Memory:
             pixels = torch.cat(pieces) if pieces else None
         if pixels is None:
             pixels = torch.empty(0, dtype=torch.uint8, device=device)
-        return cls(part, pixels, np.cumsum([0, *lengths]) if whole else None, bad)
+        return cls(part, pixels, np.cumsum([0, *lengths]) if whole else None, bad, damaged)
 
-    def replacements(self) -> NDArray[np.int64]:
-        """Position -> the position used for it: itself, or for a bad item the next good one after it."""
-        used = np.arange(len(self.part))
-        for position in self.bad:
-            while used[position] in self.bad:
-                used[position] = (used[position] + 1) % len(self.part)
-        return used
+    def usable(self, positions: NDArray[np.int64], seeds: NDArray[np.int64] | None) -> NDArray[np.bool_]:
+        """Which items, or clips of videos, can be shown: (n,)."""
+        good = ~np.isin(positions, list(self.bad))
+        if self.damaged and self.starts is not None:
+            broken = np.asarray([self.starts[position] + frame for position, frame in self.damaged])
+            rows = self.frames(positions[good], None if seeds is None else seeds[good])
+            assert rows is not None
+            good[good] = ~np.isin(rows.numpy(), broken).any(1)
+        return good
+
+    def replaced(self, positions: NDArray[np.int64], seeds: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """The positions used: themselves, or for a bad item or clip the next one after it that is good."""
+        used, waiting = positions.copy(), np.arange(len(positions))
+        for _ in range(len(self.part)):
+            waiting = waiting[~self.usable(used[waiting], None if seeds is None else seeds[waiting])]
+            if not len(waiting):
+                return used
+            used[waiting] = (used[waiting] + 1) % len(self.part)
+        raise DataError("no item is left that could take the place of those that cannot be decoded")
 
     def frames(self, positions: NDArray[np.int64], seeds: NDArray[np.int64] | None) -> Tensor | None:
         """Rows (n, T) of `pixels` that make the clips of an epoch; None where an item is one row."""

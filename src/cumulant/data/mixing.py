@@ -71,8 +71,10 @@ def beta_table(alpha: float, steps: int = 1024) -> Tensor:
     half of the distribution mirrors the lower.
     """
     s = np.linspace(0.0, 1.0, 16 * steps + 1)
+    if alpha > 1:  # the mass moves to tiny s, so that equal steps of x are needed beside those of s
+        s = np.union1d(s, s**alpha)
     density = (1 - 0.5 * s ** (1 / alpha)) ** (alpha - 1)
-    probability = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    probability = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(s))])
     return torch.from_numpy(np.interp(np.linspace(0, 1, steps + 1), probability / probability[-1], s)).float()
 
 

@@ -83,10 +83,10 @@ def check_labels(name: str, train: Tensor, test: Tensor, classes: tuple[str, ...
                 f"{name}: the {part} part has label {int(labels.min())}: unlabelled items cannot be used "
                 "(choose another part with test_part=)"
             )
+    if train.max() >= len(classes):
+        raise DataError(f"{name}: train label {int(train.max())}, but only {len(classes)} classes are named")
     count = torch.bincount(train, minlength=len(classes))
     unknown = sorted({int(label) for label in test.unique() if label >= len(count) or not count[label]})
-    if len(count) > len(classes):
-        raise DataError(f"{name}: train label {len(count) - 1}, but only {len(classes)} classes are named")
     if unknown:
         shown = shorten(classes[label] if label < len(classes) else str(label) for label in unknown)
         raise DataError(f"{name}: unknown class in the test part, without training items: {shown}")

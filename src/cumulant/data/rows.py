@@ -31,8 +31,8 @@ class Rows(Protocol):
 
     def cell(self, row: int, column: str) -> Any: ...
 
-    def folder(self) -> Path | None:
-        """What relative paths in the table refer to."""
+    def folder(self, row: int) -> Path | None:
+        """What a relative path in this row refers to."""
         ...
 
 
@@ -57,12 +57,15 @@ class ParquetRows:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_chunks": {}}  # another process reads the files itself
 
-    def folder(self) -> Path | None:
-        return self.files[0].parent
+    def folder(self, row: int) -> Path | None:
+        return self.files[self._shard(row)].parent
 
     def name(self, row: int) -> str:
-        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        shard = self._shard(row)
         return f"{self.files[shard].name} row {row - int(self.starts[shard])}"
+
+    def _shard(self, row: int) -> int:
+        return int(np.searchsorted(self.starts, row, side="right")) - 1
 
     def column(self, name: str) -> list[Any]:
         return [value for file in self.files for value in self._read(file, name).to_pylist()]
@@ -101,7 +104,7 @@ class HubRows:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": {}}
 
-    def folder(self) -> Path | None:
+    def folder(self, row: int) -> Path | None:
         return None
 
     def name(self, row: int) -> str:
@@ -128,8 +131,8 @@ class JoinedRows:
     def __len__(self) -> int:
         return len(self.first) + len(self.second)
 
-    def folder(self) -> Path | None:
-        return self.first.folder()
+    def folder(self, row: int) -> Path | None:
+        return self.first.folder(row) if row < len(self.first) else self.second.folder(row - len(self.first))
 
     def column(self, name: str) -> list[Any]:
         return self.first.column(name) + self.second.column(name)

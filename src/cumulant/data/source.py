@@ -68,11 +68,19 @@ def open_source(
     sampling = ClipSampling(frames, stride, views, crops)
     choices: dict[str, Any] = dict(test_part=test_part, image_column=image_column, label_column=label_column)
     if data == "digits":
+        refuse("digits", split=None if split == 1 else split, **choices)
         return digits_source()
     folder = local_folder(data)
     if folder is not None:
         return folder_source(folder, sampling, split, choices)
     return hub_source(str(data), sampling, split=split, **choices)
+
+
+def refuse(what: str, **choices: Any) -> None:
+    """A choice that would have no effect is an error."""
+    for name, value in choices.items():
+        if value is not None:
+            raise DataError(f"{what}: there is no choice of {name}, got {value!r}")
 
 
 def digits_source(seed: int = 0) -> Source:
@@ -113,6 +121,7 @@ def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dic
     if columns:
         raise DataError(f"{folder}: {columns[0]}={choices[columns[0]]!r} is for parquet tables; there are none here")
     if has_ucf_lists(folder):
+        refuse(f"{folder} (UCF-101's lists)", test_part=choices["test_part"])
         return ucf_source(folder, sampling, split=split)
     if split != 1:
         raise DataError(f"{folder}: split {split} needs UCF-101's split lists or a parquet table with groups")

@@ -36,7 +36,8 @@ def find_shards(folder: Path) -> dict[str, list[Path]]:
     for part in (*TRAIN_PARTS, *TEST_PARTS):
         for place in (folder, folder / "data"):
             named = [file for file in place.glob(f"{part}*.parquet") if re.match(rf"{part}([-_.]|$)", file.stem)]
-            found = sorted(named) or sorted((place / part).glob("*.parquet"))
+            below = (file for file in (place / part).glob("*.parquet") if not file.name.startswith("."))
+            found = sorted(named) or sorted(below)
             if found:
                 shards[part] = found
                 warn_of_missing_shards(found)
@@ -76,15 +77,19 @@ def table_source(
         raise DataError(
             f"{name}: wrong columns, {shorten(sorted(missing))} missing in the test part {test.schema.names}"
         )
-    labels, classes = numbered_labels(
-        name, train.column(label), test.column(label), class_names or names_from_schema(train.schema, label)
-    )
+    named, named_in_test = (names_from_schema(rows.schema, label) for rows in (train, test))
+    if named and named_in_test and named != named_in_test:
+        raise DataError(
+            f"{name}: the classes of the test part are called {shorten(named_in_test)}, those of the train part "
+            f"{shorten(named)}; expected the same names in the same order"
+        )
+    labels, classes = numbered_labels(name, train.column(label), test.column(label), class_names or named)
     rows: Rows = JoinedRows(train, test)
     in_test = np.arange(len(rows)) >= len(train)
 
     if kind == "frame":
         return frame_rows_source(name, rows, column, labels, classes, in_test, split, sampling)
-    groups = row_groups(rows)
+    groups = row_groups(name, rows) if kind != "image" else None  # of images a column "group" may mean anything
     in_test = resplit(name, split, labels, groups, in_test)
     if every > 1:
         keep = (labels % every == 0) | (labels < 0)
@@ -119,12 +124,19 @@ def frame_rows_source(
     sampling: ClipSampling,
 ) -> Source:
     """One row a frame (columns clip_id and frame): the rows of a clip, sorted by frame, are its video."""
-    ids, clip_of_row = np.unique(np.asarray(rows.column("clip_id")), return_inverse=True)
-    order = np.lexsort((np.asarray(rows.column("frame")), clip_of_row))
+    given = rows.column("clip_id")
+    if None in given:
+        raise DataError(f"{name}: wrong columns, {rows.name(given.index(None))} has no clip_id")
+    ids, clip_of_row = np.unique(np.asarray(given), return_inverse=True)
+    order = np.lexsort((whole_numbers(name, rows, "frame"), clip_of_row))
     first = np.flatnonzero(np.diff(clip_of_row[order], prepend=-1))
     frames = np.split(order, first[1:])
     head = order[first]
     names = [str(clip) for clip in ids]
+    for column_of, what in ((in_test, "rows in train and in test"), (labels, "rows of several classes")):
+        mixed = [clip for clip, its in zip(names, frames, strict=True) if (column_of[its] != column_of[its[0]]).any()]
+        if mixed:
+            raise DataError(f"{name}: a clip has one class and is in one part, but these have {what}: {shorten(mixed)}")
     clip_labels, clip_test = labels[head], in_test[head]
     clip_test = resplit(name, split, clip_labels, groups_in_names(names), clip_test)
 
@@ -237,7 +249,14 @@ def numbered_labels(
             raise DataError(f"{name}: unknown class in the test part, without training items: {shorten(unknown)}")
     elif given == {int}:
         number = int
-        names = names or [str(i) for i in range(1 + max((label for label in train if label is not None), default=-1))]
+        largest = max((label for label in train if label is not None), default=-1)
+        if not names and largest >= len(train):  # told before so many names are made
+            gap = min(set(range(len(train) + 1)) - set(train))
+            raise DataError(
+                f"{name}: empty class, no training items: {gap} (the largest label is {largest}; expected 0, 1, 2, ... "
+                "without gaps)"
+            )
+        names = names or [str(i) for i in range(1 + largest)]
     else:
         kinds = shorten(sorted(kind.__name__ for kind in given)) or "nothing"
         raise DataError(f"{name}: wrong columns, labels must be integers or text, got {kinds}")
@@ -245,15 +264,25 @@ def numbered_labels(
     return np.asarray(numbers, dtype=np.int64), tuple(names)
 
 
-def row_groups(rows: Rows) -> NDArray[np.int64] | None:
+def row_groups(name: str, rows: Rows) -> NDArray[np.int64] | None:
     if "group" in rows.schema.names:
-        return np.asarray(rows.column("group"), dtype=np.int64)
+        return whole_numbers(name, rows, "group")
     return groups_in_names(rows.column("clip")) if "clip" in rows.schema.names else None
 
 
-def groups_in_names(names: Sequence[str]) -> NDArray[np.int64] | None:
+def whole_numbers(name: str, rows: Rows, column: str) -> NDArray[np.int64]:
+    """A column of integers, also where they are written as text, which would be sorted as text, 10 before 9."""
+    values = rows.column(column)
+    try:
+        numbers = [int(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name}: wrong columns, {column!r} must hold whole numbers: {error}") from error
+    return np.asarray(numbers, dtype=np.int64)
+
+
+def groups_in_names(names: Sequence[str | None]) -> NDArray[np.int64] | None:
     """Group numbers from names like v_Archery_g08_c01; None unless every name has one."""
-    found = [GROUP_IN_NAME.search(name) for name in names]
+    found = [GROUP_IN_NAME.search(name or "") for name in names]
     return np.asarray([int(match[1]) for match in found if match]) if found and all(found) else None
 
 

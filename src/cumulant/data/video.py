@@ -23,6 +23,8 @@ VIDEO_SUFFIXES = frozenset({".avi", ".mp4", ".m4v", ".mkv", ".webm", ".mov", ".m
 class FrameLists:
     """One row a video: a column that holds the list of its encoded frames."""
 
+    separate = True
+
     def __init__(
         self, rows: Rows, picks: NDArray[np.int64], column: str, labels: Tensor, names: Sequence[str] | None = None
     ) -> None:
@@ -42,7 +44,7 @@ class FrameLists:
         pictures: dict[int, Tensor] = {}
         chosen = choose(len(frames)).tolist()
         for number in sorted(set(chosen)):
-            content = encoded(frames[number], self.rows.folder(), f"{name} frame {number}")
+            content = encoded(frames[number], self.rows.folder(int(self.picks[index])), f"{name} frame {number}")
             pictures[number] = to_tensor(fit(open_image(content, size, f"{name} frame {number}"), size, crop, crops))
         return torch.stack([pictures[number] for number in chosen])
 
@@ -52,6 +54,8 @@ class FrameLists:
 
 class FrameRows:
     """One row a frame: `frames[i]` are the rows of video i in the order of time."""
+
+    separate = True
 
     def __init__(
         self, rows: Rows, frames: Sequence[NDArray[np.int64]], column: str, labels: Tensor, names: Sequence[str]
@@ -70,13 +74,15 @@ class FrameRows:
         for number in sorted(set(chosen)):
             row = int(self.frames[index][number])
             name = f"{self.names[index]} ({self.rows.name(row)})"
-            content = encoded(self.rows.cell(row, self.column), self.rows.folder(), name)
+            content = encoded(self.rows.cell(row, self.column), self.rows.folder(row), name)
             pictures[number] = to_tensor(fit(open_image(content, size, name), size, crop, crops))
         return torch.stack([pictures[number] for number in chosen])
 
 
 class ClipFiles:
     """Video files; `files` are relative to `folder`."""
+
+    separate = False
 
     def __init__(self, folder: Path, files: Sequence[str], labels: Tensor) -> None:
         self.folder, self.files, self.labels = folder, list(files), labels
@@ -85,7 +91,7 @@ class ClipFiles:
         return str(self.folder / self.files[index])
 
     def length(self, index: int) -> int:
-        return declared_frames(self.folder / self.files[index], self.name(index))
+        return counted_frames(self.folder / self.files[index], self.name(index))
 
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
         return read_clip(self.folder / self.files[index], choose, size, crop, crops, self.name(index))
@@ -94,6 +100,8 @@ class ClipFiles:
 class ClipRows:
     """One row a video: a column that holds the encoded video file (or the path of one)."""
 
+    separate = False
+
     def __init__(self, rows: Rows, picks: NDArray[np.int64], column: str, labels: Tensor) -> None:
         self.rows, self.picks, self.column, self.labels = rows, picks, column, labels
 
@@ -101,14 +109,14 @@ class ClipRows:
         return self.rows.name(int(self.picks[index]))
 
     def length(self, index: int) -> int:
-        return declared_frames(self._content(index), self.name(index))
+        return counted_frames(self._content(index), self.name(index))
 
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
         return read_clip(self._content(index), choose, size, crop, crops, self.name(index))
 
     def _content(self, index: int) -> bytes | Path:
-        cell = self.rows.cell(int(self.picks[index]), self.column)
-        return encoded(cell, self.rows.folder(), self.name(index))
+        row = int(self.picks[index])
+        return encoded(self.rows.cell(row, self.column), self.rows.folder(row), self.name(index))
 
 
 def read_clip(video: bytes | Path, choose: Choice, size: int, crop: int, crops: int, name: str) -> Tensor:
@@ -154,6 +162,18 @@ def declared_frames(video: bytes | Path, name: str) -> int:
     """Frames according to the header; 0 where it does not say."""
     with open_video(video, name) as container:
         return int(container.streams.video[0].frames)
+
+
+def counted_frames(video: bytes | Path, name: str) -> int:
+    """As `declared_frames`; where the header does not say (mkv, webm, mpg), the packets are counted, not decoded."""
+    declared = declared_frames(video, name)
+    if declared:
+        return declared
+    with open_video(video, name) as container:
+        try:
+            return sum(1 for packet in container.demux(container.streams.video[0]) if packet.size)
+        except pyav().FFmpegError as error:
+            raise DecodeError.of(name, error) from error
 
 
 def open_video(video: bytes | Path, name: str) -> Any:
