@@ -194,6 +194,42 @@ def test_a_stopped_run_saves_its_last_step_first(undisturbed, tmp_path, number):
     assert outcome(tmp_path) == undisturbed
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_its_processes_stops_a_run_as_one_to_itself_does(undisturbed, tmp_path, number):
+    streamed = replace(FULL, in_memory="no", workers=2)
+
+    def signal_all(original, *rest):
+        original(*rest)
+        # From elsewhere: to a worker that its own trainer ends torch has nothing to say.
+        subprocess.run(["kill", f"-{number}", "--", f"-{os.getpgrp()}"], start_new_session=True, check=True)
+        time.sleep(0.5)  # time for workers to end, if they hear of it, and for torch to notice
+
+    def work():
+        os.setpgrp()
+        nth_call(optimise, "apply", 9, signal_all)
+        try:
+            train(streamed, tmp_path, source=few_digits())
+        except KeyboardInterrupt:
+            os._exit(77)
+
+    assert in_child(work) == 77
+    assert (tmp_path / "state.safetensors").is_file()
+    train(streamed, tmp_path, source=few_digits())
+    assert outcome(tmp_path)["log"] == undisturbed["log"]
+
+
+def test_workers_of_a_killed_run_do_not_keep_its_folder(tmp_path):
+    streamed = replace(FULL, in_memory="no", workers=2)
+
+    def work():
+        nth_call(optimise, "apply", 9, kill_self)
+        train(streamed, tmp_path, source=few_digits())
+
+    in_child(work)
+    with files.sole_owner(tmp_path):  # at once, while they have not noticed yet
+        pass
+
+
 def test_a_folder_in_use_is_refused(tmp_path):
     with files.sole_owner(tmp_path), pytest.raises(OSError, match="another process is training into"):
         train(FULL, tmp_path, source=few_digits())

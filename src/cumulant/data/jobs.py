@@ -107,12 +107,21 @@ def keep(decoded: Any) -> Any:
 
 def worker_loader(decoder: Decoder, plan: Plan, workers: int, *, pin: bool, ahead: int = 2) -> DataLoader[Decoded]:
     """Jobs of the plan in order; each worker works `ahead` jobs ahead."""
-    options: dict[str, Any] = dict(prefetch_factor=ahead, persistent_workers=True) if workers else {}
+    options: dict[str, Any] = {}
+    if workers:
+        options = dict(prefetch_factor=ahead, persistent_workers=True, worker_init_fn=apart)
     # A generator of its own: the default would draw from torch's global one at every pass.
     options["generator"] = torch.Generator()
     return DataLoader(
         decoder, batch_size=None, sampler=plan, num_workers=workers, collate_fn=keep, pin_memory=pin, **options
     )
+
+
+def apart(_: int) -> None:
+    """Puts a worker into a process group of its own. A signal to the group of the trainer (Ctrl-C, `timeout`, a batch
+    system) is meant for the trainer, which saves its state and then ends its workers: they must not be gone before."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
 
 
 def run_once(decoder: Decoder, jobs: Sequence[Job], workers: int) -> Iterator[Decoded]:

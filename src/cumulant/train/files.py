@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -62,6 +63,19 @@ def naming(what: str) -> Iterator[None]:
         ) from error
 
 
+LOCKS: set[IO[str]] = set()  # open in this process
+
+
+def _let_go() -> None:
+    """In a forked process: a decoding worker would keep the lock of a trainer that was killed until it notices."""
+    while LOCKS:
+        LOCKS.pop().close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 @contextmanager
 def sole_owner(folder: Path) -> Iterator[None]:
     """While this is held, no other process trains into the folder. A killed process holds nothing."""
@@ -80,7 +94,11 @@ def sole_owner(folder: Path) -> Iterator[None]:
             else:
                 another = f"another process is training into {folder}; wait for it or choose another --out"
                 raise OSError(another) from error
-        yield
+        LOCKS.add(file)
+        try:
+            yield
+        finally:
+            LOCKS.discard(file)
 
 
 def _fill(handle: int, size: int) -> None:
