@@ -6,7 +6,7 @@ Shape legend: n rows, L keys, D, E widths, K clusters. Everything is differentia
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -141,6 +141,19 @@ def rows_over(
     return out
 
 
+def heads(
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, scale: float | None
+) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
+    """For every sequence and query head: its number, that of the key head, scaled queries, keys, values, weights."""
+    (B, H, _, D), (Hk, Lk) = query.shape, key.shape[1:3]
+    scale = D**-0.5 if scale is None else scale
+    weights = key.new_ones(B, Lk) if weights is None else weights
+    for b in range(B):
+        for h in range(H):
+            g = h // (H // Hk)
+            yield b, g, scale * query[b, h], key[b, g], value[b, g], weights[b]
+
+
 def noncausal(
     query: Tensor,
     key: Tensor,
@@ -163,35 +176,30 @@ def noncausal(
     query stands; for queries="mean" too.
     """
     B, H, Lq, D = query.shape
-    Hk, Lk = key.shape[1:3]
-    scale = D**-0.5 if scale is None else scale
+    Lk = key.shape[2]
     margin = margin or Margin()
-    weights = key.new_ones(B, Lk) if weights is None else weights
     outs = []
-    for b in range(B):
-        for h in range(H):
-            g = h // (H // Hk)
-            all_ids = torch.cat((torch.full((prefix,), -1), ids[b, g]))
-            q = scale * query[b, h]
-            where = None
-            if queries == "mean":
-                assert standing is not None
-                found, mass = [], weights[b, prefix:]
-                for c in range(int(standing.max()) + 1):
-                    inside = (ids[b, g] == c) & (mass > 0)
-                    total = mass[inside].sum()
-                    rows = q[prefix:][inside]
-                    found.append((mass[inside].unsqueeze(-1) * rows).sum(0) / total if total > 0 else q.new_zeros(D))
-                where = standing[b]
-                q = torch.cat((q[:prefix], torch.stack(found)))
-            seen = torch.ones(len(q), Lk, dtype=torch.bool)
-            chosen: Any = near
-            if near == "neighbours":
-                assert touching is not None
-                assert standing is not None
-                chosen = [[]] * prefix + [touching(int(c)) for c in standing[b]]
-            out = rows_over(q, key[b, g], value[b, g], weights[b], all_ids, seen, margin, near=chosen, **options)
-            outs.append(out if where is None else torch.cat((out[:prefix], out[prefix:][where])))
+    for b, g, q, k, v, mass in heads(query, key, value, weights, scale):
+        all_ids = torch.cat((torch.full((prefix,), -1), ids[b, g]))
+        where = None
+        if queries == "mean":
+            assert standing is not None
+            found, there = [], mass[prefix:]
+            for c in range(int(standing.max()) + 1):
+                inside = (ids[b, g] == c) & (there > 0)
+                total = there[inside].sum()
+                rows = q[prefix:][inside]
+                found.append((there[inside].unsqueeze(-1) * rows).sum(0) / total if total > 0 else q.new_zeros(D))
+            where = standing[b]
+            q = torch.cat((q[:prefix], torch.stack(found)))
+        seen = torch.ones(len(q), Lk, dtype=torch.bool)
+        chosen: Any = near
+        if near == "neighbours":
+            assert touching is not None
+            assert standing is not None
+            chosen = [[]] * prefix + [touching(int(c)) for c in standing[b]]
+        out = rows_over(q, k, v, mass, all_ids, seen, margin, near=chosen, **options)
+        outs.append(out if where is None else torch.cat((out[:prefix], out[prefix:][where])))
     return torch.stack(outs).view(B, H, Lq, value.shape[-1])
 
 
@@ -226,22 +234,17 @@ def causal(
     **options: Any,
 ) -> Tensor:
     """Row by row: whole blocks before the `recent` ones and the own are clusters, what follows is exact."""
-    B, H, Lq, D = query.shape
-    Hk, Lk = key.shape[1:3]
-    scale = D**-0.5 if scale is None else scale
+    B, H, Lq, _ = query.shape
+    Lk = key.shape[2]
     margin = margin or Margin()
-    weights = key.new_ones(B, Lk) if weights is None else weights
     outs = []
-    for b in range(B):
-        for h in range(H):
-            g = h // (H // Hk)
-            for i in range(Lq):
-                past = max(0, i // size - recent)
-                ids = torch.full((Lk,), -1)
-                for c, members in enumerate(lists(past, keep)):
-                    for block in members:
-                        ids[block * size : (block + 1) * size] = c
-                seen = (torch.arange(Lk) <= i)[None]
-                row = scale * query[b, h, i : i + 1]
-                outs.append(rows_over(row, key[b, g], value[b, g], weights[b], ids, seen, margin, **options))
+    for _, _, q, k, v, mass in heads(query, key, value, weights, scale):
+        for i in range(Lq):
+            past = max(0, i // size - recent)
+            ids = torch.full((Lk,), -1)
+            for c, members in enumerate(lists(past, keep)):
+                for block in members:
+                    ids[block * size : (block + 1) * size] = c
+            seen = (torch.arange(Lk) <= i)[None]
+            outs.append(rows_over(q[i : i + 1], k, v, mass, ids, seen, margin, **options))
     return torch.cat(outs).view(B, H, Lq, value.shape[-1])

@@ -94,6 +94,18 @@ class Dial:
         return torch.cat(outs, -3)[..., back, :, :]
 
 
+def check_target(target: float, name: str = "target") -> None:
+    if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
+        raise ValueError(f"{name} must be a positive relative error, got {target!r}")
+
+
+def check_counts(**counts: int) -> None:
+    """Raises for what is no whole number, 1 or more, naming it."""
+    for name, number in counts.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a whole number, 1 or more, got {number!r}")
+
+
 @torch.no_grad()
 def choose(
     query: Tensor,
@@ -118,12 +130,9 @@ def choose(
         raise ValueError(f"query must be (batch, heads, tokens, width) and not empty, got {tuple(query.shape)}")
     if not all(bool(x.isfinite().all()) for x in (query, key, value)):
         raise ValueError("query, key and value must be finite: errors are measured on them")
-    if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
-        raise ValueError(f"target must be a positive relative error, got {target!r}")
+    check_target(target)
     length = key.shape[-2] if length is None else length
-    for name, number in (("samples", samples), ("length", length)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a whole number, 1 or more, got {number!r}")
+    check_counts(samples=samples, length=length)
     if not isinstance(candidates, Sequence) or not candidates or not all(isinstance(c, Choice) for c in candidates):
         raise ValueError(f"candidates must be a sequence of Choice, at least one, got {candidates!r}")
     step = max(1, query.shape[-2] // samples)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .attention import cluster_attention
 from .cost import multiply_adds
+from .dial import check_counts, check_target
 
 if TYPE_CHECKING:
     from ..convert.choice import Call, Choice
@@ -37,9 +38,8 @@ NAMES = (
     "cluster64+near=8+response=pooled",
     "cluster64+near=16+response=pooled",
 )
-WORTH = (
-    2 / 3
-)  # of softmax's multiply-adds: what takes more is no gain, as blocks of two tokens, which take three quarters
+# Of softmax's multiply-adds: what takes more is no gain, as blocks of two tokens, which take three quarters.
+WORTH = 2 / 3
 CAUSAL = "it is causal: its blocks are those of the past, for which the dial is not set"
 AXIAL = "its heads look along different axes, for which the dial is not set"
 
@@ -159,18 +159,11 @@ def choose_layers(
     return ModelDial(layers, float(target), {name: why for name, why in kept.items() if name not in layers})
 
 
-def check_target(target: float, name: str = "target") -> None:
-    if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
-        raise ValueError(f"{name} must be a positive relative error, got {target!r}")
-
-
 def _choices(candidates: Sequence[str], batches: int, samples: int) -> dict[str, Choice]:
     """The candidates by name; an error for one that is not about clusters, and for numbers that are none."""
     from ..convert.choice import Choice
 
-    for what, number in (("samples", samples), ("batches", batches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{what} must be a whole number, 1 or more, got {number!r}")
+    check_counts(samples=samples, batches=batches)
     if isinstance(candidates, str) or not isinstance(candidates, Iterable) or not candidates:
         raise ValueError(f"candidates must be names of cluster mechanisms, at least one, got {candidates!r}")
     asked = {name: Choice.named(name) for name in candidates}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cluster import choose_layers
-from ..cluster.model_dial import check_target
+from ..cluster.dial import check_target
 from . import hf, sites
 from .choice import KEPT, Choice, observing
 from .inputs import Batch, answers, call, evaluating, example_for, relative_error, some

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cluster import ModelDial, choose_layers
-from ..cluster.model_dial import check_target
+from ..cluster.dial import check_target
 from . import sites
 from .choice import KEPT, SOFTMAX, Call, Choice, fitting
 from .conversion import find_sites

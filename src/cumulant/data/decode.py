@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from .part import DecodeError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image, Transpose
+    from PIL.Image import Image
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
@@ -37,30 +38,24 @@ def open_image(data: bytes | Path, size: int, name: str) -> Image:
         if image.format == "JPEG":
             image.draft("RGB", (2 * size, 2 * size))  # the codec drops what resizing would average away
         image.load()  # Pillow decodes here, not at open()
-        turn = upright(image)
+        make_upright(image)
         # convert("RGB") would clip 16-bit grey instead of scaling it; mode I holds 16 bits too, but for TIFF's 32.
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format != "TIFF"):
             image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if image.mode != "RGB":
-            image = image.convert("RGB")
-        return image if turn is None else image.transpose(turn)
+        return image if image.mode == "RGB" else image.convert("RGB")
     except pillow.UnidentifiedImageError as error:  # it would show the place of the bytes in memory
         raise DecodeError(name, "UnidentifiedImageError: no kind of image that Pillow knows") from error
     except Exception as error:  # Pillow raises many kinds; each means that this one item cannot be used
         raise DecodeError.of(name, error) from error
 
 
-def upright(image: Image) -> Transpose | None:
-    """What makes a picture upright that a camera has marked as turned, as the package `datasets` does too."""
-    if "exif" not in image.info:
-        return None
-    transpose = pillow_image().Transpose
-    kinds = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
-    try:
-        orientation = image.getexif().get(0x0112, 1)
-    except Exception:  # a damaged note about the picture is no damage to the picture
-        return None
-    return transpose[kinds[orientation - 2]] if orientation in range(2, 9) else None
+def make_upright(image: Image) -> None:
+    """Turns a picture that a camera has marked as turned, as the package `datasets` does too."""
+    if "exif" in image.info:
+        from PIL import ImageOps
+
+        with suppress(Exception):  # a damaged note about the picture is no damage to the picture
+            ImageOps.exif_transpose(image, in_place=True)
 
 
 def fit(image: Image, size: int, crop: int = 0, crops: int = 1) -> Image:

@@ -128,7 +128,7 @@ def load_state(
     if not path.is_file():
         return Progress()
     try:
-        tensors, progress = load_file(path), _known(Progress, json.loads(read_header(path)["progress"]))
+        tensors, progress = load_file(path), _known(json.loads(read_header(path)["progress"]))
         _check_fit(tensors, model, average is not None)
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is no state that this run can go on from ({error}): {FRESH}") from error
@@ -160,9 +160,9 @@ def read_result(folder: Path, names: Iterable[str]) -> dict[str, Any] | None:
         raise ValueError(f"{path} is no result of a run, or cut short ({error}): {FRESH}") from error
 
 
-def _known(kind: type[Progress], values: Mapping[str, Any]) -> Progress:
+def _known(values: Mapping[str, Any]) -> Progress:
     """Progress from stored values; what another version stored beside them is passed over."""
-    return kind(**{"step": values["step"]} | {f.name: values[f.name] for f in fields(kind) if f.name in values})
+    return Progress(**{"step": values["step"]} | {f.name: values[f.name] for f in fields(Progress) if f.name in values})
 
 
 def _check_fit(tensors: Mapping[str, Tensor], model: nn.Module, averaged: bool) -> None:
