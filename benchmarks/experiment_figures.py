@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import matplotlib
@@ -41,7 +41,9 @@ def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> boo
     if len(groups) <= SHOWN:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, max(3.4, height)), layout="constrained")
         _curves(left, groups, colours)
-    else:
+    else:  # too many colours to tell apart: that of the mechanism
+        plain = palette(list(dict.fromkeys(name.partition("+")[0] for name in groups)))
+        colours |= {name: plain[name.partition("+")[0]] for name in groups if name in settings.attention}
         figure, right = plt.subplots(figsize=(7.2, height), layout="constrained")
     _points(right, groups, colours)
     figure.savefig(place, metadata={"Date": None})
@@ -70,12 +72,33 @@ def _curves(axis: Axes, groups: Mapping[str, list[Record]], colours: Mapping[str
 
 
 def _points(axis: Axes, groups: Mapping[str, list[Record]], colours: Mapping[str, str]) -> None:
-    """Every seed a point, their mean a bar; names from top to bottom as in the table."""
+    """Every seed a point, their mean a bar with its number; names from top to bottom as in the table.
+
+    What lies far below the others stands at the edge, with an arrow: it would press them into one line.
+    """
+    means = {name: fmean(100 * run["accuracy"] for run in runs) for name, runs in groups.items()}
+    middle, top = median(means.values()), max(means.values())
+    edge = middle - 2 * max(top - middle, 1.0)
     for y, (name, runs) in enumerate(groups.items()):
-        values = [100 * run["accuracy"] for run in runs]
-        axis.plot(values, [y] * len(values), "o", color=colours[name], alpha=0.65, markersize=6, markeredgewidth=0)
-        axis.plot([fmean(values)] * 2, [y - 0.28, y + 0.28], color=colours[name], linewidth=2.4)
+        values, far = [100 * run["accuracy"] for run in runs], means[name] < edge
+        at = edge if far else means[name]
+        if far:
+            axis.plot(at, y, "<", color=colours[name], markersize=7)
+        else:
+            axis.plot(values, [y] * len(values), "o", color=colours[name], alpha=0.65, markersize=6, markeredgewidth=0)
+            axis.plot([at] * 2, [y - 0.28, y + 0.28], color=colours[name], linewidth=2.4)
+        beside = far or len(values) == 1
+        axis.annotate(
+            f"{means[name]:.1f}",
+            (at, y if beside else y - 0.28),
+            (8, 0) if beside else (0, 2),
+            textcoords="offset points",
+            ha="left" if beside else "center",
+            va="center" if beside else "bottom",
+            fontsize=8.5,
+        )
     axis.set_yticks(range(len(groups)), list(groups))
-    axis.set_ylim(len(groups) - 0.4, -0.6)
+    axis.set_ylim(len(groups) - 0.4, -0.75)
+    axis.margins(x=0.1)
     axis.set_xlabel("top-1 after the last epoch, % (bar: mean)")
     axis.grid(alpha=0.3, axis="x")

@@ -52,6 +52,16 @@ def test_missing_runs_are_named(study):
     assert "Not finished: 5 of 6 runs; missing are 1 of cumulant3." in block
 
 
+def test_a_run_that_fell_apart_is_said_to_have_diverged(study):
+    settings, _ = study
+    records = read_records(settings.out / "records")[0]
+    assert "Diverged" not in study_block(settings, records)
+    key = planned(settings)[3].key
+    fallen = {**records[key], "best_accuracy": 0.6, "accuracy": 0.25}
+    block = study_block(settings, records | {key: fallen})
+    assert "Diverged: cumulant3, seed 1 reached 60.0 % and fell to 25.0 %:" in block
+
+
 def test_the_overview_names_the_baseline_and_the_best_of_the_others(study):
     settings, results = study
     means = {row["configuration"]: row for row in results["summary"] if row["role"] != "control"}

@@ -121,6 +121,7 @@ def test_a_mechanism_that_the_paper_does_not_speak_of_is_compared_with_softmax()
     assert [(one.first, one.second) for one in found] == [
         ("cluster4", "softmax"),
         ("cluster4+variance=full", "cluster4"),
+        ("cluster4+variance=full", "softmax"),
     ]
 
 

@@ -49,6 +49,7 @@ def render(results: dict[str, Any]) -> str:
         class_token=wording.class_token(results),
         missing=wording.missing(results),
         failures=wording.failures(results),
+        collapses=wording.collapses(results),
         on_cpu=any(run["device_kind"] == "cpu" for run in results["runs"]),
         colours=figures.palette(names),
         confused={name: confused(results["confusion"][name], results["classes"]) for name in names},

@@ -15,7 +15,7 @@ from cumulant.studies.plan import planned
 from cumulant.studies.records import Key
 from cumulant.studies.settings import Reproduce
 from cumulant.studies.verdict import signed
-from cumulant.studies.wording import failures, missing
+from cumulant.studies.wording import collapses, failures, missing
 
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -32,6 +32,7 @@ def study_block(settings: Reproduce, records: Mapping[Key, dict[str, Any]]) -> s
     results = outcome(found, plan, settings.attention, settings.baseline, {})
     parts = [command, table(results), *filter(None, [words(results)]), origin(results)]
     parts += [f"Failed: {sentence}\n" for sentence in failures(results)]
+    parts += [f"Diverged: {sentence}.\n" for sentence in collapses(results)]
     if results["missing"]:
         parts.insert(1, f"Not finished: {len(found)} of {len(plan)} runs; missing are {missing(results)}.\n")
     return "\n".join(parts)

@@ -35,6 +35,7 @@ def terminal_summary(results: dict[str, Any]) -> str:
         *textwrap.wrap(words["control_text"], 100),
     ]
     lines += [f"failed: {sentence}" for sentence in wording.failures(results)]
+    lines += [f"diverged: {sentence}" for sentence in wording.collapses(results)]
     if results["missing"]:
         lines += ["", f"not finished: {wording.missing(results)}; the same command goes on with them"]
     return "\n".join(lines)

@@ -138,8 +138,8 @@ def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tupl
 
 
 def pairs(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> list[Comparison]:
-    """Configurations with extras against their mechanism alone and against softmax with the same extras, and mechanisms
-    of which the paper says nothing against softmax."""
+    """Configurations with extras against their mechanism alone and against softmax with the same extras; mechanisms of
+    which the paper says nothing against softmax, plain where it was not run with their extras."""
     plain = {_sorted(name): name for name in accuracies}
     claimed = {name for link in PAPER_CLAIM for name in link[:2]}
     found: list[Comparison] = []
@@ -147,7 +147,8 @@ def pairs(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> list
         mechanism, *extras = name.split("+")
         others = [mechanism] if extras else []
         if mechanism != "softmax" and (extras or mechanism not in claimed):
-            others.append("+".join(["softmax", *extras]))
+            alike = "+".join(["softmax", *extras])
+            others.append(alike if mechanism in claimed or _sorted(alike) in plain else "softmax")
         there = [plain[_sorted(other)] for other in others if _sorted(other) in plain]
         found += [compare(name, other, accuracies, control_gap) for other in there]
     return found

@@ -51,6 +51,16 @@ def failures(results: dict[str, Any]) -> list[str]:
     return [f"{one['configuration']}, seed {one['seed']}: {one['failed']}" for one in results["failed"]]
 
 
+def collapses(results: dict[str, Any]) -> list[str]:
+    """A sentence for every run that ended with less than half of the accuracy it once had: its training diverged."""
+    return [
+        f"{run['configuration']}, seed {run['seed']} reached {100 * run['best_accuracy']:.1f} % and fell to "
+        f"{100 * run['accuracy']:.1f} %: a difference from it tells of that, not of the mechanism"
+        for run in results["runs"]
+        if 2 * run["accuracy"] < run["best_accuracy"]
+    ]
+
+
 def class_token(results: dict[str, Any]) -> str:
     """Which of the models with maps have a class token: "all", "some" or "none". Those of older records have one."""
     have = [model.get("prefix", 1) > 0 for model in results["maps"]["models"].values()]
