@@ -212,3 +212,31 @@ def test_images_of_a_step_depend_on_seed_and_step_alone():
     assert torch.equal(again, batches[3])
     assert again.shape == (64, 1, 8, 8)
     assert not torch.equal(next(images.epoch(0, 3)), again)
+
+
+def test_a_folder_of_a_converted_encoder_is_told_as_such(tmp_path):
+    folder = encoder_of_few_words(tmp_path)
+    run_convert(Convert(str(folder), layers=("0",), out=tmp_path / "out"))
+    with pytest.raises(ValueError, match="holds a converted model already"):
+        run_diagnose(Diagnose(str(tmp_path / "out"), out=tmp_path / "again"))
+
+
+def test_what_an_encoder_cannot_read_is_told(tmp_path):
+    folder, texts = encoder_of_few_words(tmp_path), tmp_path / "texts.txt"
+    with pytest.raises(ValueError, match=r"input_ids.* and no pixels: data must be a \.txt or \.parquet file"):
+        run_diagnose(Diagnose(str(folder), "digits", out=tmp_path / "out"))
+    texts.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"texts\.txt is no text in UTF-8"):
+        run_diagnose(Diagnose(str(folder), str(texts), out=tmp_path / "out"))
+    texts.write_text("a good film")
+    for file in ("vocab.txt", "tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        run_diagnose(Diagnose(str(folder), str(texts), out=tmp_path / "out"))
+
+
+def test_an_architecture_that_transformers_does_not_have_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["FutureModel"]}')
+    transformers()
+    with pytest.raises(ValueError, match="holds a FutureModel"):
+        run_diagnose(Diagnose(str(tmp_path), out=tmp_path / "out"))

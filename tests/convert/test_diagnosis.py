@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from small_models import bert, llama, loud, padded, vit
+from small_models import bert, llama, loud, padded, transformers, vit
 
 import cumulant
 from cumulant.convert import Choice, convert, diagnose, restore
@@ -188,3 +188,56 @@ def test_a_converted_layer_is_not_diagnosed_as_softmax():
     with pytest.raises(ValueError, match="no softmax layer left"):
         diagnose(ours, IMAGES)
     assert Choice("cumulant2").order == 2
+
+
+def test_linear_layers_of_gpt2_are_counted():
+    t = transformers()
+    model = t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=60, n_positions=16)).eval()
+    assert diagnose(model, attention=["cumulant2"]).linear == 12 * 32 * 32 + 60 * 32  # a block, and the answers
+
+
+def test_heads_over_time_and_over_space_are_told_apart():
+    """An axial layer runs its halves one after the other; the spread of each head is that of its own logits."""
+    model = cumulant.create_model("vivit_nano_patch4x1_16", num_classes=5, variant=4, init_std=0.2, depth=1).eval()
+    torch.nn.init.normal_(model.head.weight)
+    clips, inputs = torch.randn(2, 1, 8, 16, 16), []
+    layer = model.blocks[0].attn
+    with layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
+        model(clips)
+    query, key, _ = layer.project(inputs[0])
+    frames = [z.unflatten(2, (8, 16)) for z in (query, key)]
+    places = [z.transpose(2, 3) for z in frames]
+
+    def spread(q, k):
+        return (q @ k.mT * layer.head_dim**-0.5).var(-1, correction=0).mean((0, 2, 3)).sqrt()
+
+    half = layer.num_heads // 2
+    expected = torch.cat((spread(*places)[:half], spread(*frames)[half:]))
+    (found,) = diagnose(model, clips).layers
+    torch.testing.assert_close(torch.tensor(found.spread), expected)
+    assert len(found.error[3]) == len(found.mean_error[3]) == found.heads
+
+
+def test_a_diagnosis_of_another_model_is_refused_by_its_layers():
+    small, large = (cumulant.create_model("vit_nano_patch2_8", num_classes=10, depth=n) for n in (1, 2))
+    images = torch.randn(2, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"of another model: VisionTransformer has no layer blocks\.1\.attn"):
+        convert(small, layers="auto", data=images, diagnosis=diagnose(large, images))
+
+
+@pytest.mark.parametrize("wrong", [{"attention": "cumulant3"}, {"attention": []}, {"queries": 0}], ids=str)
+def test_what_nothing_can_be_measured_with_is_told(wrong):
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=10)
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        diagnose(model, torch.randn(2, 1, 8, 8), **wrong)
+
+
+def test_a_mechanism_that_overflows_is_never_the_best():
+    model = bert().half()
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.query.weight.mul_(3000)
+            layer.attention.self.key.weight.mul_(3000)
+    for layer in diagnose(model, padded()).layers:
+        assert layer.effect["cumulant3"] == torch.inf  # its answer is NaN
+        assert layer.best() == "cumulant2+around=mean"

@@ -253,3 +253,10 @@ def test_losses_vanish_for_equal_answers_only():
 def test_a_wrong_value_of_the_recipe_is_told_at_once(wrong, message):
     with pytest.raises(ValueError, match=message):
         DistillRecipe(**wrong)
+
+
+def test_a_teacher_without_the_replaced_layers_is_refused_by_their_names():
+    student, teacher = (cumulant.create_model("vit_nano_patch2_8", num_classes=10, depth=n) for n in (2, 1))
+    convert(student)
+    with pytest.raises(ValueError, match=r"it has no layer blocks\.1\.attn"):
+        distill(student, teacher, torch.randn(2, 1, 8, 8))

@@ -59,3 +59,13 @@ def test_our_own_vit_is_exported_for_every_resolution(tmp_path):
     program = export_program(model, images, dynamic_shapes=shapes).module()
     for other in others:
         torch.testing.assert_close(program(other), model(other), atol=1e-4, rtol=1e-4)
+
+
+def test_an_answer_of_nan_is_no_agreement(tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.bias, torch.nan)
+    with pytest.raises(RuntimeError, match="differs from torch by nan"):
+        export_onnx(model, torch.randn(1, 2), tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()

@@ -131,3 +131,70 @@ def test_a_layer_that_does_not_read_the_cache_is_found_out():
     cache.update(key, key, 0)
     with pytest.raises(RuntimeError, match="did not hand the cached keys"):
         cache.update(key, key, 0)
+
+
+def decoder_of(name, **kw):
+    """A decoder of that family whose conversion to our softmax must change nothing; attention is loud enough to see."""
+    t = transformers()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 60, "initializer_range": 0.2}
+    config = getattr(t, f"{name}Config")(**sizes, **special, intermediate_size=64, head_dim=8, **kw)
+    return getattr(t, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+
+
+def logits_of(model, batch):
+    how = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "output_logits": True}
+    return torch.stack(model.generate(**batch, **how, return_dict_in_generate=True).logits)
+
+
+def short(side):
+    """Texts of 4 tokens, the second of them padded on the left unless side is "none"."""
+    ids = torch.randint(3, 60, (2, 4), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :1] = int(side == "none")
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+CHUNKS = {"attention_chunk_size": 6, "num_local_experts": 2, "intermediate_size_mlp": 64, "no_rope_layers": [1, 1],
+          "layer_types": ["chunked_attention"] * 2, "attn_temperature_tuning": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["left", "none"])
+@pytest.mark.parametrize(
+    ("name", "local"), [("Mistral", {"sliding_window": 6}), ("Llama4Text", CHUNKS)], ids=["window", "chunks"]
+)
+def test_texts_that_outgrow_a_window_or_chunk_are_seen_as_before(name, local, side):
+    """7 tokens after 4: the cache lets go of keys, and chunks of 6 begin among those that it keeps."""
+    model, batch = decoder_of(name, **local), short(side)
+    before = logits_of(model, batch)
+    convert(model, "softmax", example=batch)
+    torch.testing.assert_close(logits_of(model, batch), before)
+
+
+@pytest.mark.parametrize("how", [{}, {"use_cache": False}], ids=["cache", "no cache"])
+def test_a_window_longer_than_the_text_needs_no_attention_mask(how):
+    """As `generate` calls a model whose texts have no padding."""
+    model, ids = decoder_of("Mistral", sliding_window=64), short("none")["input_ids"]
+    convert(model, "cumulant3")
+    torch.testing.assert_close(model(ids, **how).logits, model(ids, attention_mask=torch.ones_like(ids)).logits)
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(ids, position_ids=torch.tensor([[0, 1, 0, 1]]).expand(2, -1), use_cache=False)
+
+
+def test_an_encoder_decoder_keeps_the_keys_of_its_encoder_beside_the_moments():
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+    from cumulant.convert import MomentsCache
+
+    t = transformers()
+    layers = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": 2}
+    sizes = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 60, "init_std": 0.2}
+    model = t.MarianMTModel(t.MarianConfig(**layers, **special, **sizes)).eval()
+    ids = torch.randint(3, 60, (2, 5))
+    convert(model, "cumulant3", example={"input_ids": ids, "decoder_input_ids": ids})
+    how = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    both = EncoderDecoderCache(MomentsCache(model), DynamicCache())
+    assert torch.equal(model.generate(ids, past_key_values=both, **how), model.generate(ids, **how))
+    with pytest.raises(ValueError, match=r"for self-attention, got 1 queries and 5 new keys.*EncoderDecoderCache"):
+        model.generate(ids, past_key_values=MomentsCache(model), **how)

@@ -107,3 +107,72 @@ def test_a_converted_timm_model_comes_back_into_a_fresh_one(tmp_path):
 def test_what_is_not_converted_is_not_saved_as_such(tmp_path):
     with pytest.raises(ValueError, match="is not converted"):
         save(cumulant.create_model("vit_nano_patch2_8", num_classes=10), tmp_path)
+
+
+def test_a_model_converted_to_our_own_softmax_comes_back(tmp_path):
+    model, batch = bert(), padded()
+    convert(model, "softmax")
+    save(model, tmp_path)
+    torch.testing.assert_close(load(tmp_path).eval()(**batch).last_hidden_state, model(**batch).last_hidden_state)
+
+
+@pytest.mark.parametrize("make", [bert, vit], ids=["transformers", "timm"])
+def test_a_file_in_the_place_of_the_folder_is_an_error(make, tmp_path):
+    model = make()
+    convert(model)
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(FileExistsError, match="taken"):
+        save(model, tmp_path / "taken")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "{plan}"], ids=["weights", "plan"])
+@pytest.mark.parametrize("make", [bert, vit], ids=["transformers", "timm"])
+def test_a_damaged_file_is_named(make, file, tmp_path):
+    model = make()
+    convert(model)
+    save(model, tmp_path)
+    path = tmp_path / file.format(plan="config.json" if make is bert else "cumulant.json")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match=path.name):
+        load(tmp_path, model=make())
+
+
+def test_a_converted_model_is_not_loaded_into(tmp_path):
+    model, other = vit(), vit()
+    convert(model)
+    save(model, tmp_path)
+    convert(other, "cumulant2")
+    with pytest.raises(ValueError, match="model is converted already"):
+        load(tmp_path, model=other)
+
+
+class Sentence(torch.nn.Module):
+    """A module of a user's own around an encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = bert()
+
+    def forward(self, **batch):
+        return self.encoder(**batch).last_hidden_state[:, 0]
+
+
+def test_a_module_around_a_model_of_transformers_is_converted_saved_and_taken_back(tmp_path):
+    model, batch = Sentence().eval(), padded()
+    before = model(**batch)
+    convert(model, layers=PLAN, example=batch)
+    converted = model(**batch)
+    save(model, tmp_path)
+    torch.testing.assert_close(load(tmp_path, model=Sentence().eval(), example=batch)(**batch), converted)
+    with pytest.raises(ValueError, match="pass the model as model="):
+        load(tmp_path)
+    restore(model)
+    assert torch.equal(model(**batch), before)
+    assert not torch.equal(converted, before)
+
+
+def test_the_precision_of_the_weights_comes_back(tmp_path):
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=10).bfloat16()
+    convert(model)
+    save(model, tmp_path)
+    assert {p.dtype for p in load(tmp_path).parameters()} == {torch.bfloat16}

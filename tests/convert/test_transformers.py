@@ -281,3 +281,12 @@ def test_mechanisms_with_parameters_are_not_offered():
     assert "agent" not in fitting()
     with pytest.raises(ValueError, match="parameters or inputs of its own"):
         convert(bert(), "agent")
+
+
+def test_a_model_that_stumbles_over_our_mask_is_one_that_never_asks_the_registry():
+    t = transformers()
+    model = t.BloomForCausalLM(t.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=WORDS)).eval()
+    with pytest.raises(RuntimeError, match="never calls it"):
+        convert(model, example=padded())
+    with pytest.raises(RuntimeError, match="indices"):  # a wrong batch is told as the model tells it
+        convert(model, example={"input_ids": torch.zeros(1, 3)})

@@ -225,3 +225,46 @@ def test_maps_before_any_pass_are_an_error() -> None:
         captured.maps(1)
     with pytest.raises(ValueError, match=r"one of \[1\]"):
         captured.maps(0)
+
+
+def test_tokens_counted_from_the_end_are_known_by_their_number() -> None:
+    model, images = vit(), torch.randn(2, 1, 8, 8)
+    with explain.capture(model, images, queries=[-1, 3]) as captured:
+        pass
+    assert captured.queries == [16, 3]
+    with explain.capture(model, images, queries=[16, 3]) as same:
+        pass
+    for name, value in explain.summary(captured).items():
+        torch.testing.assert_close(value, explain.summary(same)[name], equal_nan=True)
+
+
+def test_a_layer_named_twice_is_kept_once() -> None:
+    with explain.capture(vit(), torch.randn(2, 1, 8, 8), layers=[1, 1, -3]) as captured:
+        pass
+    assert captured.layers == [1]
+    assert captured.maps(1).shape == (2, 4, 17, 17)
+
+
+def test_a_token_between_two_is_none() -> None:
+    with (
+        pytest.raises(ValueError, match=r"queries must be numbers from 0 to 16, got 1\.5"),
+        explain.capture(vit(), torch.randn(2, 1, 8, 8), queries=[1.5]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("attention", ["softmax", "cumulant3"])
+def test_maps_under_autocast_have_all_digits(attention: str) -> None:
+    model, images = vit(attention), torch.randn(2, 1, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        with explain.capture(model, images) as captured:
+            pass
+        assert explain.relevance(model, images).dtype == torch.float32
+    assert captured.maps(0).dtype == torch.float32
+    torch.testing.assert_close(captured.maps(0).sum(-1), torch.ones(2, 4, 17))
+
+
+def test_one_number_in_the_place_of_a_list_is_told() -> None:
+    for how in ({"layers": 2}, {"heads": 1}):
+        with pytest.raises(ValueError, match=r"must be a list of numbers or None, got"):
+            explain.capture(vit(), **how)

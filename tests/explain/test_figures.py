@@ -112,3 +112,24 @@ def test_a_query_that_was_not_captured_is_named() -> None:
         pass
     with pytest.raises(ValueError, match=r"one that was captured, \[2\].*got 5"):
         figures.overlay(found, torch.rand(1, 8, 8), layer=0, head=0, query=5)
+
+
+def test_a_grid_of_a_query_that_was_not_captured_names_it() -> None:
+    with explain.capture(vit(), torch.randn(1, 1, 8, 8), queries=[3]) as one:
+        pass
+    with pytest.raises(ValueError, match=r"query must be one that was captured, \[3\].*got 4"):
+        figures.layer_grid(one, query=4)
+
+
+def test_a_head_that_a_layer_does_not_have_gets_no_rank() -> None:
+    importance = torch.tensor([[0.3, 0.1], [0.2, torch.nan]])
+    shown = figures.importance_map({"loss": importance}).axes[0].texts
+    assert sorted(text.get_text() for text in shown) == ["1", "2", "3"]
+
+
+def test_a_figure_that_cannot_be_drawn_is_not_left_open() -> None:
+    found = captured()
+    before = pyplot().get_fignums()
+    with pytest.raises(ValueError, match="image must be"):
+        figures.overlay(found, torch.zeros(2, 8, 8), layer=0, head=0, query=3)
+    assert pyplot().get_fignums() == before

@@ -139,3 +139,43 @@ def test_a_folded_layer_shows_the_maps_of_the_plain_one() -> None:
     with explain.head_off(plain, [(0, 1)]):
         torch.testing.assert_close(inside, plain(x), atol=1e-5, rtol=1e-5)
     assert torch.equal(layer(x), before)
+
+
+# Projections under their own names, and heads that only the config counts.
+DECODERS = {
+    "Llama": ("LlamaForCausalLM", {"num_key_value_heads": 2}),
+    "GPTNeoX": ("GPTNeoXForCausalLM", {}),
+    "Phi3": ("Phi3ForCausalLM", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "GPT2": ("GPT2LMHeadModel", {}),
+    "DistilBert": ("DistilBertModel", {}),
+}
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+def test_text_models_show_what_their_eager_form_returns(name: str) -> None:
+    t = pytest.importorskip("transformers")
+    kind, more = DECODERS[name]
+    config = getattr(t, f"{name}Config")(vocab_size=60, initializer_range=0.2, **more)
+    for key, value in {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}.items():
+        setattr(config, key, value)
+    for key in ("intermediate_size", "hidden_dim", "max_position_embeddings"):
+        if hasattr(config, key):
+            setattr(config, key, 64)
+    model = getattr(t, kind)(config).eval()
+    ids = torch.randint(3, 60, (2, 7))
+    model.set_attn_implementation("eager")
+    expected = model(ids, output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    with explain.capture(model, ids) as captured:
+        pass
+    assert captured.layers == [0, 1]
+    for layer in captured.layers:
+        torch.testing.assert_close(captured.maps(layer), expected[layer])
+    before = model(ids)[0]
+    with explain.head_off(model, [(0, 1)]):
+        assert not torch.allclose(model(ids)[0], before)
+
+
+def test_relevance_asks_for_fused_attention_where_it_sees_no_weights() -> None:
+    with pytest.raises(RuntimeError, match=r"layer 0 .* has shown no weights.*sdpa"):
+        explain.relevance(transformers_vit("eager"), torch.randn(1, 3, 64, 64))

@@ -178,3 +178,32 @@ def test_a_wrong_head_or_block_names_what_there_is() -> None:
         explain.block_off(model, 0, 0, "corner").__enter__()
     with pytest.raises(ValueError, match="no class token"):
         explain.heads.block_mask(explain.TokenLayout(0, (2, 2)), "class to patches")
+
+
+def test_modules_keep_their_own_modes() -> None:
+    model, (x, _) = vit(), images()
+    model.train()
+    model.blocks[0].eval()
+    explain.head_importance(model, x[:2])
+    assert model.training
+    assert model.blocks[1].training
+    assert not model.blocks[0].training
+
+
+def test_blocks_of_a_map_are_those_of_the_images_at_hand() -> None:
+    """A model made for 4 x 4 patches is shown 4 x 8 of them."""
+    found = explain.partial_importance(vit(), (0, 0), torch.randn(2, 1, 8, 16), torch.tensor([0, 1]))
+    assert "patches at distance 7" in found
+    rings = sum(parts["lost"] for name, parts in found.items() if name.startswith("patches at distance"))
+    assert rings == pytest.approx(found["patches to patches"]["lost"], abs=1e-5)
+
+
+def test_labels_that_are_not_one_for_each_image_are_told() -> None:
+    model, (x, _) = vit(), images()
+    for measure in (
+        lambda labels: explain.head_importance(model, x, labels),
+        lambda labels: explain.partial_importance(model, (0, 0), x, labels),
+        lambda labels: explain.pruning_curve(model, x, labels, [(0, 0)]),
+    ):
+        with pytest.raises(ValueError, match=r"labels must be \(\d+,\), one for each image, got \(1,\)"):
+            measure(torch.tensor([1]))

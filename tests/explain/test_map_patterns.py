@@ -86,3 +86,25 @@ def test_kinds_of_maps_keep_their_name_on_another_grid(grid: tuple[int, int], ki
 def test_more_clusters_than_maps_are_refused() -> None:
     with pytest.raises(ValueError, match="clusters must be between 1 and the number of maps, 3, got 4"):
         find_patterns(torch.rand(3, 16, 16), clusters=4)
+
+
+def test_there_are_no_more_clusters_than_maps_that_differ() -> None:
+    alike = torch.cat((torch.eye(16).expand(10, -1, -1), torch.ones(10, 16, 16)))
+    found = explain.find_patterns(alike, clusters=4, steps=5)
+    assert found.centres.shape == (2, 16, 16)
+    assert found.centres.isfinite().all()
+    assert found.histograms().sum(-1).eq(1).all()
+    uniform = explain.find_patterns(torch.ones(6, 16, 16), clusters=3, method="pca")
+    assert (len(uniform.centres), uniform.error) == (1, 0.0)
+
+
+def test_a_few_maps_have_patterns_too() -> None:
+    found = explain.find_patterns(torch.rand(3, 16, 16), clusters=3, steps=5)
+    assert sorted(found.labels.tolist()) == [0, 1, 2]
+    assert found.plane.shape == (3, 2)
+
+
+@pytest.mark.parametrize("maps", [torch.ones(1, 16, 16), torch.full((8, 16, 16), torch.nan)], ids=["one", "nan"])
+def test_maps_without_a_pattern_are_refused(maps: Tensor) -> None:
+    with pytest.raises(ValueError, match="2 or more without NaN"):
+        explain.find_patterns(maps, clusters=1)

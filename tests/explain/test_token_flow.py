@@ -106,3 +106,25 @@ def test_a_row_becomes_a_map_over_the_patches() -> None:
 def test_layers_that_do_more_after_mixing_are_refused(extras: dict) -> None:
     with pytest.raises(ValueError, match="layer 0"):
         explain.relevance(vit(attention_extras=extras), torch.randn(1, 1, 8, 8))
+
+
+@pytest.mark.parametrize("attention", ["rala", "mala"])
+def test_a_gate_within_the_mechanism_is_refused_too(attention: str) -> None:
+    model, images = vit(attention), torch.randn(1, 1, 8, 8)
+    with pytest.raises(ValueError, match="does not mix all tokens into its projection directly"):
+        explain.relevance(model, images)
+    with pytest.raises(ValueError, match="directly"), explain.block_off(model, 0, 0, "patches to patches"):
+        model(images)
+
+
+@pytest.mark.parametrize("target", [10, -1, 1.5, torch.tensor([1, 2])], ids=str)
+def test_a_target_that_is_no_class_of_each_image_is_told(target: Tensor | float) -> None:
+    with pytest.raises(ValueError, match="target must be a class from 0 to 9, or one for each of the 3 images"):
+        explain.relevance(vit(), torch.randn(3, 1, 8, 8), target)
+
+
+def test_layers_are_rolled_out_in_the_order_in_which_they_run() -> None:
+    model, images = vit(), torch.randn(2, 1, 8, 8)
+    with explain.capture(model, layers=[2, 0]) as mixed, explain.capture(model, layers=[0, 2]) as ordered:
+        model(images)
+    assert torch.equal(explain.rollout(mixed), explain.rollout(ordered))

@@ -56,6 +56,11 @@ class MomentsLayer(CacheLayerMixin):
         """
         if choice.order is None or choice.heads is not None or choice != self.choice:
             raise ValueError(f"this cache was made for {self.choice}, but the layer computes {choice}")
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"a MomentsCache is for self-attention, got {query.shape[2]} queries and {key.shape[2]} new keys; an "
+                "encoder-decoder takes EncoderDecoderCache(MomentsCache(model), DynamicCache()) of transformers"
+            )
         self._unread = False
         order, full = choice.order, bool(choice.options.get("full", False))
         if self.state is None:

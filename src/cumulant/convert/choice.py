@@ -37,6 +37,9 @@ class Choice:
         if "around" in self.options:
             check_around(self.options["around"], is_causal=False)
         if self.heads is not None:
+            wrong = [head for head in self.heads if isinstance(head, bool) or not isinstance(head, int)]
+            if wrong:
+                raise ValueError(f"heads must be numbers, got {wrong}")
             object.__setattr__(self, "heads", tuple(sorted(set(self.heads))))
 
     @property
@@ -59,6 +62,11 @@ class Choice:
     def around_mean(self) -> bool:
         """Whether the expansion is around the mean query, which all queries of a sequence make together."""
         return self.options.get("around") == "mean"
+
+    @property
+    def drops(self) -> bool:
+        """Whether some head still forms probabilities that attention dropout acts on."""
+        return self.heads is not None or zoo.get(self.attention).dropout
 
     def at(self, prefix: int) -> Choice:
         """The same in a layer with `prefix` tokens of another kind at the start: these have a mean query of their own,

@@ -15,7 +15,7 @@ from ..cluster import choose_layers
 from ..cluster.dial import check_target
 from . import hf, sites
 from .choice import KEPT, Choice, observing
-from .inputs import Batch, answers, call, evaluating, example_for, relative_error, some
+from .inputs import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
 from .sites import Site
 from .watching import kept_plan, own_softmax
 
@@ -141,6 +141,8 @@ def convert(
         raise ValueError("the model is converted already; restore(model) of cumulant.convert takes that back")
     if budget is not None and layers != "auto":
         raise ValueError(f'budget={budget} goes with layers="auto", got layers={layers!r}')
+    if budget is not None and not budget >= 0:
+        raise ValueError(f"budget must be a relative change of 0 or more, got {budget}")
     used = None if data is None else some(data, batches, model)
     first = some(example, 1, model)[0] if example is not None else used[0] if used else example_for(model)
     measured = used or [first]
@@ -163,8 +165,10 @@ def convert(
         else:
             plan = _planned(found, layers, asked)
         if not plan:
-            raise ValueError(f"no layer of {type(model).__name__} fits the budget of {budget}; nothing was replaced")
+            why = f"fits the budget of {budget}" if layers == "auto" else f"is to be replaced by layers={layers!r}"
+            raise ValueError(f"no layer of {type(model).__name__} {why}; nothing was replaced")
         wanted, seconds, memory = _measured(model, measured, output)
+        check_numbers(model, wanted)
         _check_taken_over(model, found, measured[:1], wanted[:1], output)
         undo = sites.apply(model, {**kept_plan(model, found), **plan})
         try:
@@ -185,7 +189,7 @@ def convert(
         calls=calls,
         measured_error=relative_error(got, wanted),
         predicted_error=predicted,
-        dropout_off={s.name: s.dropout for s in found if s.name in plan and s.dropout},
+        dropout_off={s.name: s.dropout for s in found if s.name in plan and s.dropout and not plan[s.name].drops},
         measured_on="noise" if used is None and example is None else "data",
         seconds=(seconds, seconds_after),
         peak_bytes=None if memory is None or memory_after is None else (memory, memory_after),
@@ -280,14 +284,15 @@ def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, 
             reason = site.refusal(choice)
             if reason is not None:
                 raise ValueError(f"layer {key!r} ({site.name}) cannot be replaced by {choice}: {reason}")
-            bad = [h for h in choice.heads or () if not 0 <= h < site.heads]
-            if bad:
-                raise ValueError(f"layer {key!r} ({site.name}) has heads 0 to {site.heads - 1}, got {bad}")
+            if choice.heads is not None and not (choice.heads and all(h in range(site.heads) for h in choice.heads)):
+                raise ValueError(f"layer {key!r} ({site.name}) has heads 0 to {site.heads - 1}, got {[*choice.heads]}")
             plan[site.name] = choice.at(site.prefix)
     return plan
 
 
 def _named(found: Sequence[Site], key: int | str) -> list[Site]:
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise ValueError(f"layers are named by number or by pattern, got {key!r}")
     if isinstance(key, int):
         if not -len(found) <= key < len(found):
             raise ValueError(f"layer {key} does not exist: the model has {len(found)} attention layers")
@@ -306,6 +311,9 @@ def _choice(value: Any, asked: Choice) -> Choice | None:
     if isinstance(value, str):
         return Choice.named(value, asked.options if value == asked.attention else None)
     if isinstance(value, Mapping):
+        unknown = sorted(set(value) - {"attention", "heads", "options"})
+        if unknown:
+            raise ValueError(f"a layer's choice has attention, heads and options, got {', '.join(map(repr, unknown))}")
         return Choice.from_json({"attention": asked.attention, **value})
     raise ValueError(f"a layer's choice must be a name, a mapping or a Choice, got {value!r}")
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..cluster import ModelDial, choose_layers
 from ..cluster.dial import check_target
+from ..nn import AxialAttention
 from . import sites
 from .choice import KEPT, SOFTMAX, Call, Choice, fitting
 from .conversion import find_sites
-from .inputs import Batch, answers, call, evaluating, example_for, relative_error, some
+from .inputs import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
 from .settings import CANDIDATES
 from .statistics import ORDERS, HeadSums, head_sums
 from .watching import kept_plan, softmax_sites, watching
@@ -209,6 +210,10 @@ def diagnose(
     """
     if dial is not None:
         check_target(dial, "dial")
+    if isinstance(attention, str) or not attention:
+        raise ValueError(f"attention must be a list of one mechanism or more, got {attention!r}")
+    if queries < 1:
+        raise ValueError(f"queries must be 1 or more, got {queries}")
     asked = {name: Choice.named(name) for name in attention}
     used = some(example_for(model) if data is None else data, batches, model)
     with evaluating(model):
@@ -220,10 +225,11 @@ def diagnose(
         if not able:
             reasons = dict.fromkeys(str(site.refusal(choice)) for site in found for choice in asked.values())
             raise ValueError(f"no attention layer can take {', '.join(attention)}: {'; '.join(reasons)}")
+        wanted = answers(model, used, output)
+        check_numbers(model, wanted)
         kept = kept_plan(model, found)
         prefixes = {site.name: site.prefix for site in able}
         sums, shapes = _record(model, used, found, prefixes, queries, seed)
-        wanted = answers(model, used, output)
 
         def effect(plan: dict[str, Choice]) -> float:
             with sites.applied(model, {**kept, **plan}):
@@ -239,7 +245,7 @@ def diagnose(
                     name: [effect({site.name: layer.choice(name, (h,))}) for h in range(site.heads)] for name in names
                 }
             layers.append(layer)
-    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    linear = sum(_linear(module) for module in model.modules())
     why = {s.name: next(filter(None, map(s.refusal, asked.values())), "not softmax") for s in found if s not in able}
     chosen = None if dial is None else choose_layers(model, used, target=dial, batches=len(used), samples=queries)
     return Diagnosis(type(model).__name__, layers, why, linear, chosen)
@@ -270,6 +276,9 @@ def select(
         found = diagnose(
             model, batches, attention=names, batches=len(batches), heads=heads, output=output, progress=progress
         )
+    unknown = [layer.name for layer in found.layers if layer.name not in {name for name, _ in model.named_modules()}]
+    if unknown:
+        raise ValueError(f"diagnosis is of another model: {type(model).__name__} has no layer {', '.join(unknown)}")
     if heads and not all(layer.head_effect for layer in found.layers):
         raise ValueError("heads=True needs a diagnosis of single heads: diagnose(model, data, heads=True)")
     wanted = answers(model, batches, output)
@@ -319,6 +328,13 @@ def _around(name: str) -> str:
     return "mean" if Choice.named(name).around_mean else "zero"
 
 
+def _linear(module: nn.Module) -> int:
+    """Weights of a linear layer; those of GPT-2 are of a class of their own in transformers. 0 for other modules."""
+    weight = getattr(module, "weight", None)
+    known = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return weight.numel() if known and isinstance(weight, Tensor) else 0
+
+
 def _tags(model: nn.Module) -> bool:
     return sites.library_of(model) == sites.TRANSFORMERS
 
@@ -336,18 +352,24 @@ def _record(
     sums: dict[str, HeadSums] = {}
     shapes: dict[str, tuple[int, int]] = {}
 
+    halves = {site.name for site in found if isinstance(site.module, AxialAttention)}  # heads over time, then space
+    passed: dict[str, HeadSums] = {}
+
     def record(name: str, made: Call) -> None:
         if name not in prefixes:
             return
         new = head_sums(made, queries, generator, prefixes[name])
-        axial = name in sums and len(new.size) != len(sums[name].size)
-        if not axial:
-            sums[name] = sums[name].add(new) if name in sums else new
-            shapes[name] = made.key.shape[-2], made.query.shape[-1]
+        if name in passed:
+            new = passed[name].beside(new) if name in halves else passed[name].add(new)
+        passed[name] = new
+        shapes[name] = made.key.shape[-2], made.query.shape[-1]
 
     with watching(model, found, record), torch.no_grad():
         for batch in batches:
+            passed.clear()
             call(model, batch)
+            for name, new in passed.items():
+                sums[name] = sums[name].add(new) if name in sums else new
     return sums, shapes
 
 

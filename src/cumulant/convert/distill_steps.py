@@ -25,7 +25,7 @@ from . import sites
 from .distill_data import Batches
 from .distill_losses import answer_loss, present, unexplained, usual_loss
 from .inputs import Batch, answer, answers, call, relative_error
-from .saving import save
+from .saving import read_json, save
 from .settings import DistillRecipe
 
 STATE, NOTES, RESULT = "state.safetensors", "notes.json", "distilled.json"
@@ -118,7 +118,7 @@ class Run:
         # The part first: the state holds the moments of that part's optimizer.
         self._begin(self._part_at(json.loads(read_header(folder / STATE)["progress"])["step"]))
         self.done = load_state(folder / STATE, model, self.optimizer, None, self.meter)
-        self.notes = json.loads((folder / NOTES).read_text())
+        self.notes = read_json(folder / NOTES)
 
     def _part_at(self, step: int) -> Part:
         return next((part for part in self.parts if step < part.end), self.parts[-1])

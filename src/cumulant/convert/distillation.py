@@ -24,7 +24,7 @@ from .choice import KEPT
 from .distill_data import Batches, as_batches
 from .distill_steps import NOTES, RESULT, STATE, DistillResult, Output, Run
 from .inputs import Batch, evaluating, some
-from .saving import attention_layers, load
+from .saving import attention_layers, load, read_json
 from .settings import DistillRecipe
 
 ABOUT, LOG = "distill.json", "log.jsonl"
@@ -71,6 +71,9 @@ def distill(
         raise ValueError("teacher is converted: pass the model as it was before, e.g. copy.deepcopy(model) made then")
     if teacher is model:
         raise ValueError("teacher and model are the same object: pass a copy made before convert(model)")
+    missing = sorted(set(plan) - {name for name, _ in teacher.named_modules()})
+    if missing:
+        raise ValueError(f"teacher is not the model before: it has no layer {', '.join(missing)}")
     batches = as_batches(data, model, recipe.seed)
     if len(batches) < 1:
         raise ValueError("data holds no batch")
@@ -109,14 +112,14 @@ def clear(folder: Path) -> None:
 def planned(folder: str | Path) -> dict[int | str, Any] | None:
     """The choices by layer of a run that was begun in this folder, so that the same command need not choose again."""
     path = Path(folder) / ABOUT
-    return json.loads(path.read_text())["layers"] if path.is_file() else None
+    return read_json(path)["layers"] if path.is_file() else None
 
 
 def check_run(folder: Path, about: dict[str, Any]) -> None:
     """Refuse to go on in a folder with a run of another kind; claim an empty one."""
     path = folder / ABOUT
     if path.is_file():
-        before, now = json.loads(path.read_text()), json.loads(json.dumps(about))
+        before, now = read_json(path), json.loads(json.dumps(about))
         changed = [
             f"{key} was {before['recipe'].get(key)}, now {value}"
             for key, value in now["recipe"].items()
@@ -145,7 +148,7 @@ def fingerprint(model: nn.Module) -> str:
 def _finished(folder: Path, model: nn.Module, teacher: nn.Module) -> DistillResult:
     trained = load(folder, model=copy.deepcopy(teacher), check=False)
     model.load_state_dict(trained.state_dict())
-    stored = json.loads((folder / RESULT).read_text())
+    stored = read_json(folder / RESULT)
     pairs = {key: {name: tuple(pair) for name, pair in stored[key].items()} for key in ("layers", "losses")}
     change = None if stored["change"] is None else tuple(stored["change"])
     return DistillResult(**{**stored, **pairs, "change": change})

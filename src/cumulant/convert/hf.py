@@ -109,7 +109,8 @@ def _by_layer(
     elif choice is None:
         raise RuntimeError(
             f"{type(module).__name__} runs under {MIXED!r} but carries no choice of mechanism; a converted model is "
-            "loaded with load(folder) of cumulant.convert"
+            "loaded with load(folder) of cumulant.convert, and a model that was not converted needs a config object of "
+            "its own"
         )
     if choice is None or choice.attention == "softmax":
         reason = obstacle(module, query, key, attention_mask, is_causal, rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -49,12 +50,20 @@ def answers(
 
 
 def relative_error(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
-    """||found - wanted|| / ||wanted|| over all batches together."""
+    """||found - wanted|| / ||wanted|| over all batches together; infinite where something is NaN."""
     difference, size = 0.0, 0.0
     for a, b in zip(found, wanted, strict=True):
         difference += float((a - b).square().sum())
         size += float(b.square().sum())
-    return (difference / size) ** 0.5 if size else 0.0
+    if size == 0 or math.isnan(difference):
+        return 0.0 if difference == 0 else math.inf
+    return (difference / size) ** 0.5
+
+
+def check_numbers(model: nn.Module, said: Iterable[Tensor]) -> None:
+    """Refuse a model that says NaN: nothing can be measured against that."""
+    if any(bool(x.isnan().any()) for x in said):
+        raise ValueError(f"{type(model).__name__} answers NaN before anything is replaced; look at weights and data")
 
 
 def some(data: Iterable[Batch] | Batch, batches: int, model: nn.Module) -> list[Batch]:
@@ -78,13 +87,13 @@ def _to(batch: Batch, device: torch.device) -> Batch:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = {name: module.training for name, module in model.named_modules()}
     model.eval()
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for name, module in model.named_modules():  # by name: a layer may have been replaced in between, or have parts
+            module.training = modes.get(name, modes.get(name.rpartition(".")[0], module.training))
 
 
 def example_for(model: nn.Module) -> Batch:

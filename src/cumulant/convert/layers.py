@@ -100,6 +100,14 @@ class ConvertedAttention(nn.Module):
         """The module this one took the place of, with the same weights."""
         return self.__dict__["_original"]
 
+    def hand_back(self) -> None:
+        """Give the original what this module has by now: weights that were moved or exchanged since, and its mode."""
+        original = self.original()
+        original._modules.update(self._modules)
+        original._parameters.update(self._parameters)
+        original._buffers.update(self._buffers)
+        original.training = self.training
+
     def forward(
         self,
         x: Tensor,

@@ -57,7 +57,11 @@ def key_mask_function(
 
     hf: Any = transformers.masking_utils
 
-    within = local_size is not None and kv_length <= local_size and attention_mask is not None
+    # Keys that a cache has let go before ours: a window then still reaches back over those that are left, whereas a
+    # chunk may begin among them.
+    last = q_offset + q_length - 1
+    whole = kv_offset == 0 or (mask_function is not None and _reaches(mask_function, batch_size, last, kv_offset, rest))
+    within = local_size is not None and kv_length <= local_size and whole
     causal = mask_function in (None, hf.causal_mask_function) or within
     both_ways = mask_function is hf.bidirectional_mask_function
     simple = (causal and allow_is_causal_skip) or (both_ways and allow_is_bidirectional_skip)
@@ -89,6 +93,17 @@ def key_mask_function(
     if present is None:
         present = torch.ones(batch_size, kv_length, dtype=torch.bool, device=rest.get("device"))
     return present[:, None, :]
+
+
+def _reaches(
+    mask_function: Callable[..., Any], batch_size: int, last: int | Tensor, first: int, rest: dict[str, Any]
+) -> bool:
+    """Whether in every sequence the last query sees the first key that is kept."""
+    if compiling() or isinstance(last, Tensor):
+        return False
+    texts = torch.arange(batch_size, device=rest.get("device"))
+    seen = mask_function(texts, texts.new_zeros(()), texts.new_tensor(last), texts.new_tensor(first))
+    return bool(seen.all())
 
 
 def understood(mask: Tensor | None, is_causal: bool, queries: int, keys: int) -> Pattern:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..train.recipe_files import from_json
 from ..train.train_recipe import IMAGENET_MEAN, IMAGENET_STD, TrainRecipe
 from .distill_data import USUAL, Batches, Images, shown, texts
 from .inputs import Batch, example_for
-from .saving import PLAN_FILE
+from .saving import PLAN_FILE, read_json
 
 LENGTH = 256  # tokens of a text, at most
 TEXTS = (".txt", ".parquet")
@@ -40,7 +39,12 @@ def open_model(name: str, device: str | None = None) -> nn.Module:
             import transformers
         except ImportError as error:
             raise ImportError('this folder needs: pip install "cumulant[transformers]"') from error
-        kinds = json.loads((path / "config.json").read_text()).get("architectures") or ["AutoModel"]
+        stated = read_json(path / "config.json")
+        if "cumulant" in stated:
+            raise ValueError(f"{name} holds a converted model already: name the model that it was made from")
+        kinds = stated.get("architectures") or ["AutoModel"]
+        if not hasattr(transformers, kinds[0]):
+            raise ValueError(f"{name} holds a {kinds[0]}, which transformers {transformers.__version__} does not have")
         return getattr(transformers, kinds[0]).from_pretrained(path).to(place).eval()
     weights = path if path.is_file() else path / "last.safetensors"
     if weights.is_file():
@@ -99,6 +103,10 @@ class _Seen:
     def __init__(self, model: nn.Module, name: str) -> None:
         example = example_for(model)
         self.key = "pixel_values" if isinstance(example, dict) else None
+        if isinstance(example, dict) and "pixel_values" not in example:
+            raise ValueError(
+                f"{name} takes {', '.join(example)} and no pixels: data must be a {' or '.join(TEXTS)} file"
+            )
         self.example: Tensor = example[self.key] if self.key is not None else example
         clip = self.example.ndim == 5
         self.size = self.example.shape[-1]
@@ -126,7 +134,7 @@ def _statistics(model: nn.Module, name: str, recipe: TrainRecipe | None) -> tupl
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     file = Path(name) / "preprocessor_config.json"
     if file.is_file():
-        stored = json.loads(file.read_text())
+        stored = read_json(file)
         config = {"mean": stored.get("image_mean"), "std": stored.get("image_std")}
     return tuple(config.get("mean") or IMAGENET_MEAN), tuple(config.get("std") or IMAGENET_STD)
 
@@ -143,7 +151,10 @@ def _texts(name: str, path: Path, batches: int, batch_size: int) -> list[Batch]:
 def _lines(path: Path, count: int | None) -> list[str]:
     """The first texts of a file."""
     if path.suffix == ".txt":
-        lines = [line.strip() for line in path.read_text().splitlines()]
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
         return [line for line in lines if line][:count]
     import pyarrow.parquet as pq
 
@@ -153,4 +164,8 @@ def _lines(path: Path, count: int | None) -> list[str]:
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    found = AutoTokenizer.from_pretrained(name)
+    if len(found) <= len(found.all_special_tokens):
+        # transformers makes an empty one where the folder has none, and every word would be unknown.
+        raise ValueError(f"{name} has no tokenizer, which texts need: save it there with tokenizer.save_pretrained")
+    return found

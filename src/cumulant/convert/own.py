@@ -6,6 +6,7 @@ Shape legend: ... leading dimensions, L tokens, M context tokens, C width, H hea
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,20 +74,20 @@ def swap(name: str, module: nn.Module, choice: Choice) -> Callable[[], None]:
     after: dict[str, Any] = {
         "mechanism": mechanism,
         "attention_options": dict(choice.options),
-        "attn_drop": module.attn_drop if mechanism.dropout else 0.0,
+        "attn_drop": module.attn_drop if choice.drops else 0.0,
         **{key: HeadMix(choice, module) for key in mixers},
     }
     kind = type(module)
+    _put(module, after, FoldingAttention if kind is MultiheadAttention and _foldable(module, choice) else kind)
+    return partial(_put, module, before, kind)
 
-    def put(values: dict[str, Any], kind: type[MultiheadAttention]) -> None:
-        for key, value in values.items():
-            if key in module._modules and not isinstance(value, nn.Module):
-                del module._modules[key]
-            setattr(module, key, value)
-        module.__class__ = kind
 
-    put(after, FoldingAttention if kind is MultiheadAttention and _foldable(module, choice) else kind)
-    return lambda: put(before, kind)
+def _put(module: nn.Module, values: dict[str, Any], kind: type[MultiheadAttention]) -> None:
+    for key, value in values.items():
+        if key in module._modules and not isinstance(value, nn.Module):
+            del module._modules[key]
+        setattr(module, key, value)
+    module.__class__ = kind
 
 
 def _foldable(module: MultiheadAttention, choice: Choice) -> bool:

@@ -24,19 +24,20 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a converted model to a folder: weights as safetensors, and which layer computes what.
 
     A model of transformers is written by its own save_pretrained; its config.json carries the plan. What `cumulant
-    train` made keeps its recipe and classes: `cumulant evaluate` takes the folder.
+    train` made keeps its recipe and classes: `cumulant evaluate` takes the folder. A module of your own around a model
+    is loaded with `load(folder, model=fresh)`.
     """
     folder, plan = Path(folder), sites.plan_of(model)
     library = sites.library_of(model)
-    if library == sites.TRANSFORMERS:
+    folder.mkdir(parents=True, exist_ok=True)  # save_pretrained writes nothing where a file stands, and only logs it
+    if library == sites.TRANSFORMERS and sites.config_of(model) is not None:
         write: Any = model.save_pretrained
         write(folder)
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
     known: dict[str, Any] = {"library": library, "layers": {name: choice.to_json() for name, choice in plan.items()}}
     if library == sites.OWN:
         known["config"] = sites.original_config(model)
-    else:
+    elif library == sites.TIMM:
         config: Any = getattr(model, "pretrained_cfg", None) or {}
         known["architecture"], known["num_classes"] = config.get("architecture"), getattr(model, "num_classes", None)
     save_weights(model, folder / WEIGHTS_FILE)
@@ -58,11 +59,15 @@ def load(
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}")
+    if model is not None and sites.is_converted(model):
+        raise ValueError("model is converted already; pass one as it was before, or restore(model) it first")
     if (folder / PLAN_FILE).is_file():
-        known = json.loads((folder / PLAN_FILE).read_text())
+        known = read_json(folder / PLAN_FILE)
+        header = read_header(folder / WEIGHTS_FILE)
         made = model if model is not None else _made(folder, known, kw)
-        made.load_state_dict(load_file(folder / WEIGHTS_FILE))
-        remember(made, read_header(folder / WEIGHTS_FILE))
+        # A model that was made here takes the precision of the weights; one that was given keeps its own.
+        made.load_state_dict(load_file(folder / WEIGHTS_FILE), assign=model is None)
+        remember(made, header)
         stored, whole = known["layers"], len(known["layers"]) == sites.count_own(made)
     else:
         made, stored, whole = _from_pretrained(folder, model, kw)
@@ -84,6 +89,14 @@ def load(
 def attention_layers(model: nn.Module) -> list[str]:
     """Modules of a transformers model that may ask for attention: those that hold a config and know their heads."""
     return [name for name, module in model.named_modules() if "Attention" in type(module).__name__]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The values of a file; an error that names it where it is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _made(folder: Path, known: dict[str, Any], kw: dict[str, Any]) -> nn.Module:
@@ -108,11 +121,13 @@ def _from_pretrained(
     """The model with its weights, its plan, and whether the plan leaves no layer softmax."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds neither {PLAN_FILE} nor a config.json")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     stored = config.get("cumulant")
     if not stored:
         raise ValueError(f"{folder}/config.json has no field 'cumulant': this model was not converted before saving")
     whole = config.get("attn_implementation") != hf.MIXED
+    if (folder / WEIGHTS_FILE).is_file():
+        read_header(folder / WEIGHTS_FILE)  # a damaged file is told by its name
     if model is not None:
         _fill(model, folder)
         return model, stored["layers"], whole

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..nn import MultiheadAttention
 from . import hf, layers, own
-from .choice import KEPT, Choice
+from .choice import KEPT, SOFTMAX, Choice
 
 TRANSFORMERS, TIMM, OWN = "transformers", "timm", "cumulant"
 # Arguments by which layers of transformers are given another sequence.
@@ -89,8 +90,18 @@ def find(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
 
 def _find_transformers(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     hf.register_transformers()
-    with _implementation(model, hf.MIXED), hf.discovering() as found, _contexts(model) as crossing, torch.no_grad():
-        run()
+    found: list[hf.Found] = []
+    try:
+        with _implementation(model, hf.MIXED), hf.discovering() as found, _contexts(model) as crossing, torch.no_grad():
+            run()
+    except Exception:
+        # A model that computes attention itself may stumble over a mask that our registry made. Where the same batch
+        # passes without it, the model is one that never asks.
+        if found:
+            raise
+        with torch.no_grad():
+            run()
+        return []
     names = {module: name for name, module in model.named_modules()}
     sites: dict[str, Site] = {}
     for module, heads, obstacle, pattern in found:
@@ -169,7 +180,8 @@ def set_implementation(model: nn.Module, name: str) -> None:
 def apply(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
     """Put the mechanisms of `plan` (by layer name) into the model; returns what takes them out again.
 
-    Layers that the plan does not name stay softmax.
+    Layers that the plan does not name stay softmax. What is returned holds the model's parts as arguments, so that in a
+    copy or a pickle of the model it takes the copy back.
     """
     library = library_of(model)
     return {TRANSFORMERS: _apply_transformers, TIMM: _apply_timm, OWN: _apply_own}[library](model, plan)
@@ -183,10 +195,11 @@ def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], No
     setattr(model, PLAN, dict(plan))
     model.__dict__["_cumulant_undo"] = undo
     if library_of(model) == TRANSFORMERS:
-        config: Any = model.config
-        config.cumulant = {"layers": {name: choice.to_json() for name, choice in plan.items()}}
-        # Read by from_pretrained: without `register_transformers` it fails there, and never falls back to softmax.
-        config.attn_implementation = _one_name(plan) if whole else hf.MIXED
+        config = config_of(model)
+        if config is not None:
+            config.cumulant = {"layers": {name: choice.to_json() for name, choice in plan.items()}}
+            # Read by from_pretrained: without `register_transformers` it fails there, and never falls back to softmax.
+            config.attn_implementation = _one_name(plan) if whole else hf.MIXED
     elif isinstance(getattr(model, "config", None), dict):
         # `cumulant.train.save` writes the config: it must make this model, or none.
         stated: Any = model.config
@@ -195,6 +208,12 @@ def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], No
         same = whole and first.heads is None and all(choice == first for choice in plan.values())
         made = {**stated, "attention": first.attention, "attention_options": dict(first.options)}
         model.__dict__["config"] = made if same else None
+
+
+def config_of(model: nn.Module) -> Any:
+    """The config of a model of transformers; None for a module that holds such a model, and for other models."""
+    config = getattr(model, "config", None)
+    return config if hasattr(config, "_attn_implementation_internal") else None
 
 
 def count_own(model: nn.Module) -> int:
@@ -211,7 +230,7 @@ def _one_name(plan: Mapping[str, Choice]) -> str:
     """The registered implementation that computes this plan: a mechanism's own where all layers agree."""
     first = next(iter(plan.values()))
     same = all(choice == first for choice in plan.values()) and first.heads is None and not first.options
-    return first.attention if same else hf.MIXED
+    return first.attention if same and first.attention != SOFTMAX else hf.MIXED
 
 
 def forget(model: nn.Module) -> None:
@@ -222,11 +241,10 @@ def forget(model: nn.Module) -> None:
     delattr(model, PLAN)
     if "_cumulant_config" in model.__dict__:
         model.__dict__["config"] = model.__dict__.pop("_cumulant_config")
-    if library_of(model) == TRANSFORMERS:
-        config: Any = model.config
-        for name in ("cumulant", "attn_implementation"):
-            if name in config.__dict__:
-                delattr(config, name)
+    config = config_of(model)
+    for name in ("cumulant", "attn_implementation"):
+        if config is not None and name in config.__dict__:
+            delattr(config, name)
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -260,17 +278,17 @@ def _apply_transformers(model: nn.Module, plan: Mapping[str, Choice]) -> Callabl
         elif hasattr(module, hf.TAG):
             setattr(module, hf.TAG, KEPT)
     set_implementation(model, hf.MIXED)
+    return partial(_undo_transformers, configs, tags)
 
-    def undo() -> None:
-        for config, old in configs:
-            config._attn_implementation_internal = old
-        for module, tag in tags:
-            if tag is not None:
-                setattr(module, hf.TAG, tag)
-            elif hasattr(module, hf.TAG):
-                delattr(module, hf.TAG)
 
-    return undo
+def _undo_transformers(configs: list[tuple[Any, str]], tags: list[tuple[nn.Module, Choice | None]]) -> None:
+    for config, old in configs:
+        config._attn_implementation_internal = old
+    for module, tag in tags:
+        if tag is not None:
+            setattr(module, hf.TAG, tag)
+        elif hasattr(module, hf.TAG):
+            delattr(module, hf.TAG)
 
 
 def _apply_timm(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
@@ -280,19 +298,28 @@ def _apply_timm(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], No
         before.append((name, old))
         source = old.original() if isinstance(old, layers.ConvertedAttention) else old
         model.set_submodule(name, layers.converted(source, choice))
+    return partial(_undo_timm, model, before)
 
-    def undo() -> None:
-        for name, module in before:
-            model.set_submodule(name, module)
 
-    return undo
+def _undo_timm(model: nn.Module, before: list[tuple[str, nn.Module]]) -> None:
+    for name, module in before:
+        replaced = model.get_submodule(name)
+        if isinstance(replaced, layers.ConvertedAttention):
+            replaced.hand_back()
+        model.set_submodule(name, module)
 
 
 def _apply_own(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
-    undone = [own.swap(name, model.get_submodule(name), choice) for name, choice in plan.items()]
+    undone: list[Callable[[], None]] = []
+    try:
+        for name, choice in plan.items():
+            undone.append(own.swap(name, model.get_submodule(name), choice))
+    except BaseException:
+        _undo_own(undone)
+        raise
+    return partial(_undo_own, undone)
 
-    def undo() -> None:
-        for restore in undone:
-            restore()
 
-    return undo
+def _undo_own(undone: list[Callable[[], None]]) -> None:
+    for restore in undone:
+        restore()

@@ -44,6 +44,23 @@ class HeadSums:
             torch.maximum(self.largest, other.largest),
         )
 
+    def beside(self, other: HeadSums) -> HeadSums:
+        """The heads of both, those of `other` last."""
+
+        def joined(a: dict[int, Tensor], b: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {n: torch.cat((a[n], b[n])) for n in a}
+
+        return HeadSums(
+            torch.cat((self.queries, other.queries)),
+            torch.cat((self.size, other.size)),
+            joined(self.error, other.error),
+            joined(self.mean_error, other.mean_error),
+            joined(self.left_out, other.left_out),
+            joined(self.negative, other.negative),
+            torch.cat((self.variance, other.variance)),
+            torch.cat((self.largest, other.largest)),
+        )
+
     def spread(self) -> list[float]:
         """Root mean variance of the logits over the keys: the small parameter of the expansion."""
         return (self.variance / self.queries).sqrt().tolist()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inputs import without_autocast
 from ..nn import AxialAttention, MultiheadAttention
 from ..zoo.registry import Mechanism
 
@@ -109,7 +110,8 @@ class OwnCall:
     def _plain(self, query: Tensor, key: Tensor, heads: Any, mask: bool = True) -> Tensor:
         query, key = (_wide(z[..., heads, :, :]) for z in (query, key))
         shared: dict[str, Any] = {"key_mask": self.key_mask if mask else None, "is_causal": False}
-        return self.layer.weights_of(self.layer.mix, query, key, {}, heads, **shared)
+        with without_autocast(query.device.type):  # which would round wide numbers again
+            return self.layer.weights_of(self.layer.mix, query, key, {}, heads, **shared)
 
     def _axial(self, layer: AxialAttention, rows: list[int], heads: Rows) -> Tensor:
         """Half of the heads look along time, the others within a frame: only those sequences are formed."""
@@ -170,7 +172,8 @@ class FusedCall:
         positions = list(range(self.queries)) if rows is None else rows
         some = slice(None) if heads is None else heads
         query, key = self.query[..., some, :, :][..., positions, :], key[..., some, :, :]
-        logits = (_wide(query) * self.scale) @ _wide(key).mT
+        with without_autocast(query.device.type):
+            logits = (_wide(query) * self.scale) @ _wide(key).mT
         if self.is_causal:
             at = torch.tensor(positions, device=logits.device)
             seen = torch.arange(key.shape[-2], device=logits.device) <= at[:, None]
@@ -210,10 +213,11 @@ class ConvertedCall:
         call, alone = self.call, not self.call.is_causal and not self.choice.around_mean
         query = call.query if rows is None or not alone else call.query[..., rows, :]
         own = call.key_mask if self.choice.around_mean and self.queries == call.key.shape[-2] else None
-        A = weights(
-            self.choice, _wide(query), _wide(call.key), key_mask=call.key_mask, is_causal=call.is_causal,
-            scale=call.scale, query_mask=own,
-        )  # fmt: skip
+        with without_autocast(query.device.type):
+            A = weights(
+                self.choice, _wide(query), _wide(call.key), key_mask=call.key_mask, is_causal=call.is_causal,
+                scale=call.scale, query_mask=own,
+            )  # fmt: skip
         return _select(A, None if alone else rows, heads)
 
 

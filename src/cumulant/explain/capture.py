@@ -21,6 +21,10 @@ from .clip import over_clip
 from .sites import CONVERTED, FUSED, OWN, Site, TokenLayout, find_sites, layout_of, numbered
 
 MAX_BYTES = 2**31
+NO_WEIGHTS = (
+    "has shown no weights: call the model inside `with capture(model) as captured:`, and let a timm or transformers "
+    'model use fused attention (transformers: attn_implementation="sdpa")'
+)
 Call = OwnCall | FusedCall | ConvertedCall
 
 
@@ -53,10 +57,7 @@ class Captured:
         if layer not in self.layers:
             raise ValueError(f"layer must be one of {self.layers}, the layers asked for, got {layer}")
         if layer not in self._maps:
-            raise RuntimeError(
-                f"layer {layer} has shown no weights: call the model inside `with capture(model) as captured:`, and "
-                'let a timm or transformers model use fused attention (transformers: attn_implementation="sdpa")'
-            )
+            raise RuntimeError(f"layer {layer} {NO_WEIGHTS}")
         parts = self._maps[layer]
         if len(parts) > 1:
             self._maps[layer] = parts = [torch.cat(parts)]
@@ -115,10 +116,15 @@ class capture:  # noqa: N801  # used like a function: `with capture(model) as ca
         sites = find_sites(model)
         numbers = numbered("layers", layers, len(sites))
         self.model, self.images, self.heads, self.max_bytes = model, images, heads, max_bytes
+        numbers = list(dict.fromkeys(numbers))
         self.sites = [sites[number] for number in numbers]
         for site in self.sites:
             numbered(f"heads of layer {site.number}", heads, site.heads)
-        asked = None if queries is None or isinstance(queries, str) else [int(q) for q in queries]
+        asked = (
+            None
+            if queries is None or isinstance(queries, str)
+            else [q if isinstance(q, float) else int(q) for q in queries]
+        )
         self.captured = Captured(numbers, asked)
         self._stack = ExitStack()
         self._kept = 0
@@ -139,6 +145,7 @@ class capture:  # noqa: N801  # used like a function: `with capture(model) as ca
     def _keep(self, site: Site, call: Call, layout: TokenLayout) -> None:
         asked = self.captured._asked
         rows = None if asked is None else numbered("queries", asked, layout.count)
+        self.captured._asked = rows  # counted from the start from here on
         heads = None if self.heads is None else [h % site.heads for h in self.heads]
         parts = {"space": layout.grid[0], "time": layout.grid[-2] * layout.grid[-1]}.get(site.axes, 1)
         count = layout.count if rows is None else len(rows)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import Call, Captured, watching
+from ..inputs import without_autocast
+from .capture import NO_WEIGHTS, Call, Captured, watching
 from .heads import plain_output, unfolded
 from .sites import Site, TokenLayout, find_sites, output_projection
 
@@ -37,7 +38,7 @@ def rollout(captured: Captured, *, sign: str = "absolute", residual: float = 0.5
     if captured.queries != list(range(captured.tokens.count)):
         raise ValueError('rollout needs the rows of all tokens: capture(model, queries="all")')
     flow: Tensor | None = None
-    for layer in captured.layers:
+    for layer in sorted(captured.layers):
         A = unsigned(captured.maps(layer).mean(1), sign)
         step = residual * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device) + (1 - residual) * A
         flow = step if flow is None else step @ flow
@@ -101,29 +102,41 @@ def relevance(
             stack.callback(hook.remove)
         stack.enter_context(watching(model, sites, see))
         logits = logits_of(model(images.detach().requires_grad_(images.is_floating_point())))
-        if target is None:
-            chosen = logits.argmax(-1)
-        else:
-            chosen = torch.as_tensor(target, device=logits.device).expand(logits.shape[0])
+        chosen = logits.argmax(-1) if target is None else _classes(target, logits)
         score = logits.gather(-1, chosen[:, None]).sum()
         order = [site.number for site in sites if site.number in outputs]
         gradients = torch.autograd.grad(score, [outputs[n] for n in order], allow_unused=True)
     with torch.no_grad():
         R: Tensor | None = None
         for number, gradient in zip(order, gradients, strict=True):
-            A = calls[number].weights()
+            if number not in calls:
+                raise RuntimeError(f"layer {number} ({sites[number].name}) {NO_WEIGHTS}")
+            A, value = calls[number].weights(), calls[number].value()
             if R is None:
                 R = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand(A.shape[0], -1, -1)
             if gradient is None:
                 continue
             heads = gradient.unflatten(-1, (sites[number].heads, -1)).transpose(-3, -2)
-            G = heads.to(A.dtype) @ calls[number].value().to(A.dtype).mT
-            if centred:
-                G = G - (A * G).sum(-1, keepdim=True)
-            E = A * G if evidence == "for" else -(A * G)
-            R = R + E.clamp(min=0).mean(1) @ R
+            with without_autocast(A.device.type):
+                G = heads.to(A.dtype) @ value.to(A.dtype).mT
+                if centred:
+                    G = G - (A * G).sum(-1, keepdim=True)
+                E = A * G if evidence == "for" else -(A * G)
+                R = R + E.clamp(min=0).mean(1) @ R
     assert R is not None
     return R
+
+
+def _classes(target: Tensor | int, logits: Tensor) -> Tensor:
+    """The class (B,) of each image whose logits (B, K) these are."""
+    count, classes = logits.shape[0], logits.shape[-1]
+    chosen = torch.as_tensor(target, device=logits.device)
+    whole = not chosen.is_floating_point() and chosen.shape in ((), (count,))
+    if not whole or bool(((chosen < 0) | (chosen >= classes)).any()):
+        raise ValueError(
+            f"target must be a class from 0 to {classes - 1}, or one for each of the {count} images, got {target}"
+        )
+    return chosen.long().expand(count)
 
 
 def token_map(flow: Tensor, tokens: TokenLayout, row: int | str = "auto") -> Tensor:

@@ -86,6 +86,8 @@ def importance_map(importance: Mapping[str, Tensor]) -> Any:
         order = values.flatten().nan_to_num(-1e30).argsort(descending=True).argsort().reshape(values.shape) + 1
         for i in range(layers):
             for h in range(heads):
+                if bool(values[i, h].isnan()):  # a layer with fewer heads than others
+                    continue
                 share = float(values[i, h]) / end
                 dark = abs(share) > 0.6 if signed else share < 0.55
                 place.text(h, i, int(order[i, h]), ha="center", va="center", fontsize=6, color="white" if dark else INK)

@@ -112,8 +112,9 @@ def block_mask(layout: TokenLayout, block: str, distance: int | None = None) -> 
 
 
 def plain_output(site: Site) -> bool:
-    """Whether the heads' outputs enter the output projection as they are."""
-    return all(isinstance(getattr(site.module, name, None), nn.Identity | None) for name in ("norm", "gate"))
+    """Whether the heads' outputs enter the output projection as they are: no norm, no gate of layer or mechanism."""
+    own = all(isinstance(getattr(site.module, name, None), nn.Identity | None) for name in ("norm", "gate"))
+    return own and getattr(getattr(site.module, "mix", None), "gate", None) is None
 
 
 @contextmanager

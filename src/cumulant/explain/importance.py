@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..convert.inputs import evaluating
+from .capture import capture
 from .flow import logits_of
 from .heads import block_off, head_off
 from .metrics import patch_distances
@@ -34,16 +36,14 @@ class Answers:
 @torch.no_grad()
 def answers(model: nn.Module, images: Tensor, batch_size: int = 256) -> Answers:
     """Logits and features of all images, batch by batch, in evaluation mode."""
-    was_training = model.training
-    model.eval()
     head, kept = _classifier(model), list[Tensor]()
     hook = head.register_forward_pre_hook(lambda _, args: kept.append(args[0])) if head is not None else None
     try:
-        logits = torch.cat([logits_of(model(part)).float() for part in images.split(batch_size)])
+        with evaluating(model):
+            logits = torch.cat([logits_of(model(part)).float() for part in images.split(batch_size)])
     finally:
         if hook is not None:
             hook.remove()
-        model.train(was_training)
     return Answers(logits, torch.cat(kept).float() if kept else None)
 
 
@@ -100,6 +100,7 @@ def head_importance(
     sites = find_sites(model)
     before = answers(model, images, batch_size)
     labels = before.logits.argmax(-1) if labels is None else labels
+    _check_labels(labels, before.logits)
     width = max(site.heads for site in sites)
     shape = (len(sites), width, len(images))
     found = {name: torch.full(shape, math.nan, dtype=torch.float64, device=labels.device) for name in IMPORTANCE}
@@ -118,15 +119,17 @@ def partial_importance(
 ) -> dict[str, dict[str, float]]:
     """Which part of a head's map carries its importance: measures of `changes` for each block left out, and `lost`,
     the mean weight that went missing from the rows concerned. "whole head" is the head itself for comparison."""
-    layout = expected_layout(model)
-    if layout is None:
+    if expected_layout(model) is None:
         raise ValueError(f"{type(model).__name__} does not tell the grid of its patches")
+    with evaluating(model), capture(model, images[:1], layers=[head[0]], queries=[0]) as captured:
+        layout = captured.tokens  # that of these images, which may be of another size than the model was made for
     blocks: list[tuple[str, int | None]] = [("patches to patches", None)]
     if layout.prefix:
         blocks = [("class to patches", None), ("patches to class", None), *blocks]
     hops = int(patch_distances(layout.grid).max())
     blocks += [("patches at distance", k) for k in range(hops + 1)]
     before = answers(model, images, batch_size)
+    _check_labels(labels, before.logits)
     found: dict[str, dict[str, float]] = {}
 
     def measure(name: str, pruned: AbstractContextManager, lost: list[Tensor]) -> None:
@@ -169,7 +172,9 @@ def pruning_curve(
     accuracy = []
     for count in counts:
         with head_off(model, order[:count]) if count else nullcontext():
-            right = answers(model, images).logits.argmax(-1) == labels
+            logits = answers(model, images).logits
+            _check_labels(labels, logits)
+            right = logits.argmax(-1) == labels
         accuracy.append(float(right.double().mean()))
     return PruningCurve(tuple(order), tuple(counts), tuple(accuracy))
 
@@ -222,6 +227,12 @@ def _ranks(x: Tensor) -> Tensor:
     smaller = (x[None, :] < x[:, None]).sum(-1)
     same = (x[None, :] == x[:, None]).sum(-1)
     return smaller + (same - 1) / 2
+
+
+def _check_labels(labels: Tensor, logits: Tensor) -> None:
+    """Refuse labels that are not one class for each row of logits (N, K)."""
+    if labels.shape != logits.shape[:1]:
+        raise ValueError(f"labels must be ({logits.shape[0]},), one for each image, got {tuple(labels.shape)}")
 
 
 def _loss(said: Answers, labels: Tensor) -> Tensor:

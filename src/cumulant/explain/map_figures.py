@@ -86,7 +86,7 @@ def layer_grid(
     Each layer has a colour scale of its own, as deeper layers are often sharper; `shared_scale` takes one for all.
     """
     tokens, layers = captured.tokens, captured.layers
-    at = captured.queries.index(query)
+    at = _row_of(captured, query)
     rows = [captured.maps(layer)[item, :, at] for layer in layers]
     heads = max(len(row) for row in rows)
     negative = any(float(row.min()) < 0 for row in rows)
@@ -184,9 +184,13 @@ def draw_image(axes: Any, image: Tensor, tokens: TokenLayout, query: int | None 
 
 def one_row(captured: Captured, layer: int, head: int, query: int, item: int = 0) -> Tensor:
     """Weights (L,) of a captured query."""
+    return captured.maps(layer)[item, head, _row_of(captured, query)]
+
+
+def _row_of(captured: Captured, query: int) -> int:
     if query not in captured.queries:
         raise ValueError(f"query must be one that was captured, {captured.queries[:8]}..., got {query}")
-    return captured.maps(layer)[item, head, captured.queries.index(query)]
+    return captured.queries.index(query)
 
 
 def scale_end(values: Tensor) -> float:

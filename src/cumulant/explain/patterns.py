@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .capture import Captured
 
 SIDE = 16
+TINY = 1e-12  # maps that vary less are all alike
 CODES = ("autoencoder", "pca")
 
 
@@ -185,30 +186,38 @@ def find_patterns(
     """Clusters of maps (M, s, s), as `flat_maps` gives them.
 
     Clusters are found among codes whose coordinates count by how much of the maps they explain. Every fifth map is kept
-    from fitting the code, and both errors are measured on those (on all where there are fewer than 50).
+    from fitting the code, and both errors are measured on those (on all where there are fewer than 50). Where fewer
+    maps than `clusters` differ there are as many clusters as that, and no more numbers in a code than maps.
     """
     if method not in CODES:
         raise ValueError(f"method must be one of {', '.join(map(repr, CODES))}, got {method!r}")
     if not 1 <= clusters <= len(maps):
         raise ValueError(f"clusters must be between 1 and the number of maps, {len(maps)}, got {clusters}")
+    if len(maps) < 2 or not bool(maps.isfinite().all()):
+        raise ValueError(f"maps must be 2 or more without NaN, got {tuple(maps.shape)}")
     held = torch.arange(len(maps)) % 5 == 4
     fitted, tested = (maps[~held], maps[held]) if len(maps) >= 50 else (maps, maps)
-    variance = (tested - tested.mean(0)).square().mean()
+    code = min(code, len(fitted))
+    variance = float((tested - tested.mean(0)).square().mean())
+
+    def lost(back: Tensor) -> float:
+        return float((back - tested).square().mean()) / variance if variance > TINY else 0.0
+
     _, components, mean = pca(fitted.flatten(1), code)
 
     def back(x: Tensor) -> Tensor:
         return ((x.flatten(1) - mean) @ components.mT @ components + mean).reshape(x.shape)
 
-    pca_error = float((back(tested) - tested).square().mean() / variance)
+    pca_error = lost(back(tested))
     error, codes = pca_error, (maps.flatten(1) - mean) @ components.mT
     if method == "autoencoder":
         coder = train_coder(fitted, code, seed=seed, steps=steps)
         with torch.no_grad():
-            error = float((coder(tested)[1] - tested).square().mean() / variance)
+            error = lost(coder(tested)[1])
             codes = coder(maps)[0] * coder.out.norm(dim=0)
     codes = (codes - codes.mean(0)) / codes.std().clamp(min=1e-12)
-    labels = kmeans(codes, clusters, seed=seed)
-    centres = torch.stack([maps[labels == k].mean(0) for k in range(clusters)])
+    labels = kmeans(codes, clusters, seed=seed).unique(return_inverse=True)[1]
+    centres = torch.stack([maps[labels == k].mean(0) for k in range(int(labels.max()) + 1)])
     owner = torch.zeros(len(maps), 3, dtype=torch.long) if owner is None else owner
     return Patterns(labels, codes, pca(codes, 2)[0], owner, centres, error, pca_error)
 

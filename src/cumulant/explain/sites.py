@@ -11,8 +11,11 @@ from torch import nn
 from ..models import ViViT
 from ..nn import MultiheadAttention
 
-QKV_NAMES = (("qkv",), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
-OUTPUT_NAMES = ("proj", "o_proj", "out_proj", "dense")
+QKV_NAMES = (
+    *(("qkv",), ("Wqkv",), ("qkv_proj",), ("query_key_value",), ("c_attn",)),
+    *(("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"), ("query", "key", "value")),
+)
+OUTPUT_NAMES = ("proj", "o_proj", "out_proj", "dense", "c_proj", "out_lin", "Wo")
 HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads")
 OWN, CONVERTED, FUSED = "own", "converted", "fused"
 
@@ -69,8 +72,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     for name, module in model.named_modules():
         kind = _kind(module)
         if kind is not None:
-            heads = next(int(getattr(module, key)) for key in HEAD_NAMES if hasattr(module, key))
-            sites.append(Site(len(sites), name, module, heads, kind, _axes(name, video)))
+            sites.append(Site(len(sites), name, module, _heads(module), kind, _axes(name, video)))
     if not sites:
         raise ValueError(
             f"{type(model).__name__} has no attention layer that can be looked into: no "
@@ -144,7 +146,7 @@ def output_projection(model: nn.Module, site: Site) -> nn.Module:
                 found = model.get_submodule(f"{parent}.{child}" if parent else child)
             except AttributeError:
                 continue
-            if isinstance(found, nn.Linear):
+            if _is_projection(found):
                 return found
     raise ValueError(f"layer {site.number} ({site.name}) has no output projection named {', '.join(OUTPUT_NAMES)}")
 
@@ -153,6 +155,8 @@ def numbered(name: str, wanted: list[int] | None, count: int) -> list[int]:
     """The numbers asked for, or all; negative ones count from the end."""
     if wanted is None:
         return list(range(count))
+    if isinstance(wanted, int):
+        raise ValueError(f"{name} must be a list of numbers or None, got {wanted}")
     for number in wanted:
         if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
             raise ValueError(f"{name} must be numbers from 0 to {count - 1}, got {number!r}")
@@ -165,8 +169,22 @@ def _kind(module: nn.Module) -> str | None:
     if type(module).__module__.startswith("cumulant.convert") and hasattr(module, "choice"):
         return CONVERTED if hasattr(module, "num_heads") else None
     children = dict(module.named_children())
-    projects = any(all(isinstance(children.get(part), nn.Linear) for part in parts) for parts in QKV_NAMES)
-    return FUSED if projects and any(hasattr(module, key) for key in HEAD_NAMES) else None
+    projects = any(all(_is_projection(children.get(part)) for part in parts) for parts in QKV_NAMES)
+    return FUSED if projects and _heads(module) else None
+
+
+def _is_projection(module: nn.Module | None) -> bool:
+    """A linear layer, or one of GPT-2, which have a class of their own in transformers."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _heads(module: nn.Module) -> int:
+    """Number of heads, which many decoders of transformers leave to their config; 0 where neither says."""
+    for owner in (module, getattr(module, "config", None)):
+        for key in HEAD_NAMES:
+            if isinstance(getattr(owner, key, None), int):
+                return int(getattr(owner, key))
+    return 0
 
 
 def _axes(name: str, video: list[tuple[str, ViViT]]) -> str:

@@ -50,12 +50,22 @@ def pyplot() -> Any:
 
 
 def styled(function: F) -> F:
-    """A function that draws in the style of this room; the caller's own settings are left alone."""
+    """A function that draws in the style of this room; the caller's own settings are left alone.
+
+    Where it fails, what it had begun is closed: pyplot would keep it.
+    """
 
     @functools.wraps(function)
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        with pyplot().rc_context(RC):
-            return function(*args, **kwargs)
+        plt = pyplot()
+        open_before = set(plt.get_fignums())
+        with plt.rc_context(RC):
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                for number in set(plt.get_fignums()) - open_before:
+                    plt.close(number)
+                raise
 
     return drawn  # type: ignore[return-value]
 
