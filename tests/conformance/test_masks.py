@@ -106,6 +106,13 @@ def test_no_queries_give_no_rows_and_no_keys_give_zero(name, queries, keys):
     assert (out == 0).all()
 
 
+@having("cross", "weights")
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
+def test_weights_without_queries_or_keys_are_empty(name, queries, keys):
+    query, key, _ = tokens(queries, keys)
+    assert zoo.get(name).scores(query, key).shape == (2, 2, queries, keys)
+
+
 @calls()
 def test_one_token_is_finite(name, is_causal):
     assert zoo.get(name)(*tokens(1, 1), is_causal=is_causal).isfinite().all()
@@ -147,7 +154,7 @@ def test_packed_cross_attention_is_a_loop_too(name):
 def test_offsets_that_do_not_fit_are_refused(name):
     query, key, value = (x[0].transpose(0, 1) for x in tokens(12, 12))
     with pytest.raises(ValueError, match=r"cu_seq_q must rise from 0 to the number of tokens, 12"):
-        zoo.get(name).varlen(query, key, value, bounds([4, 4]), bounds([12]))
+        zoo.get(name).varlen(query, key, value, bounds([4, 4]), bounds([4, 8]))
 
 
 @having(missing=("ragged",))

@@ -7,6 +7,7 @@ import torch
 from cases import DIM, GRID, HEADS, MODULES, NAMES, PREFIX, WITH_PARAMETERS, build, draw, extras, tokens
 
 from cumulant import zoo
+from cumulant.nn import MultiheadAttention
 
 TOKENS = PREFIX + GRID[0] * GRID[1]
 CAUSAL = [name for name in MODULES if zoo.get(name).causal]
@@ -69,6 +70,29 @@ def test_reset_parameters_gives_a_fresh_module_again(name):
         assert (a.count_nonzero() == 0) == (b.count_nonzero() == 0), key
         if a.count_nonzero() and a.numel() > 100:
             assert 0.5 < a.std() / b.std() < 2, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_on_the_meta_device_has_shapes_and_can_be_filled_later(name):
+    with torch.device("meta"):
+        layer = MultiheadAttention(
+            DIM, HEADS, attention=name, attention_options=WITH_PARAMETERS.get(name), grid_size=GRID, prefix=PREFIX
+        )
+        assert layer(torch.empty(2, TOKENS, DIM)).shape == (2, TOKENS, DIM)
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(float("nan"))
+    for module in layer.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    assert layer(draw(2, TOKENS, DIM, dtype=torch.float32)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n != "agent"])  # whose agents are pooled from patches
+def test_tokens_that_are_all_prefix_still_attend(name):
+    module = build(name, grid_size=None, prefix=3)
+    assert module(*inputs(3, 3), **extras(name, 3, grid=(1, 0), prefix=3)).isfinite().all()
 
 
 @pytest.mark.parametrize("name", MODULES)

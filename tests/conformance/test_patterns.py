@@ -111,6 +111,20 @@ def test_streaming_is_the_causal_form_row_by_row(name):
     torch.testing.assert_close(torch.cat(rows, -2), whole)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if isinstance(zoo.get(n).stream, type)])  # the zoo's own ones
+def test_a_stream_sums_in_float32_under_autocast(name):
+    """In bfloat16 a sum of 300 tokens no longer notices the next one."""
+    mechanism = zoo.get(name)
+    query, key, value = tokens(300, 300, heads=1, key_heads=1, batch=1)
+    options = fixed(name, 300)
+    whole = mechanism(query, key, value, is_causal=True, **options)[..., -20:, :]
+    stream = mechanism.stream(**options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        steps = [stream.step(*(x[..., t : t + 1, :].float() for x in (query, key, value))) for t in range(300)]
+    rows = torch.cat(steps[-20:], -2).double()
+    assert (rows - whole).norm() < 1e-4 * whole.norm()
+
+
 @having("streaming")
 def test_a_stream_keeps_a_state_of_constant_size(name):
     mechanism = zoo.get(name)

@@ -76,3 +76,13 @@ def test_scores_are_the_weights_that_mix_the_values(temperature):
 def test_what_has_no_two_axes_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_masks_broadcast_as_in_other_layers_and_those_that_do_not_fit_are_named():
+    module, x = layer(attention="rala"), tokens()
+    mask = torch.arange(24) % 5 != 0
+    out = module(x, key_mask=mask.expand(2, 24))
+    for narrow in (mask, mask[None]):
+        torch.testing.assert_close(module(x, key_mask=narrow), out)
+    with pytest.raises(ValueError, match=r"key_mask must have shape \(2, 24\).* got \(2, 23\)"):
+        module(x, key_mask=mask[1:].expand(2, 23))

@@ -77,6 +77,7 @@ def test_an_additive_mask_is_refused_for_its_negative_weights():
     ("arguments", "message"),
     [
         ({"order": 4}, "order must be 1, 2 or 3, got 4"),
+        ({"order": 2, "full": True}, "full=True takes the whole third cumulant and needs order=3, got order=2"),
         ({"normalization": "max"}, 'normalization must be "mean" or "sum", got \'max\''),
         ({"fold": "always"}, "fold must be \"auto\", True or False, got 'always'"),
         ({"attn_drop": 0.1}, "attn_drop=0.1"),
@@ -90,3 +91,11 @@ def test_bad_arguments_name_the_value(arguments, message):
 @pytest.mark.parametrize("fold", ["auto", False])
 def test_folding_never_changes_the_answer(fold):
     torch.testing.assert_close(layer(order=2, fold=fold)(tokens()), layer(order=2)(tokens()))
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([0.0, 0, -torch.inf, 0, 0]), torch.tensor([1, 1, 0, 1, 1])])
+def test_a_folded_layer_checks_its_mask_like_a_plain_one(mask):
+    refused = (ValueError, TypeError)
+    for fold in (False, True):
+        with pytest.raises(refused, match=r"key_mask .*must be"):
+            layer(order=2, fold=fold)(tokens(), attn_mask=mask.expand(2, 5))

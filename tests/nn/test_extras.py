@@ -125,6 +125,12 @@ def test_order_factors_weight_the_second_and_the_third_term(full, masked):
     torch.testing.assert_close(module(x, key_mask=mask), plain.proj(expected.transpose(1, 2).flatten(2)))
 
 
+def test_order_factors_of_a_context_without_tokens_give_the_bias():
+    module, x = layer(attention="cumulant3", temperature="order"), tokens(2, 14, 16)
+    set_factors(module, [0.3, 2.0], [1.7, 0.4])
+    torch.testing.assert_close(module(x, context=x[:, :0]), module.proj.bias.expand(x.shape))
+
+
 def test_order_factors_keep_causal_rows_causal():
     module, x = layer(attention="cumulant3", temperature="order"), tokens(1, 14, 16)
     set_factors(module, [0.3, 2.0], [1.7, 0.4])

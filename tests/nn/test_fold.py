@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from oracles import relative
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cumulant.kernels import launch
 from cumulant.nn import CumulantAttention
-from cumulant.nn.fold import pays
+from cumulant.nn.fold import _kept_blocks, pays
 
 
 def layers(dim=48, heads=4, dtype=torch.float64, **options):
@@ -142,3 +143,43 @@ def test_packed_sequences_refuse_what_they_cannot_honour():
 def test_no_packed_sequences_give_no_tokens():
     layer = CumulantAttention(32, 4, order=2, fold=True)
     assert layer.forward_packed(torch.zeros(0, 32), torch.tensor([0])).shape == (0, 32)
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, FakeTensorMode])
+def test_what_the_first_call_keeps_serves_later_training(first):
+    """Scores on validation data come before the first step; a count of the work runs on tensors without numbers."""
+    _kept_blocks.cache_clear()
+    with first():
+        layers(dtype=torch.float32)[1](torch.randn(2, 9, 48))
+    _, folded = layers(dtype=torch.float32)
+    folded(torch.randn(2, 9, 48)).sum().backward()
+    assert folded.qkv.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(9, 48), (2, 3, 9, 48)])
+def test_any_leading_dimensions_are_a_batch_where_it_folds_too(shape):
+    plain, folded = layers()
+    x = torch.randn(shape, dtype=torch.float64)
+    mask = torch.rand(shape[:-1]) < 0.7
+    torch.testing.assert_close(folded(x, attn_mask=mask), plain(x, attn_mask=mask))
+
+
+def test_transforms_of_torch_func_take_the_folded_layer():
+    plain, folded = layers()
+    x, direction = (torch.randn(3, 2, 9, 48, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close(torch.func.vmap(folded)(x), plain(x))
+    outcomes = (torch.func.jvp(layer, (x[0],), (direction[0],)) for layer in (plain, folded))
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b)
+    _kept_blocks.cache_clear()
+    parameters = dict(folded.named_parameters())
+    torch.func.grad(lambda p: torch.func.functional_call(folded, p, (x[0],)).sum())(parameters)
+    folded(x[0]).sum().backward()  # nothing of the transform is left
+
+
+def test_autocast_leaves_double_precision_alone_and_the_meta_device_has_shapes():
+    plain, folded = layers()
+    x = torch.randn(2, 9, 48, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(folded(x), plain(x))
+    assert folded.to("meta")(x.to("meta")).shape == x.shape

@@ -125,6 +125,7 @@ def test_autocast_to_bfloat16_stays_close(attention, qk_norm):
     [
         ({"dim": 10}, r"multiple of num_heads, got dim=10, num_heads=3"),
         ({"num_heads": 0}, r"num_heads=0"),
+        ({"attn_drop": -0.1}, r"attn_drop must be a probability between 0 and 1, got -0.1"),
         ({"attention": "sofmax"}, r"'sofmax'; did you mean 'softmax'\?"),
     ],
 )

@@ -354,3 +354,12 @@ def test_what_it_cannot_do_is_refused():
 def test_pooling_by_a_product_is_adaptive_pooling(grid, agents):
     x = torch.randn(2, 3, math.prod(grid), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(_pooled_by_product(x, grid, agents), _pooled(x, grid, agents))
+
+
+@pytest.mark.parametrize("weight", [1e-9, 1e9])
+def test_weights_beyond_the_range_of_float16_are_weights(weight):
+    """They cancel: only their ratios count."""
+    inputs = [x.half() for x in draw((1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))]
+    mask = torch.tensor([[1.0, 2, 0, 1, 1, 3, 1, 1, 0]])
+    scaled, plain = (AGENT(*inputs, key_mask=factor * mask) for factor in (weight, 1))
+    torch.testing.assert_close(scaled, plain, rtol=0.02, atol=0.02)

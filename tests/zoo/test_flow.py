@@ -119,6 +119,12 @@ def test_the_clamp_matters():
     assert not torch.allclose(FLOW(query, key, value), FLOW(query, key, value, clamp=None))
 
 
+def test_a_negative_clamp_is_refused():
+    """It would set all sources alike, and no competition were left."""
+    with pytest.raises(ValueError, match=r"clamp must not be negative .*got -1"):
+        zoo.get("flow")(*draw((1, 1, 5, 4), (1, 1, 5, 4), (1, 1, 5, 4)), clamp=-1.0)
+
+
 def test_a_query_that_is_masked_does_not_act_on_other_rows():
     query, key, value = draw((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4))
     mask = torch.arange(8)[None] < 5
@@ -133,3 +139,15 @@ def test_integer_weights_mean_repeated_sources():
     weighted = FLOW(query, key, value, key_mask=repeats[None].double())
     repeated = FLOW(query, key.repeat_interleave(repeats, -2), value.repeat_interleave(repeats, -2))
     torch.testing.assert_close(weighted, repeated)
+
+
+def test_keys_before_the_first_query_that_counts_take_their_share_of_the_competition():
+    """Such a key has no flow to conserve; it must not win over all later ones for that."""
+    query, key, value = draw((1, 1, 6, 4), (1, 1, 6, 4), (1, 1, 6, 3))
+    mask = torch.tensor([[False, False, True, True, True, True]])
+    key.requires_grad_()
+    options = {"query_mask": mask, "is_causal": True, "clamp": None}
+    weights = zoo.get("flow").scores(query, key, **options)
+    assert (weights[0, 0, 5, 2:] > 0.01).all()
+    (gradient,) = torch.autograd.grad(zoo.get("flow")(query, key, value, **options)[..., 2:, :].sum(), key)
+    assert gradient.abs().max() < 10

@@ -167,3 +167,9 @@ def test_frames_of_a_clip_are_convolved_one_by_one():
 def test_an_even_kernel_is_refused(kernel):
     with pytest.raises(ValueError, match=f"odd and positive, got {kernel}"):
         FocusedLinearAttention(16, 2, kernel=kernel)
+
+
+@pytest.mark.parametrize("power", [0, -2.0])
+def test_a_power_that_does_not_focus_is_refused(power):
+    with pytest.raises(ValueError, match=f"power must be positive, got {power}"):
+        FOCUSED(*draw((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4)), power=power)

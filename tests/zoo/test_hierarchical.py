@@ -345,3 +345,10 @@ def test_a_layer_refuses_what_it_cannot_build():
     query, key, value = draw((1, 1, 9, 4), (1, 1, 5, 4), (1, 1, 5, 4))
     with pytest.raises(ValueError, match="'hierarchical' has no cross attention"):
         HSA(query, key, value)
+
+
+def test_a_tree_given_to_a_layer_survives_the_meta_device():
+    with torch.device("meta"):
+        module = HierarchicalAttention(8, 2, tree=[[0, 1], [2, 3]])
+    inputs = draw((1, 2, 4, 4), (1, 2, 4, 4), (1, 2, 4, 4))
+    torch.testing.assert_close(module(*inputs), HierarchicalAttention(8, 2, tree=[[0, 1], [2, 3]])(*inputs))

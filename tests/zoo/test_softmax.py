@@ -89,3 +89,18 @@ def test_integer_weights_mean_repeated_tokens():
     repeats = torch.tensor([1, 2, 3])
     repeated = SOFTMAX(query, key.repeat_interleave(repeats, -2), value.repeat_interleave(repeats, -2))
     torch.testing.assert_close(weighted, repeated)
+
+
+def test_scores_of_half_precision_are_those_of_its_tokens_in_float64():
+    """Logits beyond the range of float16 included, as in the fused kernels."""
+    query, key = (100 * x.half() for x in draw((1, 2, 6, 64), (1, 2, 6, 64)))
+    for tokens in ((query, key), (query, query)):
+        exact = SOFTMAX.scores(*(x.double() for x in tokens))
+        torch.testing.assert_close(SOFTMAX.scores(*tokens).double(), exact, rtol=1e-3, atol=1e-6)
+
+
+def test_weights_of_sixteen_bits_keep_their_logarithm():
+    query, key = draw((1, 1, 5, 8), (1, 1, 9, 8))
+    weights = (torch.rand(1, 9, dtype=torch.float64) * 1e-3).bfloat16()
+    exact = SOFTMAX.scores(query, key, key_mask=weights.double())
+    torch.testing.assert_close(SOFTMAX.scores(query, key, key_mask=weights), exact)

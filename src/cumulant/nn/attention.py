@@ -84,6 +84,8 @@ class MultiheadAttention(nn.Module):
         if num_heads < 1 or dim < 1 or dim % num_heads:
             raise ValueError(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={num_heads}")
         self.mechanism = zoo.get(attention)
+        if not 0 <= attn_drop <= 1:
+            raise ValueError(f"attn_drop must be a probability between 0 and 1, got {attn_drop}")
         if attn_drop and not self.mechanism.dropout:
             raise ValueError(
                 f"attn_drop={attn_drop}, but {attention!r} forms no probabilities to drop; "

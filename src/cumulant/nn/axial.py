@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inputs import check_mask
 from .attention import MultiheadAttention
 
 Grid = tuple[int, ...]
@@ -59,7 +60,7 @@ class AxialAttention(MultiheadAttention):
         for axis, mix in enumerate(self.mixers()):
             heads = self._heads_of(axis)
             q, k, v = (_rows(z[:, heads], grid, axis) for z in (query, key, value))
-            mask = _row_mask(key_mask, grid, axis)
+            mask = _row_mask(key_mask, key, grid, axis)
             options = self.call_options(self._input_of(x, grid, axis), mask, _axis_grid(grid, axis), 0)
             out = mix(q, k, v, key_mask=mask, is_causal=False, **options)
             out = self.mix_in_mean(out, q, k, v, heads, key_mask=mask, is_causal=False)
@@ -82,7 +83,7 @@ class AxialAttention(MultiheadAttention):
         for axis, mix in enumerate(self.mixers()):
             heads = self._heads_of(axis)
             q, k = (_rows(z[:, heads], grid, axis) for z in (query, key))
-            mask = _row_mask(key_mask, grid, axis)
+            mask = _row_mask(key_mask, key, grid, axis)
             options = self.call_options(None, mask, _axis_grid(grid, axis), 0)
             A = self.weights_of(mix, q, k, options, heads, key_mask=mask, is_causal=False)
             count = grid[1] * grid[2] if axis == 0 else grid[0]  # sequences of a clip along this axis
@@ -130,9 +131,13 @@ def _rows(x: Tensor, grid: Grid, axis: int) -> Tensor:
     return (x.permute(0, 3, 1, 2, 4) if axis == 0 else x.permute(0, 2, 1, 3, 4)).flatten(0, 1)
 
 
-def _row_mask(key_mask: Tensor | None, grid: Grid, axis: int) -> Tensor | None:
-    """(B, T S) as (B S, T) or (B T, S)."""
-    return None if key_mask is None else _rows(key_mask[:, None, :, None], grid, axis)[:, 0, :, 0]
+def _row_mask(key_mask: Tensor | None, key: Tensor, grid: Grid, axis: int) -> Tensor | None:
+    """The mask of key (B, H, T S, D), which broadcasts to (B, T S), as (B S, T) or (B T, S)."""
+    if key_mask is None:
+        return None
+    check_mask(key_mask, key, key.shape[:1])
+    whole = key_mask.expand(key.shape[0], key.shape[-2])
+    return _rows(whole[:, None, :, None], grid, axis)[:, 0, :, 0]
 
 
 def _tokens(x: Tensor, grid: Grid, axis: int) -> Tensor:

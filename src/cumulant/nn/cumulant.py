@@ -5,6 +5,7 @@ Shape legend: B batch, L tokens, T packed tokens, C width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attention_varlen
-from ..inputs import offsets
+from ..inputs import check_mask, offsets
 from .attention import MultiheadAttention, check_extras
 from .fold import folded_attention, pays
 
@@ -57,6 +58,8 @@ class CumulantAttention(MultiheadAttention):
     ) -> None:
         if order not in (1, 2, 3):
             raise ValueError(f"order must be 1, 2 or 3, got {order!r}")
+        if full and order != 3:
+            raise ValueError(f"full=True takes the whole third cumulant and needs order=3, got order={order}")
         if fold not in ("auto", True, False):
             raise ValueError(f'fold must be "auto", True or False, got {fold!r}')
         check_extras(extras)
@@ -101,6 +104,8 @@ class CumulantAttention(MultiheadAttention):
         key_mask = as_key_mask(attn_mask, x)
         if self._folds(x, is_causal):
             self._check_width("x", x)
+            if key_mask is not None:
+                check_mask(key_mask, x, x.shape[:-2])
             return self.proj_drop(self._folded(x, key_mask))
         return super().forward(x, key_mask=key_mask, is_causal=is_causal, grid=grid, prefix=prefix)
 
@@ -129,6 +134,9 @@ class CumulantAttention(MultiheadAttention):
         return self.proj_drop(self.proj(self.norm(out.flatten(-2))))
 
     def _folded(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        if x.ndim != 3:  # with fold=True: any leading dimensions are a batch
+            rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+            return self._folded(rows, None if key_mask is None else key_mask.reshape(rows.shape[:-1])).reshape(x.shape)
         return folded_attention(
             x, self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias, self.num_heads,
             self.head_dim**-0.5, key_mask,

@@ -142,7 +142,7 @@ def toward_mean(
     normalization: str = "mean",
 ) -> Tensor:
     """g out + (1 - g) <v>, with the mean over the same keys as `out` (..., H, L, D)."""
-    if key_mask is None and not is_causal and normalization == "mean":
+    if key_mask is None and not is_causal and normalization == "mean" and value.shape[-2]:
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
         mean = value.mean(-2, keepdim=True, dtype=wide)
     else:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..inputs import in_autocast_dtype, transformed, without_autocast
 from ..kernels import launch
 from ..moments import ratio, statistics_dtype
 
@@ -52,10 +53,8 @@ def folded_attention(
 
     Under autocast x takes its dtype, as it would in a projection; the statistics do not.
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
+    (x,) = in_autocast_dtype(x)
+    with without_autocast(x.device.type):
         return _folded(x, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, weights)
 
 
@@ -75,7 +74,8 @@ def _folded(
     Wq, Wk, Wv = qkv_weight.split(C)
     # Every head's S_h lies on the diagonal of Wv G Wk^T. The other blocks are computed only to be dropped: that
     # costs less time than gathering the heads from strided memory.
-    blocks = _diagonal_blocks if torch.compiler.is_compiling() else _kept_blocks
+    plain = type(x) is Tensor and not torch.compiler.is_compiling() and not transformed()
+    blocks = _kept_blocks if plain else _diagonal_blocks
     S = (_times(Wv, G) @ Wk.mT) * blocks(C, num_heads, scale, dtype, x.device)  # (B, C, C): value, key
     M = _times(proj_weight, S @ Wq)
     inner = F.linear(mean, Wv)
@@ -83,7 +83,8 @@ def _folded(
         bq, _, bv = qkv_bias.to(dtype).split(C)
         inner = inner + S @ bq + bv * present
     c = F.linear(inner, proj_weight, None if proj_bias is None else proj_bias.to(dtype))
-    return _Affine.apply(x, M.to(x.dtype), c.to(x.dtype))
+    M, c = M.to(x.dtype), c.to(x.dtype)
+    return torch.baddbmm(c.unsqueeze(-2), x, M.mT) if transformed() else _Affine.apply(x, M, c)
 
 
 def _times(W: Tensor, X: Tensor) -> Tensor:
@@ -97,7 +98,11 @@ def _diagonal_blocks(dim: int, num_heads: int, scale: float, dtype: torch.dtype,
     return (head[:, None] == head).to(dtype) * scale
 
 
-_kept_blocks = lru_cache(maxsize=64)(_diagonal_blocks)
+@lru_cache(maxsize=64)
+def _kept_blocks(dim: int, num_heads: int, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same, kept between calls; a tensor made in inference mode could never be used in training."""
+    with torch.inference_mode(False):
+        return _diagonal_blocks(dim, num_heads, scale, dtype, device)
 
 
 def _token_moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
@@ -108,7 +113,8 @@ def _token_moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, T
     """
     dtype = statistics_dtype(x.dtype)
     if weights is None:
-        if x.dtype in (torch.bfloat16, torch.float16) and launch.available(x) and x.shape[1] > 0:
+        narrow = x.dtype in (torch.bfloat16, torch.float16)
+        if narrow and launch.available(x) and x.shape[1] > 0 and not transformed():
             G, mean, x = _TokenMoments.apply(x)
             return G, mean, 1.0, x
         mean = x.mean(-2, dtype=dtype) if x.shape[-2] else x.sum(-2, dtype=dtype)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..inputs import without_autocast
 from ..moments import ratio
-from .inputs import prepare, prepare_queries, wide
+from .inputs import outside_autocast, prepare, prepare_queries, wide
 from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero
 from .ragged import padded
 from .registry import Mechanism, register
@@ -102,7 +103,7 @@ def aaren_attention(
     rows, dtype = query.shape[-2], query.dtype
     if rows == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         seen = min(rows, key.shape[-2]) if is_causal else key.shape[-2]
         s = scores_of(first_query(query, query_mask), key[..., :seen, :], scale, enable_gqa)
         added = log_weights(key_mask, s)
@@ -129,6 +130,8 @@ def aaren_scores(
 ) -> Tensor:
     """The weights, (..., H, Lq, Lk): those of two keys keep their ratio in all rows that see both. Cost: Lq Lk."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    if query.shape[-2] == 0 or key.shape[-2] == 0:
+        return query.new_zeros((*query.shape[:-1], key.shape[-2]))
     s = scores_of(first_query(query, query_mask), key, scale, enable_gqa)
     added = log_weights(key_mask, s)
     logits = (s if added is None else s + added).unsqueeze(-2).expand(*query.shape[:-1], key.shape[-2])
@@ -174,6 +177,7 @@ class AarenStream:
         self.query, self.scale = query, scale
         self.state: StreamState | None = None
 
+    @outside_autocast
     def append(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Takes in a block of tokens, key (..., H, L, D) and value (..., H, L, E), in one reduction."""
         if key.shape[-2] == 0:
@@ -267,7 +271,7 @@ AAREN = register(
         paper="Attention as an RNN (Feng et al.)",
         year=2024,
         arxiv="2405.13956",
-        cost="L E",
+        cost="L (D + E)",
         function=aaren_attention,
         scores=aaren_scores,
         module=AarenAttention,

@@ -84,7 +84,7 @@ def _mechanism(count: int) -> Mechanism:
         summary=f"softmax expanded inside {count} blocks of keys: second order in each, the right masses between them",
         paper="Local cumulants (this library)",
         year=2026,
-        cost=f"{count} L D E + {count} L (2 D + E)",
+        cost=f"{count + 1} L D E + {count} L (2 D + E)",
         function=function,
         scores=weights,
         stream=partial(_stream, count),

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..inputs import without_autocast
 from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, summarise
 from .grid import Grid, resolve_grid
-from .inputs import prepare, wide
+from .inputs import outside_autocast, prepare, wide
 from .masking import log_weights, repeat_heads, softmax_or_zero, without_absent
 from .registry import Mechanism, register
 
@@ -48,9 +49,10 @@ def combiner_attention(
     "max" as in the released code, "mean" or "sum". A region counts as one entry of the softmax, whatever its size.
     Without a causal mask the own segment is no region; `exclude_own=False` counts it twice, as the released code does.
     `summary_key` of the axial variant: "wsum", "none", or a function of the summary values; a layer learns one, "proj".
-    Tokens before the grid (`prefix`) are direct for all others, and all others for them (ours).
+    Tokens before the grid (`prefix`) are direct for all others, and all others for them (ours); "logsparse" takes them
+    like any other token.
     key_mask (..., L) is bool, or weights; absent tokens are in no summary, and their own rows mean nothing.
-    Cost: L (c + L / c)(D + E), that is L^1.5 for c = sqrt(L); "logsparse" L log2(L) (D + E).
+    Cost: L (c + L / c)(D + E), that is 2 L^1.5 (D + E) for c = sqrt(L); "logsparse" L log2(L) (D + E).
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     _check(variant, pooling, segment, summary_key)
@@ -65,7 +67,7 @@ def combiner_attention(
     if segment is None:
         patches = max(1, query.shape[-2] - prefix)
         segment = math.isqrt(patches - 1) + 1 if grid is None else max(1, shape[-1])
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         heads = query.shape[-3]
         q = wide(query) * (query.shape[-1] ** -0.5 if scale is None else scale)
         k, v = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -131,6 +133,7 @@ class CombinerStream:
         self.segment, self.pooling, self.scale = segment, pooling, scale
         self.state: StreamState | None = None
 
+    @outside_autocast
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One token of each, (..., H, 1, D), (..., H, 1, D), (..., H, 1, E) -> (..., H, 1, E)."""
         dtype, heads = query.dtype, query.shape[-3]
@@ -291,7 +294,7 @@ COMBINER = register(
         paper="Combiner (Ren et al.)",
         year=2021,
         arxiv="2107.05768",
-        cost="L^1.5 (D + E)",
+        cost="2 L^1.5 (D + E)",
         function=combiner_attention,
         scores=combiner_scores,
         module=CombinerAttention,

@@ -204,9 +204,9 @@ def _split_prefix(
 
 
 def _segments(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """(..., L, D) padded with absent tokens to (..., m, c, D); and L."""
+    """(..., L, D) padded with absent tokens to (..., m, c, D), m at least 1; and L."""
     length = q.shape[-2]
-    missing = -length % c
+    missing = -length % c if length else c
     split = ((length + missing) // c, c)
     q, k, v = ((F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, split) for x in (q, k, v))
     return q, k, v, F.pad(bias, (0, missing), value=ABSENT).unflatten(-1, split), length

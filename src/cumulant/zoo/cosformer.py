@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .inputs import fold_groups, prepare, weights_of, wide
+from ..inputs import without_autocast
+from .inputs import fold_groups, outside_autocast, prepare, weights_of, wide
 from .masking import repeat_heads
 from .products import dot_with_one, factor, fraction, product, sum_of_tokens, sums_of_products, with_ones, written_down
 from .ragged import padded
@@ -41,10 +42,10 @@ def cosformer_attention(
     cosine splits into sines and cosines of each position, so it is linear attention with features of width 2 D.
     Since M enters every angle, the published causal form of a prefix is not the prefix of the causal form: fix
     `max_len` for that, and for streaming. There is no scaling: `scale` multiplies the query before the ReLU.
-    key_mask is bool or weights; a row without any key, or whose ReLU is 0, gives 0. Cost: 2 L D E.
+    key_mask is bool or weights; a row without any key, or whose ReLU is 0, gives 0. Cost: 4 L D E.
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         rows, columns, turn_q, turn_k = _parts(query, key, key_mask, scale, max_len)
         if is_causal:
             rows, columns = _turned(rows, turn_q, query.dtype), _turned(columns, turn_k, query.dtype)
@@ -68,7 +69,7 @@ def cosformer_scores(
 ) -> Tensor:
     """The weights w_ij / max(sum_j w_ij, eps), (..., H, Lq, Lk). Cost: 2 Lq Lk D."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         rows, columns, turn_q, turn_k = _parts(query, key, key_mask, scale, max_len)
         features_q, features_k = _turned(rows, turn_q, torch.float32), _turned(columns, turn_k, torch.float32)
         weights = fold_groups(features_q, key.shape[-3]) @ features_k.mT
@@ -86,7 +87,7 @@ class CosformerState(NamedTuple):
 
 
 class CosformerStream:
-    """Causal cosFormer token by token, for at most `max_len` of them. Cost: 2 D E a token."""
+    """Causal cosFormer token by token, for at most `max_len` of them. Cost: 4 D E a token."""
 
     def __init__(self, *, max_len: int, eps: float = EPS) -> None:
         if max_len < 1:
@@ -94,6 +95,7 @@ class CosformerStream:
         self.max_len, self.eps, self.seen = max_len, eps, 0
         self.state: CosformerState | None = None
 
+    @outside_autocast
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (..., H, 1, D), key (..., Hk, 1, D), value (..., Hk, 1, E) -> (..., H, 1, E)."""
         if self.seen >= self.max_len:
@@ -145,7 +147,7 @@ def _turned(x: Tensor, turn: Tensor, dtype: torch.dtype) -> Tensor:
 def _over_all_keys(
     rows: Tensor, columns: Tensor, value: Tensor, turn_q: Tensor, turn_k: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """sum_j w_ij v_j / max(sum_j w_ij, eps) for rows relu(q) and columns relu(k), (..., H, Lq, E). Cost: 2 L D E.
+    """sum_j w_ij v_j / max(sum_j w_ij, eps) for rows relu(q) and columns relu(k), (..., H, Lq, E). Cost: 4 L D E.
 
     A row's sine and cosine, and the sum of its weights, are factors of all of it. So it is divided by that sum before
     the products and turned after them, q_i (sum_j sin_j k_j v_j^T) beside the same with cosines: a compiler then takes
@@ -170,7 +172,7 @@ COSFORMER = register(
         paper="cosFormer: Rethinking Softmax in Attention (Qin et al.)",
         year=2022,
         arxiv="2202.08791",
-        cost="2 L D E",
+        cost="4 L D E",
         function=cosformer_attention,
         scores=cosformer_scores,
         stream=CosformerStream,

@@ -22,7 +22,7 @@ SUMMARIES = {
     2: "softmax to second order: one covariance of keys and values",
     3: "softmax to third order, diagonal in the key coordinates",
 }
-COSTS = {1: "L E", 2: "L D E", 3: "2 L D E"}
+COSTS = {1: "L E", 2: "2 L D E", 3: "4 L D E"}
 
 
 def mean_of_values(

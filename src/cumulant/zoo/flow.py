@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import prepare, prepare_queries, weights_of, wide
+from ..inputs import without_autocast
+from .inputs import outside_autocast, prepare, prepare_queries, weights_of, wide
 from .products import factor, feature_product
 from .ragged import padded
 from .registry import Mechanism, register
@@ -49,11 +50,11 @@ def flow_attention(
     says which of them count. The clamp of cr at 1 is that of the released core file; None takes it off. The causal
     form has all sums over s <= t and comp_s fixed at time s, so its last row is not that of the full form.
     There is no scaling: `scale` multiplies the query before the sigmoid. key_mask is bool or weights; a row
-    without any key gives 0. Cost: L D E, and L C (D + E) more for the causal form in chunks of C tokens.
+    without any key gives 0. Cost: 2 L D E, and L C (D + E) more for the causal form in chunks of C tokens.
     """
     _refuse_groups(enable_gqa)
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=False)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         rows, sources, allocation = flow(query, key, key_mask, query_mask, is_causal, scale, clamp, eps, query.dtype)
         sums = feature_product(rows, sources, value, query.dtype, is_causal=is_causal, chunk=chunk)
         return (allocation * sums).to(query.dtype)
@@ -74,7 +75,7 @@ def flow_scores(
     """The weights allocation_i q_i.k_j I_i comp_j, (..., H, Lq, Lk). Cost: Lq Lk D."""
     _refuse_groups(enable_gqa)
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=False)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         rows, sources, allocation = flow(query, key, key_mask, query_mask, is_causal, scale, clamp, eps)
         weights = allocation * (rows @ sources.mT)
         return (weights.tril() if is_causal else weights).to(query.dtype)
@@ -132,7 +133,9 @@ def _causal_flow(q: Tensor, k: Tensor, w_q: Tensor | None, w_k: Tensor | None, c
     incoming = 1 / _dot(q, (w_k * k).cumsum(-2), eps)
     outgoing = 1 / _dot(k, (w_q * q).cumsum(-2), eps)
     conserved_in = _dot(q, (w_k * k * outgoing * count_q).cumsum(-2), eps) / count_k
-    conserved_out = _clamped(_dot(k, (w_q * q * incoming * count_k).cumsum(-2), eps) / count_q, clamp)
+    # Keys before the first query that counts have no flow to conserve: eps over no queries would be a huge logit.
+    sinks = torch.where(count_q > 1e-30, count_q, 1)
+    conserved_out = _clamped(_dot(k, (w_q * q * incoming * count_k).cumsum(-2), eps) / sinks, clamp)
     # log w + cr, so that the running sum of exponentials is safe without a clamp, too.
     logits = (conserved_out + w_k.clamp(min=1e-30).log()).masked_fill(w_k == 0, -1e30)
     competition = count_k * (logits - torch.logcumsumexp(logits, -2)).exp()
@@ -145,6 +148,8 @@ def _dot(x: Tensor, y: Tensor, eps: float) -> Tensor:
 
 
 def _clamped(x: Tensor, clamp: float | None) -> Tensor:
+    if clamp is not None and not clamp >= 0:
+        raise ValueError(f"clamp must not be negative (None takes it off), got {clamp}")
     return x if clamp is None else x.clamp(-clamp, clamp)
 
 
@@ -167,12 +172,13 @@ class FlowState(NamedTuple):
 
 
 class FlowStream:
-    """Causal flow attention token by token, exactly. Cost: D E a token."""
+    """Causal flow attention token by token, exactly. Cost: 2 D E a token."""
 
     def __init__(self, *, clamp: float | None = 1.0, eps: float = EPS) -> None:
         self.clamp, self.eps = clamp, eps
         self.state: FlowState | None = None
 
+    @outside_autocast
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (..., H, 1, D), key (..., H, 1, D), value (..., H, 1, E) -> (..., H, 1, E)."""
         q, k, v = torch.sigmoid(wide(query)), torch.sigmoid(wide(key)), wide(value)
@@ -202,7 +208,7 @@ FLOW = register(
         paper="Flowformer: Linearizing Transformers with Conservation Flows (Wu et al.)",
         year=2022,
         arxiv="2202.06258",
-        cost="L D E",
+        cost="2 L D E",
         function=flow_attention,
         scores=flow_scores,
         stream=FlowStream,

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..inputs import without_autocast
 from .grid import Grid, GridConv, resize_table, resolve_grid
-from .inputs import fold_groups, prepare, weights_of, wide
+from .inputs import fold_groups, outside_autocast, prepare, weights_of, wide
 from .masking import without_absent
 from .products import fit_length, fraction, with_ones, written_down
 from .ragged import padded
@@ -58,10 +59,10 @@ def focused_linear_attention(
     query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E). The norms of f run over the
     channels of all heads of a token, as released. Causal rows take sums and N over the keys up to their index.
     There is no scaling: `scale` multiplies the query before the map. key_mask is bool or weights (N is their sum);
-    a row without any key gives 0. Cost: L D E, and L C (D + E) more for the causal form in chunks of C tokens.
+    a row without any key gives 0. Cost: 2 L D E, and L C (D + E) more for the causal form in chunks of C tokens.
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         features_q, features_k, weights = _features(query, key, key_mask, scale, power, channel_scale)
         sums, total = fraction(features_q, features_k, value, query.dtype, is_causal=is_causal, chunk=chunk)
         count = _count(weights, query.shape[-2], is_causal)
@@ -82,7 +83,7 @@ def focused_linear_scores(
 ) -> Tensor:
     """The weights phi(q_i).phi(k_j) / (their sum + eps N), (..., H, Lq, Lk). Cost: Lq Lk D."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         features_q, features_k, weights = _features(query, key, key_mask, scale, power, channel_scale)
         scores = fold_groups(features_q, key.shape[-3]) @ features_k.mT
         scores = scores.reshape(*query.shape[:-1], key.shape[-2])
@@ -110,6 +111,8 @@ def _count(weights: Tensor, rows: int, is_causal: bool) -> Tensor:
 
 
 def _map(x: Tensor, power: float, channel_scale: Tensor | None) -> Tensor:
+    if not power > 0:
+        raise ValueError(f"power must be positive, got {power}")
     x = F.relu(x) + 1e-6
     return focus(x if channel_scale is None else x / channel_scale.to(x.dtype), power)
 
@@ -127,12 +130,13 @@ class FocusedState(NamedTuple):
 
 
 class FocusedStream:
-    """Causal focused linear attention (the operator, without convolution) token by token. Cost: D E a token."""
+    """Causal focused linear attention (the operator, without convolution) token by token. Cost: 2 D E a token."""
 
     def __init__(self, *, power: float = 3.0, channel_scale: Tensor | None = None, eps: float = EPS) -> None:
         self.power, self.channel_scale, self.eps = power, channel_scale, eps
         self.state: FocusedState | None = None
 
+    @outside_autocast
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (..., H, 1, D), key (..., Hk, 1, D), value (..., Hk, 1, E) -> (..., H, 1, E)."""
         features = _map(wide(key), self.power, self.channel_scale)
@@ -152,7 +156,7 @@ class FocusedLinearAttention(nn.Module):
 
     P (1, n, C) starts at 0 and exists where the layer knows its grid (`grid_size`); other grids get it resized. The
     scale is softplus(g), g (C) from 0, so it starts at ln 2. DWC is a depthwise 5 x 5 convolution with bias whose D
-    filters all heads share; prefix tokens get none. Extra parameters: n C + C + 26 D. Cost: L D C + 25 L C.
+    filters all heads share; prefix tokens get none. Extra parameters: n C + C + 26 D. Cost: 2 L D C + 25 L C.
 
     Args:
         power: exponent p of the focus.
@@ -289,7 +293,7 @@ FOCUSED = register(
         paper="FLatten Transformer (Han et al.)",
         year=2023,
         arxiv="2308.00442",
-        cost="L D E",
+        cost="2 L D E",
         function=focused_linear_attention,
         scores=focused_linear_scores,
         module=FocusedLinearAttention,

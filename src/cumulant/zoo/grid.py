@@ -63,6 +63,8 @@ class GridConv(nn.Conv2d):
         nn.init.zeros_(self.bias)
 
     def forward(self, value: Tensor, grid: Grid, prefix: int = 0) -> Tensor:  # type: ignore[override]
+        if not value[..., prefix:, :].numel():
+            return torch.zeros_like(value)
         lead, (heads, _, width) = value.shape[:-3], value.shape[-3:]
         rows, cols = grid[-2:]
         frames = math.prod(grid[:-2])
@@ -70,7 +72,7 @@ class GridConv(nn.Conv2d):
         patches = patches if self.per_head else patches.movedim(-5, -2)  # (..., f, r, c, H, D): heads are channels
         # Channels last, as the tokens lie: GPUs have quick depthwise kernels for that layout only.
         images = patches.reshape(-1, rows, cols, self.in_channels).movedim(-1, 1)
-        out = super().forward(images) if images.numel() else images
+        out = super().forward(images)
         out = out.movedim(1, -1).reshape(patches.shape)
         out = out if self.per_head else out.movedim(-2, -5)
         out = out.reshape(*lead, heads, frames * rows * cols, width)

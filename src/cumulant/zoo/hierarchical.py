@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..inputs import without_autocast
 from ..moments import ratio
 from .grid import Grid, resolve_grid
 from .inputs import prepare, wide
@@ -68,7 +69,7 @@ def hierarchical_attention(
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
     layout: dict[str, Any] = {"grid": grid, "prefix": prefix, "branching": branching, "levels": levels, "tree": tree}
     nodes = make_tree(query.shape[-2], device=query.device, **layout)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         leaves = _leaves(query, key, value, key_mask, scale, energy, nodes, position)
         steps, _ = _up(leaves, nodes, scale, position, query.dtype)
         mass, out = leaves.phi.new_ones(1), leaves.phi.new_zeros(1, 1)
@@ -290,7 +291,9 @@ class HierarchicalAttention(nn.Module):
             raise ValueError(f"position must be 0 (none) or the width of the tables, got {position}")
         self.grid_size, self.prefix = grid_size, prefix
         self.options: dict[str, Any] = {"branching": branching, "levels": levels, "energy": energy}
-        self.options["tree"] = Tree.nested(tree) if tree is not None and not isinstance(tree, Tree) else tree
+        if tree is not None and not isinstance(tree, Tree):
+            tree = Tree.nested(tree, device="cpu")  # it is no parameter: on the meta device it would be lost
+        self.options["tree"] = tree
         tables = []
         if position:
             if grid_size is None and tree is None:

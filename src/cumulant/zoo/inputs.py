@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import Tensor
 
-from ..inputs import check_tensors, in_autocast_dtype, leading
+from ..inputs import check_tensors, in_autocast_dtype, leading, without_autocast
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def prepare(
@@ -51,3 +57,14 @@ def wide(x: Tensor) -> Tensor:
 def fold_groups(query: Tensor, key_heads: int) -> Tensor:
     """Query (..., H, Lq, D) as (..., Hk, G Lq, D): heads that share a key head become more rows of it."""
     return query.unflatten(-3, (key_heads, query.shape[-3] // max(1, key_heads))).flatten(-3, -2)
+
+
+def outside_autocast(method: Method) -> Method:
+    """A method of tensors, run without autocast: in 16 bits, the sums that a stream keeps would soon stand still."""
+
+    @functools.wraps(method)
+    def run(self: Any, first: Tensor, *rest: Any, **named: Any) -> Any:
+        with without_autocast(first.device.type):
+            return method(self, first, *rest, **named)
+
+    return cast(Method, run)

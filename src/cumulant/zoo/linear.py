@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .inputs import fold_groups, prepare, weights_of, wide
+from ..inputs import without_autocast
+from .inputs import fold_groups, outside_autocast, prepare, weights_of, wide
 from .products import fraction, multiplies_narrow
 from .ragged import padded
 from .registry import Mechanism, register
@@ -35,6 +35,7 @@ class LinearState(NamedTuple):
     z: Tensor  # (..., D)
 
     @classmethod
+    @outside_autocast
     def of(cls, key: Tensor, value: Tensor) -> LinearState:
         """State of key (..., L, D) and value (..., L, E). Cost: L D E."""
         features, value = feature_map(wide(key)), wide(value)
@@ -45,6 +46,7 @@ class LinearState(NamedTuple):
         other = LinearState.of(key, value)
         return LinearState(self.KV + other.KV, self.z + other.z)
 
+    @outside_autocast
     def read(self, query: Tensor, *, eps: float = EPS) -> Tensor:
         """phi(q) KV / (phi(q).z + eps) for query (..., L, D). Cost: L D E."""
         features = feature_map(wide(query))
@@ -52,7 +54,7 @@ class LinearState(NamedTuple):
 
 
 class LinearStream:
-    """Causal linear attention token by token: `step` takes one in and answers its query. Cost: D E a token."""
+    """Causal linear attention token by token: `step` takes one in and answers its query. Cost: 2 D E a token."""
 
     def __init__(self, *, eps: float = EPS) -> None:
         self.eps = eps
@@ -83,10 +85,10 @@ def linear_attention(
     As published there is no scaling: `scale=None` means 1, another value multiplies the query before the map.
     key_mask (..., Lk) is bool, or weights w >= 0; a row without any key gives 0. Causal rows see the keys up
     to their own index. Sums are kept in at least float32.
-    Cost: L D E, and L C (D + E) more for the causal form in chunks of C tokens.
+    Cost: 2 L D E, and L C (D + E) more for the causal form in chunks of C tokens.
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         features_q, features_k = _features(_for_map(query), _for_map(key), key_mask, scale)
         sums, total = fraction(features_q, features_k, value, query.dtype, is_causal=is_causal, chunk=chunk)
         return (sums / (total + eps)).to(query.dtype)
@@ -104,7 +106,7 @@ def linear_scores(
 ) -> Tensor:
     """The weights w_l phi(q_i).phi(k_l) / (their sum + eps), (..., H, Lq, Lk). Cost: Lq Lk D."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         features_q, features_k = _features(wide(query), wide(key), key_mask, scale)
         weights = fold_groups(features_q, key.shape[-3]) @ features_k.mT
         weights = weights.reshape(*query.shape[:-1], key.shape[-2])
@@ -132,7 +134,7 @@ LINEAR = register(
         paper="Transformers are RNNs (Katharopoulos et al.)",
         year=2020,
         arxiv="2006.16236",
-        cost="L D E",
+        cost="2 L D E",
         function=linear_attention,
         scores=linear_scores,
         stream=LinearStream,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..inputs import transformed
+from ..inputs import transformed, without_autocast
 from ..kernels import triton_lla
 from .inputs import prepare, wide
 from .lla_solver import Settings, solver_of
@@ -64,14 +64,15 @@ def lla_attention(
     the squared residual is below `tolerance` times its start, with `precondition` after Jacobi; "auto" is direct up to
     D = 32 on a CPU. Gradients are implicit: one more solve, no step of it is recorded. Works in blocks of `block`
     queries; on a GPU "cg" without `precondition` is a Triton kernel that keeps its block on the chip, `block` apart.
-    Cost: L S (D + E) + T L S D for T steps, or L S D^2 + L D^3 direct; memory (L + S)(D + E) + b S (+ b D^2 direct).
+    Cost: L S (3 D + E), and 2 T L S D for T steps or L S D^2 + L D^3 direct; memory (L + S)(D + E) + b S (+ b D^2
+    direct).
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     settings = _settings(query, is_causal, scale, solver, iterations, tolerance, precondition, block)
     dtype = query.dtype
     if query.shape[-2] == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         if query.is_cuda and _kernels_take(query, value, settings):
             return by_kernels(query, key, value, key_mask, ridge, qk_norm, settings)
         q, k, v, lam = _rows(query, key, value, ridge, qk_norm)
@@ -138,7 +139,7 @@ def lla_scores(
     settings = _settings(query, is_causal, scale, solver, iterations, tolerance, precondition, 128)
     if query.shape[-2] == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], key.shape[-2]))
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         q, k, _, lam = _rows(query, key, key, ridge, qk_norm)
         blocks = [
             F.pad(fit.weights * (1 - fit.tilt), (0, k.shape[-2] - fit.keys))
@@ -257,8 +258,7 @@ class LocalLinearAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         if self.raw_ridge is not None:
-            start = torch.tensor(self.start, dtype=torch.float64)
-            nn.init.constant_(self.raw_ridge, float(start + torch.log(-torch.expm1(-start))))
+            nn.init.constant_(self.raw_ridge, self.start + math.log(-math.expm1(-self.start)))
 
     @property
     def ridge(self) -> float | Tensor:
@@ -332,7 +332,7 @@ LLA = register(
         paper="Local Linear Attention (Zuo et al.)",
         year=2026,
         arxiv="2510.01450",
-        cost="L^2 (T D + E), T = 32 solver steps",
+        cost="L^2 (2 T D + E), T = 32 solver steps",
         function=lla_attention,
         scores=lla_scores,
         module=LocalLinearAttention,

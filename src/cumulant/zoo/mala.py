@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..inputs import transformed
-from .inputs import fold_groups, prepare, weights_of, wide
+from ..inputs import transformed, without_autocast
+from .inputs import fold_groups, outside_autocast, prepare, weights_of, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
 from .masking import repeat_heads
@@ -47,10 +47,10 @@ def mala_attention(
     the released code; `scaled=False` is the printed form without it (`scale` 1), with weights about N times as large.
     `use_rope` turns phi(q) and phi(k) by their place on the grid where they meet the values, not in S (as
     released; rows then no longer sum to 1). Causal rows take N, S and the means over the keys up to their index.
-    key_mask is bool or weights (N is their sum); a row without any key gives 0. Cost: L D E.
+    key_mask is bool or weights (N is their sum); a row without any key gives 0. Cost: 2 L D E.
     """
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         # The causal products are wide whatever the inputs: the terms of the formula are large and nearly cancel.
         dtype = torch.float32 if is_causal else query.dtype
         features_q, features_k = (wide(as_factor(feature_map(wide(x)), dtype)) for x in (query, key))
@@ -96,7 +96,7 @@ def mala_scores(
 ) -> Tensor:
     """The signed weights (1 + 1/(S_i + eps)) s_ij - S_i / N, (..., H, Lq, Lk). Cost: Lq Lk D."""
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         features_q, features_k = feature_map(wide(query)), feature_map(wide(key))
         seen = features_k.new_ones(query.shape[-2], key.shape[-2])
         seen = seen.tril() if is_causal else seen
@@ -161,12 +161,13 @@ class MalaState(NamedTuple):
 
 
 class MalaStream:
-    """Causal MALA (without rotary turns) token by token. Cost: D E a token."""
+    """Causal MALA (without rotary turns) token by token. Cost: 2 D E a token."""
 
     def __init__(self, *, scaled: bool = True, eps: float = EPS) -> None:
         self.scaled, self.eps = scaled, eps
         self.state: MalaState | None = None
 
+    @outside_autocast
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (..., H, 1, D), key (..., Hk, 1, D), value (..., Hk, 1, E) -> (..., H, 1, E)."""
         features, rows, v = feature_map(wide(key)), fold_groups(feature_map(wide(query)), key.shape[-3]), wide(value)
@@ -217,7 +218,7 @@ MALA = register(
         paper="Rectifying Magnitude Neglect in Linear Attention (Fan et al.)",
         year=2025,
         arxiv="2507.00698",
-        cost="L D E",
+        cost="2 L D E",
         function=mala_attention,
         scores=mala_scores,
         module=MagnitudeAwareAttention,

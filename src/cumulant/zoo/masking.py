@@ -24,7 +24,9 @@ def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
     if key_mask.dtype == torch.bool:
         added = torch.zeros((), dtype=like.dtype, device=like.device)
     else:
-        added = torch.where(present, key_mask, 1).to(like.dtype).log()
+        # In the wider of both dtypes: a small weight is 0 in float16, its logarithm is not.
+        weight = torch.where(present, key_mask, 1)
+        added = weight.to(torch.promote_types(key_mask.dtype, like.dtype)).log().to(like.dtype)
     return torch.where(present, added, ABSENT).unsqueeze(-2)
 
 

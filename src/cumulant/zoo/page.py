@@ -33,7 +33,7 @@ Patterns: NS attention of a sequence to itself, CS the same with only the past i
 another sequence with only earlier queries in sight. Key mask: padding. Grouped queries: several query
 heads share a key head. Weights: the L x L map can be shown. Sub-quadratic: no L x L work. Streaming: a state of
 constant size. Ragged: packed sequences of different lengths. Cost: multiply-adds of one head for L tokens,
-key width D, value width E. Parts: the mechanism has parameters of its own in a layer.
+key width D, value width E, without a causal mask. Parts: the mechanism has parameters of its own in a layer.
 """
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from .registry import CAPABILITIES, Mechanism, get, names
 
@@ -194,6 +193,8 @@ def _work(mechanism: Mechanism, length: int) -> tuple[int, int]:
 
     Fused kernels hide what they do, so it is the plain form that is counted.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     query, key, value = (draw(1, 1, length, 4, seed=s).float() for s in range(3))
     plain: dict[str, Any] = {"backend": "reference"} if "backend" in mechanism.options else {}
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as flops, LargestTensor() as largest:

@@ -23,8 +23,8 @@ def feature_product(
 ) -> Tensor:
     """out_t = sum_s (q_t.k_s) v_s over all keys, or over s <= t: (..., H, Lq, D), (..., Hk, Lk, D), (..., Hk, Lk, E).
 
-    `dtype` is that of the mechanism's inputs, see `product`. Cost: L D E; the causal form L C (D + E) more with chunks
-    of C tokens.
+    `dtype` is that of the mechanism's inputs, see `product`. Cost: 2 L D E; the causal form L C (D + E) more with
+    chunks of C tokens.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inputs import without_autocast
 from .inputs import prepare, prepare_queries, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
@@ -42,12 +43,12 @@ def rala_attention(
     key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E). `use_alpha=False` is plain linear attention.
     `use_rope` turns phi(q) and alpha phi(k) by their place on the grid where they meet the values, not in the
     denominator (as released; rows of weights then no longer sum to 1). key_mask is bool or weights, query_mask
-    (..., Lq) says which queries enter the mean. A row without any key gives 0. Cost: L D E.
+    (..., Lq) says which queries enter the mean. A row without any key gives 0. Cost: 2 L D E.
     """
     if is_causal or enable_gqa:
         raise ValueError("rala has neither a causal form nor grouped queries")
     query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=False)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         features_q, features_k, mass = _features(query, key, key_mask, query_mask, scale, use_alpha, query.dtype)
         turned_q, turned_k = features_q, features_k
         if use_rope:
@@ -76,7 +77,7 @@ def rala_scores(
     if is_causal or enable_gqa:
         raise ValueError("rala has neither a causal form nor grouped queries")
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=False)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         features_q, features_k, mass = _features(query, key, key_mask, query_mask, scale, use_alpha, torch.float32)
         turned_q, turned_k = rotated(features_q, features_k, grid, prefix) if use_rope else (features_q, features_k)
         total = _row_sums(features_q, features_k) + eps * mass
@@ -177,7 +178,7 @@ RALA = register(
         paper="Breaking the Low-Rank Dilemma of Linear Attention (Fan et al.)",
         year=2025,
         arxiv="2411.07635",
-        cost="L D E",
+        cost="2 L D E",
         function=rala_attention,
         scores=rala_scores,
         module=RankAugmentedAttention,

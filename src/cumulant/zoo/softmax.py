@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..inputs import without_autocast
 from .fused import fused_softmax
-from .inputs import fold_groups, prepare
+from .inputs import fold_groups, prepare, wide
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -52,11 +53,13 @@ def softmax_scores(
     query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     if key_mask is None:
         key_mask = torch.ones((), dtype=torch.bool, device=key.device).expand(*key.shape[:-3], key.shape[-2])
-    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
-    logits = fold_groups(query, key.shape[-3]) @ key.mT
-    bias, empty = _logit_bias(query, key, key_mask, is_causal)
-    logits = logits.reshape(*query.shape[:-1], key.shape[-2]) + bias
-    return logits.softmax(-1).masked_fill(empty, 0)
+    dtype = query.dtype
+    with without_autocast(query.device.type):
+        query, key = wide(query) * (query.shape[-1] ** -0.5 if scale is None else scale), wide(key)
+        logits = fold_groups(query, key.shape[-3]) @ key.mT
+        bias, empty = _logit_bias(query, key, key_mask, is_causal)
+        logits = logits.reshape(*query.shape[:-1], key.shape[-2]) + bias
+        return logits.softmax(-1).masked_fill(empty, 0).to(dtype)
 
 
 def _logit_bias(query: Tensor, key: Tensor, key_mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -71,7 +74,7 @@ def _logit_bias(query: Tensor, key: Tensor, key_mask: Tensor, is_causal: bool) -
     empty = ~seen.any(-1, keepdim=True)
     log_weight = torch.zeros((), dtype=query.dtype, device=query.device)
     if key_mask.dtype != torch.bool:
-        positive = torch.where(key_mask > 0, key_mask, 1)
+        positive = torch.where(key_mask > 0, key_mask, 1).to(torch.promote_types(key_mask.dtype, query.dtype))
         log_weight = positive.log().to(query.dtype)[..., None, None, :]
     bias = torch.where(seen, log_weight, float("-inf")).masked_fill(empty, 0)
     return bias, empty
