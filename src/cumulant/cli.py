@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
 import os
@@ -39,16 +40,15 @@ Version: cumulant --version"""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 3 time was over, 130 stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words in (["--version"], ["-V"]):
-        print(f"cumulant {__version__}")
-        return 0
     try:
-        with plain_warnings():
+        with plain_warnings(), written_out():
+            if words in (["--version"], ["-V"]):
+                print(f"cumulant {__version__}")
+                return 0
             return run(parse(words or ["--help"]))
     except ValueError as error:
         return failed(error, 2)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (OSError, ImportError, FloatingPointError) as error:
         return failed(error)
@@ -69,6 +69,25 @@ def failed(error: BaseException, status: int = 1) -> int:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     print(f"cumulant: error: {text}", file=sys.stderr)
     return status
+
+
+@contextmanager
+def written_out() -> Iterator[None]:
+    """What is printed gets out before the command ends, in any encoding: letters that it lacks become `?`.
+
+    Short texts would otherwise meet a reader that is gone, or a full disk, when nobody can tell it any more.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries once more
+            raise
 
 
 @contextmanager
@@ -211,8 +230,7 @@ def reproduce(settings: Reproduce) -> int:
         else:
             results = study.reproduce(settings, progress=sys.stderr)
     except study.TimeOverError as error:
-        print(f"cumulant: {error}", file=sys.stderr)
-        return 3
+        return time_over(error)
     except study.RunError as error:
         return failed(error)
     except KeyboardInterrupt:
@@ -235,10 +253,20 @@ def bench(command: Bench) -> int:
         if isinstance(settings, Speed):
             return bench_speed(settings)
         return bench_report(settings)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        return failed(RuntimeError(f"{str(error).splitlines()[0]} To take less: fewer tokens"))
     except KeyboardInterrupt:
         kept = "; finished runs are kept: give the same command again to go on" * isinstance(settings, TrainBench)
         print(f"\nstopped{kept}", file=sys.stderr)
         return 130
+
+
+def time_over(error: BaseException) -> int:
+    """Tell that the time given was over; the exit status of that."""
+    print(f"cumulant: {error}", file=sys.stderr)
+    return 3
 
 
 def quick_error(settings: Error) -> int:
@@ -265,6 +293,7 @@ def bench_speed(settings: Speed) -> int:
 def bench_report(settings: Error | Efficiency | TrainBench) -> int:
     """Error against cost, cost against length, accuracy: measured, written into --out, shown as a table."""
     from cumulant.bench import crossings, efficiency, pareto, report, training
+    from cumulant.studies.study import TimeOverError
 
     report.prepare(settings.out)
     if isinstance(settings, Error):
@@ -274,12 +303,15 @@ def bench_report(settings: Error | Efficiency | TrainBench) -> int:
         result = efficiency.run(settings, lambda text: print(text, file=screen, flush=True), minutes=settings.minutes)
         table = crossings.table
     else:
-        result, table = training.run(settings, sys.stderr, minutes=settings.minutes), training.table
+        try:
+            result, table = training.run(settings, sys.stderr, minutes=settings.minutes), training.table
+        except TimeOverError as error:
+            return time_over(error)
     result = report.publish(result, settings)
     print(json.dumps(result, indent=1) if settings.json else table(result))
     if not settings.json:
         print(f"\nwrote {settings.out}/{result['bench']}.json, .svg and .png; open {settings.out}/report.html")
-    return 1 if result.get("failed") else 0
+    return 1 if result.get("failed") else 3 if result.get("missing") else 0
 
 
 def diagnose(settings: Diagnose) -> int:
@@ -320,6 +352,8 @@ def explore(settings: Explore) -> int:
 
     try:
         serve.explore(settings, progress=sys.stderr)
+    except RuntimeError as error:  # a model or a package that does not work here
+        return failed(error)
     except KeyboardInterrupt:
         print("\nthe explorer has ended", file=sys.stderr)
     return 0

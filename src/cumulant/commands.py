@@ -9,6 +9,14 @@ from typing import Annotated, Literal
 import tyro
 
 
+def check_least(settings: object, **least: int) -> None:
+    """ValueError for the first number of the settings that is below its least value or NaN; None is no number."""
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= bound:
+            raise ValueError(f"{name} must be {bound} or more, got {value}")
+
+
 @dataclass(frozen=True)
 class Speed:
     """Time cumulant attention against softmax kernels, plain torch and torch.compile; refuse if results are off.
@@ -36,6 +44,11 @@ class Speed:
     """Folder for speed.json and speed.svg."""
     json: bool = False
     """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            raise ValueError("lengths must hold at least one number of tokens, got none")
+        check_least(self, numbers=0, heads=1, dim=1)
 
 
 @dataclass(frozen=True)
@@ -135,9 +148,7 @@ class Efficiency:
     """Print JSON instead of the table."""
 
     def __post_init__(self) -> None:
-        for name, least in (("heads", 1), ("dim", 1), ("batch", 0), ("calls", 3)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
+        check_least(self, heads=1, dim=1, batch=0, calls=3, time_limit=0, memory_limit=0, minutes=0)
 
 
 @dataclass(frozen=True)
@@ -176,9 +187,7 @@ class TrainBench:
     """Print JSON instead of the table."""
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 0), ("seeds", 1), ("control", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
+        check_least(self, epochs=0, seeds=1, control=1, minutes=0)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ import pytest
 from bench_records import baseline, record
 
 from cumulant.bench import report
+from cumulant.bench.provenance import provenance
+from cumulant.bench.style import with_room
 from cumulant.bench.training import judged
 from cumulant.cli import main
-from cumulant.commands import Efficiency, Error, TrainBench
+from cumulant.commands import Efficiency, Error, Speed, TrainBench
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,7 @@ def test_an_empty_folder_has_no_page(tmp_path):
          "cumulant bench efficiency --lengths 8 16 --pattern causal"),
         (TrainBench(recipe="tiny-imagenet-100", data="some/where/tiny", fresh=True),
          "cumulant bench train --recipe tiny-imagenet-100 --data tiny"),
+        (Speed(lengths=(40,), heads=2, causal=True), "cumulant bench speed --lengths 40 --heads 2 --causal"),
     ],
 )  # fmt: skip
 def test_the_command_names_what_was_chosen_and_no_path(settings, words):
@@ -121,3 +124,43 @@ def test_the_result_can_be_printed_as_json(tmp_path, capsys):
     words = ["bench", "error", "--attention", "linear", "--sizes", "1", "--length", "12", "--dim", "4"]
     assert main([*words, "--json", "--out", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["variants"] == ["linear"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"{damaged", b"[]", b'{"bench": "efficiency"}', b"\xff"], ids=["cut", "list", "bare", "bytes"]
+)
+def test_a_damaged_result_in_the_folder_is_named_before_measuring(tmp_path, capsys, content):
+    (tmp_path / "efficiency.json").write_bytes(content)
+    assert main(["bench", "error", "--attention", "linear", "--sizes", "1", "--out", str(tmp_path)]) == 2
+    assert "efficiency.json is" in capsys.readouterr().err
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_records_of_a_gpu_can_be_put_together_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = report.record({"bench": "train", "runs": [{"device": "cuda"}]}, TrainBench(out=tmp_path))
+    assert "gpu" not in result["machine"]
+
+
+def test_the_page_names_what_no_time_was_left_for():
+    records = [*baseline(0.5, 0.6), record("linear", 0.5)]
+    result = {
+        **judged(records, "softmax"), **provenance("cumulant bench train"), "bench": "train", "recipe": "digits",
+        "data": "digits", "model": "vit", "epochs": 1, "batch_size": 1, "test_items": 100, "baseline": "softmax",
+        "seeds": 1, "missing": ["flow, seed 0"], "runs": records,
+    }  # fmt: skip
+    assert "No time was left for flow, seed 0." in report.render({"train": result})
+
+
+def test_names_of_points_that_lie_together_are_not_written_over_each_other():
+    points = [(1.0, 0.9), (1.0, 0.9), (1.1, 0.901), (1.1, 0.5), (2.0, 0.9)]
+    assert with_room(points) == [True, False, False, True, True]
+    assert with_room([(1.0, 0.5)]) == [True]
+
+
+def test_the_page_says_how_many_runs_there_are_where_they_differ(folder):
+    result = report.read(folder)["train"]
+    row = next(row for row in result["ranking"] if row["variant"] == "linear")
+    mixed = {**result, "ranking": [*result["ranking"], {**row, "variant": "flow", "seeds": 5}], "seeds": 5}
+    assert "for all, 1 or 5 runs each." in report.render({"train": mixed})
+    assert "for all, 1 run each." in report.render({"train": result})

@@ -101,3 +101,17 @@ def test_too_few_lengths_are_refused():
 )  # fmt: skip
 def test_the_measured_crossing_holds_from_there_on(own, crossing):
     assert measured_crossing((10, 20, 40), (2, 2, 2), own) == crossing
+
+
+def test_the_order_in_which_lengths_are_given_does_not_matter():
+    lengths, softmax, own = [256, 512, 1024, 2048], [1.0, 2.0, 6.0, 20.0], [9.0, 3.5, 4.6, 7.0]
+    there = efficiency_length(lengths, softmax, own, drop_first=True)
+    back = efficiency_length(lengths[::-1], softmax[::-1], own[::-1], drop_first=True)
+    assert back.length == pytest.approx(there.length)
+    assert back.linear == pytest.approx(there.linear)
+    assert back.why == there.why == ""
+
+
+def test_a_metric_without_a_spread_is_named():
+    with pytest.raises(ValueError, match="BLEU must differ between mechanisms"):
+        constants_of({"a": {"BLEU": 1.0}, "b": {"BLEU": 1.0}}, {"task": {"BLEU": 1}})

@@ -121,7 +121,13 @@ def test_mechanisms_without_the_pattern_are_left_out_or_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [({"lengths": (1, 8)}, "lengths must be 2 or more, got 1"), ({"heads": 0}, "heads must be 1")]
+    ("given", "message"),
+    [
+        ({"lengths": (1, 8)}, "lengths must be 2 or more, got 1"),
+        ({"heads": 0}, "heads must be 1"),
+        ({"time_limit": float("nan")}, "time_limit must be 0 or more, got nan"),
+        ({"memory_limit": -1.0}, "memory_limit must be 0"),
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
@@ -169,3 +175,9 @@ def test_when_the_minutes_are_over_no_further_length_is_begun_and_that_is_said()
     assert {row["length"] for row in result["rows"]} == {16}
     assert "no time for L = 24, 40" in result["given_up"]["all"]
     assert "not measured further: all" in table(result)
+
+
+def test_tokens_that_do_not_fit_end_it_and_shorter_lengths_are_kept():
+    result = run(Efficiency(attention=("linear",), lengths=(8, 10**12), heads=1, dim=4, calls=3, device="cpu"), str)
+    assert {row["length"] for row in result["rows"]} == {8}
+    assert "no tokens of L = 1,000,000,000,000: did not run" in result["given_up"]["all"]

@@ -1,5 +1,7 @@
 """The error measurement: it must show the power laws of a truncated series."""
 
+import math
+
 import pytest
 import torch
 
@@ -40,7 +42,21 @@ def test_equal_keys_leave_no_error():
     assert max(errors.values()) < 1e-6
 
 
-@pytest.mark.parametrize("sizes", [(), (0.5, -1.0), (0.0,)])
+@pytest.mark.parametrize("sizes", [(), (0.5, -1.0), (0.0,), (0.5, math.nan), (math.inf,)])
 def test_logit_sizes_that_mean_nothing_are_refused(sizes):
     with pytest.raises(ValueError, match="logit_sizes"):
         softmax_error(sizes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"length": 1}, "length must be 2 or more, got 1"),
+        ({"length": -5}, "length must be 2 or more, got -5"),
+        ({"dim": 0}, "dim must be 1 or more, got 0"),
+        ({"logit_sizes": (1e300,)}, "a logit size of 1e.300 is too large"),
+    ],
+)
+def test_what_has_no_error_is_refused_and_not_told_as_nan(given, message):
+    with pytest.raises(ValueError, match=message):
+        softmax_error(**{"logit_sizes": (0.5,), "length": 8, "dim": 4, **given})

@@ -1,8 +1,10 @@
 """The small experiments behind the table of orderings: what they measure; how it comes out only of the quick ones."""
 
+import pytest
 import torch
 
 from cumulant import zoo
+from cumulant.bench import orderings
 from cumulant.bench.orderings import LANGUAGE, Setting, SmallModel, decoding, fitted, piecewise, regression
 
 
@@ -54,3 +56,24 @@ def test_fitting_lowers_the_loss_on_targets_that_count():
     model = fitted(SmallModel(4, 8, Setting("linear"), width=16, depth=1), lambda: (ids, targets), 40)
     with torch.no_grad():
         assert (model(ids).argmax(-1) == targets).float().mean() > 0.9
+
+
+def test_parts_that_are_there_are_kept_and_a_damaged_file_is_named_before_any_is_run(tmp_path, monkeypatch, capsys):
+    ran = []
+    for part in ("regression", "decoding", "recall"):
+        monkeypatch.setattr(orderings, part, lambda part=part: ran.append(part) or {"by": part})
+    out = tmp_path / "new" / "orderings.json"
+    orderings.main(["--out", str(out)])
+    assert ran == ["regression", "decoding", "recall"]
+    orderings.main(["--out", str(out)])
+    assert len(ran) == 3
+    out.write_text(out.read_text()[:40])
+    with pytest.raises(SystemExit):
+        orderings.main(["--out", str(out)])
+    assert "orderings.json is damaged" in capsys.readouterr().err
+    assert len(ran) == 3
+
+
+def test_a_text_too_short_to_be_tested_on_is_refused():
+    with pytest.raises(ValueError, match="1,300 characters or more, got 500"):
+        orderings.language("abcde" * 100)

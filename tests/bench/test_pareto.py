@@ -1,5 +1,7 @@
 """Error beside cost: known errors, a front that deserves the name, groups of a trained model."""
 
+import json
+
 import pytest
 import torch
 
@@ -93,9 +95,35 @@ def test_masked_keys_take_no_part():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"sizes": (0.0,)}, "sizes must be positive, got 0"), ({"length": 0}, "length must be 1 or more, got 0"),
+    [({"sizes": (0.0,)}, "sizes must be positive and at most 1e.100, got 0"),
+     ({"sizes": (float("inf"),)}, "sizes must be positive and at most 1e.100, got inf"),
+     ({"length": 0}, "length must be 1 or more, got 0"),
      ({"sizes": ()}, "nothing to measure")],
 )  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         error_against_cost(("linear",), **given)
+
+
+def test_an_error_too_large_for_float64_is_a_note_and_no_number():
+    result = error_against_cost(("cumulant3",), sizes=(1e90,), length=8, dim=4)
+    assert row(result["cases"][0], "cumulant3")["note"] == "not finite"
+    assert row(result["cases"][0], "cumulant3")["centred"] is None
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_word_where_a_number_belongs_is_told_and_the_others_are_measured():
+    result = error_against_cost(("focused_linear:power=much", "linear"), sizes=(1.0,), length=8, dim=4)
+    wrong, right = result["cases"][0]["rows"]
+    assert wrong["note"]
+    assert right["centred"] > 0
+
+
+def test_the_work_of_a_model_is_that_of_all_its_layers():
+    """As in a factorised video model, whose second encoder sees other tokens than the first."""
+    layers = [random_tokens(1.0, length=length, dim=4) for length in (8, 32)]
+    result = error_against_cost(("linear",), sizes=(), captured=layers)
+    own = [row(case, "linear")["total"] for case in result["cases"]]
+    softmax = [total / row(case, "linear")["of_softmax"] for total, case in zip(own, result["cases"], strict=True)]
+    assert row(result["groups"][0], "linear")["total"] == round(sum(own) / 2)
+    assert row(result["groups"][0], "linear")["of_softmax"] == pytest.approx(sum(own) / sum(softmax))

@@ -10,7 +10,9 @@ from bench_records import baseline, record
 from cumulant.bench import training
 from cumulant.bench.capture import from_checkpoint
 from cumulant.bench.training import chosen, earlier, judged, planned, run, table
+from cumulant.cli import main
 from cumulant.commands import TrainBench
+from cumulant.studies.study import TimeOverError
 from cumulant.train import read_recipe
 
 
@@ -150,7 +152,12 @@ def test_failed_runs_are_no_results():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [({"seeds": 0}, "seeds must be 1"), ({"control": 0}, "control must be 1")]
+    ("given", "message"),
+    [
+        ({"seeds": 0}, "seeds must be 1"),
+        ({"control": 0}, "control must be 1"),
+        ({"minutes": float("nan")}, "minutes must be 0 or more, got nan"),
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
@@ -209,5 +216,43 @@ def test_without_time_nothing_is_begun_and_what_is_left_is_named(trained, tmp_pa
     more = run(replace(settings, attention=("softmax", "linear", "flow")), minutes=1e-9)
     assert more["missing"] == ["flow, seed 0"]
     assert "no time was left for flow, seed 0" in table(more)
-    with pytest.raises(ValueError, match="no run was finished within the 1e-09 minutes"):
+    with pytest.raises(TimeOverError, match="no run was finished within the 1e-09 minutes"):
         run(replace(settings, out=tmp_path), minutes=1e-9)
+
+
+def test_the_control_of_another_baseline_is_no_run_of_this_one():
+    """An earlier command compared with softmax; this one, in the same folder, compares with linear."""
+    own = [record("linear", 0.50), record("linear", 0.52, 1, "control")]
+    result = judged([*own, *baseline(0.90, 0.92), record("cumulant2", 0.60)], "linear")
+    assert result["control"]["runs"] == 2
+    assert result["control"]["spread"] == pytest.approx(2)
+    rows = {row["variant"]: row for row in result["ranking"]}
+    assert rows["linear"]["mean"] == pytest.approx(0.51)
+    assert (rows["softmax"]["mean"], rows["softmax"]["seeds"]) == (pytest.approx(0.91), 2)
+
+
+def test_runs_without_their_baseline_are_still_shown():
+    result = {**judged([record("linear", 0.5)], "softmax"), "baseline": "softmax", "missing": ["softmax, seed 0"]}
+    assert "linear" in table(result)
+    assert "A/A spread of softmax: not known" in table(result)
+
+
+def test_a_failure_without_words_is_told_by_its_kind(trained, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise NotImplementedError
+
+    settings, _ = trained
+    monkeypatch.setattr("cumulant.train.train", fails)
+    with pytest.raises(ValueError, match="the baseline softmax failed: NotImplementedError"):
+        run(replace(settings, out=tmp_path))
+
+
+def test_time_that_is_over_has_a_status_of_its_own(trained, tmp_path, capsys):
+    _, result = trained
+    words = ["bench", "train", "--epochs", "1", "--control", "1", "--minutes", "1e-9", "--out", str(tmp_path)]
+    assert main([*words, "--attention", "softmax"]) == 3
+    assert "no run was finished within the 1e-09 minutes" in capsys.readouterr().err
+    sound = [one for one in result["runs"] if not one["failure"]]
+    (tmp_path / "train.json").write_text(json.dumps({**result, **judged(sound, "softmax"), "runs": sound}))
+    assert main([*words, "--attention", "softmax", "flow"]) == 3
+    assert "no time was left for flow, seed 0" in capsys.readouterr().out

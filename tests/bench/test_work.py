@@ -59,3 +59,11 @@ def hidden(x: torch.Tensor) -> torch.Tensor:
 def test_a_fused_operation_is_not_counted_as_nothing():
     with torch.no_grad(), WorkCounter(), pytest.raises(RuntimeError, match="cannot be counted"):
         hidden(torch.ones(3, 3))
+
+
+def test_giving_a_result_another_shape_is_no_work():
+    a, b = torch.ones(1, 2, 5, 4), torch.ones(1, 2, 4, 6)
+    with torch.no_grad(), WorkCounter() as counter:
+        (a @ b).transpose(1, 2).reshape(5, 12)
+        a.diag_embed()
+    assert (counter.work.multiply_adds, counter.work.other) == (2 * 5 * 4 * 6, 0)

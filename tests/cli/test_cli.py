@@ -1,9 +1,11 @@
 """The command line as a user meets it."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -176,3 +178,32 @@ def test_starting_the_program_loads_nothing_that_only_a_command_needs():
     code = f"import sys, cumulant.cli; print([m for m in {heavy.split()!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def written_to(monkeypatch, file, *words):
+    """The status of a command that prints into this file, as its only owner: closing it must not complain."""
+    with file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        return cli.main(list(words))
+
+
+@pytest.mark.parametrize("words", [["--version"], ["list", "--help"], ["list"]], ids=" ".join)
+def test_a_short_text_without_a_reader_is_no_error_either(monkeypatch, capsys, words):
+    gone, end = os.pipe()
+    os.close(gone)
+    assert written_to(monkeypatch, os.fdopen(end, "w"), *words) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_that_lacks_some_letters_still_shows_the_rest(monkeypatch, tmp_path):
+    path = tmp_path / "screen"
+    assert written_to(monkeypatch, path.open("w", encoding="ascii"), "list") == 0
+    assert "causal: tokens see only the past ? cross" in path.read_text()
+
+
+def test_a_full_disk_is_told_in_a_line(monkeypatch, capsys):
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with Path("/dev/full").open("w") as full:
+        assert written_to(monkeypatch, full, "--version") == 1
+    assert capsys.readouterr().err == "cumulant: error: No space left on device\n"

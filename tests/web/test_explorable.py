@@ -15,12 +15,12 @@ pytest.importorskip("sklearn")
 from fastapi.testclient import TestClient
 from small_explorer import encoded, noise, png_claiming
 
+from cumulant.cli import main
 from cumulant.train import read_recipe, train
 from cumulant.web import Example, create_app, serve
 from cumulant.web.demo import digits_models
 from cumulant.web.explorable import examples_of
 from cumulant.web.opening import open_checkpoint, open_models, open_timm
-from cumulant.web.problems import UploadError
 from cumulant.web.settings import Explore
 
 
@@ -107,9 +107,9 @@ def test_examples_can_be_the_pictures_of_a_folder(tmp_path):
         (tmp_path / name).write_bytes(encoded(noise(1, 20)))
     (tmp_path / "notes.txt").write_text("no picture")
     assert [example.label for example in examples_of(str(tmp_path), 10, 8)] == ["a", "b"]
-    (tmp_path / "c.png").write_bytes(png_claiming(60_000, 60_000))
-    with pytest.raises(UploadError, match="pixels"):
-        examples_of(str(tmp_path), 10, 8)
+    (tmp_path / "a0.png").write_bytes(png_claiming(60_000, 60_000))
+    with pytest.warns(UserWarning, match=r"a0.png is left out: .* pixels"):
+        assert [example.label for example in examples_of(str(tmp_path), 2, 8)] == ["a", "b"]
 
 
 def test_examples_of_the_digits_show_every_class():
@@ -137,12 +137,33 @@ def test_settings_are_checked_and_local_by_default():
 
 
 def test_a_port_that_is_taken_says_so():
-    with serve.listen("127.0.0.1", 0) as door:
-        door.listen()
-        with pytest.raises(OSError, match="choose another --port"):
-            serve.listen("127.0.0.1", door.getsockname()[1])
+    # Also while the models of the first explorer are still being trained.
+    with serve.listen("127.0.0.1", 0) as door, pytest.raises(OSError, match="choose another --port"):
+        serve.listen("127.0.0.1", door.getsockname()[1])
 
 
 def test_the_help_does_not_wait_for_web_packages():
     code = "import sys, cumulant.web.settings; sys.exit(any(m in sys.modules for m in ('fastapi', 'PIL', 'uvicorn')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_address_of_this_machine_can_be_asked_under_its_own_name(run):
+    app = serve.prepare(Explore((str(run[0]),), images=1, host="127.0.0.2"))
+    client = TestClient(app)
+    assert client.get("/", headers={"host": "127.0.0.2:8000"}).status_code == 200
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+
+
+@pytest.mark.parametrize(("device", "words"), [("tpu", "must be cpu or cuda, got 'tpu'"), ("cuda:99", "needs a GPU")])
+def test_a_device_that_is_not_there_is_told(run, capsys, device, words):
+    assert main(["explore", str(run[0]), "--device", device, "--port", "0"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_package_that_does_not_work_here_is_told_in_a_line(capsys, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(serve, "explore", broken)
+    assert main(["explore", "timm:vit_tiny_patch16_224"]) == 1
+    assert capsys.readouterr().err == "cumulant: error: operator torchvision::nms does not exist\n"

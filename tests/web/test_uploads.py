@@ -2,17 +2,22 @@
 
 import builtins
 import io
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
+import numpy as np
 from fastapi.testclient import TestClient
 from PIL import Image
 from small_explorer import encoded, noise, png_claiming
 
 from cumulant.web import Limits, create_app
+from cumulant.web.engine import Engine
 from cumulant.web.problems import UploadError
 from cumulant.web.uploads import UploadStore, read_picture, read_upload
 
@@ -203,3 +208,38 @@ def test_a_wrong_address_gives_people_a_page_and_programs_json(client):
     assert (page.status_code, "nothing at this address" in page.text) == (404, True)
     assert client.get("/api/nowhere").json()["error"] == "not_found"
     assert client.get("/api/attention").status_code == 405
+
+
+def test_sixteen_bits_of_grey_are_scaled_and_not_clipped():
+    deep = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    kept = np.asarray(read_picture(encoded(Image.fromarray(deep)), Limits()))
+    assert kept[..., 0].tolist() == (deep >> 8).tolist()
+
+
+def test_a_transparent_picture_is_turned_too_and_a_damaged_note_turns_nothing():
+    picture = Image.new("RGBA", (20, 20), (0, 0, 255, 200))
+    picture.paste((255, 0, 0, 200), (0, 0, 20, 5))  # red above
+    note = Image.Exif()
+    note[0x0112] = 6  # to be turned by 90 degrees: red to the right
+    turned = read_picture(encoded(picture, exif=note.tobytes()), Limits())
+    assert turned.getpixel((19, 10))[0] > turned.getpixel((0, 10))[0]
+    kept = read_picture(encoded(picture, exif=b"Exif\0\0garbage"), Limits())
+    assert kept.getpixel((10, 0))[0] > kept.getpixel((10, 19))[0]
+
+
+def test_two_threads_decode_for_all_senders(models, monkeypatch):
+    """Each thread keeps the memory of its largest picture."""
+    engine, seen = Engine(models, [], Limits()), set()
+
+    def watched(content, limits, **options):
+        seen.add(threading.get_ident())
+        time.sleep(0.01)
+        return read_upload(content, limits, **options)
+
+    monkeypatch.setattr("cumulant.web.engine.read_upload", watched)
+    with ThreadPoolExecutor(8) as senders:
+        taken = list(senders.map(lambda seed: engine.receive(encoded(noise(seed)), False)[0], range(16)))
+    assert len(set(taken)) == 16
+    assert len(seen) <= 2
+    with pytest.raises(UploadError, match="not a picture"):
+        engine.receive(b"text", False)

@@ -51,6 +51,9 @@ def constants_of(table: Mapping[str, Mapping[str, float]], signs: Mapping[str, M
     if len(table) < 2:
         raise ValueError(f"a spread needs two mechanisms or more, got {len(table)}")
     columns = {metric: [row[metric] for row in table.values()] for task in signs.values() for metric in task}
+    flat = [metric for metric, values in columns.items() if len(set(values)) == 1]
+    if flat:
+        raise ValueError(f"{', '.join(flat)} must differ between mechanisms: without a spread there is no score")
     return {
         task: {
             metric: (sign, statistics.mean(columns[metric]), statistics.stdev(columns[metric]))
@@ -89,6 +92,7 @@ def efficiency_length(
     u, w = np.asarray(lengths if mechanism_lengths is None else mechanism_lengths, float), np.asarray(mechanism, float)
     if len(x) != len(y) or len(u) != len(w):
         raise ValueError(f"one cost for each length, got {len(y)} and {len(w)} costs for {len(x)} and {len(u)} lengths")
+    x, y, u, w = *_ascending(x, y), *_ascending(u, w)
     if drop_first:
         u, w = u[1:], w[1:]
     if len(x) < 3 or len(u) < 2:
@@ -116,6 +120,11 @@ def measured_crossing(lengths: Sequence[int], opponent: Sequence[float], mechani
             break
         crossing = length
     return crossing
+
+
+def _ascending(lengths: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    order = np.argsort(lengths)
+    return lengths[order], costs[order]
 
 
 def _r2(measured: np.ndarray, fitted: np.ndarray) -> float:

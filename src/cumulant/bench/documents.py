@@ -68,8 +68,10 @@ def embeddings(ids: Tensor, size: int, width: int) -> Tensor:
 
 def read(path: Path, count: int) -> tuple[list[str], Tensor]:
     """`count` texts and labels, evenly spread over a parquet file with the columns text and label."""
-    import pyarrow.parquet as pq
-
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ImportError("reading reviews needs pyarrow: pip install 'cumulant[data]'") from error
     rows = pq.read_table(path, columns=["text", "label"])
     at = torch.linspace(0, rows.num_rows - 1, min(count, rows.num_rows)).long().tolist()
     taken = rows.take(at)
@@ -131,7 +133,7 @@ def documents(
     width: int = 64,
 ) -> dict[str, list[float]]:
     """Accuracy of each setting and seed on the reviews of a folder with train-* and test-*.parquet."""
-    paths = [next(folder.glob(f"{part}*.parquet"), None) for part in ("train", "test")]
+    paths = [min(folder.glob(f"{part}*.parquet"), default=None) for part in ("train", "test")]  # the first of several
     if None in paths:
         raise FileNotFoundError(f"no train*.parquet and test*.parquet in {folder}")
     (texts, labels), (test_texts, test_labels) = (

@@ -87,7 +87,13 @@ def run(
             )
             break
         active = {name: one for name, one in table.items() if name not in wrong and name not in given_up}
-        tokens = draw(settings, batch, length, device, getattr(torch, chosen))
+        try:
+            tokens = draw(settings, batch, length, device, getattr(torch, chosen))
+        except RuntimeError as error:  # what was measured at shorter lengths is kept
+            if length == lengths[0]:
+                raise
+            given_up["all"] = f"no tokens of L = {length:,}: {_did_not_run(error)}"
+            break
         _refuse_the_matrix(active, given_up, tokens, settings.memory_limit)
         for row in measure(active, tokens, settings):
             progress(line(row))
@@ -174,7 +180,7 @@ def off_definition(one: Contender, dim: int) -> str | None:
     try:
         with torch.no_grad():
             error = _relative(one.plain(query, key, value), one.definition(query, key) @ value)
-    except (RuntimeError, ValueError) as problem:  # options that do not go together in this pattern
+    except (RuntimeError, TypeError, ValueError) as problem:  # options that do not go together in this pattern
         return _did_not_run(problem)
     return None if error < 1e-6 else f"off its own weights by {error:.1e} (relative): not timed"
 
@@ -196,7 +202,7 @@ def measure(active: dict[str, Contender], tokens: Sequence[Tensor], settings: Ef
             for phase, call in calls[name].items():
                 call()
                 row.peak_bytes[phase] = peak_bytes(call, query.device.type)
-        except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+        except (RuntimeError, TypeError, ValueError, torch.OutOfMemoryError) as error:
             calls.pop(name, None)
             row.peak_bytes = {}
             row.note = _did_not_run(error)

@@ -8,6 +8,7 @@ straight lines of slope 1, 2 and 3, and the size at which they leave that line i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -67,14 +68,19 @@ def softmax_error(
     draws are the same for every size and order. Cost: (sizes) (repeats) (L^2 D + L D^2 E).
     """
     sizes: Sequence[float] = tuple(logit_sizes)
-    if not sizes or min(sizes) <= 0:
+    if not sizes or not all(0 < size < math.inf for size in sizes):
         raise ValueError(f"logit_sizes must hold positive numbers, got {sizes}")
+    for name, number, least in (("length", length, 2), ("dim", dim, 1), ("repeats", repeats, 1)):
+        if number < least:
+            raise ValueError(f"{name} must be {least} or more, got {number}")
     generator = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, repeats, length, dim, generator=generator, dtype=torch.float64)
     unit = query / logit_size(query, key, scale=1.0)
     curves: dict[str, list[float]] = {name: [] for name in ORDERS}
     for size in sizes:
         for name, error in errors_against_softmax(size * unit, key, value, scale=1.0).items():
+            if not math.isfinite(error):
+                raise ValueError(f"a logit size of {size:g} is too large: {name} is not finite in float64")
             curves[name].append(error)
         if on_size is not None:
             on_size(size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cumulant.bench.plots import panels
-from cumulant.bench.style import PLOTLY_MARKS, colour, dashed, mark
+from cumulant.bench.style import PLOTLY_MARKS, colour, dashed, mark, with_room
 from cumulant.studies.figures import layout, logarithmic, transparent
 
 Figure = dict[str, Any]
@@ -95,13 +95,14 @@ def against_length(result: dict[str, Any], phase: str, quantity: str) -> Figure:
 def accuracy(result: dict[str, Any], key: str, label: str, factor: float) -> Figure:
     """Top-1 accuracy against a cost; the band is the range of the baseline's runs."""
     data: list[dict[str, Any]] = []
-    for row in result["ranking"]:
-        if row[key] is None:
-            continue
+    rows = [row for row in result["ranking"] if row[key] is not None]
+    named = with_room([(row[key], row["mean"]) for row in rows]) if rows else []
+    for row, has_room in zip(rows, named, strict=True):  # the others say their names when they are pointed at
         y = 100 * row["mean"]
         data.append(
             {
-                "type": "scatter", "mode": "markers+text", "name": row["variant"], "x": [factor * row[key]], "y": [y],
+                "type": "scatter", "mode": "markers+text" if has_room else "markers", "name": row["variant"],
+                "x": [factor * row[key]], "y": [y],
                 "text": [row["variant"]], "textposition": "top center", "textfont": {"size": 11}, "showlegend": False,
                 "marker": _marker(row["variant"], 11),
                 "error_y": {"type": "data", "symmetric": False, "array": [100 * row["high"] - y],

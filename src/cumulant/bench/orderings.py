@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 from cumulant import zoo
 from cumulant.bench.documents import documents
-from cumulant.bench.provenance import provenance
+from cumulant.bench.provenance import provenance, read_result
 from cumulant.bench.work import WorkCounter
 from cumulant.nn import MultiheadAttention
+from cumulant.train.files import claim_room, write_atomically
 
 SCALES, RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0), (1e-3, 1e-2, 1e-1, 1.0)
 
@@ -174,6 +175,8 @@ LANGUAGE = {
 
 def language(text: str, seeds: int = 2, steps: int = 300, length: int = 128) -> dict[str, list[float]]:
     """Bits a character on the last tenth of the text, for each setting and seed."""
+    if len(text) < 10 * (length + 2):
+        raise ValueError(f"the text must have {10 * (length + 2):,} characters or more, got {len(text):,}")
     letters = sorted(set(text))
     ids = torch.tensor([letters.index(c) for c in text])
     train, test = ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
@@ -250,15 +253,19 @@ def late_layers(checkpoint: Path, folder: str, name: str = "hierarchical", image
     return found
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a text file for the language models")
     parser.add_argument("--vit", type=Path, help="checkpoint of a vision transformer trained with softmax")
     parser.add_argument("--images", help="folder of its data")
     parser.add_argument("--reviews", type=Path, help="folder of labelled texts, train*.parquet and test*.parquet")
     parser.add_argument("--out", type=Path, required=True, help="JSON file; parts that are in it already are kept")
-    given = parser.parse_args()
-    results = json.loads(given.out.read_text()) if given.out.exists() else {}
+    given = parser.parse_args(words)
+    try:
+        claim_room(given.out.parent, 0)
+        results = read_result(given.out) if given.out.exists() else {}
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     parts: dict[str, Callable[[], Any]] = {"regression": regression, "decoding": decoding, "recall": recall}
     if given.text is not None:
         parts["language"] = lambda: language(given.text.read_text(encoding="utf-8"))
@@ -273,7 +280,7 @@ def main() -> None:
             )
             results[name] = part()
             print(name, json.dumps(results[name]), flush=True)
-            given.out.write_text(json.dumps(results, indent=1) + "\n")
+            write_atomically(given.out, (json.dumps(results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

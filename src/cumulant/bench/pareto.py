@@ -10,7 +10,9 @@ the error says what happens where they replace it without training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
+from statistics import mean
 from typing import IO, Any
 
 import torch
@@ -22,6 +24,7 @@ from cumulant.bench.work import work_of
 from cumulant.commands import Error
 
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
+LARGEST = 1e100  # of the logits: their squares are finite in float64
 
 
 def random_tokens(
@@ -35,8 +38,8 @@ def random_tokens(
     causal: bool = False,
 ) -> Captured:
     """Independent normal q, k, v (B, H, L, D); the standard deviation of the scaled q.k over keys is `size`."""
-    if not size > 0:
-        raise ValueError(f"sizes must be positive, got {size:g}")
+    if not 0 < size <= LARGEST:
+        raise ValueError(f"sizes must be positive and at most {LARGEST:g}, got {size:g}")
     for name, number in (("length", length), ("dim", dim)):
         if number < 1:
             raise ValueError(f"{name} must be 1 or more, got {number}")
@@ -51,9 +54,9 @@ def random_tokens(
 def case(tokens: Captured, variants: Sequence[Variant], kind: str) -> dict[str, Any]:
     """Error and work of every variant on the same tokens; `of_softmax` is its work over that of softmax."""
     query, key, value = (x.double() for x in (tokens.query, tokens.key, tokens.value))
-    softmax, mean = parse("softmax"), parse("cumulant1").plain()
+    softmax, plain_mean = parse("softmax"), parse("cumulant1").plain()
     expected = softmax(query, key, value, **tokens.call)
-    spread = (expected - mean(query, key, value, **tokens.call)).norm().item()
+    spread = (expected - plain_mean(query, key, value, **tokens.call)).norm().item()
     one = tuple(x[:1, :1] for x in (query, key, value))  # the work is that of one head
     first = {**tokens.call, "key_mask": None}
     exact = work_of(softmax, *one, **first).total
@@ -63,11 +66,11 @@ def case(tokens: Captured, variants: Sequence[Variant], kind: str) -> dict[str, 
         try:
             out = variant.plain()(query, key, value, **tokens.call)
             work = work_of(variant, *one, **first)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # a number was asked for, and a word given: an option of the variant
             rows.append({**row, "note": str(error)})
             continue
         gap = (out - expected).norm().item()
-        if not out.isfinite().all():
+        if not math.isfinite(gap):  # also where `out` is finite and its norm is not
             row["note"] = "not finite"
         row |= {
             "relative": None if row["note"] else relative_error(out, expected),
@@ -89,7 +92,7 @@ def case(tokens: Captured, variants: Sequence[Variant], kind: str) -> dict[str, 
     }
 
 
-def mark_front(rows: Iterable[dict[str, Any]]) -> None:
+def mark_front(rows: Sequence[dict[str, Any]]) -> None:
     """Set `front` on every row: whether no other is both cheaper (or equal) and closer to softmax.
 
     Softmax itself is the end of every front and is not on it; nor is what is further off than the mean of the values.
@@ -163,17 +166,25 @@ def run(settings: Error, progress: IO[str] | None = None) -> dict[str, Any]:
 
 
 def _groups(cases: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """What a panel shows: each random case, and the captured layers together (root mean square of their errors)."""
+    """What a panel shows: each random case, and the captured layers together.
+
+    Of these the root mean square of their errors, and the mean of their work: layers may differ in their tokens.
+    """
     own = [one for one in cases if one["kind"] == kind]
     if kind == "random" or not own:
         return [{"name": one["name"], "kind": kind, "rows": one["rows"]} for one in own]
     rows = []
     for number, first in enumerate(own[0]["rows"]):
-        errors = [one["rows"][number].get("centred") for one in own]
+        layers = [one["rows"][number] for one in own]
+        errors = [layer.get("centred") for layer in layers]
         if any(error is None for error in errors):
             rows.append({"variant": first["variant"], "note": first["note"] or "not on every layer", "front": False})
             continue
-        rows.append({**first, "centred": (sum(error**2 for error in errors) / len(errors)) ** 0.5})
+        work = {key: round(mean(layer[key] for layer in layers)) for key in ("multiply_adds", "other", "total")}
+        share = mean(layer["total"] for layer in layers) / mean(
+            layer["total"] / layer["of_softmax"] for layer in layers
+        )
+        rows.append({**first, **work, "of_softmax": share, "centred": mean(error**2 for error in errors) ** 0.5})
     mark_front(rows)
     return [{"name": f"trained model, {len(own)} layers", "kind": kind, "rows": rows}]
 

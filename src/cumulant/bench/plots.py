@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cumulant.bench.style import colour, dashed, mark, pyplot, save, short
+from cumulant.bench.style import colour, dashed, mark, pyplot, save, short, with_room
 
 SHOWN = 3  # random cases in a figure, spread over the sizes
 
@@ -95,14 +95,15 @@ def training(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11.5, 5), sharey=True)
     control = result["control"]
     for axis, (key, label, factor) in zip(axes, quantities, strict=True):
-        for row in result["ranking"]:
-            if row[key] is None:
-                continue
+        rows = [row for row in result["ranking"] if row[key] is not None]
+        named = with_room([(row[key], row["mean"]) for row in rows]) if rows else []
+        for row, has_room in zip(rows, named, strict=True):
             x, y = factor * row[key], 100 * row["mean"]
             spread = [[y - 100 * row["low"]], [100 * row["high"] - y]]
             axis.errorbar(x, y, yerr=spread, color=colour(row["variant"]), marker=mark(row["variant"]), markersize=8,
                           linestyle="none", label=row["variant"], capsize=2)  # fmt: skip
-            axis.annotate(short(row["variant"]), (x, y), xytext=(7, 3), textcoords="offset points", fontsize=8)
+            if has_room:
+                axis.annotate(short(row["variant"]), (x, y), xytext=(7, 3), textcoords="offset points", fontsize=8)
         if control["low"] is not None:
             axis.axhspan(100 * control["low"], 100 * control["high"], color=colour(result["baseline"]), alpha=0.12)
         axis.set(xlabel=label)
@@ -113,6 +114,7 @@ def training(result: dict[str, Any], path: Path) -> None:
         f"{result['model']} on {result['data']}, {result['epochs']} epochs; band: {control['runs']} runs of "
         f"{result['baseline']}", fontsize=10,
     )  # fmt: skip
+    _shared_legend(figure, axes, columns=6)
     figure.tight_layout()
     save(figure, path)
 

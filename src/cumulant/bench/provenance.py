@@ -1,7 +1,11 @@
-"""Where a number came from: commit, versions and machine. No host name, user name or path is ever recorded."""
+"""Where a number came from: commit, versions and machine, and results read back from their files.
+
+No host name, user name or path is ever recorded.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -50,6 +54,18 @@ def cpu_model() -> str:
 def cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_result(path: Path, *keys: str) -> dict[str, Any]:
+    """A results file that must have these keys; a ValueError that names it where it is damaged or none of the bench."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away, or choose another folder with --out") from error
+    missing = [key for key in keys if key not in result] if isinstance(result, dict) else ["an object"]
+    if missing:
+        raise ValueError(f"{path} is no result of the bench: it lacks {', '.join(missing)}; move it away")
+    return result
 
 
 def provenance(command: str) -> dict[str, Any]:

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from cumulant.bench import crossings, plots
-from cumulant.bench.provenance import provenance
-from cumulant.commands import Efficiency, Error, TrainBench
+from cumulant.bench.provenance import provenance, read_result
+from cumulant.commands import Efficiency, Error, Speed, TrainBench
 
 TEMPLATE = "report.html.j2"
+KEYS = {  # without which a result can be neither drawn nor told
+    "error": ("variants", "cases", "groups", "left_out"),
+    "efficiency": ("rows", "crossings", "checks", "setting", "given_up", "left_out"),
+    "train": ("ranking", "control", "claims", "runs", "failed"),
+}
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "error": plots.pareto,
     "efficiency": plots.efficiency,
@@ -23,7 +28,8 @@ NOT_SAID = ("out", "json", "fresh", "minutes")  # they do not change the numbers
 
 
 def prepare(out: Path) -> None:
-    """Fail before minutes of measuring where packages of figures and page are missing or nothing can be written."""
+    """Fail before minutes of measuring: packages of figures and page are missing, nothing can be written, or an earlier
+    result in the folder is damaged."""
     from cumulant.train.files import claim_room
 
     try:
@@ -35,11 +41,14 @@ def prepare(out: Path) -> None:
     assert jinja2.__version__
     assert matplotlib.__version__
     claim_room(out, 0)
+    if any((out / f"{name}.json").is_file() for name in PLOTS):
+        read(out)  # the page shows them beside the new result
 
 
-def command(settings: Error | Efficiency | TrainBench) -> str:
+def command(settings: Error | Efficiency | TrainBench | Speed) -> str:
     """The command line that gives these results; of paths only the last part is said."""
-    words = ["cumulant", "bench", {Error: "error", Efficiency: "efficiency", TrainBench: "train"}[type(settings)]]
+    kinds = {Error: "error", Efficiency: "efficiency", TrainBench: "train", Speed: "speed"}
+    words = ["cumulant", "bench", kinds[type(settings)]]
     for one in fields(settings):
         value = getattr(settings, one.name)
         if value == one.default or one.name in NOT_SAID:
@@ -68,9 +77,9 @@ def record(result: dict[str, Any], settings: Error | Efficiency | TrainBench) ->
     device = result.get("setting", {}).get("device") or next(
         (r["device"] for r in result.get("runs", ()) if "device" in r), ""
     )
-    if device == "cuda":
-        import torch
+    import torch
 
+    if device == "cuda" and torch.cuda.is_available():  # records of a GPU may be put together elsewhere
         result["machine"]["gpu"] = torch.cuda.get_device_name()
     path = settings.out / f"{result['bench']}.json"
     write_atomically(path, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
@@ -90,7 +99,7 @@ def redraw(out: Path, *names: str) -> None:
 def read(out: Path) -> dict[str, dict[str, Any]]:
     """The results in a folder by name: error, efficiency, train."""
     paths = {name: out / f"{name}.json" for name in PLOTS}
-    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
+    found = {name: read_result(path, *KEYS[name]) for name, path in paths.items() if path.is_file()}
     if not found:
         raise FileNotFoundError(f"there are no results in {out}: it must hold {', '.join(f'{n}.json' for n in PLOTS)}")
     return found

@@ -24,6 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.attention import attention
 from cumulant.bench.provenance import provenance
+from cumulant.bench.report import command
+from cumulant.bench.style import pyplot
 from cumulant.commands import Speed
 from cumulant.train.files import claim_room
 
@@ -49,12 +51,14 @@ def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, A
         raise ValueError("device='cuda', but torch sees no GPU; use --device cpu")
     name = settings.dtype if settings.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, name)
-    claim_room(settings.out, 0)
-    bandwidth = copy_bandwidth(device)
-    rows = []
     for L in settings.lengths:
         if L < 1:
             raise ValueError(f"lengths must be positive, got {L}")
+    claim_room(settings.out, 0)
+    pyplot()  # a missing package is told before minutes of measuring
+    bandwidth = copy_bandwidth(device)
+    rows = []
+    for L in settings.lengths:
         size = settings.heads * L * settings.dim
         numbers = settings.numbers or (100_000_000 if device == "cuda" else size)
         B = max(1, round(numbers / size))
@@ -71,7 +75,7 @@ def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, A
         "setting": {
             "heads": settings.heads, "dim": settings.dim, "dtype": name, "device": device, "causal": settings.causal
         },
-        **provenance("cumulant bench speed"),
+        **provenance(command(settings)),
     }  # fmt: skip
     if device == "cuda":
         result["machine"]["gpu"] = torch.cuda.get_device_name()
@@ -119,10 +123,10 @@ def measure(
     row = Row(name, L, B)
     make = torch.Generator(device).manual_seed(L)
     shape = (B, settings.heads, L, settings.dim)
-    q, k, v, grad = (
-        (torch.randn(shape, device=device, generator=make) + mean).to(dtype) for mean in (0.2, 1.0, 0.5, 0.0)
-    )
     try:
+        q, k, v, grad = (
+            (torch.randn(shape, device=device, generator=make) + mean).to(dtype) for mean in (0.2, 1.0, 0.5, 0.0)
+        )
         problem = wrong(name, function, quadratic, settings, q, k, v)
         if problem:
             row.note = problem
@@ -138,7 +142,7 @@ def measure(
                 torch.autograd.grad(function(*leaves), leaves, grad)
             row.peak_bytes = peak[0]
     except (RuntimeError, torch.OutOfMemoryError) as error:
-        row.note = f"did not run: {str(error).splitlines()[0][:80]}"
+        row.note = f"did not run: {(str(error).splitlines() or [type(error).__name__])[0][:120]}"
         return row
     if not quadratic:
         tensor = q.numel() * q.element_size() / bandwidth * 1e3
@@ -215,14 +219,8 @@ def line(row: Row) -> str:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Forward and backward together against length, time per token so that linear cost is a flat line."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("the plot needs matplotlib: pip install 'cumulant[train]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.6))
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7.5, 4.6))
     rows = [row for row in result["rows"] if not row["note"]]
     for name in dict.fromkeys(row["name"] for row in rows):
         points = [
@@ -242,4 +240,4 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{where}, {setting['dtype']}, {setting['heads']} heads of {setting['dim']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
+    plt.close(figure)

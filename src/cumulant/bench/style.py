@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def dashed(label: str) -> bool:
 def short(label: str) -> str:
     """A label that fits beside a point."""
     return label.replace("cumulant3:full=true", "cumulant3 full").replace(":", " ", 1)
+
+
+def with_room(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Which points of a panel have room for their name above them: those before them in the list come first."""
+    across, up = (max(values) - min(values) or 1.0 for values in zip(*points, strict=True))
+    named: list[tuple[float, float]] = []
+    found = []
+    for x, y in points:
+        found.append(all(abs(x - a) > 0.25 * across or abs(y - b) > 0.05 * up for a, b in named))
+        if found[-1]:
+            named.append((x, y))
+    return found
 
 
 def pyplot() -> Any:

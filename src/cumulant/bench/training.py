@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cumulant import zoo
-from cumulant.bench.provenance import provenance
+from cumulant.bench.provenance import provenance, read_result
 from cumulant.bench.scaling import peak_memory
 from cumulant.bench.speed import peak_memory as cuda_peak
 from cumulant.bench.variants import ALL, Variant, parse
@@ -81,6 +81,7 @@ def run(settings: TrainBench, progress: IO[str] | None = None, *, minutes: float
     from cumulant.data.held import hold
     from cumulant.studies.budget import Budget, epochs_done
     from cumulant.studies.runs import time_limit
+    from cumulant.studies.study import TimeOverError
     from cumulant.train import read_recipe
     from cumulant.train.build import open_recipe_source
     from cumulant.train.stepping import room_for_compiled_code
@@ -125,7 +126,7 @@ def run(settings: TrainBench, progress: IO[str] | None = None, *, minutes: float
             raise ValueError(f"the baseline {baseline.label} failed: {record['failure']}")
     records += kept.values()  # runs of earlier commands that this one does not name stay in the table
     if not records:
-        raise ValueError(f"no run was finished within the {minutes:g} minutes; give the same command again to go on")
+        raise TimeOverError(f"no run was finished within the {minutes:g} minutes; give the same command again to go on")
     result = {
         "bench": "train",
         "recipe": Path(settings.recipe).stem,
@@ -164,10 +165,9 @@ def earlier(out: Path, recipe: TrainRecipe) -> dict[tuple[str, int], dict[str, A
     path = out / "train.json"
     if not path.is_file():
         return {}
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     return {
         (one["variant"], one["seed"]): one
-        for one in runs
+        for one in read_result(path, "runs")["runs"]
         if not one["failure"] and one.get("recipe_digest") == digest(recipe)
     }
 
@@ -177,7 +177,7 @@ def read_record(folder: Path, recipe: TrainRecipe, fresh: bool) -> dict[str, Any
     path = folder / RECORD
     if fresh or not path.is_file():
         return None
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_result(path)
     return record if record.get("recipe_digest") == digest(recipe) else None
 
 
@@ -217,7 +217,7 @@ def train_one(
     except (RecipeError, OSError, ImportError):
         raise
     except Exception as error:  # whatever is wrong with one mechanism must not cost the runs of the others
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        reason = ": ".join([type(error).__name__, *(line[:160] for line in str(error).splitlines()[:1])])
         return {"variant": variant.label, "seed": one.seed, "failure": reason}
     write_atomically(path, json.dumps(record, indent=1, allow_nan=False).encode())
     return record
@@ -286,10 +286,12 @@ def judged(records: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, Any
     """Ranking, A/A spread and what becomes of the claims, from the records of all runs (each with its role)."""
     done = [record for record in records if not record["failure"]]
     accuracies: dict[str, list[float]] = {}
+    again = []
     for record in done:
-        if record["role"] == "compared":
+        if record["role"] == "control" and record["variant"] == baseline:
+            again.append(record["top1"])
+        else:  # the control of an earlier command with another baseline is compared like any other run
             accuracies.setdefault(record["variant"], []).append(record["top1"])
-    again = [record["top1"] for record in done if record["role"] == "control"]
     gap = 0.0
     if accuracies.get(baseline) and again:
         gap = 100 * abs(statistics.mean(accuracies[baseline]) - statistics.mean(again))
@@ -364,8 +366,9 @@ def table(result: dict[str, Any]) -> str:
         beyond = {True: " *", False: "  ", None: "  "}[row["beyond_chance"]]
         speed = "-" if row["throughput"] is None else f"{row['throughput']:,.0f}"
         memory = "-" if row["step_bytes"] is None else f"{row['step_bytes'] / 2**20:,.1f}"
+        difference = "-" if row["difference"] is None else f"{row['difference']:+.2f}"
         lines.append(
-            f"{row['variant']:32s}{100 * row['mean']:9.2f}{row['difference']:+10.2f}{beyond}{row['parameters']:>12,}"
+            f"{row['variant']:32s}{100 * row['mean']:9.2f}{difference:>10s}{beyond}{row['parameters']:>12,}"
             f"{row['flops'] / 1e6:>9,.2f}{speed:>10s}{memory:>10s}"
         )
     control = result["control"]

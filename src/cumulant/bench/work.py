@@ -20,11 +20,12 @@ from torch.utils.flop_counter import flop_registry
 from cumulant.bench.variants import Variant
 
 MOVES = {
-    "_linalg_check_errors", "_local_scalar_dense", "_to_copy", "arange", "cat", "clone", "constant_pad_nd", "copy",
-    "detach", "empty", "empty_like", "empty_strided", "eye", "fill", "flip", "full", "full_like", "gather",
-    "index", "index_put", "index_select", "lift_fresh", "masked_fill", "new_empty", "new_full", "new_ones",
-    "new_zeros", "ones", "ones_like", "repeat", "resize", "roll", "scalar_tensor", "scatter", "select_scatter",
-    "set", "slice_scatter", "stack", "tril", "triu", "zeros", "zeros_like",
+    "_linalg_check_errors", "_local_scalar_dense", "_to_copy", "_unsafe_view", "arange", "cat", "clone",
+    "constant_pad_nd", "copy", "detach", "diag_embed", "empty", "empty_like", "empty_strided", "eye", "fill",
+    "flip", "full", "full_like", "gather", "index", "index_put", "index_select", "lift_fresh", "masked_fill",
+    "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat", "resize", "roll",
+    "scalar_tensor", "scatter", "select_scatter", "set", "slice_scatter", "stack", "tril", "triu", "zeros",
+    "zeros_like",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -47,7 +48,8 @@ class Engine:
         self.models, self.limits = dict(models), limits
         self.examples = {f"example-{number}": example for number, example in enumerate(examples)}
         self.uploads = UploadStore(limits)
-        self._decoders = threading.BoundedSemaphore(2)  # a decoded picture may take 100 MB for a moment
+        # A decoded picture may take 100 MB for a moment, and the thread that did it keeps them: two do it for all.
+        self._decoders = ThreadPoolExecutor(2, thread_name_prefix="decoder")
         self.facts = {name: looking.facts(one.model, one.blank()) for name, one in self.models.items()}
         self._locks = {name: threading.Lock() for name in self.models}
         self._recordings: Memory[explain.Recording] = Memory(limits.recorded_bytes)
@@ -82,8 +84,7 @@ class Engine:
 
     def receive(self, content: bytes, invert: bool) -> tuple[str, tuple[Image, ...]]:
         """Decode an upload and keep it: its name and frames."""
-        with self._decoders:
-            frames = read_upload(content, self.limits, invert=invert)
+        frames = self._decoders.submit(read_upload, content, self.limits, invert=invert).result()
         return self.uploads.add(frames), frames
 
     def check_whole(self, name: str) -> None:

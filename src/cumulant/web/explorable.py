@@ -5,6 +5,7 @@ Shape legend: C channels, T frames, S side of the model's images.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..data.decode import IMAGE_SUFFIXES, fit, pillow_image, to_tensor
 from .footage import evenly
 from .limits import Limits
+from .problems import UploadError
 from .uploads import read_upload
 
 if TYPE_CHECKING:
@@ -86,6 +88,19 @@ class Example:
     label: str = ""
 
 
+def _shown(files: Sequence[Path], count: int) -> list[Example]:
+    """The first `count` files that can be shown; the others before them are named in a warning."""
+    examples: list[Example] = []
+    for file in files:
+        if len(examples) == count:
+            break
+        try:
+            examples.append(Example(read_upload(file.read_bytes(), Limits()), file.stem))
+        except UploadError as error:
+            warnings.warn(f"{file} is left out: {error}", stacklevel=2)
+    return examples
+
+
 def examples_of(data: str, count: int, size: int, **options: Any) -> list[Example]:
     """Pictures and short videos of a folder, or test items of a data set, spread over its classes; the digits at
     their own 8 x 8. `options` go to `cumulant.data.open_source`."""
@@ -95,7 +110,7 @@ def examples_of(data: str, count: int, size: int, **options: Any) -> list[Exampl
     folder, known = Path(data), IMAGE_SUFFIXES | VIDEO_SUFFIXES
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in known) if folder.is_dir() else []
     if files:
-        return [Example(read_upload(file.read_bytes(), Limits()), file.stem) for file in files[:count]]
+        return _shown(files, count)
 
     source = open_source(data, **options)
     size = 8 if data == "digits" else size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 from .settings import MECHANISMS, Explore
@@ -39,7 +40,7 @@ def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
             MECHANISMS, settings.cache, fresh=settings.fresh, device=settings.device, progress=progress
         )
         examples = examples_of(settings.data or "digits", settings.images, size=12)
-    hosts = LOCAL_HOSTS if settings.local else ("*",)
+    hosts = (*LOCAL_HOSTS, settings.host) if settings.local else ("*",)  # all of 127.0.0.0/8 is this machine
     return create_app(models, examples, hosts=hosts)
 
 
@@ -56,6 +57,9 @@ def explore(settings: Explore, progress: IO[str] | None = None) -> None:
         import uvicorn
     except ImportError as error:
         raise ImportError("the explorer needs uvicorn: pip install 'cumulant[web]'") from error
+    from ..train.processes import chosen_device
+
+    settings = replace(settings, device=str(chosen_device(settings.device)))
     with listen(settings.host, settings.port) as door:  # first: a taken port is told before anything is trained
         app = prepare(settings, progress)
         host, port = door.getsockname()[:2]
@@ -79,9 +83,10 @@ def listen(host: str, port: int) -> socket.socket:
     door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         door.bind((host, port))
+        door.listen()  # binding alone lets a second explorer, that is being made ready too, take the same port
     except OSError as error:
         door.close()
         raise OSError(
-            error.errno, f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+            error.errno, f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
         ) from error
     return door

@@ -7,7 +7,9 @@ import secrets
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from ..data.decode import fit, pillow_image
+import numpy as np
+
+from ..data.decode import fit, make_upright, pillow_image
 from .footage import Decimated, container_of, read_video
 from .limits import Limits
 from .memory import Memory
@@ -101,13 +103,15 @@ def _opened(content: bytes, limits: Limits) -> Any:
 
 def _square(image: Any, side: int) -> Image:
     """The centre square as RGB, at most `side` wide, turned as the camera noted, transparent parts white."""
-    from PIL import ImageOps
-
     pillow = pillow_image()
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    image = image.copy()  # an animation goes on from its own frame
+    make_upright(image)  # first: what is made of it below has no note of the camera any more
+    if image.mode.startswith("I;16"):  # convert("RGB") would clip 16-bit grey instead of scaling it
+        image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)
-    image = ImageOps.exif_transpose(image).convert("RGB")
+    image = image.convert("RGB")
     return fit(image, min(*image.size, side))
 
 
