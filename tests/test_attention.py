@@ -1,6 +1,7 @@
 """Values: the oracle, the definition, every pattern, every way to pass the same thing."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from oracles import by_definition, relative, softmax_taylor
 
 import cumulant
 from cumulant import attention
+from cumulant.moments import Moments, full_third_by_pairs
 
 ORDERS = [(1, False), (2, False), (3, False), (3, True)]
 f64 = torch.float64
@@ -34,6 +36,31 @@ def test_weighted_expansion_is_the_taylor_polynomial_of_weighted_softmax():
     w = torch.rand(1, 9, dtype=f64) + 0.1
     out = attention(q, k, v, full=True, key_mask=w, scale=0.3)
     assert relative(out, softmax_taylor(0.3 * q, k, v, 3, w)) < 1e-12
+
+
+@pytest.mark.parametrize("mask", [None, "some", "none"])
+def test_pairs_of_tokens_give_the_full_third_order_of_the_moments(mask):
+    q, k, v = (x.requires_grad_() for x in inputs(Lk=12, offset=3))
+    weights = {None: None, "some": torch.rand(2, 1, 12, dtype=f64), "none": torch.zeros(2, 1, 12)}[mask]
+    ways = (full_third_by_pairs(q, k, v, weights, 0.3), Moments.of(k, v, full=True, key_mask=weights).apply(q, 0.3))
+    torch.testing.assert_close(*ways)
+    torch.manual_seed(1)
+    upstream = torch.randn_like(ways[0])
+    torch.testing.assert_close(*(torch.autograd.grad(out, (q, k, v), upstream) for out in ways))
+
+
+def test_the_space_that_a_thread_keeps_is_its_own_and_serves_training_after_inference():
+    q, k, v = inputs(Lk=50)
+    with torch.inference_mode():
+        attention(q, k, v, backend="cpu")
+    q.requires_grad_()
+    exact = torch.autograd.grad(attention(q, k, v, backend="reference").sum(), q)[0]
+    many = [(q * (i + 1), k + i, v) for i in range(8)]
+    alone = [attention(*one, backend="cpu") for one in many]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda one: attention(*one, backend="cpu"), many * 10))
+    assert all(torch.equal(out, alone[i % 8]) for i, out in enumerate(together))
+    assert relative(torch.autograd.grad(attention(q, k, v, backend="cpu").sum(), q)[0], exact) < 1e-12
 
 
 def test_higher_orders_come_closer_to_softmax_at_small_logits():
@@ -162,3 +189,33 @@ def test_autocast_computes_in_its_dtype_with_exact_statistics():
 def test_the_public_names_are_there():
     for name in ("attention", "attention_varlen", "scores", "Moments", "nn", "zoo", "create_model"):
         assert hasattr(cumulant, name), name
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_default_device_does_not_matter(masked):
+    q, k, v = inputs()
+    mask = torch.rand(2, 9) > 0.4 if masked else None
+    expected = attention(q, k, v, key_mask=mask)
+    with torch.device("meta"):
+        assert torch.equal(attention(q, k, v, key_mask=mask), expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_weights_below_what_the_statistics_hold_are_zero(backend, is_causal):
+    q, k, v = inputs(dtype=torch.float32)
+    w = torch.ones(2, 9, dtype=f64)
+    w[:, 4] = 1e-60
+    expected = attention(q, k, v, key_mask=w > 0.5, is_causal=is_causal, backend=backend)
+    k[:, :, 4] = float("nan")
+    assert torch.equal(attention(q, k, v, key_mask=w, is_causal=is_causal, backend=backend), expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tensors_without_numbers_give_shapes(is_causal):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensors = (*inputs(), torch.rand(2, 9))
+    with FakeTensorMode() as mode:
+        q, k, v, w = (mode.from_tensor(x) for x in tensors)
+        assert attention(q, k, v, key_mask=w, is_causal=is_causal).shape == (2, 4, 9, 6)

@@ -126,3 +126,30 @@ def test_window_errors_say_what_is_wrong():
         SlidingWindow(3).apply(torch.randn(1, 2, 3))
     with pytest.raises(ValueError, match="same tokens"):
         SlidingWindow(3).append(torch.randn(1, 2, 3), torch.randn(1, 3, 3))
+
+
+@pytest.mark.parametrize("normalization", ["mean", "sum"])
+def test_the_first_token_has_a_gradient_as_exact_as_the_others(normalization):
+    """It is the point that all others are measured from, which must leave no rounding of theirs in it."""
+    q, k, v = inputs(1000)
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, is_causal=True, normalization=normalization, backend="reference")
+        grads.append(torch.autograd.grad(out.sum(), leaves[1:]))
+    for ours, exact in zip(*grads, strict=True):
+        error = (ours - exact).abs().amax(-1) / exact.abs().max()
+        assert error[..., 0].max() < 4 * error[..., 1:].max()
+
+
+def test_one_compiled_graph_serves_all_lengths_of_several_chunks():
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda *x: attention(*x, order=1, is_causal=True, backend="reference"), dynamic=True, backend=counter
+    )
+    for L in (130, 200, 300):
+        x = inputs(L)
+        assert torch.equal(compiled(*x), attention(*x, order=1, is_causal=True, backend="reference"))
+    assert counter.frame_count == 1

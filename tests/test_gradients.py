@@ -114,3 +114,29 @@ def test_function_transforms_work():
     )
     step = 1e-6
     assert relative(tangent, (attention((1 + step) * q, k, v) - attention((1 - step) * q, k, v)) / (2 * step)) < 1e-7
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_gradients_at_once(masked):
+    """As jacobians ask for them, through either of torch's ways of batching."""
+    leaves = inputs()
+    mask = torch.tensor([[0.5, 0.0, 2.0, 1.0, 0.3]], dtype=torch.float64) if masked else None
+    out = attention(*leaves, key_mask=mask)
+    grads = torch.randn(3, *out.shape, dtype=torch.float64)
+    each = zip(*(torch.autograd.grad(out, leaves, g, retain_graph=True) for g in grads), strict=True)
+    together = torch.autograd.grad(out, leaves, grads, retain_graph=True, is_grads_batched=True)
+    mapped = torch.func.vmap(lambda g: torch.autograd.grad(out, leaves, g, retain_graph=True))(grads)
+    for one, a, b in zip(each, together, mapped, strict=True):
+        assert relative(a, torch.stack(one)) < 1e-12
+        assert relative(b, torch.stack(one)) < 1e-12
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_backward_pass_under_autocast_keeps_its_precision_on_the_cpu(twice):
+    leaves = [x.float().detach().requires_grad_() for x in inputs(Lq=40, Lk=50, D=8)]
+    out = attention(*leaves, backend="cpu")
+    plain = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = torch.autograd.grad(out.sum(), leaves, create_graph=twice)
+    for x, y in zip(under, plain, strict=True):
+        assert relative(x, y) < 1e-5

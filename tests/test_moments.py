@@ -116,3 +116,22 @@ def test_moments_of_different_kinds_do_not_combine():
         moments(0, 3, (3, False)).remove(moments(0, 3, (3, True)))
     with pytest.raises(TypeError, match="Moments"):
         moments(0, 3, (3, False)).merge(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_leaves_the_moments_in_float32(kind):
+    k, v = tokens(0, 9, dtype=torch.float32)
+    order, full = kind
+    plain = Moments.of(k, v, order=order, full=full)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = Moments.of(k, v, order=order, full=full)
+        out = under.apply(k)
+    for x, y in zip(under, plain, strict=True):
+        assert x is y is None or torch.equal(x, y)
+    assert torch.equal(out, plain.apply(k))
+
+
+@pytest.mark.parametrize(("order", "full"), [(0, False), (4, False), (2, True), (2.0, False)])
+def test_orders_that_do_not_exist_are_refused(order, full):
+    with pytest.raises(ValueError, match="order"):
+        Moments.of(*tokens(0, 3), order=order, full=full)

@@ -2,9 +2,9 @@ import pytest
 import torch
 from oracles import relative
 
-from cumulant import attention
+from cumulant import Moments, attention
 from cumulant.kernels import launch
-from cumulant.streaming import Stream
+from cumulant.streaming import SlidingWindow, Stream
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -35,3 +35,61 @@ def test_a_step_of_more_than_one_token_is_refused():
     one = torch.randn(1, 2, 1, 4)
     with pytest.raises(ValueError, match=r"query heads \(3\) must be a multiple of key heads \(2\)"):
         Stream().step(torch.randn(1, 3, 1, 4), one, one)
+    x = torch.randn(1, 2, 1, 5)
+    with pytest.raises(ValueError, match=r"query and key must have the same batch and width, got .*5.* and .*4"):
+        Stream().step(x, one, one)
+    with pytest.raises(ValueError, match="key and value must have the same tokens"):
+        Stream().step(one, one, one[:, :1])
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_state_of_other_sizes_or_strides_is_never_read_as_if_it_fitted(kernel, monkeypatch):
+    """A kernel that took its layout for granted would read and write beyond it."""
+    if not kernel:
+        monkeypatch.setattr(launch, "available", lambda x: False)
+    elif not launch.INTERPRET:
+        pytest.skip("the kernel runs on the CPU through the interpreter")
+    q, k, v = (torch.randn(3, 2, 6, 4) for _ in range(3))
+    token = q[:, :, 5:], k[:, :, 5:], v[:, :, 5:]
+    k[1:, :, :5], v[1:, :, :5] = k[:1, :, :5], v[:1, :, :5]  # all batches begin with the same five tokens
+    row = attention(q, k, v, is_causal=True)[:, :, 5:]
+
+    shared = Stream()
+    shared.append(k[:1, :, :5], v[:1, :, :5])
+    assert relative(shared.step(*token), row) < 1e-5
+
+    strided = Stream()
+    strided.append(k[:, :, :5].repeat_interleave(2, 0), v[:, :, :5].repeat_interleave(2, 0))
+    strided.state = Moments._make(x[::2] for x in strided.state)  # every second of the batch goes on
+    assert relative(strided.step(*token), row) < 1e-5
+
+    wide = torch.randn(3, 2, 1, 7)
+    with pytest.raises(ValueError, match="as wide as those before, 4 and 4, got 7 and 4"):
+        strided.step(wide, wide, v[:, :, 5:])
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_autocast_leaves_the_state_in_float32(kernel, monkeypatch):
+    """In 16 bits, a sum of 256 tokens would take in no more."""
+    if not kernel:
+        monkeypatch.setattr(launch, "available", lambda x: False)
+    elif not launch.INTERPRET:
+        pytest.skip("the kernel runs on the CPU through the interpreter")
+    q, k, v = (torch.randn(1, 2, 300, 4) for _ in range(3))
+    stream = Stream()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stream.append(k[:, :, :299], v[:, :, :299])
+        out = stream.step(q[:, :, 299:], k[:, :, 299:], v[:, :, 299:])
+    assert all(x.dtype == torch.float32 for x in stream.state)
+    assert relative(out, attention(q[:, :, 299:], k, v)) < 1e-5
+
+
+def test_streams_of_orders_and_windows_that_do_not_exist_are_refused():
+    for make in (Stream, lambda **o: SlidingWindow(4, **o)):
+        with pytest.raises(ValueError, match="order must be 1, 2 or 3, got 4"):
+            make(order=4)
+        with pytest.raises(ValueError, match="needs order=3, got order=2"):
+            make(order=2, full=True)
+    for window in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"window must be a number of tokens, at least 1, got {window}"):
+            SlidingWindow(window)

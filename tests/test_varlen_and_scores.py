@@ -50,7 +50,7 @@ def test_no_sequences_give_no_rows():
 def test_offsets_that_do_not_cut_the_tokens_are_refused(cu, message):
     x = torch.randn(5, 2, 3)
     with pytest.raises(ValueError, match=message):
-        attention_varlen(x, x, x, torch.tensor(cu), torch.tensor([0, 5]), 5, 5)
+        attention_varlen(x, x, x, torch.tensor(cu), torch.tensor(cu), 5, 5)
 
 
 def test_varlen_checks_what_belongs_together():
@@ -59,6 +59,10 @@ def test_varlen_checks_what_belongs_together():
         attention_varlen(x, x, x, cu, torch.tensor([0, 2, 5]), 5, 5)
     with pytest.raises(ValueError, match="max_k must be at least the longest sequence, 5, got 4"):
         attention_varlen(x, x, x, cu, cu, 5, 4)
+    with pytest.raises(ValueError, match="1-D integer tensor"):
+        attention_varlen(x, x, x, torch.tensor([False, True]), cu, 5, 5)
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, got list"):
+        attention_varlen([1.0], x, x, cu, cu, 5, 5)
     with pytest.raises(ValueError, match="packed"):
         attention_varlen(x[None], x, x, cu, cu, 5, 5)
     with pytest.raises(ValueError, match="as many tokens"):
@@ -100,3 +104,8 @@ def test_masked_keys_have_no_weight_and_no_influence():
     A = scores(q, poisoned, key_mask=mask)
     assert not A[..., ~mask[0]].any()
     assert torch.allclose(A[..., mask[0]], scores(q, k[..., mask[0], :]), atol=1e-13)
+
+
+def test_keys_without_width_have_equal_scores():
+    nothing = torch.randn(1, 2, 3, 0, dtype=f64)
+    assert torch.equal(scores(nothing, nothing), torch.full((1, 2, 3, 3), 1 / 3, dtype=f64))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .causal import causal_attention
 from .inputs import (
+    check_offsets,
     check_order,
     check_tensors,
     in_autocast_dtype,
@@ -27,13 +28,14 @@ from .inputs import (
     without_autocast,
 )
 from .kernels import cpu, launch
-from .moments import Moments, ratio, statistics_dtype
+from .moments import Moments, full_third_by_pairs, ratio, statistics_dtype
 
 if launch.INTERPRET or torch.cuda.is_available():  # registers the custom operators before anything is traced
     with suppress(ImportError):  # without Triton, plain torch serves
         from .kernels import triton_causal, triton_dense  # noqa: F401
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
+LEAST_SCALE = 2.0**-12  # causal kernels of order 2 divide by the scale, and float16 ends at 65504
 
 
 def attention(
@@ -62,7 +64,8 @@ def attention(
         key: (..., H, Lk, D); fewer heads with `enable_gqa`.
         value: (..., H, Lk, E).
         order: 1 keeps the mean, 2 adds the covariance of keys and values, 3 the third cumulant.
-        full: at order 3, take the whole third cumulant (cost L D^2 E) instead of its diagonal.
+        full: at order 3, take the whole third cumulant instead of its diagonal. Cost: 2 L D^2 E, and L^2 (D + E)
+            where the pairs of tokens are fewer than the D^2 E numbers of the moments (L up to 512 for D = E = 64).
         key_mask: (..., Lk), leading dimensions those before H. Bool (True takes part) or non-negative weights.
             Tokens of weight 0 do not matter, NaN in them included. A row without any key gives 0.
         is_causal: query i sees the keys j <= i, aligned at the first token also when Lq != Lk.
@@ -74,7 +77,7 @@ def attention(
         backend: "auto", "reference" (plain torch), "cpu" (tiled) or "triton".
 
     Returns:
-        (..., H, Lq, E), in the dtype of the query. Cost: L D E a head, never L^2.
+        (..., H, Lq, E), in the dtype of the query. Cost: 2 L D E a head at order 2, 4 L D E at order 3, never L^2.
     """
     if closure is not None:
         check_order(order, full, normalization)
@@ -95,7 +98,7 @@ def attention(
     weights = None if key_mask is None else key_mask.expand(*lead, k.shape[-2]).reshape(prod(lead), k.shape[-2])
     plain = partial(_reference, order=order, full=full, weights=weights, is_causal=is_causal, scale=scale)
     with without_autocast(query.device.type):  # statistics stay in float32
-        path = path_for(backend, q, k, v, weights, order, full, is_causal)
+        path = path_for(backend, q, k, v, weights, order, full, is_causal, scale)
         if path == "triton":
             out = _triton(is_causal)(q, k, v, weights, order, scale, normalization)
         elif path == "cpu":
@@ -144,27 +147,31 @@ def attention_varlen(
         "the mean query weights the keys of each sequence and head in its own way, which packed kernels do not take",
         'pad the sequences and call zoo.get("cumulant3") with around="mean", key_mask and query_mask',
     )
+    query, key, value = in_autocast_dtype(query, key, value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
             raise ValueError(f"{name} must be packed as (tokens, heads, width), got shape {tuple(x.shape)}")
     if value.shape[0] != key.shape[0]:
         raise ValueError(f"key and value must have as many tokens, got {key.shape[0]} and {value.shape[0]}")
-    query, key, value = in_autocast_dtype(query, key, value)
+    check_offsets("cu_seq_q", cu_seq_q, query.shape[0])
+    check_offsets("cu_seq_k", cu_seq_k, key.shape[0])
+    if len(cu_seq_q) != len(cu_seq_k):
+        raise ValueError(
+            f"cu_seq_q and cu_seq_k must describe as many sequences, got {len(cu_seq_q) - 1} and {len(cu_seq_k) - 1}"
+        )
     _check_backend(backend, query)
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     checked_scale = check_tensors(q, k, v, None, scale, enable_gqa)
     check_order(order, full, normalization)
-    if max_q is not None and max_k is not None and path_for(backend, q, k, v, None, order, full, is_causal) == "triton":
+    path = path_for(backend, q, k, v, None, order, full, is_causal, checked_scale)
+    if path == "triton" and max_q is not None and max_k is not None:
         # Offsets on a GPU are taken at their word: looking at them would wait for everything before them.
         with without_autocast(query.device.type):
             packed = query, key, value, None, order, checked_scale, normalization
-            return _triton(is_causal)(*packed, cu_seq_q.int(), cu_seq_k.int(), max_q, max_k)
+            cu_q, cu_k = (x.to(query.device, torch.int32).contiguous() for x in (cu_seq_q, cu_seq_k))
+            return _triton(is_causal)(*packed, cu_q, cu_k, max_q, max_k)
     q_at = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
     k_at = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
-    if len(q_at) != len(k_at):
-        raise ValueError(
-            f"cu_seq_q and cu_seq_k must describe as many sequences, got {len(q_at) - 1} and {len(k_at) - 1}"
-        )
     one = partial(
         attention,
         order=order,
@@ -226,7 +233,7 @@ def scores(
         def centred(x: Tensor) -> Tensor:
             return x - (share * x).sum(-1, keepdim=True)
 
-        A = torch.ones_like(q[..., :1])
+        A = q.new_ones(*q.shape[:-1], 1)
         if order > 1:
             u = centred(q @ k.mT)
             A = A + u
@@ -259,7 +266,11 @@ def _reference(
             q, key, value, order=order, full=full, weights=w, scale=scale, normalization=normalization
         )
         return out.flatten(-4, -3)
-    out = Moments.of(key, value, order=order, full=full, key_mask=w).apply(q.flatten(-3, -2), scale)
+    rows = q.flatten(-3, -2)
+    if full and rows.shape[-2] * key.shape[-2] <= key.shape[-1] ** 2 * value.shape[-1]:  # pairs are fewer than moments
+        out = full_third_by_pairs(rows, key, value, w, scale)
+    else:
+        out = Moments.of(key, value, order=order, full=full, key_mask=w).apply(rows, scale)
     if normalization == "sum":
         out = (out * _total_weight(key, weights)).to(query.dtype)
     return out.unflatten(-2, q.shape[-3:-1]).flatten(-4, -3)
@@ -288,13 +299,23 @@ def _check_backend(backend: str, query: Tensor) -> None:
 
 
 def path_for(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, full: bool, is_causal: bool
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    order: int,
+    full: bool,
+    is_causal: bool,
+    scale: float = 1.0,
 ) -> str:
     """The path that computes this case: "triton", "cpu" or "reference" (plain torch, which computes all)."""
     differentiable_only = transformed() or (weights is not None and weights.requires_grad)
     if backend == "reference" or order == 1 or full or differentiable_only:
         return "reference"
     if not (q.numel() and k.numel() and v.numel()):
+        return "reference"
+    if is_causal and order == 2 and abs(scale) < LEAST_SCALE:
         return "reference"
     if backend == "triton" or (backend == "auto" and q.is_cuda):
         obstacle = launch.obstacle(q, v, order, is_causal)

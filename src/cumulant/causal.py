@@ -51,10 +51,14 @@ def causal_attention(
         absent = (weights == 0).unsqueeze(-1)
         key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
 
-    # The first token that counts is the origin: known to every row that gives anything but 0.
+    # The first token that counts is the origin: known to every row that gives anything but 0. The result does not
+    # depend on it, so it has no gradient: summed over all rows, that 0 would be left as rounding in the first token.
     first = (weights > 0).int().argmax(-1, keepdim=True).unsqueeze(-1)
-    value_origin = torch.take_along_dim(value, first, -2)
-    key, value = key - torch.take_along_dim(key, first, -2), value - value_origin
+    # (take_along_dim would fix every size under torch.compile.)
+    key_origin, value_origin = (
+        x.detach().gather(-2, first.expand(*x.shape[:-2], 1, x.shape[-1])) for x in (key, value)
+    )
+    key, value = key - key_origin, value - value_origin
 
     rows = N * C
     key, value, weights = (

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .kernels.launch import is_plain
+
 NORMALIZATIONS = ("mean", "sum")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def transformed() -> bool:
@@ -54,7 +57,7 @@ def check_tensors(
     for name, x in named.items():
         if x.ndim < 3:
             raise ValueError(f"{name} must have shape (..., heads, length, width), got {tuple(x.shape)}")
-        if not x.is_floating_point():
+        if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be floating point (float64, float32, bfloat16, float16), got {x.dtype}")
         if x.dtype != query.dtype:
             raise TypeError(f"query, key and value must share a dtype, got {name} {x.dtype}, query {query.dtype}")
@@ -94,9 +97,11 @@ def check_tensors(
     return float(scale)
 
 
-def check_order(order: int, full: bool, normalization: str) -> None:
-    if isinstance(order, bool) or order not in (1, 2, 3):
+def check_order(order: int, full: bool, normalization: str = "mean") -> None:
+    if isinstance(order, (bool, float)) or order not in (1, 2, 3):
         raise ValueError(f"order must be 1, 2 or 3, got {order!r}")
+    if not isinstance(full, bool):
+        raise TypeError(f"full must be True or False, got {full!r}")
     if full and order != 3:
         raise ValueError(f"full=True takes the whole third cumulant and needs order=3, got order={order}")
     if normalization not in NORMALIZATIONS:
@@ -135,7 +140,7 @@ def check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size) -> None:
     if not key_mask.is_floating_point():
         raise TypeError(f"key_mask must be bool or floating point weights, got {key_mask.dtype}")
     # Reading the values would stall an accelerator and break a traced graph: only plain CPU tensors are looked at.
-    readable = key_mask.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
+    readable = key_mask.device.type == "cpu" and is_plain(key_mask) and not transformed()
     if readable and not bool(((key_mask >= 0) & (key_mask < float("inf"))).all()):
         raise ValueError(
             f"key_mask weights must be finite and not negative, got values from {key_mask.min():g} to "
@@ -143,10 +148,16 @@ def check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size) -> None:
         )
 
 
+def check_offsets(name: str, cu_seq: Tensor, tokens: int) -> None:
+    """Raises for what cannot be sequence boundaries, without looking at the numbers."""
+    is_integer = isinstance(cu_seq, Tensor) and not (cu_seq.is_floating_point() or cu_seq.dtype == torch.bool)
+    if not is_integer or cu_seq.ndim != 1 or cu_seq.numel() == 0:
+        raise ValueError(f"{name} must be a 1-D integer tensor [0, ..., {tokens}], got {cu_seq!r}")
+
+
 def offsets(name: str, cu_seq: Tensor, tokens: int, longest: int | None, longest_name: str) -> list[int]:
     """Sequence boundaries as integers, checked against the tokens they cut."""
-    if not isinstance(cu_seq, Tensor) or cu_seq.ndim != 1 or cu_seq.is_floating_point() or cu_seq.numel() == 0:
-        raise ValueError(f"{name} must be a 1-D integer tensor [0, ..., {tokens}], got {cu_seq!r}")
+    check_offsets(name, cu_seq, tokens)
     at = [int(i) for i in cu_seq.tolist()]
     lengths = [b - a for a, b in pairwise(at)]
     if at[0] != 0 or at[-1] != tokens or any(n < 0 for n in lengths):

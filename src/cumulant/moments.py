@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .inputs import check_order, without_autocast
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Statistics are kept in float64 for float64 tokens and in float32 for everything narrower."""
@@ -59,31 +61,23 @@ class Moments(NamedTuple):
         key_mask, broadcastable to (..., L), is bool (True takes part) or non-negative weights. Tokens of weight
         zero do not matter, whatever they hold. L = 0 gives the identity of `merge`. Cost: L D E (L D^2 E full).
         """
-        dtype = statistics_dtype(key.dtype)
-        key, value = key.to(dtype), value.to(dtype)
-        if key_mask is None:
-            weights = key.new_ones(()).expand(key.shape[:-1])
-        else:
-            weights = key_mask.to(dtype).expand(torch.broadcast_shapes(key_mask.shape, key.shape[:-1]))
-            absent = (weights == 0).unsqueeze(-1)
-            key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+        check_order(order, full)
+        weights, (key_mean, key), (value_mean, value) = _tokens(key, value, key_mask)
         weight = weights.sum(-1)
-        share = ratio(weights, weight.unsqueeze(-1)).unsqueeze(-1)
-        key_mean, key = _centre(key, share)
-        value_mean, value = _centre(value, share)
         if order == 1:
             return cls(weight, key_mean, value_mean)
         weighted = weights.unsqueeze(-1) * key
-        S = weighted.mT @ value
-        if order == 2:
-            return cls(weight, key_mean, value_mean, S)
-        if full:
-            P = weighted.mT @ key
-            pairs = (weighted.unsqueeze(-1) * key.unsqueeze(-2)).flatten(-2)
-            T = (pairs.mT @ value).unflatten(-2, P.shape[-2:])
-        else:
-            squares = weighted * key
-            P, T = squares.sum(-2), squares.mT @ value
+        with without_autocast(key.device.type):
+            S = weighted.mT @ value
+            if order == 2:
+                return cls(weight, key_mean, value_mean, S)
+            if full:
+                P = weighted.mT @ key
+                pairs = (weighted.unsqueeze(-1) * key.unsqueeze(-2)).flatten(-2)
+                T = (pairs.mT @ value).unflatten(-2, P.shape[-2:])
+            else:
+                squares = weighted * key
+                P, T = squares.sum(-2), squares.mT @ value
         return cls(weight, key_mean, value_mean, S, P, T)
 
     def merge(self, other: Moments) -> Moments:
@@ -139,11 +133,12 @@ class Moments(NamedTuple):
             unused = q.sum(-1, keepdim=True) + self.key_mean.sum(-1)[..., None, None]
             return torch.where(never, unused, out).to(query.dtype)
         over_W = ratio(torch.ones_like(self.weight), self.weight)[..., None, None]
-        out = out + q @ (self.S * over_W)
-        if self.T is not None:
-            features = (q.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2) if self.full else q * q
-            T = self.T.flatten(-3, -2) if self.full else self.T
-            out = out + features @ (T * (0.5 * over_W))
+        with without_autocast(query.device.type):
+            out = out + q @ (self.S * over_W)
+            if self.T is not None:
+                features = (q.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2) if self.full else q * q
+                T = self.T.flatten(-3, -2) if self.full else self.T
+                out = out + features @ (T * (0.5 * over_W))
         return out.to(query.dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> Moments:
@@ -163,6 +158,36 @@ class Moments(NamedTuple):
                 f"moments of order {self.order} (full={self.full}) do not combine with "
                 f"order {other.order} (full={other.full}); make both with the same order and full"
             )
+
+
+def full_third_by_pairs(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+    """What `Moments.of(key, value, full=True)` gives query (..., Q, D), by way of u = q.k~ for each pair of tokens:
+
+        <v> + <(u + u^2 / 2) v~>
+
+    Cost: Q L (D + E), and a (Q, L) tensor: for short sequences far below the (L + Q) D^2 E of the moments.
+    """
+    weights, (_, key), (mean, value) = _tokens(key, value, key_mask)
+    share = ratio(weights, weights.sum(-1, keepdim=True)).unsqueeze(-1)
+    with without_autocast(query.device.type):
+        u = (query.to(key.dtype) * scale) @ key.mT
+        return (mean.unsqueeze(-2) + (u + 0.5 * u * u) @ (share * value)).to(query.dtype)
+
+
+def _tokens(
+    key: Tensor, value: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Weights (..., L), and the means and deviations of keys and values, in at least float32."""
+    dtype = statistics_dtype(key.dtype)
+    key, value = key.to(dtype), value.to(dtype)
+    if key_mask is None:
+        weights = key.new_ones(()).expand(key.shape[:-1])
+    else:
+        weights = key_mask.to(dtype).expand(torch.broadcast_shapes(key_mask.shape, key.shape[:-1]))
+        absent = (weights == 0).unsqueeze(-1)
+        key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+    share = ratio(weights, weights.sum(-1, keepdim=True)).unsqueeze(-1)
+    return weights, _centre(key, share), _centre(value, share)
 
 
 def _centre(x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:

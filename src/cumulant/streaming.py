@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .inputs import only_around_zero
+from .inputs import check_order, only_around_zero
 from .kernels import launch
 from .moments import Moments, statistics_dtype
 
@@ -36,12 +36,21 @@ class Stream:
 
     def __init__(self, *, order: int = 3, full: bool = False, around: str = "zero") -> None:
         only_around_zero("Stream", around, *STREAMED)
+        check_order(order, full)
         self.order, self.full = order, full
         self.state: Moments | None = None
 
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
         """Takes in key (B, H, L, D) and value (B, H, L, E)."""
+        _check_same_tokens(key, value)
+        if self.state is not None:
+            held, got = (self.state.key_mean, self.state.value_mean), (key, value)
+            if any(a.shape[-1] != b.shape[-1] for a, b in zip(held, got, strict=True)):
+                raise ValueError(
+                    f"key and value must be as wide as those before, {held[0].shape[-1]} and {held[1].shape[-1]}, "
+                    f"got {key.shape[-1]} and {value.shape[-1]}"
+                )
         new = Moments.of(key, value, order=self.order, full=self.full)
         merged = new if self.state is None else self.state.merge(new)
         self.state = Moments._make(None if x is None else x.contiguous() for x in merged)
@@ -54,16 +63,15 @@ class Stream:
             raise ValueError(f"query and key must hold one token, (batch, heads, 1, width), got {shapes}")
         if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
             raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
+        if (query.shape[0], query.shape[-1]) != (key.shape[0], key.shape[-1]):
+            shapes = f"{tuple(query.shape)} and {tuple(key.shape)}"
+            raise ValueError(f"query and key must have the same batch and width, got {shapes}")
+        _check_same_tokens(key, value)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if self.state is None:
             self.append(key[..., :0, :], value[..., :0, :])
         assert self.state is not None
-        if (
-            self.order > 1
-            and not self.full
-            and launch.available(key)
-            and statistics_dtype(key.dtype) == self.state[0].dtype
-        ):
+        if _kernel_takes(self.state, key, value):
             from .kernels import triton_decode
 
             return triton_decode.step(self.state, query, key, value, scale)
@@ -85,8 +93,9 @@ class SlidingWindow:
 
     def __init__(self, window: int, *, order: int = 3, full: bool = False, around: str = "zero") -> None:
         only_around_zero("SlidingWindow", around, *STREAMED)
-        if window < 1:
-            raise ValueError(f"window must be at least 1 token, got {window}")
+        check_order(order, full)
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"window must be a number of tokens, at least 1, got {window!r}")
         self.window, self.order, self.full = window, order, full
         self.key: Tensor | None = None
         self.value: Tensor | None = None
@@ -95,8 +104,7 @@ class SlidingWindow:
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Takes in key (..., L, D) and value (..., L, E) and lets go of what falls out of the window."""
-        if key.shape[:-1] != value.shape[:-1]:
-            raise ValueError(f"key and value must have the same tokens, got {tuple(key.shape)}, {tuple(value.shape)}")
+        _check_same_tokens(key, value)
         L = key.shape[-2]
         if self.key is None or self.value is None or self.state is None:
             self.key, self.value, self.state = (
@@ -125,3 +133,25 @@ class SlidingWindow:
 
     def _of(self, key: Tensor, value: Tensor) -> Moments:
         return Moments.of(key, value, order=self.order, full=self.full)
+
+
+def _check_same_tokens(key: Tensor, value: Tensor) -> None:
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key and value must have the same tokens, got {tuple(key.shape)}, {tuple(value.shape)}")
+
+
+def _kernel_takes(state: Moments, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel of a step has this order, and the state the layout that it takes for granted.
+
+    A state that serves a larger batch, or that a user has put here, may not; plain torch then brings it there.
+    """
+    S = state.S
+    return (
+        S is not None
+        and not state.full
+        and launch.available(key)
+        and S.shape == (*key.shape[:2], key.shape[-1], value.shape[-1])
+        and S.dtype == statistics_dtype(key.dtype)
+        and max(S.shape[-2:]) <= launch.WIDEST
+        and all(x is None or x.is_contiguous() for x in state)
+    )

@@ -119,3 +119,51 @@ def test_auto_takes_the_kernels_under_compile_autocast_graphs_and_checkpointing(
             captured = attention(*half, order=order)
         graph.replay()
         assert torch.equal(captured, attention(*half, order=order))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("scale", [0.0, 1e-6])
+def test_a_scale_of_nothing_gives_the_mean(scale, order, is_causal, dtype):
+    if not launch.INTERPRET and (order, is_causal, dtype) == (3, True, torch.float16):
+        pytest.skip("float16 at order 3 is kept from the causal kernels on GPUs, see kernels.launch.obstacle")
+    q, k, v = (x.to(dtype) for x in inputs(Lq=20, Lk=20))
+    options = dict(is_causal=is_causal, enable_gqa=True)
+    out = attention(q, k, v, order=order, scale=scale, backend="triton", **options)
+    mean = attention(q.double(), k.double(), v.double(), order=1, **options)
+    assert relative(out, mean) < (1e-3 if dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_offsets_may_be_strided_and_of_any_integer_type(is_causal):
+    q, k, v = (torch.randn(9, 2, 8, device=DEVICE) for _ in range(3))
+    both_lengths = torch.tensor([[0, 0], [5, 3], [9, 9]], dtype=torch.int32, device=DEVICE)
+    cu = both_lengths[:, 0]
+
+    def packed(*x, backend):
+        return attention_varlen(*x, cu, cu.long(), 5, 5, is_causal=is_causal, backend=backend)
+
+    for fast, exact in both(packed, (q, k, v)):
+        assert relative(fast, exact) < 1e-5
+
+
+def test_offsets_for_different_numbers_of_sequences_are_refused_before_a_kernel_reads_them():
+    x = torch.randn(9, 2, 8, device=DEVICE)
+    cu = torch.tensor([0, 5, 9], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="as many sequences, got 2 and 1"):
+        attention_varlen(x, x, x, cu, cu[::2], 9, 9, backend="triton")
+    with pytest.raises(ValueError, match="1-D integer tensor"):
+        attention_varlen(x, x, x, cu.float(), cu, 9, 9, backend="triton")
+
+
+def test_tokens_too_far_apart_for_32_bits_are_copied():
+    """Kernels walk a tile of up to 128 tokens by 32-bit steps: frames of a long video, say, may lie further apart."""
+    near, far = launch.FARTHEST - 8, launch.FARTHEST
+    for step, is_copied in ((near, False), (far, True)):
+        dense = torch.empty(1, device="meta").as_strided((2, 3, 40, 16), (16, 32, step, 1))
+        packed = torch.empty(1, device="meta").as_strided((40, 3, 16), (step, 16, 1))
+        assert (launch.rows(dense) is not dense) == is_copied
+        assert (launch.rows(packed) is not packed) == is_copied
+    assert launch.rows(dense).stride() == (3 * 40 * 16, 40 * 16, 16, 1)
+    assert 128 * launch.FARTHEST <= 2**31

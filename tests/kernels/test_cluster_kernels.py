@@ -14,6 +14,7 @@ from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa:
 from torch import Tensor
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention
+from cumulant.cluster.backend import _order_on
 from cumulant.kernels import triton_cluster
 
 POOLED: dict[str, Any] = {"clusters": 128, "near": 2, "near_rows": 128, "rank": "mean", "response": "pooled"}
@@ -56,6 +57,16 @@ def test_more_clusters_than_a_program_holds_at_once() -> None:
 def test_blocks_of_a_grid_that_do_not_divide_it() -> None:
     q, k, v = (tokens(1, 2, 35, 16, seed=i) for i in range(3))
     compare(q, k, v, clusters=(2, 3), grid=(5, 7), near=1, near_rows=32)
+
+
+def test_a_first_call_under_inference_mode_does_not_stand_in_the_way_of_training() -> None:
+    _order_on.cache_clear()
+    query, key, value = (torch.randn(1, 1, 35, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    options: dict[str, Any] = {"clusters": (2, 2), "grid": (5, 7), "near": 1, "near_rows": 32, "backend": "triton"}
+    with torch.inference_mode():
+        cluster_attention(query, key, value, **options)
+    cluster_attention(query, key, value, **options).sum().backward()
+    assert key.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -182,6 +193,12 @@ def test_grouped_and_wide_heads_are_refused() -> None:
     wide = tokens(1, 1, 24, 65)
     with pytest.raises(ValueError, match=r"heads of torch\.float32 are at most 64 wide, got 65"):
         cluster_attention(wide, wide, wide, clusters=4, backend="triton")
+
+
+def test_more_heads_than_a_grid_of_programs_has_are_refused() -> None:
+    q = torch.zeros(1, 1, 4, 16, device=DEVICE).expand(65_536, 1, 4, 16)
+    with pytest.raises(ValueError, match="at most 65,535 heads in a batch, got 65,536"):
+        cluster_attention(q, q, q, clusters=4, near=1, near_rows=32, backend="triton")
 
 
 def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,3 +143,23 @@ def test_the_custom_ops_keep_their_promises(monkeypatch):
     torch.library.opcheck(triton_lla.backward, (torch.ones_like(out), q, k, v, None, ridge, *state, *numbers))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(triton_lla.forward, (*leaves, None, ridge.requires_grad_(), *numbers))
+
+
+def test_grids_have_one_dimension(monkeypatch):
+    """A second one would end at 65,535 heads of all sequences together."""
+    from cumulant.kernels import lla_kernels
+
+    grids = []
+
+    class Recorded:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return self.kernel[grid]
+
+    for name in ("forward", "query_gradients", "key_gradients"):
+        monkeypatch.setattr(lla_kernels, name, Recorded(getattr(lla_kernels, name)))
+    results(kernels, draw(70, 33, 16, 16, heads=3), torch.float32)
+    assert [len(grid) for grid in grids] == [1, 1, 1]

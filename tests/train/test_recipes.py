@@ -93,6 +93,12 @@ def test_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
         read_recipe("cifar")
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "mine.toml").write_bytes(b"# \xff\xfe\nepochs = 3\n")
+    with pytest.raises(ValueError, match=r"mine\.toml is not a text in UTF-8"):
+        read_recipe(tmp_path / "mine.toml")
+
+
 def test_a_file_is_read_as_it_stands():
     recipe = parse_recipe(
         'clip = "none"\nlr = 1\nmean = [0, 0, 0]\n[model_options]\npool = "gap"\n'

@@ -5,9 +5,11 @@ Shape legend: B batch, H heads, Lq queries, Lk keys, D, E widths, K clusters.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from ..inputs import transformed
 from ..kernels import launch
 from .layout import Blocks, Grid, divide, on_grid
 
+T = TypeVar("T")
 TILES = (32, 64, 128)  # queries that can share their near clusters in a kernel
 WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the shared memory of a multiprocessor
 MOST = 1024  # clusters
+MOST_HEADS = 65_535  # of all sequences of a batch: as far as the second dimension of a grid of programs goes
 LONG = 1024  # keys from which "auto" takes the kernels of clusters; shorter sequences have not been measured
 LARGEST, MOST_PREFIX, MOST_SLOTS = 64, 32, 4096  # of the kernels that go through the tokens of short clusters
 
@@ -131,6 +135,9 @@ def _clusters_obstacle(case: Case, K: int) -> str | None:
         return f"kernels take near as a number, got {form.near!r}"
     if K > MOST:
         return f"kernels take at most {MOST} clusters, got {K}"
+    heads = math.prod(case.query.shape[:-2])
+    if heads > MOST_HEADS:
+        return f"kernels take at most {MOST_HEADS:,} heads in a batch, got {heads:,}"
     choosing = form.near or (form.response is not None and 0 < form.response < K)
     if choosing and form.near_rows not in TILES:
         sizes = ", ".join(map(str, TILES))
@@ -223,7 +230,13 @@ def _run_clusters(case: Case) -> Tensor:
     )
 
 
-@torch.compiler.assume_constant_result
+def _constant(function: Callable[..., T]) -> Callable[..., T]:
+    """What `torch.compiler.assume_constant_result` does; that one imports the compiler first, for a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def _slots(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int) -> tuple[tuple[int, ...], int]:
     """Keys of the clusters, each in as many slots, a power of two, -1 in those that are empty; and that number."""
     return _cached_slots(starts, order, prefix)
@@ -255,7 +268,7 @@ def _blocks(
     return tuple(-(-c * L // K) for c in range(K + 1)), None
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _grid_blocks(grid: Grid, blocks: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return _cached_grid_blocks(grid, blocks)
 
@@ -271,4 +284,5 @@ def _cached_grid_blocks(grid: Grid, blocks: Grid) -> tuple[tuple[int, ...], tupl
 
 @lru_cache(64)
 def _order_on(order: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(order, device=device)
+    with torch.inference_mode(False):  # what is kept from a call under inference_mode serves training too
+        return torch.tensor(order, device=device)

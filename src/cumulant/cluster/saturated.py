@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention
-from ..inputs import in_autocast_dtype
+from ..inputs import in_autocast_dtype, without_autocast
 from ..moments import ratio, statistics_dtype
 from .closures import check_closure, gain
 
@@ -42,7 +42,7 @@ def saturated_attention(
     if closure == "gauss" or not (query.numel() and key.numel()):
         return second
     mean = attention(query, key, value, order=1, **shared)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         f = gain(_variance(query, key, key_mask, is_causal, scale), closure)
         return (mean + f * (second.to(f.dtype) - mean)).to(query.dtype)
 
@@ -55,8 +55,9 @@ def _variance(query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bo
     if key_mask is not None:
         w = key_mask.to(dtype)[..., None, :, None]
         k = k.masked_fill(w == 0, 0)
-    first = (w > 0).int().argmax(-2, keepdim=True).expand(*k.shape[:-2], 1, 1)
-    k = k - torch.take_along_dim(k, first, -2).detach()  # any origin near the keys will do
+    first = (w > 0).int().argmax(-2, keepdim=True)
+    # Any origin near the keys will do. (take_along_dim would fix every size under torch.compile.)
+    k = k - k.detach().gather(-2, first.expand(*k.shape[:-2], 1, k.shape[-1]))
     if is_causal:
         # Running sums in float64: a difference of squares far from the first key costs digits.
         wide = torch.float64 if k.device.type != "mps" else dtype

@@ -15,6 +15,7 @@ allocates its output, the moments and the workspace. With S' = scale S / W, T' =
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
@@ -22,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inputs import transformed, without_autocast
 from ..moments import Moments, ratio, statistics_dtype
-from .launch import empty_like_rows
+from .launch import empty_like_rows, is_plain
 
-TILE = (
-    1 << 19
-)  # numbers in a workspace tile, 2 MiB in float32; a quarter of it costs 10 %, four times as much page faults
+# Numbers in a workspace tile, 2 MiB in float32; a quarter of it costs 10 %, four times as much page faults.
+TILE = 1 << 19
 SAMPLE = 512  # tokens whose mean is the point about which sums are taken
 TOKENS = 2048  # tokens in a tile, at most: enough for the matrix products to run at full speed
+_KEPT = threading.local()
 
 
 def attention(
@@ -43,9 +45,11 @@ def attention(
 ) -> Tensor:
     """query (B, Hq, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E), weights (B, Lk) or None -> (B, Hq, Lq, E).
 
-    `reference` computes the same by differentiable operations; only second derivatives use it.
+    `reference` computes the same by differentiable operations; only second derivatives and batched gradients use it.
     Cost: 2 L D E products a head at order 2, 4 L D E at order 3; reads q, k, v once, writes the output once.
     """
+    if weights is not None:  # before anything asks which are 0: what the statistics cannot hold is
+        weights = weights.to(statistics_dtype(query.dtype))
     return _Attention.apply(query, key, value, weights, order, scale, reference)
 
 
@@ -65,19 +69,27 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with without_autocast("cpu"):  # which a caller may have left on
+            return (*_Attention.gradients(ctx, grad), None, None, None, None)
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, weights = ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody wants to differentiate this backward: let autograd build its graph
+        twice, batched = torch.is_grad_enabled(), transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
+        if twice or batched:  # somebody differentiates this backward, or asks for many at once: let autograd do it
             inputs, needed = (query, key, value), ctx.needs_input_grad[:3]
             asked = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
-            found = iter(torch.autograd.grad(ctx.reference(*inputs), asked, grad, create_graph=True))
-            return (*(next(found) if wanted else None for wanted in needed), None, None, None, None)
+            with torch.enable_grad():
+                out = ctx.reference(*inputs)
+            found = iter(torch.autograd.grad(out, asked, grad, create_graph=twice))
+            return tuple(next(found) if wanted else None for wanted in needed)
         dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
         space = _Workspace(query)
         for tile, state in zip(_tiles(query, key), ctx.states, strict=True):
             sums = _backward_queries(tile(query), tile(grad), state, tile(dq), ctx.scale, space)
             w = tile.weights(weights)
             _backward_keys(tile(key), tile(value), w, state, sums, tile(dk), tile(dv), ctx.scale, space)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv
 
 
 class _Tile:
@@ -116,21 +128,33 @@ def _chunks(x: Tensor) -> Iterator[slice]:
 
 
 class _Workspace:
-    """Named buffers that are reused from tile to tile: fresh memory costs more than the arithmetic on it."""
+    """Named buffers that are reused from tile to tile: fresh memory costs more than the arithmetic on it.
+
+    A thread keeps its own for the next call, five of `TILE` numbers: whether freed memory goes back to the system, and
+    comes as new pages every time, depends on what else the process has freed, and doubles the time of a small call.
+    """
 
     def __init__(self, like: Tensor) -> None:
         self.dtype, self.device = statistics_dtype(like.dtype), like.device
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = vars(_KEPT).setdefault(str(self.dtype), {}) if is_plain(like) else {}
 
     def take(self, name: str, *shape: int) -> Tensor:
         size = prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(False):  # what is kept serves calls outside of it too
+                self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
         return self.buffers[name][:size].view(shape)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def flat(self, x: Tensor) -> Tensor | None:
+        """x (b, h, n, width) itself as (g, n, width), or None where its dtype or strides do not allow it."""
+        return _merged(x) if x.dtype == self.dtype else None
 
     def load(self, name: str, x: Tensor) -> Tensor:
         """x (b, h, n, width) as (g, n, width) in the statistics' precision: itself where possible, else a copy."""
-        flat = _merged(x) if x.dtype == self.dtype else None
+        flat = self.flat(x)
         if flat is None:
             self.take(name, *x.shape).copy_(x)
             flat = self.take(name, prod(x.shape[:2]), *x.shape[2:])
@@ -145,12 +169,11 @@ class _Workspace:
 
     def target(self, name: str, x: Tensor) -> Tensor:
         """A place to compute x in: x itself as (g, n, width) where possible, else a buffer for `store`."""
-        flat = _merged(x) if x.dtype == self.dtype else None
+        flat = self.flat(x)
         return self.take(name, prod(x.shape[:2]), *x.shape[2:]) if flat is None else flat
 
-    @staticmethod
-    def store(x: Tensor, computed: Tensor) -> None:
-        if computed.data_ptr() != x.data_ptr():
+    def store(self, x: Tensor, computed: Tensor) -> None:
+        if self.flat(x) is None:
             x.copy_(computed.view(x.shape))
 
 
@@ -170,22 +193,20 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
     """
     L, D, E = key.shape[-2], key.shape[-1], value.shape[-1]
     g = key.shape[0] * key.shape[1]
-    S = torch.zeros(g, D, E, dtype=space.dtype)
-    P, T = (torch.zeros(g, D, dtype=space.dtype), torch.zeros_like(S)) if order == 3 else (None, None)
+    S = space.zeros(g, D, E)
+    P, T = (space.zeros(g, D), torch.zeros_like(S)) if order == 3 else (None, None)
     absent = None
     if weights is None:
-        W = torch.full((g, 1), float(L), dtype=space.dtype)
+        W = torch.full((g, 1), float(L), dtype=space.dtype, device=space.device)
         near = slice(None, None, max(1, L // SAMPLE))
         k_mean = key[..., near, :].mean(-2, dtype=space.dtype).view(g, D)
-        if order == 2:  # centred keys suffice: values as they are spare a pass, and their mean comes out of the sums
-            v_mean = torch.zeros(g, E, dtype=space.dtype)
-        else:
-            v_mean = value[..., near, :].mean(-2, dtype=space.dtype).view(g, E)
+        # At order 2 centred keys suffice: values as they are spare a pass, and their mean comes out of the sums.
+        v_mean = space.zeros(g, E) if order == 2 else value[..., near, :].mean(-2, dtype=space.dtype).view(g, E)
     else:
-        absent, weights = weights == 0, weights.to(space.dtype)
+        absent = weights == 0
         W = weights.sum(-2)
-        zero = torch.zeros((), dtype=space.dtype)
-        k_mean, v_mean = torch.zeros(g, D, dtype=space.dtype), torch.zeros(g, E, dtype=space.dtype)
+        zero = space.zeros()
+        k_mean, v_mean = space.zeros(g, D), space.zeros(g, E)
         for n in _chunks(key):
             for x, mean in ((key, k_mean), (value, v_mean)):
                 rows = space.centred("k", x[..., n, :], zero.expand(g, x.shape[-1]), absent[:, n])

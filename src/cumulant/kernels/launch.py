@@ -22,6 +22,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # Triton r
 HAS_TRITON = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # head size, at most
+FARTHEST = 1 << 24  # elements from a token to the next, at most: kernels walk the 128 tokens of a tile in 32 bits
 
 
 class Config(NamedTuple):
@@ -108,8 +109,9 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x with contiguous rows: itself, or a copy where the last dimension is strided."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x, (B, H, L, D) or packed (T, H, D), as kernels walk it: itself, or a copy where rows are strided or too far."""
+    within = x.stride(-1) == 1 or x.shape[-1] == 1
+    return x if within and x.stride(2 if x.ndim == 4 else 0) < FARTHEST else x.contiguous()
 
 
 def stride_unit(*tensors: Tensor) -> int:

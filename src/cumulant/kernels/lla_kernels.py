@@ -23,6 +23,14 @@ NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def place(length, COUNT: tl.constexpr):
+    """First row of this program, and its head. Grid (heads times blocks of COUNT rows), the blocks of a head side by
+    side: in one dimension, since the second holds 65,535 programs at most."""
+    blocks = tl.cdiv(length, COUNT)
+    return tl.program_id(0) % blocks * COUNT, (tl.program_id(0) // blocks).to(tl.int64)
+
+
+@triton.jit
 def load_rows(x, start, length, stride, WIDTH: tl.constexpr, BW: tl.constexpr, COUNT: tl.constexpr):
     """(COUNT, BW) rows from `start` of a head at x; 0 beyond its length and width."""
     at, columns = start + tl.arange(0, COUNT), tl.arange(0, BW)
@@ -110,7 +118,7 @@ def forward(
     CAUSAL: tl.constexpr, ADDED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out, and for a backward pass, in float32, lse, mean of the keys and slope g."""
-    first, own = tl.program_id(0) * M, tl.program_id(1).to(tl.int64)
+    first, own = place(length_q, M)
     b, h = own // heads, own % heads
     q, k = head(q, b, h, 0, q_b, q_h, q_t, UNIT), head(k, b, h, 0, k_b, k_h, k_t, UNIT)
     v, out = head(v, b, h, 0, v_b, v_h, v_t, UNIT), head(out, b, h, 0, out_b, out_h, out_t, UNIT)
@@ -166,7 +174,7 @@ def query_gradients(
     CAUSAL: tl.constexpr, ADDED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, and for the keys h (`response`) and of each row k_bar.g, a_bar + k_bar.h and g.h (`numbers`)."""
-    first, own = tl.program_id(0) * M, tl.program_id(1).to(tl.int64)
+    first, own = place(length_q, M)
     b, h = own // heads, own % heads
     q, k = head(q, b, h, 0, q_b, q_h, q_t, UNIT), head(k, b, h, 0, k_b, k_h, k_t, UNIT)
     v, grad = head(v, b, h, 0, v_b, v_h, v_t, UNIT), head(grad, b, h, 0, grad_b, grad_h, grad_t, UNIT)
@@ -230,7 +238,7 @@ def key_gradients(
     CAUSAL: tl.constexpr, ADDED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys, over all queries that see any of them."""
-    first, own = tl.program_id(0) * N, tl.program_id(1).to(tl.int64)
+    first, own = place(length_k, N)
     b, h = own // heads, own % heads
     q, k = head(q, b, h, 0, q_b, q_h, q_t, UNIT), head(k, b, h, 0, k_b, k_h, k_t, UNIT)
     v, grad = head(v, b, h, 0, v_b, v_h, v_t, UNIT), head(grad, b, h, 0, grad_b, grad_h, grad_t, UNIT)

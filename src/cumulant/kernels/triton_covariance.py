@@ -33,11 +33,14 @@ def tile_of(t):
 
 @triton.jit
 def sums_kernel(
-    x, products, sums, L, C, stride_b, stride_t, share, BM: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr
+    x, products, sums, L, C, stride_b, stride_t, share, tiles, splits,
+    BM: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, splits, B). Over the tokens of one split: a tile of x^T x; those on the diagonal also add up x."""
-    split, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i, j = tile_of(tl.program_id(0))
+    """Grid (B splits tiles), the tiles of a split side by side: in one dimension, since the second and third hold
+    65,535 programs at most. Over the tokens of one split: a tile of x^T x; those on the diagonal also add up x."""
+    slot = (tl.program_id(0) // tiles).to(tl.int64)
+    split, b = (slot % splits).to(tl.int32), slot // splits
+    i, j = tile_of(tl.program_id(0) % tiles)
     start = split * share
     end = tl.minimum(L, start + share)
     n = tl.arange(0, N)
@@ -58,7 +61,6 @@ def sums_kernel(
             total += p.to(tl.float32)
         left += N * stride_t
         right += N * stride_t
-    slot = b * tl.num_programs(1) + split
     out = products + slot * C * C + rows[:, None] * C + columns[None, :]
     tl.store(out, acc, mask=(rows < C)[:, None] & (columns < C)[None, :])
     if i == j:
@@ -74,10 +76,10 @@ def total_of(sums, slot, splits, columns, C):
 
 
 @triton.jit
-def finish_kernel(products, sums, G, mean, L, C, splits, BM: tl.constexpr):
-    """G = sum of splits / L - mean mean^T, written below and above the diagonal, in G's dtype; and the mean."""
-    i, j = tile_of(tl.program_id(0))
-    b = tl.program_id(1).to(tl.int64)
+def finish_kernel(products, sums, G, mean, L, C, tiles, splits, BM: tl.constexpr):
+    """Grid (B tiles). The mean, and G = sum of splits / L - mean mean^T below and above the diagonal, in G's dtype."""
+    i, j = tile_of(tl.program_id(0) % tiles)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
     rows, columns = i * BM + tl.arange(0, BM), j * BM + tl.arange(0, BM)
     mask = (rows < C)[:, None] & (columns < C)[None, :]
     acc = tl.zeros((BM, BM), tl.float32)
@@ -118,11 +120,11 @@ def covariance(x: Tensor) -> tuple[Tensor, Tensor]:
     G = torch.empty(B, C, C, dtype=x.dtype, device=x.device)
     mean = torch.empty(B, C, dtype=torch.float32, device=x.device)
     with on_device(x.device):
-        sums_kernel[(tiles, splits, B)](
-            x, products, sums, L, C, x.stride(0), x.stride(1), share,
+        sums_kernel[(B * splits * tiles,)](
+            x, products, sums, L, C, x.stride(0), x.stride(1), share, tiles, splits,
             BM=BLOCK, N=TOKENS, EVEN=C % BLOCK == 0, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
-        finish_kernel[(tiles, B)](products, sums, G, mean, L, C, splits, BM=BLOCK, num_warps=WARPS)
+        finish_kernel[(B * tiles,)](products, sums, G, mean, L, C, tiles, splits, BM=BLOCK, num_warps=WARPS)
     return G, mean
 
 

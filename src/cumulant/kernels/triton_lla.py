@@ -109,7 +109,7 @@ def run_forward(
     (B, H, L, _), S, unit = q.shape, k.shape[2], stride_unit(q, k, v, out)
     constants = _blocks(query, key, value)
     with on_device(query.device):
-        lla_kernels.forward[(cdiv(L, constants["M"]), B * H)](
+        lla_kernels.forward[(cdiv(L, constants["M"]) * B * H,)](
             q, k, v, lse if added is None else added, ridge, out, lse, mean, slope,
             *strides(q, unit), *strides(k, unit), *strides(v, unit), *strides(out, unit), *ridge.stride(),
             L, S, H, scale, iterations, tolerance,
@@ -152,11 +152,11 @@ def run_backward(
     constants = {"CAUSAL": is_causal, "ADDED": added is not None, "UNIT": unit, **_blocks(query, key, value)}
     inputs = (q, k, v, lse if added is None else added, ridge, do, lse)
     with on_device(query.device):
-        lla_kernels.query_gradients[(cdiv(L, constants["M"]), B * H)](
+        lla_kernels.query_gradients[(cdiv(L, constants["M"]) * B * H,)](
             *inputs, mean, slope, dq, response, numbers, *shared, *strides(dq, unit), *ridge.stride(),
             L, S, H, scale, iterations, tolerance, **constants, **_config("query_gradients", query, value),
         )  # fmt: skip
-        lla_kernels.key_gradients[(cdiv(S, constants["N"]), B * H)](
+        lla_kernels.key_gradients[(cdiv(S, constants["N"]) * B * H,)](
             *inputs, slope, response, numbers, dk, dv, *shared, *strides(dk, unit), *strides(dv, unit), *ridge.stride(),
             L, S, H, scale, **constants, **_config("key_gradients", query, value),
         )  # fmt: skip

@@ -42,7 +42,10 @@ def recipe_text(name: str | Path) -> str:
         if not path.is_file():
             known = f"; the built-in one is called {path.stem}" if path.stem in recipe_names() else ""
             raise ValueError(f"there is no recipe file {path}{known}")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a text in UTF-8, as recipes are: {error}") from error
     if str(name) not in recipe_names():
         raise ValueError(
             f"unknown recipe {str(name)!r}; {suggest(str(name), recipe_names())}, or a path to a .toml file"
