@@ -186,6 +186,16 @@ def test_k_means_and_its_near_field_may_be_mapped_over():
     torch.testing.assert_close(mapped, cluster_attention(query, key, value, **options))
 
 
+def test_grids_of_changing_size_compile_into_one_graph():
+    def function(x, grid):
+        return cluster_attention(x, x, x, clusters=4, grid=grid)
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    for grid in ((4, 4), (6, 4), (5, 7)):
+        x = torch.randn(1, 2, grid[0] * grid[1], 8)
+        torch.testing.assert_close(compiled(x, grid), function(x, grid))
+
+
 def test_k_means_under_compile_says_what_to_do():
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: cluster_attention(*x, clusters=KMeans(2)), fullgraph=True, backend="eager")

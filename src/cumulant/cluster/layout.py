@@ -220,7 +220,8 @@ def _shared_out(grid: Grid, count: int, least: int) -> tuple[Grid, int]:
     """Blocks along each side, and the largest prime factor of count that found no place (1: all did)."""
     blocks, left_out = [1] * len(grid), 1
     for prime in _primes(count, max(grid)):
-        axis = max(range(len(grid)), key=lambda a: (grid[a] / blocks[a], a))
+        longest = max(side / cuts for side, cuts in zip(grid, blocks, strict=True))
+        axis = max(a for a in range(len(grid)) if grid[a] / blocks[a] == longest)
         if grid[axis] // blocks[axis] >= prime and math.prod(grid) >= least * prime * math.prod(blocks):
             blocks[axis] *= prime
         else:
