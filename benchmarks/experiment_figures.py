@@ -15,6 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from cumulant.studies.figures import palette
 from cumulant.studies.outcome import records_of
@@ -22,6 +23,7 @@ from cumulant.studies.plan import planned
 from cumulant.studies.records import Key
 from cumulant.studies.settings import Reproduce
 
+plt.rcParams.update({"svg.hashsalt": "cumulant", "svg.fonttype": "none", "font.size": 10})
 Record = dict[str, Any]
 SHOWN = 8  # curves that can be told apart; with more configurations only the points are drawn
 
@@ -32,11 +34,12 @@ def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> boo
     groups = {name: found for name in settings.attention if (found := _of(runs, name, "compared"))}
     if len(groups) < 2:
         return False
+    if all("+lr=" in name for name in groups) and len(groups) > 4:
+        return _draw_rates(groups, place)
     colours = palette(list(groups))
     if control := [run for run in runs if run["role"] == "control"]:
         groups[f"{settings.baseline} again"] = control
         colours[f"{settings.baseline} again"] = colours["control"]
-    plt.rcParams.update({"svg.hashsalt": "cumulant", "svg.fonttype": "none", "font.size": 10})
     height = 0.8 + 0.32 * len(groups)
     if len(groups) <= SHOWN:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, max(3.4, height)), layout="constrained")
@@ -46,6 +49,43 @@ def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> boo
         colours |= {name: plain[name.partition("+")[0]] for name in groups if name in settings.attention}
         figure, right = plt.subplots(figsize=(7.2, height), layout="constrained")
     _points(right, groups, colours)
+    return _saved(figure, place)
+
+
+def _draw_rates(groups: Mapping[str, list[Record]], place: Path) -> bool:
+    """Accuracy and tokens that a map is spread over against the learning rate, a curve for each mechanism."""
+    curves: dict[str, dict[float, list[Record]]] = {}
+    for configuration, runs in groups.items():
+        name, _, rate = configuration.rpartition("+lr=")
+        curves.setdefault(name, {})[float(rate)] = runs
+    colours = palette(list(curves))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
+    for axis, value in ((left, _accuracy), (right, _tokens_used)):
+        for name, by_rate in curves.items():
+            rates = sorted(by_rate)
+            found = [[value(run) for run in by_rate[rate]] for rate in rates]
+            axis.plot(rates, [fmean(one) for one in found], "o-", markersize=4, color=colours[name], label=name)
+            lowest, highest = [min(one) for one in found], [max(one) for one in found]
+            axis.fill_between(rates, lowest, highest, color=colours[name], alpha=0.15, linewidth=0)
+        axis.set(xscale="log", xlabel="learning rate")
+        axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    left.set_ylabel("top-1 after the last epoch, %")
+    right.set(ylabel="tokens that a map is spread over", ylim=(0, None))
+    left.legend(frameon=False, loc="lower left")
+    return _saved(figure, place)
+
+
+def _accuracy(run: Record) -> float:
+    return 100 * float(run["accuracy"])
+
+
+def _tokens_used(run: Record) -> float:
+    return float(run["locality"]["tokens_used"])
+
+
+def _saved(figure: Figure, place: Path) -> bool:
     figure.savefig(place, metadata={"Date": None})
     plt.close(figure)
     return True

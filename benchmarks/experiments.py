@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ FIGURES = HERE.parent / "docs" / "figures"
 
 TINY, PATCH4 = "tiny-imagenet-100", "tiny-imagenet-100-patch4"
 MUON = "optimizer=muon"  # what makes softmax train well at this length; the main comparison is with AdamW
+
+
+def at_rates(names: Sequence[str], rates: Sequence[str]) -> tuple[str, ...]:
+    """Every mechanism at every learning rate."""
+    return tuple(f"{name}+lr={rate}" for name in names for rate in rates)
+
+
 FOUR = ("softmax", "linear", "cumulant2", "cumulant3")
 SWEEP = (
     "softmax", "cumulant3", "cumulant3+normalization=sum", "cumulant3+qk_norm", "cumulant3+temperature=head",
@@ -34,7 +42,8 @@ SWEEP = (
     "cumulant3+pool=gap", "cumulant3+patch=4", "cumulant1", "softmax+qk_norm", "softmax+v_conv", "softmax+gate",
     "softmax+pool=gap", "softmax+patch=4", "cluster4", "cluster4+variance=full",
 )  # fmt: skip
-RATES = tuple(f"{name}+lr={rate}" for name in ("softmax", "cumulant3") for rate in ("0.001", "0.004"))
+DIGIT_RATES = ("0.002", "0.005", "0.01", "0.02", "0.05")  # the recipe's is the first
+RATES = at_rates(("softmax", "cumulant3"), ("0.001", "0.004"))
 # What the sweep found to help, together.
 BEST = ("softmax+v_conv+pool=gap", "cumulant3+v_conv+pool=gap")
 VIDEO = (*FOUR, *(f"{name}+variant=2" for name in FOUR), "softmax+variant=average")
@@ -42,6 +51,10 @@ VIDEO = (*FOUR, *(f"{name}+variant=2" for name in FOUR), "softmax+variant=averag
 EXPERIMENTS = {
     "digits": Reproduce(),
     "digits-muon": Reproduce(change=(MUON,)),
+    "digits-rates": Reproduce(attention=at_rates((*FOUR, "softmax+qk_norm"), DIGIT_RATES), seeds=3, control=0),
+    "digits-rates-muon": Reproduce(
+        attention=at_rates(("softmax", "cumulant3"), DIGIT_RATES), seeds=3, control=0, change=(MUON,)
+    ),
     "tiny-imagenet-100": Reproduce(data=TINY, attention=FOUR, seeds=3),
     "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
     "optimizer": Reproduce(data=TINY, attention=("softmax",), seeds=1, control=0, change=(MUON,)),
@@ -66,6 +79,8 @@ EXPERIMENTS = {
 ABOUT = {
     "digits": "digits, AdamW, 20 epochs",
     "digits-muon": "digits, Muon, 20 epochs",
+    "digits-rates": "digits, AdamW, five learning rates",
+    "digits-rates-muon": "digits, Muon, five learning rates",
     "tiny-imagenet-100": "64 tokens, AdamW, 100 epochs",
     "steps": "batches of 256",
     "optimizer": "64 tokens, Muon, 100 epochs",
@@ -120,7 +135,8 @@ def page() -> str:
     blocks = {name: study_block(settings, records) for name, settings in EXPERIMENTS.items()}
     blocks["overview"] = overview({ABOUT[name]: settings for name, settings in EXPERIMENTS.items()}, records)
     for name in (name for name in blocks if (FIGURES / f"results-{name}.svg").exists()):
-        blocks[name] += f"\n![Accuracy of every configuration, each seed a point](figures/results-{name}.svg)\n"
+        shown = "Accuracy and spread of the maps against the rate" if "rates" in name else "Accuracy of every run"
+        blocks[name] += f"\n![{shown}](figures/results-{name}.svg)\n"
     return fill(PAGE.read_text(encoding="utf-8"), blocks)
 
 

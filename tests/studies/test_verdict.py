@@ -1,5 +1,7 @@
 """The words of the summary follow from the numbers, and only from them."""
 
+import re
+
 import pytest
 from scipy.stats import ttest_ind
 
@@ -33,6 +35,13 @@ def test_a_pair_that_differs_across_neighbours_that_do_not_is_named():
     steps = {"a": [0.98, 0.99, 1.0], "b": [0.96, 0.98, 0.97], "c": [0.94, 0.95, 0.96]}
     assert ordering(steps, 0.0) == "a ≈ b ≈ c, yet a > c"
     assert ordering({**steps, "c": [0.90, 0.91, 0.90]}, 0.0) == "a ≈ b > c"
+
+
+def test_of_many_pairs_that_differ_across_neighbours_the_first_are_named():
+    found = ordering({f"a{i}": [0.9 - 0.004 * i, 0.91 - 0.004 * i, 0.92 - 0.004 * i] for i in range(9)}, 0.0)
+    assert found.startswith("a0 ≈ a1 ≈ a2")
+    assert found.count(" > ") == 3
+    assert re.search(r" and so in \d+ more pairs$", found)
 
 
 def test_linear_above_cumulant_contradicts_the_claim():

@@ -18,6 +18,8 @@ PAPER_ACCURACY = {"softmax": 69.1, "cumulant3": 64.0, "cumulant2": 63.6, "linear
 # softmax > cumulant3 >= cumulant2 > linear: (above, below, whether a tie also agrees with the claim)
 PAPER_CLAIM = (("softmax", "cumulant3", False), ("cumulant3", "cumulant2", True), ("cumulant2", "linear", False))
 
+NAMED = 3  # pairs that differ across neighbours that do not
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -84,7 +86,8 @@ def agreement(outcome: str, tie_agrees: bool) -> str:
 def ordering(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> str:
     """Mechanisms by mean accuracy; '>' where neighbours differ beyond chance and control, '≈' where not.
 
-    '≈' does not carry over: two that are each level with a third may still differ. Such pairs are named as well.
+    '≈' does not carry over: two that are each level with a third may still differ. Such pairs are named as well, the
+    first few of them.
     """
     names = sorted(accuracies, key=lambda name: -statistics.mean(accuracies[name]))
     if len(names) > 1 and all(len(values) < 2 for values in accuracies.values()):
@@ -100,6 +103,8 @@ def ordering(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> s
             chain = itertools.pairwise(names[names.index(above) : i + 1])
             if (above, below) in apart and not any(pair in apart for pair in chain):
                 hidden.append(f"{above} > {below}")
+    if len(hidden) > NAMED:
+        hidden[NAMED:] = [f"so in {len(hidden) - NAMED} more pairs"]
     return text + (f", yet {' and '.join(hidden)}" if hidden else "")
 
 
