@@ -53,7 +53,10 @@ EXPERIMENTS = {
     "digits-muon": Reproduce(change=(MUON,)),
     "digits-rates": Reproduce(attention=at_rates((*FOUR, "softmax+qk_norm"), DIGIT_RATES), seeds=3, control=0),
     "digits-rates-muon": Reproduce(
-        attention=at_rates(("softmax", "cumulant3"), DIGIT_RATES), seeds=3, control=0, change=(MUON,)
+        attention=at_rates(("softmax", "cumulant3", "softmax+gate", "cumulant3+gate"), DIGIT_RATES),
+        seeds=3,
+        control=0,
+        change=(MUON,),
     ),
     "tiny-imagenet-100": Reproduce(data=TINY, attention=FOUR, seeds=3),
     "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
