@@ -34,7 +34,7 @@ def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> boo
     groups = {name: found for name in settings.attention if (found := _of(runs, name, "compared"))}
     if len(groups) < 2:
         return False
-    if all("+lr=" in name for name in groups) and len(groups) > 4:
+    if all("+lr=" in name for name in groups):
         return _draw_rates(groups, place)
     colours = palette(list(groups))
     if control := [run for run in runs if run["role"] == "control"]:

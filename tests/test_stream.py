@@ -7,14 +7,19 @@ from cumulant.kernels import launch
 from cumulant.streaming import SlidingWindow, Stream
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize(("order", "full"), [(1, False), (2, False), (3, False), (3, True)])
-@pytest.mark.parametrize(("D", "E", "groups"), [(8, 8, 1), (20, 24, 3)])
-def test_decoding_step_by_step_gives_the_causal_rows(order, full, D, E, groups, kernel, monkeypatch):
-    if not kernel:
+@pytest.fixture(params=[False, True], ids=["plain", "kernel"])
+def either_path(request, monkeypatch):
+    """Steps by plain torch, then by the kernel."""
+    if not request.param:
         monkeypatch.setattr(launch, "available", lambda x: False)
     elif not launch.INTERPRET:
         pytest.skip("the kernel runs on the CPU through the interpreter")
+
+
+@pytest.mark.usefixtures("either_path")
+@pytest.mark.parametrize(("order", "full"), [(1, False), (2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("D", "E", "groups"), [(8, 8, 1), (20, 24, 3)])
+def test_decoding_step_by_step_gives_the_causal_rows(order, full, D, E, groups):
     q, k, v = torch.randn(2, 2 * groups, 30, D), torch.randn(2, 2, 30, D) + 5, torch.randn(2, 2, 30, E)
     rows = attention(
         q.double(), k.double(), v.double(), order=order, full=full, is_causal=True, enable_gqa=True, scale=0.3
@@ -42,13 +47,9 @@ def test_a_step_of_more_than_one_token_is_refused():
         Stream().step(one, one, one[:, :1])
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_a_state_of_other_sizes_or_strides_is_never_read_as_if_it_fitted(kernel, monkeypatch):
+@pytest.mark.usefixtures("either_path")
+def test_a_state_of_other_sizes_or_strides_is_never_read_as_if_it_fitted():
     """A kernel that took its layout for granted would read and write beyond it."""
-    if not kernel:
-        monkeypatch.setattr(launch, "available", lambda x: False)
-    elif not launch.INTERPRET:
-        pytest.skip("the kernel runs on the CPU through the interpreter")
     q, k, v = (torch.randn(3, 2, 6, 4) for _ in range(3))
     token = q[:, :, 5:], k[:, :, 5:], v[:, :, 5:]
     k[1:, :, :5], v[1:, :, :5] = k[:1, :, :5], v[:1, :, :5]  # all batches begin with the same five tokens
@@ -68,13 +69,9 @@ def test_a_state_of_other_sizes_or_strides_is_never_read_as_if_it_fitted(kernel,
         strided.step(wide, wide, v[:, :, 5:])
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_autocast_leaves_the_state_in_float32(kernel, monkeypatch):
+@pytest.mark.usefixtures("either_path")
+def test_autocast_leaves_the_state_in_float32():
     """In 16 bits, a sum of 256 tokens would take in no more."""
-    if not kernel:
-        monkeypatch.setattr(launch, "available", lambda x: False)
-    elif not launch.INTERPRET:
-        pytest.skip("the kernel runs on the CPU through the interpreter")
     q, k, v = (torch.randn(1, 2, 300, 4) for _ in range(3))
     stream = Stream()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -62,8 +62,7 @@ class Moments(NamedTuple):
         zero do not matter, whatever they hold. L = 0 gives the identity of `merge`. Cost: L D E (L D^2 E full).
         """
         check_order(order, full)
-        weights, (key_mean, key), (value_mean, value) = _tokens(key, value, key_mask)
-        weight = weights.sum(-1)
+        weights, weight, _, (key_mean, key), (value_mean, value) = _tokens(key, value, key_mask)
         if order == 1:
             return cls(weight, key_mean, value_mean)
         weighted = weights.unsqueeze(-1) * key
@@ -167,8 +166,7 @@ def full_third_by_pairs(query: Tensor, key: Tensor, value: Tensor, key_mask: Ten
 
     Cost: Q L (D + E), and a (Q, L) tensor: for short sequences far below the (L + Q) D^2 E of the moments.
     """
-    weights, (_, key), (mean, value) = _tokens(key, value, key_mask)
-    share = ratio(weights, weights.sum(-1, keepdim=True)).unsqueeze(-1)
+    _, _, share, (_, key), (mean, value) = _tokens(key, value, key_mask)
     with without_autocast(query.device.type):
         u = (query.to(key.dtype) * scale) @ key.mT
         return (mean.unsqueeze(-2) + (u + 0.5 * u * u) @ (share * value)).to(query.dtype)
@@ -176,8 +174,9 @@ def full_third_by_pairs(query: Tensor, key: Tensor, value: Tensor, key_mask: Ten
 
 def _tokens(
     key: Tensor, value: Tensor, key_mask: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Weights (..., L), and the means and deviations of keys and values, in at least float32."""
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Weights (..., L), their sum (...), the share of each (..., L, 1), and mean and deviations of keys and of values,
+    in at least float32."""
     dtype = statistics_dtype(key.dtype)
     key, value = key.to(dtype), value.to(dtype)
     if key_mask is None:
@@ -186,8 +185,9 @@ def _tokens(
         weights = key_mask.to(dtype).expand(torch.broadcast_shapes(key_mask.shape, key.shape[:-1]))
         absent = (weights == 0).unsqueeze(-1)
         key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
-    share = ratio(weights, weights.sum(-1, keepdim=True)).unsqueeze(-1)
-    return weights, _centre(key, share), _centre(value, share)
+    weight = weights.sum(-1)
+    share = ratio(weights, weight.unsqueeze(-1)).unsqueeze(-1)
+    return weights, weight, share, _centre(key, share), _centre(value, share)
 
 
 def _centre(x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:

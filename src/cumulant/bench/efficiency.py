@@ -92,7 +92,7 @@ def run(
         except RuntimeError as error:  # what was measured at shorter lengths is kept
             if length == lengths[0]:
                 raise
-            given_up["all"] = f"no tokens of L = {length:,}: {_did_not_run(error)}"
+            given_up["all"] = f"no tokens of L = {length:,}: {speed.did_not_run(error)}"
             break
         _refuse_the_matrix(active, given_up, tokens, settings.memory_limit)
         for row in measure(active, tokens, settings):
@@ -181,7 +181,7 @@ def off_definition(one: Contender, dim: int) -> str | None:
         with torch.no_grad():
             error = _relative(one.plain(query, key, value), one.definition(query, key) @ value)
     except (RuntimeError, TypeError, ValueError) as problem:  # options that do not go together in this pattern
-        return _did_not_run(problem)
+        return speed.did_not_run(problem)
     return None if error < 1e-6 else f"off its own weights by {error:.1e} (relative): not timed"
 
 
@@ -205,7 +205,7 @@ def measure(active: dict[str, Contender], tokens: Sequence[Tensor], settings: Ef
         except (RuntimeError, TypeError, ValueError, torch.OutOfMemoryError) as error:
             calls.pop(name, None)
             row.peak_bytes = {}
-            row.note = _did_not_run(error)
+            row.note = speed.did_not_run(error)
     _time(rows, calls, query.device.type, settings)
     return rows
 
@@ -290,10 +290,6 @@ def _off_float64(one: Contender, query: Tensor, key: Tensor, value: Tensor) -> f
 
 def _relative(result: Tensor, expected: Tensor) -> float:
     return ((result.double() - expected).norm() / expected.norm()).item()
-
-
-def _did_not_run(error: Exception) -> str:
-    return f"did not run: {(str(error).splitlines() or [type(error).__name__])[0][:120]}"
 
 
 def line(row: Row) -> str:

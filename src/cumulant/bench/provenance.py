@@ -5,7 +5,6 @@ No host name, user name or path is ever recorded.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 import cumulant
+from cumulant.train.files import read_json
 
 
 def commit() -> str | None:
@@ -59,9 +59,9 @@ def cores() -> int:
 def read_result(path: Path, *keys: str) -> dict[str, Any]:
     """A results file that must have these keys; a ValueError that names it where it is damaged or none of the bench."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); move it away, or choose another folder with --out") from error
+        raise ValueError(f"{error}; move it away, or choose another folder with --out") from error
     missing = [key for key in keys if key not in result] if isinstance(result, dict) else ["an object"]
     if missing:
         raise ValueError(f"{path} is no result of the bench: it lacks {', '.join(missing)}; move it away")

@@ -142,7 +142,7 @@ def measure(
                 torch.autograd.grad(function(*leaves), leaves, grad)
             row.peak_bytes = peak[0]
     except (RuntimeError, torch.OutOfMemoryError) as error:
-        row.note = f"did not run: {(str(error).splitlines() or [type(error).__name__])[0][:120]}"
+        row.note = did_not_run(error)
         return row
     if not quadratic:
         tensor = q.numel() * q.element_size() / bandwidth * 1e3
@@ -205,6 +205,11 @@ def peak_memory() -> Iterator[list[int]]:
     yield peak
     torch.cuda.synchronize()
     peak[0] = torch.cuda.max_memory_allocated() - before
+
+
+def did_not_run(error: Exception) -> str:
+    """The note of a row that could not be measured."""
+    return f"did not run: {(str(error).splitlines() or [type(error).__name__])[0][:120]}"
 
 
 def line(row: Row) -> str:

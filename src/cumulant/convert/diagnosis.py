@@ -276,7 +276,8 @@ def select(
         found = diagnose(
             model, batches, attention=names, batches=len(batches), heads=heads, output=output, progress=progress
         )
-    unknown = [layer.name for layer in found.layers if layer.name not in {name for name, _ in model.named_modules()}]
+    there = {name for name, _ in model.named_modules()}
+    unknown = [layer.name for layer in found.layers if layer.name not in there]
     if unknown:
         raise ValueError(f"diagnosis is of another model: {type(model).__name__} has no layer {', '.join(unknown)}")
     if heads and not all(layer.head_effect for layer in found.layers):
@@ -329,10 +330,9 @@ def _around(name: str) -> str:
 
 
 def _linear(module: nn.Module) -> int:
-    """Weights of a linear layer; those of GPT-2 are of a class of their own in transformers. 0 for other modules."""
+    """Weights of a linear layer; 0 for other modules."""
     weight = getattr(module, "weight", None)
-    known = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    return weight.numel() if known and isinstance(weight, Tensor) else 0
+    return weight.numel() if sites.is_linear(module) and isinstance(weight, Tensor) else 0
 
 
 def _tags(model: nn.Module) -> bool:

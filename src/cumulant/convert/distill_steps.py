@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..train import optimise
 from ..train.checkpoint import read_header
-from ..train.files import claim_room, naming, write_atomically
+from ..train.files import claim_room, naming, read_json, write_atomically
 from ..train.log import Log
 from ..train.meter import CHECK_STEPS, Meter
 from ..train.processes import Processes
@@ -25,7 +25,7 @@ from . import sites
 from .distill_data import Batches
 from .distill_losses import answer_loss, present, unexplained, usual_loss
 from .inputs import Batch, answer, answers, call, relative_error
-from .saving import read_json, save
+from .saving import save
 from .settings import DistillRecipe
 
 STATE, NOTES, RESULT = "state.safetensors", "notes.json", "distilled.json"

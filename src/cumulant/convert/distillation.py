@@ -18,13 +18,13 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from ..train.files import claim_room, remove_leftovers, sole_owner, write_atomically
+from ..train.files import claim_room, read_json, remove_leftovers, sole_owner, write_atomically
 from . import sites
 from .choice import KEPT
 from .distill_data import Batches, as_batches
 from .distill_steps import NOTES, RESULT, STATE, DistillResult, Output, Run
 from .inputs import Batch, evaluating, some
-from .saving import attention_layers, load, read_json
+from .saving import attention_layers, load
 from .settings import DistillRecipe
 
 ABOUT, LOG = "distill.json", "log.jsonl"

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..train.checkpoint import read_header, remember
 from ..train.checkpoint import save as save_weights
-from ..train.files import write_atomically
+from ..train.files import read_json, write_atomically
 from . import hf, sites
 from .choice import KEPT, Choice
 from .conversion import count_calls
@@ -89,14 +89,6 @@ def load(
 def attention_layers(model: nn.Module) -> list[str]:
     """Modules of a transformers model that may ask for attention: those that hold a config and know their heads."""
     return [name for name, module in model.named_modules() if "Attention" in type(module).__name__]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The values of a file; an error that names it where it is damaged."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _made(folder: Path, known: dict[str, Any], kw: dict[str, Any]) -> nn.Module:

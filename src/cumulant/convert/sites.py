@@ -216,6 +216,11 @@ def config_of(model: nn.Module) -> Any:
     return config if hasattr(config, "_attn_implementation_internal") else None
 
 
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether it is a linear layer; those of GPT-2 are of a class of their own in transformers."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
 def count_own(model: nn.Module) -> int:
     """Attention layers of a model of ours."""
     return sum(isinstance(module, MultiheadAttention) for module in model.modules())

@@ -114,9 +114,8 @@ class capture:  # noqa: N801  # used like a function: `with capture(model) as ca
         if isinstance(queries, str) and queries != "all":
             raise ValueError(f'queries must be a list of tokens, None or "all", got {queries!r}')
         sites = find_sites(model)
-        numbers = numbered("layers", layers, len(sites))
+        numbers = list(dict.fromkeys(numbered("layers", layers, len(sites))))
         self.model, self.images, self.heads, self.max_bytes = model, images, heads, max_bytes
-        numbers = list(dict.fromkeys(numbers))
         self.sites = [sites[number] for number in numbers]
         for site in self.sites:
             numbered(f"heads of layer {site.number}", heads, site.heads)

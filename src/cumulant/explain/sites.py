@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..convert.sites import is_linear
 from ..models import ViViT
 from ..nn import MultiheadAttention
 
@@ -146,7 +147,7 @@ def output_projection(model: nn.Module, site: Site) -> nn.Module:
                 found = model.get_submodule(f"{parent}.{child}" if parent else child)
             except AttributeError:
                 continue
-            if _is_projection(found):
+            if is_linear(found):
                 return found
     raise ValueError(f"layer {site.number} ({site.name}) has no output projection named {', '.join(OUTPUT_NAMES)}")
 
@@ -169,13 +170,8 @@ def _kind(module: nn.Module) -> str | None:
     if type(module).__module__.startswith("cumulant.convert") and hasattr(module, "choice"):
         return CONVERTED if hasattr(module, "num_heads") else None
     children = dict(module.named_children())
-    projects = any(all(_is_projection(children.get(part)) for part in parts) for parts in QKV_NAMES)
+    projects = any(all(is_linear(children.get(part)) for part in parts) for parts in QKV_NAMES)
     return FUSED if projects and _heads(module) else None
-
-
-def _is_projection(module: nn.Module | None) -> bool:
-    """A linear layer, or one of GPT-2, which have a class of their own in transformers."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _heads(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attention_varlen
-from ..inputs import check_mask, offsets
+from ..inputs import check_mask, check_order, offsets
 from .attention import MultiheadAttention, check_extras
 from .fold import folded_attention, pays
 
@@ -56,10 +56,7 @@ class CumulantAttention(MultiheadAttention):
         scale_norm: bool = False,
         **extras: Any,
     ) -> None:
-        if order not in (1, 2, 3):
-            raise ValueError(f"order must be 1, 2 or 3, got {order!r}")
-        if full and order != 3:
-            raise ValueError(f"full=True takes the whole third cumulant and needs order=3, got order={order}")
+        check_order(order, full)
         if fold not in ("auto", True, False):
             raise ValueError(f'fold must be "auto", True or False, got {fold!r}')
         check_extras(extras)

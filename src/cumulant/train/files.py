@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; a ValueError that names it where it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:

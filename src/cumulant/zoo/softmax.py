@@ -8,6 +8,7 @@ from torch import Tensor
 from ..inputs import without_autocast
 from .fused import fused_softmax
 from .inputs import fold_groups, prepare, wide
+from .masking import log_weights
 from .ragged import padded
 from .registry import Mechanism, register
 
@@ -72,12 +73,9 @@ def _logit_bias(query: Tensor, key: Tensor, key_mask: Tensor, is_causal: bool) -
         triangle = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         seen = seen & triangle
     empty = ~seen.any(-1, keepdim=True)
-    log_weight = torch.zeros((), dtype=query.dtype, device=query.device)
-    if key_mask.dtype != torch.bool:
-        positive = torch.where(key_mask > 0, key_mask, 1).to(torch.promote_types(key_mask.dtype, query.dtype))
-        log_weight = positive.log().to(query.dtype)[..., None, None, :]
-    bias = torch.where(seen, log_weight, float("-inf")).masked_fill(empty, 0)
-    return bias, empty
+    bias = log_weights(key_mask, query)
+    assert bias is not None  # there is a mask
+    return bias.unsqueeze(-3).masked_fill(~seen, float("-inf")).masked_fill(empty, 0), empty
 
 
 SOFTMAX = register(
