@@ -43,7 +43,6 @@ SWEEP = (
     "softmax+pool=gap", "softmax+patch=4", "cluster4", "cluster4+variance=full",
 )  # fmt: skip
 DIGIT_RATES = ("0.002", "0.005", "0.01", "0.02", "0.05")  # the recipe's is the first
-RATES = at_rates(("softmax", "cumulant3"), ("0.001", "0.004"))
 # What the sweep found to help, together.
 BEST = ("softmax+v_conv+pool=gap", "cumulant3+v_conv+pool=gap")
 VIDEO = (*FOUR, *(f"{name}+variant=2" for name in FOUR), "softmax+variant=average")
@@ -61,9 +60,7 @@ EXPERIMENTS = {
     "tiny-imagenet-100": Reproduce(data=TINY, attention=FOUR, seeds=3),
     "steps": Reproduce(data=TINY, attention=("softmax+batch_size=256+lr=0.001",), seeds=1, control=0),
     "optimizer": Reproduce(data=TINY, attention=("softmax",), seeds=1, control=0, change=(MUON,)),
-    "muon": Reproduce(data=TINY, attention=FOUR, seeds=3, epochs=40, change=(MUON,)),
     "sweep": Reproduce(data=TINY, attention=SWEEP, seeds=1, control=2, epochs=40, change=(MUON,)),
-    "rates": Reproduce(data=TINY, attention=RATES, seeds=1, control=0, epochs=40, change=(MUON,)),
     "best": Reproduce(data=TINY, attention=BEST, seeds=3, control=0, epochs=40, change=(MUON,)),
     "patch4": Reproduce(data=TINY, recipe=PATCH4, attention=FOUR, seeds=1, control=0, change=(MUON,)),
     "clusters": Reproduce(data=TINY, attention=("softmax", "cluster4"), seeds=3),
@@ -87,9 +84,7 @@ ABOUT = {
     "tiny-imagenet-100": "64 tokens, AdamW, 100 epochs",
     "steps": "batches of 256",
     "optimizer": "64 tokens, Muon, 100 epochs",
-    "muon": "64 tokens, Muon, 40 epochs",
     "sweep": "one factor at a time, Muon, 40 epochs",
-    "rates": "half and twice the rate, Muon, 40 epochs",
     "best": "convolution and mean pooling, Muon, 40 epochs",
     "patch4": "256 tokens, Muon, 40 epochs",
     "clusters": "four local blocks of 64 tokens, AdamW, 100 epochs",

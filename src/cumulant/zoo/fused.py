@@ -1,4 +1,4 @@
-"""torch's fused softmax attention, kept away from a backend that returns NaN gradients."""
+"""torch's fused softmax attention, kept away from a backend whose gradients are wrong."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Training a ViT of 64 tokens with softmax on an H200 (torch 2.11) ended in NaN twice, with 65 tokens never. torch
-# chooses cuDNN there, whose backward kernel is known to score the empty half of a last tile of 128 keys as 0 instead of
-# -inf, which overflows where all logits of a row are very negative (pytorch issue 196678).
+# cuDNN, which torch takes first on an H200 (torch 2.11), reads the gradient of the output as if it were laid out like
+# the output: laid out by heads behind a projection by tokens, all three gradients are noise, at every length. Keys that
+# fill half of a last tile of 128 give NaN where all logits of a row are very negative (pytorch issue 196678).
+# benchmarks/gpu_softmax.py shows both; a run of docs/results.md that diverged with cuDNN is sound without it.
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def fused_softmax(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """`F.scaled_dot_product_attention`; without cuDNN where its gradients cannot be trusted."""
-    trusted = nullcontext() if not half_tile(key) else sdpa_kernel(WITHOUT_CUDNN)
-    with trusted:
+    """`F.scaled_dot_product_attention`; without cuDNN where gradients may be asked for."""
+    with sdpa_kernel(WITHOUT_CUDNN) if may_need_gradients(key) else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, **options)
 
 
-def half_tile(key: Tensor) -> bool:
-    """Whether gradients are wanted on a GPU of so many keys that the last tile of 128 is half empty."""
-    return key.is_cuda and torch.is_grad_enabled() and key.shape[-2] % 128 == 64
+def may_need_gradients(key: Tensor) -> bool:
+    """Whether gradients are recorded on a GPU."""
+    return key.is_cuda and torch.is_grad_enabled()
