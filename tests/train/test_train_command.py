@@ -151,7 +151,7 @@ def test_the_help_names_every_recipe_and_shows_the_head_of_the_one_given(capsys)
     with pytest.raises(SystemExit):
         cli.main(["train", "cifar10", "--help"])
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert all(line in lines for line in recipe_head("cifar10").splitlines())
+    assert all(line.strip() in lines for line in recipe_head("cifar10").splitlines())
     assert "Command:  cumulant train cifar10 --data FOLDER" in lines
 
 
