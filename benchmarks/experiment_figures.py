@@ -25,7 +25,8 @@ from cumulant.studies.settings import Reproduce
 
 plt.rcParams.update({"svg.hashsalt": "cumulant", "svg.fonttype": "none", "font.size": 10})
 Record = dict[str, Any]
-SHOWN = 8  # curves that can be told apart; with more configurations only the points are drawn
+SHOWN = 8  # configurations with too many colours to tell apart: only points are drawn, in those of the mechanisms
+FAR = 10.0  # points below the others at which a configuration is shown by an arrow
 
 
 def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> bool:
@@ -37,16 +38,18 @@ def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> boo
     if all("+lr=" in name for name in groups):
         return _draw_rates(groups, place)
     colours = palette(list(groups))
+    mechanisms = {name: name.partition("+")[0] for name in groups}
+    if len(groups) >= SHOWN or len(set(mechanisms.values())) == len(groups):
+        plain = palette(list(dict.fromkeys(mechanisms.values())))
+        colours |= {name: plain[mechanism] for name, mechanism in mechanisms.items()}
     if control := [run for run in runs if run["role"] == "control"]:
         groups[f"{settings.baseline} again"] = control
         colours[f"{settings.baseline} again"] = colours["control"]
     height = 0.8 + 0.32 * len(groups)
-    if len(groups) <= SHOWN:
+    if len(mechanisms) < SHOWN:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, max(3.4, height)), layout="constrained")
         _curves(left, groups, colours)
-    else:  # too many colours to tell apart: that of the mechanism
-        plain = palette(list(dict.fromkeys(name.partition("+")[0] for name in groups)))
-        colours |= {name: plain[name.partition("+")[0]] for name in groups if name in settings.attention}
+    else:
         figure, right = plt.subplots(figsize=(7.2, height), layout="constrained")
     _points(right, groups, colours)
     return _saved(figure, place)
@@ -118,9 +121,10 @@ def _points(axis: Axes, groups: Mapping[str, list[Record]], colours: Mapping[str
     """
     means = {name: fmean(100 * run["accuracy"] for run in runs) for name, runs in groups.items()}
     middle, top = median(means.values()), max(means.values())
-    edge = middle - 2 * max(top - middle, 1.0)
+    least = middle - max(2 * (top - middle), FAR)
+    edge = min(100 * run["accuracy"] for name, runs in groups.items() if means[name] >= least for run in runs)
     for y, (name, runs) in enumerate(groups.items()):
-        values, far = [100 * run["accuracy"] for run in runs], means[name] < edge
+        values, far = [100 * run["accuracy"] for run in runs], means[name] < least
         at = edge if far else means[name]
         if far:
             axis.plot(at, y, "<", color=colours[name], markersize=7)
@@ -140,5 +144,7 @@ def _points(axis: Axes, groups: Mapping[str, list[Record]], colours: Mapping[str
     axis.set_yticks(range(len(groups)), list(groups))
     axis.set_ylim(len(groups) - 0.4, -0.75)
     axis.margins(x=0.1)
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, right + 0.06 * (right - left))  # for the number beside the rightmost
     axis.set_xlabel("top-1 after the last epoch, % (bar: mean)")
     axis.grid(alpha=0.3, axis="x")
