@@ -86,3 +86,11 @@ def test_with_many_configurations_plots_and_maps_keep_their_size(study, tmp_path
         assert min(heights) > 180
         assert page.locator("#map-grid svg").first.bounding_box()["width"] > 80
         assert page.evaluate("document.documentElement.scrollWidth") == 1200
+
+
+@pytest.mark.parametrize(("tokens", "pressed"), [(17, "per row"), (65, "per map")])
+def test_maps_over_other_numbers_of_tokens_have_scales_of_their_own(study, tmp_path, tokens, pressed):
+    results = copy.deepcopy(study[1])
+    results["maps"]["locality"]["cumulant3"]["tokens"] = tokens
+    with opened(results, tmp_path) as page:
+        assert page.locator('#scale-buttons [aria-pressed="true"]').inner_text() == pressed

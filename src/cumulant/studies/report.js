@@ -149,7 +149,9 @@ function drawMaps() {
 
 if (reference) {
   shown.frame = reference.frame;
-  if (mapped.some(name => name.includes("normalization=sum"))) shown.scale = "own";  // larger by the number of tokens
+  // Weights over other numbers of tokens, or larger by that number, are not seen on one scale.
+  const counts = new Set(mapped.map(name => page.maps.locality[name]?.tokens));
+  if (counts.size > 1 || mapped.some(name => name.includes("normalization=sum"))) shown.scale = "own";
   const heads = reference.scores[0][0].map((_, i) => [i, String(i + 1)]);
   const frames = Array.from({ length: reference.grid[0] }, (_, i) => [i, String(i + 1)]);
   buttons("layer-buttons", "layer", reference.layers.map((number, i) => [i, String(number)]), drawMaps);
