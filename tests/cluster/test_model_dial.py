@@ -6,6 +6,8 @@ from torch import nn
 
 import cumulant
 from cumulant.cluster import choose_layers, model_dial
+from cumulant.cluster.causal import merged_lists
+from cumulant.cluster.statistics import moments_of
 from cumulant.convert import convert, restore
 
 EVERYTHING = 1e9  # a target that every candidate meets in every head
@@ -103,12 +105,84 @@ def test_sampled_queries_are_answered_as_the_converted_layer_answers_them(how, n
     assert found.error == pytest.approx(error.item(), rel=1e-3)
 
 
-def test_causal_layers_are_left_alone_and_the_result_says_so():
-    dial = choose_layers(Told(layers(sharp=(1.0,))[0], is_causal=True).eval(), TOKENS)
-    assert not dial.layers
-    assert not dial.plan
-    assert "it is causal" in dial.reasons["inner"]
-    assert "it is causal" in str(dial)
+CAUSAL = [
+    "cluster4+block=16+response=0",
+    "cluster4+block=8+recent=2+response=2",
+    "cluster4+block=8+closure=langevin+response=0",
+]
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_in_causal_layers_a_token_is_compared_with_softmax_over_its_own_past(name, padding):
+    mask = torch.ones(2, 256, dtype=torch.bool)
+    if padding != "none":
+        mask[1, slice(0, 40) if padding == "left" else slice(216, None)] = False
+    options = {"is_causal": True} | ({} if padding == "none" else {"key_mask": mask})
+    model = Told(layers(sharp=(1.0,))[0], **options).eval()
+    found = choose_layers(model, TOKENS, target=EVERYTHING, candidates=[name]).layers["inner"]
+    assert found.heads == (0, 1, 2, 3)
+    query, key, value = model.inner.project(TOKENS)
+    seen = torch.ones(256, 256, dtype=torch.bool).tril() & mask[:, None, None]
+    exact = nn.functional.scaled_dot_product_attention(query, key, value, seen)
+    mean = seen.double() @ value.double() / seen.sum(-1, keepdim=True).clamp(min=1)
+    convert(model, layers={"inner": name}, example=TOKENS)
+    out = model.inner.mix(query, key, value, **options)
+    at = slice(2, None, 4)
+    there = mask[:, None, at, None]
+    size = torch.where(there, (exact - mean)[:, :, at], 0).norm()
+    assert found.error == pytest.approx((torch.where(there, (out - exact)[:, :, at], 0).norm() / size).item(), rel=1e-3)
+
+
+def test_a_causal_layer_gets_blocks_of_its_past_and_is_converted_within_the_target():
+    model = Told(layers(sharp=(0.5,))[0], is_causal=True).eval()
+    dial = choose_layers(model, TOKENS, target=0.25, samples=256)
+    (found,) = dial.layers.values()
+    assert found.heads
+    assert found.cost < 1
+    query, key, value = model.inner.project(TOKENS)
+    exact = model.inner.mix(query, key, value, is_causal=True)
+    seen = torch.ones(256, 256).tril()
+    mean = seen @ value / seen.sum(-1, keepdim=True)
+    convert(model, layers=dial.plan, example=TOKENS)
+    out = model.inner.mix(query, key, value, is_causal=True)
+    assert ((out - exact).norm() / (exact - mean).norm()).item() == pytest.approx(found.error, rel=1e-3)
+    assert found.error <= 0.25
+
+
+def test_the_cost_of_a_causal_layer_is_what_its_rows_go_through():
+    """Counted row by row, by the clusters and tokens that `causal_clusters` gives them."""
+    L, C, keep, recent, D = 256, 8, 4, 2, 8
+    model = Told(layers(sharp=(1.0,))[0], is_causal=True).eval()
+    how = {"target": EVERYTHING, "candidates": ["cluster4+block=8+recent=2+response=0"]}
+    found = choose_layers(model, TOKENS, **how).layers["inner"]
+    moments = moments_of(*torch.zeros(2, 1, 1, L // C, C, D), torch.ones(1, 1, L // C, C), full=False, response=False)
+    _, table = merged_lists(moments, L // C, keep, recent)
+    clusters = (table >= 0).sum(-1).repeat_interleave(C)
+    exact = (torch.arange(L // C).clamp(max=recent) + 1).repeat_interleave(C) * C
+    work = (clusters * 3 * D + exact * 2 * D).sum().item() + L * D
+    assert found.cost == pytest.approx(work / (L * (L + 1) / 2 * 2 * D))
+
+
+def test_candidates_are_for_layers_whose_pattern_they_have():
+    forms = [
+        "cluster16+near=2+response=0",
+        "cluster16+response=pooled",
+        "cluster4+block=16+response=0",
+        "cluster4+response=0",
+    ]
+    layer = layers(sharp=(1.0,))[0]
+    how = {"target": EVERYTHING, "candidates": forms}
+    assert choose_layers(Told(layer).eval(), TOKENS, **how).layers["inner"].tried == 3
+    found = choose_layers(Told(layer, is_causal=True).eval(), TOKENS, **how).layers["inner"]
+    assert found.tried == 2
+    assert found.attention == "cluster4+block=16+response=0"
+    assert (
+        choose_layers(Told(layer, is_causal=True).eval(), TOKENS, target=1.0, candidates=forms[:2])
+        .layers["inner"]
+        .tried
+        == 0
+    )
 
 
 def test_layers_whose_heads_look_along_different_axes_are_left_alone():

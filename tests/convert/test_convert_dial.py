@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import WORDS, bert, llama, loud, padded, vit
+from small_models import WORDS, bert, llama, loud, padded, transformers, vit
 
 import cumulant
 from cumulant import zoo
@@ -137,10 +137,20 @@ def test_a_target_that_no_head_meets_converts_nothing():
     assert "softmax, no head meets the target with clusters at 256 tokens" in str(report)
 
 
-def test_a_decoder_stays_as_it_is_since_its_layers_are_causal():
-    report = convert(llama(), layers="dial", data=padded())
-    assert not report.replaced
-    assert all("it is causal" in reason for reason in report.kept.values())
+def test_a_decoder_gets_blocks_of_the_past_and_generates_as_it_answers():
+    model = llama(max_position_embeddings=512, initializer_range=0.2)
+    ids = torch.randint(3, 60, (1, 256), generator=torch.Generator().manual_seed(0))
+    before = model(ids).logits
+    report = convert(model, layers="dial", target=0.2, data={"input_ids": ids})
+    assert report.replaced
+    assert all(
+        "+block=" in layer.attention and layer.error <= 0.2 for layer in report.dial.layers.values() if layer.heads
+    )
+    whole = model(ids).logits
+    assert 0 < (whole - before).norm() < 0.5 * before.norm()
+    cache = transformers().DynamicCache()
+    parts = [model(part, past_key_values=cache).logits for part in (ids[:, :250], *ids[:, 250:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +186,10 @@ def test_diagnose_shows_the_choice_of_the_dial_by_layer():
     assert convert(model, layers=found.dial.plan, data=batch).replaced
 
 
-def test_diagnose_says_that_causal_layers_have_no_dial():
+def test_diagnose_says_that_short_causal_layers_stay_softmax():
     found = diagnose(llama(), padded("left"), attention=("cumulant2",), dial=0.4)
-    assert not found.dial.layers
-    assert found.table().count("softmax, it is causal") == 2
+    assert not found.dial.plan
+    assert found.table().count("softmax, cheapest at 9 tokens") == 2
 
 
 def test_without_a_dial_nothing_more_is_measured_or_shown(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 from small_models import bert, padded, transformers, vit
 
 import cumulant
-from cumulant.convert import Choice, convert, load, register_transformers, restore, save
+from cumulant.convert import Choice, convert, load, register_transformers, restore, save, saving
 from cumulant.train import checkpoint
 
 PLAN = {0: "cumulant2", 1: {"attention": "cumulant3", "heads": [0, 3]}}
@@ -54,6 +54,23 @@ def test_a_folder_that_was_not_converted_is_refused(tmp_path):
     bert().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="was not converted before saving"):
         load(tmp_path)
+
+
+def test_a_kill_between_weights_and_plan_leaves_no_mixture_of_two_models(tmp_path, monkeypatch):
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=3, depth=2)
+    convert(model, "cumulant2")
+    save(model, tmp_path)
+    restore(model)
+    convert(model, "cumulant3")
+    monkeypatch.setattr(saving, "write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"holds neither cumulant.json nor a config.json"):
+        load(tmp_path)
+
+
+def killed(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_plan_for_another_model_is_refused(tmp_path):

@@ -351,6 +351,9 @@ def test_lists_from_a_recipe_file_become_tuples():
         (dict(crop_scale=(0.5,)), r"crop_scale: got \(0.5,\), expected two numbers"),
         (dict(shift=1.5), "shift: got 1.5, expected a whole number"),
         (dict(interpolation="nearest"), "interpolation: got nearest"),
+        (dict(flip="x"), "flip: got 'x', expected a number"),
+        (dict(erase=True), "erase: got True, expected a number"),
+        (dict(crop_scale=["a", 1.0]), r"crop_scale: got \['a', 1.0\], expected numbers"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(wrong, message):

@@ -6,10 +6,11 @@ Shape legend: L queries and keys, D key width, E value width, K clusters.
 from __future__ import annotations
 
 from .kmeans import KMeans
+from .layout import Blocks
 
 
-def softmax_multiply_adds(L: int, D: int, E: int) -> float:
-    return float(L) * L * (D + E)
+def softmax_multiply_adds(L: int, D: int, E: int, is_causal: bool = False) -> float:
+    return (L * (L + 1) / 2 if is_causal else float(L) * L) * (D + E)
 
 
 def multiply_adds(
@@ -35,3 +36,30 @@ def multiply_adds(
     query = K * D + K * spread + K * E + r * D * E + near_tokens * (D + E)
     statistics = spread + (D * E if r else 0)
     return L * (asking * query + statistics) + (0 if kmeans is None else kmeans.multiply_adds(L, D))
+
+
+def causal_multiply_adds(
+    L: int, D: int, E: int, blocks: Blocks, *, response: int | None = None, variance: str = "diagonal"
+) -> float:
+    """Of causal attention: a row's own block of C tokens and `recent` ones exact, C (D + E) each, and of the A clusters
+    that are left of its past, A (D + D or D^2 + E) + r D E; statistics as of `multiply_adds`."""
+    C = min(blocks.size, L)
+    spread = D if variance == "diagonal" else D * D
+    total = float(L) * (spread + (0 if response == 0 else D * E))
+    for block in range(-(-L // C)):
+        rows, recent = min(C, L - block * C), min(blocks.recent, block)
+        A = clusters_left(block - recent, blocks.keep)
+        r = A if response is None else min(response, A)
+        total += rows * ((recent + 1) * C * (D + E) + A * (D + spread + E) + r * D * E)
+    return total
+
+
+def clusters_left(past: int, keep: int | None) -> int:
+    """Clusters that so many past blocks are kept in: see `causal.merged_lists`."""
+    if keep is None:
+        return past
+    left = 0
+    while past:
+        later = max(0, (past - keep) // 2)
+        left, past = left + past - 2 * later, later
+    return left

@@ -40,6 +40,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     elif library == sites.TIMM:
         config: Any = getattr(model, "pretrained_cfg", None) or {}
         known["architecture"], known["num_classes"] = config.get("architecture"), getattr(model, "num_classes", None)
+    (folder / PLAN_FILE).unlink(missing_ok=True)  # an older plan beside these weights would be another model
     save_weights(model, folder / WEIGHTS_FILE)
     write_atomically(folder / PLAN_FILE, json.dumps(known, indent=1).encode())
     return folder

@@ -29,6 +29,10 @@ def _check(good: bool, name: str, value: object, accepted: str) -> None:
         raise ValueError(f"{name}: got {value}, expected {accepted}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """What to do to training samples; everything is off by default. One draw per image or clip."""
@@ -79,6 +83,10 @@ class Augmentation:
             value = getattr(self, field.name)
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
+            if isinstance(field.default, float):
+                _check(_is_number(value), field.name, repr(value), "a number")
+            elif isinstance(value, list | tuple) and field.name != "randaugment_choices":
+                _check(all(map(_is_number, value)), field.name, value, "numbers")
         for name in ("flip", "randaugment_prob", "jitter_prob", "erase", "mix_prob", "switch_prob"):
             _check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a probability from 0 to 1")
         for name in ("shift", "randaugment_ops"):

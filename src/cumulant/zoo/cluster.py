@@ -15,9 +15,10 @@ from .registry import Mechanism, register
 COUNTS = (4, 16, 64)
 # A block of one token is softmax at more than its price: the mechanisms make blocks of two tokens at least.
 LEAST = 2
+BLOCK = 64  # tokens of a block in causal attention
 
 
-def _stream(blocks: int, *, block: int = 64, recent: int = 0, **options: Any) -> ClusterStream:
+def _stream(blocks: int, *, block: int = BLOCK, recent: int = 0, **options: Any) -> ClusterStream:
     return ClusterStream(Blocks(block, keep=blocks, recent=recent), **options)
 
 
@@ -48,7 +49,7 @@ def _mechanism(count: int) -> Mechanism:
         response: int | str | None = None,
         near_rows: int = 1,
         rank: str = "mass",
-        block: int = 64,
+        block: int = BLOCK,
         recent: int = 0,
         **shared: Any,
     ) -> Tensor:
@@ -70,7 +71,7 @@ def _mechanism(count: int) -> Mechanism:
         response: int | str | None = None,
         near_rows: int = 1,
         rank: str = "mass",
-        block: int = 64,
+        block: int = BLOCK,
         recent: int = 0,
         **shared: Any,
     ) -> Tensor:

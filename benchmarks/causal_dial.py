@@ -1,0 +1,117 @@
+"""The dial on a causal language model: clusters of the past by an error target, and what they cost in loss.
+
+    python benchmarks/causal_dial.py FOLDER            # FOLDER/input.txt, any text; about 12 minutes on two cores
+    python benchmarks/causal_dial.py FOLDER --steps 20 --context 256     # that all of it runs
+
+A Llama of 4 layers (width 128, 4 heads of 32) learns the bytes of the first nine tenths of the text; the dial is set
+on eight pieces of them and measured on pieces of the last tenth: error of each layer, share of softmax's
+multiply-adds, and the loss in nats a byte before and after conversion; benchmarks/results/causal_dial.json has all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cumulant.bench import provenance
+from cumulant.cluster import choose_layers
+from cumulant.convert import convert
+
+PEAK = 2e-3  # learning rate
+TARGETS = (0.05, 0.1, 0.15, 0.25, 0.4)
+RESULTS = Path(__file__).parent / "results" / "causal_dial.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--weights", type=Path, help="file of the trained weights, to go on from if it is there")
+    chosen = parser.parse_args()
+    text = torch.tensor(list((chosen.folder / "input.txt").read_bytes()), dtype=torch.long)
+    cut = len(text) * 9 // 10
+    model = fresh(chosen.context)
+    if chosen.weights is not None and chosen.weights.exists():
+        load_model(model, chosen.weights)
+    else:
+        train(model, text[:cut], chosen.steps)
+        if chosen.weights is not None:
+            save_model(model, str(chosen.weights))
+    held = pieces(text[cut:], chosen.context, 16, seed=2)
+    seen = pieces(text[:cut], chosen.context, 8, seed=1)
+    before = loss(model, held)
+    print(f"softmax: loss {before:.4f} nats a byte on held-out text")
+    rows: list[dict[str, Any]] = []
+    for target in TARGETS:
+        dial = choose_layers(model, [{"input_ids": seen}], target=target, batches=1)
+        print(dial)
+        one = copy.deepcopy(model)
+        if dial.plan:
+            convert(one, layers=dial.plan, example={"input_ids": seen[:1]})
+        cost = sum(layer.cost for layer in dial.layers.values()) / len(dial.layers)
+        rows.append({"target": target, "cost": cost, "loss": loss(one, held), "dial": dial.to_json()})
+        print(f"target {target}: {cost:.0%} of softmax's multiply-adds, loss {rows[-1]['loss'] - before:+.4f}\n")
+    plain = {}
+    for name in ("cumulant2", "cumulant3"):
+        one = copy.deepcopy(model)
+        convert(one, name, example={"input_ids": seen[:1]})
+        plain[name] = loss(one, held)
+        print(f"{name} in every layer: loss {plain[name] - before:+.4f}")
+    command = f"python benchmarks/causal_dial.py FOLDER --steps {chosen.steps} --context {chosen.context}"
+    content = {"provenance": provenance(command), "softmax": before, "plain": plain, "rows": rows}
+    if chosen.steps >= 600:
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"wrote {RESULTS}")
+
+
+def fresh(context: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=context, **sizes)).eval()
+
+
+def train(model: LlamaForCausalLM, text: Tensor, steps: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in (bar := tqdm(range(steps), desc="training", unit="step")):
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK * min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+        batch = pieces(text, model.config.max_position_embeddings, 4, seed=1000 + step)
+        found = model(input_ids=batch, labels=batch).loss
+        found.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{found.item():.3f}")
+
+
+def pieces(text: Tensor, length: int, count: int, *, seed: int) -> Tensor:
+    """(count, length) pieces of the text at random places."""
+    first = torch.randint(len(text) - length, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.stack([text[i : i + length] for i in first.tolist()])
+
+
+@torch.no_grad()
+def loss(model: LlamaForCausalLM, batch: Tensor) -> float:
+    """Mean loss of the second half of every piece, where the past is long."""
+    half = batch.shape[1] // 2
+    losses = []
+    for piece in batch.split(4):
+        logits = model(input_ids=piece).logits[:, half - 1 : -1]
+        losses.append(F.cross_entropy(logits.flatten(0, 1), piece[:, half:].flatten()).item())
+    return sum(losses) / len(losses)
+
+
+if __name__ == "__main__":
+    main()
