@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from cumulant.bench import provenance
 from cumulant.cluster import choose_layers
@@ -69,8 +69,13 @@ def main() -> None:
         convert(one, name, example={"input_ids": seen[:1]})
         plain[name] = loss(one, held)
         print(f"{name} in every layer: loss {plain[name] - before:+.4f}")
+    windows = []
+    for width in (16, 32, 64, 128, 256):
+        share = sum(min(i + 1, width) for i in range(chosen.context)) / (chosen.context * (chosen.context + 1) / 2)
+        windows.append({"width": width, "cost": share, "loss": loss(windowed(model, width), held)})
+        print(f"the last {width} tokens alone: {share:.0%}, loss {windows[-1]['loss'] - before:+.4f}")
     command = f"python benchmarks/causal_dial.py FOLDER --steps {chosen.steps} --context {chosen.context}"
-    content = {"provenance": provenance(command), "softmax": before, "plain": plain, "rows": rows}
+    content = {"provenance": provenance(command), "softmax": before, "plain": plain, "windows": windows, "rows": rows}
     if chosen.steps >= 600:
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
         print(f"wrote {RESULTS}")
@@ -96,6 +101,16 @@ def train(model: LlamaForCausalLM, text: Tensor, steps: int) -> None:
         bar.set_postfix(loss=f"{found.item():.3f}")
 
 
+def windowed(model: LlamaForCausalLM, width: int) -> MistralForCausalLM:
+    """The same weights with softmax over the last `width` tokens: what clusters of the past have to be better than."""
+    names = ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads", "head_dim")  # fmt: skip
+    sizes = {name: getattr(model.config, name) for name in names}
+    made = MistralForCausalLM(MistralConfig(**sizes, sliding_window=width)).eval()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
 def pieces(text: Tensor, length: int, count: int, *, seed: int) -> Tensor:
     """(count, length) pieces of the text at random places."""
     first = torch.randint(len(text) - length, (count,), generator=torch.Generator().manual_seed(seed))
@@ -103,7 +118,7 @@ def pieces(text: Tensor, length: int, count: int, *, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def loss(model: LlamaForCausalLM, batch: Tensor) -> float:
+def loss(model: LlamaForCausalLM | MistralForCausalLM, batch: Tensor) -> float:
     """Mean loss of the second half of every piece, where the past is long."""
     half = batch.shape[1] // 2
     losses = []

@@ -99,7 +99,7 @@ def test_sampled_queries_are_answered_as_the_converted_layer_answers_them(how, n
     convert(model, layers={"inner": name}, example=TOKENS)
     mixed = {key: CALLS[how][key] for key in ("grid", "prefix", "key_mask") if key in CALLS[how]}
     out = model.inner.mix(query, key, value, **mixed)
-    at = slice(8, None, 16)
+    at = model_dial.places(256, 16)
     there = mask[:, None, at, None] if "padding" in how else 1
     error = ((out - exact)[:, :, at] * there).norm() / ((exact - mean)[:, :, at] * there).norm()
     assert found.error == pytest.approx(error.item(), rel=1e-3)
@@ -128,7 +128,7 @@ def test_in_causal_layers_a_token_is_compared_with_softmax_over_its_own_past(nam
     mean = seen.double() @ value.double() / seen.sum(-1, keepdim=True).clamp(min=1)
     convert(model, layers={"inner": name}, example=TOKENS)
     out = model.inner.mix(query, key, value, **options)
-    at = slice(2, None, 4)
+    at = model_dial.places(256, 64)
     there = mask[:, None, at, None]
     size = torch.where(there, (exact - mean)[:, :, at], 0).norm()
     assert found.error == pytest.approx((torch.where(there, (out - exact)[:, :, at], 0).norm() / size).item(), rel=1e-3)
@@ -148,6 +148,18 @@ def test_a_causal_layer_gets_blocks_of_its_past_and_is_converted_within_the_targ
     out = model.inner.mix(query, key, value, is_causal=True)
     assert ((out - exact).norm() / (exact - mean).norm()).item() == pytest.approx(found.error, rel=1e-3)
     assert found.error <= 0.25
+
+
+@pytest.mark.parametrize("block", [4, 16, 32, 64])
+def test_sampled_queries_stand_at_all_places_of_a_block(block):
+    """Evenly spaced ones would stand at the same place of every block, and miss the first of each, which errs most."""
+    at = model_dial.places(1024, 64)
+    assert len(at) == 64
+    assert at.diff().min() > 0
+    assert at.max() < 1024
+    share = torch.bincount(at % block // (block // 4), minlength=4) / 64
+    assert (share - 0.25).abs().max() < 0.07
+    assert torch.equal(model_dial.places(10, 64), torch.arange(10))
 
 
 def test_the_cost_of_a_causal_layer_is_what_its_rows_go_through():
