@@ -58,7 +58,7 @@ def overview(studies: Mapping[str, Reproduce], records: Mapping[Key, dict[str, A
 
 def reached(row: Mapping[str, Any]) -> str:
     """Mean and spread of a configuration in per cent."""
-    return f"{100 * row['mean']:.2f}" + ("" if row["std"] is None else f" ± {100 * row['std']:.2f}")
+    return f"{100 * row['mean']:.2f}" + ("" if row["std"] is None else f"\u00a0±\u00a0{100 * row['std']:.2f}")
 
 
 def table(results: Mapping[str, Any]) -> str:
