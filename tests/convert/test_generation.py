@@ -198,3 +198,73 @@ def test_an_encoder_decoder_keeps_the_keys_of_its_encoder_beside_the_moments():
     assert torch.equal(model.generate(ids, past_key_values=both, **how), model.generate(ids, **how))
     with pytest.raises(ValueError, match=r"for self-attention, got 1 queries and 5 new keys.*EncoderDecoderCache"):
         model.generate(ids, past_key_values=MomentsCache(model), **how)
+
+
+CLUSTERS = [
+    "cluster4+block=2",
+    "cluster4+block=3+recent=1+response=2",
+    "cluster4+block=2+closure=langevin+variance=full",
+]
+
+
+def clusters_of(name):
+    """A decoder with clusters in both layers, and a text of 40 tokens."""
+    model = llama(initializer_range=0.3)
+    ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(3))
+    convert(model, name, example={"input_ids": ids})
+    return model, ids
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_clusters_are_streamed_and_answer_as_in_the_whole_text(name):
+    from cumulant.convert import MomentsCache
+    from cumulant.convert.cache import StreamLayer
+
+    model, ids = clusters_of(name)
+    whole, cache = model(ids).logits, MomentsCache(model)
+    assert all(isinstance(layer, StreamLayer) for layer in cache.layers)
+    parts = [model(part, past_key_values=cache).logits for part in (ids[:, :7], *ids[:, 7:30].split(1, 1), ids[:, 30:])]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-3)
+    assert cache.get_seq_length() == 40
+
+
+def test_a_cache_of_clusters_grows_with_the_logarithm_of_the_length():
+    from cumulant.convert import MomentsCache
+
+    model, held = llama(), []
+    convert(model, "cluster4+block=2", example={"input_ids": torch.arange(3, 9)[None]})
+    for length in (64, 128, 256, 512):
+        cache = MomentsCache(model)
+        model(torch.randint(3, 60, (1, length)), past_key_values=cache)
+        held.append(cache.numel())
+    steps = torch.tensor(held).diff().tolist()
+    assert max(steps) < 1.3 * min(steps)  # as much more for every doubling
+    assert 0 < min(steps)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_clusters_generate_what_they_do_with_the_growing_cache(how):
+    from cumulant.convert import MomentsCache
+
+    model, ids = clusters_of("cluster4+block=3+recent=1+response=2")
+    how = {**how, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **how)
+    assert torch.equal(model.generate(ids, past_key_values=MomentsCache(model), **how), expected)
+
+
+def test_a_layer_of_clusters_with_softmax_heads_or_a_near_field_keeps_its_keys():
+    from cumulant.convert import MomentsCache
+    from cumulant.convert.cache import StreamLayer
+
+    model = llama()
+    some = {"attention": "cluster4", "options": {"block": 2}, "heads": [0]}
+    convert(model, layers={0: some, 1: "cluster4+block=2"}, example={"input_ids": torch.arange(3, 9)[None]})
+    assert [isinstance(layer, StreamLayer) for layer in MomentsCache(model).layers] == [False, True]
+
+
+def test_padding_has_no_place_in_streamed_clusters():
+    from cumulant.convert import MomentsCache
+
+    model, _ = clusters_of("cluster4+block=2")
+    with pytest.raises(ValueError, match=r"blocks of a cluster layer .* are those of unpadded texts"):
+        generated(model, past_key_values=MomentsCache(model))

@@ -68,7 +68,9 @@ def test_the_overview_names_the_baseline_and_the_best_of_the_others(study):
     best = max((name for name in means if name != "softmax"), key=lambda name: means[name]["mean"])
     records = read_records(settings.out / "records")[0]
     *_, done, none = overview({"digits": settings, "not run": Reproduce(data="cifar10")}, records).splitlines()
-    shown = [f"{100 * means[name]['mean']:.2f}\u00a0±\u00a0{100 * means[name]['std']:.2f}" for name in ("softmax", best)]
+    shown = [
+        f"{100 * means[name]['mean']:.2f}\u00a0±\u00a0{100 * means[name]['std']:.2f}" for name in ("softmax", best)
+    ]
     assert done == f"| digits | 6 of 6 | softmax | {shown[0]} | {best} | {shown[1]} |"
     assert none.startswith("| not run | 0 of ")
     assert none.endswith(" |  |  |  |  |")

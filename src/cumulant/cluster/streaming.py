@@ -5,6 +5,7 @@ Shape legend: B batch, H key heads, G query heads of each, L tokens appended at 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,6 +75,17 @@ class ClusterStream:
     def clusters(self) -> int:
         """How many clusters stand for the tokens that are not kept."""
         return sum(map(len, self.levels))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Puts change(x) in the place of every tensor x that is kept: sequences selected or repeated, other devices."""
+        if self.key is None or self.value is None or self.origin is None:
+            return
+        self.key, self.value, self.origin = change(self.key), change(self.value), change(self.origin)
+        self.levels = [
+            [Moments._make(None if x is None else change(x) for x in cluster) for cluster in level]
+            for level in self.levels
+        ]
+        self._far = None
 
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:

@@ -1,31 +1,35 @@
-"""A cache of constant size for generation with a converted causal model: moments in place of all keys and values.
+"""A cache for generation with a converted causal model: moments in place of all keys and values.
 
 Shape legend: B batch, Hk key heads, H query heads, L tokens added at once, D key width, E value width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from .. import zoo
 from ..attention import attention
+from ..cluster import ClusterStream
 from ..moments import Moments
 from .choice import Choice
 from .hf import CARRIED, MIXED, TAG
 
+STREAMED = {"block", "recent", "closure", "variance", "response"}  # options of clusters that a stream knows
 
-class MomentsLayer(CacheLayerMixin):
-    """The moments of all tokens so far, (B, Hk) of them: 4 D E bytes a head at order 2, 8 at order 3, at any length."""
+
+class StateLayer(CacheLayerMixin):
+    """A layer whose mechanism takes the new tokens into a state of its own; the keys carry this layer to it."""
 
     is_sliding = False
 
     def __init__(self, choice: Choice) -> None:
         super().__init__()
         self.choice = choice
-        self.state: Moments | None = None
         self.tokens = 0
         self._unread = False
 
@@ -34,7 +38,7 @@ class MomentsLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hands the new tokens on; `attend`, which knows the mask, takes them in. The keys carry this layer along."""
+        """Hands the new tokens on; `attend`, which knows the mask, takes them in."""
         if self._unread:
             raise RuntimeError(
                 "the model did not hand the cached keys to a cumulant mechanism unchanged, so a MomentsCache cannot "
@@ -54,7 +58,7 @@ class MomentsLayer(CacheLayerMixin):
 
         Cost: L D E. A prompt after other tokens is taken token by token.
         """
-        if choice.order is None or choice.heads is not None or choice != self.choice:
+        if choice != self.choice:
             raise ValueError(f"this cache was made for {self.choice}, but the layer computes {choice}")
         if query.shape[2] != key.shape[2]:
             raise ValueError(
@@ -62,41 +66,33 @@ class MomentsLayer(CacheLayerMixin):
                 "encoder-decoder takes EncoderDecoderCache(MomentsCache(model), DynamicCache()) of transformers"
             )
         self._unread = False
-        order, full = choice.order, bool(choice.options.get("full", False))
-        if self.state is None:
-            self.state = self._of(key, value, mask, order, full)
-            self.tokens += key.shape[2]
-            gqa = query.shape[1] != key.shape[1]
-            return attention(
-                query,
-                key,
-                value,
-                order=order,
-                full=full,
-                key_mask=mask,
-                is_causal=query.shape[2] > 1,
-                scale=scale,
-                enable_gqa=gqa,
-            )
-        rows = []
-        for at in range(key.shape[2]):
-            here = slice(at, at + 1)
-            new = self._of(key[:, :, here], value[:, :, here], None if mask is None else mask[:, here], order, full)
-            self.state = self.state.merge(new)
-            grouped = query[:, :, here].unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-            row = self.state.apply(grouped, scale)
-            rows.append(row.reshape(query.shape[0], query.shape[1], 1, value.shape[-1]))
+        if self.tokens == 0:
+            out = self._first(query, key, value, mask, scale)
+        else:
+            rows = []
+            for at in range(key.shape[2]):
+                here = slice(at, at + 1)
+                seen = None if mask is None else mask[:, here]
+                rows.append(self._next(query[:, :, here], key[:, :, here], value[:, :, here], seen, scale))
+            out = torch.cat(rows, 2)
         self.tokens += key.shape[2]
-        return torch.cat(rows, 2)
+        return out
 
-    @staticmethod
-    def _of(key: Tensor, value: Tensor, mask: Tensor | None, order: int, full: bool) -> Moments:
-        weights = None if mask is None else mask[:, None, :]
-        return Moments.of(key, value, order=order, full=full, key_mask=weights)
+    def _first(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """The first tokens, taken in and answered."""
+        raise NotImplementedError
+
+    def _next(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """One further token of every sequence, taken in and answered."""
+        raise NotImplementedError
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Puts change(x) in the place of every tensor x of the state."""
+        raise NotImplementedError
 
     def numel(self) -> int:
         """Numbers held."""
-        return 0 if self.state is None else sum(x.numel() for x in self.state if x is not None)
+        raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.tokens + query_length, 0
@@ -108,7 +104,7 @@ class MomentsLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.state, self.tokens, self._unread = None, 0, False
+        self.tokens, self._unread = 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -130,15 +126,92 @@ class MomentsLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._each(lambda x: x[indices, ...])
 
-    def _each(self, change: Any) -> None:
+
+class MomentsLayer(StateLayer):
+    """The moments of all tokens so far, (B, Hk) of them: 4 D E bytes a head at order 2, 8 at order 3, at any length."""
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        self.state: Moments | None = None
+        assert choice.order is not None
+        self.form: dict[str, Any] = {"order": choice.order, "full": bool(choice.options.get("full", False))}
+
+    def _first(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        self.state = self._of(key, value, mask)
+        how: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "is_causal": query.shape[2] > 1}
+        return attention(query, key, value, key_mask=mask, scale=scale, **how, **self.form)
+
+    def _next(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        assert self.state is not None
+        self.state = self.state.merge(self._of(key, value, mask))
+        row = self.state.apply(query.unflatten(1, (key.shape[1], -1)).flatten(2, 3), scale)
+        return row.reshape(*query.shape[:2], 1, value.shape[-1])
+
+    def _of(self, key: Tensor, value: Tensor, mask: Tensor | None) -> Moments:
+        return Moments.of(key, value, key_mask=None if mask is None else mask[:, None, :], **self.form)
+
+    def numel(self) -> int:
+        return 0 if self.state is None else sum(x.numel() for x in self.state if x is not None)
+
+    def reset(self) -> None:
+        super().reset()
+        self.state = None
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
             self.state = Moments._make(None if x is None else change(x) for x in self.state)
 
 
-class MomentsCache(Cache):
-    """A cache for `model.generate(..., past_key_values=MomentsCache(model))` whose size does not grow.
+class StreamLayer(StateLayer):
+    """Recent tokens and moments of ever larger blocks behind them: grows with the logarithm of the length."""
 
-    Layers that stay softmax keep their keys and values, as in the default cache.
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        self.stream: ClusterStream | None = None
+
+    def _first(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        _check_whole(mask)
+        mechanism = zoo.get(self.choice.attention)
+        made = mechanism.stream
+        assert made is not None
+        stream = made(scale=scale, **self.choice.options)
+        assert isinstance(stream, ClusterStream)
+        self.stream = stream
+        self.stream.append(key, value)
+        shared: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        return mechanism(query, key, value, **shared, **self.choice.options)
+
+    def _next(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        _check_whole(mask)
+        assert self.stream is not None
+        return self.stream.step(query, key, value)
+
+    def numel(self) -> int:
+        held = None if self.stream is None else self.stream.state
+        return sum(x.numel() for x in held or ())
+
+    def reset(self) -> None:
+        super().reset()
+        self.stream = None
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.stream is not None:
+            self.stream.each(change)
+
+
+def _check_whole(mask: Tensor | None) -> None:
+    if mask is not None and not bool((mask != 0).all()):
+        raise ValueError(
+            "the blocks of a cluster layer in a MomentsCache are those of unpadded texts; generate with texts of one "
+            "length, or with the default cache"
+        )
+
+
+class MomentsCache(Cache):
+    """A cache for `model.generate(..., past_key_values=MomentsCache(model))` whose size does not grow, or with the
+    logarithm of the length where layers are clusters.
+
+    Layers in which some heads stay softmax keep their keys and values, as in the default cache.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -149,19 +222,19 @@ class MomentsCache(Cache):
             by_index = {module.layer_idx: getattr(module, TAG) for module in modules}
             choices = [by_index.get(index) for index in range(count)]
         else:
-            choices = [Choice(implementation) if implementation.startswith("cumulant") else None] * count
-        if not any(_constant(choice) for choice in choices):
+            ours = implementation.startswith(("cumulant", "cluster"))
+            choices = [Choice.named(implementation) if ours else None] * count
+        layers: list[Any] = [_layer(choice) for choice in choices]
+        if not any(isinstance(layer, StateLayer) for layer in layers):
             raise ValueError(f"no layer of {type(model).__name__} is causal cumulant attention: {implementation!r}")
-        super().__init__(
-            layers=[MomentsLayer(c) if c is not None and _constant(c) else DynamicLayer() for c in choices]
-        )
+        super().__init__(layers=layers)
 
     def numel(self) -> int:
         """Numbers held by all layers together."""
         held = 0
         layers: list[Any] = list(self.layers)
         for layer in layers:
-            if isinstance(layer, MomentsLayer):
+            if isinstance(layer, StateLayer):
                 held += layer.numel()
             elif layer.is_initialized:
                 held += layer.keys.numel() + layer.values.numel()
@@ -172,11 +245,15 @@ def _config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _constant(choice: Choice | None) -> bool:
-    """Whether the state of this layer has a constant size: every head, in the mean form that moments give."""
-    if choice is None or choice.order is None or choice.heads is not None or choice.around_mean:
-        return False
-    return choice.options.get("normalization", "mean") == "mean"
+def _layer(choice: Choice | None) -> CacheLayerMixin:
+    """What keeps the past of a layer: a state where all heads have one, in the mean form that moments give."""
+    if choice is None or choice.heads is not None or choice.around_mean:
+        return DynamicLayer()
+    if choice.order is not None:
+        return MomentsLayer(choice) if choice.options.get("normalization", "mean") == "mean" else DynamicLayer()
+    if choice.attention.startswith("cluster") and set(choice.options) <= STREAMED:
+        return StreamLayer(choice)
+    return DynamicLayer()
 
 
 def _is_self(module: nn.Module) -> bool:
