@@ -5,7 +5,8 @@
 
 A Llama of 4 layers (width 128, 4 heads of 32) learns the bytes of the first nine tenths of the text; the dial is set
 on eight pieces of them and measured on pieces of the last tenth: error of each layer, share of softmax's
-multiply-adds, and the loss in nats a byte before and after conversion; benchmarks/results/causal_dial.json has all.
+multiply-adds, and the loss in nats a byte before and after conversion. Then the time of one more token after many, with
+all keys kept and with streamed clusters. benchmarks/results/causal_dial.json has all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import copy
 import json
 import math
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from cumulant.bench import provenance
 from cumulant.cluster import choose_layers
-from cumulant.convert import convert
+from cumulant.convert import MomentsCache, convert
 
 PEAK = 2e-3  # learning rate
 TARGETS = (0.05, 0.1, 0.15, 0.25, 0.4)
@@ -74,8 +77,16 @@ def main() -> None:
         share = sum(min(i + 1, width) for i in range(chosen.context)) / (chosen.context * (chosen.context + 1) / 2)
         windows.append({"width": width, "cost": share, "loss": loss(windowed(model, width), held)})
         print(f"the last {width} tokens alone: {share:.0%}, loss {windows[-1]['loss'] - before:+.4f}")
+    decoding = [decode(length) for length in ((512, 2048, 8192) if chosen.steps >= 600 else (64,))]
     command = f"python benchmarks/causal_dial.py FOLDER --steps {chosen.steps} --context {chosen.context}"
-    content = {"provenance": provenance(command), "softmax": before, "plain": plain, "windows": windows, "rows": rows}
+    content = {
+        "provenance": provenance(command),
+        "softmax": before,
+        "plain": plain,
+        "windows": windows,
+        "decoding": decoding,
+        "rows": rows,
+    }
     if chosen.steps >= 600:
         RESULTS.write_text(json.dumps(content, indent=1) + "\n")
         print(f"wrote {RESULTS}")
@@ -109,6 +120,30 @@ def windowed(model: LlamaForCausalLM, width: int) -> MistralForCausalLM:
     made = MistralForCausalLM(MistralConfig(**sizes, sliding_window=width)).eval()
     made.load_state_dict(model.state_dict())
     return made
+
+
+@torch.no_grad()
+def decode(length: int) -> dict[str, float]:
+    """The time of one further token after so many, over that of softmax with all its keys; medians of 15."""
+    model, ids = fresh(2 * length), torch.randint(256, (1, length), generator=torch.Generator().manual_seed(3))
+    times = {"softmax": _next_token(model, ids, DynamicCache())}
+    convert(model, "cluster4+block=32+recent=1+response=8", example={"input_ids": ids[:, :64]})
+    times["all keys"] = _next_token(model, ids, DynamicCache())
+    times["streamed"] = _next_token(model, ids, MomentsCache(model))
+    ratios = {name: seconds / times["softmax"] for name, seconds in times.items() if name != "softmax"}
+    print(f"a token after {length:,}: clusters with all keys {ratios['all keys']:.1f}, streamed {ratios['streamed']:.2f} "
+          "times as long as softmax")  # fmt: skip
+    return {"length": length, **ratios}
+
+
+def _next_token(model: LlamaForCausalLM, ids: Tensor, cache: Any) -> float:
+    model(ids, past_key_values=cache)
+    times = []
+    for _ in range(15):
+        start = time.perf_counter()
+        model(ids[:, :1], past_key_values=cache)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def pieces(text: Tensor, length: int, count: int, *, seed: int) -> Tensor:
