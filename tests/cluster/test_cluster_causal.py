@@ -144,3 +144,27 @@ def test_a_causal_block_rule_compiles_into_one_graph():
         return cluster_attention(*x, clusters=Blocks(4, keep=1, recent=1), is_causal=True)
 
     torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("near", [0, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("blocks", [Blocks(4, 2, 1), Blocks(7), Blocks(4, 0, 3), Blocks(64, 1)], ids=str)
+def test_rows_from_a_later_place_on_are_those_of_the_whole(blocks, masked, near):
+    if near and blocks.keep is not None:
+        pytest.skip("merged blocks have no near field")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 50, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    how = {"clusters": blocks, "is_causal": True, "enable_gqa": True, "near": near, "response": 2}
+    how["key_mask"] = torch.rand(2, 50, generator=generator) > 0.2 if masked else None
+    whole = cluster_attention(q, k, v, **how)
+    for first, count in ((0, 5), (1, 1), (4, 8), (27, 23), (49, 1)):
+        rows = slice(first, first + count)
+        found = cluster_attention(q[:, :, rows], k, v, offset=first, **how)
+        torch.testing.assert_close(found, whole[:, :, rows], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("offset", "is_causal"), [(-1, True), (1.5, True), (True, True), (3, False)])
+def test_a_place_that_is_none_is_named(offset, is_causal):
+    q = torch.randn(1, 1, 4, 2)
+    with pytest.raises(ValueError, match="offset must be a place, 0 or more, of causal queries"):
+        cluster_attention(q, q, q, clusters=2, is_causal=is_causal, offset=offset)

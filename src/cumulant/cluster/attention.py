@@ -50,6 +50,7 @@ def cluster_attention(
     near_rows: int = 1,
     queries: str = "each",
     least: int = 1,
+    offset: int = 0,
     backend: str = "auto",
 ) -> Tensor:
     """Attention that expands softmax inside clusters of keys: a dial from linear attention to softmax.
@@ -88,6 +89,7 @@ def cluster_attention(
         queries: "each" asks for itself; "mean": those of a block ask once, with their mean, and all get its answer, at
             K / Lk of the cost (blocks of a sequence or grid, as many queries as keys).
         least: blocks hold at least so many tokens, where K would make smaller ones.
+        offset: with is_causal, the place of the first query among the keys: row i sees the keys j <= offset + i.
         backend: "auto", "reference" (plain torch, blockwise) or "triton": blocks of a sequence or a grid without masks,
             heads of at most 128 (float32: 64); blocks of at most 64 tokens with prefix tokens and either variance but
             no near field, any without prefix and with diagonal variance, near field for 32, 64 or 128 queries in a
@@ -103,6 +105,8 @@ def cluster_attention(
     check_clusters(clusters)
     form = check_form(near, closure, rank, variance, response, near_rows, backend, queries)
     least = _check_least(least, key.shape[-2])
+    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0 or (offset and not is_causal):
+        raise ValueError(f"offset must be a place, 0 or more, of causal queries, got {offset!r} with {is_causal=}")
     grid = None if is_causal and grid is None else check_grid(key.shape[-2], grid, prefix)
     lead, dtype = leading(query, key), statistics_dtype(query.dtype)
     B, (H, Lq, _), (Hk, Lk, _), E = prod(lead), query.shape[-3:], key.shape[-3:], value.shape[-1]
@@ -128,8 +132,8 @@ def cluster_attention(
             k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
         k = k - origin(k, weights, is_causal)
         if is_causal:
-            blocks = _causal_blocks(clusters, Lq, grid, prefix)
-            out = causal_clusters(q, k, v, weights, blocks=blocks, **_causal_form(form, blocks))
+            blocks = _causal_blocks(clusters, offset + Lq, grid, prefix)
+            out = causal_clusters(q, k, v, weights, blocks=blocks, offset=offset, **_causal_form(form, blocks))
         else:
             asking, layout = q, None
             if form.together:

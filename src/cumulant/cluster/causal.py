@@ -32,31 +32,36 @@ def causal_clusters(
     rank: str,
     full: bool,
     response: int | None,
+    offset: int = 0,
 ) -> Tensor:
     """q (B, H, G, Lq, D) scaled, k (B, H, Lk, D), v (B, H, Lk, E), weights (B, 1, Lk) -> (B, H, G, Lq, E).
 
-    Cost a row: (recent + 1) C (D + E) + A D E with A = N clusters, or (keep + 1) log2(N) when they are merged.
+    The first row stands at the place `offset`: only blocks that hold rows are answered. Cost a row: (recent + 1) C
+    (D + E) + A D E with A = N clusters, or (keep + 1) log2(N) when they are merged.
     """
-    G, L = q.shape[2:4]
+    G, L = q.shape[2], offset + q.shape[3]
     C = min(blocks.size, L)
     N = -(-L // C)
+    first = offset // C  # block of the first row
+    before = offset - first * C
     if weights is None:
         weights = k.new_ones(1, 1, k.shape[-2])
     # Keys that no row may see are cut off; missing ones have weight 0.
     k, v = (_fit(x, N * C, L).unflatten(-2, (N, C)) for x in (k, v))
     weights = _fit(weights.unsqueeze(-1), N * C, L).squeeze(-1).unflatten(-1, (N, C))
-    rows = F.pad(q, (0, 0, 0, N * C - L)).unflatten(-2, (N, C)).transpose(2, 3).flatten(3, 4)  # (B, H, N, G C, D)
+    rows = F.pad(q, (0, 0, before, N * C - L)).unflatten(-2, (N - first, C))
+    rows = rows.transpose(2, 3).flatten(3, 4)  # (B, H, blocks of rows, G C, D)
 
     there = weights > 0
     log_weight = torch.where(there, torch.where(there, weights, 1).log(), ABSENT)  # (B, 1, N, C)
     recent = min(blocks.recent, N - 1)
-    window = [_delay(log_weight, j, ABSENT) for j in range(recent, 0, -1)]
+    window = [_delay(log_weight, j, ABSENT)[:, :, first:] for j in range(recent, 0, -1)]
     seen = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    own = torch.where(seen, log_weight.unsqueeze(-2), ABSENT)  # (B, 1, N, C, C)
+    own = torch.where(seen, log_weight[:, :, first:].unsqueeze(-2), ABSENT)  # (B, 1, blocks of rows, C, C)
     exact_weight = torch.cat([*(x.unsqueeze(-2).expand_as(own) for x in window), own], -1)
     exact = Exact(
-        torch.cat([_delay(k, j) for j in range(recent, -1, -1)], -2),
-        torch.cat([_delay(v, j) for j in range(recent, -1, -1)], -2),
+        torch.cat([_delay(k, j)[:, :, first:] for j in range(recent, -1, -1)], -2),
+        torch.cat([_delay(v, j)[:, :, first:] for j in range(recent, -1, -1)], -2),
         exact_weight.repeat(1, 1, 1, G, 1),
     )
 
@@ -64,10 +69,11 @@ def causal_clusters(
     block = torch.arange(N, device=q.device)
     hidden = table = tokens = None
     if blocks.keep is None:
-        hidden = block >= block[:, None] - recent
+        hidden = block >= block[first:, None] - recent
         tokens = Tokens(k, v, log_weight) if near else None
     else:
         moments, table = merged_lists(moments, N, blocks.keep, recent)
+        table = table[first:]
     out = mix(
         rows,
         Far.of(moments),
@@ -81,7 +87,7 @@ def causal_clusters(
         hidden=hidden,
         table=table,
     )
-    return out.unflatten(3, (G, C)).transpose(2, 3).flatten(3, 4)[..., :L, :]
+    return out.unflatten(3, (G, C)).transpose(2, 3).flatten(3, 4)[..., before : before + q.shape[3], :]
 
 
 def merged_lists(blocks: Moments, N: int, keep: int, recent: int) -> tuple[Moments, Tensor]:

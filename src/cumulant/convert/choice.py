@@ -172,17 +172,21 @@ def mix(
     query_mask: Tensor | None = None,
     grid: tuple[int, ...] | None = None,
     prefix: int = 0,
+    offset: int = 0,
 ) -> Tensor:
     """Attention of a converted layer, (B, H, Lq, E). Cost: that of the mechanism, plus softmax for heads that keep it.
 
     `dropout_p` acts on softmax heads only: the other mechanisms form no probabilities. For those that want to know,
     `query_mask` (B, Lq) says which queries are there, and `grid` how the tokens after the first `prefix` are laid out.
+    `offset` is the place of the first query among the keys, for a mechanism that takes it, in all heads.
     """
     if observed():
         for observer in tuple(_observers):
             observer(module, Call(query, key, value, key_mask, is_causal, scale))
     shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
     told = _told(choice, query_mask, grid, prefix)
+    if offset:
+        told["offset"] = offset
     if choice.heads is None:
         return _all_heads(choice, query, key, value, dropout_p, {**shared, **told})
     groups = query.shape[-3] // key.shape[-3]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import zoo
-from .choice import Choice, fitting, mix, weights
+from .choice import Choice, fitting, mix, observed, weights
 from .masks import DenseMaskError, dense, key_mask_function, understood
 
 MIXED = "cumulant_mixed"  # the implementation of a model whose layers differ
@@ -221,7 +221,10 @@ def _converted(
     shared: dict[str, Any] = {"key_mask": pattern.key_mask, "is_causal": pattern.is_causal, "scale": scaling}
     shared["query_mask"] = pattern.key_mask if queries == keys else None  # self-attention: what is absent asks nothing
     offset = pattern.offset if pattern.is_causal else 0
-    if offset:  # causal rows are aligned at the first token: rows that are thrown away stand before ours
+    whole = choice.heads is None and not observed() and not _wants_weights(rest)
+    if offset and whole and zoo.get(choice.attention).offset:
+        shared["offset"], offset = offset, 0
+    elif offset:  # causal rows are aligned at the first token: rows that are thrown away stand before ours
         query = torch.cat((query.new_zeros(*query.shape[:2], offset, query.shape[3]), query), 2)
     out = mix(module, choice, query, key, value, dropout_p=dropout, **shared)[:, :, offset:]
     A = weights(choice, query, key, **shared)[:, :, offset:] if _wants_weights(rest) else None

@@ -93,6 +93,7 @@ def _mechanism(count: int) -> Mechanism:
         causal=True,
         cross=True,
         causal_cross=True,
+        offset=True,
         key_mask=True,
         grouped_queries=True,
         subquadratic=True,

@@ -69,6 +69,7 @@ class Mechanism:
     causal: bool = False
     cross: bool = False  # queries and keys of different lengths
     causal_cross: bool = False  # is_causal with different lengths: row i sees the keys up to index i
+    offset: bool = False  # takes `offset` with is_causal: row i sees the keys up to index offset + i
     independent_rows: bool = True  # a row depends on its own query only, not on the other queries
     key_mask: bool = False
     grouped_queries: bool = False
