@@ -1,6 +1,6 @@
 """The dial on a causal language model: clusters of the past by an error target, and what they cost in loss.
 
-    python benchmarks/causal_dial.py FOLDER            # FOLDER/input.txt, any text; about 12 minutes on two cores
+    python benchmarks/causal_dial.py FOLDER            # FOLDER/input.txt, any text; about 7 minutes on two cores
     python benchmarks/causal_dial.py FOLDER --steps 20 --context 256     # that all of it runs
 
 A Llama of 4 layers (width 128, 4 heads of 32) learns the bytes of the first nine tenths of the text; the dial is set

@@ -55,13 +55,13 @@ def causal_clusters(
     there = weights > 0
     log_weight = torch.where(there, torch.where(there, weights, 1).log(), ABSENT)  # (B, 1, N, C)
     recent = min(blocks.recent, N - 1)
-    window = [_delay(log_weight, j, ABSENT)[:, :, first:] for j in range(recent, 0, -1)]
+    window = [_delay(log_weight, j, first, ABSENT) for j in range(recent, 0, -1)]
     seen = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
     own = torch.where(seen, log_weight[:, :, first:].unsqueeze(-2), ABSENT)  # (B, 1, blocks of rows, C, C)
     exact_weight = torch.cat([*(x.unsqueeze(-2).expand_as(own) for x in window), own], -1)
     exact = Exact(
-        torch.cat([_delay(k, j)[:, :, first:] for j in range(recent, -1, -1)], -2),
-        torch.cat([_delay(v, j)[:, :, first:] for j in range(recent, -1, -1)], -2),
+        torch.cat([_delay(k, j, first) for j in range(recent, -1, -1)], -2),
+        torch.cat([_delay(v, j, first) for j in range(recent, -1, -1)], -2),
         exact_weight.repeat(1, 1, 1, G, 1),
     )
 
@@ -123,9 +123,9 @@ def _fit(x: Tensor, length: int, seen: int) -> Tensor:
     return F.pad(x, (0, 0, 0, length - x.shape[-2]))
 
 
-def _delay(x: Tensor, blocks: int, fill: float = 0.0) -> Tensor:
-    """x (B, H, N, C, ...) moved on by so many blocks, `fill` where nothing came before."""
-    if not blocks:
-        return x
-    moved = torch.full_like(x[:, :, :blocks], fill)
-    return torch.cat((moved, x[:, :, :-blocks]), 2)
+def _delay(x: Tensor, blocks: int, first: int, fill: float = 0.0) -> Tensor:
+    """x (B, H, N, C, ...) moved on by so many blocks, from block `first` on; `fill` where nothing came before."""
+    start, end = first - blocks, x.shape[2] - blocks
+    if start >= 0:
+        return x[:, :, start:end]
+    return torch.cat((torch.full_like(x[:, :, :-start], fill), x[:, :, :end]), 2)

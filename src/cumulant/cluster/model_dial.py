@@ -228,7 +228,8 @@ class _Sums:
         there = torch.ones(len(key), 1, asking.shape[2], 1, dtype=torch.bool, device=exact.device)
         if mask is not None and query.shape[2] == key.shape[2]:  # padding asks nothing
             there = (mask != 0)[:, None, at, None]
-        mean = _running_mean(value, mask)[:, :, at] if made.is_causal else _mean(value, mask)
+        mean = _mean(value, mask, made.is_causal)
+        mean = mean[:, :, at] if made.is_causal else mean
         self.size = self.size + _squares(exact - mean, there)
         for name in self.cheaper:
             options = _arguments(asked[name], made)
@@ -270,20 +271,14 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, at: Tensor, is_causal: b
     return softmax_attention(query, key, value, is_causal=True, **shared)[:, :, at]
 
 
-def _mean(value: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean (B, H, 1, E) of the values (B, H, Lk, E) that are there, in float64; mask (B, Lk), bool or weights."""
-    if mask is None:
-        return value.double().mean(-2, keepdim=True)
-    weights = mask.double()[:, None, :, None]
-    taking_part = value.double().masked_fill(weights == 0, 0)
-    return (weights * taking_part).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True).clamp(min=1e-300)
-
-
-def _running_mean(value: Tensor, mask: Tensor | None) -> Tensor:
-    """The same over each token and those before it, (B, H, Lk, E); 0 where none of them is there."""
-    weights = value.new_ones(1, 1, value.shape[-2], 1).double() if mask is None else mask.double()[:, None, :, None]
-    taking_part = value.double().masked_fill(weights == 0, 0)
-    return (weights * taking_part).cumsum(-2) / weights.cumsum(-2).clamp(min=1e-300)
+def _mean(value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Mean (B, H, 1, E) of the values (B, H, Lk, E) that are there, in float64; mask (B, Lk), bool or weights. Causal:
+    over each token and those before it, (B, H, Lk, E), 0 where none of them is there."""
+    value = value.double()
+    weights = value.new_ones(1, 1, value.shape[-2], 1) if mask is None else mask.double()[:, None, :, None]
+    parts = weights * value.masked_fill(weights == 0, 0), weights
+    total, count = (x.cumsum(-2) if is_causal else x.sum(-2, keepdim=True) for x in parts)
+    return total / count.clamp(min=1e-300)
 
 
 def _squares(difference: Tensor, there: Tensor) -> Tensor:
@@ -309,19 +304,18 @@ def _blocks(choice: Choice) -> int:
 
 def _past(choice: Choice) -> Blocks:
     """The blocks of a candidate in a causal layer."""
-    from ..zoo.cluster import BLOCK
+    from ..zoo.cluster import past_blocks
 
-    size, recent = (choice.options.get(name, usual) for name, usual in zip(PAST, (BLOCK, 0), strict=True))
-    return Blocks(size, keep=_blocks(choice), recent=recent)
+    return past_blocks(_blocks(choice), **{name: choice.options[name] for name in PAST if name in choice.options})
 
 
 def _causal_work(choice: Choice, Lq: int, Lk: int, D: int, E: int) -> float:
     """Multiply-adds of a candidate in a causal layer for one head and sequence; infinite if it has no causal form."""
-    known = {name: value for name, value in choice.options.items() if name not in PAST}
-    near, response, rows = known.get("near", 0), known.get("response"), known.get("near_rows", 1)
-    if Lq != Lk or near or isinstance(response, str) or rows != 1:
+    options = choice.options
+    response, variance = options.get("response"), options.get("variance", "diagonal")
+    if Lq != Lk or options.get("near") or isinstance(response, str) or options.get("near_rows", 1) != 1:
         return inf
-    return causal_multiply_adds(Lq, D, E, _past(choice), response=response, variance=known.get("variance", "diagonal"))
+    return causal_multiply_adds(Lq, D, E, _past(choice), response=response, variance=variance)
 
 
 def _work(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> float:

@@ -18,8 +18,13 @@ LEAST = 2
 BLOCK = 64  # tokens of a block in causal attention
 
 
-def _stream(blocks: int, *, block: int = BLOCK, recent: int = 0, **options: Any) -> ClusterStream:
-    return ClusterStream(Blocks(block, keep=blocks, recent=recent), **options)
+def past_blocks(count: int, *, block: int = BLOCK, recent: int = 0) -> Blocks:
+    """The blocks of causal attention and of streams."""
+    return Blocks(block, keep=count, recent=recent)
+
+
+def _stream(count: int, *, block: int = BLOCK, recent: int = 0, **options: Any) -> ClusterStream:
+    return ClusterStream(past_blocks(count, block=block, recent=recent), **options)
 
 
 def _arguments(
@@ -27,7 +32,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """What the blocks are: a grid's, a sequence's, or past ones; a grid is that of the queries when keys are others."""
     if is_causal:
-        return {"clusters": Blocks(block, keep=count, recent=recent), "is_causal": True}
+        return {"clusters": past_blocks(count, block=block, recent=recent), "is_causal": True}
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim > 1 and key.ndim > 1
     if not tensors or query.shape[-2] != key.shape[-2]:  # what is no tensor is named by the function
         return {"clusters": count, "least": LEAST}
