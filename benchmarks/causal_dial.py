@@ -29,7 +29,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 
 from cumulant.bench import provenance
 from cumulant.cluster import choose_layers
-from cumulant.convert import MomentsCache, convert
+from cumulant.conversion import MomentsCache, convert
 
 PEAK = 2e-3  # learning rate
 TARGETS = (0.05, 0.1, 0.15, 0.25, 0.4)

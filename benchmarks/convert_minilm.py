@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from cumulant.bench.provenance import provenance
-from cumulant.convert import DistillRecipe, convert, diagnose, distill, restore
-from cumulant.convert.distill_data import texts as token_batches
+from cumulant.conversion import DistillRecipe, convert, diagnose, distill, restore
+from cumulant.conversion.distill_data import texts as token_batches
 
 RESULT = Path("benchmarks/results/convert-minilm.json")
 

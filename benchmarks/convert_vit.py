@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from cumulant.bench.provenance import provenance
-from cumulant.convert import DistillRecipe, convert, diagnose, distill
-from cumulant.convert.distill_data import Images
+from cumulant.conversion import DistillRecipe, convert, diagnose, distill
+from cumulant.conversion.distill_data import Images
 from cumulant.data import open_source
 from cumulant.data.part import Source
 from cumulant.train.build import augment_of, loader_of

@@ -28,7 +28,7 @@ from gpu_dense import NUMBERS, WIDTH, bandwidth, inputs, milliseconds
 from torch import Tensor
 
 from cumulant.causal import causal_attention
-from cumulant.kernels import triton_causal
+from cumulant.kernels.causal import host as triton_causal
 from cumulant.kernels.launch import Config
 
 LENGTHS = (197, 1568, 4096, 16384, 65536, 262144, 1048576)

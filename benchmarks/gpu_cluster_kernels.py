@@ -21,7 +21,8 @@ import torch.nn.functional as F  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from cumulant.kernels import cluster_plan, triton_cluster  # noqa: E402
+from cumulant.kernels.cluster import host as triton_cluster  # noqa: E402
+from cumulant.kernels.cluster import plan as cluster_plan  # noqa: E402
 from cumulant.kernels.launch import Config  # noqa: E402
 
 DEVICE = "cpu" if QUICK else "cuda"

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cumulant.bench.provenance import provenance
-from cumulant.convert import convert
+from cumulant.conversion import convert
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16

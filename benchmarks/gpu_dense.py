@@ -30,7 +30,8 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cumulant.kernels import dense_plan, triton_dense
+from cumulant.kernels.dense import host as triton_dense
+from cumulant.kernels.dense import plan as dense_plan
 from cumulant.kernels.launch import Config
 from cumulant.moments import Moments
 

@@ -33,8 +33,8 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from cumulant.cluster import cluster_attention  # noqa: E402
-from cumulant.kernels import triton_short  # noqa: E402
 from cumulant.kernels.launch import Config  # noqa: E402
+from cumulant.kernels.short import host as triton_short  # noqa: E402
 
 DEVICE = "cpu" if QUICK else "cuda"
 BATCH, HEADS, WIDTH = (1, 1, 32) if QUICK else (1024, 3, 64)

@@ -3,7 +3,7 @@
 from . import nn, zoo
 from .attention import attention, attention_varlen, scores
 from .cluster import ClusterStream, cluster_attention, cluster_scores
-from .convert import convert, register_transformers
+from .conversion import convert, register_transformers
 from .models import create_model
 from .moments import Moments
 from .streaming import SlidingWindow, Stream

@@ -27,12 +27,14 @@ from .inputs import (
     transformed,
     without_autocast,
 )
-from .kernels import cpu, launch
+from .kernels import launch
+from .kernels.dense import cpu
 from .moments import Moments, full_third_by_pairs, ratio, statistics_dtype
 
 if launch.INTERPRET or torch.cuda.is_available():  # registers the custom operators before anything is traced
     with suppress(ImportError):  # without Triton, plain torch serves
-        from .kernels import triton_causal, triton_dense  # noqa: F401
+        from .kernels.causal import host as triton_causal  # noqa: F401
+        from .kernels.dense import host as triton_dense  # noqa: F401
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
 LEAST_SCALE = 2.0**-12  # causal kernels of order 2 divide by the scale, and float16 ends at 65504
@@ -329,7 +331,7 @@ def path_for(
 
 def _triton(is_causal: bool) -> Callable[..., Tensor]:
     if is_causal:
-        from .kernels.triton_causal import attention
+        from .kernels.causal.host import attention
     else:
-        from .kernels.triton_dense import attention
+        from .kernels.dense.host import attention
     return attention

@@ -20,7 +20,7 @@ import tyro
 
 from cumulant import __version__
 from cumulant.commands import Bench, Efficiency, Error, ListMechanisms, Speed, TrainBench
-from cumulant.convert.settings import Convert, Diagnose
+from cumulant.conversion.settings import Convert, Diagnose
 from cumulant.studies.settings import Reproduce
 from cumulant.train_commands import Evaluate, Train, train_with_recipe
 from cumulant.web.settings import Explore
@@ -315,7 +315,7 @@ def bench_report(settings: Error | Efficiency | TrainBench) -> int:
 
 
 def diagnose(settings: Diagnose) -> int:
-    from cumulant.convert.command import run_diagnose
+    from cumulant.conversion.command import run_diagnose
 
     try:
         found = run_diagnose(settings, progress=sys.stderr)
@@ -330,7 +330,7 @@ def diagnose(settings: Diagnose) -> int:
 
 
 def convert(settings: Convert) -> int:
-    from cumulant.convert.command import run_convert
+    from cumulant.conversion.command import run_convert
 
     try:
         report = run_convert(settings, progress=sys.stderr)

@@ -72,7 +72,7 @@ class Stream:
             self.append(key[..., :0, :], value[..., :0, :])
         assert self.state is not None
         if _kernel_takes(self.state, key, value):
-            from .kernels import triton_decode
+            from .kernels.dense import decode as triton_decode
 
             return triton_decode.step(self.state, query, key, value, scale)
         self.append(key, value)

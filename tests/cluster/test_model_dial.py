@@ -8,7 +8,7 @@ import cumulant
 from cumulant.cluster import choose_layers, model_dial
 from cumulant.cluster.causal import merged_lists
 from cumulant.cluster.statistics import moments_of
-from cumulant.convert import convert, restore
+from cumulant.conversion import convert, restore
 
 EVERYTHING = 1e9  # a target that every candidate meets in every head
 TOKENS = torch.randn(2, 256, 32, generator=torch.Generator().manual_seed(1))

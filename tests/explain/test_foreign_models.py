@@ -93,7 +93,7 @@ def test_attention_that_is_not_fused_is_named_with_the_way_out() -> None:
 @pytest.mark.parametrize("make", [timm_vit, transformers_vit])
 @pytest.mark.parametrize("attention", ["cumulant2", "cumulant3"])
 def test_converted_models_show_signed_maps(make, attention: str) -> None:
-    from cumulant.convert import convert
+    from cumulant.conversion import convert
 
     model, images = make(), 3 * torch.randn(2, 3, 64, 64)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention
 from cumulant.cluster.backend import _order_on
-from cumulant.kernels import triton_cluster
+from cumulant.kernels.cluster import host as triton_cluster
 
 POOLED: dict[str, Any] = {"clusters": 128, "near": 2, "near_rows": 128, "rank": "mean", "response": "pooled"}
 

@@ -12,7 +12,7 @@ import torch
 from kernel_checks import DEVICE, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
-from cumulant.kernels import triton_lla
+from cumulant.kernels.lla import host as triton_lla
 from cumulant.zoo import lla
 from cumulant.zoo.inputs import prepare
 
@@ -147,7 +147,7 @@ def test_the_custom_ops_keep_their_promises(monkeypatch):
 
 def test_grids_have_one_dimension(monkeypatch):
     """A second one would end at 65,535 heads of all sequences together."""
-    from cumulant.kernels import lla_kernels
+    from cumulant.kernels.lla import kernels as lla_kernels
 
     grids = []
 

@@ -14,7 +14,8 @@ from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa:
 from torch import Tensor
 
 from cumulant.cluster import Blocks, cluster_attention, short
-from cumulant.kernels import triton_cluster, triton_short
+from cumulant.kernels.cluster import host as triton_cluster
+from cumulant.kernels.short import host as triton_short
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from kernel_checks import DEVICE, NAMES, compare_with, error, poisoned_memory, t
 from torch import Tensor
 
 from cumulant.causal import causal_attention
-from cumulant.kernels import triton_causal
+from cumulant.kernels.causal import host as triton_causal
 from cumulant.kernels.launch import Config
 
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -263,7 +263,7 @@ def test_a_million_tokens() -> None:
 
 @pytest.mark.gpu
 def test_no_length_recompiles_a_kernel() -> None:
-    from cumulant.kernels import causal_forward
+    from cumulant.kernels.causal import forward as causal_forward
 
     def run(L: int) -> int:
         q, k, v = (tokens(2, 2, L, 64, dtype=torch.bfloat16, seed=i) for i in range(3))

@@ -12,7 +12,9 @@ import torch
 from kernel_checks import DEVICE, compare_with, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
-from cumulant.kernels import dense_plan, launch, triton_dense
+from cumulant.kernels import launch
+from cumulant.kernels.dense import host as triton_dense
+from cumulant.kernels.dense import plan as dense_plan
 from cumulant.moments import Moments
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}
@@ -262,7 +264,7 @@ def test_full_size(B: int, H: int, G: int, Lq: int, Lk: int, D: int, E: int, ord
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_no_length_recompiles_a_kernel() -> None:
-    from cumulant.kernels import dense_kernels
+    from cumulant.kernels.dense import kernels as dense_kernels
 
     def run(L: int) -> int:
         q, k, v = (tokens(2, 2, L, 64, dtype=torch.bfloat16, seed=i) for i in range(3))

@@ -7,9 +7,9 @@ import torch
 from small_runs import few_digits
 
 from cumulant import cli
-from cumulant.convert import convert
-from cumulant.convert import load as load_converted
-from cumulant.convert import save as save_converted
+from cumulant.conversion import convert
+from cumulant.conversion import load as load_converted
+from cumulant.conversion import save as save_converted
 from cumulant.data import open_source
 from cumulant.data.part import Source
 from cumulant.models import create_model

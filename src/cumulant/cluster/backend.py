@@ -188,7 +188,7 @@ def run_kernels(kernels: str, case: Case) -> Tensor:
 
 
 def _run_short(case: Case) -> Tensor:
-    from ..kernels import triton_short
+    from ..kernels.short import host as triton_short
 
     places, slots = _slots(*case.blocks, case.prefix)
     return triton_short.attention(
@@ -206,7 +206,7 @@ def _run_short(case: Case) -> Tensor:
 
 def _run_clusters(case: Case) -> Tensor:
     """Keys and values of a grid are put in the order of its blocks first, queries are not."""
-    from ..kernels import triton_cluster
+    from ..kernels.cluster import host as triton_cluster
 
     query, key, value, form = case.query, case.key, case.value, case.form
     starts, order = case.blocks

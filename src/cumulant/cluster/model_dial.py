@@ -23,7 +23,7 @@ from .dial import check_counts, check_target
 from .layout import Blocks
 
 if TYPE_CHECKING:
-    from ..convert.choice import Call, Choice
+    from ..conversion.choice import Call, Choice
 
 # Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
 # covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter.
@@ -140,9 +140,9 @@ def choose_layers(
     a forward pass to see lengths, and one in which every candidate that is cheap enough answers the sampled queries of
     every layer, all queries where it is causal.
     """
-    from ..convert.conversion import find_sites  # conversion knows the mechanisms, and these know this room
-    from ..convert.inputs import call, evaluating, example_for, some
-    from ..convert.watching import softmax_sites, watching
+    from ..conversion.conversion import find_sites  # conversion knows the mechanisms, and these know this room
+    from ..conversion.inputs import call, evaluating, example_for, some
+    from ..conversion.watching import softmax_sites, watching
 
     check_target(target)
     asked = _choices(candidates, batches, samples)
@@ -179,7 +179,7 @@ def choose_layers(
 
 def _choices(candidates: Sequence[str], batches: int, samples: int) -> dict[str, Choice]:
     """The candidates by name; an error for one that is not about clusters, and for numbers that are none."""
-    from ..convert.choice import Choice
+    from ..conversion.choice import Choice
 
     check_counts(samples=samples, batches=batches)
     if isinstance(candidates, str) or not isinstance(candidates, Iterable) or not candidates:

@@ -6,7 +6,7 @@ widths. Queries carry the scale.
     S_c^T q / W_c = <v~ (k~.q)>_c        so that        out = sum_l A_l v_l,   A_l = w_c share_l (1 + f_c q.k~_l)
 
 with share_l the weight of token l in its cluster: the same function as with the D x E matrix S_c, at m (D + E)
-multiply-adds a query and cluster in place of D E. Plain torch; the kernels are in `cumulant.kernels.triton_short`.
+multiply-adds a query and cluster in place of D E. Plain torch; the kernels are in `cumulant.kernels.short`.
 """
 
 from __future__ import annotations

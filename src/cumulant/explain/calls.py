@@ -208,7 +208,7 @@ class ConvertedCall:
         return value.repeat_interleave(self.call.query.shape[-3] // value.shape[-3], -3)
 
     def weights(self, rows: Rows = None, heads: Rows = None) -> Tensor:
-        from ..convert.choice import weights
+        from ..conversion.choice import weights
 
         call, alone = self.call, not self.call.is_causal and not self.choice.around_mean
         query = call.query if rows is None or not alone else call.query[..., rows, :]

@@ -210,7 +210,7 @@ def watching(model: nn.Module, sites: list[Site], see: Callable[[Site, Call, Tok
 
     def aside(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The layer may run folded, where nobody is told of query and key; so it runs once more, beside the pass.
-        from ..convert.choice import observing
+        from ..conversion.choice import observing
 
         if not here():
             return
@@ -233,7 +233,7 @@ def watching(model: nn.Module, sites: list[Site], see: Callable[[Site, Call, Tok
         if any(site.kind == FUSED for site in sites):
             stack.enter_context(_Fused(fused))
         if any(site.kind == FUSED and site.choice is not None for site in sites):
-            from ..convert.choice import observing
+            from ..conversion.choice import observing
 
             stack.enter_context(observing(reported))
         yield

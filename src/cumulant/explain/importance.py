@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..convert.inputs import evaluating
+from ..conversion.inputs import evaluating
 from .capture import capture
 from .flow import logits_of
 from .heads import block_off, head_off

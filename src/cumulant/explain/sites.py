@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..convert.sites import is_linear
+from ..conversion.sites import is_linear
 from ..models import ViViT
 from ..nn import MultiheadAttention
 

@@ -137,7 +137,7 @@ class _TokenMoments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        from ..kernels import triton_covariance
+        from ..kernels.fold import covariance as triton_covariance
 
         x = x if x.stride(-1) == 1 else x.contiguous()
         G, mean = triton_covariance.covariance(x)

@@ -136,7 +136,7 @@ def evaluate_checkpoint(
     `cumulant.convert` made of one. Image size, precision and the way of reading are those of the recipe in the file;
     `data_options` are added to the latter.
     """
-    from ..convert import saving
+    from ..conversion import saving
 
     path = folder = Path(checkpoint)
     converted = (path / saving.PLAN_FILE).is_file()

@@ -59,7 +59,7 @@ def open_models(words: Sequence[str], device: str = "cpu") -> tuple[dict[str, Ex
 
 def swap(model: nn.Module, attention: str) -> None:
     """Another attention with the weights of this one, untrained: what `cumulant convert` begins with."""
-    from ..convert import convert
+    from ..conversion import convert
 
     convert(model, attention)
 

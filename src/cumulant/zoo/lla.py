@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..inputs import transformed, without_autocast
-from ..kernels import triton_lla
+from ..kernels.lla import host as triton_lla
 from .inputs import prepare, wide
 from .lla_solver import Settings, solver_of
 from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero

@@ -1,0 +1,371 @@
+"""`convert`: another attention in a model that exists, checked on the way, with a report of what was done."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from ..cluster import choose_layers
+from ..cluster.dial import check_target
+from . import hf, sites
+from .choice import KEPT, Choice, observing
+from .inputs import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
+from .sites import Site
+from .watching import kept_plan, own_softmax
+
+if TYPE_CHECKING:
+    from ..cluster import ModelDial
+    from .diagnosis import Diagnosis
+    from .distill_steps import DistillResult
+
+Layers = str | Sequence[int | str] | Mapping[int | str, Any] | None
+SAME = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass
+class ConversionReport:
+    """What `convert` did. Errors are ||converted - original|| / ||original|| of the model's output."""
+
+    model: str
+    attention: str
+    replaced: dict[str, Choice]
+    kept: dict[str, str]  # layer: why it stays softmax
+    calls: dict[str, int]  # of each replaced layer in the dry run
+    measured_error: float
+    predicted_error: float | None = None  # from the diagnosis, with layers="auto"
+    dropout_off: dict[str, float] = field(default_factory=dict)  # attention dropout that no longer acts
+    measured_on: str = "noise"  # "data" if some was given
+    seconds: tuple[float, float] | None = None  # forward pass before and after, on what the error was measured
+    peak_bytes: tuple[int, int] | None = None  # the same for memory, on CUDA
+    dial: ModelDial | None = None  # clusters, heads, error and cost of each layer, with layers="dial"
+    distillation: DistillResult | None = None  # what training after the swap reached, where there was some
+
+    def to_json(self) -> dict[str, Any]:
+        values = {key: value for key, value in vars(self).items() if key not in ("replaced", "distillation", "dial")}
+        trained = None if self.distillation is None else self.distillation.to_json()
+        replaced = {name: choice.to_json() for name, choice in self.replaced.items()}
+        chosen = {} if self.dial is None else {"dial": self.dial.to_json()}
+        return {**values, "replaced": replaced, **chosen, "distillation": trained}
+
+    def __str__(self) -> str:
+        total = len(self.replaced) + len(self.kept)
+        lines = [f"{self.model}: {len(self.replaced)} of {total} attention layers replaced"]
+        lines += [f"  {name}: {choice}{self._price(name)}" for name, choice in self.replaced.items()]
+        lines += [f"  {name}: softmax, {reason}" for name, reason in self.kept.items()]
+        if not self.replaced:
+            return "\n".join([*lines, "nothing was replaced: the model is as it was"])
+        said = "" if self.predicted_error is None else f", predicted {self.predicted_error:.2%}"
+        lines.append(f"relative change of the output on {self.measured_on}: {self.measured_error:.2%}{said}")
+        if self.seconds is not None:
+            lines.append(f"forward pass: {self.seconds[0] * 1e3:.1f} ms before, {self.seconds[1] * 1e3:.1f} ms after")
+        if self.peak_bytes is not None:
+            before, after = (x / 2**20 for x in self.peak_bytes)
+            lines.append(f"peak memory: {before:.0f} MiB before, {after:.0f} MiB after")
+        if self.dropout_off:
+            lines.append(f"attention dropout switched off in {len(self.dropout_off)} layers: no probabilities to drop")
+        if self.distillation is not None:
+            lines.append(str(self.distillation))
+        return "\n".join(lines)
+
+    def _price(self, name: str) -> str:
+        """What the dial found for a layer."""
+        if self.dial is None:
+            return ""
+        found = self.dial.layers[name]
+        return f"; error {found.error:.3f}, {found.cost:.0%} of the multiply-adds at {found.tokens:,} tokens"
+
+
+def convert(
+    model: nn.Module,
+    attention: str | None = None,
+    *,
+    layers: Layers = None,
+    budget: float | None = None,
+    target: float | None = None,
+    data: Iterable[Batch] | Batch | None = None,
+    example: Batch | None = None,
+    options: dict[str, Any] | None = None,
+    heads: bool = False,
+    diagnosis: Diagnosis | None = None,
+    batches: int = 4,
+    output: Callable[[Any, Batch], Tensor] | None = None,
+    progress: TextIO | None = None,
+) -> ConversionReport:
+    """Put a mechanism of linear cost into a model of transformers, timm or this library, in place; weights stay.
+
+        report = cumulant.convert(model, "cumulant3")                             # every layer
+        report = cumulant.convert(model, layers=[4, 5])                           # by index or name pattern
+        report = cumulant.convert(model, layers={4: "cumulant2", 5: {"attention": "cumulant3", "heads": [0, 2]}})
+        report = cumulant.convert(model, layers="auto", budget=0.05, data=batches)  # where it is safe
+        report = cumulant.convert(model, layers="dial", target=0.15, data=batches)  # clusters, where they are cheaper
+
+    A dry run counts that every replaced layer really runs; a layer that takes the name and ignores it, a bias or mask
+    that cannot be honoured, and projections that were not taken over exactly are errors, and the model is left as it
+    was. See `restore`, `save`, `load`.
+
+    Args:
+        attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 (the default) or linear; options may stand
+            behind it, "cumulant3+around=mean".
+        layers: None for all that can be replaced; indices in running order or name patterns; a mapping from those to a
+            mechanism, or to {"attention", "heads", "options"}; "auto" to choose by diagnosis; "dial" to choose clusters
+            and heads of each layer by `cumulant.cluster.choose_layers`. Where nothing is cheaper than softmax, over few
+            tokens say, the dial replaces nothing and the report says so.
+        budget: with layers="auto", the largest relative change of the output to accept, e.g. 0.05.
+        target: with layers="dial", the largest error of a layer's own output to accept, ||out - softmax|| / ||softmax -
+            mean of v||; 0.15 unless given.
+        data: batches (tensors, tuples of arguments or mappings of keyword arguments); the error is measured on them.
+        example: one batch for the dry run; made from the model's config unless given.
+        options: of the mechanism, e.g. {"full": True}. With {"around": "mean"}, layers that are causal or attend to
+            another sequence stay softmax, and tokens that the model puts before its patches have a mean of their own.
+        heads: with layers="auto", also replace single heads in layers that do not fit the budget as a whole.
+        diagnosis: what `diagnose` found for this model, so that layers="auto" need not find it again.
+        batches: how many batches of `data` to use.
+        output: function(output, batch) -> tensor to compare models by; logits or hidden states unless given.
+        progress: where a bar is shown while layers="auto" measures.
+    """
+    if layers == "dial":
+        given = {"attention": attention, "options": options, "budget": budget, "heads": heads, "diagnosis": diagnosis}
+        target = 0.15 if target is None else target
+        _check_dial(target, data, {name: value for name, value in given.items() if value})
+    elif target is not None:
+        raise ValueError(f'target={target} goes with layers="dial", got layers={layers!r}')
+    attention = "cumulant3" if attention is None else attention
+    asked = Choice.named(attention, options)
+    if sites.is_converted(model):
+        raise ValueError("the model is converted already; restore(model) of cumulant.convert takes that back")
+    if budget is not None and layers != "auto":
+        raise ValueError(f'budget={budget} goes with layers="auto", got layers={layers!r}')
+    if budget is not None and not budget >= 0:
+        raise ValueError(f"budget must be a relative change of 0 or more, got {budget}")
+    used = None if data is None else some(data, batches, model)
+    first = some(example, 1, model)[0] if example is not None else used[0] if used else example_for(model)
+    measured = used or [first]
+    with evaluating(model):
+        found = find_sites(model, first)
+        predicted, dial = None, None
+        if target is not None and used is not None:  # layers="dial"
+            dial = choose_layers(model, used, target=target, batches=len(used))
+            if not dial.plan:
+                kept = dial.reasons | uncalled(model, found)
+                return ConversionReport(type(model).__name__, "dial", {}, kept, {}, 0.0, measured_on="data", dial=dial)
+            plan = _planned(found, dial.plan, asked)
+        elif layers == "auto":
+            from .diagnosis import select
+
+            if used is None:
+                raise ValueError('layers="auto" needs data: batches like those that the model will see')
+            budget = 0.05 if budget is None else budget
+            plan, predicted = select(model, used, asked, budget, heads, output, diagnosis, progress)
+        else:
+            plan = _planned(found, layers, asked)
+        if not plan:
+            why = f"fits the budget of {budget}" if layers == "auto" else f"is to be replaced by layers={layers!r}"
+            raise ValueError(f"no layer of {type(model).__name__} {why}; nothing was replaced")
+        wanted, seconds, memory = _measured(model, measured, output)
+        check_numbers(model, wanted)
+        _check_taken_over(model, found, measured[:1], wanted[:1], output)
+        undo = sites.apply(model, {**kept_plan(model, found), **plan})
+        try:
+            calls = count_calls(model, first, plan)
+            got, seconds_after, memory_after = _measured(model, measured, output)
+        except BaseException:
+            undo()
+            raise
+    sites.remember(model, plan, undo, whole=len(plan) == len(found))
+    reasons = {site.name: site.refusal(asked) or "not chosen" for site in found if site.name not in plan}
+    if dial is not None:
+        reasons |= dial.reasons
+    return ConversionReport(
+        model=type(model).__name__,
+        attention=attention if dial is None else "dial",
+        replaced=plan,
+        kept=reasons | uncalled(model, found),
+        calls=calls,
+        measured_error=relative_error(got, wanted),
+        predicted_error=predicted,
+        dropout_off={s.name: s.dropout for s in found if s.name in plan and s.dropout and not plan[s.name].drops},
+        measured_on="noise" if used is None and example is None else "data",
+        seconds=(seconds, seconds_after),
+        peak_bytes=None if memory is None or memory_after is None else (memory, memory_after),
+        dial=dial,
+    )
+
+
+def _check_dial(target: float, data: Any, given: Mapping[str, Any]) -> None:
+    """Refuse, with layers="dial", what belongs to another way of choosing."""
+    check_target(target)
+    if given:
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "diagnosis") or "a diagnosis"
+        raise ValueError(f'layers="dial" chooses mechanisms and heads by target=... alone, got {said} too')
+    if data is None:
+        raise ValueError('layers="dial" needs data: batches like those that the model will see, and as long')
+
+
+def restore(model: nn.Module) -> None:
+    """Take a conversion of this session back: the model computes what it did before."""
+    sites.forget(model)
+
+
+def find_sites(model: nn.Module, example: Batch) -> list[Site]:
+    """Attention layers in the order in which they run. An error if there are none, or none that can be replaced."""
+    found = sites.find(model, lambda: call(model, example))
+    name = type(model).__name__
+    if not found:
+        silent = ", ".join(uncalled(model, found)) or "none found"
+        raise RuntimeError(
+            f"{name} takes an attn_implementation but never calls it (attention layers: {silent}); it cannot be "
+            "converted, and would go on computing softmax in silence"
+        )
+    if all(site.obstacle for site in found):
+        reasons = "; ".join(dict.fromkeys(str(site.obstacle) for site in found))
+        raise ValueError(f"no attention layer of {name} can be replaced: {reasons}")
+    return found
+
+
+def count_calls(model: nn.Module, example: Batch, names: Iterable[str]) -> dict[str, int]:
+    """How often each named layer computes a mechanism of ours in one forward pass; an error if one never does."""
+    modules = {id(model.get_submodule(name)): name for name in names}
+    calls = dict.fromkeys(modules.values(), 0)
+
+    def count(module: nn.Module, _: Any) -> None:
+        if id(module) in modules:
+            calls[modules[id(module)]] += 1
+
+    with observing(count), torch.no_grad(), evaluating(model):
+        call(model, example)
+    never = [name for name, times in calls.items() if times == 0]
+    if never:
+        raise RuntimeError(
+            f"{len(never)} of {len(calls)} replaced layers of {type(model).__name__} never ran: {', '.join(never)}"
+        )
+    return calls
+
+
+def uncalled(model: nn.Module, found: Sequence[Site]) -> dict[str, str]:
+    """Attention layers of a transformers model that never ask its attention registry, and that as the reason."""
+    names = [site.name for site in found]
+    if sites.library_of(model) != sites.TRANSFORMERS:
+        return {}
+    silent: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        linear = any(isinstance(child, nn.Linear) for child in module.children())
+        own = kind.__module__.startswith("transformers.") and "Attention" in kind.__name__ and linear
+        if not own and not isinstance(module, nn.MultiheadAttention):
+            continue
+        if not any(n == name or n.startswith(f"{name}.") or name.startswith(f"{n}.") for n in names):
+            silent[name] = f"{kind.__name__} computes softmax itself and never asks the attention registry"
+    return silent
+
+
+def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, Choice]:
+    """The choice for each layer that the user named; an error for one that is not there or cannot be replaced."""
+    if layers is None:
+        able = [site for site in found if site.refusal(asked) is None]
+        if not able:
+            reasons = "; ".join(dict.fromkeys(str(site.refusal(asked)) for site in found))
+            raise ValueError(f"no attention layer can take {asked}: {reasons}")
+        return {site.name: asked.at(site.prefix) for site in able}
+    if isinstance(layers, str):
+        raise ValueError(f'layers must be None, "auto", "dial", a list or a mapping, got {layers!r}')
+    wanted = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, asked)
+    plan: dict[str, Choice] = {}
+    for key, value in wanted.items():
+        for site in _named(found, key):
+            choice = _choice(value, asked)
+            if choice is None:
+                continue
+            reason = site.refusal(choice)
+            if reason is not None:
+                raise ValueError(f"layer {key!r} ({site.name}) cannot be replaced by {choice}: {reason}")
+            if choice.heads is not None and not (choice.heads and all(h in range(site.heads) for h in choice.heads)):
+                raise ValueError(f"layer {key!r} ({site.name}) has heads 0 to {site.heads - 1}, got {[*choice.heads]}")
+            plan[site.name] = choice.at(site.prefix)
+    return plan
+
+
+def _named(found: Sequence[Site], key: int | str) -> list[Site]:
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise ValueError(f"layers are named by number or by pattern, got {key!r}")
+    if isinstance(key, int):
+        if not -len(found) <= key < len(found):
+            raise ValueError(f"layer {key} does not exist: the model has {len(found)} attention layers")
+        return [found[key]]
+    matching = [site for site in found if fnmatch.fnmatchcase(site.name, key)]
+    if not matching:
+        raise ValueError(f"no attention layer matches {key!r}; there are: {', '.join(s.name for s in found)}")
+    return matching
+
+
+def _choice(value: Any, asked: Choice) -> Choice | None:
+    if value is None or value in ("softmax", KEPT):
+        return None
+    if isinstance(value, Choice):
+        return value
+    if isinstance(value, str):
+        return Choice.named(value, asked.options if value == asked.attention else None)
+    if isinstance(value, Mapping):
+        unknown = sorted(set(value) - {"attention", "heads", "options"})
+        if unknown:
+            raise ValueError(f"a layer's choice has attention, heads and options, got {', '.join(map(repr, unknown))}")
+        return Choice.from_json({"attention": asked.attention, **value})
+    raise ValueError(f"a layer's choice must be a name, a mapping or a Choice, got {value!r}")
+
+
+def _measured(
+    model: nn.Module, batches: Sequence[Batch], output: Callable[[Any, Batch], Tensor] | None
+) -> tuple[list[Tensor], float, int | None]:
+    """Answers, seconds of a forward pass over all batches, and peak bytes on CUDA."""
+    cuda = any(p.is_cuda for p in model.parameters())
+    answers(model, batches[:1], output)
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    found = answers(model, batches, output)
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    return found, seconds, torch.cuda.max_memory_allocated() if cuda else None
+
+
+def _check_taken_over(
+    model: nn.Module,
+    found: Sequence[Site],
+    batches: Sequence[Batch],
+    wanted: Sequence[Tensor],
+    output: Callable[[Any, Batch], Tensor] | None,
+) -> None:
+    """With our own softmax in every layer the model must say what it said before."""
+    with own_softmax(model, found):
+        error = relative_error(answers(model, batches, output), wanted)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if not error <= SAME.get(dtype, 1e-4):
+        raise RuntimeError(
+            f"{type(model).__name__} says something else (relative change {error:.1e}) when its attention layers are "
+            "computed with softmax between their own projections: they do more than that, and cannot be converted"
+        )
+
+
+__all__ = ["ConversionReport", "convert", "count_calls", "find_sites", "hf", "restore", "uncalled"]
+
+
+def _beside(name: str) -> Callable[..., Any]:
+    """A function of this room as an attribute of `convert`, imported when it is first called."""
+
+    def function(*arguments: Any, **options: Any) -> Any:
+        return getattr(import_module("cumulant.conversion"), name)(*arguments, **options)
+
+    function.__name__, function.__doc__ = name, f"`cumulant.conversion.{name}`."
+    return function
+
+
+for _name in ("load", "save", "distill", "diagnose", "restore"):
+    setattr(convert, _name, _beside(_name))

@@ -1,0 +1,1 @@
+"""Causal attention of order 2 and 3."""

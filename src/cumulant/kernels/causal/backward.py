@@ -1,0 +1,357 @@
+"""Triton kernels of causal cumulant attention, backward: `query_gradients` -> `suffixes` -> `key_gradients`.
+
+The first walks each part forwards, as `outputs` does, writes dq and sums what the rows of a part mean to the keys
+before it; the second sums those over all later parts; the third walks each part backwards and writes dk, dv. The
+sums are, with f = scale q at order 2 and a hat for "times G": R = sum f do^T hat, r = sum (1 - ubar) do hat,
+s = sum y / W - sum zbar f1 hat, and at order 3 s2 = - sum zbar f2 hat. Formulas and shape legend: triton_causal.py.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..products import cast, dot
+from ..tokens import head, sequence
+from .parts import (
+    add_tile,
+    each_row,
+    everywhere,
+    four,
+    halves,
+    inverse,
+    keep,
+    kernel,
+    load,
+    load_sums,
+    outer,
+    quad,
+    read_keys,
+    row_sum,
+    settled,
+    square,
+    store,
+    times,
+    triangle,
+    two,
+    unquad,
+)
+
+
+@triton.jit
+def store_rows(sums, R, R2, r, s, s2, i, j, ORDER: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    matrix, vectors = i[:, None] * BE + j[None, :], sums + (ORDER - 1) * BD * BE
+    tl.store(sums + matrix, R)
+    tl.store(vectors + j, r)
+    tl.store(vectors + BE + i, s)
+    if ORDER == 3:
+        tl.store(sums + BD * BE + matrix, R2)
+        tl.store(vectors + BE + BD + i, s2)
+
+
+@triton.jit
+def load_rows(sums, i, j, there, ORDER: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    """What `store_rows` left, or 0 unless `there` (1 or 0). R2 = R and s2 = s at order 2."""
+    matrix, vectors = i[:, None] * BE + j[None, :], sums + (ORDER - 1) * BD * BE
+    rows = i < there * BD
+    R = tl.load(sums + matrix, mask=rows[:, None], other=0.0)
+    r = tl.load(vectors + j, mask=j < there * BE, other=0.0)
+    s = tl.load(vectors + BE + i, mask=rows, other=0.0)
+    R2, s2 = R, s
+    if ORDER == 3:
+        R2 = tl.load(sums + BD * BE + matrix, mask=rows[:, None], other=0.0)
+        s2 = tl.load(vectors + BE + BD + i, mask=rows, other=0.0)
+    return R, R2, r, s, s2
+
+
+@triton.jit
+def store_gradient(x, x_t, at, length, length_k, weights, unit, columns, tile, SCALED: tl.constexpr,
+                   WEIGHTED: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                   N: tl.constexpr):  # fmt: skip
+    """Gradient of the tokens at, at + 1, ... in units of `unit` if SCALED: times their weights, 0 from length_k on."""
+    where = at + tl.arange(0, N)
+    if WEIGHTED:
+        tile *= weights[:, None]
+    if SCALED:
+        tile *= 1.0 / unit
+    if MASKED:
+        tile = tl.where((where < length_k)[:, None], tile, 0.0)
+    store(x, x_t, at, where < length, columns, tile, WIDTH, BLOCK, N)
+
+
+@kernel
+def query_gradients(
+    q, k, v, w, g, dq, y_out, means, rows, before, sums, state, offsets_q, offsets_k,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, w_b, w_t, g_b, g_h, g_t, dq_b, dq_h, dq_t, rows_b, rows_h,
+    plane, length_q, length_k, heads, span, splits, scale,
+    ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
+    SUM: tl.constexpr, CARRY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    N: tl.constexpr, STATE: tl.constexpr, SUMS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (B Hq splits). dq of one part of one query head; what its rows mean to keys and, with CARRY, their sums.
+
+    At order 3 also y and, for each tile, the sum of the keys before it.
+    """
+    DOT: tl.constexpr = k.dtype.element_ty
+    SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32
+    pid = tl.program_id(0).to(tl.int64)
+    part, hq = (pid % splits).to(tl.int32), pid // splits
+    b, hq = hq // (heads * GROUP), hq % (heads * GROUP)
+    h = hq // GROUP
+    first_q, length_q = sequence(offsets_q, b, length_q, RAGGED)
+    first_k, length_k = sequence(offsets_k, b, length_k, RAGGED)
+    length_k = tl.minimum(length_k, length_q)
+    q = head(q, b, hq, first_q, q_b, q_h, q_t, UNIT)
+    g = head(g, b, hq, first_q, g_b, g_h, g_t, UNIT)
+    dq = head(dq, b, hq, first_q, dq_b, dq_h, dq_t, UNIT)
+    y_out = head(y_out, b, hq, first_q, dq_b, dq_h, dq_t, UNIT)
+    k = head(k, b, h, first_k, k_b, k_h, k_t, UNIT)
+    v = head(v, b, h, first_k, v_b, v_h, v_t, UNIT)
+    q_t, k_t, v_t, g_t, dq_t = q_t * UNIT, k_t * UNIT, v_t * UNIT, g_t * UNIT, dq_t * UNIT
+    rows += b * rows_b + hq * rows_h + first_q
+    means += b * rows_b + hq * rows_h + first_q
+    if WEIGHTED:
+        w += b * w_b + first_k * w_t
+    start = part * span
+    end = tl.minimum(start + span, length_q)
+    i, j, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
+    slot = (b * heads + h) * splits + part
+    before += slot * (span // N) * BD
+    W, c, d, a, e, S, P, T = load_sums(state + slot * STATE, i, j, tl.where(start > 0, 1, 0), ORDER, BD, BE)
+    a, e, P, c, d = quad(a), quad(e), quad(P), settled(cast(c, DOT)), settled(cast(d, DOT))
+    row_unit = tl.full((), 1.0, tl.float32)
+    R = tl.zeros((BD, BE), tl.float32)
+    R2 = tl.zeros((BD, BE), tl.float32)
+    r = tl.zeros((BE, 16), tl.float32)
+    s = tl.zeros((BD, 16), tl.float32)
+    s2 = tl.zeros((BD, 16), tl.float32)
+    past = triangle(N, False, DOT)
+    for at in tl.range(start, end, N, disable_licm=True):
+        x, xw, y, _yw, weights, total = read_keys(
+            k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+        )
+        xxw = square(x, xw, SQUARE)
+        # Operands of float16 are kept in its range: averages over the past instead of sums.
+        unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
+        a16, e16, P16 = halves(a * unit, DOT), halves(e * unit, DOT), halves(P * unit, SQUARE)
+        S16, T16 = cast(S * unit, DOT), cast(T * unit, SQUARE)
+        if ORDER == 3:
+            mine = tl.where(hq % GROUP == 0, BD, 0)
+            tl.store(before + (at - start) // N * BD + i, unquad(a), mask=i < mine)
+        a, e, S, P, T = add_tile(a, e, S, P, T, xw, xxw, y, weights, ORDER, WEIGHTED, N, PRECISION)
+        Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
+        if WEIGHTED:
+            Wi = W + tl.cumsum(weights, 0)
+        W += total
+        live = at + n < end
+        over = tl.where(live, inverse(Wi), 0.0)
+        gain = tl.where(over > 0, 1.0, 0.0) if SUM else over
+        f = load(q, q_t, at, live, i, D, BD, N)
+        do = load(g, g_t, at, live, j, E, BE, N)
+        counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
+
+        mean = tl.load(means + at + n, mask=live, other=0.0)
+        if ORDER == 3:
+            z = f.to(tl.float32) * scale
+            half = cast(0.5 * z * z, SQUARE)
+            m = dot(past, xw, everywhere(a16, None, N, PRECISION) * W_past, PRECISION) * over[:, None]
+            f = cast(z - z * z * m, DOT)
+        du = dot(do, tl.trans(y), None, PRECISION)
+        du_mean = row_sum(do, e16, keep(du, past, DOT), counted, W_past, PRECISION) * over
+        du = keep(du - du_mean[:, None], past, DOT)
+        df = outer(-du_mean, a16, dot(do, tl.trans(S16), None, PRECISION), N, PRECISION) * W_past
+        df = dot(du, xw, df, PRECISION) * (gain * scale if ORDER == 2 else gain)[:, None]
+        if ORDER == 3:
+            df2 = dot(cast(do, SQUARE), tl.trans(T16), None, PRECISION)
+            df2 = outer(-du_mean, P16, df2, N, PRECISION) * W_past
+            df2 = dot(cast(du, SQUARE), xxw, df2, PRECISION) * gain[:, None]
+            dy = -z * z * df
+            df = (df * (1.0 - 2.0 * z * m) + df2 * z) * scale
+            store(y_out, dq_t, at, live, i, dy, D, BD, N)
+        store(dq, dq_t, at, live, i, df, D, BD, N)
+
+        alpha = (1.0 - mean) * gain
+        tl.store(rows + at + n, alpha, mask=live)
+        tl.store(rows + plane + at + n, -du_mean, mask=live)
+        if WEIGHTED:
+            tl.store(rows + 2 * plane + at + n, over, mask=live)
+        if CARRY:
+            if DOT == tl.float16 and not SUM:  # sums in units of 1 / W of the first tile, again for the range
+                row_unit = tl.where(at == start, tl.where(W > 0, W, 1.0), row_unit)
+                gain, over, alpha = gain * row_unit, over * row_unit, alpha * row_unit
+            f = times(f, gain * scale if ORDER == 2 else gain)
+            R = dot(tl.trans(f), do, R, PRECISION)
+            s = dot(tl.trans(f), four(-du_mean, DOT), s, PRECISION)
+            if ORDER == 2:
+                r = dot(tl.trans(do), four(alpha, DOT), r, PRECISION)
+            else:  # scores of order 3 may exceed the range of float16
+                r = dot(tl.trans(do.to(SQUARE)), four(alpha, SQUARE), r, PRECISION)
+                one = tl.zeros((N,), tl.float32) + 1.0
+                s = dot(tl.trans(cast(dy * over[:, None], DOT)), four(one, DOT), s, PRECISION)
+                half = times(half, gain)
+                s2 = dot(tl.trans(half), four(-du_mean, SQUARE), s2, PRECISION)
+                R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
+
+    if CARRY:
+        sums += (slot * GROUP + hq % GROUP) * SUMS
+        unit = 1.0 / row_unit
+        if start < end:
+            store_rows(
+                sums, R * unit, R2 * unit, unquad(r) * unit, unquad(s) * unit, unquad(s2) * unit, i, j, ORDER, BD, BE
+            )
+
+
+@kernel
+def suffixes(
+    sums, later, state, offsets_q, length_q, heads, span, splits,
+    ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    STATE: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H). The sums of all parts after each one, about its reference point, over the heads of the group."""
+    pid = tl.program_id(0).to(tl.int64)
+    _, length_q = sequence(offsets_q, pid // heads, length_q, RAGGED)
+    i, j = tl.arange(0, BD), tl.arange(0, BE)
+    last = tl.cdiv(length_q, span) - 1
+    R = tl.zeros((BD, BE), tl.float32)
+    R2 = tl.zeros((BD, BE), tl.float32)
+    r, s = tl.zeros((BE,), tl.float32), tl.zeros((BD,), tl.float32)
+    s2 = tl.zeros((BD,), tl.float32)
+    for step in tl.range(0, last, num_stages=2):
+        at = pid * splits + last - step
+        for member in range(GROUP):
+            of = sums + (at * GROUP + member) * SUMS
+            R1, A2, r1, s1, t2 = load_rows(of, i, j, tl.full((), 1, tl.int32), ORDER, BD, BE)
+            R, r, s = R + R1, r + r1, s + s1
+            if ORDER == 3:
+                R2, s2 = R2 + A2, s2 + t2
+        point = state + at * STATE + (ORDER - 1) * BD * BE
+        p = tl.load(point + i) - tl.load(point - STATE + i)
+        t = tl.load(point + BD + j) - tl.load(point - STATE + BD + j)
+        r -= tl.sum(p[:, None] * R, 0)
+        if ORDER == 3:
+            r += tl.sum((p * p)[:, None] * R2, 0)
+            R -= 2.0 * p[:, None] * R2
+            s -= 2.0 * p * s2
+            s2 -= tl.sum(R2 * t[None, :], 1)
+        s -= tl.sum(R * t[None, :], 1)
+        store_rows(later + (at - 1) * SUMS, R, R2, r, s, s2, i, j, ORDER, BD, BE)
+
+
+@kernel
+def key_gradients(
+    q, k, v, w, g, dk, dv, y_in, rows, before, later, state, offsets_q, offsets_k,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, w_b, w_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    y_b, y_h, y_t, rows_b, rows_h, plane, length_q, length_k, heads, span, splits, scale,
+    ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
+    SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
+    STATE: tl.constexpr, SUMS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H splits). dk and dv of one part of one key head, from the last tile to the first."""
+    DOT: tl.constexpr = k.dtype.element_ty
+    SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32
+    pid = tl.program_id(0).to(tl.int64)
+    part, h = (pid % splits).to(tl.int32), pid // splits
+    b, h = h // heads, h % heads
+    first_q, length_q = sequence(offsets_q, b, length_q, RAGGED)
+    first_k, length = sequence(offsets_k, b, length_k, RAGGED)
+    length_k = tl.minimum(length, length_q)  # later keys are seen by no row: their gradient is 0
+    k = head(k, b, h, first_k, k_b, k_h, k_t, UNIT)
+    v = head(v, b, h, first_k, v_b, v_h, v_t, UNIT)
+    dk = head(dk, b, h, first_k, dk_b, dk_h, dk_t, UNIT)
+    dv = head(dv, b, h, first_k, dv_b, dv_h, dv_t, UNIT)
+    k_t, v_t, dk_t, dv_t = k_t * UNIT, v_t * UNIT, dk_t * UNIT, dv_t * UNIT
+    rows += b * rows_b + h * GROUP * rows_h + first_q
+    if WEIGHTED:
+        w += b * w_b + first_k * w_t
+    start = part * span
+    end = tl.where(start < length, tl.minimum(start + span, tl.maximum(length, length_q)), start)
+    i, j, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
+    slot = (b * heads + h) * splits + part
+    before += slot * (span // N) * BD
+    point = state + slot * STATE + (ORDER - 1) * BD * BE
+    there = tl.where(start < length_q, 1, 0)
+    c = cast(tl.load(point + i, mask=i < there * BD, other=0.0), DOT)
+    d = cast(tl.load(point + BD + j, mask=j < there * BE, other=0.0), DOT)
+    unit = tl.full((), 1.0, tl.float32)
+    SCALED: tl.constexpr = DOT == tl.float16 and not SUM
+    if SCALED:  # sums in units of 1 / W of the first tile: operands stay in range
+        unit = tl.minimum(start + N, length_k).to(tl.float32)
+        if WEIGHTED:
+            mark = rows + 2 * plane + tl.minimum(start + N, length_q) - 1
+            unit = inverse(tl.load(mark, mask=start < length_q, other=0.0))
+        unit = tl.where(unit > 0, unit, 1.0)
+    R, R2, r, s, s2 = load_rows(later + slot * SUMS, i, j, tl.where(start + span < length_q, 1, 0), ORDER, BD, BE)
+    R, R2, r, s, s2 = R * unit, R2 * unit, quad(r * unit), quad(s * unit), quad(s2 * unit)
+    steps = tl.cdiv(end - start, N)
+    seen = triangle(N, True, DOT)  # (key, row)
+    for step in tl.range(0, steps, disable_licm=True):
+        tile = steps - 1 - step
+        at = start + tile * N
+        x, xw, y, _yw, weights, _total = read_keys(
+            k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+        )
+        R16 = cast(R, DOT)
+        dy = everywhere(halves(r, DOT), dot(x, R16, None, PRECISION), N, PRECISION)
+        if ORDER == 3:
+            xx, R16_2 = square(x, x, SQUARE), cast(R2, SQUARE)
+            dy = dot(xx, R16_2, dy, PRECISION)
+            a = tl.load(before + tile * BD + i, mask=i < tl.where(at < length_q, BD, 0), other=0.0)
+        dx, dxx = tl.zeros((N, BD), tl.float32), tl.zeros((N, BD), tl.float32)
+        if GROUP > 1:  # otherwise dv is written before dk is begun, which saves registers
+            dx = everywhere(halves(s, DOT), dot(y, tl.trans(R16), None, PRECISION), N, PRECISION)
+            if ORDER == 3:
+                dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
+                dxx = everywhere(halves(s2, SQUARE), dxx, N, PRECISION)
+        for member in range(GROUP):
+            hq = h * GROUP + member
+            live = at + n < length_q
+            f = load(head(q, b, hq, first_q, q_b, q_h, q_t, UNIT), q_t * UNIT, at, live, i, D, BD, N)
+            do = load(head(g, b, hq, first_q, g_b, g_h, g_t, UNIT), g_t * UNIT, at, live, j, E, BE, N)
+            row = rows + member * rows_h + at + n
+            alpha = tl.load(row, mask=live, other=0.0) * unit
+            zeta = tl.load(row + plane, mask=live, other=0.0)
+            if WEIGHTED:
+                over = tl.load(row + 2 * plane, mask=live, other=0.0)
+            else:
+                over = inverse(tl.minimum(at + n + 1, length_k).to(tl.float32))
+            gain = tl.where(over > 0, 1.0, 0.0) if SUM else over * unit
+            if ORDER == 3:
+                z = f.to(tl.float32) * scale
+                half = cast(0.5 * z * z, SQUARE)
+                m = (dot(tl.trans(seen), xw, None, PRECISION) + a[None, :]) * over[:, None]
+                f, half = times(cast(z - z * z * m, DOT), gain), times(half, gain)
+                # sum_i (u_i - ubar + 1) do_i; scores of order 3 may exceed the range of float16
+                wide = four(alpha, SQUARE)
+                u = dot(xx, tl.trans(half), each_row(wide, N, PRECISION), PRECISION)
+                u = dot(x, tl.trans(f), u, PRECISION)
+                dy = dot(keep(u, seen, SQUARE), do.to(SQUARE), dy, PRECISION)
+                r = dot(tl.trans(do.to(SQUARE)), wide, r, PRECISION)
+            else:
+                f, wide = times(f, gain * scale), four(alpha, DOT)
+                u = dot(x, tl.trans(f), each_row(wide, N, PRECISION), PRECISION)
+                dy = dot(keep(u, seen, DOT), do, dy, PRECISION)
+                r = dot(tl.trans(do), wide, r, PRECISION)
+            if GROUP == 1:
+                store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
+                dx = everywhere(halves(s, DOT), dot(y, tl.trans(R16), None, PRECISION), N, PRECISION)
+                if ORDER == 3:
+                    dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
+                    dxx = everywhere(halves(s2, SQUARE), dxx, N, PRECISION)
+            wide = four(zeta, DOT)
+            du = keep(dot(y, tl.trans(do), each_row(wide, N, PRECISION), PRECISION), seen, DOT)
+            dx = dot(du, f, dx, PRECISION)
+            s = dot(tl.trans(f), wide, s, PRECISION)
+            R = dot(tl.trans(f), do, R, PRECISION)
+            if ORDER == 3:
+                y_row = load(head(y_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+                dx = dot(seen, times(y_row, over * unit), dx, PRECISION)
+                s = dot(tl.trans(y_row), four(over * unit, DOT), s, PRECISION)
+                dxx = dot(cast(du, SQUARE), half, dxx, PRECISION)
+                R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
+                s2 = dot(tl.trans(half), four(zeta, SQUARE), s2, PRECISION)
+        if ORDER == 3:
+            dx += 2.0 * x.to(tl.float32) * dxx
+        store_gradient(dk, dk_t, at, length, length_k, weights, unit, i, dx, SCALED, WEIGHTED, MASKED, D, BD, N)
+        if GROUP > 1:
+            store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)

@@ -1,0 +1,241 @@
+"""Triton kernels of causal cumulant attention, forward: `part_sums` -> `prefixes` -> `outputs`.
+
+A sequence is cut into parts of `span` tokens and a part into tiles of N. A program walks one part tile by tile with
+the sums over all that came before in registers; those before a part come from the first two kernels, which sequences
+of one part skip. Formulas and shape legend: triton_causal.py.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton.language as tl
+
+from ..products import cast, dot
+from ..tokens import head, sequence
+from .parts import (
+    add_tile,
+    everywhere,
+    first_token,
+    halves,
+    inverse,
+    keep,
+    kernel,
+    load,
+    load_sums,
+    moved,
+    near,
+    outer,
+    quad,
+    read_keys,
+    row_sum,
+    square,
+    store,
+    store_sums,
+    triangle,
+    two,
+    unquad,
+)
+
+
+@kernel
+def part_sums(
+    k, v, w, parts, offsets_q, offsets_k, k_b, k_h, k_t, v_b, v_h, v_t, w_b, w_t,
+    length_q, length_k, heads, span, splits,
+    ORDER: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, STATE: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H (splits - 1)). Sums of each part but the last, which nothing follows, about a point near it."""
+    SQUARE: tl.constexpr = tl.bfloat16 if k.dtype.element_ty == tl.bfloat16 else tl.float32
+    pid = tl.program_id(0).to(tl.int64)
+    part, h = (pid % (splits - 1)).to(tl.int32), pid // (splits - 1)
+    parts += (h * splits + part) * STATE
+    b, h = h // heads, h % heads
+    _, length_q = sequence(offsets_q, b, length_q, RAGGED)
+    first, length_k = sequence(offsets_k, b, length_k, RAGGED)
+    k = head(k, b, h, first, k_b, k_h, k_t, UNIT)
+    v = head(v, b, h, first, v_b, v_h, v_t, UNIT)
+    k_t, v_t = k_t * UNIT, v_t * UNIT
+    if WEIGHTED:
+        w += b * w_b + first * w_t
+    start = part * span
+    length = tl.minimum(tl.minimum(length_k, length_q), start + span)
+    end = tl.where(start + span < length_q, length, start)
+    i, j = tl.arange(0, BD), tl.arange(0, BE)
+    token = first_token(w, w_t, start, end, WEIGHTED, N)
+    c = near(k, k_t, w, w_t, token, end, i, WEIGHTED, D, BD)
+    d = near(v, v_t, w, w_t, token, end, j, WEIGHTED, E, BE)
+    W = tl.zeros((), tl.float32)
+    a_sum, b_sum = tl.zeros((BD, 16), tl.float32), tl.zeros((BE, 16), tl.float32)
+    P = tl.zeros((BD, 16), tl.float32)
+    S = tl.zeros((BD, BE), tl.float32)
+    T = tl.zeros((BD, BE), tl.float32)
+    for at in tl.range(start, end, N, disable_licm=True):
+        x, xw, y, _yw, weights, total = read_keys(
+            k, v, w, k_t, v_t, w_t, at, length, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+        )
+        a_sum, b_sum, S, P, T = add_tile(
+            a_sum, b_sum, S, P, T, xw, square(x, xw, SQUARE), y, weights, ORDER, WEIGHTED, N, PRECISION
+        )
+        W += total
+    if start + span < length_q:
+        store_sums(parts, W, c, d, unquad(a_sum), unquad(b_sum), S, unquad(P), T, i, j, ORDER, BD, BE)
+
+
+@kernel
+def prefixes(
+    like, parts, state, offsets_q, length_q, heads, span, splits,
+    ORDER: tl.constexpr, RAGGED: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+    STATE: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H, BD / ROWS). Sums over all before each part but the first, about their mean in the dtype of `like`.
+
+    Centred moments merge one part after another; reads and writes each state once. A program carries ROWS rows of D.
+    """
+    pid, block = tl.program_id(0), tl.program_id(1)
+    _, length_q = sequence(offsets_q, pid // heads, length_q, RAGGED)
+    i, j = block * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
+    at = pid.to(tl.int64) * splits * STATE
+    W, c, d = tl.zeros((), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((BE,), tl.float32)
+    S, P = tl.zeros((ROWS, BE), tl.float32), tl.zeros((ROWS,), tl.float32)
+    T = tl.zeros((ROWS, BE), tl.float32)
+    for _part in tl.range(0, tl.cdiv(length_q, span) - 1, num_stages=3):
+        W1, c1, d1, a1, b1, S1, P1, T1 = load_sums(parts + at, i, j, tl.full((), 1, tl.int32), ORDER, BD, BE)
+        at += STATE
+        r, s, share = a1 * inverse(W1), b1 * inverse(W1), W1 * inverse(W + W1)
+        dk, dv = c1 + r - c, d1 + s - d  # from the mean of what came before to that of the part
+        _a, _b, S, P, T = moved(W, tl.zeros_like(c), tl.zeros_like(d), S, P, T, share * dk, share * dv, ORDER)
+        _a, _b, S1, P1, T1 = moved(
+            W1, a1, b1, S1, P1, T1, r - (1.0 - share) * dk, s - (1.0 - share) * dv, ORDER
+        )  # fmt: skip
+        S += S1
+        if ORDER == 3:
+            P, T = P + P1, T + T1
+        c, d, W = c + share * dk, d + share * dv, W + W1
+        c2, d2 = cast(c, like.dtype.element_ty).to(tl.float32), cast(d, like.dtype.element_ty).to(tl.float32)
+        a2, b2, S2, P2, T2 = moved(W, tl.zeros_like(c), tl.zeros_like(d), S, P, T, c2 - c, d2 - d, ORDER)
+        store_sums(state + at, W, c2, d2, a2, b2, S2, P2, T2, i, j, ORDER, BD, BE)
+
+
+@kernel
+def outputs(
+    q, k, v, w, o, means, state, offsets_q, offsets_k,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, w_b, w_t, o_b, o_h, o_t, means_b, means_h,
+    length_q, length_k, heads, span, splits, scale,
+    ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
+    SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
+    STATE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (B Hq splits). The outputs of one part of one query head, and ubar of its rows.
+
+    Where nothing counts before the part, the point is its first key for one tile, then the mean of that tile, which is
+    left in `state` for the backward pass; the means of the tile are then those about the new point.
+    """
+    DOT: tl.constexpr = k.dtype.element_ty
+    SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32
+    pid = tl.program_id(0).to(tl.int64)
+    part, hq = (pid % splits).to(tl.int32), pid // splits
+    b, hq = hq // (heads * GROUP), hq % (heads * GROUP)
+    h = hq // GROUP
+    first_q, length_q = sequence(offsets_q, b, length_q, RAGGED)
+    first_k, length_k = sequence(offsets_k, b, length_k, RAGGED)
+    length_k = tl.minimum(length_k, length_q)
+    q = head(q, b, hq, first_q, q_b, q_h, q_t, UNIT)
+    o = head(o, b, hq, first_q, o_b, o_h, o_t, UNIT)
+    k = head(k, b, h, first_k, k_b, k_h, k_t, UNIT)
+    v = head(v, b, h, first_k, v_b, v_h, v_t, UNIT)
+    q_t, k_t, v_t, o_t = q_t * UNIT, k_t * UNIT, v_t * UNIT, o_t * UNIT
+    means += b * means_b + hq * means_h + first_q
+    if WEIGHTED:
+        w += b * w_b + first_k * w_t
+    start = part * span
+    end = tl.minimum(start + span, length_q)
+    i, j, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
+    state += ((b * heads + h) * splits + part) * STATE
+    W, c, d, a, e, S, P, T = load_sums(state, i, j, tl.where(start > 0, 1, 0), ORDER, BD, BE)
+    a, e, P = quad(a), quad(e), quad(P)
+    anew = W == 0
+    bound = end
+    if anew:
+        key_end = tl.minimum(length_k, end)
+        token = first_token(w, w_t, start, key_end, WEIGHTED, N)
+        found = tl.where(token < key_end, 1, 0)
+        bound = tl.minimum(start + ((token - start) // N + 1) * N, end)
+        c = tl.load(k + token * k_t.to(tl.int64) + i, mask=i < found * D, other=0.0).to(tl.float32)
+        d = tl.zeros((BE,), tl.float32)  # scores add up to exactly 1: values need no point near them for a tile
+    past = triangle(N, False, DOT)
+    for segment in range(2):
+        c16, d16 = cast(c, DOT), cast(d, DOT)
+        for at in tl.range(
+            tl.where(segment == 0, start, bound), tl.where(segment == 0, bound, end), N, disable_licm=True
+        ):
+            x, xw, y, yw, weights, total = read_keys(
+                k, v, w, k_t, v_t, w_t, at, length_k, c16, d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+            )
+            xxw = square(x, xw, SQUARE)
+            # Operands of float16 are kept in its range: averages over the past instead of sums.
+            unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
+            a16, e16, P16 = halves(a * unit, DOT), halves(e * unit, DOT), halves(P * unit, SQUARE)
+            S16, T16 = cast(S * unit, DOT), cast(T * unit, SQUARE)
+            a, e, S, P, T = add_tile(a, e, S, P, T, xw, xxw, y, weights, ORDER, WEIGHTED, N, PRECISION)
+            Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
+            if WEIGHTED:
+                Wi = W + tl.cumsum(weights, 0)
+            W += total
+            over = inverse(Wi)
+            live = at + n < end
+            f = load(q, q_t, at, live, i, D, BD, N)
+            counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
+            if ORDER == 2:
+                u = dot(f, tl.trans(x), None, PRECISION)
+                mean = row_sum(f, a16, keep(u, past, DOT), counted, W_past, PRECISION) * (scale * over)
+                rest = (1.0 - mean) * (1.0 / scale)
+                out = dot(f, S16, None, PRECISION)
+            else:
+                z = f.to(tl.float32) * scale
+                half = cast(0.5 * z * z, SQUARE)
+                m = dot(past, xw, everywhere(a16, None, N, PRECISION) * W_past, PRECISION) * over[:, None]
+                f = cast(z - z * z * m, DOT)
+                u = dot(half, tl.trans(square(x, x, SQUARE)), dot(f, tl.trans(x), None, PRECISION), PRECISION)
+                mean = row_sum(f, a16, keep(u, past, SQUARE), counted, W_past, PRECISION)
+                mean = (mean + 0.5 * tl.sum(dot(half, P16, None, PRECISION), 1) * W_past) * over
+                rest = 1.0 - mean
+                out = dot(half, T16, dot(f, S16, None, PRECISION), PRECISION)
+            # sum_j (u_j - ubar + 1) v'_j: those of the past by their sums, those of the tile as a matrix
+            out = outer(rest, e16, out, N, PRECISION) * W_past
+            share = keep(u + rest[:, None], past, SQUARE if ORDER == 3 else DOT)
+            out = dot(share, yw.to(share.dtype), out, PRECISION)
+            out = out * (scale * over if ORDER == 2 else over)[:, None] + d[None, :]
+            if WEIGHTED:
+                out = tl.where((Wi > 0)[:, None], out, 0.0)
+            if SUM:
+                out *= Wi[:, None]
+            store(o, o_t, at, live, j, out, E, BE, N)
+            final = tl.where(anew & (segment == 0) & (at + N >= bound), 0, end)
+            tl.store(means + at + n, mean, mask=at + n < final)
+        # To the mean of all so far.
+        av, ev, over_W = unquad(a), unquad(e), inverse(W)
+        p, r = cast(c + av * over_W, DOT).to(tl.float32) - c, cast(d + ev * over_W, DOT).to(tl.float32) - d
+        if ORDER == 2:
+            av, ev, S, _P, _T = moved(W, av, ev, S, av, S, p, r, ORDER)
+        else:
+            av, ev, S, Pv, T = moved(W, av, ev, S, unquad(P), T, p, r, ORDER)
+            P = quad(Pv)
+        a, e, c, d = quad(av), quad(ev), c + p, d + r
+        if anew & (segment == 0) & (start < end):
+            if hq % GROUP == 0:
+                vectors = state + (ORDER - 1) * BD * BE
+                tl.store(vectors + i, c)
+                tl.store(vectors + BD + j, d)
+            at = start + (bound - 1 - start) // N * N
+            x, xw, _y, _yw, weights, _total = read_keys(
+                k, v, w, k_t, v_t, w_t, at, length_k, cast(c, DOT), d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+            )
+            Wi = tl.cumsum(weights, 0) if WEIGHTED else tl.minimum(at + n + 1, length_k).to(tl.float32)
+            over = inverse(Wi)[:, None]
+            z = load(q, q_t, at, at + n < end, i, D, BD, N).to(tl.float32) * scale
+            m = dot(past, xw, None, PRECISION) * over
+            mean = z * m
+            if ORDER == 3:
+                mean += z * z * (0.5 * dot(past.to(SQUARE), square(x, xw, SQUARE), None, PRECISION) * over - m * m)
+            tl.store(means + at + n, tl.sum(mean, 1), mask=at + n < end)

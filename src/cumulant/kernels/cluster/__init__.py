@@ -1,0 +1,1 @@
+"""Clusters of keys by their moments, near ones by their tokens."""

@@ -1,0 +1,310 @@
+"""Forward kernels of cluster attention: choice of clusters, attention. Formulas: cluster_parts.py.
+
+Shape legend: that of cluster_parts.py; a tile is M queries of one head that share their near clusters.
+
+Cost a head, in multiply-adds: choice 3 L K D (twice that where K is more than a chunk; a tile's worth
+of it by means); attention L (3 K D + K E + R D E + T m (D + E)), with R = K unless responses are limited, 1 with one
+for all. Bytes: k, v, q twice, the output; with a matrix for each cluster, n K gains written and read back, and the
+matrices, K D E, once for each tile out of the L2 cache: n = 128 rows make 128 operations a byte of it.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..products import cast, dot
+from ..tokens import head
+from .parts import (
+    LOG2E,
+    LOWEST,
+    NOTHING,
+    block_tile,
+    counted,
+    far_logs,
+    finished,
+    finite,
+    kernel,
+    key_means,
+    log2_above_1,
+    mass_and_gain,
+    masses,
+    near_block,
+    origin_of,
+    packed,
+    parts,
+    ranks,
+    reciprocal,
+    squared,
+    store_tile,
+    tile,
+    value_means,
+    variances,
+)
+
+
+@triton.jit
+def ranks_in_memory(scores, c, KP: tl.constexpr, CK: tl.constexpr):
+    """`ranks` of scores (KP,) that lie in memory, CK of them at a time."""
+    mine = tl.load(scores + c)[None, :]
+    count = tl.zeros((KP,), tl.int32)
+    for chunk in range(0, KP, CK):
+        at = chunk + tl.arange(0, CK)
+        other = tl.load(scores + at)[:, None]
+        before = (other > mine) | ((other == mine) & (at[:, None] < c[None, :]))
+        count += tl.sum(before.to(tl.int32), 0)
+    return count
+
+
+@kernel
+def query_moments(
+    q, moments, q_b, q_h, q_t, length_q, heads, scale,
+    D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, B H). Mean and variance of the scaled queries of each tile, (B H, tiles, 2, BD) float32."""
+    index, pid = tl.program_id(0), tl.program_id(1)
+    row, d = index * M + tl.arange(0, M), tl.arange(0, BD)
+    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
+    over = scale / tl.minimum(length_q - index * M, M).to(tl.float32)
+    rows = tile(q, row, q_t * UNIT, d, length_q, D, BD).to(tl.float32)
+    mean, square = tl.sum(rows, 0) * over, tl.sum(rows * rows, 0) * (over * scale)
+    moments += (pid.to(tl.int64) * tl.num_programs(0) + index) * (2 * BD) + d
+    tl.store(moments, mean)
+    tl.store(moments + BD, tl.maximum(square - mean * mean, 0.0))
+
+
+@kernel
+def choose_by_mean(
+    moments, logs, vectors, near, tiles, clusters, T,
+    CLOSURE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles / N, B H). Near clusters of N tiles, in float32, by two cumulants of their queries.
+
+    The formula is that of `Far.mean_masses`. Cost a tile: 3 K D.
+    """
+    first, pid, d = tl.program_id(0) * N, tl.program_id(1).to(tl.int64), tl.arange(0, BD)
+    vectors += pid * (KP * (2 * BD + BE))
+    centre, tokens = tl.zeros((BD,), tl.float32), 0.0
+    for chunk in range(0, KP, CK):
+        c = chunk + tl.arange(0, CK)
+        size = tl.exp2(tl.load(logs + c))
+        centre += tl.sum(size[:, None] * tl.load(vectors + c[:, None] * (2 * BD + BE) + d[None, :]), 0)
+        tokens += tl.sum(size)
+    centre /= tokens
+    part = tl.arange(0, KP // CK)[:, None]
+    for index in range(first, tl.minimum(first + N, tiles)):
+        own = moments + (pid * tiles + index) * (2 * BD) + d
+        mean, var = tl.load(own), tl.load(own + BD)
+        square, half = mean * mean + var, 0.5 * var
+        scores = tl.full((KP // CK, CK), NOTHING, tl.float32)
+        for chunk in range(0, KP, CK):
+            c = chunk + tl.arange(0, CK)
+            at = vectors + c[:, None] * (2 * BD + BE) + d[None, :]
+            away = tl.load(at) - centre[None, :]
+            x = tl.sum(square[None, :] * tl.load(at + BD), 1)
+            z = tl.sum(away * (mean[None, :] + half[None, :] * away), 1)
+            phi, _ = mass_and_gain(x, CLOSURE, True)
+            z = z * LOG2E + phi + tl.load(logs + c)
+            z = tl.where(c < clusters, tl.where(z == z, z, LOWEST), NOTHING)
+            scores = tl.where(part == chunk // CK, z[None, :], scores)
+        left = tl.reshape(scores, (KP,))
+        for i in range(T):
+            best = tl.argmax(left, 0)
+            tl.store(near + (pid * tiles + index) * T + i, best)
+            left = tl.where(tl.arange(0, KP) == best, NOTHING, left)
+
+
+@kernel
+def choose(
+    q, logs, vectors, factors, scores, near, responding, q_b, q_h, q_t, length_q, heads, clusters, T, R, scale,
+    CLOSURE: tl.constexpr, BY_ERROR: tl.constexpr, NEAR: tl.constexpr, GIVEN: tl.constexpr, LISTED: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
+    SQUARE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, B H). Near clusters of each tile, and those that respond, where clusters make several chunks.
+
+    Near are the T with the largest sum over rows of probability (or of that times x); of the others those R respond
+    whose sum of probability times f is largest. Sums pass through `scores` (B H, tiles, 2, KP). GIVEN: the near
+    clusters are known.
+    """
+    index, pid = tl.program_id(0), tl.program_id(1)
+    row, d = index * M + tl.arange(0, M), tl.arange(0, BD)
+    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
+    vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
+    factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
+    slot = pid.to(tl.int64) * tl.num_programs(0) + index
+    rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+    squares = squared(rows, SQUARE)
+    scores += slot * (2 * KP)
+    top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
+    for chunk in range(0, KP, CK):
+        c = chunk + tl.arange(0, CK)
+        size = tl.load(logs + c)
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
+        high, low = key_means(factors, c, d, BD, BE)
+        z, _, grow, _ = masses(rows, squares, var, high, low, size, CLOSURE, PRECISION)
+        higher = tl.maximum(top, tl.max(z, 1))
+        total = total * tl.exp2(top - finite(higher)) + tl.sum(tl.exp2(z - finite(higher)[:, None]) * grow, 1)
+        top = higher
+    over = tl.where(row < length_q, 1.0 / total, 0.0)  # rows beyond the last query choose nothing
+    for chunk in range(0, KP, CK):
+        c = chunk + tl.arange(0, CK)
+        size = tl.load(logs + c)
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
+        high, low = key_means(factors, c, d, BD, BE)
+        z, x, grow, lift = masses(rows, squares, var, high, low, size, CLOSURE, PRECISION)
+        share = tl.exp2(z - finite(top)[:, None]) * over[:, None]
+        here = c < clusters
+        if NEAR and not GIVEN:
+            tl.store(scores + c, counted(tl.sum(share * (grow * x if BY_ERROR else grow), 0), here))
+        if LISTED:
+            tl.store(scores + KP + c, counted(tl.sum(share * lift, 0), here))
+    tl.debug_barrier()
+    c = tl.arange(0, KP)
+    at_once: tl.constexpr = min(CK, 16384 // KP)  # comparisons that fit the registers
+    if NEAR:
+        near += slot * T
+        if not GIVEN:
+            rank = ranks_in_memory(scores, c, KP, at_once)
+            tl.store(near + rank, c, mask=rank < T)
+            tl.debug_barrier()
+    if LISTED:
+        if NEAR:
+            for i in range(T):
+                tl.store(scores + KP + tl.maximum(tl.load(near + i), 0), -1.0, mask=tl.load(near + i) >= 0)
+            tl.debug_barrier()
+        rank = ranks_in_memory(scores + KP, c, KP, at_once)
+        tl.store(responding + slot * R + rank, c, mask=rank < R)
+
+
+@kernel
+def attend(
+    q, k, v, o, rounding, lse, starts, logs, vectors, factors, matrices, near, responding, gains, tops,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    length_q, heads, clusters, blocks, T, R, scale,
+    CLOSURE: tl.constexpr, CHOOSE: tl.constexpr, BY_ERROR: tl.constexpr, KEEP: tl.constexpr, NEAR: tl.constexpr,
+    RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
+    SQUARE: tl.constexpr, CHUNK_STAGES: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, B H). Output of M queries, and their log2 of the sum of all weights.
+
+    CHOOSE: near and responding clusters are found here, by the rule of `choose`, and written; else they are read.
+
+    RESPONSE: 0 means only, 1 all clusters respond, 2 those listed, 3 all with one matrix, that of `pool`. Gains p f
+    of a tile go through memory, (KP, M), so that a row of them can be loaded beside each matrix; `tops` holds what each
+    chunk's are relative to. With one matrix only their sum is needed. KEEP: what the rounding of the output loses is
+    written too.
+    """
+    index, pid = tl.program_id(0), tl.program_id(1)
+    line = tl.arange(0, M)
+    row, d, e = index * M + line, tl.arange(0, BD), tl.arange(0, BE)
+    dtype: tl.constexpr = q.dtype.element_ty
+    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
+    k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
+    v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
+    o = head(o, pid // heads, pid % heads, 0, o_b, o_h, o_t, UNIT)
+    k_t, v_t = k_t * UNIT, v_t * UNIT
+    vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
+    factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
+    matrices += pid.to(tl.int64) * ((2 if RESPONSE == 3 else KP) * BD * BE)
+    slot = pid.to(tl.int64) * tl.num_programs(0) + index
+    near += slot * T
+    gains += slot * (KP * M)
+    tops += slot * ((KP // CK) * M)
+    rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+
+    top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
+    out = tl.zeros((M, BE), tl.float32)
+    answering = tl.zeros((M,), tl.float32)
+    squares = squared(rows, SQUARE)
+    for chunk in tl.range(0, KP, CK, num_stages=CHUNK_STAGES):
+        c = chunk + tl.arange(0, CK)
+        size = far_logs(logs, near, c, 0 if CHOOSE else NEAR)
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
+        high, low = key_means(factors, c, d, BD, BE)
+        z, x, grow, lift = masses(rows, squares, var, high, low, size, CLOSURE, PRECISION)
+        if CHOOSE:  # what is held while clusters are compared: z with all of phi, and f
+            z, lift = z + (log2_above_1(2.0 * grow) - 1.0), lift * reciprocal(grow)
+            share = tl.exp2(z - tl.max(z, 1)[:, None])
+            share *= tl.where(row < length_q, 1.0 / tl.sum(share, 1), 0.0)[:, None]
+            far = c < clusters
+            if RESPONSE == 2:  # before anything else, so that shares and gains need not be kept
+                answers = tl.sum(share * lift, 0)
+            if NEAR:
+                rank = ranks(counted(tl.sum(share * x if BY_ERROR else share, 0), far), c)
+                tl.store(near + rank, c, mask=rank < T)
+                far = far & (rank >= T)
+                z = tl.where(far[None, :], z, NOTHING)
+            if RESPONSE == 2:
+                rank = ranks(counted(answers, far), c)
+                tl.store(responding + slot * R + rank, c, mask=rank < R)
+        higher = tl.maximum(top, tl.max(z, 1))
+        p = tl.exp2(z - finite(higher)[:, None])
+        fading = tl.exp2(top - finite(higher))
+        top = higher
+        if RESPONSE == 3:
+            answering = answering * fading + tl.sum(p * lift, 1)
+        elif RESPONSE:
+            tl.store(gains + c[None, :] * M + line[:, None], packed(p * lift, gains.dtype.element_ty))
+            if KP > CK:
+                tl.store(tops + (chunk // CK) * M + line, finite(top))
+        if not CHOOSE:
+            p *= grow
+        total = total * fading + tl.sum(p, 1)
+        high, low = value_means(factors, c, e, BD, BE)
+        p_high, p_low = parts(p, dtype)
+        out = dot(p_high, high, out * fading[:, None], PRECISION)
+        if KEEP:  # a backward pass takes differences of outputs and values
+            out = dot(p_high, low, out, PRECISION)
+            out = dot(p_low, high, out, PRECISION)
+    cell = d[:, None] * BE + e[None, :]
+    if RESPONSE == 1 or RESPONSE == 2:
+        tl.debug_barrier()
+        count = clusters
+        if RESPONSE == 2:
+            responding += slot * R
+            count = R
+        for i in tl.range(0, count, num_stages=STAGES):
+            c = i
+            if RESPONSE == 2:
+                c = tl.load(responding + i)
+            S = tl.load(matrices + c * (BD * BE) + cell)
+            g = tl.load(gains + c * M + line).to(tl.float32)
+            if KP > CK:
+                g *= tl.exp2(tl.load(tops + (c // CK) * M + line) - finite(top))
+            out += g[:, None] * dot(rows, S, None, PRECISION)
+    if NEAR:
+        if CHOOSE:
+            tl.debug_barrier()
+        a = scale * LOG2E
+        away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
+        for i in tl.range(0, T * blocks, num_stages=NEAR_STAGES):
+            first, end = near_block(near, starts, i, blocks, N, EVEN)
+            token = first + tl.arange(0, N)
+            keys = block_tile(k, token, k_t, d, end, D, BD, EVEN)
+            values = block_tile(v, token, v_t, e, end, E, BE, EVEN)
+            u = finished(dot(rows, tl.trans(keys), None, PRECISION))
+            if not EVEN:
+                u = tl.where((token < end)[None, :], u, NOTHING)
+            higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
+            p = tl.exp2(u * a - (finite(higher) + away)[:, None])
+            fading = tl.exp2(top - finite(higher))
+            total = total * fading + tl.sum(p, 1)
+            if RESPONSE == 3:
+                answering *= fading
+            out = finished(dot(packed(p, dtype), values, out * fading[:, None], PRECISION))
+            top = higher
+    if RESPONSE == 3:
+        answer = dot(rows, tl.load(matrices + cell), None, PRECISION)
+        if dtype != tl.float32:
+            answer = dot(rows, tl.load(matrices + BD * BE + cell), answer, PRECISION)
+        out += answering[:, None] * answer
+    out *= (1.0 / total)[:, None]
+    store_tile(o, out, row, o_t * UNIT, e, length_q, E, BE)
+    if KEEP:
+        rounding = head(rounding, pid // heads, pid % heads, 0, o_b, o_h, o_t, UNIT)
+        store_tile(rounding, out - cast(out, dtype).to(tl.float32), row, o_t * UNIT, e, length_q, E, BE)
+    tl.store(lse + pid.to(tl.int64) * length_q + row, top + tl.log2(total), mask=row < length_q)

@@ -1,0 +1,112 @@
+"""Kernels for the statistics of clusters, of each and pooled. Formulas and shape legend: cluster_parts.py.
+
+Cost a head: L D E multiply-adds; k and v are read once.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..products import cast, dot
+from ..tokens import fold, head, reference
+from .parts import LOG2E, kernel, parts, tile
+
+
+@triton.jit
+def common_point(x, stride, count, columns, WIDTH: tl.constexpr):
+    """A point (width,) that all `count` tokens at x are measured from: one of four, evenly spaced, or 0.
+
+    0 where these four differ in sign or by more than a factor of 2. Differences of 16-bit numbers then need no
+    rounding, because their terms are that much alike or because none is taken: products of them are exact.
+    """
+    inside = columns < tl.where(count > 0, WIDTH, 0)
+    quarter = (count // 4).to(tl.int64) * stride
+    x0 = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(x + quarter + columns, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x + 2 * quarter + columns, mask=inside, other=0.0).to(tl.float32)
+    x3 = tl.load(x + 3 * quarter + columns, mask=inside, other=0.0).to(tl.float32)
+    low, high = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3)), tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+    alike = (low * high > 0.0) & (high <= 2.0 * low) | (low * high > 0.0) & (low >= 2.0 * high)
+    return tl.where(alike, x1, 0.0)
+
+
+@triton.jit
+def sample_mean(x, first, end, stride, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The mean of 16 tokens, evenly spaced from `first` to `end`: (BLOCK,)."""
+    some = first + (tl.arange(0, 16).to(tl.int64) * (end - first)) // 16
+    return tl.sum(tile(x, some, stride, columns, end, WIDTH, BLOCK).to(tl.float32), 0) * (1.0 / 16)
+
+
+@kernel
+def statistics(
+    k, v, starts, vectors, factors, matrices, k_b, k_h, k_t, v_b, v_h, v_t, length_k, heads, scale,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, FOLD: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (KP, B H). Means and centred second moments of the tokens of one cluster, and their factors.
+
+    Tokens are read once: they are measured from a `common_point` (float32: from the mean of a sample), and what that is
+    off their mean is taken away from the moments at the end.
+    """
+    c, pid = tl.program_id(0), tl.program_id(1)
+    first, end = tl.load(starts + c), tl.load(starts + c + 1)
+    d, e, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
+    dtype: tl.constexpr = k.dtype.element_ty
+    k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
+    v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
+    k_t, v_t = k_t * UNIT, v_t * UNIT
+    over = 1.0 / tl.maximum(end - first, 1).to(tl.float32)
+    origin = reference(k, k_t, length_k, d, D)
+    if dtype == tl.float32:
+        k_point = sample_mean(k, first, end, k_t, d, D, BD)
+        v_point = sample_mean(v, first, end, v_t, e, E, BE)
+    else:
+        k_point = common_point(k, k_t, length_k, d, D)
+        v_point = common_point(v, v_t, length_k, e, E)
+    S, P = tl.zeros((BD, BE), tl.float32), tl.zeros((FOLD, BD), tl.float32)
+    k_sum, v_sum = tl.zeros((FOLD, BD), tl.float32), tl.zeros((FOLD, BE), tl.float32)
+    for at in tl.range(first, end, N, num_stages=STAGES):
+        inside = (at + n < end)[:, None]
+        dk = tl.where(inside, tile(k, at + n, k_t, d, end, D, BD).to(tl.float32) - k_point[None, :], 0.0)
+        dv = tl.where(inside, tile(v, at + n, v_t, e, end, E, BE).to(tl.float32) - v_point[None, :], 0.0)
+        S = dot(tl.trans(cast(dk, dtype)), cast(dv, dtype), S, PRECISION)
+        k_sum += fold(dk, FOLD)
+        v_sum += fold(dv, FOLD)
+        P += fold(dk * dk, FOLD)
+    k_off, v_off = tl.sum(k_sum, 0) * over, tl.sum(v_sum, 0) * over
+    k_mean, v_mean = k_point + k_off, v_point + v_off
+    spread = tl.maximum(tl.sum(P, 0) * over - k_off * k_off, 0.0)
+    S = S * over - k_off[:, None] * v_off[None, :]
+    row = pid.to(tl.int64) * tl.num_programs(0) + c
+    vectors += row * (2 * BD + BE)
+    tl.store(vectors + d, k_mean)
+    tl.store(vectors + BD + d, spread)
+    tl.store(vectors + 2 * BD + e, v_mean)
+    high, low = parts((k_mean - origin) * (scale * LOG2E), dtype)
+    factors += row * (4 * BD + 2 * BE)
+    tl.store(factors + d, high)
+    tl.store(factors + BD + d, low)
+    tl.store(factors + 2 * BD + d, cast(spread * (scale * scale), dtype))
+    tl.store(factors + 3 * BD + d, cast(origin, dtype))
+    high, low = parts(v_mean, dtype)
+    tl.store(factors + 4 * BD + e, high)
+    tl.store(factors + 4 * BD + BE + e, low)
+    cell = d[:, None] * BE + e[None, :]
+    tl.store(matrices + row * (BD * BE) + cell, cast(S * scale, dtype))
+
+
+@kernel
+def pool(matrices, starts, pooled, length_k, KP: tl.constexpr, CK: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
+    """Grid (SIZE / N, B H). The mean of S by the sizes of the clusters, (B H, 2, SIZE): rounded, and what that lost."""
+    cell, pid = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1).to(tl.int64)
+    matrices += pid * (KP * SIZE)
+    total = tl.zeros((N,), tl.float32)
+    for chunk in range(0, KP, CK):
+        c = chunk + tl.arange(0, CK)
+        size = (tl.load(starts + c + 1) - tl.load(starts + c)).to(tl.float32)
+        total += tl.sum(size[:, None] * tl.load(matrices + c[:, None] * SIZE + cell[None, :]).to(tl.float32), 0)
+    high, low = parts(total * (1.0 / length_k.to(tl.float32)), pooled.dtype.element_ty)
+    tl.store(pooled + pid * (2 * SIZE) + cell, high)
+    tl.store(pooled + pid * (2 * SIZE) + SIZE + cell, low)

@@ -1,0 +1,1 @@
+"""Dense attention of order 2 and 3: all keys of a sequence."""

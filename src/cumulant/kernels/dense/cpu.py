@@ -1,0 +1,335 @@
+"""Non-causal cumulant attention on the CPU: matrix products over tiles that stay in the cache.
+
+Shape legend: B batch, H key heads, Hq query heads (a multiple of H), Lq, Lk lengths, D, E widths. A tile is g
+(batch, head) pairs times n tokens, laid out (g, n, width).
+
+A plain version writes centred keys, their squares and the squared queries to memory, each as large as the input.
+Here they live in workspace tiles of a few MiB, so the time goes into the products themselves and a forward pass
+allocates its output, the moments and the workspace. With S' = scale S / W, T' = scale^2 T / 2W:
+
+    out = <v> + q S' + q^2 T'
+    dq  = do S'^T + 2 q * (do T'^T)             dS = scale q^T do / W,  dT = scale^2/2 (q^2)^T do / W
+    dv  = w [ k~ dS + k~^2 dT + sum do / W - <k~^2> dT ]
+    dk  = w [ v~ dS^T + 2 k~ * (v~ dT^T) - 2 sum_e dT S / W ]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...inputs import transformed, without_autocast
+from ...moments import Moments, ratio, statistics_dtype
+from ..launch import empty_like_rows, is_plain
+
+# Numbers in a workspace tile, 2 MiB in float32; a quarter of it costs 10 %, four times as much page faults.
+TILE = 1 << 19
+SAMPLE = 512  # tokens whose mean is the point about which sums are taken
+TOKENS = 2048  # tokens in a tile, at most: enough for the matrix products to run at full speed
+_KEPT = threading.local()
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    order: int,
+    scale: float,
+    reference: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """query (B, Hq, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E), weights (B, Lk) or None -> (B, Hq, Lq, E).
+
+    `reference` computes the same by differentiable operations; only second derivatives and batched gradients use it.
+    Cost: 2 L D E products a head at order 2, 4 L D E at order 3; reads q, k, v once, writes the output once.
+    """
+    if weights is not None:  # before anything asks which are 0: what the statistics cannot hold is
+        weights = weights.to(statistics_dtype(query.dtype))
+    return _Attention.apply(query, key, value, weights, order, scale, reference)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
+        ctx.order, ctx.scale, ctx.reference = rest
+        out = empty_like_rows(query, value.shape[-1])
+        space = _Workspace(query)
+        ctx.states = []
+        for tile in _tiles(query, key):
+            state = _moments(tile(key), tile(value), tile.weights(weights), ctx.order, space)
+            ctx.states.append(state)
+            _read_out(tile(query), state, tile(out), ctx.scale, space)
+        ctx.save_for_backward(query, key, value, weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with without_autocast("cpu"):  # which a caller may have left on
+            return (*_Attention.gradients(ctx, grad), None, None, None, None)
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, weights = ctx.saved_tensors
+        twice, batched = torch.is_grad_enabled(), transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
+        if twice or batched:  # somebody differentiates this backward, or asks for many at once: let autograd do it
+            inputs, needed = (query, key, value), ctx.needs_input_grad[:3]
+            asked = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
+            with torch.enable_grad():
+                out = ctx.reference(*inputs)
+            found = iter(torch.autograd.grad(out, asked, grad, create_graph=twice))
+            return tuple(next(found) if wanted else None for wanted in needed)
+        dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
+        space = _Workspace(query)
+        for tile, state in zip(_tiles(query, key), ctx.states, strict=True):
+            sums = _backward_queries(tile(query), tile(grad), state, tile(dq), ctx.scale, space)
+            w = tile.weights(weights)
+            _backward_keys(tile(key), tile(value), w, state, sums, tile(dk), tile(dv), ctx.scale, space)
+        return dq, dk, dv
+
+
+class _Tile:
+    """A range of batches and key heads; calling it cuts that part out of any (B, heads, L, width) tensor."""
+
+    def __init__(self, batches: slice, heads: slice, key_heads: int) -> None:
+        self.batches, self.heads, self.key_heads = batches, heads, key_heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        groups = x.shape[1] // self.key_heads
+        return x[self.batches, self.heads.start * groups : self.heads.stop * groups]
+
+    def weights(self, x: Tensor | None) -> Tensor | None:
+        """(B, L) weights as (g, L, 1)."""
+        if x is None:
+            return None
+        x = x[self.batches]
+        return x[:, None].expand(-1, self.heads.stop - self.heads.start, -1).reshape(-1, x.shape[-1], 1)
+
+
+def _tiles(query: Tensor, key: Tensor) -> Iterator[_Tile]:
+    B, H, L, D = key.shape
+    pairs = max(1, TILE // (D * min(L, TOKENS)))
+    batches, heads = max(1, pairs // H), min(H, pairs)
+    heads = -(-H // -(-H // heads))  # even shares
+    for b in range(0, B, batches):
+        for h in range(0, H, heads):
+            yield _Tile(slice(b, b + batches), slice(h, min(H, h + heads)), H)
+
+
+def _chunks(x: Tensor) -> Iterator[slice]:
+    """Token ranges that keep a (g, n, width) tile of x within the workspace size."""
+    g, L, width = prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
+    n = max(1, min(TOKENS, TILE // max(1, g * width)))
+    return (slice(start, min(L, start + n)) for start in range(0, L, n))
+
+
+class _Workspace:
+    """Named buffers that are reused from tile to tile: fresh memory costs more than the arithmetic on it.
+
+    A thread keeps its own for the next call, five of `TILE` numbers: whether freed memory goes back to the system, and
+    comes as new pages every time, depends on what else the process has freed, and doubles the time of a small call.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.dtype, self.device = statistics_dtype(like.dtype), like.device
+        self.buffers: dict[str, Tensor] = vars(_KEPT).setdefault(str(self.dtype), {}) if is_plain(like) else {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        size = prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            with torch.inference_mode(False):  # what is kept serves calls outside of it too
+                self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+        return self.buffers[name][:size].view(shape)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def flat(self, x: Tensor) -> Tensor | None:
+        """x (b, h, n, width) itself as (g, n, width), or None where its dtype or strides do not allow it."""
+        return _merged(x) if x.dtype == self.dtype else None
+
+    def load(self, name: str, x: Tensor) -> Tensor:
+        """x (b, h, n, width) as (g, n, width) in the statistics' precision: itself where possible, else a copy."""
+        flat = self.flat(x)
+        if flat is None:
+            self.take(name, *x.shape).copy_(x)
+            flat = self.take(name, prod(x.shape[:2]), *x.shape[2:])
+        return flat
+
+    def centred(self, name: str, x: Tensor, mean: Tensor, absent: Tensor | None) -> Tensor:
+        """x (b, h, n, width) minus its mean (g, width) as (g, n, width); 0 where a token is absent."""
+        out = self.take(name, *x.shape)
+        torch.sub(x, mean.view(*x.shape[:2], 1, -1), out=out)
+        out = out.view(-1, *x.shape[2:])
+        return out if absent is None else out.masked_fill_(absent, 0)
+
+    def target(self, name: str, x: Tensor) -> Tensor:
+        """A place to compute x in: x itself as (g, n, width) where possible, else a buffer for `store`."""
+        flat = self.flat(x)
+        return self.take(name, prod(x.shape[:2]), *x.shape[2:]) if flat is None else flat
+
+    def store(self, x: Tensor, computed: Tensor) -> None:
+        if self.flat(x) is None:
+            x.copy_(computed.view(x.shape))
+
+
+def _merged(x: Tensor) -> Tensor | None:
+    """(b, h, n, width) as a (b h, n, width) view, or None where the strides do not allow it."""
+    b, h = x.shape[:2]
+    if x.stride(-1) != 1 or (b > 1 and h > 1 and x.stride(0) != h * x.stride(1)):
+        return None
+    return x.view(b * h, *x.shape[2:])
+
+
+def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, space: _Workspace) -> Moments:
+    """Moments of one tile, flat over (batch, head): sums about a point near the means, moved to the means at the end.
+
+    Without weights that point is the mean of evenly spaced tokens, so the tokens are read once; with weights a
+    pass of its own finds the means.
+    """
+    L, D, E = key.shape[-2], key.shape[-1], value.shape[-1]
+    g = key.shape[0] * key.shape[1]
+    S = space.zeros(g, D, E)
+    P, T = (space.zeros(g, D), torch.zeros_like(S)) if order == 3 else (None, None)
+    absent = None
+    if weights is None:
+        W = torch.full((g, 1), float(L), dtype=space.dtype, device=space.device)
+        near = slice(None, None, max(1, L // SAMPLE))
+        k_mean = key[..., near, :].mean(-2, dtype=space.dtype).view(g, D)
+        # At order 2 centred keys suffice: values as they are spare a pass, and their mean comes out of the sums.
+        v_mean = space.zeros(g, E) if order == 2 else value[..., near, :].mean(-2, dtype=space.dtype).view(g, E)
+    else:
+        absent = weights == 0
+        W = weights.sum(-2)
+        zero = space.zeros()
+        k_mean, v_mean = space.zeros(g, D), space.zeros(g, E)
+        for n in _chunks(key):
+            for x, mean in ((key, k_mean), (value, v_mean)):
+                rows = space.centred("k", x[..., n, :], zero.expand(g, x.shape[-1]), absent[:, n])
+                mean += _total(rows, weights[:, n])
+        k_mean, v_mean = ratio(k_mean, W), ratio(v_mean, W)
+    over_W = ratio(torch.ones_like(W), W)
+    k_rest, v_rest = torch.zeros_like(k_mean), torch.zeros_like(v_mean)
+    for n in _chunks(key):
+        w, gone = (None, None) if weights is None or absent is None else (weights[:, n], absent[:, n])
+        k = space.centred("k", key[..., n, :], k_mean, gone)
+        if order == 2 and w is None:
+            v = space.load("v", value[..., n, :])
+        else:
+            v = space.centred("v", value[..., n, :], v_mean, gone)
+        if w is not None:
+            v.mul_(w)
+        k_rest += _total(k, w)
+        v_rest += v.sum(-2)
+        S.baddbmm_(k.mT, v)
+        if T is not None and P is not None:
+            k.mul_(k)
+            P += _total(k, w)
+            T.baddbmm_(k.mT, v)
+    a, b = k_rest * over_W, v_rest * over_W
+    column, row = a.unsqueeze(-1), b.unsqueeze(-2)
+    if T is not None and P is not None:
+        P.addcmul_(k_rest, a, value=-1)
+        T.addcmul_(column, S, value=-2).addcmul_((k_rest * a - P).unsqueeze(-1), row)
+    S.addcmul_(k_rest.unsqueeze(-1), row, value=-1)
+    return Moments(W.squeeze(-1), k_mean.add_(a), v_mean.add_(b), S, P, T)
+
+
+def _total(x: Tensor, w: Tensor | None) -> Tensor:
+    """Sum of x (g, n, width) over n with weights w (g, n, 1)."""
+    return x.sum(-2) if w is None else (w.mT @ x).squeeze(-2)
+
+
+def _read_matrices(state: Moments, scale: float, heads: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """<v>, S' and T' of the module docstring, one for each query head."""
+    over_W = ratio(torch.ones_like(state.weight), state.weight)[:, None, None]
+    groups = heads // state.weight.shape[0]
+
+    def spread(x: Tensor) -> Tensor:
+        return x if groups == 1 else x.repeat_interleave(groups, 0)
+
+    assert state.S is not None
+    T = None if state.T is None else spread(state.T * (0.5 * scale * scale * over_W))
+    return spread(state.value_mean.unsqueeze(-2)), spread(state.S * (scale * over_W)), T
+
+
+def _read_out(query: Tensor, state: Moments, out: Tensor, scale: float, space: _Workspace) -> None:
+    v_mean, S, T = _read_matrices(state, scale, query.shape[0] * query.shape[1])
+    for n in _chunks(query):
+        q = space.load("q", query[..., n, :])
+        o = space.target("o", out[..., n, :])
+        o.copy_(v_mean.expand_as(o))
+        o.baddbmm_(q, S)
+        if T is not None:
+            o.baddbmm_(torch.mul(q, q, out=space.take("k", *q.shape)), T)
+        space.store(out[..., n, :], o)
+
+
+def _backward_queries(
+    query: Tensor, grad: Tensor, state: Moments, dq: Tensor, scale: float, space: _Workspace
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Writes dq; returns sum do, q^T do and (q^2)^T do of each key head."""
+    heads, g = query.shape[0] * query.shape[1], state.weight.shape[0]
+    _, S, T = _read_matrices(state, scale, heads)
+    dS, dT = torch.zeros_like(S), None if T is None else torch.zeros_like(T)
+    d_mean = S.new_zeros(heads, S.shape[-1])
+    for n in _chunks(query):
+        q = space.load("q", query[..., n, :])
+        do = space.load("v", grad[..., n, :])
+        out = space.target("o", dq[..., n, :])
+        torch.bmm(do, S.mT, out=out)
+        d_mean += do.sum(-2)
+        dS.baddbmm_(q.mT, do)
+        if T is not None and dT is not None:
+            work = space.take("k", *q.shape)
+            out.addcmul_(torch.bmm(do, T.mT, out=work), q, value=2)
+            dT.baddbmm_(torch.mul(q, q, out=work).mT, do)
+        space.store(dq[..., n, :], out)
+
+    def gathered(x: Tensor) -> Tensor:
+        return x if heads == g else x.view(g, heads // g, *x.shape[1:]).sum(1)
+
+    return gathered(d_mean), gathered(dS), None if dT is None else gathered(dT)
+
+
+def _backward_keys(
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    state: Moments,
+    sums: tuple[Tensor, Tensor, Tensor | None],
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+    space: _Workspace,
+) -> None:
+    over_W = ratio(torch.ones_like(state.weight), state.weight)[:, None, None]
+    d_mean, dS, dT = sums
+    dS = dS * (scale * over_W)
+    v_constant, k_constant = d_mean.unsqueeze(-2) * over_W, None
+    if dT is not None and state.P is not None and state.S is not None:
+        dT = dT * (0.5 * scale * scale * over_W)
+        v_constant = v_constant - (state.P.unsqueeze(-2) * over_W) @ dT
+        k_constant = 2 * (dT * state.S * over_W).sum(-1).unsqueeze(-2)
+    absent = None if weights is None else weights == 0
+    for n in _chunks(key):
+        gone = None if absent is None else absent[:, n]
+        k = space.centred("k", key[..., n, :], state.key_mean, gone)
+        v = space.centred("v", value[..., n, :], state.value_mean, gone)
+        k_out, v_out = space.target("o", dk[..., n, :]), space.target("p", dv[..., n, :])
+        torch.bmm(v, dS.mT, out=k_out)
+        v_out.copy_(v_constant.expand_as(v_out))
+        v_out.baddbmm_(k, dS)
+        if dT is not None and k_constant is not None:
+            k_out.addcmul_(torch.bmm(v, dT.mT, out=space.take("q", *k.shape)), k, value=2)
+            k_out.sub_(k_constant)
+            v_out.baddbmm_(k.mul_(k), dT)
+        if weights is not None:
+            k_out.mul_(weights[:, n])
+            v_out.mul_(weights[:, n])
+        space.store(dk[..., n, :], k_out)
+        space.store(dv[..., n, :], v_out)

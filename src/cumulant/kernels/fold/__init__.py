@@ -1,0 +1,1 @@
+"""The folded second-order layer."""

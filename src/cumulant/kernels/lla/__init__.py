@@ -1,0 +1,1 @@
+"""Local linear attention."""

@@ -1,0 +1,1 @@
+"""Short clusters, token by token."""

@@ -1,0 +1,195 @@
+import json
+
+import pytest
+import torch
+from small_models import bert, padded, transformers, vit
+
+import cumulant
+from cumulant.conversion import Choice, convert, load, register_transformers, restore, save, saving
+from cumulant.train import checkpoint
+
+PLAN = {0: "cumulant2", 1: {"attention": "cumulant3", "heads": [0, 3]}}
+
+
+def test_a_hybrid_of_transformers_comes_back_as_it_was(tmp_path):
+    model, batch = bert(), padded()
+    convert(model, layers=PLAN)
+    said = model(**batch).last_hidden_state
+    save(model, tmp_path)
+    loaded = load(tmp_path)
+    torch.testing.assert_close(loaded.eval()(**batch).last_hidden_state, said)
+    save(loaded, tmp_path / "again")
+    torch.testing.assert_close(load(tmp_path / "again").eval()(**batch).last_hidden_state, said)
+
+
+def test_loading_a_hybrid_without_us_fails_and_never_answers_with_softmax(tmp_path):
+    model = bert()
+    convert(model, layers=PLAN)
+    model.save_pretrained(tmp_path)
+    loaded = transformers().AutoModel.from_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"loaded with load"):
+        loaded(**padded())
+
+
+def test_a_model_replaced_as_a_whole_loads_with_from_pretrained(tmp_path):
+    model, batch = bert(), padded()
+    convert(model, "cumulant2")
+    said = model(**batch).last_hidden_state
+    model.save_pretrained(tmp_path)
+    register_transformers()
+    loaded = transformers().AutoModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(**batch).last_hidden_state, said)
+    torch.testing.assert_close(load(tmp_path).eval()(**batch).last_hidden_state, said)
+
+
+def test_the_config_says_what_was_replaced(tmp_path):
+    model = bert()
+    convert(model, layers=[1])
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["cumulant"]["layers"]
+    assert stored == {"encoder.layer.1.attention.self": Choice("cumulant3").to_json()}
+
+
+def test_a_folder_that_was_not_converted_is_refused(tmp_path):
+    bert().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was not converted before saving"):
+        load(tmp_path)
+
+
+def test_a_kill_between_weights_and_plan_leaves_no_mixture_of_two_models(tmp_path, monkeypatch):
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=3, depth=2)
+    convert(model, "cumulant2")
+    save(model, tmp_path)
+    restore(model)
+    convert(model, "cumulant3")
+    monkeypatch.setattr(saving, "write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"holds neither cumulant.json nor a config.json"):
+        load(tmp_path)
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_plan_for_another_model_is_refused(tmp_path):
+    model = bert()
+    convert(model)
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = config["cumulant"]["layers"]
+    layers["encoder.layer.7.attention.self"] = next(iter(layers.values()))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"does not have: encoder\.layer\.7"):
+        load(tmp_path)
+
+
+def test_a_converted_model_of_ours_comes_back(tmp_path):
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=10, init_std=0.2).eval()
+    convert(model, layers=PLAN)
+    images = torch.randn(2, 1, 8, 8)
+    save(model, tmp_path)
+    torch.testing.assert_close(load(tmp_path).eval()(images), model(images))
+
+
+def test_the_trainers_checkpoint_never_forgets_a_conversion(tmp_path):
+    """Its header says how to make the model: as it is now where that can be said, and else not at all."""
+    images = torch.randn(2, 1, 8, 8)
+    for layers in (None, [0]):
+        model = cumulant.create_model("vit_nano_patch2_8", num_classes=10, init_std=0.2).eval()
+        convert(model, "cumulant2", layers=layers)
+        path = checkpoint.save(model, tmp_path / "model.safetensors")
+        if layers is None:
+            torch.testing.assert_close(checkpoint.load(path).eval()(images), model(images))
+        else:
+            with pytest.raises(ValueError, match="does not say which model it holds"):
+                checkpoint.load(path)
+        save(model, tmp_path)
+        torch.testing.assert_close(load(tmp_path).eval()(images), model(images))
+        restore(model)
+        assert model.config["name"] == "vit_nano_patch2_8"
+
+
+def test_a_converted_timm_model_comes_back_into_a_fresh_one(tmp_path):
+    model = vit()
+    convert(model, layers=PLAN)
+    images = torch.randn(2, 3, 32, 32)
+    save(model, tmp_path)
+    torch.testing.assert_close(load(tmp_path, model=vit()).eval()(images), model(images))
+    with pytest.raises(ValueError, match="does not name a timm architecture"):
+        load(tmp_path)
+
+
+def test_what_is_not_converted_is_not_saved_as_such(tmp_path):
+    with pytest.raises(ValueError, match="is not converted"):
+        save(cumulant.create_model("vit_nano_patch2_8", num_classes=10), tmp_path)
+
+
+def test_a_model_converted_to_our_own_softmax_comes_back(tmp_path):
+    model, batch = bert(), padded()
+    convert(model, "softmax")
+    save(model, tmp_path)
+    torch.testing.assert_close(load(tmp_path).eval()(**batch).last_hidden_state, model(**batch).last_hidden_state)
+
+
+@pytest.mark.parametrize("make", [bert, vit], ids=["transformers", "timm"])
+def test_a_file_in_the_place_of_the_folder_is_an_error(make, tmp_path):
+    model = make()
+    convert(model)
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(FileExistsError, match="taken"):
+        save(model, tmp_path / "taken")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "{plan}"], ids=["weights", "plan"])
+@pytest.mark.parametrize("make", [bert, vit], ids=["transformers", "timm"])
+def test_a_damaged_file_is_named(make, file, tmp_path):
+    model = make()
+    convert(model)
+    save(model, tmp_path)
+    path = tmp_path / file.format(plan="config.json" if make is bert else "cumulant.json")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match=path.name):
+        load(tmp_path, model=make())
+
+
+def test_a_converted_model_is_not_loaded_into(tmp_path):
+    model, other = vit(), vit()
+    convert(model)
+    save(model, tmp_path)
+    convert(other, "cumulant2")
+    with pytest.raises(ValueError, match="model is converted already"):
+        load(tmp_path, model=other)
+
+
+class Sentence(torch.nn.Module):
+    """A module of a user's own around an encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = bert()
+
+    def forward(self, **batch):
+        return self.encoder(**batch).last_hidden_state[:, 0]
+
+
+def test_a_module_around_a_model_of_transformers_is_converted_saved_and_taken_back(tmp_path):
+    model, batch = Sentence().eval(), padded()
+    before = model(**batch)
+    convert(model, layers=PLAN, example=batch)
+    converted = model(**batch)
+    save(model, tmp_path)
+    torch.testing.assert_close(load(tmp_path, model=Sentence().eval(), example=batch)(**batch), converted)
+    with pytest.raises(ValueError, match="pass the model as model="):
+        load(tmp_path)
+    restore(model)
+    assert torch.equal(model(**batch), before)
+    assert not torch.equal(converted, before)
+
+
+def test_the_precision_of_the_weights_comes_back(tmp_path):
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=10).bfloat16()
+    convert(model)
+    save(model, tmp_path)
+    assert {p.dtype for p in load(tmp_path).parameters()} == {torch.bfloat16}
