@@ -6,41 +6,17 @@ Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from .kernels.launch import is_plain
+from .tracing import in_autocast_dtype as in_autocast_dtype
+from .tracing import is_plain, transformed
+from .tracing import without_autocast as without_autocast
 
 NORMALIZATIONS = ("mean", "sum")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def transformed() -> bool:
-    """Inside torch.func transforms or forward-mode differentiation, which need plain operations."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """A context without autocast; entering torch's own costs as much as launching a kernel, so only where one is on."""
-    active = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if active else nullcontext()
-
-
-def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, inputs take its dtype, as those of scaled_dot_product_attention do."""
-    for name, x in zip(("query", "key", "value"), tensors, strict=False):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    device = tensors[0].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-    return tensors
 
 
 def only_around_zero(name: str, around: str, reason: str, instead: str) -> None:

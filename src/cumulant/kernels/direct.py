@@ -1,4 +1,4 @@
-"""Operators of this folder without torch's dispatcher, for ordinary tensors in eager mode (see `launch.is_plain`)."""
+"""Operators of this folder without torch's dispatcher, for ordinary tensors in eager mode (see `tracing.is_plain`)."""
 
 from __future__ import annotations
 

@@ -143,19 +143,6 @@ def empty_like_rows(x: Tensor, width: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], width)
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor and nothing watches: no compiler, transform, tensor subclass or dispatch mode.
-
-    Then kernels may be called directly; through the dispatcher a custom op costs up to 0.1 ms of Python each time.
-    """
-    return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
 def token_weights(weights: Tensor) -> Tensor:
     """A mask or weights (B, L) as a kernel reads them: bool as bytes, floating point as it is."""
     return weights.view(torch.uint8) if weights.dtype == torch.bool else weights

@@ -34,13 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...tracing import is_plain
 from ..direct import direct
 from ..launch import (
     Config,
     cdiv,
     dot_precision,
     empty_like_rows,
-    is_plain,
     multiprocessors,
     on_device,
     padded,

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...tracing import is_plain
 from ..direct import direct
-from ..launch import empty_like_rows, is_plain, on_device, rows, stride_unit, strides
+from ..launch import empty_like_rows, on_device, rows, stride_unit, strides
 from . import backward as backward_kernels
 from . import forward as kernels
 from . import statistics as cluster_statistics

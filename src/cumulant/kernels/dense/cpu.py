@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...inputs import transformed, without_autocast
 from ...moments import Moments, ratio, statistics_dtype
-from ..launch import empty_like_rows, is_plain
+from ...tracing import is_plain, transformed, without_autocast
+from ..launch import empty_like_rows
 
 # Numbers in a workspace tile, 2 MiB in float32; a quarter of it costs 10 %, four times as much page faults.
 TILE = 1 << 19

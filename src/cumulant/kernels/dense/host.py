@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...tracing import is_plain
 from ..direct import direct
-from ..launch import cdiv, empty_like_rows, is_plain, on_device, rows, stride_unit, strides, token_weights
+from ..launch import cdiv, empty_like_rows, on_device, rows, stride_unit, strides, token_weights
 from . import kernels
 from .plan import CELLS, FUSED, MERGED, Batch, Plan, plan_for
 

@@ -14,21 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...inputs import transformed
+from ...tracing import is_plain, transformed
 from .. import launch
 from ..direct import direct
-from ..launch import (
-    Config,
-    cdiv,
-    dot_precision,
-    empty_like_rows,
-    is_plain,
-    on_device,
-    padded,
-    rows,
-    stride_unit,
-    strides,
-)
+from ..launch import Config, cdiv, dot_precision, empty_like_rows, on_device, padded, rows, stride_unit, strides
 
 WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the registers of a program
 

@@ -19,20 +19,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...tracing import is_plain
 from ..cluster.parts import CLOSURE_NUMBER
 from ..direct import direct
-from ..launch import (
-    Config,
-    cdiv,
-    dot_precision,
-    empty_like_rows,
-    is_plain,
-    on_device,
-    padded,
-    rows,
-    stride_unit,
-    strides,
-)
+from ..launch import Config, cdiv, dot_precision, empty_like_rows, on_device, padded, rows, stride_unit, strides
 from . import kernels
 
 SLOTS = 64  # of a tile; a cluster has no more
