@@ -24,7 +24,7 @@ from cumulant.conversion.settings import Convert, Diagnose
 from cumulant.studies.settings import Reproduce
 from cumulant.train_commands import Evaluate, Train, train_with_recipe
 from cumulant.web.settings import Explore
-from cumulant.zoo.registry import says_none
+from cumulant.zoo.grammar import says_none
 
 DESCRIPTION = """Linear-time attention from the cumulant expansion of softmax.
 

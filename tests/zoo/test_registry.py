@@ -10,7 +10,8 @@ from torch import nn
 
 from cumulant import zoo
 from cumulant.zoo import Mechanism
-from cumulant.zoo.registry import _MECHANISMS, json_or_word, read_option
+from cumulant.zoo.grammar import json_or_word, read_option
+from cumulant.zoo.registry import _MECHANISMS
 
 
 def qkv(heads=2, length=5, dim=4, batch=2):

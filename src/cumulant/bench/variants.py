@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.zoo.registry import Mechanism, json_or_word, suggest
+from cumulant.zoo.grammar import json_or_word, suggest
+from cumulant.zoo.registry import Mechanism
 
 ALL = "all"
 # Settings of a mechanism that are measured beside its default where all are asked for: the ends of its dial.

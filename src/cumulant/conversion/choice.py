@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import zoo
-from ..zoo.registry import Mechanism, read_option, suggest, written
+from ..zoo.grammar import parse, suggest, write
+from ..zoo.registry import Mechanism
 from ..zoo.tilted import check_around
 
 SOFTMAX = "softmax"
@@ -50,13 +51,13 @@ class Choice:
     @property
     def name(self) -> str:
         """Mechanism and options in one word."""
-        return self.attention + "".join(f"+{key}={written(value)}" for key, value in sorted(self.options.items()))
+        return write(self.attention, self.options)
 
     @classmethod
     def named(cls, name: str, options: Mapping[str, Any] | None = None) -> Choice:
         """The choice that "cumulant3+around=mean" stands for, with further options."""
-        attention, *words = name.split("+")
-        return cls(attention, None, {**dict(read_option(word, name) for word in words), **(options or {})})
+        attention, own = parse(name)
+        return cls(attention, None, {**own, **(options or {})})
 
     @property
     def around_mean(self) -> bool:

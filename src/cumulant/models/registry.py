@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..zoo.registry import suggest
+from ..zoo.grammar import suggest
 from .vit import VisionTransformer
 from .vivit import ViViT
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import zoo
-from ..zoo.registry import suggest
+from ..zoo.grammar import suggest
 from .extras import (
     GATES,
     Temperature,

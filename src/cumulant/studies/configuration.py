@@ -53,7 +53,7 @@ def parse(name: str) -> Configuration:
 
 def pair(word: str, where: str) -> tuple[str, Any]:
     """`v_conv` as ("v_conv", True), `patch=4` as ("patch", 4); values are JSON where they are JSON."""
-    from cumulant.zoo.registry import read_option
+    from cumulant.zoo.grammar import read_option
 
     return read_option(word, where, "extras")
 
@@ -81,7 +81,7 @@ def with_extra(
     from cumulant import zoo
     from cumulant.nn.attention import EXTRAS
     from cumulant.train.recipe_files import check_value
-    from cumulant.zoo.registry import suggest
+    from cumulant.zoo.grammar import suggest
 
     options = zoo.get(recipe.attention).options if mechanism else ()
     if key in options:
@@ -127,6 +127,6 @@ def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:
 
 
 def _word(key: str, value: Any) -> str:
-    from cumulant.zoo.registry import written
+    from cumulant.zoo.grammar import written
 
     return key if value is True else f"{key}={written(value)}"

@@ -14,7 +14,7 @@ from ..data.part import Source
 from ..data.source import open_source
 from ..models import create_model, model_names
 from ..models.registry import VIVIT_CONFIGS
-from ..zoo.registry import suggest
+from ..zoo.grammar import suggest
 from .muon import Muon, muon_groups
 from .optimise import adamw, of_groups, set_drop_path
 from .processes import Processes

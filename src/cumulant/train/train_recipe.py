@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from ..data.augmentation import Augmentation
-from ..zoo.registry import json_or_word, says_none
+from ..zoo.grammar import json_or_word, says_none
 
 OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+
+from .grammar import suggest
 
 # Arguments that every mechanism takes; whatever else its function takes by keyword is an option of its own.
 SHARED_ARGUMENTS = frozenset(
@@ -267,37 +268,3 @@ def nearest(mechanism: Mechanism, capability: str) -> str | None:
 def _own_options(function: Callable[..., Any], shared: frozenset[str] = SHARED_ARGUMENTS) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in shared)
-
-
-def suggest(name: object, known: list[str]) -> str:
-    """The part of an error message that names what would have been accepted, the nearest first."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
-
-
-def read_option(word: str, where: str, what: str = "options") -> tuple[str, Any]:
-    """`full` of "cumulant3+full" as ("full", True), `apart=1` as ("apart", 1); values are JSON where they are JSON."""
-    key, sign, text = word.partition("=")
-    if not key or (sign and not text):
-        raise ValueError(f"{what} are written +name or +name=value, got {word!r} in {where!r}")
-    if not sign:
-        return key, True
-    return key, None if says_none(text) else json_or_word(text)
-
-
-def json_or_word(text: str) -> Any:
-    """The value that a text stands for where it is JSON (3, true, [2, 8, 8]), else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def says_none(value: object) -> bool:
-    """Whether a value is the word none or null, in small letters or capitals: how a user writes None."""
-    return isinstance(value, str) and value.lower() in ("none", "null")
-
-
-def written(value: Any) -> str:
-    """The value of an option as `read_option` reads it."""
-    return value if isinstance(value, str) else json.dumps(value)

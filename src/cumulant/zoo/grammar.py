@@ -1,0 +1,67 @@
+"""Names with options, written one way everywhere: `cumulant3+full`, `agent+agents=16`, `cumulant3+around=mean+apart=1`.
+
+Python, command line, recipes, records and saved models all read and write this. A bare option is True; values are JSON
+where they are JSON, and words otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """The name before the first `+`, and the options behind it."""
+    if not isinstance(text, str):
+        raise TypeError(f"a mechanism is named by a word, such as 'cumulant3+full', got {text!r}")
+    if ":" in text and "+" not in text:
+        new = text.replace(":", "+")
+        warnings.warn(f"options are written {new!r}, no longer {text!r}", DeprecationWarning, stacklevel=2)
+        text = new
+    name, *words = text.split("+")
+    return name, dict(read_option(word, text) for word in words)
+
+
+def write(name: str, options: Mapping[str, Any]) -> str:
+    """Name and options as `parse` reads them, options in alphabetical order."""
+    return name + "".join(
+        f"+{key}" if value is True else f"+{key}={written(value)}" for key, value in sorted(options.items())
+    )
+
+
+def read_option(word: str, where: str, what: str = "options") -> tuple[str, Any]:
+    """`full` of "cumulant3+full" as ("full", True), `apart=1` as ("apart", 1), `clip=none` as ("clip", None)."""
+    key, sign, text = word.partition("=")
+    if not key or (sign and not text):
+        raise ValueError(f"{what} are written +name or +name=value, got {word!r} in {where!r}")
+    if not sign:
+        return key, True
+    return key, None if says_none(text) else json_or_word(text)
+
+
+def json_or_word(text: str) -> Any:
+    """The value that a text stands for where it is JSON (3, true, [2, 8, 8]), else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def says_none(value: object) -> bool:
+    """Whether a value is the word none or null, in small letters or capitals: how a user writes None."""
+    return isinstance(value, str) and value.lower() in ("none", "null")
+
+
+def written(value: Any) -> str:
+    """The value of an option as `read_option` reads it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """The part of an error message that names what would have been accepted, the nearest first."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
