@@ -17,7 +17,7 @@ dial    4,096 tokens, eight windows of 512 side by side: `cumulant.cluster.choos
         every 8th of their queries, and the larger are kept. (Set by 64 queries of one text, layer 0 had 0.14 on a
         second and 0.18 and 0.21 on two more. The target was chosen on texts that are in neither set.)
 figure  error against cost at 4,096 tokens, mean over layers: docs/local-cumulants.svg.
-pareto  every sub-quadratic mechanism of the registry against the dial (`cumulant.bench.dials`): this encoder at 4,096
+pareto  every sub-quadratic mechanism of the registry against the dial (dials.py): this encoder at 4,096
         tokens, and a vision transformer trained with softmax; docs/zoo/error-pareto.svg.
 
 The encoder (6 layers, 12 heads of width 32) is written out below in plain torch: no transformers needed.
@@ -33,6 +33,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+import dials
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,7 +42,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cumulant
 from cumulant import zoo
-from cumulant.bench import dials
 from cumulant.bench.capture import Captured, from_checkpoint
 from cumulant.bench.provenance import provenance
 from cumulant.cluster import Choice, Dial, KMeans, choose, cluster_attention, multiply_adds, softmax_multiply_adds

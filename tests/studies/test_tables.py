@@ -1,29 +1,18 @@
 """docs/results.md says what the records say, and nothing where there are none."""
 
-import importlib.util
 import json
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from cumulant.studies.plan import planned
 from cumulant.studies.records import read_records
 from cumulant.studies.settings import Reproduce
-from cumulant.studies.tables import fill, overview, study_block
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def script():
-    """benchmarks/experiments.py as a module."""
-    spec = importlib.util.spec_from_file_location("experiments", ROOT / "benchmarks" / "experiments.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tools import experiments
+from tools.experiment_figures import draw
+from tools.tables import fill, overview, study_block
 
 
 def test_a_study_without_records_is_said_to_be_not_run():
@@ -103,14 +92,11 @@ def test_filling_a_page_leaves_the_words_around_the_blocks_alone():
         fill(page, {"b": ""})
 
 
-def test_the_results_page_is_what_the_records_say(script):
-    assert script.PAGE.read_text() == script.page(), "run python benchmarks/experiments.py"
+def test_the_results_page_is_what_the_records_say():
+    assert experiments.PAGE.read_text() == experiments.page(), "run python -m tools.experiments"
 
 
-def test_the_figure_shows_every_run_of_a_study_and_nothing_of_one_configuration_alone(study, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from experiment_figures import draw
-
+def test_the_figure_shows_every_run_of_a_study_and_nothing_of_one_configuration_alone(study, tmp_path):
     settings, results = study
     records = read_records(settings.out / "records")[0]
     place = tmp_path / "figure.svg"
@@ -124,22 +110,22 @@ def test_the_figure_shows_every_run_of_a_study_and_nothing_of_one_configuration_
     assert not (tmp_path / "other.svg").exists()
 
 
-def test_every_experiment_can_be_planned(script):
-    for name, settings in script.EXPERIMENTS.items():
+def test_every_experiment_can_be_planned():
+    for name, settings in experiments.EXPERIMENTS.items():
         assert planned(settings), name
 
 
-def test_records_are_taken_over_into_one_file_per_experiment(script, study, tmp_path, monkeypatch, capsys):
+def test_records_are_taken_over_into_one_file_per_experiment(study, tmp_path, monkeypatch, capsys):
     settings, results = study
-    monkeypatch.setattr(script, "RECORDS", tmp_path / "kept")
-    monkeypatch.setattr(script, "EXPERIMENTS", {"small": settings})
+    monkeypatch.setattr(experiments, "RECORDS", tmp_path / "kept")
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"small": settings})
     shutil.copytree(settings.out / "records", tmp_path / "elsewhere")
-    script.add([tmp_path / "elsewhere", settings.out / "results.json"])
+    experiments.add([tmp_path / "elsewhere", settings.out / "results.json"])
     kept = json.loads((tmp_path / "kept" / "small.json").read_text())
     assert [run["accuracy"] for run in kept] == [run["accuracy"] for run in results["runs"]]
     assert "6 runs taken over" in capsys.readouterr().out
-    monkeypatch.setattr(script, "EXPERIMENTS", {"other": Reproduce()})
-    script.add([settings.out])
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"other": Reproduce()})
+    experiments.add([settings.out])
     assert "not part of any experiment, left out: cumulant3 seed 0" in capsys.readouterr().out
 
 

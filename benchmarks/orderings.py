@@ -1,15 +1,15 @@
 """Orderings that the papers of the zoo report, on experiments small enough for one CPU core.
 
-    python -m cumulant.bench.orderings --text TEXT --vit CHECKPOINT --images FOLDER --reviews FOLDER --out JSON
+    python benchmarks/orderings.py --text TEXT --vit CHECKPOINT --images FOLDER --reviews FOLDER --out JSON
 
 regression   no training: noisy linear maps that change from segment to segment; predict the next value from the prefix.
 decoding     multiply-adds and numbers held for one more token after t of them, counted.
 language     bits a character of a small causal transformer on one text, two seeds of each.
 recall       share of key-value pairs that a small causal transformer, trained for it, gives back.
-documents    accuracy of one layer of attention over the words of reviews, `cumulant.bench.documents`.
+documents    accuracy of one layer of attention over the words of reviews, documents.py beside this.
 late layers  accuracy of a softmax vision transformer with three of its layers replaced without training.
 
-Orderings about image classification are judged by `cumulant bench train`; `cumulant.bench.pages` puts all together.
+Orderings about image classification are judged by `cumulant bench train`; `python -m tools.pages` puts all together.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from documents import documents
 from torch import Tensor, nn
 
 from cumulant import zoo
-from cumulant.bench.documents import documents
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.bench.work import WorkCounter
 from cumulant.nn import MultiheadAttention
@@ -276,7 +276,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, part in parts.items():
         if name not in results:
             results |= provenance(
-                "python -m cumulant.bench.orderings --text TEXT --vit CHECKPOINT --images FOLDER --reviews FOLDER"
+                "python benchmarks/orderings.py --text TEXT --vit CHECKPOINT --images FOLDER --reviews FOLDER"
             )
             results[name] = part()
             print(name, json.dumps(results[name]), flush=True)

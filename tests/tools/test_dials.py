@@ -3,19 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from dials import Point, compare, dial_points, mechanism_points, name_of, settings, shared_points, verdicts
 
 from cumulant import zoo
 from cumulant.bench.capture import Captured
-from cumulant.bench.dials import (
-    Point,
-    compare,
-    dial_points,
-    mechanism_points,
-    name_of,
-    settings,
-    shared_points,
-    verdicts,
-)
 from cumulant.cluster import Choice, KMeans
 
 

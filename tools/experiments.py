@@ -1,8 +1,8 @@
 """The experiments of docs/results.md: what they are, their records, and the page made from them.
 
-    python benchmarks/experiments.py                      # write docs/results.md and its figures anew from the records
-    python benchmarks/experiments.py --list               # name, runs done, command
-    python benchmarks/experiments.py --add runs/digits    # take over records: a folder of `cumulant reproduce`,
+    python -m tools.experiments                      # write docs/results.md and its figures anew from the records
+    python -m tools.experiments --list               # name, runs done, command
+    python -m tools.experiments --add runs/digits    # take over records: a folder of `cumulant reproduce`,
                                                           # a folder of records, or a results.json
 
 Records lie in benchmarks/results/experiments, one file per experiment and one run per line. Training itself is
@@ -19,12 +19,12 @@ from typing import Any
 
 from cumulant.studies.records import Key, read_records
 from cumulant.studies.settings import Reproduce
-from cumulant.studies.tables import fill, in_order, overview, planned, study_block
+from tools.tables import fill, in_order, overview, planned, study_block
 
-HERE = Path(__file__).parent
-RECORDS = HERE / "results" / "experiments"
-PAGE = HERE.parent / "docs" / "results.md"
-FIGURES = HERE.parent / "docs" / "figures"
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "results" / "experiments"
+PAGE = ROOT / "docs" / "results.md"
+FIGURES = ROOT / "docs" / "figures"
 
 TINY, PATCH4 = "tiny-imagenet-100", "tiny-imagenet-100-patch4"
 MUON = "optimizer=muon"  # what makes softmax train well at this length; the main comparison is with AdamW
@@ -140,7 +140,7 @@ def page() -> str:
 
 def figures() -> None:
     """The figures of the studies that have something to compare."""
-    from experiment_figures import draw
+    from tools.experiment_figures import draw
 
     records = kept()
     for name, settings in EXPERIMENTS.items():
@@ -163,7 +163,7 @@ def main() -> None:
         return
     figures()
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(HERE.parent)}")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

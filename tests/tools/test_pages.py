@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cumulant.bench import pages
+from tools import pages
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {
@@ -14,7 +14,7 @@ ORIGIN = {
 
 @pytest.mark.parametrize("page", list(pages.PAGES))
 def test_the_page_in_the_repository_is_the_one_its_results_give(page):
-    """After new results: python -m cumulant.bench.pages ."""
+    """After new results: python -m tools.pages"""
     assert (ROOT / page).read_text(encoding="utf-8") == pages.written(ROOT)[page]
 
 

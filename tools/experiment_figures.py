@@ -1,6 +1,6 @@
 """The figures of docs/results.md: accuracy over training, and that of the last epoch with every seed as a point.
 
-`python benchmarks/experiments.py` draws them with the tables; nothing in them comes from anywhere but the records.
+`python -m tools.experiments` draws them with the tables; nothing in them comes from anywhere but the records.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from cumulant.studies.figures import palette
 from cumulant.studies.outcome import records_of
@@ -109,7 +110,7 @@ def _curves(axis: Axes, groups: Mapping[str, list[Record]], colours: Mapping[str
         lowest, highest = [min(column) for column in columns], [max(column) for column in columns]
         axis.fill_between(longest, lowest, highest, color=colours[name], alpha=0.15, linewidth=0)
     axis.set(xlabel="epoch", ylabel="top-1 on the test part, %")
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, loc="lower right")
 

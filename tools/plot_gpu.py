@@ -1,6 +1,6 @@
 """The figure of docs/performance.md from results that are there: time a token against length, one H200.
 
-python benchmarks/plot_gpu.py       writes docs/figures/gpu_time.svg
+python -m tools.plot_gpu       writes docs/figures/gpu_time.svg
 
 Cumulant attention and the floor are of results/gpu_dense.json (CUDA graphs), softmax of results/gpu_dense_peers.json
 (called from Python, with batches so large that this does not show).

@@ -1,9 +1,8 @@
 """Reviews laid out as sentences of words, and both classifiers on reviews that a word gives away."""
 
+import documents as bench
 import pytest
 import torch
-
-from cumulant.bench import documents as bench
 
 pytest.importorskip("pyarrow")
 

@@ -1,11 +1,11 @@
 """The small experiments behind the table of orderings: what they measure; how it comes out only of the quick ones."""
 
+import orderings
 import pytest
 import torch
+from orderings import LANGUAGE, Setting, SmallModel, decoding, fitted, piecewise, regression
 
 from cumulant import zoo
-from cumulant.bench import orderings
-from cumulant.bench.orderings import LANGUAGE, Setting, SmallModel, decoding, fitted, piecewise, regression
 
 
 def test_a_local_affine_fit_beats_softmax_and_a_global_fit():

@@ -1,12 +1,11 @@
 """The page of the documentation that lists all mechanisms; its marks come from running them.
 
-To write it again: python -c "from cumulant.zoo.page import page; print(page(), end='')" > docs/zoo/index.md
+To write it again: python -m tools.zoo_page > docs/zoo/index.md
 """
 
 from __future__ import annotations
 
-from .probes import capabilities
-from .registry import get, names
+from cumulant.zoo import capabilities, get, names
 
 HEAD = """# The zoo: published attentions behind one interface
 
@@ -56,3 +55,7 @@ def page() -> str:
         rows.append([*row, "yes" if mechanism.module is not None else ""])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return f"{HEAD}{table}\n{LEGEND}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

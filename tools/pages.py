@@ -1,22 +1,22 @@
-"""The parts of the documentation that are made from results: `python -m cumulant.bench.pages REPOSITORY` writes them.
+"""The parts of the documentation that are made from results: `python -m tools.pages` writes them.
 
 Results lie in benchmarks/results: zoo_gpu.json (benchmarks/gpu_zoo.py), zoo_efficiency*.json and zoo_train_RECIPE.json
 (`cumulant bench efficiency` and `train`), cluster_error.json and error_pareto.json (benchmarks/cluster_error.py),
-zoo_orderings.json (`cumulant.bench.orderings`), cluster_stream.json (benchmarks/cluster_stream.py). Pages hold places
+zoo_orderings.json (benchmarks/orderings.py), cluster_stream.json (benchmarks/cluster_stream.py). Pages hold places
 for them, between `<!-- results: NAME -->` and `<!-- end -->`; what has no file says that it was not run.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cumulant.bench.crossings import crossing_text
-from cumulant.studies.tables import fill
+from tools.tables import fill
 
+ROOT = Path(__file__).parents[1]
 Result = Mapping[str, Any]
 COMMANDS = {
     "zoo_gpu": "PYTHONPATH=src python benchmarks/gpu_zoo.py",
@@ -359,10 +359,8 @@ def written(repository: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m cumulant.bench.pages REPOSITORY")
-    for page, text in written(Path(sys.argv[1])).items():
-        (Path(sys.argv[1]) / page).write_text(text, encoding="utf-8")
+    for page, text in written(ROOT).items():
+        (ROOT / page).write_text(text, encoding="utf-8")
         print(page)
 
 
