@@ -5,7 +5,7 @@ T: frames of a clip, F: frames of a video, n: clips.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .identity import tensor_contents
 from .part import DecodeError
 
 Choice = Callable[[int], NDArray[np.int64]]
@@ -64,6 +65,10 @@ class Videos(Protocol):
 
     def name(self, index: int) -> str: ...
 
+    def contents(self) -> Iterable[bytes]:
+        """What tells these videos from others, see `identity`."""
+        ...
+
     def length(self, index: int) -> int:
         """Frames of the video, exact or as its header says: for estimates of memory."""
         ...
@@ -92,6 +97,9 @@ class TensorVideos:
     def name(self, index: int) -> str:
         return f"{self.title}[{index}]"
 
+    def contents(self) -> Iterable[bytes]:
+        return tensor_contents(self.videos)
+
     def length(self, index: int) -> int:
         return len(self.videos[index])
 
@@ -117,6 +125,9 @@ class ClipPart:
 
     def name(self, index: int) -> str:
         return self.videos.name(index // self.views)
+
+    def contents(self) -> Iterable[bytes]:
+        return self.videos.contents()
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
         """uint8 (3, T, size, size). View v, crop c of video i is item (i * views + v) * crops + c."""

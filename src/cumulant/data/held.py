@@ -27,7 +27,7 @@ def hold(source: Source, size: int) -> Source | None:
     train, test = (_held(part, size, source.name) for part in parts)
     if train is None or test is None:
         return None
-    return Source(source.name, source.kind, train, test, source.classes)
+    return Source(source.name, source.kind, train, test, source.classes, known=source.identity())
 
 
 def _entire(part: Part) -> Part:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .decode import decode_image, fit, pillow_image, to_tensor
+from .identity import file_contents, tensor_contents
 from .part import DecodeError
 from .rows import Rows, encoded
 
@@ -28,6 +29,9 @@ class ImageRows:
 
     def name(self, index: int) -> str:
         return self.rows.name(int(self.picks[index]))
+
+    def contents(self) -> Iterable[bytes]:
+        return (self.picks.tobytes(), *self.rows.contents(self.column))
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
         row, name = int(self.picks[index]), self.name(index)
@@ -47,6 +51,9 @@ class ImageFiles:
 
     def name(self, index: int) -> str:
         return str(self.folder / self.files[index])
+
+    def contents(self) -> Iterable[bytes]:
+        return file_contents(self.folder, self.files)
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
         return decode_image(self.folder / self.files[index], size, self.name(index))
@@ -69,6 +76,9 @@ class TensorImages:
 
     def name(self, index: int) -> str:
         return f"{self.title}[{index}]"
+
+    def contents(self) -> Iterable[bytes]:
+        return tensor_contents(self.images)
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
         if not 0 <= index < len(self):

@@ -16,7 +16,7 @@ from torch import Tensor
 from .clips import ClipPart
 from .images import TensorImages
 from .jobs import Decoder, Job, chunk_length, run_once
-from .part import DataError, Part
+from .part import DataError, Part, spread
 
 SHARE = 0.25
 """What may be taken of the free memory without being asked."""
@@ -139,7 +139,7 @@ def needed_bytes(part: Part, size: int) -> int:
         return len(part) * item_bytes(part, size)
     assert isinstance(part, ClipPart)
     lengths = []
-    for index in np.unique(np.linspace(0, len(part) - 1, 16).astype(int)).tolist():
+    for index in spread(len(part), 16):
         try:
             lengths.append(part.videos.length(index))
         except ValueError:  # a bad item: reported when it is decoded

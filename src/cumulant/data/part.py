@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,9 +64,20 @@ class Source:
     train: Part
     test: Part
     classes: tuple[str, ...]
+    known: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+    """Its identity where that is known already: of what was decoded from files, that of the files."""
 
     def __post_init__(self) -> None:
         check_labels(self.name, self.train.labels, self.test.labels, self.classes)
+
+    def identity(self) -> Mapping[str, Any]:
+        """What it holds, wherever it lies: kind, classes, items per class and a short "digest" of its contents."""
+        if self.known is None:
+            from .identity import identify
+
+            object.__setattr__(self, "known", identify(self))
+        assert self.known is not None
+        return self.known
 
     def __repr__(self) -> str:
         counts = f"{len(self.train):,} train, {len(self.test) // self.test.views:,} test"
@@ -111,3 +123,8 @@ def shorten(names: Iterable[str], limit: int = 5) -> str:
     if any("," in name for name in shown):
         return "; ".join([*shown, *more])
     return " ".join([", ".join(shown), *more])
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` places, evenly from the first of `count` to the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist() if count else []

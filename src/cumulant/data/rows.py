@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from .part import DataError, DecodeError
+from .identity import BLOCK, SAMPLES, beginning
+from .part import DataError, DecodeError, spread
 
 IN_MEMORY_BYTES = 1 << 30
 """Parquet up to this size is held encoded in memory; larger sets get a memory-mapped Arrow copy in the cache."""
@@ -33,6 +35,10 @@ class Rows(Protocol):
 
     def folder(self, row: int) -> Path | None:
         """What a relative path in this row refers to."""
+        ...
+
+    def contents(self, column: str) -> Iterable[bytes]:
+        """What tells the table, and that column of it, from others; without reading it all."""
         ...
 
 
@@ -59,6 +65,16 @@ class ParquetRows:
 
     def folder(self, row: int) -> Path | None:
         return self.files[self._shard(row)].parent
+
+    def contents(self, column: str) -> Iterable[bytes]:
+        """Rows, size, beginning and end of every shard: at the end is the footer, with the place of every column."""
+        yield repr((self.schema.names, self.starts.tolist())).encode()
+        for file in self.files:
+            with file.open("rb") as content:
+                size = content.seek(0, os.SEEK_END)
+                content.seek(max(0, size - BLOCK))
+                yield b"%d " % size + content.read()
+            yield beginning(file)
 
     def name(self, row: int) -> str:
         shard = self._shard(row)
@@ -107,6 +123,14 @@ class HubRows:
     def folder(self, row: int) -> Path | None:
         return None
 
+    def contents(self, column: str) -> Iterable[bytes]:
+        yield repr((self.schema.names, len(self))).encode()
+        for row in spread(len(self), SAMPLES):
+            cell = self.cell(row, column)
+            with suppress(DecodeError, IndexError):  # a row without pixels
+                content = encoded(cell[0] if isinstance(cell, list) else cell, None, self.name(row))
+                yield beginning(content) if isinstance(content, Path) else content[:BLOCK]
+
     def name(self, row: int) -> str:
         return f"{self.title} row {row}"
 
@@ -133,6 +157,9 @@ class JoinedRows:
 
     def folder(self, row: int) -> Path | None:
         return self.first.folder(row) if row < len(self.first) else self.second.folder(row - len(self.first))
+
+    def contents(self, column: str) -> Iterable[bytes]:
+        return (*self.first.contents(column), *self.second.contents(column))
 
     def column(self, name: str) -> list[Any]:
         return self.first.column(name) + self.second.column(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .clips import Choice
 from .decode import fit, open_image, to_tensor
+from .identity import file_contents
 from .part import DecodeError
 from .rows import Rows, encoded
 
@@ -33,6 +34,9 @@ class FrameLists:
     def name(self, index: int) -> str:
         place = self.rows.name(int(self.picks[index]))
         return f"{self.names[index]} ({place})" if self.names is not None else place
+
+    def contents(self) -> Iterable[bytes]:
+        return (self.picks.tobytes(), *self.rows.contents(self.column))
 
     def length(self, index: int) -> int:
         return len(self._frames(index))
@@ -65,6 +69,9 @@ class FrameRows:
     def name(self, index: int) -> str:
         return f"{self.names[index]} ({self.rows.name(int(self.frames[index][0]))})"
 
+    def contents(self) -> Iterable[bytes]:
+        return (np.concatenate(self.frames).tobytes(), *self.rows.contents(self.column))
+
     def length(self, index: int) -> int:
         return len(self.frames[index])
 
@@ -90,6 +97,9 @@ class ClipFiles:
     def name(self, index: int) -> str:
         return str(self.folder / self.files[index])
 
+    def contents(self) -> Iterable[bytes]:
+        return file_contents(self.folder, self.files)
+
     def length(self, index: int) -> int:
         return counted_frames(self.folder / self.files[index], self.name(index))
 
@@ -107,6 +117,9 @@ class ClipRows:
 
     def name(self, index: int) -> str:
         return self.rows.name(int(self.picks[index]))
+
+    def contents(self) -> Iterable[bytes]:
+        return (self.picks.tobytes(), *self.rows.contents(self.column))
 
     def length(self, index: int) -> int:
         return counted_frames(self._content(index), self.name(index))
