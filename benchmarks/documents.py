@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cumulant.nn import MultiheadAttention
+from cumulant.optional import needed
 
 SENTENCES, WORDS = 16, 16
 ABSENT = -1
@@ -68,10 +69,8 @@ def embeddings(ids: Tensor, size: int, width: int) -> Tensor:
 
 def read(path: Path, count: int) -> tuple[list[str], Tensor]:
     """`count` texts and labels, evenly spread over a parquet file with the columns text and label."""
-    try:
+    with needed("reading reviews needs pyarrow", "data"):
         import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ImportError("reading reviews needs pyarrow: pip install 'cumulant[data]'") from error
     rows = pq.read_table(path, columns=["text", "label"])
     at = torch.linspace(0, rows.num_rows - 1, min(count, rows.num_rows)).long().tolist()
     taken = rows.take(at)

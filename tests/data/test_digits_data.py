@@ -1,5 +1,6 @@
 """The embedded digits: sizes, scaling, a stratified split that depends on its seed alone."""
 
+import re
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from cumulant.data import Split, digits
+from cumulant.optional import install
 
 
 def test_sizes_types_and_classes():
@@ -46,7 +48,7 @@ def test_the_seed_chooses_the_split():
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"cumulant\[train\]"):
+    with pytest.raises(ImportError, match="scikit-learn: " + re.escape(install("train"))):
         digits()
 
 

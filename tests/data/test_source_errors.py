@@ -1,5 +1,6 @@
 """A data set that cannot be used says which file, what was found and what was expected, before anything is decoded."""
 
+import re
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ from samples import (
 )
 
 from cumulant.data import DataError, open_source
+from cumulant.optional import install
 
 
 def table(folder, part, labels, **columns):
@@ -222,14 +224,14 @@ def test_clip_settings_must_be_positive(name):
 
 def test_a_hub_name_without_the_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused("owner/name", "'owner/name' is no folder here", "cumulant[data]", error=ImportError)
+    refused("owner/name", "'owner/name' is no folder here", install("data"), error=ImportError)
 
 
 @pytest.mark.parametrize(("module", "words"), [("PIL", "Pillow"), ("pyarrow.parquet", "pyarrow")])
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, module, words):
     write_images(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"{words}.*cumulant\[data\]"):
+    with pytest.raises(ImportError, match=f"{words}: {re.escape(install('data'))}"):
         open_source(tmp_path).train.decode(0, 8)
 
 

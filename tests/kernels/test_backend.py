@@ -1,11 +1,14 @@
 """attention(backend="triton") through the public function: on the GPU, or in the interpreter on the CPU."""
 
+import re
+
 import pytest
 import torch
 from oracles import relative
 
 from cumulant import attention, attention_varlen
 from cumulant.kernels import launch
+from cumulant.optional import install
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -75,7 +78,7 @@ def test_what_the_kernels_cannot_take_is_refused_by_name():
 
 def test_without_triton_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(launch, "HAS_TRITON", False)
-    with pytest.raises(ValueError, match=r"pip install 'cumulant\[gpu\]'"):
+    with pytest.raises(ValueError, match=re.escape(install("gpu"))):
         attention(*inputs(), enable_gqa=True, backend="triton")
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 from playwright.sync_api import expect
 from small_explorer import encoded, noise, png_claiming
 
+from cumulant.optional import install
 from cumulant.web import create_app
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
@@ -218,7 +219,7 @@ def test_without_plotly_the_views_keep_their_tables_and_say_what_is_missing(brow
     with serving(create_app(models, examples)) as bare, watched_page(browser, bare) as page:
         open_view(page, "Distance")
         assert page.locator(".chart").count() == 0
-        assert page.get_by_text("charts need plotly (pip install 'cumulant[web]')").count() == 2
+        assert page.get_by_text(f"charts need plotly ({install('web')})").count() == 2
         assert page.locator("table.numbers").count() == 2
         answer = page.request.get(f"{bare}vendor/plotly.min.js")
         assert (answer.status, answer.json()["error"]) == (404, "not_found")

@@ -12,6 +12,7 @@ from typing import Any
 from cumulant.bench import crossings, plots
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.commands import Efficiency, Error, Speed, TrainBench
+from cumulant.optional import needed
 
 TEMPLATE = "report.html.j2"
 KEYS = {  # without which a result can be neither drawn nor told
@@ -32,12 +33,10 @@ def prepare(out: Path) -> None:
     result in the folder is damaged."""
     from cumulant.train.files import claim_room
 
-    try:
+    with needed("the report needs jinja2, matplotlib and plotly", "train"):
         import jinja2
         import matplotlib
         import plotly.offline  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"the report needs the package {error.name}: pip install 'cumulant[train]'") from error
     assert jinja2.__version__
     assert matplotlib.__version__
     claim_room(out, 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cumulant import zoo
+from cumulant.optional import needed
 
 # Mid-tones that hold on white and on dark. Families share a hue: softmax violet, cumulants blue and green.
 COLOURS = {
@@ -78,10 +79,8 @@ def with_room(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 def pyplot() -> Any:
     """matplotlib's pyplot for files, without a screen."""
-    try:
+    with needed("the plots need matplotlib", "train"):
         import matplotlib
-    except ImportError as error:
-        raise ImportError("the plots need matplotlib: pip install 'cumulant[train]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as module
 

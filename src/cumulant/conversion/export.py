@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..optional import needed
 from .inputs import Batch, answer, call, evaluating
 from .layers import ConvertedAttention
 from .own import FoldingAttention
@@ -77,11 +78,9 @@ def export_onnx(
     Compared on the example and on `others` (other sizes, where `dynamic_shapes` allows them), relative to the largest
     number of the answer; above `tolerance` it is an error and no file is left. Needs onnx, onnxscript and onnxruntime.
     """
-    try:
+    with needed("ONNX export needs onnx, onnxscript and onnxruntime", "export"):
         onnxruntime = import_module("onnxruntime")
         import_module("onnxscript")
-    except ImportError as error:
-        raise ImportError("ONNX export needs: pip install onnx onnxscript onnxruntime") from error
     path = Path(path)
     names, inputs = _flat(example)
     program = export_program(model, example, dynamic_shapes=dynamic_shapes)

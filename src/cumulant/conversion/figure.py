@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..optional import needed
+
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis
 
@@ -16,11 +18,9 @@ def heat_map(found: Diagnosis, path: Path) -> Path:
 
     White: no such form, as around the mean query where a layer is causal.
     """
-    try:
+    with needed("the heat map needs matplotlib", "train"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('the heat map needs matplotlib: pip install "cumulant[train]"') from error
     heads = max(layer.heads for layer in found.layers)
     rows = len(found.layers)
     panels = {

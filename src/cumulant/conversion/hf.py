@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import zoo
+from ..optional import needed
 from .choice import Choice, fitting, mix, observed, weights
 from .masks import DenseMaskError, dense, key_mask_function, understood
 
@@ -54,10 +55,8 @@ def register_transformers(*names: str) -> list[str]:
 
 
 def _registries() -> tuple[Any, Any]:
-    try:
+    with needed("this needs transformers", "transformers"):
         from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise ImportError('this needs transformers: pip install "cumulant[transformers]"') from error
     return AttentionInterface, AttentionMaskInterface
 
 

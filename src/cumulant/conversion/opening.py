@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..data import open_source
 from ..data.augmentation import Augment, Augmentation
+from ..optional import needed
 from ..train.checkpoint import read_header
 from ..train.files import read_json
 from ..train.processes import chosen_device
@@ -30,16 +31,13 @@ def open_model(name: str, device: str | None = None) -> nn.Module:
     if (path / PLAN_FILE).is_file():
         raise ValueError(f"{name} holds a converted model already: name the model that it was made from")
     if name.startswith("timm:"):
-        try:
+        with needed(f"{name} needs timm and torchvision", "timm"):
             import timm
-        except ImportError as error:
-            raise ImportError('timm models need: pip install "cumulant[timm]"') from error
         return timm.create_model(name.removeprefix("timm:"), pretrained=True).to(place).eval()
     if (path / "config.json").is_file():
-        try:
+        with needed(f"{name} needs transformers", "transformers"):
             import transformers
-        except ImportError as error:
-            raise ImportError('this folder needs: pip install "cumulant[transformers]"') from error
+            from transformers import PreTrainedModel  # noqa: F401  # a torchvision that does not fit shows here
         stated = read_json(path / "config.json")
         if "cumulant" in stated:
             raise ValueError(f"{name} holds a converted model already: name the model that it was made from")

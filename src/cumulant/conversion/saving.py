@@ -9,6 +9,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import nn
 
+from ..optional import needed
 from ..train.checkpoint import read_header, remember
 from ..train.checkpoint import save as save_weights
 from ..train.files import read_json, write_atomically
@@ -101,10 +102,8 @@ def _made(folder: Path, known: dict[str, Any], kw: dict[str, Any]) -> nn.Module:
         return create_model(**{**known["config"], **kw})
     if known.get("architecture") is None:
         raise ValueError(f"{folder} does not name a timm architecture; pass the model as model=...")
-    try:
+    with needed(f"{folder} needs timm and torchvision", "timm"):
         import timm
-    except ImportError as error:
-        raise ImportError('this needs timm: pip install "cumulant[timm]"') from error
     return timm.create_model(known["architecture"], **{"num_classes": known["num_classes"], **kw})
 
 

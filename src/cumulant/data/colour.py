@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..optional import needed
 from .augment_operations import OPERATION, TABLES
 
 # 2^16 times the weights of Rec. 601; every sum below stays under 2^24 and is therefore exact in float32.
@@ -58,10 +59,8 @@ def blend(degenerate: Tensor, levels: Tensor, factor: Tensor) -> Tensor:
 
 def rotate_hue(levels: Tensor, turns: Tensor) -> Tensor:
     """The hue moved by `turns` (b,) of the colour circle; kornia's conversion to HSV and back."""
-    try:
+    with needed("jitter with hue (other than 0) needs kornia", "train"):
         from kornia.enhance import adjust_hue
-    except ImportError as error:
-        raise ImportError("jitter with hue needs kornia: pip install 'cumulant[train]', or set the hue to 0") from error
     # kornia wants the channels third from the end; the frames of a clip become one tall image.
     turned = adjust_hue(levels.flatten(2, 3) / 255, turns * (2 * math.pi))
     return torch.round(turned * 255).clamp(0, 255).reshape_as(levels)

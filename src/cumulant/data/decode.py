@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..optional import needed
 from .part import DecodeError
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ def to_tensor(image: Image) -> Tensor:
 
 def pillow_image():  # type: ignore[no-untyped-def]
     """The module PIL.Image."""
-    try:
+    with needed("decoding images needs Pillow", "data"):
         from PIL import Image
-    except ImportError as error:
-        raise ImportError("decoding images needs Pillow: pip install 'cumulant[data]'") from error
     return Image

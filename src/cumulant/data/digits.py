@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..optional import needed
 from .split import Split
 
 TEST_IMAGES = 450
@@ -27,10 +28,8 @@ def digits(seed: int = 0) -> Split:
 
 def digit_levels(seed: int = 0) -> Any:
     """The same split as arrays: grey levels 0 to 16, train (1347, 64) and test (450, 64), then the labels of both."""
-    try:
+    with needed("the digits need scikit-learn", "train"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise ImportError("the digits need scikit-learn: pip install 'cumulant[train]'") from error
     pixels, labels = load_digits(return_X_y=True)
     return train_test_split(pixels, labels, test_size=TEST_IMAGES, random_state=seed, stratify=labels)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..optional import needed
 from .identity import BLOCK, SAMPLES, beginning
 from .part import DataError, DecodeError, spread
 
@@ -184,10 +185,8 @@ def encoded(cell: Any, folder: Path | None, name: str) -> bytes | Path:
 
 
 def parquet_file(file: Path) -> Any:
-    try:
+    with needed("reading parquet needs pyarrow", "data"):
         import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ImportError("reading parquet needs pyarrow: pip install 'cumulant[data]'") from error
     try:
         return parquet.ParquetFile(file)
     except (OSError, ValueError) as error:

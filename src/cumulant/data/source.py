@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optional import needed
 from .clips import ClipSampling
 from .digits import digit_levels
 from .folders import has_ucf_lists, tree_source, ucf_source
@@ -136,13 +137,9 @@ def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dic
 
 def hub_source(name: str, sampling: ClipSampling, **choices: Any) -> Source:
     """A data set of the Hub through the package `datasets`, which downloads it once and keeps it in its own cache."""
-    try:
+    as_hub = "as a name of the Hugging Face Hub it needs the package datasets"
+    with needed(f"{name!r} is no folder here ({LOCALLY}); {as_hub}", "data"):
         import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"{name!r} is no folder here; as a name of the Hugging Face Hub it needs the package datasets: "
-            f"pip install 'cumulant[data]'; {LOCALLY}"
-        ) from error
     known = ALIASES.get(name, HubName(name))
     try:
         loaded = datasets.load_dataset(known.repository)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..optional import needed
 from .clips import Choice
 from .decode import fit, open_image, to_tensor
 from .identity import file_contents
@@ -202,8 +203,6 @@ def open_video(video: bytes | Path, name: str) -> Any:
 
 
 def pyav() -> Any:
-    try:
+    with needed("decoding video needs PyAV", "video"):
         import av
-    except ImportError as error:
-        raise ImportError("decoding video needs PyAV: pip install 'cumulant[video]'") from error
     return av

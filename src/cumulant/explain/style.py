@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..optional import needed
+
 F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("png", "svg", "pdf")
 DIVERGING = "RdBu_r"  # red above zero, blue below, white at zero: told apart with any common colour blindness
@@ -39,10 +41,8 @@ RC = {
 
 def pyplot() -> Any:
     """matplotlib's pyplot for files, without a screen."""
-    try:
+    with needed("the figures need matplotlib", "train"):
         import matplotlib
-    except ImportError as error:
-        raise ImportError("the figures need matplotlib: pip install 'cumulant[train]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as module
 

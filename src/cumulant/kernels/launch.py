@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..optional import install
+
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # Triton reads it at import too
 HAS_TRITON = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -56,7 +58,7 @@ def available(x: Tensor) -> bool:
 def obstacle(query: Tensor, value: Tensor, order: int, is_causal: bool) -> str | None:
     """Why the Triton kernels cannot take these tensors, or None if they can."""
     if not HAS_TRITON:
-        return "Triton is not installed (pip install 'cumulant[gpu]')"
+        return f"Triton is not installed ({install('gpu')})"
     if query.device.type != ("cpu" if INTERPRET else "cuda"):
         return f"tensors are on {query.device}, not on a CUDA device (TRITON_INTERPRET=1 runs kernels on the CPU)"
     if is_causal and order == 3 and query.dtype == torch.float16 and not INTERPRET:

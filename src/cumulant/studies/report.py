@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cumulant.optional import needed
 from cumulant.studies.verdict import signed
 from cumulant.train.files import write_atomically
 
@@ -13,12 +14,10 @@ TEMPLATE = "report.html.j2"
 
 def check_packages() -> None:
     """Fail early, and say what to install, where the packages of the report are missing."""
-    try:
+    with needed("the report needs jinja2, plotly and scipy", "train"):
         import jinja2
         import plotly.offline  # noqa: F401
         import scipy.stats  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"the report needs the package {error.name}: pip install 'cumulant[train]'") from error
     assert jinja2.__version__
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-try:
+from ..optional import needed
+
+with needed("the explorer needs FastAPI", "web"):
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, JSONResponse, Response
     from fastapi.staticfiles import StaticFiles
     from starlette.exceptions import HTTPException
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-except ImportError as error:
-    raise ImportError("the explorer needs FastAPI: pip install 'cumulant[web]'") from error
 
 from .. import __version__
 from .engine import Engine

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..optional import needed
 from .explorable import Explorable
 
 if TYPE_CHECKING:
@@ -116,11 +117,9 @@ def _accuracy(path: Path) -> float | None:
 
 def open_timm(name: str, device: str = "cpu", *, pretrained: bool = True) -> Explorable:
     """A classifier of timm with the preprocessing it was trained with; its weights come from timm's own cache."""
-    try:
+    with needed(f"timm:{name} needs timm and torchvision", "timm"):
         import timm
         from timm.data import ImageNetInfo, resolve_model_data_config
-    except ImportError as error:
-        raise ImportError(f"timm:{name} needs timm: pip install 'cumulant[timm]'") from error
     model: Any = timm.create_model(name, pretrained=pretrained).to(device)
     config = resolve_model_data_config(model)
     side = config["input_size"]
@@ -146,10 +145,9 @@ def open_transformers(name: str, device: str = "cpu") -> Explorable:
     Weights are safetensors (nothing is unpickled, no code of the model's own is run). The preprocessing is that of the
     preprocessor_config.json beside the model, or ImageNet's. Models without a classifier show maps and no prediction.
     """
-    try:
+    with needed(f"{name} needs transformers", "transformers"):
         import transformers
-    except ImportError as error:
-        raise ImportError(f"{name} needs transformers: pip install 'cumulant[transformers]'") from error
+        from transformers import PreTrainedModel  # noqa: F401  # a torchvision that does not fit shows here
     config = transformers.AutoConfig.from_pretrained(name)
     side, frames = getattr(config, "image_size", None), getattr(config, "num_frames", None)
     if not isinstance(side, int) or getattr(config, "num_channels", 3) not in (1, 3):

@@ -9,6 +9,8 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
 
+from ..optional import install
+
 router = APIRouter(include_in_schema=False)
 
 
@@ -27,5 +29,5 @@ def script() -> Response:
     """4.8 MB that change only with the installed version: the one answer that a browser may keep."""
     place = find_plotly()
     if place is None:
-        raise HTTPException(404, "charts need plotly: pip install 'cumulant[web]'")
+        raise HTTPException(404, f"charts need plotly: {install('web')}")
     return FileResponse(place, media_type="text/javascript", headers={"cache-control": "private, max-age=86400"})

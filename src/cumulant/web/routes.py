@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from .. import __version__
 from ..explain import negative_mass, tokens_used
+from ..optional import install
 from . import looking, schemas
 from .engine import Engine
 from .engine_values import plain
@@ -81,8 +82,14 @@ def info(engine: Explorer) -> schemas.Info:
         for name, one in engine.examples.items()
     ]
     limits = schemas.LimitInfo(upload_bytes=engine.limits.upload_bytes, pixels=engine.limits.pixels)
-    charts = find_plotly() is not None
-    return schemas.Info(version=__version__, models=models, examples=examples, limits=limits, charts=charts)
+    return schemas.Info(
+        version=__version__,
+        models=models,
+        examples=examples,
+        limits=limits,
+        charts=find_plotly() is not None,
+        charts_need=install("web"),
+    )
 
 
 @router.post(

@@ -68,6 +68,7 @@ class Info(BaseModel):
     examples: list[ExampleInfo]
     limits: LimitInfo
     charts: bool = Field(description="Whether `/vendor/plotly.min.js` is there to draw charts with.")
+    charts_need: str = Field(description="The command that installs it where it is not.")
 
 
 class Uploaded(BaseModel):

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
+from ..optional import needed
 from .settings import MECHANISMS, Explore
 
 if TYPE_CHECKING:
@@ -53,10 +54,8 @@ def as_trained(recipe: TrainRecipe | None) -> dict[str, Any]:
 
 def explore(settings: Explore, progress: IO[str] | None = None) -> None:
     """Serve the page until it is stopped."""
-    try:
+    with needed("the explorer needs uvicorn", "web"):
         import uvicorn
-    except ImportError as error:
-        raise ImportError("the explorer needs uvicorn: pip install 'cumulant[web]'") from error
     from ..train.processes import chosen_device
 
     settings = replace(settings, device=str(chosen_device(settings.device)))

@@ -190,7 +190,7 @@ async function start() {
   if (!state.image && info.examples.length) state.image = info.examples[Math.min(3, info.examples.length - 1)].image;
   makeControls();
   makeExamples(info.examples);
-  haveCharts(info.charts);
+  haveCharts(info.charts, info.charts_need);
   const seesClips = () => ({ some: chosenModels().some((model) => model.times > 1), all: chosenModels().every((model) => model.times > 1) });
   sendAgain = makeUpload(info.limits, say, complain, seesClips);
   showControls();

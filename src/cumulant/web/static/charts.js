@@ -6,8 +6,9 @@ const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const MARKERS = ["circle", "square", "diamond", "triangle-up", "x", "cross"];
 let loading = null;
 let available = true;
+let remedy = "";
 
-export const haveCharts = (there) => (available = there);
+export const haveCharts = (there, install) => { available = there; remedy = install; };
 export const colourOf = (i) => COLOURS[i % COLOURS.length];
 export const dashOf = (i) => DASHES[i % DASHES.length];
 export const markerOf = (i) => MARKERS[i % MARKERS.length];
@@ -25,7 +26,7 @@ const waiting = new WeakMap();
 
 /** A figure with a chart of these traces, drawn by `drawCharts`; a sentence where plotly is not installed. */
 export function chart(title, traces, layout) {
-  if (!available) return element("p", { class: "hint" }, `${title}: charts need plotly (pip install 'cumulant[web]'); the table below holds the numbers.`);
+  if (!available) return element("p", { class: "hint" }, `${title}: charts need plotly (${remedy}); the table below holds the numbers.`);
   const place = element("div", { class: "chart", role: "img", "aria-label": `${title}; the same numbers are in the table below` });
   waiting.set(place, { traces, layout });
   return element("figure", { class: "card figure" }, element("h3", {}, title), place);
