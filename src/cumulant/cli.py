@@ -233,9 +233,10 @@ def reproduce(settings: Reproduce) -> int:
         return time_over(error)
     except study.RunError as error:
         return failed(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         again = "the command without --fresh" if settings.fresh else "the same command"
-        print(f"\nstopped. Finished runs are kept in {settings.folder}; give {again} again to go on.", file=sys.stderr)
+        print(f"\nstopped. {stop}".rstrip(), file=sys.stderr)
+        print(f"Finished runs are kept in {settings.folder}; give {again} again to go on.", file=sys.stderr)
         return 130
     if settings.json:
         print(json.dumps(results, indent=1))

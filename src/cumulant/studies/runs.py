@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from cumulant.bench.scaling import threads
+from cumulant.data.jobs import apart
 from cumulant.studies.budget import Budget, epochs_done
 from cumulant.studies.records import MAPS, Run, failed_record, make_record
 from cumulant.train.files import write_atomically
@@ -139,11 +140,11 @@ def _one_by_one(
             print(f"[{number}/{len(runs)}] {run.configuration}, seed {run.seed}", file=progress)
         started = budget.clock()
         try:
-            with time_limit(budget) as over:
+            with sigterm_stops(), time_limit(budget) as over:
                 record = train_one(run, shop, _decoded(run, kept), progress)
         except KeyboardInterrupt:
             if not over.is_set():
-                raise
+                raise KeyboardInterrupt(how_far([run], shop)) from None
             left.append(run)
             continue
         except Exception as error:
@@ -164,9 +165,6 @@ def time_limit(budget: Budget) -> Iterator[threading.Event]:
         yield over
         return
 
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     def watch() -> None:
         while not done.wait(0.2):
             if (budget.left or 0) <= 0:
@@ -174,15 +172,40 @@ def time_limit(budget: Budget) -> Iterator[threading.Event]:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    before = signal.signal(signal.SIGTERM, stop)
     watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    with sigterm_stops():
+        watcher.start()
+        try:
+            yield over
+        finally:
+            done.set()
+            watcher.join()
+
+
+@contextmanager
+def sigterm_stops() -> Iterator[None]:
+    """A SIGTERM to this process is what Ctrl-C is; else it would end without a word, and its workers with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield over
+        yield
     finally:
-        done.set()
-        watcher.join()
         signal.signal(signal.SIGTERM, before)
+
+
+def how_far(runs: Iterable[Run], shop: Workshop) -> str:
+    """How far each of the stopped runs is kept; "" for none."""
+    said = []
+    for run in runs:
+        done = epochs_done(shop.folder(run))
+        said.append(f"{run.configuration}, seed {run.seed}: {f'kept after {done:.2f} epochs' if done else 'not begun'}")
+    return "; ".join(said)
 
 
 class _Team:
@@ -199,8 +222,15 @@ class _Team:
         self.running: dict[Run, tuple[float, float, int]] = {}  # when it began, epochs to do, epochs told
 
     def train(self, runs: Sequence[Run]) -> list[Run]:
-        # Ctrl-C reaches the whole group: the workers inherit this and leave the answer to the process that started
-        # them, whose SIGTERM has the trainer save its state.
+        with sigterm_stops():
+            try:
+                return self._train(runs)
+            except KeyboardInterrupt:  # every worker has ended by now, and saved its state before
+                raise KeyboardInterrupt(how_far(self.running, self.shop)) from None
+
+    def _train(self, runs: Sequence[Run]) -> list[Run]:
+        # The workers leave the answer to Ctrl-C to this process, whose one SIGTERM has their trainers save their state:
+        # until they are in groups of their own, which a terminal's signal does not reach, they inherit this.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             for process in self.processes:
@@ -261,6 +291,7 @@ class _Team:
 
 def _work(tasks: Any, events: Any, shop: Workshop) -> None:
     """Take runs until there are none, or until the process that started this one is gone."""
+    apart(0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while (run := tasks.get()) is not None:
         run = replace(run, recipe=replace(run.recipe, workers=0))  # a daemon may have no processes of its own
@@ -279,6 +310,8 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     while parent is not None and parent.is_alive():
         time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)  # the trainer saves its state
+    time.sleep(60)
     os._exit(1)
 
 

@@ -1,0 +1,83 @@
+"""A stopped `cumulant reproduce` keeps the state of every run that was being trained, and goes on from there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from small_studies import SMALL
+
+from cumulant.studies.budget import epochs_done
+from cumulant.train import read_log
+
+TWO_ENDLESS_RUNS = ["--attention", "softmax", "linear", "--seeds=1", "--control=0", "--workers=2", "--epochs=100000"]
+
+
+def reproduce(out):
+    """The command in a group of its own, as a shell starts it."""
+    words = [sys.executable, "-m", "cumulant.cli", "reproduce", "--out", str(out)]
+    return subprocess.Popen(
+        [*words, *TWO_ENDLESS_RUNS, "--change", *SMALL, "log_steps=1"], stderr=subprocess.PIPE, text=True,
+        start_new_session=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def folders(out):
+    return sorted(path for path in (out / "runs").glob("*") if (path / "log.jsonl").is_file() and read_log(path))
+
+
+def wait_until(seen, otherwise):
+    for _ in range(1200):
+        if seen():
+            return
+        time.sleep(0.1)
+    raise AssertionError(otherwise)
+
+
+def wait_until_both_train(child, out):
+    wait_until(lambda: len(folders(out)) == 2 or child.poll() is not None, "the two runs did not begin")
+    assert child.poll() is None, child.communicate()[1]
+    return folders(out)
+
+
+def ctrl_c(child):
+    """What a terminal does: one SIGINT to every process of the group."""
+    os.killpg(child.pid, signal.SIGINT)
+
+
+def ended(child):
+    """The command alone is told to end, as `kill` does."""
+    child.terminate()
+
+
+@pytest.mark.parametrize("stop", [ctrl_c, ended])
+def test_a_stop_keeps_every_running_run_and_says_so(tmp_path, stop):
+    child = reproduce(tmp_path)
+    there = wait_until_both_train(child, tmp_path)
+    stop(child)
+    said = child.communicate(timeout=120)[1]
+    assert child.returncode == 130
+    for name in ("softmax", "linear"):
+        assert f"{name}, seed 0: kept after" in said
+    assert min(map(epochs_done, there)) > 0
+
+
+def test_the_same_command_goes_on_where_workers_without_a_parent_have_stopped(tmp_path):
+    child = reproduce(tmp_path)
+    there = wait_until_both_train(child, tmp_path)
+    child.kill()  # nothing can be said any more; the workers notice that they are alone
+    child.communicate()
+    wait_until(lambda: min(map(epochs_done, there)) > 0, "the workers kept nothing")
+    before = {path: epochs_done(path) for path in there}
+    child = reproduce(tmp_path)
+    try:
+        beyond = lambda: all(read_log(path)[-1]["epoch"] > done + 1 for path, done in before.items())  # noqa: E731
+        wait_until(beyond, "the runs did not go on")
+    finally:
+        ended(child)
+        child.communicate(timeout=120)
+    for path in there:
+        steps = [line["step"] for line in read_log(path) if line["kind"] == "train"]
+        assert steps == list(range(1, len(steps) + 1)), "no step was done twice or left out"
