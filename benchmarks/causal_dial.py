@@ -28,8 +28,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from cumulant.bench import provenance
-from cumulant.cluster import choose_layers
-from cumulant.conversion import MomentsCache, convert
+from cumulant.conversion import MomentsCache, choose_layers, convert
 
 PEAK = 2e-3  # learning rate
 TARGETS = (0.05, 0.1, 0.15, 0.25, 0.4)

@@ -5,8 +5,8 @@ from torch import nn
 
 import cumulant
 from cumulant.conversion import Choice, convert, count_calls, restore
-from cumulant.conversion.choice import mix
-from cumulant.conversion.own import FoldingAttention
+from cumulant.nn.swapped.choice import mix
+from cumulant.nn.swapped.own import FoldingAttention
 
 IMAGES = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(3))
 

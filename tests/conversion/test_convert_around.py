@@ -9,11 +9,11 @@ from torch import nn
 
 import cumulant
 from cumulant.conversion import Choice, convert, diagnose, load, restore, save
-from cumulant.conversion.choice import Call, mix
 from cumulant.conversion.command import run_convert
-from cumulant.conversion.inputs import example_for
 from cumulant.conversion.settings import Convert
 from cumulant.conversion.statistics import head_sums
+from cumulant.inspect.batches import example_for
+from cumulant.nn.swapped.choice import Call, mix
 
 NAME = "cumulant3+around=mean"
 IMAGES = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

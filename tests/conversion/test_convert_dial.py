@@ -9,9 +9,8 @@ from small_models import WORDS, bert, llama, loud, padded, transformers, vit
 
 import cumulant
 from cumulant import zoo
-from cumulant.cluster import choose_layers
-from cumulant.conversion import convert, diagnose, diagnosis, load, restore, save
-from cumulant.conversion.inputs import answers
+from cumulant.conversion import choose_layers, convert, diagnose, diagnosis, load, restore, save
+from cumulant.inspect.batches import answers
 
 EVERYTHING = 1e9  # a target that every candidate meets in every head
 CANDIDATE = "cluster16+near=2+response=0"

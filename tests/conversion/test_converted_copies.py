@@ -9,7 +9,7 @@ from small_models import bert, loud, padded, timm, vit
 
 import cumulant
 from cumulant.conversion import convert, restore
-from cumulant.conversion.inputs import relative_error
+from cumulant.inspect.batches import relative_error
 
 
 def ours(**kw):

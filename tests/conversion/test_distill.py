@@ -7,7 +7,7 @@ from small_models import WORDS, bert, llama, loud, transformers, vit
 import cumulant
 from cumulant.conversion import DistillRecipe, convert, count_calls, distill, load
 from cumulant.conversion.distill_losses import answer_loss, unexplained
-from cumulant.conversion.inputs import answer, call
+from cumulant.inspect.batches import answer, call
 
 STEPS = 8
 

@@ -4,7 +4,7 @@ from small_models import loud, timm, vit
 
 import cumulant
 from cumulant.conversion import Choice, convert, restore
-from cumulant.conversion.layers import ConvertedAttention
+from cumulant.nn.swapped.timm_layers import ConvertedAttention
 
 
 def eva(**kw):
@@ -72,7 +72,7 @@ def test_class_attention_has_one_query():
     layer = model.blocks_token_only[0].attn
     x = torch.randn(2, 7, 32)
     said = layer(x)
-    from cumulant.conversion.layers import converted
+    from cumulant.nn.swapped.timm_layers import converted
 
     torch.testing.assert_close(converted(layer, Choice("softmax"))(x), said, atol=1e-6, rtol=1e-5)
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import cumulant
 from cumulant import explain, zoo
-from cumulant.explain.capture import watching
-from cumulant.explain.sites import find_sites
+from cumulant.inspect.sites import find_sites
+from cumulant.inspect.watching import watching
 
 MAPPED = [name for name in zoo.names() if zoo.get(name).weights]
 

@@ -6,7 +6,6 @@ from .cost import multiply_adds, softmax_multiply_adds
 from .dial import Choice, Dial, choose
 from .kmeans import KMeans
 from .layout import Blocks
-from .model_dial import ModelDial, choose_layers
 from .saturated import saturated_attention
 from .streaming import ClusterStream
 
@@ -17,9 +16,7 @@ __all__ = [
     "ClusterStream",
     "Dial",
     "KMeans",
-    "ModelDial",
     "choose",
-    "choose_layers",
     "cluster_attention",
     "cluster_scores",
     "kmeans_assignment",

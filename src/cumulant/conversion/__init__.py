@@ -6,36 +6,41 @@ import sys
 import warnings
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from .. import cluster
 
 if TYPE_CHECKING:
+    from ..nn.swapped.choice import Choice, fitting
+    from ..nn.swapped.hf import register_transformers
     from .cache import MomentsCache
-    from .choice import Choice, fitting
     from .conversion import ConversionReport, convert, count_calls, restore
     from .diagnosis import Diagnosis, diagnose
+    from .dial import ModelDial, choose_layers
     from .distillation import DistillResult, distill
     from .export import export_onnx, export_program
-    from .hf import register_transformers
     from .saving import load, save
     from .settings import DistillRecipe
 
 # Found when they are first used: the command line reads `settings` and nothing else.
 _HOMES = {
-    "Choice": "choice",
+    "Choice": ".nn.swapped.choice",
     "ConversionReport": "conversion",
     "Diagnosis": "diagnosis",
     "DistillRecipe": "settings",
     "DistillResult": "distillation",
+    "ModelDial": "dial",
     "MomentsCache": "cache",
+    "choose_layers": "dial",
     "convert": "conversion",
     "count_calls": "conversion",
     "diagnose": "diagnosis",
     "distill": "distillation",
     "export_onnx": "export",
     "export_program": "export",
-    "fitting": "choice",
+    "fitting": ".nn.swapped.choice",
     "load": "saving",
-    "register_transformers": "hf",
+    "register_transformers": ".nn.swapped.hf",
     "restore": "conversion",
     "save": "saving",
 }
@@ -46,7 +51,9 @@ __all__ = [
     "Diagnosis",
     "DistillRecipe",
     "DistillResult",
+    "ModelDial",
     "MomentsCache",
+    "choose_layers",
     "convert",
     "count_calls",
     "diagnose",
@@ -79,3 +86,15 @@ class _OldName(ModuleType):
 
 
 sys.modules["cumulant.convert"] = _OldName("cumulant.convert")
+
+
+def _choose_layers(*arguments: Any, **options: Any) -> ModelDial:
+    """`cumulant.conversion.choose_layers` under the name that it had."""
+    said = "cumulant.cluster.choose_layers has moved: import it from cumulant.conversion"
+    warnings.warn(said, DeprecationWarning, stacklevel=2)
+    from .dial import choose_layers
+
+    return choose_layers(*arguments, **options)
+
+
+setattr(cluster, "choose_layers", _choose_layers)  # noqa: B010  # from here: cluster imports nothing above it

@@ -16,8 +16,8 @@ from .. import zoo
 from ..attention import attention
 from ..cluster import ClusterStream
 from ..moments import Moments
-from .choice import Choice
-from .hf import CARRIED, MIXED, TAG
+from ..nn.swapped.choice import Choice
+from ..nn.swapped.hf import CARRIED, MIXED, TAG
 
 STREAMED = {"block", "recent", "closure", "variance", "response"}  # options of clusters that a stream knows
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from ..cluster import choose_layers
 from ..cluster.dial import check_target
-from . import hf, sites
-from .choice import KEPT, Choice, observing
-from .inputs import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
-from .sites import Site
-from .watching import kept_plan, own_softmax
+from ..inspect.batches import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
+from ..inspect.sites import Site, swappable_sites
+from ..inspect.watching import kept_plan, own_softmax
+from ..nn.swapped import plan as plans
+from ..nn.swapped.choice import KEPT, Choice, observing
+from .dial import choose_layers
 
 if TYPE_CHECKING:
-    from ..cluster import ModelDial
     from .diagnosis import Diagnosis
+    from .dial import ModelDial
     from .distill_steps import DistillResult
 
 Layers = str | Sequence[int | str] | Mapping[int | str, Any] | None
@@ -115,7 +115,7 @@ def convert(
             behind it, "cumulant3+around=mean".
         layers: None for all that can be replaced; indices in running order or name patterns; a mapping from those to a
             mechanism, or to {"attention", "heads", "options"}; "auto" to choose by diagnosis; "dial" to choose clusters
-            and heads of each layer by `cumulant.cluster.choose_layers`. Where nothing is cheaper than softmax, over few
+            and heads of each layer by `choose_layers`. Where nothing is cheaper than softmax, over few
             tokens say, the dial replaces nothing and the report says so.
         budget: with layers="auto", the largest relative change of the output to accept, e.g. 0.05.
         target: with layers="dial", the largest error of a layer's own output to accept, ||out - softmax|| / ||softmax -
@@ -138,7 +138,7 @@ def convert(
         raise ValueError(f'target={target} goes with layers="dial", got layers={layers!r}')
     attention = "cumulant3" if attention is None else attention
     asked = Choice.named(attention, options)
-    if sites.is_converted(model):
+    if plans.is_converted(model):
         raise ValueError("the model is converted already; restore(model) of cumulant.convert takes that back")
     if budget is not None and layers != "auto":
         raise ValueError(f'budget={budget} goes with layers="auto", got layers={layers!r}')
@@ -171,14 +171,14 @@ def convert(
         wanted, seconds, memory = _measured(model, measured, output)
         check_numbers(model, wanted)
         _check_taken_over(model, found, measured[:1], wanted[:1], output)
-        undo = sites.apply(model, {**kept_plan(model, found), **plan})
+        undo = plans.apply(model, {**kept_plan(model, found), **plan})
         try:
             calls = count_calls(model, first, plan)
             got, seconds_after, memory_after = _measured(model, measured, output)
         except BaseException:
             undo()
             raise
-    sites.remember(model, plan, undo, whole=len(plan) == len(found))
+    plans.remember(model, plan, undo, whole=len(plan) == len(found))
     reasons = {site.name: site.refusal(asked) or "not chosen" for site in found if site.name not in plan}
     if dial is not None:
         reasons |= dial.reasons
@@ -210,12 +210,12 @@ def _check_dial(target: float, data: Any, given: Mapping[str, Any]) -> None:
 
 def restore(model: nn.Module) -> None:
     """Take a conversion of this session back: the model computes what it did before."""
-    sites.forget(model)
+    plans.forget(model)
 
 
 def find_sites(model: nn.Module, example: Batch) -> list[Site]:
     """Attention layers in the order in which they run. An error if there are none, or none that can be replaced."""
-    found = sites.find(model, lambda: call(model, example))
+    found = swappable_sites(model, lambda: call(model, example))
     name = type(model).__name__
     if not found:
         silent = ", ".join(uncalled(model, found)) or "none found"
@@ -251,7 +251,7 @@ def count_calls(model: nn.Module, example: Batch, names: Iterable[str]) -> dict[
 def uncalled(model: nn.Module, found: Sequence[Site]) -> dict[str, str]:
     """Attention layers of a transformers model that never ask its attention registry, and that as the reason."""
     names = [site.name for site in found]
-    if sites.library_of(model) != sites.TRANSFORMERS:
+    if plans.library_of(model) != plans.TRANSFORMERS:
         return {}
     silent: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -354,7 +354,7 @@ def _check_taken_over(
         )
 
 
-__all__ = ["ConversionReport", "convert", "count_calls", "find_sites", "hf", "restore", "uncalled"]
+__all__ = ["ConversionReport", "convert", "count_calls", "find_sites", "restore", "uncalled"]
 
 
 def _beside(name: str) -> Callable[..., Any]:

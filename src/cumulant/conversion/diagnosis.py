@@ -10,16 +10,17 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from ..cluster import ModelDial, choose_layers
 from ..cluster.dial import check_target
+from ..inspect.batches import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
+from ..inspect.sites import Site
+from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn import AxialAttention
-from . import sites
-from .choice import KEPT, SOFTMAX, Call, Choice, fitting
+from ..nn.swapped import plan as plans
+from ..nn.swapped.choice import KEPT, SOFTMAX, Call, Choice, fitting
 from .conversion import find_sites
-from .inputs import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
+from .dial import ModelDial, choose_layers
 from .settings import CANDIDATES
 from .statistics import ORDERS, HeadSums, head_sums
-from .watching import kept_plan, softmax_sites, watching
 
 NEAR, ROUNDING = 0.02, 1e-6  # a dearer mechanism has to lower the effect by more than this share of it, and this
 PATIENCE = 3  # heads that may not fit before the search, by rising effect, ends
@@ -206,7 +207,7 @@ def diagnose(
         queries: sampled in each layer and batch.
         heads: also measure the effect of replacing single heads.
         dial: also choose, for this error of each layer's own output, clusters and the heads that take them, see
-            `cumulant.cluster.choose_layers`; `convert(model, layers=diagnosis.dial.plan)` applies the choice.
+            `cumulant.conversion.choose_layers`; `convert(model, layers=diagnosis.dial.plan)` applies the choice.
     """
     if dial is not None:
         check_target(dial, "dial")
@@ -232,7 +233,7 @@ def diagnose(
         sums, shapes = _record(model, used, found, prefixes, queries, seed)
 
         def effect(plan: dict[str, Choice]) -> float:
-            with sites.applied(model, {**kept, **plan}):
+            with plans.applied(model, {**kept, **plan}):
                 return relative_error(answers(model, used, output), wanted)
 
         layers = []
@@ -298,7 +299,7 @@ def select(
         return replace(made, options={**others, **made.options}) if made.attention == asked.attention else made
 
     def fits(trial: dict[str, Choice]) -> bool:
-        with sites.applied(model, {**kept, **trial}):
+        with plans.applied(model, {**kept, **trial}):
             return relative_error(answers(model, batches, output), wanted) <= budget
 
     layers = [layer for layer in found.layers if usable(layer)]
@@ -332,20 +333,15 @@ def _around(name: str) -> str:
 def _linear(module: nn.Module) -> int:
     """Weights of a linear layer; 0 for other modules."""
     weight = getattr(module, "weight", None)
-    return weight.numel() if sites.is_linear(module) and isinstance(weight, Tensor) else 0
+    return weight.numel() if plans.is_linear(module) and isinstance(weight, Tensor) else 0
 
 
 def _tags(model: nn.Module) -> bool:
-    return sites.library_of(model) == sites.TRANSFORMERS
+    return plans.library_of(model) == plans.TRANSFORMERS
 
 
 def _record(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    found: Sequence[sites.Site],
-    prefixes: dict[str, int],
-    queries: int,
-    seed: int,
+    model: nn.Module, batches: Sequence[Batch], found: Sequence[Site], prefixes: dict[str, int], queries: int, seed: int
 ) -> tuple[dict[str, HeadSums], dict[str, tuple[int, int]]]:
     """Statistics over the batches of the layers that `prefixes` names, and their number of keys and width of a head."""
     generator = torch.Generator().manual_seed(seed)
@@ -364,7 +360,7 @@ def _record(
         passed[name] = new
         shapes[name] = made.key.shape[-2], made.query.shape[-1]
 
-    with watching(model, found, record), torch.no_grad():
+    with watching_softmax(model, found, record), torch.no_grad():
         for batch in batches:
             passed.clear()
             call(model, batch)
@@ -373,7 +369,7 @@ def _record(
     return sums, shapes
 
 
-def _layer(site: sites.Site, sums: HeadSums, shape: tuple[int, int]) -> LayerDiagnosis:
+def _layer(site: Site, sums: HeadSums, shape: tuple[int, int]) -> LayerDiagnosis:
     return LayerDiagnosis(
         name=site.name,
         heads=site.heads,
@@ -390,7 +386,7 @@ def _layer(site: sites.Site, sums: HeadSums, shape: tuple[int, int]) -> LayerDia
     )
 
 
-def _bar(items: Sequence[sites.Site], progress: TextIO | None) -> Iterable[sites.Site]:
+def _bar(items: Sequence[Site], progress: TextIO | None) -> Iterable[Site]:
     if progress is None:
         return items
     from tqdm import tqdm

@@ -12,7 +12,7 @@ from ..data.augmentation import Augment, Augmentation
 from ..data.loader import Loader
 from ..data.order import epoch_order, mix
 from ..data.part import Source
-from .inputs import Batch, _to
+from ..inspect.batches import Batch, to_device
 
 AUGMENT = 2  # stream of random numbers, as in training
 USUAL = Augmentation(crop_scale=(0.35, 1.0), flip=0.5, randaugment_ops=2, mixup=0.2, eval_crop=1.0)
@@ -34,7 +34,7 @@ class Listed:
         if not batches:
             raise ValueError("data holds no batch")
         place = torch.device(device)
-        self.batches, self.seed = [_to(batch, place) for batch in batches], seed
+        self.batches, self.seed = [to_device(batch, place) for batch in batches], seed
 
     def __len__(self) -> int:
         return len(self.batches)

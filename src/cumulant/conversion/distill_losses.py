@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .inputs import Batch
+from ..inspect.batches import Batch
 
 LOGITS = ("logits", "logits_per_image", "prediction_logits")
 

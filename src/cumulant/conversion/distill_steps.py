@@ -13,6 +13,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from ..inspect.batches import Batch, answer, answers, call, relative_error
+from ..nn.swapped.plan import plan_of
 from ..train import optimise
 from ..train.checkpoint import read_header
 from ..train.files import claim_room, naming, read_json, write_atomically
@@ -21,10 +23,8 @@ from ..train.meter import CHECK_STEPS, Meter
 from ..train.processes import Processes
 from ..train.progress import Bar, Stop
 from ..train.state import Progress, bytes_needed, load_state, save_state
-from . import sites
 from .distill_data import Batches
 from .distill_losses import answer_loss, present, unexplained, usual_loss
-from .inputs import Batch, answer, answers, call, relative_error
 from .saving import save
 from .settings import DistillRecipe
 
@@ -96,7 +96,7 @@ class Run:
         self.model, self.teacher, self.batches, self.recipe = model, teacher, batches, recipe
         self.folder, self.output, self.measured, self.screen = folder, output, measured, progress
         self.device = next(model.parameters()).device
-        names = list(sites.plan_of(model))
+        names = list(plan_of(model))
         self.pairs = {name: (model.get_submodule(name), teacher.get_submodule(name)) for name in names}
         total = recipe.epochs * len(batches)
         first = round(recipe.layer_share * total)

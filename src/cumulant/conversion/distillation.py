@@ -18,12 +18,12 @@ from typing import IO, Any
 import torch
 from torch import nn
 
+from ..inspect.batches import Batch, evaluating, some
+from ..nn.swapped import plan as plans
+from ..nn.swapped.choice import KEPT
 from ..train.files import claim_room, read_json, remove_leftovers, sole_owner, write_atomically
-from . import sites
-from .choice import KEPT
 from .distill_data import Batches, as_batches
 from .distill_steps import NOTES, RESULT, STATE, DistillResult, Output, Run
-from .inputs import Batch, evaluating, some
 from .saving import attention_layers, load
 from .settings import DistillRecipe
 
@@ -66,8 +66,8 @@ def distill(
         progress: where the progress bar goes.
     """
     recipe = recipe or DistillRecipe()
-    plan = sites.plan_of(model)
-    if sites.is_converted(teacher):
+    plan = plans.plan_of(model)
+    if plans.is_converted(teacher):
         raise ValueError("teacher is converted: pass the model as it was before, e.g. copy.deepcopy(model) made then")
     if teacher is model:
         raise ValueError("teacher and model are the same object: pass a copy made before convert(model)")
@@ -158,10 +158,10 @@ def _finished(folder: Path, model: nn.Module, teacher: nn.Module) -> DistillResu
 def _frozen_teacher(teacher: nn.Module) -> Iterator[None]:
     """In evaluation mode; layers of transformers under our own softmax, which takes the same masks as the student."""
     with evaluating(teacher):
-        if sites.library_of(teacher) != sites.TRANSFORMERS:
+        if plans.library_of(teacher) != plans.TRANSFORMERS:
             yield
             return
-        with sites.applied(teacher, dict.fromkeys(attention_layers(teacher), KEPT)):
+        with plans.applied(teacher, dict.fromkeys(attention_layers(teacher), KEPT)):
             yield
 
 

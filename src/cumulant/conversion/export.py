@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..inspect.batches import Batch, answer, call, evaluating
+from ..nn.swapped.own import FoldingAttention
+from ..nn.swapped.timm_layers import ConvertedAttention
 from ..optional import needed
-from .inputs import Batch, answer, call, evaluating
-from .layers import ConvertedAttention
-from .own import FoldingAttention
 
 TOLERANCE = 1e-4
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..data import open_source
 from ..data.augmentation import Augment, Augmentation
+from ..inspect.batches import Batch, example_for
 from ..optional import needed
 from ..train.checkpoint import read_header
 from ..train.files import read_json
@@ -17,7 +18,6 @@ from ..train.processes import chosen_device
 from ..train.recipe_files import from_json
 from ..train.train_recipe import IMAGENET_MEAN, IMAGENET_STD, TrainRecipe
 from .distill_data import USUAL, Batches, Images, shown, texts
-from .inputs import Batch, example_for
 from .saving import PLAN_FILE
 
 LENGTH = 256  # tokens of a text, at most

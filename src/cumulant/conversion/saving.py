@@ -9,14 +9,15 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import nn
 
+from ..inspect.batches import Batch, example_for
+from ..nn.swapped import hf
+from ..nn.swapped import plan as plans
+from ..nn.swapped.choice import KEPT, Choice
 from ..optional import needed
 from ..train.checkpoint import read_header, remember
 from ..train.checkpoint import save as save_weights
 from ..train.files import read_json, write_atomically
-from . import hf, sites
-from .choice import KEPT, Choice
 from .conversion import count_calls
-from .inputs import Batch, example_for
 
 PLAN_FILE, WEIGHTS_FILE = "cumulant.json", "model.safetensors"
 
@@ -28,17 +29,17 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     train` made keeps its recipe and classes: `cumulant evaluate` takes the folder. A module of your own around a model
     is loaded with `load(folder, model=fresh)`.
     """
-    folder, plan = Path(folder), sites.plan_of(model)
-    library = sites.library_of(model)
+    folder, plan = Path(folder), plans.plan_of(model)
+    library = plans.library_of(model)
     folder.mkdir(parents=True, exist_ok=True)  # save_pretrained writes nothing where a file stands, and only logs it
-    if library == sites.TRANSFORMERS and sites.config_of(model) is not None:
+    if library == plans.TRANSFORMERS and plans.config_of(model) is not None:
         write: Any = model.save_pretrained
         write(folder)
         return folder
     known: dict[str, Any] = {"library": library, "layers": {name: choice.to_json() for name, choice in plan.items()}}
-    if library == sites.OWN:
-        known["config"] = sites.original_config(model)
-    elif library == sites.TIMM:
+    if library == plans.OURS:
+        known["config"] = plans.original_config(model)
+    elif library == plans.TIMM:
         config: Any = getattr(model, "pretrained_cfg", None) or {}
         known["architecture"], known["num_classes"] = config.get("architecture"), getattr(model, "num_classes", None)
     (folder / PLAN_FILE).unlink(missing_ok=True)  # an older plan beside these weights would be another model
@@ -61,7 +62,7 @@ def load(
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}")
-    if model is not None and sites.is_converted(model):
+    if model is not None and plans.is_converted(model):
         raise ValueError("model is converted already; pass one as it was before, or restore(model) it first")
     if (folder / PLAN_FILE).is_file():
         known = read_json(folder / PLAN_FILE)
@@ -70,7 +71,7 @@ def load(
         # A model that was made here takes the precision of the weights; one that was given keeps its own.
         made.load_state_dict(load_file(folder / WEIGHTS_FILE), assign=model is None)
         remember(made, header)
-        stored, whole = known["layers"], len(known["layers"]) == sites.count_own(made)
+        stored, whole = known["layers"], len(known["layers"]) == plans.count_own(made)
     else:
         made, stored, whole = _from_pretrained(folder, model, kw)
     plan = {name: Choice.from_json(values) for name, values in stored.items()}
@@ -79,10 +80,10 @@ def load(
     if missing:
         raise ValueError(f"{folder} replaces layers that {type(made).__name__} does not have: {', '.join(missing)}")
     full = dict(plan)
-    if sites.library_of(made) == sites.TRANSFORMERS:
+    if plans.library_of(made) == plans.TRANSFORMERS:
         full = {**dict.fromkeys(attention_layers(made), KEPT), **plan}
-    undo = sites.apply(made, full)
-    sites.remember(made, plan, undo, whole=whole)
+    undo = plans.apply(made, full)
+    plans.remember(made, plan, undo, whole=whole)
     if check:
         count_calls(made, example if example is not None else example_for(made), plan)
     return made
@@ -94,7 +95,7 @@ def attention_layers(model: nn.Module) -> list[str]:
 
 
 def _made(folder: Path, known: dict[str, Any], kw: dict[str, Any]) -> nn.Module:
-    if known["library"] == sites.OWN:
+    if known["library"] == plans.OURS:
         from ..models import create_model
 
         if known.get("config") is None:
@@ -128,7 +129,7 @@ def _from_pretrained(
 
     kind = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0])
     made = kind.from_pretrained(folder, **kw)
-    sites.set_implementation(made, "sdpa")  # what `restore` goes back to
+    plans.set_implementation(made, "sdpa")  # what `restore` goes back to
     return made, stored["layers"], whole
 
 

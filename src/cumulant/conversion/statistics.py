@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..attention import scores
+from ..nn.swapped.choice import Call
 from ..zoo.inputs import prepare_queries
 from ..zoo.masking import log_weights, softmax_or_zero
 from ..zoo.tilted import mean_logits, means
-from .choice import Call
 
 ORDERS = (1, 2, 3)
 

@@ -1,5 +1,7 @@
 """Seeing attention: maps of any layer, head and query, summaries of heads, and figures."""
 
+from ..inspect.sites import Site, find_sites, model_info
+from ..inspect.tokens import TokenLayout
 from . import figures
 from .capture import Captured, capture
 from .flow import relevance, rollout, token_map
@@ -29,7 +31,6 @@ from .metrics import (
 )
 from .patterns import Patterns, find_patterns, flat_maps
 from .record import Recording, record
-from .sites import Site, TokenLayout, find_sites, model_info
 
 __all__ = [
     "Captured",

@@ -5,27 +5,22 @@ Shape legend: B images or clips, H heads, n queries asked for, L tokens.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from ..models import ViViT
-from .calls import ConvertedCall, FusedCall, OwnCall
+from ..inspect.sites import Site, find_sites, numbered
+from ..inspect.tokens import TokenLayout
+from ..inspect.watching import Seen, watching
 from .clip import over_clip
-from .sites import CONVERTED, FUSED, OWN, Site, TokenLayout, find_sites, layout_of, numbered
 
 MAX_BYTES = 2**31
 NO_WEIGHTS = (
     "has shown no weights: call the model inside `with capture(model) as captured:`, and let a timm or transformers "
     'model use fused attention (transformers: attn_implementation="sdpa")'
 )
-Call = OwnCall | FusedCall | ConvertedCall
 
 
 class Captured:
@@ -141,7 +136,7 @@ class capture:  # noqa: N801  # used like a function: `with capture(model) as ca
         self._stack.close()
 
     @torch.no_grad()
-    def _keep(self, site: Site, call: Call, layout: TokenLayout) -> None:
+    def _keep(self, site: Site, call: Seen, layout: TokenLayout) -> None:
         asked = self.captured._asked
         rows = None if asked is None else numbered("queries", asked, layout.count)
         self.captured._asked = rows  # counted from the start from here on
@@ -160,7 +155,7 @@ class capture:  # noqa: N801  # used like a function: `with capture(model) as ca
             )
 
 
-def rows_of(site: Site, call: Call, layout: TokenLayout, rows: list[int] | None, heads: list[int] | None) -> Tensor:
+def rows_of(site: Site, call: Seen, layout: TokenLayout, rows: list[int] | None, heads: list[int] | None) -> Tensor:
     """Maps (B, heads, n, L) of one call for these tokens (None: all), laid out over all tokens."""
 
     def of(local: list[int]) -> Tensor:
@@ -168,102 +163,3 @@ def rows_of(site: Site, call: Call, layout: TokenLayout, rows: list[int] | None,
 
     every = list(range(layout.count)) if rows is None else rows
     return of(every) if site.axes == "all" else over_clip(site.axes, layout, every, of)
-
-
-@contextmanager
-def watching(model: nn.Module, sites: list[Site], see: Callable[[Site, Call, TokenLayout], None]) -> Any:
-    """Within this, `see(site, call, layout)` is told of every call of these layers, before its result is used.
-
-    Our own layers tell by their input; fused softmax by the arguments it is called with; converted layers by what
-    they report to `cumulant.convert`.
-    """
-    thread, active, clips = threading.get_ident(), [], _ClipGrids()
-    by_module = {site.module: site for site in sites}
-
-    def here() -> bool:
-        return threading.get_ident() == thread
-
-    def own(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if here():
-            call = OwnCall(module, *args, **kwargs)
-            site = by_module[module]
-            see(site, call, clips.layout(site, call) or layout_of(call.queries, model))
-
-    def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if here():
-            active.append(by_module[module])
-
-    def end(module: Any, *_: Any) -> None:
-        if here() and active and active[-1].module is module:
-            active.pop()
-
-    def fused(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if here() and active and active[-1].kind == FUSED and active[-1].choice is None:
-            call = FusedCall(*arguments, **options)
-            see(active[-1], call, layout_of(call.queries, model))
-
-    def reported(module: nn.Module, report: Any) -> None:
-        site = by_module.get(module)
-        if site is not None and here() and site.kind == FUSED:
-            call = ConvertedCall(site.choice, report)
-            see(site, call, layout_of(call.queries, model))
-
-    def aside(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The layer may run folded, where nobody is told of query and key; so it runs once more, beside the pass.
-        from ..conversion.choice import observing
-
-        if not here():
-            return
-        reports: list[Any] = []
-        keep_random = torch.random.fork_rng() if module.training else nullcontext()
-        with torch.no_grad(), keep_random, observing(lambda m, report: reports.append(report) if m is module else None):
-            module.forward(*args, **kwargs)
-        call = ConvertedCall(module.choice, reports[-1])
-        see(by_module[module], call, layout_of(call.queries, model))
-
-    with ExitStack() as stack:
-        for site in sites:
-            before = {OWN: own, CONVERTED: aside, FUSED: begin}[site.kind]
-            stack.callback(site.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            if site.kind == FUSED:
-                stack.callback(site.module.register_forward_hook(end, always_call=True).remove)
-        for module in model.modules():
-            if isinstance(module, ViViT):
-                stack.callback(module.register_forward_pre_hook(clips.note).remove)
-        if any(site.kind == FUSED for site in sites):
-            stack.enter_context(_Fused(fused))
-        if any(site.kind == FUSED and site.choice is not None for site in sites):
-            from ..conversion.choice import observing
-
-            stack.enter_context(observing(reported))
-        yield
-
-
-class _Fused(TorchFunctionMode):
-    """Tells of every fused softmax before it runs."""
-
-    def __init__(self, told: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().__init__()
-        self.told = told
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            self.told(args, kwargs)
-        return func(*args, **kwargs)
-
-
-class _ClipGrids:
-    """The grid of the clip that is on its way, for layers that see only a part of it."""
-
-    def __init__(self) -> None:
-        self.grid: tuple[int, ...] = ()
-        self.prefix = 0
-
-    def note(self, module: Any, args: tuple[Any, ...]) -> None:
-        self.grid, self.prefix = module.patch_embed.grid(*args[0].shape[2:]), module.num_prefix_tokens
-
-    def layout(self, site: Site, call: OwnCall) -> TokenLayout | None:
-        if site.axes != "all":
-            return TokenLayout(self.prefix, tuple(self.grid))
-        return None if call.grid is None else TokenLayout(call.prefix, tuple(call.grid))

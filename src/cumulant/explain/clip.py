@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .sites import TokenLayout
+from ..inspect.tokens import TokenLayout
 
 RowsOf = Callable[[list[int]], Tensor]
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import without_autocast
-from .capture import NO_WEIGHTS, Call, Captured, watching
+from ..inspect.sites import Site, find_sites, output_projection
+from ..inspect.tokens import TokenLayout
+from ..inspect.watching import Seen, watching
+from .capture import NO_WEIGHTS, Captured
 from .heads import plain_output, unfolded
-from .sites import Site, TokenLayout, find_sites, output_projection
 
 SIGNS = ("absolute", "positive", "signed")
 EVIDENCE = ("for", "against")
@@ -83,10 +85,10 @@ def relevance(
     for site in sites:
         if not plain_output(site) or site.axes != "all":
             raise ValueError(f"layer {site.number} ({site.name}) does not mix all tokens into its projection directly")
-    calls: dict[int, Call] = {}
+    calls: dict[int, Seen] = {}
     outputs: dict[int, Tensor] = {}
 
-    def see(site: Site, call: Call, layout: TokenLayout) -> None:
+    def see(site: Site, call: Seen, layout: TokenLayout) -> None:
         calls[site.number] = call
 
     def joined_of(number: int) -> Callable[..., None]:

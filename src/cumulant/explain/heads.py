@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import Call, watching
-from .sites import Site, TokenLayout, find_sites, numbered, output_projection
+from ..inspect.sites import Site, find_sites, numbered, output_projection
+from ..inspect.tokens import TokenLayout
+from ..inspect.watching import Seen, watching
 
 BLOCKS = ("class to patches", "patches to class", "patches to patches", "patches at distance")
 
@@ -73,7 +74,7 @@ def block_off(
     pending: list[Tensor] = []
 
     @torch.no_grad()
-    def see(_: Site, call: Call, layout: TokenLayout) -> None:
+    def see(_: Site, call: Seen, layout: TokenLayout) -> None:
         A = call.weights(None, [head]) * block_mask(layout, block, distance).to(call.value().device)
         if lost is not None:
             lost.append(A.sum(-1)[..., 0, :])

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..conversion.inputs import evaluating
+from ..inspect.batches import evaluating
+from ..inspect.sites import find_sites
+from ..inspect.tokens import expected_layout
 from .capture import capture
 from .flow import logits_of
 from .heads import block_off, head_off
 from .metrics import patch_distances
-from .sites import expected_layout, find_sites
 
 Head = tuple[int, int]
 IMPORTANCE = ("probability", "js", "loss", "accuracy", "feature")

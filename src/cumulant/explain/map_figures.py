@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inspect.tokens import TokenLayout
 from .capture import Captured
-from .sites import TokenLayout
 from .style import DIVERGING, INK, SOFT, new_figure, picture, pyplot, styled, tiled
 
 BELOW = "#2166ac"

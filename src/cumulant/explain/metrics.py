@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..inspect.tokens import TokenLayout
 from .capture import Captured
 from .flow import unsigned
-from .sites import TokenLayout
 
 METRICS = ("hop", "euclidean")
 SINK_SHARE = 0.3

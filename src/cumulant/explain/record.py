@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import Call, Captured, rows_of, watching
-from .sites import Site, TokenLayout, find_sites, numbered
+from ..inspect.sites import Site, find_sites, numbered
+from ..inspect.tokens import TokenLayout
+from ..inspect.watching import Seen, watching
+from .capture import Captured, rows_of
 
 
 class Recording:
     """Queries and keys of every layer, see `record`."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Site, Call, TokenLayout]] = {}
+        self._seen: dict[int, tuple[Site, Seen, TokenLayout]] = {}
         self.output: Any = None  # what the model returned
 
     @property
@@ -59,7 +61,7 @@ class Recording:
         temperature would make its weights of. A layer that sees parts of a clip has (B T, ...) or (B S, ...)."""
         return self._of(layer)[1].query_key()
 
-    def _of(self, layer: int) -> tuple[Site, Call, TokenLayout]:
+    def _of(self, layer: int) -> tuple[Site, Seen, TokenLayout]:
         if layer not in self._seen:
             raise ValueError(f"layer must be one of {self.layers}, got {layer}")
         return self._seen[layer]
@@ -77,7 +79,7 @@ def record(model: nn.Module, images: Any, layers: list[int] | None = None) -> Re
     sites, recording = find_sites(model), Recording()
     chosen = [sites[number] for number in numbered("layers", layers, len(sites))]
 
-    def see(site: Site, call: Call, layout: TokenLayout) -> None:
+    def see(site: Site, call: Seen, layout: TokenLayout) -> None:
         call.keep()
         recording._seen[site.number] = (site, call, layout)
 

@@ -1,52 +1,20 @@
-"""Where a model has attention, and how another mechanism gets there, for transformers, timm and our own models."""
+"""How another mechanism gets into the layers of a model, and out again, for transformers, timm and our own models."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..nn import MultiheadAttention
-from . import hf, layers, own
+from ..attention import MultiheadAttention
+from . import hf, own, timm_layers
 from .choice import KEPT, SOFTMAX, Choice
 
-TRANSFORMERS, TIMM, OWN = "transformers", "timm", "cumulant"
-# Arguments by which layers of transformers are given another sequence.
-CONTEXTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "kv_states", "context_states")
+TRANSFORMERS, TIMM, OURS = "transformers", "timm", "cumulant"
 PLAN = "_cumulant_plan"  # attribute of a converted model: choices by layer, as `Choice`
-
-
-@dataclass(frozen=True)
-class Site:
-    """An attention layer of a model: its name there, its heads, and why it has to stay softmax (None: it has not).
-
-    `pattern` is "self", "causal" or "cross"; `prefix` the class tokens and the like at the start, where the model says.
-    """
-
-    name: str
-    module: nn.Module
-    heads: int
-    obstacle: str | None = None
-    dropout: float = 0.0
-    pattern: str = "self"
-    prefix: int = 0
-
-    def refusal(self, choice: Choice) -> str | None:
-        """Why this layer cannot take that choice, or None."""
-        if self.obstacle is not None or not choice.around_mean or self.pattern == "self":
-            return self.obstacle
-        if self.pattern == "causal":
-            return 'it is causal, and around="mean" has no causal form: the mean would know later queries'
-        return (
-            'it attends to another sequence, and its queries may come one at a time: around="mean" would give another '
-            "answer each time"
-        )
 
 
 def library_of(model: nn.Module) -> str:
@@ -55,8 +23,8 @@ def library_of(model: nn.Module) -> str:
     if any(type(m).__module__.startswith("transformers.") and hasattr(m, "config") for m in modules):
         return TRANSFORMERS
     if any(isinstance(m, MultiheadAttention) for m in modules):
-        return OWN
-    if any(layers.is_attention(m) for m in modules):
+        return OURS
+    if any(timm_layers.is_attention(m) for m in modules):
         return TIMM
     raise ValueError(
         f"{type(model).__name__} has no attention that can be converted: no model of transformers, no "
@@ -64,89 +32,8 @@ def library_of(model: nn.Module) -> str:
     )
 
 
-def find(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
-    """Attention layers in the order in which they run; `run()` is a forward pass. Nothing is changed.
-
-    Layers of transformers are those that really ask its attention registry; none at all is an error.
-    """
-    library = library_of(model)
-    if library == TRANSFORMERS:
-        return _find_transformers(model, run)
-    sites = []
-    for name, module in model.named_modules():
-        if library == OWN and isinstance(module, MultiheadAttention):
-            reason = "it is a mechanism with parameters of its own" if module.mechanism.module is not None else None
-            sites.append(Site(name, module, module.num_heads, reason, module.attn_drop, prefix=module.prefix))
-        elif library == TIMM and layers.is_attention(module):
-            if isinstance(module, layers.ConvertedAttention):
-                module = module.original()
-            drop = getattr(getattr(module, "attn_drop", None), "p", 0.0)
-            one_query = layers.class_name(module) in layers.CLASS_TOKEN
-            prefix = 0 if one_query else int(getattr(model, "num_prefix_tokens", 0))
-            heads = int(getattr(module, "num_heads", 0))
-            sites.append(Site(name, module, heads, layers.obstacle(module), drop, prefix=prefix))
-    return sites
-
-
-def _find_transformers(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
-    hf.register_transformers()
-    found: list[hf.Found] = []
-    try:
-        with _implementation(model, hf.MIXED), hf.discovering() as found, _contexts(model) as crossing, torch.no_grad():
-            run()
-    except Exception:
-        # A model that computes attention itself may stumble over a mask that our registry made. Where the same batch
-        # passes without it, the model is one that never asks.
-        if found:
-            raise
-        with torch.no_grad():
-            run()
-        return []
-    names = {module: name for name, module in model.named_modules()}
-    sites: dict[str, Site] = {}
-    for module, heads, obstacle, pattern in found:
-        name = names[module]
-        if pattern == "self" and module in crossing:
-            pattern = "cross"
-        if name not in sites or (obstacle is not None and sites[name].obstacle is None):
-            sites[name] = Site(name, module, heads, obstacle, _dropout_of(module), pattern)
-        elif pattern != "self":
-            sites[name] = replace(sites[name], pattern=pattern)
-    return list(sites.values())
-
-
 @contextmanager
-def _contexts(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Within this, attention modules that are called with another sequence to attend to are noted."""
-    crossing: set[nn.Module] = set()
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
-        if any(given.get(name) is not None for name in CONTEXTS):
-            crossing.add(module)
-
-    attention = [module for module in model.modules() if "Attention" in type(module).__name__]
-    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in attention]
-    try:
-        yield crossing
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _dropout_of(module: nn.Module) -> float:
-    """Attention dropout of a transformers layer, under the names that its models give it."""
-    for name in ("attention_dropout", "dropout_prob", "attn_dropout", "dropout"):
-        value = getattr(module, name, None)
-        value = value.p if isinstance(value, nn.Dropout) else value
-        if isinstance(value, float | int):
-            return float(value)
-    return 0.0
-
-
-@contextmanager
-def _implementation(model: nn.Module, name: str) -> Iterator[None]:
+def implementation(model: nn.Module, name: str) -> Iterator[None]:
     """Another attention implementation for a while; an error where the model does not take it."""
     before = [(config, config._attn_implementation) for config in _configs(model)]
     set_implementation(model, name)
@@ -184,7 +71,7 @@ def apply(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
     copy or a pickle of the model it takes the copy back.
     """
     library = library_of(model)
-    return {TRANSFORMERS: _apply_transformers, TIMM: _apply_timm, OWN: _apply_own}[library](model, plan)
+    return {TRANSFORMERS: _apply_transformers, TIMM: _apply_timm, OURS: _apply_own}[library](model, plan)
 
 
 def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], None], whole: bool = False) -> None:
@@ -301,15 +188,15 @@ def _apply_timm(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], No
     for name, choice in plan.items():
         old = model.get_submodule(name)
         before.append((name, old))
-        source = old.original() if isinstance(old, layers.ConvertedAttention) else old
-        model.set_submodule(name, layers.converted(source, choice))
+        source = old.original() if isinstance(old, timm_layers.ConvertedAttention) else old
+        model.set_submodule(name, timm_layers.converted(source, choice))
     return partial(_undo_timm, model, before)
 
 
 def _undo_timm(model: nn.Module, before: list[tuple[str, nn.Module]]) -> None:
     for name, module in before:
         replaced = model.get_submodule(name)
-        if isinstance(replaced, layers.ConvertedAttention):
+        if isinstance(replaced, timm_layers.ConvertedAttention):
             replaced.hand_back()
         model.set_submodule(name, module)
 

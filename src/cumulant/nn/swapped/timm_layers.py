@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.cumulant import as_key_mask
-from ..nn.fold import folded_attention, pays
+from ..cumulant import as_key_mask
+from ..fold import folded_attention, pays
 from .choice import Choice, mix, observed
 
 # Classes whose formula is softmax(q k^T) v between projections. Matched by name, so that timm is never imported.

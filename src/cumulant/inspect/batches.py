@@ -73,15 +73,15 @@ def some(data: Iterable[Batch] | Batch, batches: int, model: nn.Module) -> list[
     if not kept:
         raise ValueError("data holds no batch")
     place = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return [_to(batch, place) for batch in kept]
+    return [to_device(batch, place) for batch in kept]
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {name: _to(value, device) for name, value in batch.items()}
-    return tuple(_to(x, device) for x in batch) if isinstance(batch, tuple | list) else batch
+        return {name: to_device(value, device) for name, value in batch.items()}
+    return tuple(to_device(x, device) for x in batch) if isinstance(batch, tuple | list) else batch
 
 
 @contextmanager

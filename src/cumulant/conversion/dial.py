@@ -12,18 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .attention import cluster_attention
-from .cost import causal_multiply_adds, multiply_adds, softmax_multiply_adds
-from .dial import check_counts, check_target
-from .layout import Blocks
-
-if TYPE_CHECKING:
-    from ..conversion.choice import Call, Choice
+from ..cluster.attention import cluster_attention
+from ..cluster.cost import causal_multiply_adds, multiply_adds, softmax_multiply_adds
+from ..cluster.dial import check_counts, check_target
+from ..cluster.layout import Blocks
+from ..inspect.batches import call, evaluating, example_for, some
+from ..inspect.watching import softmax_sites, watching_softmax
+from ..nn.swapped.choice import Call, Choice
+from ..zoo.cluster import LEAST, past_blocks
+from ..zoo.softmax import softmax_attention
 
 # Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
 # covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter.
@@ -140,9 +142,7 @@ def choose_layers(
     a forward pass to see lengths, and one in which every candidate that is cheap enough answers the sampled queries of
     every layer, all queries where it is causal.
     """
-    from ..conversion.conversion import find_sites  # conversion knows the mechanisms, and these know this room
-    from ..conversion.inputs import call, evaluating, example_for, some
-    from ..conversion.watching import softmax_sites, watching
+    from .conversion import find_sites  # which calls this
 
     check_target(target)
     asked = _choices(candidates, batches, samples)
@@ -166,11 +166,11 @@ def choose_layers(
 
         for name in able:
             kept[name] = "it did not run"
-        with watching(model, found, look):
+        with watching_softmax(model, found, look):
             for batch in used:
                 call(model, batch)
         if any(layer.cheaper for layer in sums.values()):
-            with watching(model, found, measure):
+            with watching_softmax(model, found, measure):
                 for batch in used:
                     call(model, batch)
     layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
@@ -179,8 +179,6 @@ def choose_layers(
 
 def _choices(candidates: Sequence[str], batches: int, samples: int) -> dict[str, Choice]:
     """The candidates by name; an error for one that is not about clusters, and for numbers that are none."""
-    from ..conversion.choice import Choice
-
     check_counts(samples=samples, batches=batches)
     if isinstance(candidates, str) or not isinstance(candidates, Iterable) or not candidates:
         raise ValueError(f"candidates must be names of cluster mechanisms, at least one, got {candidates!r}")
@@ -266,8 +264,6 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, at: Tensor, is_causal: b
     """What softmax answers the queries `at` these places."""
     if not is_causal:
         return cluster_attention(query[:, :, at], key, value, clusters=1, near=1, **shared)
-    from ..zoo.softmax import softmax_attention
-
     return softmax_attention(query, key, value, is_causal=True, **shared)[:, :, at]
 
 
@@ -288,8 +284,6 @@ def _squares(difference: Tensor, there: Tensor) -> Tensor:
 
 def _arguments(choice: Choice, made: Call) -> dict[str, Any]:
     """What the mechanism passes to `cluster_attention` in a layer that calls it so."""
-    from ..zoo.cluster import LEAST
-
     options = {key: value for key, value in choice.options.items() if key not in PAST}
     if made.is_causal:
         return {"clusters": _past(choice), "is_causal": True, **options}
@@ -304,8 +298,6 @@ def _blocks(choice: Choice) -> int:
 
 def _past(choice: Choice) -> Blocks:
     """The blocks of a candidate in a causal layer."""
-    from ..zoo.cluster import past_blocks
-
     return past_blocks(_blocks(choice), **{name: choice.options[name] for name in PAST if name in choice.options})
 
 

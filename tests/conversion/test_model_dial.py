@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import cumulant
-from cumulant.cluster import choose_layers, model_dial
 from cumulant.cluster.causal import merged_lists
 from cumulant.cluster.statistics import moments_of
-from cumulant.conversion import convert, restore
+from cumulant.conversion import choose_layers, convert, restore
+from cumulant.conversion import dial as model_dial
 
 EVERYTHING = 1e9  # a target that every candidate meets in every head
 TOKENS = torch.randn(2, 256, 32, generator=torch.Generator().manual_seed(1))
@@ -258,3 +258,11 @@ def test_over_few_tokens_nothing_is_cheaper_than_softmax():
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         choose_layers(layers(), TOKENS, **options)
+
+
+def test_the_dial_answers_to_its_old_name_with_a_warning() -> None:
+    from cumulant import cluster
+
+    with pytest.warns(DeprecationWarning, match=r"cumulant\.conversion"):
+        found = cluster.choose_layers(layers(sharp=(0.5,)), TOKENS[:, :12])  # type: ignore[attr-defined]
+    assert found == choose_layers(layers(sharp=(0.5,)), TOKENS[:, :12])

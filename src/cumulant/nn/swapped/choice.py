@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import zoo
-from ..zoo.grammar import parse, suggest, write
-from ..zoo.registry import Mechanism
-from ..zoo.tilted import check_around
+from ... import zoo
+from ...zoo.grammar import parse, suggest, write
+from ...zoo.registry import Mechanism
+from ...zoo.tilted import check_around
 
 SOFTMAX = "softmax"
 

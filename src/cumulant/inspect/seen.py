@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..inputs import without_autocast
 from ..nn import AxialAttention, MultiheadAttention
+from ..nn.swapped.choice import weights
 from ..zoo.registry import Mechanism
 
 Rows = list[int] | None
@@ -208,8 +209,6 @@ class ConvertedCall:
         return value.repeat_interleave(self.call.query.shape[-3] // value.shape[-3], -3)
 
     def weights(self, rows: Rows = None, heads: Rows = None) -> Tensor:
-        from ..conversion.choice import weights
-
         call, alone = self.call, not self.call.is_causal and not self.choice.around_mean
         query = call.query if rows is None or not alone else call.query[..., rows, :]
         own = call.key_mask if self.choice.around_mean and self.queries == call.key.shape[-2] else None

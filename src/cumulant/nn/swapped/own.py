@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import zoo
-from ..nn import AxialAttention, CumulantAttention, MultiheadAttention
-from ..nn.fold import folded_attention, pays
+from ... import zoo
+from .. import AxialAttention, CumulantAttention, MultiheadAttention
+from ..fold import folded_attention, pays
 from .choice import Choice, mix, observed, weights
 
 

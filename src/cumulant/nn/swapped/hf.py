@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import zoo
-from ..optional import needed
+from ... import zoo
+from ...optional import needed
 from .choice import Choice, fitting, mix, observed, weights
 from .masks import DenseMaskError, dense, key_mask_function, understood
 

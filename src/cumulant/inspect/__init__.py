@@ -1,0 +1,1 @@
+"""Looking into a model: open it, find its attention, watch what it computes."""
