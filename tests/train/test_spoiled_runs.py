@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import resource
 import shutil
 import signal
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from small_runs import FULL, few_digits, in_child, kill_self, outcome
 
 from cumulant.train import RecipeError, optimise, train
 from cumulant.train import log as log_module
+from cumulant.train.checkpoint import read_header
 from cumulant.train.files import naming, sole_owner
 
 
@@ -61,9 +63,66 @@ def test_weights_that_a_gradient_spoiled_are_not_kept_though_the_loss_was_a_numb
     assert not (tmp_path / "result.json").exists()
 
 
-def cut_short(folder):
-    path = folder / "state.safetensors"
+def cut_short(path):
     path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_weight(path):
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+
+
+def flip_the_step(path):
+    path.write_bytes(re.sub(rb"(step\W+)6", rb"\g<1>7", path.read_bytes(), count=1))
+
+
+def lose_the_checksum(path):
+    path.write_bytes(path.read_bytes().replace(b"checksum", b"checksun", 1))
+
+
+@pytest.mark.parametrize("spoil", [cut_short, flip_a_weight, flip_the_step, lose_the_checksum])
+def test_a_damaged_state_is_told_and_the_run_goes_on_from_the_one_before_it(calm, stopped, tmp_path, spoil):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    spoil(folder / "state.safetensors")
+    with pytest.warns(UserWarning, match=r"state.safetensors is damaged \(.*\): .* the one before it, after step 5"):
+        train(FULL, folder, source=few_digits())
+    assert outcome(folder) == outcome(calm)
+
+
+def test_the_state_before_is_not_lost_to_a_damaged_one_when_the_run_is_killed_again(calm, stopped, tmp_path):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    cut_short(folder / "state.safetensors")
+    train_until(folder, 1)
+    train(FULL, folder, source=few_digits())
+    assert outcome(folder) == outcome(calm)
+
+
+def test_a_run_killed_between_two_renamings_goes_on_from_the_state_before(calm, stopped, tmp_path):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    (folder / "state.safetensors").unlink()
+    train(FULL, folder, source=few_digits())
+    assert outcome(folder) == outcome(calm)
+
+
+def test_two_damaged_states_are_told_with_the_way_out(stopped, tmp_path):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    cut_short(folder / "state.safetensors")
+    flip_a_weight(folder / "state-before.safetensors")
+    told = r"state.safetensors is no state .*incomplete metadata.*state-before.safetensors \(its contents.*--fresh"
+    with pytest.raises(ValueError, match=told):
+        train(FULL, folder, source=few_digits())
+
+
+def test_a_state_from_before_there_were_checksums_is_gone_on_from(calm, stopped, tmp_path):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    path = folder / "state.safetensors"
+    header = {key: value for key, value in read_header(path).items() if key != "checksum"}
+    path.write_bytes(save(load_file(path), metadata=header))
+    for name in ("state-before.safetensors", "data.json"):
+        (folder / name).unlink()
+    train(FULL, folder, source=few_digits())
+    assert outcome(folder) == outcome(calm)
 
 
 def of_a_deeper_model(folder):
@@ -71,16 +130,10 @@ def of_a_deeper_model(folder):
     shutil.copy(folder / "other" / "state.safetensors", folder)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        (cut_short, "incomplete metadata"),
-        (of_a_deeper_model, r"blocks\.2\S+: shape \S+ in the file, nothing in the model"),
-    ],
-)
-def test_a_state_that_does_not_fit_is_told_with_the_way_out(stopped, tmp_path, spoil, told):
+def test_a_state_that_does_not_fit_is_told_with_the_way_out(stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
-    spoil(folder)
+    of_a_deeper_model(folder)
+    told = r"blocks\.2\S+: shape \S+ in the file, nothing in the model"
     with pytest.raises(ValueError, match=rf"state.safetensors is no state that this run .*{told}.*--fresh"):
         train(FULL, folder, source=few_digits())
 
@@ -147,7 +200,7 @@ def test_a_run_that_goes_on_needs_no_room_for_what_it_has_in_its_folder(stopped,
     def work(out, spare):
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         weights = sum(tensor.nbytes for tensor in load_file(stopped / "best.safetensors").values())
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 10 * weights - spare, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 14 * weights - spare, hard))
         train(FULL, out, source=few_digits())
 
     assert in_child(lambda: work(tmp_path / "new", held)) == 1

@@ -16,19 +16,27 @@ from torch import Tensor, nn
 from ..inspect.batches import Batch, answer, answers, call, relative_error
 from ..nn.swapped.plan import plan_of
 from ..train import optimise
-from ..train.checkpoint import read_header
 from ..train.files import claim_room, naming, read_json, write_atomically
 from ..train.log import Log
 from ..train.meter import CHECK_STEPS, Meter
 from ..train.processes import Processes
 from ..train.progress import Bar, Stop
-from ..train.state import Progress, bytes_needed, load_state, save_state
+from ..train.state import (
+    STATE,
+    Progress,
+    bytes_needed,
+    load_state,
+    mend_state,
+    read_progress,
+    remove_states,
+    save_state,
+)
 from .distill_data import Batches
 from .distill_losses import answer_loss, present, unexplained, usual_loss
 from .saving import save
 from .settings import DistillRecipe
 
-STATE, NOTES, RESULT = "state.safetensors", "notes.json", "distilled.json"
+NOTES, RESULT = "notes.json", "distilled.json"
 LOGGED = 50  # steps between two lines of the log, at most
 Output = Callable[[Any, Batch], Tensor]
 
@@ -112,11 +120,12 @@ class Run:
         self.done = Progress()
         if folder is not None:
             claim_room(folder, bytes_needed(model, averaged=False))
+            mend_state(folder)
         if folder is None or not (folder / STATE).is_file():
             self._begin(self._part_at(0))
             return
         # The part first: the state holds the moments of that part's optimizer.
-        self._begin(self._part_at(json.loads(read_header(folder / STATE)["progress"])["step"]))
+        self._begin(self._part_at(read_progress(folder / STATE).step))
         self.done = load_state(folder / STATE, model, self.optimizer, None, self.meter)
         self.notes = read_json(folder / NOTES)
 
@@ -296,7 +305,7 @@ class Run:
             self.log.settle()
         with naming(f"the state after step {self.done.step} into {self.folder}"):
             write_atomically(self.folder / NOTES, json.dumps(self.notes).encode())
-            save_state(self.folder / STATE, self.model, self.optimizer, None, self.meter, self.done, write=True)
+            save_state(self.folder, self.model, self.optimizer, None, self.meter, self.done, write=True)
 
     def _finish(self) -> DistillResult:
         change = (self.notes["before"], self._change()) if self.measured else None
@@ -312,8 +321,8 @@ class Run:
             with naming(f"the model into {self.folder}"):
                 save(self.model, self.folder)
                 write_atomically(self.folder / RESULT, json.dumps(result.to_json(), indent=1).encode())
-            for name in (STATE, NOTES):
-                (self.folder / name).unlink(missing_ok=True)
+            remove_states(self.folder)
+            (self.folder / NOTES).unlink(missing_ok=True)
         return result
 
     def _not_finite(self, step: int, loss: float) -> FloatingPointError:

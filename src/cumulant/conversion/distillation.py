@@ -22,8 +22,9 @@ from ..inspect.batches import Batch, evaluating, some
 from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import KEPT
 from ..train.files import claim_room, read_json, remove_leftovers, sole_owner, write_atomically
+from ..train.state import remove_states
 from .distill_data import Batches, as_batches
-from .distill_steps import NOTES, RESULT, STATE, DistillResult, Output, Run
+from .distill_steps import NOTES, RESULT, DistillResult, Output, Run
 from .saving import attention_layers, load
 from .settings import DistillRecipe
 
@@ -105,7 +106,8 @@ def distill(
 
 def clear(folder: Path) -> None:
     """Delete the run in a folder, what says what it is last."""
-    for name in (STATE, NOTES, RESULT, LOG, ABOUT):
+    remove_states(folder)
+    for name in (NOTES, RESULT, LOG, ABOUT):
         (folder / name).unlink(missing_ok=True)
 
 

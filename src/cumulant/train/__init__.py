@@ -2,11 +2,11 @@
 
 from .checkpoint import load, save
 from .evaluation import Predictions, evaluate_checkpoint, predict
+from .folder import RecipeError
 from .log import read_log
 from .loop import History, evaluate, fit
 from .recipe import DIGITS, Recipe
 from .recipe_files import parse_recipe, read_recipe, recipe_names
-from .state import RecipeError
 from .train_recipe import TrainRecipe
 from .trainer import TrainResult, train
 

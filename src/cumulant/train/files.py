@@ -20,8 +20,11 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Either the whole file or what was there before, also after a kill or a full disk in the middle."""
+def write_atomically(path: Path, content: bytes, *, before: Path | None = None) -> None:
+    """Either the whole file or what was there before, also after a kill or a full disk in the middle.
+
+    With `before` the old file is kept under that name; a kill at the right moment leaves it there alone.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -29,6 +32,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if before is not None and path.exists():
+            os.replace(path, before)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

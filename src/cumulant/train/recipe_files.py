@@ -19,9 +19,9 @@ from .train_recipe import TrainRecipe
 
 Settings = TypeVar("Settings")
 
-# What may change between two parts of a run: it does not touch the weights or the log.
-FREE = ("workers", "in_memory", "max_bad", "parallel", "cuda_graph", "checkpoint_epochs", "checkpoint_steps",
-        "tensorboard")  # fmt: skip
+# What may change between two parts of a run: the steps stay the same, but for rounding and what is told of them.
+FREE = ("workers", "in_memory", "max_bad", "parallel", "accumulate", "cuda_graph", "eval_epochs", "checkpoint_epochs",
+        "checkpoint_steps", "log_steps", "tensorboard")  # fmt: skip
 
 
 def recipe_names() -> list[str]:

@@ -1,19 +1,14 @@
-"""The folder of a run and the state from which it goes on: one safetensors file, whole or the one before it.
-
-recipe.json        what the folder is for          log.jsonl                one line per logged step
-state.safetensors  to go on from; gone at the end  result.json              of a finished run
-best.safetensors   best weights so far             last.safetensors         weights after the last step
-predictions.safetensors  class probabilities of the test part
-"""
+"""The state from which a run goes on: one safetensors file with a checksum, and the one before it beside it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import torch
@@ -26,17 +21,10 @@ from .checkpoint import read_header
 from .files import write_atomically
 from .meter import Meter
 from .processes import like, put, whole
-from .recipe_files import differences, from_json, to_json
-from .train_recipe import TrainRecipe
 
-# In the order in which a run is deleted: what makes it finished, then what it goes on from, what it is for at the end.
-FILES = ("result.json", "state.safetensors", "log.jsonl", "best.safetensors", "last.safetensors",
-         "predictions.safetensors", "recipe.json")  # fmt: skip
+STATE, BEFORE = "state.safetensors", "state-before.safetensors"
 FRESH = "choose another folder with --out, or start afresh with --fresh, which deletes that run"
-
-
-class RecipeError(ValueError):
-    """The folder holds a run with another recipe."""
+UNCHECKED = {"format", "progress", "torch"}  # all that the header of a state had before there were checksums
 
 
 @dataclass
@@ -47,48 +35,14 @@ class Progress:
     best: float = -1.0
     best_epoch: int = 0
     seconds: float = 0.0
-    loss_steps: int = field(default=0)  # steps in the loss that is added up and not yet logged
+    loss_steps: int = 0  # steps in the loss that is added up and not yet logged
 
 
-def begun(folder: Path) -> bool:
-    """Whether a run left anything in the folder beside its recipe: one that failed before it began does not hold it."""
-    there = {name for name in FILES if (folder / name).is_file() and (folder / name).stat().st_size > 0}
-    return bool(there - {"recipe.json"})
-
-
-def check_recipe(folder: Path, recipe: TrainRecipe) -> None:
-    """Refuse to go on in a folder where a run was begun with another recipe, or one not known; claim any other."""
-    path = folder / "recipe.json"
-    if begun(folder):
-        try:
-            known = from_json(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError) as error:
-            raise RecipeError(
-                f"{folder} holds files of a run, but its recipe.json is missing or damaged ({error}): {FRESH}"
-            ) from error
-        changed = differences(known, recipe)
-        if changed:
-            raise RecipeError(
-                f"{folder} holds a run with another recipe ({'; '.join(changed)}). Give the old values to go on "
-                f"with it, {FRESH}"
-            )
-    write_atomically(path, json.dumps(json.loads(to_json(recipe)), indent=1).encode())
-
-
-def clear(folder: Path) -> None:
-    """Delete the run in the folder, so that the rest of a stopped deletion is known for a run that has to begin."""
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-
-
-def bytes_needed(model: nn.Module, averaged: bool, folder: Path | None = None) -> int:
-    """Room on the disk for the states (an old and a new one at the moment of saving), the best and the last weights;
-    what a run that goes on has in its folder already is not needed again."""
+def bytes_needed(model: nn.Module, averaged: bool, held: int = 0) -> int:
+    """Room on the disk for the states (two old ones and a new one at the moment of saving), the best and the last
+    weights; what a run that goes on holds of these already is not needed again."""
     weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
-    there = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
-    held = sum(path.stat().st_size for path in there)
-    return max(weights * (2 * (4 if averaged else 3) + 2) - held, 0) + (1 << 20)
+    return max(weights * (3 * (4 if averaged else 3) + 2) - held, 0) + (1 << 20)
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -97,7 +51,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_state(
-    path: Path,
+    folder: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
@@ -106,7 +60,7 @@ def save_state(
     *,
     write: bool,
 ) -> None:
-    """Gather everything (all processes together) and, if `write`, put it into one file."""
+    """Gather everything (all processes together) and, if `write`, put it into one file; the last one is kept too."""
     tensors = {f"model.{name}": tensor for name, tensor in whole_weights(model).items()}
     if average is not None:
         with average.in_place():
@@ -118,7 +72,62 @@ def save_state(
     progress.loss_steps = meter.steps
     if write:
         header = {"format": "pt", "progress": json.dumps(asdict(progress)), "torch": torch.__version__}
-        write_atomically(path, to_bytes(tensors, metadata=header))
+        header["checksum"] = checksum(tensors, header)
+        content = to_bytes(tensors, metadata=header)
+        write_atomically(folder / STATE, content, before=folder / BEFORE)
+
+
+def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    """Digest of all tensors and of the other entries of the header."""
+    digest = hashlib.sha256(json.dumps({k: v for k, v in sorted(header.items()) if k != "checksum"}).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def mend_state(folder: Path) -> None:
+    """See to it that the state in the folder is whole: where the last one is damaged, or missing because a process was
+    killed between two renamings, the one before it takes its place. Only for the owner of the folder."""
+    newest, older = folder / STATE, folder / BEFORE
+    why = damage(newest)
+    if why is None or not (newest.is_file() or older.is_file()):
+        return
+    also = damage(older)
+    if also is not None:
+        raise ValueError(
+            f"{newest} is no state that this run can go on from ({why}), nor is {older.name} ({also}): {FRESH}"
+        )
+    told = newest.is_file()
+    os.replace(older, newest)
+    if told:
+        step = read_progress(newest).step
+        warnings.warn(f"{newest} is damaged ({why}): going on from the one before it, after step {step}", stacklevel=3)
+
+
+def damage(path: Path) -> str | None:
+    """Why nothing can go on from the state in that file; None for one that is whole."""
+    if not path.is_file():
+        return "missing"
+    try:
+        header, tensors = read_header(path), load_file(path)
+    except (safetensors.SafetensorError, ValueError) as error:
+        return str(error)
+    if "checksum" not in header:
+        return None if header.keys() == UNCHECKED else "no checksum"
+    return None if header["checksum"] == checksum(tensors, header) else "its contents do not have its checksum"
+
+
+def remove_states(folder: Path) -> None:
+    """Of a run that is finished."""
+    for name in (STATE, BEFORE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def read_progress(path: Path) -> Progress:
+    """How far the run was whose state this is; what another version stored beside that is passed over."""
+    values = json.loads(read_header(path)["progress"])
+    return Progress(**{"step": values["step"]} | {f.name: values[f.name] for f in fields(Progress) if f.name in values})
 
 
 def load_state(
@@ -128,7 +137,7 @@ def load_state(
     if not path.is_file():
         return Progress()
     try:
-        tensors, progress = load_file(path), _known(json.loads(read_header(path)["progress"]))
+        tensors, progress = load_file(path), read_progress(path)
         _check_fit(tensors, model, average is not None)
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is no state that this run can go on from ({error}): {FRESH}") from error
@@ -146,23 +155,6 @@ def load_state(
     meter.total.copy_(tensors["loss"])
     meter.steps = progress.loss_steps
     return progress
-
-
-def read_result(folder: Path, names: Iterable[str]) -> dict[str, Any] | None:
-    """These values of the result that a finished run left, or None."""
-    path = folder / "result.json"
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))["result"]
-        return {name: values[name] for name in names}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no result of a run, or cut short ({error}): {FRESH}") from error
-
-
-def _known(values: Mapping[str, Any]) -> Progress:
-    """Progress from stored values; what another version stored beside them is passed over."""
-    return Progress(**{"step": values["step"]} | {f.name: values[f.name] for f in fields(Progress) if f.name in values})
 
 
 def _check_fit(tensors: Mapping[str, Tensor], model: nn.Module, averaged: bool) -> None:

@@ -30,12 +30,13 @@ from .average import Average
 from .build import AUGMENT, DROPOUT, augment_of, build_model, build_optimizer, loader_of, open_recipe_source
 from .evaluation import Predictions, predict
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
+from .folder import bytes_held, check_data, check_recipe, claim, clear, read_result
 from .log import Log
 from .meter import CHECK_STEPS, Meter
 from .processes import Processes, local, processes
 from .progress import Bar, Stop
 from .recipe_files import to_json
-from .state import bytes_needed, check_recipe, clear, load_state, read_result, save_state, whole_weights
+from .state import STATE, bytes_needed, load_state, mend_state, remove_states, save_state, whole_weights
 from .stepping import Recorded, compile_blocks, quick_float32
 from .train_recipe import TrainRecipe
 
@@ -85,12 +86,19 @@ def train(
             remove_leftovers(out)
             if fresh:
                 clear(out)
-            check_recipe(out, settings)
+            compare = check_recipe(out, settings) or source is not None
+            finished = (out / "result.json").is_file()
+            if compare or not finished:  # the data of a finished run may be gone
+                source = source or open_recipe_source(settings)
+                check_data(out, source)
+            if not finished:
+                mend_state(out)
+            claim(out, settings, source)
         team.wait()
         done = read_result(out, [field.name for field in fields(TrainResult) if field.name != "out"])
         if done is not None:
             if team.first:  # one that was killed when only this was left to do
-                (out / "state.safetensors").unlink(missing_ok=True)
+                remove_states(out)
             return TrainResult(out=out, **done)
         stack.enter_context(torch.random.fork_rng([team.device] if team.device.type == "cuda" else []))
         stack.enter_context(quick_float32(team.device, settings.precision))
@@ -127,14 +135,14 @@ class _Run:
         self.model = build_model(recipe, source).to(team.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         if team.first:
-            claim_room(out, bytes_needed(self.model, recipe.ema > 0, out))
+            claim_room(out, bytes_needed(self.model, recipe.ema > 0, bytes_held(out)))
         self.core = team.spread(self.model, recipe.parallel)
         alone = team.device.type == "cuda" and team.world == 1 and recipe.accumulate == 1
         graph = recipe.cuda_graph and alone and recipe.compile_mode in ("default", "max-autotune-no-cudagraphs")
         self.optimizer = build_optimizer(self.model, recipe, recordable=graph)
         self.average = Average(self.model, recipe.ema) if recipe.ema else None
         self.meter = Meter(team, lambda step, loss: self.not_finite(step, f"the training loss became {loss}"))
-        self.done = load_state(out / "state.safetensors", self.model, self.optimizer, self.average, self.meter)
+        self.done = load_state(out / STATE, self.model, self.optimizer, self.average, self.meter)
         self.loader = loader_of(recipe, source, "train", team, self.screen)
         self.test = loader_of(recipe, source, "test", team, self.screen)
         self.steps = len(self.loader)
@@ -263,10 +271,7 @@ class _Run:
         with naming(f"the state after step {self.done.step} into {self.out}"):
             if self.log is not None:
                 self.log.settle()
-            save_state(
-                self.out / "state.safetensors", self.model, self.optimizer, self.average, self.meter, self.done,
-                write=self.team.first,
-            )  # fmt: skip
+            save_state(self.out, self.model, self.optimizer, self.average, self.meter, self.done, write=self.team.first)
 
     def _check_numbers(self) -> None:
         """Nothing is evaluated or kept with a loss or weights that are no numbers. A gradient that is none spoils the
@@ -316,7 +321,7 @@ class _Run:
             with naming(f"the result into {self.out}"):
                 found.save(self.out / "predictions.safetensors")
                 write_atomically(self.out / "result.json", json.dumps(content, indent=1).encode())
-            (self.out / "state.safetensors").unlink(missing_ok=True)
+            remove_states(self.out)
         self.team.wait()
         return result
 
@@ -331,9 +336,7 @@ class _Run:
     def not_finite(self, step: int, what: str) -> FloatingPointError:
         recipe = self.recipe
         clip = "set clip (e.g. 1.0)" if recipe.clip is None else f"lower clip (now {recipe.clip:g})"
-        kept = (
-            "the state saved before that is whole" if (self.out / "state.safetensors").exists() else "nothing was saved"
-        )
+        kept = "the state saved before that is whole" if (self.out / STATE).exists() else "nothing was saved"
         return FloatingPointError(
             f"{what} at or shortly before step {step} (epoch {step / self.steps:.2f}); lower "
             f"lr (now {recipe.lr:g}), lengthen warmup_epochs (now {recipe.warmup_epochs:g}), {clip}"
