@@ -110,7 +110,7 @@ def _curves(axis: Axes, groups: Mapping[str, list[Record]], colours: Mapping[str
         lowest, highest = [min(column) for column in columns], [max(column) for column in columns]
         axis.fill_between(longest, lowest, highest, color=colours[name], alpha=0.15, linewidth=0)
     axis.set(xlabel="epoch", ylabel="top-1 on the test part, %")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, loc="lower right")
 
