@@ -1,13 +1,53 @@
-"""`import cumulant` is quick: it does not bring in what only some of its users need."""
+"""`import cumulant` is quick: it does not bring in what only some of its users need, and names come when used."""
 
+import importlib
 import subprocess
 import sys
+from types import ModuleType
+
+import pytest
+
+import cumulant
 
 HEAVY = ("torch._dynamo", "triton", "transformers", "timm", "matplotlib", "PIL", "sklearn", "kornia", "fastapi")
 
 
-def test_importing_the_library_imports_no_compiler_and_no_optional_package():
-    code = f"import sys, cumulant; print(*(name for name in {HEAVY} if name in sys.modules))"
+def test_using_the_names_of_the_library_imports_no_compiler_and_no_optional_package():
+    use = "[getattr(cumulant, name) for name in cumulant.__all__]"
+    code = f"import sys, cumulant; {use}; print(*(name for name in {HEAVY} if name in sys.modules))"
     environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": ""}  # without a GPU and without Triton's interpreter
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert found.stdout.split() == []
+
+
+def test_importing_the_library_does_not_import_torch():
+    code = "import sys, cumulant; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("room", ["cumulant", "cumulant.bench", "cumulant.conversion", "cumulant.web"])
+def test_every_name_of_a_room_can_be_had_and_is_listed(room):
+    module = importlib.import_module(room)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_a_function_hides_the_module_of_its_name_whichever_is_imported_first():
+    code = (
+        "import importlib, cumulant; importlib.import_module('cumulant.attention'); print(callable(cumulant.attention))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "True"
+
+
+def test_rooms_are_there_without_an_import_of_their_own_and_others_are_not():
+    assert isinstance(cumulant.explain, ModuleType)
+    with pytest.raises(AttributeError, match="module 'cumulant' has no attribute 'explian'"):
+        _ = cumulant.explian
+
+
+def test_what_moved_out_of_the_cluster_room_answers_there_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="import it from cumulant.conversion"):
+        assert cumulant.cluster.choose_layers is cumulant.conversion.choose_layers

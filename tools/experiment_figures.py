@@ -18,11 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from cumulant.studies.command import Reproduce
 from cumulant.studies.figures import palette
 from cumulant.studies.outcome import records_of
 from cumulant.studies.plan import planned
 from cumulant.studies.records import Key
-from cumulant.studies.settings import Reproduce
 
 plt.rcParams.update({"svg.hashsalt": "cumulant", "svg.fonttype": "none", "font.size": 10})
 Record = dict[str, Any]

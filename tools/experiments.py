@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cumulant.studies.command import Reproduce
 from cumulant.studies.records import Key, read_records
-from cumulant.studies.settings import Reproduce
 from tools.tables import fill, in_order, overview, planned, study_block
 
 ROOT = Path(__file__).parents[1]

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cumulant.studies.command import Reproduce
 from cumulant.studies.outcome import outcome, records_of
 from cumulant.studies.plan import planned
 from cumulant.studies.records import Key
-from cumulant.studies.settings import Reproduce
 from cumulant.studies.verdict import signed
 from cumulant.studies.wording import collapses, failures, missing
 

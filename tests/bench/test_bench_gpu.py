@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cumulant.bench import efficiency, training
-from cumulant.commands import Efficiency, TrainBench
+from cumulant.bench.command import Efficiency, TrainBench
 
 pytestmark = pytest.mark.gpu
 

@@ -7,10 +7,10 @@ import torch
 
 from cumulant import zoo
 from cumulant.bench import efficiency
+from cumulant.bench.command import Efficiency
 from cumulant.bench.crossings import checks, crossing_text, crossings, table
 from cumulant.bench.efficiency import MATRIX_SOFTMAX, Row, contenders, measure, quartiles, run
 from cumulant.bench.variants import parse, select
-from cumulant.commands import Efficiency
 
 LENGTHS = (256, 512, 1024, 2048)
 

@@ -9,9 +9,9 @@ from bench_records import baseline, record
 
 from cumulant.bench import training
 from cumulant.bench.capture import from_checkpoint
+from cumulant.bench.command import TrainBench
 from cumulant.bench.training import chosen, earlier, judged, planned, run, table
 from cumulant.cli import main
-from cumulant.commands import TrainBench
 from cumulant.studies.study import TimeOverError
 from cumulant.train import read_recipe
 

@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -8,9 +9,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 import cumulant
 from cumulant import cli, zoo
+from cumulant.models.registry import input_shape
 from cumulant.studies import study
 from cumulant.studies.runs import RunError
 
@@ -65,6 +68,45 @@ def test_list_prints_every_mechanism(capsys):
     assert cli.main(["list"]) == 0
     first_words = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()]
     assert set(zoo.names()) <= set(first_words)
+
+
+@pytest.mark.parametrize("what", ["mechanisms", "layers", "models", "studies"])
+def test_every_list_fits_a_terminal_of_100_columns(capsys, what):
+    assert cli.main(["list", what]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert max(map(len, lines)) <= 100
+
+
+def test_models_are_listed_with_their_parameters_and_input(capsys):
+    assert cli.main(["list", "models", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == cumulant.models.model_names()
+    assert rows["vit_tiny_patch16_224"] == {
+        "name": "vit_tiny_patch16_224", "parameters": 5_717_416, "input": [3, 224, 224],
+    }  # fmt: skip
+    assert rows["vivit_nano_patch4x2_16"]["input"] == [1, 8, 16, 16]
+
+
+@pytest.mark.parametrize("name", ["vit_nano_patch2_8", "vivit_nano_patch4x2_16"])
+def test_a_listed_model_takes_the_input_that_is_listed(name):
+    model = cumulant.create_model(name, num_classes=10)
+    assert model(torch.zeros(1, *input_shape(name))).shape == (1, 10)
+
+
+def test_layers_and_studies_are_listed(capsys):
+    assert cli.main(["list", "layers"]) == 0
+    assert cli.main(["list", "studies"]) == 0
+    first_words = capsys.readouterr().out.split("\n")
+    assert {"MultiheadAttention", "CumulantAttention", "reproduce"} <= set(first_words)
+
+
+def test_an_unknown_list_is_answered_with_those_there_are(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["list", "mechanism"])
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert "layers" in captured.out + captured.err
 
 
 def test_list_as_json_holds_names_costs_and_abilities(capsys):
@@ -173,11 +215,38 @@ def test_no_time_for_a_single_run_is_told_with_that_status_too(capsys, monkeypat
     assert "no run was finished" in capsys.readouterr().err
 
 
-def test_starting_the_program_loads_nothing_that_only_a_command_needs():
-    heavy = "sklearn plotly jinja2 scipy cumulant.studies.study cumulant.bench"
-    code = f"import sys, cumulant.cli; print([m for m in {heavy.split()!r} if m in sys.modules])"
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["list", "--help"], ["bench", "--help"]], ids=" ".join)
+def test_help_loads_nothing_that_only_running_a_command_needs(words):
+    heavy = (
+        *(
+            "torch",
+            "torch.distributed.tensor",
+            "torch._dynamo",
+            "transformers",
+            "timm",
+            "matplotlib",
+            "sklearn",
+            "tqdm",
+        ),
+        *("tqdm", "plotly", "jinja2", "scipy", "datasets", "pyarrow", "fastapi", "uvicorn", "PIL", "av"),
+        *("cumulant.attention", "cumulant.zoo", "cumulant.studies.study", "cumulant.bench.speed"),
+    )
+    code = (
+        "import sys, cumulant.cli\n"
+        f"try: cumulant.cli.main({words!r})\n"
+        "except SystemExit: pass\n"
+        f"print(*(name for name in {heavy!r} if name in sys.modules), file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout
+    assert done.stderr.split() == []
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_the_table_says_of_a_command_what_its_own_help_begins_with(name):
+    kind = cli.options_of(name)
+    assert inspect.cleandoc(kind.__doc__).split("\n\n")[0] == cli.COMMANDS[name][1]
+    assert callable(kind.run)
 
 
 def written_to(monkeypatch, file, *words):

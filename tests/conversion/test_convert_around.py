@@ -9,8 +9,7 @@ from torch import nn
 
 import cumulant
 from cumulant.conversion import Choice, convert, diagnose, load, restore, save
-from cumulant.conversion.command import run_convert
-from cumulant.conversion.settings import Convert
+from cumulant.conversion.command import Convert, run_convert
 from cumulant.conversion.statistics import head_sums
 from cumulant.inspect.batches import example_for
 from cumulant.nn.swapped.choice import Call, mix

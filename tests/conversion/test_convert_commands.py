@@ -1,5 +1,4 @@
 import json
-import sys
 
 import pytest
 import torch
@@ -8,10 +7,9 @@ from small_models import bert, transformers
 import cumulant
 from cumulant.cli import main
 from cumulant.conversion import DistillRecipe, load
-from cumulant.conversion.command import run_convert, run_diagnose
+from cumulant.conversion.command import Convert, Diagnose, run_convert, run_diagnose
 from cumulant.conversion.distill_data import Images
 from cumulant.conversion.opening import open_batches, open_training
-from cumulant.conversion.settings import Convert, Diagnose
 from cumulant.data import open_source
 from cumulant.train import TrainRecipe, save
 from cumulant.train.recipe_files import to_json
@@ -124,9 +122,9 @@ def test_a_wrong_value_is_told_before_a_model_is_opened(wrong, message):
 
 def test_a_folder_that_cannot_be_written_is_told_before_measuring(weights, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    for name, command, settings in (("diagnose", run_diagnose, Diagnose), ("convert", run_convert, Convert)):
-        room = sys.modules[command.__module__]
-        monkeypatch.setattr(room, name, lambda *_, **__: pytest.fail("it was measured"))
+    cases = ("diagnosis.diagnose", run_diagnose, Diagnose), ("conversion.convert", run_convert, Convert)
+    for name, command, settings in cases:
+        monkeypatch.setattr(f"cumulant.conversion.{name}", lambda *_, **__: pytest.fail("it was measured"))
         with pytest.raises(OSError, match="cannot write files into"):
             command(settings(weights, out=tmp_path / "file"))
 

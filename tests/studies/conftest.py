@@ -6,7 +6,7 @@ import pytest
 from small_studies import SMALL, quickly
 
 from cumulant.studies import study as room
-from cumulant.studies.settings import Reproduce
+from cumulant.studies.command import Reproduce
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,11 @@
 
 import importlib
 
+from cumulant.studies.command import Reproduce
 from cumulant.studies.configuration import configured, parse
 from cumulant.studies.plan import recipe_of
 from cumulant.studies.records import Run
 from cumulant.studies.runs import Workshop
-from cumulant.studies.settings import Reproduce
 
 SMALL = ("depth=2", "embed_dim=32", "num_heads=2", "batch_size=256")
 MADE = {

@@ -10,8 +10,8 @@ from small_studies import SMALL, quickly
 from cumulant.studies import measured
 from cumulant.studies import study as room
 from cumulant.studies.budget import Budget
+from cumulant.studies.command import Reproduce
 from cumulant.studies.plan import CONTROL_SEED, planned, recipe_name
-from cumulant.studies.settings import Reproduce
 from cumulant.studies.terminal import terminal_summary
 
 

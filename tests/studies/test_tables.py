@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from cumulant.studies.command import Reproduce
 from cumulant.studies.plan import planned
 from cumulant.studies.records import read_records
-from cumulant.studies.settings import Reproduce
 from tools import experiments
 from tools.experiment_figures import draw
 from tools.tables import fill, overview, study_block

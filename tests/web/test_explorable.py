@@ -18,10 +18,10 @@ from small_explorer import encoded, noise, png_claiming
 from cumulant.cli import main
 from cumulant.train import read_recipe, train
 from cumulant.web import Example, create_app, serve
+from cumulant.web.command import Explore
 from cumulant.web.demo import digits_models
 from cumulant.web.explorable import examples_of
 from cumulant.web.opening import open_checkpoint, open_models, open_timm
-from cumulant.web.settings import Explore
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_port_that_is_taken_says_so():
 
 
 def test_the_help_does_not_wait_for_web_packages():
-    code = "import sys, cumulant.web.settings; sys.exit(any(m in sys.modules for m in ('fastapi', 'PIL', 'uvicorn')))"
+    code = "import sys, cumulant.web.command; sys.exit(any(m in sys.modules for m in ('fastapi', 'PIL', 'uvicorn')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

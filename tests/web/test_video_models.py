@@ -18,9 +18,9 @@ from cumulant.train.checkpoint import save
 from cumulant.train.recipe_files import to_json
 from cumulant.train.train_recipe import TrainRecipe
 from cumulant.web import Example, create_app, serve
+from cumulant.web.command import Explore
 from cumulant.web.explorable import examples_of
 from cumulant.web.opening import open_checkpoint
-from cumulant.web.settings import Explore
 
 CLIP = tuple(noise(seed) for seed in range(4))
 QUERY = {"model": "video", "image": "example-0", "query": 6}  # class token, then 4 patches of each step

@@ -1,21 +1,19 @@
 """Measurements: distance from softmax, cost in time, memory and work, accuracy of trained models."""
 
-from cumulant.bench.cab import compositional_index, efficiency_length
-from cumulant.bench.capture import Captured, capture
-from cumulant.bench.error import softmax_error
-from cumulant.bench.pareto import error_against_cost
-from cumulant.bench.provenance import provenance
-from cumulant.bench.scaling import Measurement, peak_memory, scaling
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Captured",
-    "Measurement",
-    "capture",
-    "compositional_index",
-    "efficiency_length",
-    "error_against_cost",
-    "peak_memory",
-    "provenance",
-    "scaling",
-    "softmax_error",
-]
+from ..lazy import lazy
+
+if TYPE_CHECKING:
+    from .cab import compositional_index as compositional_index
+    from .cab import efficiency_length as efficiency_length
+    from .capture import Captured as Captured
+    from .capture import capture as capture
+    from .error import softmax_error as softmax_error
+    from .pareto import error_against_cost as error_against_cost
+    from .provenance import provenance as provenance
+    from .scaling import Measurement as Measurement
+    from .scaling import peak_memory as peak_memory
+    from .scaling import scaling as scaling
+
+lazy(__name__)

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.bench import cab, speed
+from cumulant.bench.command import Efficiency
 from cumulant.bench.crossings import FUSED_SOFTMAX, PHASES, checks, crossings
 from cumulant.bench.scaling import MATRIX_SOFTMAX, matrix_softmax, peak_memory
 from cumulant.bench.variants import Variant, select
-from cumulant.commands import Efficiency
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 BOUNDS = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}  # relative, against float64

@@ -18,10 +18,10 @@ from typing import IO, Any
 import torch
 
 from cumulant.bench.capture import Captured, from_checkpoint
+from cumulant.bench.command import Error
 from cumulant.bench.error import logit_size, relative_error
 from cumulant.bench.variants import Variant, parse, select
 from cumulant.bench.work import work_of
-from cumulant.commands import Error
 
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
 LARGEST = 1e100  # of the logits: their squares are finite in float64

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cumulant.bench import crossings, plots
+from cumulant.bench.command import Efficiency, Error, Speed, TrainBench
 from cumulant.bench.provenance import provenance, read_result
-from cumulant.commands import Efficiency, Error, Speed, TrainBench
 from cumulant.optional import needed
 
 TEMPLATE = "report.html.j2"

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.attention import attention
+from cumulant.bench.command import Speed
 from cumulant.bench.provenance import provenance
 from cumulant.bench.report import command
 from cumulant.bench.style import pyplot
-from cumulant.commands import Speed
 from cumulant.train.files import claim_room
 
 Contender = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -25,11 +25,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cumulant import zoo
+from cumulant.bench.command import TrainBench
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.bench.scaling import peak_memory
 from cumulant.bench.speed import peak_memory as cuda_peak
 from cumulant.bench.variants import ALL, Variant, parse
-from cumulant.commands import TrainBench
 from cumulant.train.processes import chosen_device
 
 if TYPE_CHECKING:

@@ -1,5 +1,8 @@
 """Cumulants inside clusters of keys: `cluster_attention`, its weights, streams, and the dial that chooses for you."""
 
+import sys
+import warnings
+
 from .attention import cluster_attention, cluster_scores, kmeans_assignment
 from .closures import CLOSURES
 from .cost import multiply_adds, softmax_multiply_adds
@@ -24,3 +27,11 @@ __all__ = [
     "saturated_attention",
     "softmax_multiply_adds",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("ModelDial", "choose_layers"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    said = f"cumulant.cluster.{name} has moved: import it from cumulant.conversion"
+    warnings.warn(said, DeprecationWarning, stacklevel=2)
+    return getattr(sys.modules["cumulant.conversion"], name)  # it is above this room, which imports nothing of it

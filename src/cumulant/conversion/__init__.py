@@ -4,74 +4,33 @@ from __future__ import annotations
 
 import sys
 import warnings
-from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .. import cluster
+from ..lazy import lazy
 
 if TYPE_CHECKING:
-    from ..nn.swapped.choice import Choice, fitting
-    from ..nn.swapped.hf import register_transformers
-    from .cache import MomentsCache
-    from .conversion import ConversionReport, convert, count_calls, restore
-    from .diagnosis import Diagnosis, diagnose
-    from .dial import ModelDial, choose_layers
-    from .distillation import DistillResult, distill
-    from .export import export_onnx, export_program
-    from .saving import load, save
-    from .settings import DistillRecipe
+    from ..nn.swapped.choice import Choice as Choice
+    from ..nn.swapped.choice import fitting as fitting
+    from ..nn.swapped.hf import register_transformers as register_transformers
+    from .cache import MomentsCache as MomentsCache
+    from .conversion import ConversionReport as ConversionReport
+    from .conversion import convert as convert
+    from .conversion import count_calls as count_calls
+    from .conversion import restore as restore
+    from .diagnosis import Diagnosis as Diagnosis
+    from .diagnosis import diagnose as diagnose
+    from .dial import ModelDial as ModelDial
+    from .dial import choose_layers as choose_layers
+    from .distillation import DistillResult as DistillResult
+    from .distillation import distill as distill
+    from .export import export_onnx as export_onnx
+    from .export import export_program as export_program
+    from .saving import load as load
+    from .saving import save as save
+    from .settings import DistillRecipe as DistillRecipe
 
-# Found when they are first used: the command line reads `settings` and nothing else.
-_HOMES = {
-    "Choice": ".nn.swapped.choice",
-    "ConversionReport": "conversion",
-    "Diagnosis": "diagnosis",
-    "DistillRecipe": "settings",
-    "DistillResult": "distillation",
-    "ModelDial": "dial",
-    "MomentsCache": "cache",
-    "choose_layers": "dial",
-    "convert": "conversion",
-    "count_calls": "conversion",
-    "diagnose": "diagnosis",
-    "distill": "distillation",
-    "export_onnx": "export",
-    "export_program": "export",
-    "fitting": ".nn.swapped.choice",
-    "load": "saving",
-    "register_transformers": ".nn.swapped.hf",
-    "restore": "conversion",
-    "save": "saving",
-}
-
-__all__ = [
-    "Choice",
-    "ConversionReport",
-    "Diagnosis",
-    "DistillRecipe",
-    "DistillResult",
-    "ModelDial",
-    "MomentsCache",
-    "choose_layers",
-    "convert",
-    "count_calls",
-    "diagnose",
-    "distill",
-    "export_onnx",
-    "export_program",
-    "fitting",
-    "load",
-    "register_transformers",
-    "restore",
-    "save",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+lazy(__name__)
 
 
 class _OldName(ModuleType):
@@ -86,15 +45,3 @@ class _OldName(ModuleType):
 
 
 sys.modules["cumulant.convert"] = _OldName("cumulant.convert")
-
-
-def _choose_layers(*arguments: Any, **options: Any) -> ModelDial:
-    """`cumulant.conversion.choose_layers` under the name that it had."""
-    said = "cumulant.cluster.choose_layers has moved: import it from cumulant.conversion"
-    warnings.warn(said, DeprecationWarning, stacklevel=2)
-    from .dial import choose_layers
-
-    return choose_layers(*arguments, **options)
-
-
-setattr(cluster, "choose_layers", _choose_layers)  # noqa: B010  # from here: cluster imports nothing above it

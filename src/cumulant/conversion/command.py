@@ -1,22 +1,172 @@
-"""What `cumulant diagnose` and `cumulant convert` do."""
+"""`cumulant diagnose` and `cumulant convert`: what a user may choose, and what happens then.
+
+No heavy import: help is shown from this.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from typing import TextIO
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
-from ..train.files import claim_room, write_atomically
-from .conversion import ConversionReport, Layers, convert
-from .diagnosis import Diagnosis, diagnose
-from .distillation import distill, planned
-from .opening import open_batches, open_model, open_training
-from .saving import save
-from .settings import Convert, Diagnose
+import tyro
+
+from ..command import check_least, failed, show, stopped
+from .settings import CANDIDATES, DistillRecipe
+
+if TYPE_CHECKING:
+    from .conversion import ConversionReport, Layers
+    from .diagnosis import Diagnosis
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """Measure where a trained model can do without softmax: logit spread and error of each order by layer and head.
+
+    Prints the layers, the safest first, with a proposal; writes diagnosis.json and a heat map.
+
+    Example: cumulant diagnose runs/digits-softmax-0 digits
+
+    Example: cumulant diagnose path/to/sentence-encoder texts.txt --heads
+
+    Example: cumulant diagnose timm:vit_small_patch16_224 path/to/imagenet-100 --budget 0.1 --dial 0.15
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
+    data: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = None
+    """Data set or folder of images or videos; a .txt or .parquet file of texts. Without it, noise."""
+    attention: tuple[str, ...] = CANDIDATES
+    """Mechanisms whose effect on the output is measured, with options: cumulant3+around=mean."""
+    budget: float = 0.05
+    """Relative change of the output that the proposal may cause."""
+    batches: int = 2
+    """Batches of the data to look at."""
+    batch_size: int = 16
+    """Items of each."""
+    queries: int = 64
+    """Queries sampled in each layer and batch."""
+    heads: bool = False
+    """Also measure the effect of replacing single heads."""
+    dial: float | None = None
+    """Also choose clusters for every layer, and the heads that take them, by the error of its own output: say 0.15."""
+    device: str | None = None
+    """cpu or cuda; by default cuda where there is one."""
+    out: Path = Path("runs/diagnosis")
+    """Folder for diagnosis.json and diagnosis.svg."""
+    json: bool = False
+    """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        check_least(self, batches=1, batch_size=1, queries=1, budget=0)
+        if self.dial is not None and not self.dial > 0:
+            raise ValueError(f"dial must be a positive relative error, got {self.dial}")
+
+    def run(self) -> int:
+        try:
+            found = run_diagnose(self, progress=sys.stderr)
+        except RuntimeError as error:
+            return failed(error)
+        files = f"wrote {self.out}/diagnosis.json and diagnosis.svg"
+        show(found.to_json(), f"{found.table()}\n\n{found.proposal(self.budget)}\n\n{files}", self.json)
+        return 0
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Put attention of linear cost into a trained model and save it; `cumulant.convert.load(FOLDER)` loads it.
+
+    With --distill it is then trained, without labels, to say what the model said before. A stopped command goes on
+    where it was when it is given again.
+
+    Example: cumulant convert runs/digits-softmax-0 --data digits --layers auto --budget 0.1
+
+    Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers 3 4 5 --around mean
+
+    Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers dial --target 0.15
+
+    Example: cumulant convert runs/digits-softmax-0 --data digits --distill --epochs 5 --items-a-step 64
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
+    data: str | None = None
+    """Data to measure the change on and to distil with, as for `cumulant diagnose`; needed with --layers auto and
+    dial."""
+    attention: str | None = None
+    """Mechanism (cumulant3), by the name that `cumulant list` prints, with options: cumulant3+around=mean."""
+    around: Literal["zero", "mean"] | None = None
+    """Query around which cumulant mechanisms expand softmax: 0, or the mean of a sequence, which is closer and not for
+    causal or cross attention. By default 0, and with --layers auto whichever changes the output less."""
+    layers: tuple[str, ...] = ("all",)
+    """all; auto, to choose by diagnosis; dial, to choose clusters by --target; or numbers, or patterns of names, of
+    layers."""
+    budget: float | None = None
+    """With --layers auto, the relative change of the output to accept (0.05)."""
+    target: float | None = None
+    """With --layers dial, the relative error of a layer's own output to accept (0.15)."""
+    heads: bool = False
+    """With --layers auto, also replace single heads."""
+    batches: int = 4
+    """Batches of the data that the change is measured on."""
+    batch_size: int = 16
+    """Items of each."""
+    distill: bool = False
+    """Train the converted model on what the model said before."""
+    distillation: DistillRecipe = field(default_factory=DistillRecipe)
+    items_a_step: int = 64
+    """With --distill, images, clips or texts of a step."""
+    items: int = 0
+    """With --distill, at most so many texts of the data. 0: all."""
+    fresh: bool = False
+    """With --distill, begin anew and delete an earlier distillation in the folder."""
+    device: str | None = None
+    """cpu or cuda; by default cuda where there is one."""
+    out: Path = Path("runs/converted")
+    """Folder for the converted model and conversion.json."""
+    json: bool = False
+    """Print JSON instead of the report."""
+
+    def __post_init__(self) -> None:
+        if self.distill and self.data is None:
+            raise ValueError("--distill needs --data: inputs like those that the model will see; no labels are used")
+        if self.layers != ("auto",) and (self.budget is not None or self.heads):
+            raise ValueError(f"--budget and --heads go with --layers auto, got --layers {' '.join(self.layers)}")
+        if self.layers == ("dial",):
+            if self.data is None:
+                raise ValueError("--layers dial needs --data: inputs like those that the model will see, and as long")
+            if self.attention is not None or self.around is not None:
+                raise ValueError("--layers dial chooses the mechanisms itself: leave --attention and --around out")
+        elif self.target is not None:
+            raise ValueError(f"--target goes with --layers dial, got --layers {' '.join(self.layers)}")
+        if self.target is not None and not self.target > 0:
+            raise ValueError(f"target must be a positive relative error, got {self.target}")
+        check_least(self, batches=1, batch_size=1, items_a_step=1, items=0, budget=0)
+
+    def run(self) -> int:
+        try:
+            report = run_convert(self, progress=sys.stderr)
+        except RuntimeError as error:
+            return failed(error)
+        except KeyboardInterrupt:
+            return stopped(f". What was saved is in {self.out}; give the same command again to go on.")
+        show(report.to_json(), report, self.json)
+        if not report.replaced:
+            return failed(ValueError(f"nothing was replaced, so no model was written into {self.out}"))
+        if not self.json:
+            print(f"the model is in {self.out}; load it with cumulant.convert.load({str(self.out)!r})")
+        return 0
 
 
 def run_diagnose(settings: Diagnose, progress: TextIO | None = None) -> Diagnosis:
     """Diagnose the model; diagnosis.json and diagnosis.svg go to the folder `out`."""
+    from ..train.files import claim_room, write_atomically
+    from .diagnosis import diagnose
+    from .opening import open_batches, open_model
+
     model = open_model(settings.model, settings.device)
     data = None
     if settings.data is not None:
@@ -42,6 +192,12 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
 
     Nothing is written where the dial found nothing to replace.
     """
+    from ..train.files import claim_room, write_atomically
+    from .conversion import convert
+    from .distillation import distill, planned
+    from .opening import open_batches, open_model, open_training
+    from .saving import save
+
     layers: Layers = [int(x) if x.lstrip("-").isdigit() else x for x in settings.layers]
     if settings.layers in (("all",), ("auto",), ("dial",)):
         layers = None if settings.layers == ("all",) else settings.layers[0]

@@ -63,6 +63,15 @@ def model_arguments(name: str) -> list[str]:
     return [key for key in inspect.signature(kind.__init__).parameters if key != "self"]
 
 
+def input_shape(name: str) -> tuple[int, ...]:
+    """Channels, for videos frames, height and width that the model of that name is made for."""
+    kind, own = (VisionTransformer, VIT_CONFIGS) if name in VIT_CONFIGS else (ViViT, VIVIT_CONFIGS)
+    defaults = {key: one.default for key, one in inspect.signature(kind.__init__).parameters.items()}
+    given = defaults | own[name]
+    frames = (given["frames"],) if "frames" in given else ()
+    return given["in_chans"], *frames, given["img_size"], given["img_size"]
+
+
 def create_model(
     name: str, *, attention: str = "softmax", num_classes: int = 1000, **kw: Any
 ) -> VisionTransformer | ViViT:

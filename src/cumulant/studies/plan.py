@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from cumulant.studies.command import Reproduce
 from cumulant.studies.configuration import changed, configured, parse
 from cumulant.studies.records import Key, Run
-from cumulant.studies.settings import Reproduce
 
 if TYPE_CHECKING:
     from cumulant.data.part import Source

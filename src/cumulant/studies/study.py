@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from cumulant.studies.budget import Budget
+from cumulant.studies.command import DECISIVE, Reproduce
 from cumulant.studies.outcome import outcome, records_of
 from cumulant.studies.plan import Planned, as_values, check_models, device_of, planned
 from cumulant.studies.records import FORMAT, MAPS, Run, device_name, read_records, source_digest
 from cumulant.studies.runs import RunError, Workshop, train_all
-from cumulant.studies.settings import DECISIVE, Reproduce
 from cumulant.train.files import claim_room, write_atomically
 
 

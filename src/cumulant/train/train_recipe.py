@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from ..command import check_choices, check_least
 from ..data.augmentation import Augmentation
 from ..zoo.grammar import json_or_word, says_none
 
@@ -145,9 +145,7 @@ class TrainRecipe:
             **dict.fromkeys(("decode_size", "lr", "lr_batch", "min_lr", "warmup_epochs", "weight_decay"), 0),
             **dict.fromkeys(("checkpoint_epochs", "checkpoint_steps", "log_steps", "seed"), 0),
         }
-        for name, low in least.items():
-            if not getattr(self, name) >= low:
-                raise ValueError(f"{name} must be {low} or more, got {getattr(self, name)}")
+        check_least(self, **least)
         for name in ("label_smoothing", "drop_path", "ema", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
@@ -187,17 +185,3 @@ class TrainRecipe:
             both = {**getattr(self, name), **getattr(given, name)}
             tables[name] = {key: value for key, value in both.items() if value is not None}
         return replace(given, **tables)
-
-
-def check_choices(recipe: Any) -> None:
-    """Refuse a word in a field of a dataclass that takes one of a few others: types bind the command line alone."""
-    for name, choices in _choices(recipe.__class__).items():
-        if getattr(recipe, name) not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(recipe, name)!r}")
-
-
-@cache
-def _choices(kind: type) -> dict[str, tuple[str, ...]]:
-    """The fields of a recipe that take one of a few words, with these words."""
-    hints = get_type_hints(kind)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

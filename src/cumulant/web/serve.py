@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 from ..optional import needed
-from .settings import MECHANISMS, Explore
+from .command import MECHANISMS, Explore
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -1,13 +1,16 @@
-"""What a user may choose for `cumulant explore`. No heavy import: the command line shows its help from this."""
+"""`cumulant explore`: what a user may choose, and what happens then. No heavy import: help is shown from this."""
 
 from __future__ import annotations
 
 import ipaddress
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+
+from ..command import failed
 
 MECHANISMS = ("softmax", "linear", "cumulant2", "cumulant3")
 
@@ -66,3 +69,14 @@ class Explore:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    def run(self) -> int:
+        from . import serve
+
+        try:
+            serve.explore(self, progress=sys.stderr)
+        except RuntimeError as error:  # a model or a package that does not work here
+            return failed(error)
+        except KeyboardInterrupt:
+            print("\nthe explorer has ended", file=sys.stderr)
+        return 0

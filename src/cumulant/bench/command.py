@@ -1,20 +1,16 @@
-"""What a user may choose for each command. No heavy import: the command line shows its help from this."""
+"""`cumulant bench`: what a user may choose, and what happens then. No heavy import: help is shown from this."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-
-def check_least(settings: object, **least: int) -> None:
-    """ValueError for the first number of the settings that is below its least value or NaN; None is no number."""
-    for name, bound in least.items():
-        value = getattr(settings, name)
-        if value is not None and not value >= bound:
-            raise ValueError(f"{name} must be {bound} or more, got {value}")
+from ..command import check_least, failed, show, stopped, time_over
 
 
 @dataclass(frozen=True)
@@ -50,18 +46,12 @@ class Speed:
             raise ValueError("lengths must hold at least one number of tokens, got none")
         check_least(self, numbers=0, heads=1, dim=1)
 
+    def run(self) -> int:
+        from . import speed
 
-@dataclass(frozen=True)
-class ListMechanisms:
-    """Print the attention mechanisms that can be used by name, with what each costs and can do.
-
-    Example: cumulant list
-
-    Example: cumulant list --json
-    """
-
-    json: bool = False
-    """Print JSON instead of the table."""
+        result = speed.run(self, progress=lambda text: print(text, file=sys.stderr if self.json else sys.stdout))
+        show(result, f"wrote {self.out}/speed.json and speed.svg", self.json)
+        return 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +97,24 @@ class Error:
         """Whether only the orders of the expansion are printed."""
         return not self.attention and self.checkpoint is None
 
+    def run(self) -> int:
+        from . import pareto, report
+
+        if self.quick:
+            return self.run_quick()
+        report.prepare(self.out)
+        return published(pareto.run(self, sys.stderr), self, pareto.table)
+
+    def run_quick(self) -> int:
+        from . import softmax_error
+
+        errors = softmax_error(self.sizes, length=self.length, dim=self.dim)
+        lines = ["relative error against softmax", f"{'logit size':20s}" + "".join(f"{x:>9g}" for x in self.sizes)]
+        for name, curve in errors["relative_error"].items():
+            lines.append(f"{name:20s}" + "".join(f"{error:9.1e}" for error in curve))
+        show(errors, "\n".join(lines), self.json)
+        return 0
+
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -150,6 +158,14 @@ class Efficiency:
     def __post_init__(self) -> None:
         check_least(self, heads=1, dim=1, batch=0, calls=3, time_limit=0, memory_limit=0, minutes=0)
 
+    def run(self) -> int:
+        from . import crossings, efficiency, report
+
+        report.prepare(self.out)
+        screen = sys.stderr if self.json else sys.stdout
+        result = efficiency.run(self, lambda text: print(text, file=screen, flush=True), minutes=self.minutes)
+        return published(result, self, crossings.table)
+
 
 @dataclass(frozen=True)
 class TrainBench:
@@ -189,6 +205,17 @@ class TrainBench:
     def __post_init__(self) -> None:
         check_least(self, epochs=0, seeds=1, control=1, minutes=0)
 
+    def run(self) -> int:
+        from ..studies.study import TimeOverError
+        from . import report, training
+
+        report.prepare(self.out)
+        try:
+            result = training.run(self, sys.stderr, minutes=self.minutes)
+        except TimeOverError as error:
+            return time_over(error)
+        return published(result, self, training.table)
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -203,3 +230,26 @@ class Bench:
         | Annotated[Efficiency, tyro.conf.subcommand("efficiency")]
         | Annotated[TrainBench, tyro.conf.subcommand("train")]
     )
+
+    def run(self) -> int:
+        try:
+            return self.what.run()
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            return failed(RuntimeError(f"{str(error).splitlines()[0]} To take less: fewer tokens"))
+        except KeyboardInterrupt:
+            kept = "; finished runs are kept: give the same command again to go on"
+            return stopped(kept if isinstance(self.what, TrainBench) else "")
+
+
+def published(
+    result: dict[str, Any], settings: Error | Efficiency | TrainBench, table: Callable[[dict[str, Any]], str]
+) -> int:
+    """Write result, plot and page into --out and show the table; the exit status."""
+    from . import report
+
+    result = report.publish(result, settings)
+    place = f"wrote {settings.out}/{result['bench']}.json, .svg and .png; open {settings.out}/report.html"
+    show(result, f"{table(result)}\n\n{place}", settings.json)
+    return 1 if result.get("failed") else 3 if result.get("missing") else 0

@@ -1,10 +1,13 @@
-"""What a user may choose for `cumulant reproduce`. No heavy import: the command line shows its help from this."""
+"""`cumulant reproduce`: what a user may choose, and what happens then. No heavy import: help is shown from this."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+from ..command import check_least, failed, show, stopped, time_over
 
 # What decides the results; where they go, and how quickly they are made, does not.
 DECISIVE = ("data", "recipe", "attention", "seeds", "control", "epochs", "change", "workers")
@@ -64,10 +67,7 @@ class Reproduce:
     """Print the results as JSON instead of the table."""
 
     def __post_init__(self) -> None:
-        for name, least in (("seeds", 1), ("epochs", 1), ("workers", 1), ("control", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be {least} or more, got {value}")
+        check_least(self, seeds=1, epochs=1, workers=1, control=0)
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be positive, got {self.minutes}")
         if not self.attention:
@@ -107,3 +107,24 @@ class Reproduce:
                 value = Path(value).name
             words.extend(value if isinstance(value, tuple) else [str(value)])
         return shlex.join(words)
+
+    def run(self) -> int:
+        from . import study
+        from .terminal import terminal_summary
+
+        try:
+            results = study.remake_report(self) if self.report_only else study.reproduce(self, progress=sys.stderr)
+        except study.TimeOverError as error:
+            return time_over(error)
+        except study.RunError as error:
+            return failed(error)
+        except KeyboardInterrupt as stop:
+            again = "the command without --fresh" if self.fresh else "the same command"
+            kept = f"Finished runs are kept in {self.folder}; give {again} again to go on."
+            return stopped(f". {stop}".rstrip() + f"\n{kept}")
+        if self.json:
+            show(results, "", True)
+        else:
+            page = f"open {self.folder / 'report.html'} in a browser to see the report"
+            print(f"{terminal_summary(results)}\n\n{page}")
+        return 3 if self.minutes is not None and results["missing"] else 0

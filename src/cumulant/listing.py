@@ -1,0 +1,116 @@
+"""`cumulant list`: the names that other commands and functions take. No heavy import: help is shown from this."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import fill
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from .command import show
+
+WIDTH = 100  # of a terminal that is not narrow
+ABLE = ("causal", "cross", "key_mask", "grouped_queries", "weights", "subquadratic", "streaming", "ragged")
+LEGEND = """
+cost: order of the multiply-adds of one head for L tokens, key width D, value width E.
+Found by running: causal: tokens see only the past · cross: queries and keys of different sequences
+key mask: padding or weights · grouped queries: several query heads share a key head · weights: the
+L x L map can be shown · subquadratic: no L x L work · streaming: constant memory while tokens
+arrive · ragged: sequences of different lengths packed without padding"""
+
+
+@dataclass(frozen=True)
+class List:
+    """Print the names that can be used: mechanisms, layers, models or studies, with what each is and can do.
+
+    Example: cumulant list
+
+    Example: cumulant list models
+
+    Example: cumulant list mechanisms --json
+    """
+
+    what: Annotated[
+        Literal["mechanisms", "layers", "models", "studies"], tyro.conf.Positional, tyro.conf.arg(metavar="[WHAT]")
+    ] = "mechanisms"
+    """mechanisms, layers, models or studies."""
+    json: bool = False
+    """Print JSON instead of the table."""
+
+    def run(self) -> int:
+        rows, text = LISTS[self.what]()
+        show(rows, text, self.json)
+        return 0
+
+
+def mechanisms() -> tuple[list[dict[str, Any]], str]:
+    """The registry; what each can do is found by running it, not read from what it declares."""
+    from tqdm import tqdm
+
+    from . import zoo
+
+    rows = []
+    for name in tqdm(zoo.names(), desc="running each mechanism", leave=False, disable=None):
+        mechanism, marks = zoo.get(name), zoo.capabilities(name)[name]
+        told = {key: getattr(mechanism, key) for key in ("name", "summary", "paper", "year", "cost")}
+        rows.append({**told, "patterns": list(mechanism.patterns), **marks, "options": list(mechanism.options)})
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'name':{width}}  cost, what it is, and what it can do"]
+    for row in rows:
+        can = ", ".join(key.replace("_", " ") for key in ABLE if row[key]) or "none of the patterns below"
+        lines.append(f"{row['name']:{width}}  {row['cost']}")
+        lines += [under(width, f"{row['summary']} ({row['paper']}, {row['year']})"), under(width, can)]
+    return rows, "\n".join([*lines, LEGEND])
+
+
+def layers() -> tuple[list[dict[str, Any]], str]:
+    """What `cumulant.nn` has."""
+    from . import nn
+
+    rows = [{"name": name, "summary": brief(getattr(nn, name))} for name in nn.__all__]
+    return rows, "\n".join(f"{row['name']}\n{under(0, row['summary'])}" for row in rows)
+
+
+def models() -> tuple[list[dict[str, Any]], str]:
+    """Every model with its parameters, counted without making them, and the input that it takes."""
+    from .models import create_model, model_names
+    from .models.registry import input_shape
+
+    rows: list[dict[str, Any]] = []
+    for name in model_names():
+        count = sum(weight.numel() for weight in create_model(name, device="meta").parameters())
+        rows.append({"name": name, "parameters": count, "input": list(input_shape(name))})
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'name':{width}}  {'parameters':>12}  input"]
+    lines += [f"{row['name']:{width}}  {row['parameters']:12,}  {' x '.join(map(str, row['input']))}" for row in rows]
+    return rows, "\n".join([*lines, "\nparameters: with 1000 classes. input: channels x (frames x) height x width"])
+
+
+def studies() -> tuple[list[dict[str, Any]], str]:
+    """The comparison that `cumulant reproduce` makes."""
+    from .studies.command import Reproduce
+
+    rows = [{"name": "reproduce", "summary": brief(Reproduce)}]
+    return rows, "\n".join(f"{row['name']}\n{under(0, row['summary'])}" for row in rows)
+
+
+LISTS: dict[str, Callable[[], tuple[list[dict[str, Any]], str]]] = {
+    "mechanisms": mechanisms,
+    "layers": layers,
+    "models": models,
+    "studies": studies,
+}
+
+
+def brief(thing: object) -> str:
+    """The first paragraph of a docstring."""
+    return inspect.cleandoc(thing.__doc__ or "").split("\n\n")[0]
+
+
+def under(width: int, text: str) -> str:
+    """Text below a name, beside a column of that width."""
+    margin = " " * (width + 2)
+    return fill(text, WIDTH, initial_indent=margin, subsequent_indent=margin)
