@@ -28,7 +28,9 @@ from gpu_dense import NUMBERS, WIDTH, bandwidth, inputs, milliseconds
 from torch import Tensor
 
 from cumulant.causal import causal_attention
+from cumulant.kernels.batch import Batch, batch_of
 from cumulant.kernels.causal import host as triton_causal
+from cumulant.kernels.causal import plan as causal_plan
 from cumulant.kernels.launch import Config
 
 LENGTHS = (197, 1568, 4096, 16384, 65536, 262144, 1048576)
@@ -82,8 +84,8 @@ def check(quick: bool) -> bool:
     return right
 
 
-def arguments(order: int, L: int) -> tuple[Any, ...]:
-    return None, None, None, L, L, order, WIDTH**-0.5, False
+def batch_for(order: int, q: Tensor, k: Tensor, v: Tensor) -> Batch:
+    return batch_of(q, k, v, None, order, WIDTH**-0.5)
 
 
 def kernel_times(function: Callable[[], Any], runs: int = 5) -> dict[str, float]:
@@ -100,13 +102,13 @@ def kernel_times(function: Callable[[], Any], runs: int = 5) -> dict[str, float]
 def measure(L: int, order: int, speed: float) -> dict[str, Any]:
     q, k, v, grad = inputs(L)
     size = q.numel() * q.element_size()
-    forward, backward, more = triton_causal.run_forward, triton_causal.run_backward, arguments(order, L)
-    _, *kept = forward(q, k, v, *more)
-    span, splits = triton_causal.cut(q.shape[0] * q.shape[1], L, q.device)
+    forward, backward, batch = triton_causal.run_forward, triton_causal.run_backward, batch_for(order, q, k, v)
+    _, *kept = forward(batch, True)
+    span, splits = causal_plan.cut(q.shape[0] * q.shape[1], L, q.device)
     row: dict[str, Any] = {
         "L": L, "B": q.shape[0], "order": order, "span": span, "splits": splits,
-        "forward_ms": milliseconds(lambda: forward(q, k, v, *more)),
-        "backward_ms": milliseconds(lambda: backward(grad, *kept, q, k, v, *more)),
+        "forward_ms": milliseconds(lambda: forward(batch, True)),
+        "backward_ms": milliseconds(lambda: backward(batch, grad, *kept)),
     }  # fmt: skip
     for name, tensors in (("forward", 4), ("backward", 7)):
         row[f"{name}_fraction"] = tensors * size / speed / (row[f"{name}_ms"] * 1e-3)
@@ -117,7 +119,7 @@ def measure(L: int, order: int, speed: float) -> dict[str, Any]:
 
     row["both_ms"] = both(triton_causal.attention, None, order, WIDTH**-0.5)
     with torch.no_grad():
-        times = kernel_times(lambda: (forward(q, k, v, *more), backward(grad, *kept, q, k, v, *more)))
+        times = kernel_times(lambda: (forward(batch, True), backward(batch, grad, *kept)))
     row["kernels"] = {
         name: {"ms": ms, "fraction": TENSORS.get(name, 0) * size / speed / (ms * 1e-3)} for name, ms in times.items()
     }
@@ -167,22 +169,22 @@ def use(kernel: str, order: int, config: Config) -> None:
     names = [kernel]
     if order == 3 and kernel in ("query_gradients", "key_gradients"):
         other = ({"query_gradients", "key_gradients"} - {kernel}).pop()
-        line = list(triton_causal.TABLE[other][64])
+        line = list(causal_plan.TABLE[other][64])
         line[1] = line[1]._replace(block=config.block)
-        triton_causal.TABLE[other][64] = (line[0], line[1])
+        causal_plan.TABLE[other][64] = (line[0], line[1])
     for name in names:
-        line = list(triton_causal.TABLE[name][64])
+        line = list(causal_plan.TABLE[name][64])
         line[order - 2] = config
-        triton_causal.TABLE[name][64] = (line[0], line[1])
+        causal_plan.TABLE[name][64] = (line[0], line[1])
 
 
 def runner(kernel: str, order: int, L: int, B: int | None = None) -> Callable[[], Any]:
     q, k, v, grad = inputs(L, B)
-    more = arguments(order, L)
-    _, *kept = triton_causal.forward(q, k, v, *more)
+    batch = batch_for(order, q, k, v)
+    _, *kept = triton_causal.run_forward(batch, True)
     if kernel in ("part_sums", "outputs"):
-        return lambda: triton_causal.forward(q, k, v, *more)
-    return lambda: triton_causal.backward(grad, *kept, q, k, v, *more)
+        return lambda: triton_causal.run_forward(batch, True)
+    return lambda: triton_causal.run_backward(batch, grad, *kept)
 
 
 def compile_all(job: tuple[str, int, list[Config]]) -> None:
@@ -206,7 +208,7 @@ def sweep(kernels: list[str], orders: tuple[int, ...], L: int, speed: float) -> 
     results = []
     floor = round(NUMBERS / (12 * L * WIDTH)) * 12 * L * WIDTH * 2 / speed * 1e3
     for order, kernel in itertools.product(orders, kernels):
-        table = {name: dict(lines) for name, lines in triton_causal.TABLE.items()}
+        table = {name: dict(lines) for name, lines in causal_plan.TABLE.items()}
         call = runner(kernel, order, L)
         times = []
         for config in CANDIDATES:
@@ -215,28 +217,28 @@ def sweep(kernels: list[str], orders: tuple[int, ...], L: int, speed: float) -> 
                 times.append((kernel_times(call)[kernel], config))
             except Exception as problem:
                 print("skipped", kernel, tuple(config), type(problem).__name__)
-        triton_causal.TABLE.update(table)
+        causal_plan.TABLE.update(table)
         times.sort(key=lambda t: t[0])
         print(f"{kernel:16s} order {order} L {L}: fraction of its own floor", end="")
         for t, config in times[:6]:
             print(f"  {TENSORS[kernel] * floor / t:.3f} {tuple(config)}", end="")
         print(flush=True)
         results += [{"kernel": kernel, "order": order, "L": L, "ms": t, "config": tuple(c)} for t, c in times]
-    wanted = triton_causal.WANTED
+    wanted = causal_plan.WANTED
     for order in orders:
         q, k, v, grad = inputs(L)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         for programs in (3, 6, 12, 24, 48):
-            triton_causal.WANTED = programs
+            causal_plan.WANTED = programs
             t = milliseconds(
                 lambda leaves=leaves, grad=grad, order=order: torch.autograd.grad(
                     triton_causal.attention(*leaves, None, order, WIDTH**-0.5), leaves, grad
                 )
             )
-            span = triton_causal.cut(q.shape[0] * 12, L, q.device)[0]
+            span = causal_plan.cut(q.shape[0] * 12, L, q.device)[0]
             print(f"order {order} WANTED {programs} span {span}: both {t:.4f} ms", flush=True)
             results.append({"order": order, "L": L, "wanted": programs, "span": span, "both_ms": t})
-    triton_causal.WANTED = wanted
+    causal_plan.WANTED = wanted
     return results
 
 

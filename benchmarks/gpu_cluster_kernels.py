@@ -98,24 +98,22 @@ def runners(L: int, form: Form, keep: bool = True) -> dict[str, Callable[[], Any
     """A call of each kernel on inputs of length L."""
     t, (q, k, v, g) = triton_cluster, inputs(L)
     starts = [-(-c * L // form.clusters) for c in range(form.clusters + 1)]
-    scale, shape = WIDTH**-0.5, (TILE, form.near, form.number, "tanh", form.rank)
-    plan = t.plan_of(q, k, v, None, starts, *shape)
-    first, logs = cluster_plan.starts_on(starts, plan, q.device), cluster_plan.logs_on(starts, plan, q.device)
-    out, *state = t.run_forward(q, k, v, None, starts, scale, *shape, keep)
+    call = cluster_plan.Call(q, k, v, None, starts, WIDTH**-0.5, TILE, form.near, form.number, "tanh", form.rank)
+    plan, outputs = cluster_plan.plan_for(call), t.run_forward(call, keep)
+    vectors, responding = outputs[2], outputs[6]
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    per_query, rest = t._backward_queries(plan, q, k, v, out, g, dq, (first, logs), state, scale)
-    grad_vectors = t._backward_vectors(plan, q, g, rest, state[1], scale)
-    grad_matrices = t._backward_matrices(plan, q, g, rest[1], state[5], state[1])
-    keys = (first, state[1], state[4], per_query, grad_vectors, grad_matrices, scale)
-    t._backward_keys(plan, q, k, v, g, dk, dv, *keys)
+    per_query, rest = t._backward_queries(plan, call, g, dq, outputs)
+    sums = (per_query, t._backward_vectors(plan, call, g, rest, vectors))
+    sums = (*sums, t._backward_matrices(plan, call, g, rest[1], responding, vectors))
+    t._backward_keys(plan, call, g, dk, dv, outputs, *sums)
     return {
-        "statistics": lambda: t._statistics(plan, k, v, first, state, scale),
-        "choose": lambda: t._choose(plan, q, None, logs, state, scale),
-        "attend": lambda: t._attend(plan, q, k, v, out, (first, logs), state, scale),
-        "query_gradients": lambda: t._backward_queries(plan, q, k, v, out, g, dq, (first, logs), state, scale),
-        "vector_gradients": lambda: t._backward_vectors(plan, q, g, rest, state[1], scale),
-        "matrix_gradients": lambda: t._backward_matrices(plan, q, g, rest[1], state[5], state[1]),
-        "key_gradients": lambda: t._backward_keys(plan, q, k, v, g, dk, dv, *keys),
+        "statistics": lambda: t._statistics(plan, call, outputs),
+        "choose": lambda: t._choose(plan, call, outputs),
+        "attend": lambda: t._attend(plan, call, outputs),
+        "query_gradients": lambda: t._backward_queries(plan, call, g, dq, outputs),
+        "vector_gradients": lambda: t._backward_vectors(plan, call, g, rest, vectors),
+        "matrix_gradients": lambda: t._backward_matrices(plan, call, g, rest[1], responding, vectors),
+        "key_gradients": lambda: t._backward_keys(plan, call, g, dk, dv, outputs, *sums),
     }
 
 

@@ -30,6 +30,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cumulant.kernels.batch import batch_of
 from cumulant.kernels.dense import host as triton_dense
 from cumulant.kernels.dense import plan as dense_plan
 from cumulant.kernels.launch import Config
@@ -101,7 +102,7 @@ def measure(L: int, order: int, speed: float, peers: bool) -> dict[str, Any]:
     q, k, v, grad = inputs(L)
     arguments = (None, None, None, L, L, order, WIDTH**-0.5, False)
     size = q.numel() * q.element_size()
-    forward, backward = triton_dense.forward, triton_dense.backward
+    forward, backward = triton_dense.OPERATOR.forward, triton_dense.OPERATOR.backward
     _, *state = forward(q, k, v, *arguments, True)
     row: dict[str, Any] = {
         "L": L, "B": q.shape[0], "order": order,
@@ -240,22 +241,21 @@ def runner(kernel: str, L: int, order: int, B: int | None = None) -> Callable[[]
     q, k, v, grad = inputs(L, B)
     fused = kernel.startswith("fused")
     dense_plan.SHORT, dense_plan.FILLING = (10**9, 0) if fused else (-1, 10**9)
-    scale, arguments = WIDTH**-0.5, (None, None, None, L, L, order, WIDTH**-0.5, False)
-    out, *state = triton_dense.forward(q, k, v, *arguments, True)
-    batch = dense_plan.Batch(q, k, v, None, None, None)
-    plan = dense_plan.plan_for(batch, L, L, order, False)
+    batch = batch_of(q, k, v, None, order, WIDTH**-0.5)
+    out, *state = triton_dense.run_forward(batch, True)
+    plan = dense_plan.plan_for(batch)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     if kernel == "fused_forward":
-        return lambda: triton_dense._fused_forward(plan, batch, out, *state, scale, False)
+        return lambda: triton_dense._fused_forward(plan, batch, out, *state, False)
     if kernel == "fused_backward":
-        return lambda: triton_dense._fused_backward(plan, batch, grad, dq, dk, dv, *state, scale)
+        return lambda: triton_dense._fused_backward(plan, batch, grad, dq, dk, dv, *state)
     if kernel == "partial_moments":
-        return lambda: triton_dense._split_moments(plan, batch, *state, scale)
+        return lambda: triton_dense._split_moments(plan, batch, *state)
     if kernel == "read_out":
         return lambda: triton_dense._read_out(plan, batch, out, *state)
     if kernel == "backward_queries":
-        return lambda: triton_dense._backward_queries(plan, batch, grad, dq, *state, scale)
-    gradients = triton_dense._backward_queries(plan, batch, grad, dq, *state, scale)
+        return lambda: triton_dense._backward_queries(plan, batch, grad, dq, *state)
+    gradients = triton_dense._backward_queries(plan, batch, grad, dq, *state)
     return lambda: triton_dense._backward_keys(plan, batch, dk, dv, state[1], *gradients)
 
 

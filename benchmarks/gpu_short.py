@@ -34,7 +34,7 @@ from torch import Tensor  # noqa: E402
 
 from cumulant.cluster import cluster_attention  # noqa: E402
 from cumulant.kernels.launch import Config  # noqa: E402
-from cumulant.kernels.short import host as triton_short  # noqa: E402
+from cumulant.kernels.short import plan as short_plan  # noqa: E402
 
 DEVICE = "cpu" if QUICK else "cuda"
 BATCH, HEADS, WIDTH = (1, 1, 32) if QUICK else (1024, 3, 64)
@@ -140,15 +140,15 @@ def main() -> None:
 def tune(side: int, variance: str, times: Callable[[], dict[str, float]], save: Callable[..., None]) -> None:
     used = ("attend", "whole_gradients") if side == 8 else ("attend", "query_gradients", "key_gradients")
     for kernel in used:
-        kept = triton_short.CONFIGS[kernel]
+        kept = short_plan.CONFIGS[kernel]
         for config in TRIED[kernel][:1] if QUICK else TRIED[kernel]:
-            triton_short.CONFIGS[kernel] = (config, *kept[1:])
+            short_plan.CONFIGS[kernel] = (config, *kept[1:])
             save(side=side, method=f"{variance}: {kernel} {tuple(config)}", **times())
-        triton_short.CONFIGS[kernel] = kept
+        short_plan.CONFIGS[kernel] = kept
     if side == 8:
-        whole, triton_short.Plan.whole = triton_short.Plan.whole, property(lambda self: False)
+        whole, short_plan.Plan.whole = short_plan.Plan.whole, property(lambda self: False)
         save(side=side, method=f"{variance}: two backward kernels", **times())
-        triton_short.Plan.whole = whole
+        short_plan.Plan.whole = whole
 
 
 if __name__ == "__main__":

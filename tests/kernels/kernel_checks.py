@@ -25,6 +25,7 @@ NAMES = ("out", "dq", "dk", "dv")
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh memory is full of NaN; a test module that imports this fixture has it in every test."""
 
+    @torch.no_grad()  # memory may be asked for with requires_grad=True, as torch.utils.checkpoint does
     def poison(x: Tensor) -> Tensor:
         return x.fill_(float("nan")) if x.is_floating_point() else x
 

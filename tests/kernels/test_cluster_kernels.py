@@ -120,7 +120,7 @@ def test_tiles_with_a_query_that_is_not_a_number_still_list_clusters_that_exist(
     q, k, v = tokens(1, 1, 64, 16), tokens(1, 1, 140, 16, mean=1), tokens(1, 1, 140, 16)
     q[0, 0, 3] = float("nan")
     starts = [-(-c * 140 // clusters) for c in range(clusters + 1)]
-    state = triton_cluster.run_forward(q, k, v, None, starts, 0.25, 32, 2, 3, "tanh", rank, False)
+    state = triton_cluster.OPERATOR.forward(q, k, v, None, starts, 0.25, 32, 2, 3, "tanh", rank, False)
     near, responding = (x[0].tolist() for x in state if x.dtype == torch.int32)
     assert [len({*tile} & {*range(clusters)}) for tile in near] == [2, 2]
     assert [len({*tile} & {*range(clusters)}) for tile in responding] == [3, 3]
@@ -160,6 +160,20 @@ def test_near_clusters_may_be_given() -> None:
     alone = torch.where(alone >= 2, alone - 1, alone)
     exact = cluster_attention(q.double(), k.double(), v.double(), clusters=alone, scale=0.25)
     assert error(out, exact) < FLOAT32
+
+
+def test_gradients_leave_out_the_holes_of_given_lists() -> None:
+    """A hole beside a cluster, where clusters are whole blocks of tokens: as if the list ended before it."""
+    grads = []
+    for listed in ([[1, -1]], [[1]]):
+        inputs = [tokens(1, 1, 32, 32), *(tokens(1, 1, 128, 32, seed=i) for i in (1, 2))]
+        inputs = [x.requires_grad_() for x in inputs]
+        which = torch.tensor(listed, dtype=torch.int32, device=DEVICE)
+        starts = [0, 32, 64, 96, 128]
+        out = triton_cluster.attention(*inputs, starts, scale=0.25, tile=32, near=len(listed[0]), which=which)
+        grads.append(torch.autograd.grad(out.square().sum(), inputs))
+    for x, y in zip(*grads, strict=True):
+        assert error(x, y) < FLOAT32
 
 
 @pytest.mark.parametrize(
@@ -206,11 +220,12 @@ def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v = (tokens(1, 1, 20, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3))
     numbers = ([0, 7, 14, 20], 0.25, 32, 1, 1, "tanh", "mass")
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(triton_cluster.forward, (q, k, v, None, *numbers, True), test_utils=names)
+    operator = triton_cluster.OPERATOR
+    torch.library.opcheck(operator.forward, (q, k, v, None, *numbers, True), test_utils=names)
     with torch.no_grad():
-        out, *state = triton_cluster.forward(q, k, v, None, *numbers, True)
-    tensors = (x.detach() for x in (out, q, k, v, out, *state))
-    torch.library.opcheck(triton_cluster.backward, (*tensors, *numbers), test_utils=names)
+        out, *state = operator.forward(q, k, v, None, *numbers, True)
+    tensors = (x if x is None else x.detach() for x in (out, q, k, v, None, out, *state))
+    torch.library.opcheck(operator.backward, (*tensors, *numbers), test_utils=names)
 
 
 def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from kernel_checks import DEVICE, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
+from cumulant.kernels.lla import backward, forward, plan
 from cumulant.kernels.lla import host as triton_lla
 from cumulant.zoo import lla
 from cumulant.zoo.inputs import prepare
@@ -129,26 +130,25 @@ def test_compiled_it_is_the_same_with_gradients():
 
 def test_what_the_kernels_cannot_take_is_named():
     q = tokens(1, 1, 4, 16)
-    assert "float64" in (triton_lla.obstacle(q.double(), q.double()) or "")
+    assert "float64" in (plan.obstacle(q.double(), q.double()) or "")
     wide = tokens(1, 1, 4, 72)
-    assert "64 wide" in (triton_lla.obstacle(wide, wide) or "")
-    assert triton_lla.obstacle(wide.bfloat16(), wide.bfloat16()) is None
+    assert "64 wide" in (plan.obstacle(wide, wide) or "")
+    assert plan.obstacle(wide.bfloat16(), wide.bfloat16()) is None
 
 
 def test_the_custom_ops_keep_their_promises(monkeypatch):
     q, k, v, ridge = draw(17, 19, 16, 16)
     numbers = (0.25, True, 16, 1e-12)
     monkeypatch.undo()  # opcheck compares memory that nobody has written
-    out, *state = triton_lla.forward(q, k, v, None, ridge, *numbers)
-    torch.library.opcheck(triton_lla.backward, (torch.ones_like(out), q, k, v, None, ridge, *state, *numbers))
+    operator = triton_lla.OPERATOR
+    out, *state = operator.forward(q, k, v, None, ridge, *numbers, True)
+    torch.library.opcheck(operator.backward, (torch.ones_like(out), q, k, v, None, ridge, *state, *numbers))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(triton_lla.forward, (*leaves, None, ridge.requires_grad_(), *numbers))
+    torch.library.opcheck(operator.forward, (*leaves, None, ridge.requires_grad_(), *numbers, True))
 
 
 def test_grids_have_one_dimension(monkeypatch):
     """A second one would end at 65,535 heads of all sequences together."""
-    from cumulant.kernels.lla import kernels as lla_kernels
-
     grids = []
 
     class Recorded:
@@ -159,7 +159,7 @@ def test_grids_have_one_dimension(monkeypatch):
             grids.append(grid)
             return self.kernel[grid]
 
-    for name in ("forward", "query_gradients", "key_gradients"):
-        monkeypatch.setattr(lla_kernels, name, Recorded(getattr(lla_kernels, name)))
+    for module, name in ((forward, "forward"), (backward, "query_gradients"), (backward, "key_gradients")):
+        monkeypatch.setattr(module, name, Recorded(getattr(module, name)))
     results(kernels, draw(70, 33, 16, 16, heads=3), torch.float32)
     assert [len(grid) for grid in grids] == [1, 1, 1]

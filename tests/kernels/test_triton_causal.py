@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cumulant.causal import causal_attention
 from cumulant.kernels.causal import host as triton_causal
+from cumulant.kernels.causal import plan as causal_plan
 from cumulant.kernels.launch import Config
 
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -23,10 +24,10 @@ TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 @pytest.fixture(params=["whole", "parts"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Sequences of one part, or cut into parts of 32 tokens."""
-    monkeypatch.setattr(triton_causal, "SHORTEST", 32 if request.param == "parts" else 1 << 20)
-    monkeypatch.setattr(triton_causal, "WANTED", 1000)
+    monkeypatch.setattr(causal_plan, "SHORTEST", 32 if request.param == "parts" else 1 << 20)
+    monkeypatch.setattr(causal_plan, "WANTED", 1000)
     if DEVICE == "cpu":
-        monkeypatch.setattr(triton_causal, "config", lambda *_: Config(16, 4, 1))
+        monkeypatch.setattr(causal_plan, "config", lambda *_: Config(16, 4, 1))
     return str(request.param)
 
 
@@ -199,9 +200,9 @@ def test_empty_batches_and_lengths() -> None:
 
 def test_long_sequences_are_cut_and_many_heads_are_not() -> None:
     device = torch.device(DEVICE)
-    many = triton_causal.ENOUGH * triton_causal.multiprocessors(device)
-    assert triton_causal.cut(many, 5000, device)[1] == 1
-    span, splits = triton_causal.cut(1, 5000, device)
+    many = causal_plan.ENOUGH * causal_plan.multiprocessors(device)
+    assert causal_plan.cut(many, 5000, device)[1] == 1
+    span, splits = causal_plan.cut(1, 5000, device)
     assert splits > 1
     assert span * (splits - 1) < 5000 <= span * splits
 
@@ -210,14 +211,15 @@ def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.undo()  # opcheck compares memory bit by bit, and NaN differs from itself
     q, k, v = (tokens(1, 2, 20, 16, seed=i).requires_grad_() for i in range(3))
     weights = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
-    rest = (weights, None, None, 20, 20, 3, 0.25, False)
+    rest, operator = (20, 20, 3, 0.25, False), triton_causal.OPERATOR
+    inputs = (q, k, v, weights, None, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with torch.no_grad():
-        out, *kept = triton_causal.forward(q, k, v, *rest)
+        out, *kept = operator.forward(*inputs, *rest, True)
     kept[0].zero_()  # what a sequence of one part leaves unused
-    torch.library.opcheck(triton_causal.forward, (q, k, v, *rest), test_utils=checks[:3])
-    leaves = [x.detach() for x in (out, *kept, q, k, v)]
-    torch.library.opcheck(triton_causal.backward, (*leaves, *rest), test_utils=checks)
+    torch.library.opcheck(operator.forward, (*inputs, *rest, True), test_utils=checks[:3])
+    leaves = [x if x is None else x.detach() for x in (out, *inputs, *kept)]
+    torch.library.opcheck(operator.backward, (*leaves, *rest), test_utils=checks)
 
 
 def test_compiled_code_gives_the_same_and_keeps_lengths_symbolic() -> None:

@@ -13,6 +13,8 @@ from kernel_checks import DEVICE, compare_with, error, poisoned_memory, tokens  
 from torch import Tensor
 
 from cumulant.kernels import launch
+from cumulant.kernels.batch import batch_of
+from cumulant.kernels.dense import forward as dense_forward
 from cumulant.kernels.dense import host as triton_dense
 from cumulant.kernels.dense import plan as dense_plan
 from cumulant.moments import Moments
@@ -142,7 +144,7 @@ def test_more_spans_than_are_merged_at_a_time(order: int, monkeypatch: pytest.Mo
         monkeypatch.setattr(dense_plan, name, number)
     q, k, v = tokens(1, 1, 330, 16), tokens(1, 1, 330, 16, mean=20), tokens(1, 1, 330, 24, mean=-3)
     k = k + torch.linspace(0, 5, 330, device=DEVICE)[:, None]  # spans whose means differ
-    plan = dense_plan.plan_for(dense_plan.Batch(q, k, v, None, None, None), 330, 330, order, False)
+    plan = dense_plan.plan_for(batch_of(q, k, v, None, order, 0.25))
     assert plan.span("partial_moments", 330, 1, plan.config("partial_moments", 330).block)[1] > dense_plan.MERGED
     weights = torch.ones(1, 330, dtype=torch.bool, device=DEVICE)
     weights[:, :100] = False  # the first spans without keys
@@ -199,7 +201,7 @@ def test_two_runs_are_bitwise_equal() -> None:
 
 def test_no_state_is_kept_without_gradients() -> None:
     q, k, v = (tokens(1, 1, 8, 16, seed=i) for i in range(3))
-    _, matrices, vectors = triton_dense.forward(q, k, v, None, None, None, 8, 8, 3, 0.25, False, False)
+    _, matrices, vectors = triton_dense.OPERATOR.forward(q, k, v, None, None, None, 8, 8, 3, 0.25, False, False)
     assert matrices.numel() == 0
     assert vectors.numel() == 0
 
@@ -220,11 +222,12 @@ def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v = (tokens(1, 2, 20, 16, seed=i).requires_grad_() for i in range(3))
     weights = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
     arguments = (q, k, v, weights, None, None, 20, 20, 3, 0.25, False, True)
-    torch.library.opcheck(triton_dense.forward, arguments)
+    torch.library.opcheck(triton_dense.OPERATOR.forward, arguments)
     with torch.no_grad():
-        out, matrices, vectors = triton_dense.forward(*arguments)
+        out, matrices, vectors = triton_dense.OPERATOR.forward(*arguments)
     state = (out, q, k, v, weights, None, None, matrices, vectors, 20, 20, 3, 0.25, False)
-    torch.library.opcheck(triton_dense.backward, tuple(x.detach() if isinstance(x, Tensor) else x for x in state))
+    state = tuple(x.detach() if isinstance(x, Tensor) else x for x in state)
+    torch.library.opcheck(triton_dense.OPERATOR.backward, state)
 
 
 def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +267,10 @@ def test_full_size(B: int, H: int, G: int, Lq: int, Lk: int, D: int, E: int, ord
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_no_length_recompiles_a_kernel() -> None:
-    from cumulant.kernels.dense import kernels as dense_kernels
-
     def run(L: int) -> int:
         q, k, v = (tokens(2, 2, L, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
         triton_dense.attention(q, k, v, None, 3, 0.125)
-        return sum(len(cache[0]) for cache in dense_kernels.fused_forward.device_caches.values())
+        return sum(len(cache[0]) for cache in dense_forward.fused_forward.device_caches.values())
 
     first = run(128)
     assert [run(L) for L in (129, 200, 333, 400)] == [first] * 4

@@ -42,14 +42,6 @@ class Config(NamedTuple):
     registers: int | None = None
 
 
-class Strides(NamedTuple):
-    """Steps from one batch, head and token to the next, in units of `unit` elements; batch is 0 when ragged."""
-
-    batch: int
-    head: int
-    token: int
-
-
 def available(x: Tensor) -> bool:
     """Whether Triton kernels can take x: on a CUDA device, or on the CPU under TRITON_INTERPRET=1."""
     return x.dtype in DTYPES and HAS_TRITON and x.device.type == ("cpu" if INTERPRET else "cuda")
@@ -126,12 +118,13 @@ def stride_unit(*tensors: Tensor) -> int:
     return 1 if bits & 7 else 8
 
 
-def strides(x: Tensor, unit: int) -> Strides:
-    """Strides of (B, H, L, D) or of packed (T, H, D)."""
-    steps = x.stride()
-    if len(steps) == 4:
-        return Strides(steps[0] // unit, steps[1] // unit, steps[2] // unit)
-    return Strides(0, steps[1] // unit, steps[0] // unit)
+def strides(unit: int, *tensors: Tensor) -> tuple[int, ...]:
+    """(batch, head, token) steps of each, (B, H, L, D) or packed (T, H, D), whose batch step is 0."""
+    steps: list[int] = []
+    for x in tensors:
+        at = x.stride()
+        steps += (at[0], at[1], at[2]) if len(at) == 4 else (0, at[1], at[0])
+    return tuple(steps) if unit == 1 else tuple(step // unit for step in steps)
 
 
 def empty_like_rows(x: Tensor, width: int) -> Tensor:
@@ -145,6 +138,6 @@ def empty_like_rows(x: Tensor, width: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], width)
 
 
-def token_weights(weights: Tensor) -> Tensor:
-    """A mask or weights (B, L) as a kernel reads them: bool as bytes, floating point as it is."""
-    return weights.view(torch.uint8) if weights.dtype == torch.bool else weights
+def like_rows(x: Tensor) -> Tensor:
+    """Fresh memory for the gradient of x."""
+    return empty_like_rows(x, x.shape[-1])

@@ -12,6 +12,15 @@ import triton.language as tl
 
 from .products import INTERPRET, cast
 
+COUNTS = {"length_q", "length_k", "heads", "group", "span", "splits", "plane", "clusters", "tiles", "blocks", "T", "R"}
+
+
+def kernel(function):
+    """triton.jit, without recompiling for a length, a batch or a stride (names that end in _b, _h, _t)."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    numbers = [x for x in names if x not in function.__annotations__]
+    return triton.jit(function, do_not_specialize=[x for x in numbers if x in COUNTS or x[-2:] in ("_b", "_h", "_t")])
+
 
 @triton.jit
 def sequence(offsets, b, length, RAGGED: tl.constexpr):

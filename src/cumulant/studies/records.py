@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2  # of records and results.json; raised when the report could not read an older file
 # What a training run depends on, under src/cumulant.
-SOURCES = ("*.py", "kernels/*.py", "zoo/*.py", "nn/*.py", "models/*.py", "data/*.py", "train/*.py")
+SOURCES = ("*.py", "kernels/**/*.py", "zoo/*.py", "nn/*.py", "models/*.py", "data/*.py", "train/*.py")
 NOT_SOURCES = {"__init__.py", "cli.py", "command.py", "lazy.py", "listing.py", "style.py", "train/command.py"}
 # Fields of a recipe that do not decide what comes out of a run. The data counts by its name, wherever it lies.
 INDIFFERENT = {

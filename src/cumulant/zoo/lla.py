@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..inputs import transformed, without_autocast
-from ..kernels.lla import host as triton_lla
+from ..kernels.lla import plan
 from .inputs import prepare, wide
 from .lla_solver import Settings, solver_of
 from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero
@@ -85,7 +85,7 @@ def lla_attention(
 
 
 def _kernels_take(query: Tensor, value: Tensor, settings: Settings) -> bool:
-    return settings.solver == "cg" and not settings.precondition and triton_lla.obstacle(query, value) is None
+    return settings.solver == "cg" and not settings.precondition and plan.obstacle(query, value) is None
 
 
 def by_kernels(
@@ -98,6 +98,8 @@ def by_kernels(
     settings: Settings,
 ) -> Tensor:
     """The Triton kernels on prepared tensors; with `qk_norm` they get queries and keys rounded to their dtype again."""
+    from ..kernels.lla import host
+
     heads, lead, count = query.shape[-3], query.shape[:-3], math.prod(query.shape[:-3])
     if qk_norm:
         query, key = (F.normalize(wide(x), dim=-1).to(x.dtype) for x in (query, key))
@@ -105,7 +107,7 @@ def by_kernels(
     added = log_weights(key_mask, lam)
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     query, key, value = (x.reshape(count, *x.shape[-3:]) for x in (query, key, value))
-    out = triton_lla.attention(
+    out = host.attention(
         query,
         key,
         value,

@@ -3,7 +3,7 @@
 The first walks each part forwards, as `outputs` does, writes dq and sums what the rows of a part mean to the keys
 before it; the second sums those over all later parts; the third walks each part backwards and writes dk, dv. The
 sums are, with f = scale q at order 2 and a hat for "times G": R = sum f do^T hat, r = sum (1 - ubar) do hat,
-s = sum y / W - sum zbar f1 hat, and at order 3 s2 = - sum zbar f2 hat. Formulas and shape legend: triton_causal.py.
+s = sum y / W - sum zbar f1 hat, and at order 3 s2 = - sum zbar f2 hat. Formulas and shape legend: host.py.
 """
 
 # mypy: allow-untyped-defs
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import head, sequence
+from ..tokens import head, kernel, sequence
 from .parts import (
     add_tile,
     each_row,
@@ -22,7 +22,6 @@ from .parts import (
     halves,
     inverse,
     keep,
-    kernel,
     load,
     load_sums,
     outer,

@@ -2,7 +2,7 @@
 
 A sequence is cut into parts of `span` tokens and a part into tiles of N. A program walks one part tile by tile with
 the sums over all that came before in registers; those before a part come from the first two kernels, which sequences
-of one part skip. Formulas and shape legend: triton_causal.py.
+of one part skip. Formulas and shape legend: host.py.
 """
 
 # mypy: allow-untyped-defs
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import head, sequence
+from ..tokens import head, kernel, sequence
 from .parts import (
     add_tile,
     everywhere,
@@ -19,7 +19,6 @@ from .parts import (
     halves,
     inverse,
     keep,
-    kernel,
     load,
     load_sums,
     moved,

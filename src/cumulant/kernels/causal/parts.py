@@ -1,7 +1,6 @@
 """Parts of the causal Triton kernels: tiles of tokens about a reference point, and the sums they add to.
 
-Shape legend: N tokens of a tile, D, E widths, BD, BE those padded to powers of two. Kernels: causal_forward.py and
-causal_backward.py; host and formulas: triton_causal.py.
+Shape legend: N tokens of a tile, D, E widths, BD, BE those padded to powers of two. Formulas: host.py.
 
 A walk over tiles spends its instructions on products, not on reductions. Reference points are rounded to the tokens'
 dtype, so one subtraction gives the operand k'; and the sums of k', v' and k'^2 are products with a matrix of 16
@@ -17,14 +16,6 @@ import triton.language as tl
 
 from ..products import INTERPRET, cast, dot
 from ..tokens import first_present, tile_mask, weigh
-
-COUNTS = {"length_q", "length_k", "heads", "span", "splits", "plane"}
-
-
-def kernel(function):
-    """triton.jit, without recompiling for a length, a batch or a stride."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[x for x in names if x in COUNTS or x[-2:] in ("_b", "_h", "_t")])
 
 
 @triton.jit

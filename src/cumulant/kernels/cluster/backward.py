@@ -1,4 +1,4 @@
-"""Backward kernels of cluster attention. Formulas of the forward pass and shape legend: cluster_parts.py.
+"""Backward kernels of cluster attention. Formulas of the forward pass and shape legend: parts.py.
 
 With do the gradient of the output, delta = do.out, h_c = (do S_c^T).q and dphi/dx = f/2, natural units:
 
@@ -9,7 +9,7 @@ With do the gradient of the output, delta = do.out, h_c = (do S_c^T).q and dphi/
     dk = scale dz_l^T q + (d k_mean + 2 k~ d var + scale v~ dS^T) / n      dv = p_l^T do + (d v_mean + scale k~ dS) / n
 
 `query_gradients` writes dq and, for the others, p, p f, dz and 2 dx of each tile, (B H, tiles, KP, M); the kernels of
-cluster_sums.py sum over queries, `key_gradients` over the tiles that `tiles_of_clusters` lists for each cluster. One
+sums.py sum over queries, `key_gradients` over the tiles that `tiles_of_clusters` lists for each cluster. One
 matrix for all clusters makes h_c the same number h, and the last sum of dq (sum_c p_c f_c) do S^T.
 Cost: about twice that of the forward pass. Partial sums are written, never added atomically: runs are bitwise equal.
 """
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import head, minus
+from ..tokens import head, kernel, minus
 from .parts import (
     LN2,
     LOG2E,
@@ -30,7 +30,6 @@ from .parts import (
     far_logs,
     finished,
     kept_short,
-    kernel,
     key_means,
     laid_out,
     masses,

@@ -1,6 +1,6 @@
-"""Forward kernels of cluster attention: choice of clusters, attention. Formulas: cluster_parts.py.
+"""Forward kernels of cluster attention: choice of clusters, attention. Formulas: parts.py.
 
-Shape legend: that of cluster_parts.py; a tile is M queries of one head that share their near clusters.
+Shape legend: that of parts.py; a tile is M queries of one head that share their near clusters.
 
 Cost a head, in multiply-adds: choice 3 L K D (twice that where K is more than a chunk; a tile's worth
 of it by means); attention L (3 K D + K E + R D E + T m (D + E)), with R = K unless responses are limited, 1 with one
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import head
+from ..tokens import head, kernel
 from .parts import (
     LOG2E,
     LOWEST,
@@ -25,7 +25,6 @@ from .parts import (
     far_logs,
     finished,
     finite,
-    kernel,
     key_means,
     log2_above_1,
     mass_and_gain,

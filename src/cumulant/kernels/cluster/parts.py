@@ -1,5 +1,4 @@
-"""Parts of the Triton kernels of cluster attention. Kernels: cluster_statistics.py, cluster_forward.py,
-cluster_backward.py, cluster_sums.py.
+"""Parts of the Triton kernels of cluster attention.
 
 Shape legend: B batch, H heads, L tokens, K clusters (KP: padded to a power of two), CK clusters of a chunk, M = n rows
 of a query tile, D, E widths, BD, BE those padded to powers of two, T near clusters of a tile, R responding ones.
@@ -31,14 +30,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(float("-inf"))
 LOWEST = tl.constexpr(-3e38)
 CLOSURE_NUMBER = {"gauss": 0, "tanh": 1, "langevin": 2}
-COUNTS = {"length_q", "length_k", "heads", "clusters", "tiles", "blocks", "splits", "span", "T", "R"}
-STRIDES = {f"{x}_{s}" for x in ("q", "k", "v", "o", "g", "dq", "dk", "dv") for s in "bht"}
-
-
-def kernel(function):
-    """triton.jit, without recompiling for a length, a batch or a stride."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[x for x in names if x in COUNTS | STRIDES])
 
 
 @triton.jit

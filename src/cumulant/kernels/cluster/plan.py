@@ -1,6 +1,6 @@
 """Sizes and tuning of the kernels of cluster attention: what is compiled for, and in which tiles.
 
-Shape legend: that of cluster_parts.py.
+Shape legend: that of parts.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
-from math import log2
+from math import inf, log2
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +42,24 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
 }
 
 
+class Call(NamedTuple):
+    """One call: what `attention` of the host is given."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    which: Tensor | None
+    starts: Sequence[int]
+    scale: float
+    tile: int
+    near: int
+    response: int
+    closure: str
+    rank: str
+
+
 class Shape(NamedTuple):
-    """One call: B sequences of H heads, its lengths, widths, clusters and near field; hashable, so plans are kept."""
+    """Its sizes: B sequences of H heads, lengths, widths, clusters and near field; hashable, so plans are kept."""
 
     batch: int
     heads: int
@@ -72,6 +88,11 @@ class Plan(NamedTuple):
     BE: int
     KP: int
     CK: int
+
+    @property
+    def pairs(self) -> int:
+        """Heads of all sequences."""
+        return self.shape.batch * self.shape.heads
 
     def config(self, name: str) -> Config:
         kinds = CONFIGS[name]
@@ -130,8 +151,19 @@ class Plan(NamedTuple):
         return {name: known[name] for name in names}
 
 
+def plan_for(call: Call) -> Plan:
+    B, H, Lq, D = call.query.shape
+    sizes, K = [b - a for a, b in pairwise(call.starts)], len(call.starts) - 1
+    shape = Shape(
+        B, H, Lq, call.key.shape[2], D, call.value.shape[-1], K, max(sizes), max(sizes) == min(sizes), call.tile,
+        call.near, -1 if call.response >= K - call.near else call.response, call.closure, call.rank,
+        call.which is not None,
+    )  # fmt: skip
+    return _plan_of(shape, call.query.dtype)
+
+
 @lru_cache(256)
-def plan_for(shape: Shape, dtype: torch.dtype) -> Plan:
+def _plan_of(shape: Shape, dtype: torch.dtype) -> Plan:
     # Products with 16 columns are miscompiled by the assembler that Triton 3.6 carries, so nothing is below 32.
     KP = padded(shape.clusters, 32)
     tiles = cdiv(shape.length_q, shape.tile)
@@ -139,24 +171,14 @@ def plan_for(shape: Shape, dtype: torch.dtype) -> Plan:
 
 
 @lru_cache(64)
-def _starts(starts: tuple[int, ...], KP: int, device: torch.device) -> Tensor:
-    return torch.tensor([*starts, *[starts[-1]] * (KP + 1 - len(starts))], dtype=torch.int32, device=device)
-
-
-def starts_on(starts: Sequence[int], plan: Plan, device: torch.device) -> Tensor:
-    """First token of each cluster, (KP + 1,) on the device; clusters that only pad are empty. Kept between calls."""
-    return _starts(tuple(starts), plan.KP, device)
-
-
-@lru_cache(64)
-def _logs(starts: tuple[int, ...], KP: int, device: torch.device) -> Tensor:
-    logs = [log2(b - a) if b > a else float("-inf") for a, b in pairwise(starts)]
-    return torch.tensor([*logs, *[float("-inf")] * (KP - len(logs))], dtype=torch.float32, device=device)
-
-
-def logs_on(starts: Sequence[int], plan: Plan, device: torch.device) -> Tensor:
-    """log2 of the sizes of the clusters, (KP,) on the device. Kept between calls."""
-    return _logs(tuple(starts), plan.KP, device)
+def tables(starts: tuple[int, ...], KP: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First token of each cluster, (KP + 1,), and log2 of their sizes, (KP,); those that only pad are empty. Kept."""
+    first = [*starts, *[starts[-1]] * (KP + 1 - len(starts))]
+    logs = [log2(b - a) if b > a else -inf for a, b in pairwise(first)]
+    return (
+        torch.tensor(first, dtype=torch.int32, device=device),
+        torch.tensor(logs, dtype=torch.float32, device=device),
+    )
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Kernels for the statistics of clusters, of each and pooled. Formulas and shape legend: cluster_parts.py.
+"""Kernels for the statistics of clusters, of each and pooled. Formulas and shape legend: parts.py.
 
 Cost a head: L D E multiply-adds; k and v are read once.
 """
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import fold, head, reference
-from .parts import LOG2E, kernel, parts, tile
+from ..tokens import fold, head, kernel, reference
+from .parts import LOG2E, parts, tile
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""Kernels of the backward pass of cluster attention that sum over queries. Formulas: cluster_backward.py.
+"""Kernels of the backward pass of cluster attention that sum over queries. Formulas: backward.py.
 
-Shape legend: that of cluster_parts.py. They read what `query_gradients` wrote of each tile: p, dz and 2 dx,
+Shape legend: that of parts.py. They read what `query_gradients` wrote of each tile: p, dz and 2 dx,
 (B H, tiles, KP, M), and p f, of the same shape or, with one matrix for all clusters, summed over them, (B H, tiles, M).
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from ..products import dot
-from ..tokens import head
-from .parts import block_tile, finished, kernel, scaled, squared, tile, turned_tile, weighed
+from ..tokens import head, kernel
+from .parts import block_tile, finished, scaled, squared, tile, turned_tile, weighed
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Parts of the non-causal Triton kernels: loops over the tokens of one head. Kernels: dense_kernels.py.
+"""Parts of the non-causal Triton kernels: loops over the tokens of one head.
 
 Shape legend: B sequences, H key heads, G query heads for each, L tokens, D key width, E value width; BD, BE those
 padded to powers of two (or the part of them that one program holds), N tokens of a block.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from ..batch import Batch
 from ..launch import Config, cdiv, dot_precision, multiprocessors, padded
 
 # kernel -> widest of D and E, padded -> configurations at order 2 and at order 3
@@ -60,17 +60,6 @@ WIDE = 64  # columns that a program takes of wide heads: wider than 128 at order
 CELLS = 128  # cells of a moment that a program of `merge` holds, one a thread
 MERGED = 8  # partial sums that a program of `merge` and `reduce` loads at a time
 FUSED = ("KEYS", "KEY_STAGES", "ROWS", "SUM", "GROUP")  # what only kernels with both loops take
-
-
-class Batch(NamedTuple):
-    """The inputs of one call, rows contiguous."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    weights: Tensor | None
-    cu_q: Tensor | None
-    cu_k: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -163,11 +152,10 @@ class Plan:
 _plan_of = lru_cache(1024)(Plan)
 
 
-def plan_for(batch: Batch, max_q: int, max_k: int, order: int, total: bool) -> Plan:
-    query, key, value, cu_q = batch.query, batch.key, batch.value, batch.cu_q
-    D, E = query.shape[-1], value.shape[-1]
+def plan_for(batch: Batch) -> Plan:
+    query, D, E = batch.query, batch.query.shape[-1], batch.value.shape[-1]
     return _plan_of(
-        order, cu_q is not None, total, query.shape[0] if cu_q is None else cu_q.numel() - 1, key.shape[1],
-        query.shape[1] // max(1, key.shape[1]), D, E, padded(D), padded(E), max_q, max_k, query.dtype,
-        dot_precision(query.dtype), multiprocessors(query.device),
+        batch.order, batch.cu_q is not None, batch.total, batch.sequences, batch.key.shape[1], batch.group, D, E,
+        padded(D), padded(E), batch.max_q, batch.max_k, query.dtype, dot_precision(query.dtype),
+        multiprocessors(query.device),
     )  # fmt: skip

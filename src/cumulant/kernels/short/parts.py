@@ -1,4 +1,4 @@
-"""Parts of the Triton kernels of cluster attention for short clusters. Kernels: short_kernels.py.
+"""Parts of the Triton kernels of cluster attention for short clusters.
 
 Shape legend: B batch, H heads, M rows (queries) and N slots of a tile, KT = N / MP clusters of MP slots in it, P
 columns of products with variances (KT, repeated to at least 32), D, E widths, BD, BE those padded to powers of two,
