@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from cumulant import zoo
-from cumulant.bench.capture import Captured, from_checkpoint, labelled_items
+from cumulant.bench.capture import Captured, from_checkpoint
 from cumulant.bench.provenance import provenance
-from cumulant.train import load
+from cumulant.inspect.items import labelled_items
+from cumulant.inspect.opening import open_model
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {"softmax": ("softmax", {})} | {
     f"order {order}, around {around}": (f"cumulant{order}", {"around": around})
@@ -59,8 +60,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2000, help="test images for the accuracy")
     given = parser.parse_args()
     layers, words = from_checkpoint(given.checkpoint, data=given.data, images=16)
-    pixels, labels = labelled_items(given.checkpoint, given.data, given.images)
-    model: Any = load(given.checkpoint).float().eval()
+    opened = open_model(given.checkpoint)
+    pixels, labels, _ = labelled_items(opened, given.data, given.images)
+    model: Any = opened.model.float()
     results = provenance("python benchmarks/around_mean.py CHECKPOINT IMAGES") | {"model": words, "images": len(labels)}
     results["rows"] = []
     for label, (name, options) in SETTINGS.items():

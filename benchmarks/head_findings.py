@@ -31,7 +31,7 @@ from cumulant import explain
 from cumulant.bench.provenance import provenance
 from cumulant.data import digits
 from cumulant.explain import figures
-from cumulant.train import DIGITS, evaluate, fit, load
+from cumulant.train import DIGITS, evaluate, fit
 
 MECHANISMS = ("softmax", "cumulant3", "cumulant2", "linear")
 MAPPED = 128  # images whose maps are kept
@@ -48,11 +48,10 @@ def train_digits(attention: str, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def checkpoint_files(words: list[str]) -> list[Path]:
-    """Files of weights that these words name: a file, the folder of a run (its best weights), or a folder of either."""
+    """Files of weights that these words name: a file, the folder of a run (its last weights), or a folder of either."""
 
     def of_run(folder: Path) -> list[Path]:
-        names = ("best.safetensors", "last.safetensors")
-        return [folder / name for name in names if (folder / name).is_file()][:1]
+        return [file for file in [folder / "last.safetensors"] if file.is_file()]
 
     found: list[Path] = []
     for word in words:
@@ -70,20 +69,13 @@ def checkpoint_files(words: list[str]) -> list[Path]:
 
 
 def from_checkpoint(path: Path, data: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A checkpoint of the trainer, with every n-th test image prepared as its recipe says."""
-    from cumulant.data import open_source
-    from cumulant.train.build import augment_of
-    from cumulant.train.checkpoint import read_header
-    from cumulant.train.recipe_files import from_json
+    """A checkpoint of the trainer, with test images prepared as its recipe says."""
+    from cumulant.inspect.items import labelled_items
+    from cumulant.inspect.opening import open_model
 
-    model = load(path).float().eval()
-    recipe = from_json(read_header(path)["recipe"])
-    source = open_source(data)
-    step = max(1, len(source.test) // count)
-    items = list(range(0, len(source.test), step))[:count]
-    pixels = torch.stack([source.test.decode(i, recipe.loaded_size) for i in items])
-    augment = augment_of(recipe, len(source.classes))
-    return model, augment.evaluate(pixels), source.test.labels[items]
+    opened = open_model(path)
+    images, labels, _ = labelled_items(opened, data, count)
+    return opened.model.float(), images, labels
 
 
 def findings(model: nn.Module, images: Tensor, labels: Tensor, *, seeds: int = 3, steps: int | None = None) -> dict:

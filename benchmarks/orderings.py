@@ -235,11 +235,12 @@ def recall(seeds: int = 2, steps: int = 800, pairs: int = 8, kinds: int = 16) ->
 @torch.no_grad()
 def late_layers(checkpoint: Path, folder: str, name: str = "hierarchical", images: int = 500) -> dict[str, float]:
     """Top-1 of a softmax model on test images, as it is and with three layers replaced: the first, middle and last."""
-    from cumulant.bench.capture import labelled_items
-    from cumulant.train import load
+    from cumulant.inspect.items import labelled_items
+    from cumulant.inspect.opening import open_model
 
-    model: Any = load(checkpoint).float().eval()
-    pixels, labels = labelled_items(checkpoint, folder, images)
+    opened = open_model(checkpoint)
+    model: Any = opened.model.float()
+    pixels, labels, _ = labelled_items(opened, folder, images)
     depth, found = len(model.blocks), {}
     middle = depth // 2 - 1
     places = {"none": (0, 0), "first": (0, 3), "middle": (middle, middle + 3), "last": (depth - 3, depth)}

@@ -8,9 +8,10 @@ import cumulant
 from cumulant.cli import main
 from cumulant.conversion import DistillRecipe, load
 from cumulant.conversion.command import Convert, Diagnose, run_convert, run_diagnose
-from cumulant.conversion.distill_data import Images
-from cumulant.conversion.opening import open_batches, open_training
+from cumulant.conversion.distill_data import Images, open_training
 from cumulant.data import open_source
+from cumulant.inspect.items import open_batches
+from cumulant.inspect.opening import Pixels, open_model
 from cumulant.train import TrainRecipe, save
 from cumulant.train.recipe_files import to_json
 
@@ -28,6 +29,19 @@ def test_diagnose_writes_a_table_and_a_figure(weights, tmp_path):
     assert len(found.layers) == 4
     assert json.loads((out / "diagnosis.json").read_text())["layers"][0]["name"] == "blocks.0.attn"
     assert (out / "diagnosis.svg").is_file()
+
+
+def test_a_run_is_diagnosed_on_its_own_data_and_other_weights_on_noise_which_is_said(tmp_path):
+    pytest.importorskip("sklearn", reason="needs the digits: pip install 'cumulant[train]'")
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=10, in_chans=3, init_std=0.2)
+    save(model, tmp_path / "last.safetensors", notes={"recipe": to_json(TrainRecipe(data="digits", image_size=8))})
+    few = {"batches": 1, "batch_size": 4, "out": tmp_path / "out"}
+    own, named = (run_diagnose(Diagnose(str(tmp_path), data, **few)) for data in (None, "digits"))
+    assert own.to_json() == named.to_json()
+    assert "noise" not in own.table()
+    bare = run_diagnose(Diagnose(str(save(model, tmp_path / "bare.safetensors")), **few))
+    assert bare.to_json()["measured_on"] == "noise"
+    assert bare.table().endswith("measured on noise, for want of data: a trained model may answer it quite otherwise")
 
 
 def test_convert_saves_a_model_that_loads(weights, tmp_path):
@@ -142,7 +156,7 @@ def test_the_model_is_asked_for_by_name(capsys, command):
 
 
 def test_an_unknown_model_is_named():
-    with pytest.raises(ValueError, match="no model 'nowhere'"):
+    with pytest.raises(FileNotFoundError, match="no model 'nowhere'"):
         run_convert(Convert("nowhere"))
 
 
@@ -179,7 +193,7 @@ def test_pixels_are_normalised_as_the_recipe_in_the_weights_says(tmp_path):
     recipe = TrainRecipe(data="digits", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     plain = save(model, tmp_path / "plain.safetensors")
     told = save(model, tmp_path / "told.safetensors", notes={"recipe": to_json(recipe)})
-    as_imagenet, as_told = (open_batches(model, str(path), "digits", 1, 8)[0] for path in (plain, told))
+    as_imagenet, as_told = (open_batches(open_model(path), "digits", 1, 8)[0] for path in (plain, told))
     assert as_told.min() == 0
     assert as_told.max() == 1
     assert as_imagenet.min() < -1
@@ -188,7 +202,7 @@ def test_pixels_are_normalised_as_the_recipe_in_the_weights_says(tmp_path):
 def test_texts_to_distil_with_are_batched_by_length(tmp_path):
     folder = encoder_of_few_words(tmp_path)
     (tmp_path / "texts.txt").write_text("a good film\ngood\na bad film\nbad\n")
-    made = open_training(bert(vocab_size=9), str(folder), str(tmp_path / "texts.txt"), 2)
+    made = open_training(open_model(folder), str(tmp_path / "texts.txt"), 2)
     assert [batch["input_ids"].shape for batch in made] == [(2, 3), (2, 5)]
     assert all(bool(batch["attention_mask"].all()) for batch in made)
     out = tmp_path / "distilled"
@@ -203,10 +217,10 @@ def test_texts_to_distil_with_are_batched_by_length(tmp_path):
 def test_images_of_a_step_depend_on_seed_and_step_alone():
     pytest.importorskip("sklearn", reason="needs the digits: pip install 'cumulant[train]'")
     source = open_source("digits")
-    numbers = {"size": 8, "mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2), "channels": 1}
-    images = Images(source, 64, **numbers)
+    seen = Pixels(8, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), channels=1)
+    images = Images(source, 64, seen=seen)
     batches = list(images.epoch(1))
-    again = next(Images(source, 64, **numbers).epoch(1, 3))
+    again = next(Images(source, 64, seen=seen).epoch(1, 3))
     assert torch.equal(again, batches[3])
     assert again.shape == (64, 1, 8, 8)
     assert not torch.equal(next(images.epoch(0, 3)), again)

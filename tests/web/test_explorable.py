@@ -16,12 +16,13 @@ from fastapi.testclient import TestClient
 from small_explorer import encoded, noise, png_claiming
 
 from cumulant.cli import main
+from cumulant.inspect.opening import open_model
 from cumulant.train import read_recipe, train
 from cumulant.web import Example, create_app, serve
 from cumulant.web.command import Explore
 from cumulant.web.demo import digits_models
 from cumulant.web.explorable import examples_of
-from cumulant.web.opening import open_checkpoint, open_models, open_timm
+from cumulant.web.opening import explorable, open_models
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,8 @@ def run(tmp_path_factory):
 
 def test_a_checkpoint_brings_its_classes_its_preprocessing_and_its_accuracy(run):
     folder, result = run
-    one, recipe = open_checkpoint(folder / "last.safetensors")
+    opened = open_model(folder / "last.safetensors")
+    one, recipe = explorable(opened), opened.recipe
     assert one.classes == tuple("0123456789")
     assert (one.size, one.mean, one.std) == (8, recipe.mean, recipe.std)
     assert one.accuracy == pytest.approx(result.top1)
@@ -55,7 +57,7 @@ def test_a_checkpoint_kept_in_half_precision_is_shown_in_full(run, tmp_path):
 
 def test_pictures_are_prepared_as_in_evaluation(run):
     folder, result = run
-    one, _ = open_checkpoint(folder / "last.safetensors")
+    one = explorable(open_model(folder / "last.safetensors"))
     (example,) = examples_of("digits", 1, 8)
     place = int((result.predictions.labels == int(example.label)).nonzero()[0])
     shown = one.model(one.images(example.picture))[0].softmax(-1)
@@ -72,10 +74,10 @@ def test_models_are_named_by_mechanism_or_by_folder_where_that_is_not_enough(run
 
 def test_what_is_not_a_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*nothing"):
-        open_checkpoint(tmp_path / "nothing")
+        open_model(tmp_path / "nothing")
     (tmp_path / "x.safetensors").write_bytes(b"\x80\x04pickle")
-    with pytest.raises(ValueError, match=r"x\.safetensors is not a safetensors file"):
-        open_checkpoint(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"x\.safetensors is no safetensors file"):
+        open_model(tmp_path / "x.safetensors")
 
 
 def test_digits_models_are_trained_once_and_then_read(tmp_path):
@@ -91,7 +93,7 @@ def test_digits_models_are_trained_once_and_then_read(tmp_path):
 
 def test_a_model_of_timm_is_shown_with_its_own_preprocessing():
     pytest.importorskip("timm")
-    one = open_timm("vit_tiny_patch16_224", pretrained=False)
+    one = explorable(open_model("timm:vit_tiny_patch16_224", pretrained=False))
     assert (one.size, len(one.classes)) == (224, 1000)
     client = TestClient(create_app({"timm": one}, [Example(noise(0, 64), "")]))
     answer = client.post("/api/attention", json={"model": "timm", "image": "example-0", "query": 100})

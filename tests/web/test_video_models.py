@@ -14,13 +14,14 @@ from PIL import Image
 from small_explorer import animated, encoded, noise, small_model, small_video_model
 
 from cumulant import explain
+from cumulant.inspect.opening import open_model
 from cumulant.train.checkpoint import save
 from cumulant.train.recipe_files import to_json
 from cumulant.train.train_recipe import TrainRecipe
 from cumulant.web import Example, create_app, serve
 from cumulant.web.command import Explore
 from cumulant.web.explorable import examples_of
-from cumulant.web.opening import open_checkpoint
+from cumulant.web.opening import explorable
 
 CLIP = tuple(noise(seed) for seed in range(4))
 QUERY = {"model": "video", "image": "example-0", "query": 6}  # class token, then 4 patches of each step
@@ -111,7 +112,7 @@ def test_a_checkpoint_of_a_video_model_is_opened_and_served(tmp_path):
     recipe = TrainRecipe(data="gone", image_size=8, frames=4, model="vivit_nano_patch4x2_16", attention="cumulant3")
     notes = {"recipe": to_json(recipe), "classes": json.dumps(list("abcde"))}
     path = save(small_video_model().model, tmp_path / "video.safetensors", notes=notes)
-    one, _ = open_checkpoint(path)
+    one = explorable(open_model(path))
     assert (one.frames, one.size, len(one.mean)) == (4, 8, 1)
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips" / "a.gif").write_bytes(animated(5))

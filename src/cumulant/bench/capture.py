@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..inspect.items import labelled_items, pixels_of
+from ..inspect.opening import open_model
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -77,54 +80,15 @@ def capture(model: nn.Module, images: Tensor) -> list[Captured]:
 
 
 def from_checkpoint(path: str | Path, *, data: str | None = None, images: int = 32) -> tuple[list[Captured], str]:
-    """What the model of a checkpoint sees in `images` test inputs of its data, and that in words.
+    """What a model sees in `images` test inputs of its data, and that in words.
 
-    `path` is a file that `cumulant.train` wrote, or the folder of a run: then its last.safetensors. `data` replaces the
-    data of the recipe in the file.
+    `path` is a word of `inspect.open_model`; `data` replaces the data of the recipe in its weights.
     """
-    from cumulant.train import load
-    from cumulant.train.checkpoint import read_header
-    from cumulant.train.recipe_files import from_json
-
-    path = Path(path)
-    path = path / "last.safetensors" if path.is_dir() else path
-    if images < 1:
-        raise ValueError(f"images must be 1 or more, got {images}")
-    model: Any = load(path).float()  # a file may hold half-precision weights
-    header = read_header(path)
-    if "recipe" in header:
-        recipe = from_json(header["recipe"])
-        pixels, source = _test_pixels(recipe, data, images)
-    elif model.config["name"] == "vit_nano_patch2_8" and data in (None, "digits"):
-        from cumulant.data import digits
-
-        pixels, source = digits().test_images[:images], "digits"
-    else:
-        raise ValueError(f"{path} has no recipe inside, so its data is not known: use one that `cumulant train` wrote")
-    attention = model.config.get("attention", "softmax")
-    return capture(model, pixels), f"{model.config['name']} trained with {attention}, {len(pixels)} of {source}"
-
-
-def labelled_items(path: str | Path, data: str | None, count: int) -> tuple[Tensor, Tensor]:
-    """`count` test items of the recipe in a checkpoint, normalised as in evaluation, and their labels."""
-    from cumulant.train.build import augment_of, open_recipe_source
-    from cumulant.train.checkpoint import read_header
-    from cumulant.train.recipe_files import from_json
-
-    recipe = from_json(read_header(Path(path))["recipe"])
-    source = open_recipe_source(recipe, data)
-    chosen = torch.linspace(0, len(source.test) - 1, min(count, len(source.test))).long().tolist()
-    pixels = torch.stack([source.test.decode(index, recipe.loaded_size) for index in chosen])
-    labels = torch.tensor([int(source.test.labels[index]) for index in chosen])
-    return augment_of(recipe, len(source.classes)).evaluate(pixels), labels
-
-
-def _test_pixels(recipe: Any, data: str | None, images: int) -> tuple[Tensor, str]:
-    """Test items, normalised as in evaluation, and the name of their source."""
-    from cumulant.train.build import augment_of, open_recipe_source
-
-    source = open_recipe_source(recipe, data)
-    # Evenly spaced: the items of a folder may stand class by class.
-    chosen = torch.linspace(0, len(source.test) - 1, min(images, len(source.test))).long().tolist()
-    pixels = torch.stack([source.test.decode(index, recipe.loaded_size) for index in chosen])
-    return augment_of(recipe, len(source.classes)).evaluate(pixels), Path(source.name).name
+    opened = open_model(path)
+    model: Any = opened.model.float()  # a file may hold half-precision weights
+    config = getattr(model, "config", None) or {}
+    if opened.recipe is None and data is None and config.get("name") == "vit_nano_patch2_8":
+        data = "digits"
+    pixels, _, source = labelled_items(opened, data, images)
+    words = f"{config['name']} trained with {config.get('attention', 'softmax')}, {len(pixels)} of"
+    return capture(model, pixels_of(opened).batch(pixels)), f"{words} {Path(source.name).name}"

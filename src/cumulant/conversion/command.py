@@ -18,6 +18,7 @@ from ..command import check_least, failed, show, stopped
 from .settings import CANDIDATES, DistillRecipe
 
 if TYPE_CHECKING:
+    from ..inspect.opening import Opened
     from .conversion import ConversionReport, Layers
     from .diagnosis import Diagnosis
 
@@ -36,9 +37,10 @@ class Diagnose:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
+    """A run of `cumulant train` (its last weights) or a file of weights, a folder of transformers, or timm:NAME."""
     data: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = None
-    """Data set or folder of images or videos; a .txt or .parquet file of texts. Without it, noise."""
+    """Data set or folder of images or videos; a .txt or .parquet file of texts. Without it, the data that a run of
+    `cumulant train` was trained on; for other models noise."""
     attention: tuple[str, ...] = CANDIDATES
     """Mechanisms whose effect on the output is measured, with options: cumulant3+around=mean."""
     budget: float = 0.05
@@ -92,7 +94,7 @@ class Convert:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run of `cumulant train` or its weights, a folder of transformers, or timm:NAME."""
+    """A run of `cumulant train` (its last weights) or a file of weights, a folder of transformers, or timm:NAME."""
     data: str | None = None
     """Data to measure the change on and to distil with, as for `cumulant diagnose`; needed with --layers auto and
     dial."""
@@ -161,19 +163,28 @@ class Convert:
         return 0
 
 
+def _open(settings: Diagnose | Convert) -> Opened:
+    from ..inspect.opening import open_model
+    from ..nn.swapped.plan import is_converted
+
+    opened = open_model(settings.model, settings.device)
+    if is_converted(opened.model):
+        raise ValueError(f"{settings.model} holds a converted model already: name the model that it was made from")
+    return opened
+
+
 def run_diagnose(settings: Diagnose, progress: TextIO | None = None) -> Diagnosis:
     """Diagnose the model; diagnosis.json and diagnosis.svg go to the folder `out`."""
+    from ..inspect.items import open_batches
     from ..train.files import claim_room, write_atomically
     from .diagnosis import diagnose
-    from .opening import open_batches, open_model
 
-    model = open_model(settings.model, settings.device)
-    data = None
-    if settings.data is not None:
-        data = open_batches(model, settings.model, settings.data, settings.batches, settings.batch_size)
+    opened, data = _open(settings), None
+    if settings.data is not None or opened.recipe is not None:
+        data = open_batches(opened, settings.data, settings.batches, settings.batch_size)
     claim_room(settings.out, 0)
     found = diagnose(
-        model,
+        opened.model,
         data,
         attention=settings.attention,
         batches=settings.batches,
@@ -192,20 +203,22 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
 
     Nothing is written where the dial found nothing to replace.
     """
+    from ..inspect.items import open_batches
     from ..train.files import claim_room, write_atomically
     from .conversion import convert
+    from .distill_data import open_training
     from .distillation import distill, planned
-    from .opening import open_batches, open_model, open_training
     from .saving import save
 
     layers: Layers = [int(x) if x.lstrip("-").isdigit() else x for x in settings.layers]
     if settings.layers in (("all",), ("auto",), ("dial",)):
         layers = None if settings.layers == ("all",) else settings.layers[0]
-    model = open_model(settings.model, settings.device)
+    opened = _open(settings)
+    model = opened.model
     teacher = copy.deepcopy(model) if settings.distill else None
     data = None
     if settings.data is not None:
-        data = open_batches(model, settings.model, settings.data, settings.batches, settings.batch_size)
+        data = open_batches(opened, settings.data, settings.batches, settings.batch_size)
     claim_room(settings.out, 0)
     if settings.distill and not settings.fresh and layers in ("auto", "dial"):
         layers = planned(settings.out) or layers  # a run that goes on has chosen its layers
@@ -229,9 +242,7 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
         save(model, settings.out)
     else:
         how = settings.distillation
-        training = open_training(
-            model, settings.model, settings.data, settings.items_a_step, items=settings.items, seed=how.seed
-        )
+        training = open_training(opened, settings.data, settings.items_a_step, items=settings.items, seed=how.seed)
         report.distillation = distill(
             model, teacher, training, how, out=settings.out, measure=data, fresh=settings.fresh, progress=progress
         )

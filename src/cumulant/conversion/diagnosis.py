@@ -76,6 +76,7 @@ class Diagnosis:
     kept: dict[str, str]  # layers that cannot be replaced, and why
     linear: int  # multiply-adds of a token in all linear layers
     dial: ModelDial | None = None  # clusters and heads of each layer, where an error target was given
+    measured_on: str = "data"  # "noise" if none was given
 
     def ranked(self) -> list[LayerDiagnosis]:
         """Layers by their effect on the output, the safest first."""
@@ -139,6 +140,8 @@ class Diagnosis:
             cells += "  ".join(f"{cell:>{max(10, len(n))}}" for cell, n in zip(shown, names, strict=True))
             rows.append(cells + self._dialled(layer.name))
         rows += [f"{name:{width}}  stays softmax: {reason}" for name, reason in self.kept.items()]
+        if self.measured_on == "noise":
+            rows.append("measured on noise, for want of data: a trained model may answer it quite otherwise")
         return "\n".join(rows)
 
     def _dialled(self, name: str) -> str:
@@ -173,7 +176,8 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         layers = [vars(layer) for layer in self.layers]
         chosen = {} if self.dial is None else {"dial": self.dial.to_json()}
-        return {"model": self.model, "linear": self.linear, "kept": self.kept, "layers": layers, **chosen}
+        known = {"model": self.model, "measured_on": self.measured_on, "linear": self.linear}
+        return {**known, "kept": self.kept, "layers": layers, **chosen}
 
     def figure(self, path: str | Path) -> Path:
         """Heat map of layers and heads: logit spread and the error of orders 2 and 3. Needs matplotlib."""
@@ -249,7 +253,8 @@ def diagnose(
     linear = sum(_linear(module) for module in model.modules())
     why = {s.name: next(filter(None, map(s.refusal, asked.values())), "not softmax") for s in found if s not in able}
     chosen = None if dial is None else choose_layers(model, used, target=dial, batches=len(used), samples=queries)
-    return Diagnosis(type(model).__name__, layers, why, linear, chosen)
+    measured = "noise" if data is None else "data"
+    return Diagnosis(type(model).__name__, layers, why, linear, chosen, measured)
 
 
 def select(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +14,8 @@ from ..data.loader import Loader
 from ..data.order import epoch_order, mix
 from ..data.part import Source
 from ..inspect.batches import Batch, to_device
+from ..inspect.items import LENGTH, TEXTS, pixels_of, read_lines, source_of, tokenizer_of
+from ..inspect.opening import Opened, Pixels
 
 AUGMENT = 2  # stream of random numbers, as in training
 USUAL = Augmentation(crop_scale=(0.35, 1.0), flip=0.5, randaugment_ops=2, mixup=0.2, eval_crop=1.0)
@@ -57,22 +60,18 @@ class Images:
         source: Source,
         batch_size: int,
         *,
-        size: int,
+        seen: Pixels,
         augmentation: Augmentation = USUAL,
-        mean: Sequence[float],
-        std: Sequence[float],
-        channels: int = 3,
-        key: str | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
         workers: int | None = None,
     ) -> None:
         self.loader = Loader(
-            source.train, batch_size, size=size, seed=seed, shuffle=True, drop_last=True, device=device,
+            source.train, batch_size, size=seen.size, seed=seed, shuffle=True, drop_last=True, device=device,
             workers=workers, progress=False,
         )  # fmt: skip
-        self.augment = Augment(augmentation, size=size, classes=len(source.classes), mean=mean, std=std)
-        self.seed, self.channels, self.key = seed, channels, key
+        self.augment = Augment(augmentation, size=seen.size, classes=len(source.classes), mean=seen.mean, std=seen.std)
+        self.seed, self.seen = seed, seen
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -81,16 +80,7 @@ class Images:
         start = epoch * len(self) + first_step
         for step, (pixels, labels, _) in enumerate(self.loader.epoch(epoch, first_step), start):
             images, _ = self.augment(pixels, labels, seed=int(mix(self.seed, AUGMENT, step)))
-            yield shown(images, self.channels, self.key)
-
-
-def shown(items: Tensor, channels: int, key: str | None) -> Batch:
-    """Normalised images (B, 3, H, W) or clips (B, 3, T, H, W) as a model takes them: grey if it has one channel."""
-    if items.shape[1] != channels:
-        items = items.mean(1, keepdim=True).expand(-1, channels, *items.shape[2:])
-    if key is None:
-        return items
-    return {key: items.transpose(1, 2) if items.ndim == 5 else items}
+            yield self.seen.batch(images)
 
 
 def texts(tokenizer: Any, lines: Sequence[str], batch_size: int, longest: int) -> list[Batch]:
@@ -103,6 +93,18 @@ def texts(tokenizer: Any, lines: Sequence[str], batch_size: int, longest: int) -
         part = order[first : first + batch_size]
         made.append(dict(tokenizer.pad({key: [ids[key][i] for i in part] for key in keys}, return_tensors="pt")))
     return made
+
+
+def open_training(
+    opened: Opened, data: str, batch_size: int, *, items: int = 0, seed: int = 0
+) -> Batches | list[Batch]:
+    """The training part of a data set as the model takes it, images augmented as they were when it was trained."""
+    if Path(data).suffix in TEXTS:
+        return texts(tokenizer_of(opened), read_lines(Path(data), items or None), batch_size, LENGTH)
+    seen, source = pixels_of(opened), source_of(opened, data)
+    augmentation = USUAL if opened.recipe is None else opened.recipe.augmentation
+    size = min(batch_size, len(source.train))
+    return Images(source, size, seen=seen, augmentation=augmentation, seed=seed, device=opened.device)
 
 
 def as_batches(data: Any, model: nn.Module, seed: int) -> Batches:

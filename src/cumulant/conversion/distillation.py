@@ -25,7 +25,7 @@ from ..train.files import claim_room, read_json, remove_leftovers, sole_owner, w
 from ..train.state import remove_states
 from .distill_data import Batches, as_batches
 from .distill_steps import NOTES, RESULT, DistillResult, Output, Run
-from .saving import attention_layers, load
+from .saving import load
 from .settings import DistillRecipe
 
 ABOUT, LOG = "distill.json", "log.jsonl"
@@ -163,7 +163,7 @@ def _frozen_teacher(teacher: nn.Module) -> Iterator[None]:
         if plans.library_of(teacher) != plans.TRANSFORMERS:
             yield
             return
-        with plans.applied(teacher, dict.fromkeys(attention_layers(teacher), KEPT)):
+        with plans.applied(teacher, dict.fromkeys(plans.attention_layers(teacher), KEPT)):
             yield
 
 

@@ -13,8 +13,10 @@ from safetensors.torch import save as to_bytes
 from torch import nn
 
 from ..models import create_model
-from .files import write_atomically
+from ..nn.swapped.plan import count_own, put_back
+from .files import read_json, write_atomically
 
+PLAN_FILE, WEIGHTS_FILE = "cumulant.json", "model.safetensors"  # of a folder with a converted model
 TRAINED = ("recipe", "classes")  # entries of the header that say how the weights came about
 
 
@@ -31,19 +33,39 @@ def save(model: nn.Module, path: str | Path, *, notes: dict[str, str] | None = N
     return path
 
 
-def load(path: str | Path, *, model: nn.Module | None = None, device: torch.device | str = "cpu") -> nn.Module:
-    """The model saved at `path`, rebuilt from its config; or `model` with the saved weights put in."""
+def weights_file(path: str | Path) -> Path:
+    """The weights that a path stands for: a file is itself; of a run's folder the last ones, also where the best are
+    kept beside them (these were chosen on the test part); of a converted model its own."""
     path = Path(path)
+    if path.is_dir():
+        path = path / (WEIGHTS_FILE if (path / PLAN_FILE).is_file() else "last.safetensors")
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+        best = path.with_name("best.safetensors")
+        unfinished = f"; the run is not finished, its best weights so far are {best}" if best.is_file() else ""
+        raise FileNotFoundError(f"no checkpoint at {path}{unfinished}")
+    return path
+
+
+def load(
+    path: str | Path, *, model: nn.Module | None = None, device: torch.device | str = "cpu", assign: bool = True
+) -> nn.Module:
+    """The model saved at `path` (see `weights_file`), rebuilt from its config; or `model` with those weights put in.
+
+    `assign=False` lets that model keep its own precision. What was converted is converted again.
+    """
+    plan = Path(path) / PLAN_FILE
+    path = weights_file(path)
     header = read_header(path)
+    known = read_json(plan) if plan.is_file() else None
     if model is None:
-        config = json.loads(header["config"]) if header.get("config") else None
+        config = json.loads(header.get("config") or "null") if known is None else known.get("config")
         if config is None:
             raise ValueError(f"{path} does not say which model it holds; pass that model as model=...")
         model = create_model(**config)
-    model.load_state_dict(load_file(path), assign=True)
+    model.load_state_dict(load_file(path), assign=assign)
     remember(model, header)
+    if known is not None:
+        put_back(model, known["layers"], whole=len(known["layers"]) == count_own(model))
     return model.to(device)
 
 

@@ -21,7 +21,7 @@ from ..data.jobs import telling_of_killed_workers
 from ..data.loader import Loader
 from ..data.part import Source, shorten
 from .build import augment_of, loader_of, open_recipe_source
-from .checkpoint import load, read_header
+from .checkpoint import load, read_header, weights_file
 from .files import write_atomically
 from .processes import Processes, processes
 from .progress import Bar
@@ -136,16 +136,7 @@ def evaluate_checkpoint(
     `cumulant.convert` made of one. Image size, precision and the way of reading are those of the recipe in the file;
     `data_options` are added to the latter.
     """
-    from ..conversion import saving
-
-    path = folder = Path(checkpoint)
-    converted = (path / saving.PLAN_FILE).is_file()
-    if path.is_dir():
-        path = path / (saving.WEIGHTS_FILE if converted else "last.safetensors")
-    if not path.is_file():
-        best = path.with_name("best.safetensors")
-        unfinished = f"; the run is not finished, its best weights so far are {best}" if best.is_file() else ""
-        raise FileNotFoundError(f"no checkpoint at {path}{unfinished}")
+    path = weights_file(checkpoint)
     header = read_header(path)
     if "recipe" not in header:
         raise ValueError(f"{path} has no recipe inside: it must come from `cumulant train`")
@@ -160,9 +151,8 @@ def evaluate_checkpoint(
         screen = progress if team.first else None
         loader = loader_of(recipe, source, "test", team, screen)
         with Bar(screen, len(source.test), 0, 1) as bar:
-            model = saving.load(folder).to(team.device) if converted else load(path, device=team.device)
             found = predict(
-                model,
+                load(checkpoint, device=team.device),
                 loader,
                 augment_of(recipe, len(names)),
                 classes=len(names),

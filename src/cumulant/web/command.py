@@ -34,9 +34,9 @@ class Explore:
     """
 
     checkpoint: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT ...]")] = ()
-    """Files or folders that `cumulant train` wrote (of images or videos), timm:NAME for a model of timm, a folder that
-    save_pretrained of transformers wrote or transformers:NAME; @cumulant3 after one of the last three swaps its
-    attention; none: the digits models."""
+    """Files or folders of `cumulant train` (its last weights) or `cumulant convert`, timm:NAME for a model of timm,
+    a folder that save_pretrained of transformers wrote or transformers:NAME; @cumulant3 after one swaps its attention;
+    none: the digits models."""
     data: str | None = None
     """Folder of pictures and short videos, or data set whose test items are the examples; by default the data of the
     first checkpoint, if it is here."""

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from ..inspect.opening import open_model
 from .explorable import Explorable
-from .opening import open_checkpoint
+from .opening import explorable
 
 if TYPE_CHECKING:
     from ..train import TrainRecipe
@@ -58,5 +59,5 @@ def digits_models(
             train(recipe, folder, device=device, fresh=fresh, progress=progress)
         except RecipeError:  # made by another version with another recipe
             train(recipe, folder, device=device, fresh=True, progress=progress)
-        models[name] = open_checkpoint(folder / "last.safetensors", device)[0]
+        models[name] = explorable(open_model(folder, device))
     return models

@@ -97,6 +97,21 @@ def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], No
         model.__dict__["config"] = made if same else None
 
 
+def put_back(model: nn.Module, stored: Mapping[str, dict[str, Any]], whole: bool) -> None:
+    """Make a model that was just loaded the converted one whose choices by layer were `stored`; `whole` as above."""
+    plan = {name: Choice.from_json(values) for name, values in stored.items()}
+    missing = sorted(set(plan) - {name for name, _ in model.named_modules()})
+    if missing:
+        raise ValueError(f"the plan replaces layers that {type(model).__name__} does not have: {', '.join(missing)}")
+    kept = dict.fromkeys(attention_layers(model), KEPT) if library_of(model) == TRANSFORMERS else {}
+    remember(model, plan, apply(model, {**kept, **plan}), whole)
+
+
+def attention_layers(model: nn.Module) -> list[str]:
+    """Modules of a transformers model that may ask for attention."""
+    return [name for name, module in model.named_modules() if "Attention" in type(module).__name__]
+
+
 def config_of(model: nn.Module) -> Any:
     """The config of a model of transformers; None for a module that holds such a model, and for other models."""
     config = getattr(model, "config", None)

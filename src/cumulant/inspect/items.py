@@ -1,0 +1,110 @@
+"""A few items of a data set as an opened model takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..data import open_source
+from ..data.augmentation import Augment, Augmentation
+from ..data.part import Source
+from ..train.build import augment_of, open_recipe_source
+from .batches import Batch, example_for
+from .opening import Opened, Pixels
+
+LENGTH = 256  # tokens of a text, at most
+TEXTS = (".txt", ".parquet")
+
+
+class Items(NamedTuple):
+    """Normalised images (N, 3, H, W) or clips (N, 3, T, H, W), their labels (N,), and where they come from."""
+
+    pixels: Tensor
+    labels: Tensor
+    source: Source
+
+
+def labelled_items(opened: Opened, data: str | None = None, count: int = 32) -> Items:
+    """`count` labelled test items, prepared as in evaluation, of `data` or of what the model's recipe names.
+
+    They are evenly spaced: the items of a folder may stand class by class.
+    """
+    if count < 1:
+        raise ValueError(f"images must be 1 or more, got {count}")
+    source = source_of(opened, data)
+    seen, recipe = pixels_of(opened), opened.recipe
+    size = seen.size if recipe is None else recipe.loaded_size
+    augment = augmented(opened, Augmentation(), source) if recipe is None else augment_of(recipe, len(source.classes))
+    chosen = torch.linspace(0, len(source.test) - 1, min(count, len(source.test))).long()
+    items = torch.stack([source.test.decode(int(index), size) for index in chosen])
+    return Items(augment.evaluate(items), source.test.labels[chosen], source)
+
+
+def source_of(opened: Opened, data: str | None) -> Source:
+    """A data set read as the model takes it: as in its recipe, where it has one."""
+    if opened.recipe is not None:
+        return open_recipe_source(opened.recipe, data)
+    if data is None:
+        raise ValueError(f"{opened.place} has no recipe inside, so its data is not known: name some")
+    return open_source(data, frames=pixels_of(opened).frames or 16)
+
+
+def pixels_of(opened: Opened) -> Pixels:
+    """How the model sees pixels; an error for one that takes none."""
+    if opened.pixels is None:
+        takes = example_for(opened.model)
+        if isinstance(takes, Tensor):
+            raise ValueError(f"{opened.place} takes {tuple(takes.shape[1:])}; data is read as square images and clips")
+        raise ValueError(
+            f"{opened.place} takes {', '.join(takes)} and no pixels: data must be a {' or '.join(TEXTS)} file"
+        )
+    return opened.pixels
+
+
+def augmented(opened: Opened, settings: Augmentation, source: Source) -> Augment:
+    """Augmentation, or for evaluation none, to what the model takes, before `Pixels.batch`."""
+    seen = pixels_of(opened)
+    return Augment(settings, size=seen.size, classes=len(source.classes), mean=seen.mean, std=seen.std)
+
+
+def open_batches(opened: Opened, data: str | None, batches: int, batch_size: int) -> list[Batch]:
+    """A few batches as the model takes them: the first texts of a file, or items spread evenly over the test part."""
+    if data is not None and Path(data).suffix in TEXTS:
+        tokenizer, lines = tokenizer_of(opened), read_lines(Path(data), batches * batch_size)
+        how: dict[str, Any] = {"padding": True, "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
+        return [dict(tokenizer(lines[at : at + batch_size], **how)) for at in range(0, len(lines), batch_size)]
+    items = labelled_items(opened, data, batches * batch_size).pixels.to(example_dtype(opened))
+    return [pixels_of(opened).batch(part) for part in items.split(batch_size)]
+
+
+def example_dtype(opened: Opened) -> torch.dtype:
+    """In which precision the model takes pixels: that of its weights."""
+    return next((p.dtype for p in opened.model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def read_lines(path: Path, count: int | None) -> list[str]:
+    """The first texts of a file."""
+    if path.suffix == ".txt":
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        return [line for line in lines if line][:count]
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path, columns=["text"]).column("text").slice(0, count).to_pylist()
+
+
+def tokenizer_of(opened: Opened) -> Any:
+    """The tokenizer beside a model of transformers."""
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(opened.place)
+    if len(found) <= len(found.all_special_tokens):
+        # transformers makes an empty one where the folder has none, and every word would be unknown.
+        where = f"{opened.place} has no tokenizer, which texts need"
+        raise ValueError(f"{where}: save it there with tokenizer.save_pretrained")
+    return found
