@@ -208,10 +208,9 @@ def compare(layers: Sequence[Captured], every: int) -> dict[str, Any]:
 
 def figure(results: dict[str, dict[str, Any]], path: Path) -> None:
     """A panel for each model: mechanisms as named crosses, the settings of the dial as dots, its front as a line."""
-    from cumulant.bench.style import pyplot
+    from cumulant.style import new_figure, save
 
-    plt = pyplot()
-    fig, axes = plt.subplots(len(results), 1, figsize=(9, 5.4 * len(results)), layout="constrained", squeeze=False)
+    fig, axes = new_figure(len(results), 1, (9, 5.4 * len(results)))
     named = []
     for axis, (title, result) in zip(axes[:, 0], results.items(), strict=True):
         dial = sorted((p["cost"], p["error"]) for p in result["points"] if p["kind"] == "dial" and p["error"] < 3)
@@ -234,8 +233,7 @@ def figure(results: dict[str, dict[str, Any]], path: Path) -> None:
     fig.canvas.draw()  # places are known after the layout
     for axis, points in named:
         _label(axis, points)
-    plt.rcParams["svg.hashsalt"] = "cumulant"
-    fig.savefig(path, metadata={"Date": None})
+    save(fig, path, ("svg",))
 
 
 def _label(axis: Any, points: Sequence[tuple[float, float, str]]) -> None:

@@ -10,26 +10,22 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cumulant.studies.command import Reproduce
-from cumulant.studies.figures import palette
 from cumulant.studies.outcome import records_of
 from cumulant.studies.plan import planned
 from cumulant.studies.records import Key
+from cumulant.style import new_figure, palette, save, styled
 
-plt.rcParams.update({"svg.hashsalt": "cumulant", "svg.fonttype": "none", "font.size": 10})
 Record = dict[str, Any]
 SHOWN = 8  # configurations with too many colours to tell apart: only points are drawn, in those of the mechanisms
 FAR = 10.0  # points below the others at which a configuration is shown by an arrow
 
 
+@styled
 def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> bool:
     """The figure of one study, written to `place`; False where fewer than two configurations have been run."""
     runs = [record for record in records_of(planned(settings), records) if "failed" not in record]
@@ -48,10 +44,10 @@ def draw(settings: Reproduce, records: Mapping[Key, Record], place: Path) -> boo
         colours[f"{settings.baseline} again"] = colours["control"]
     height = 0.8 + 0.32 * len(groups)
     if len(mechanisms) < SHOWN:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, max(3.4, height)), layout="constrained")
+        figure, ((left, right),) = new_figure(1, 2, (9.6, max(3.4, height)))
         _curves(left, groups, colours)
     else:
-        figure, right = plt.subplots(figsize=(7.2, height), layout="constrained")
+        figure, ((right,),) = new_figure(1, 1, (7.2, height))
     _points(right, groups, colours)
     return _saved(figure, place)
 
@@ -63,7 +59,7 @@ def _draw_rates(groups: Mapping[str, list[Record]], place: Path) -> bool:
         name, _, rate = configuration.rpartition("+lr=")
         curves.setdefault(name, {})[float(rate)] = runs
     colours = palette(list(curves))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
+    figure, ((left, right),) = new_figure(1, 2, (9.6, 3.6))
     for axis, value in ((left, _accuracy), (right, _tokens_used)):
         for name, by_rate in curves.items():
             rates = sorted(by_rate)
@@ -90,8 +86,7 @@ def _tokens_used(run: Record) -> float:
 
 
 def _saved(figure: Figure, place: Path) -> bool:
-    figure.savefig(place, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, place, ("svg",))
     return True
 
 

@@ -9,8 +9,8 @@ from bench_records import baseline, record
 
 from cumulant.bench import report
 from cumulant.bench.command import Efficiency, Error, Speed, TrainBench
+from cumulant.bench.plots import with_room
 from cumulant.bench.provenance import provenance
-from cumulant.bench.style import with_room
 from cumulant.bench.training import judged
 from cumulant.cli import main
 

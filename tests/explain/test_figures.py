@@ -8,17 +8,13 @@ from torch import nn
 
 pytest.importorskip("matplotlib")
 
+from matplotlib import pyplot
+
 import cumulant
 from cumulant import explain
 from cumulant.explain import figures
 from cumulant.explain.map_figures import scale_end
-from cumulant.explain.style import DIVERGING, pyplot
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    pyplot().close("all")
+from cumulant.style import DIVERGING, new_figure
 
 
 def vit(attention: str = "cumulant2") -> nn.Module:
@@ -32,7 +28,7 @@ def captured(attention: str = "cumulant2") -> explain.Captured:
 
 
 def colours_of(path: Path) -> int:
-    pixels = torch.from_numpy(pyplot().imread(path)[..., :3].copy())
+    pixels = torch.from_numpy(pyplot.imread(path)[..., :3].copy())
     return len(pixels.flatten(0, 1).unique(dim=0))
 
 
@@ -79,7 +75,7 @@ def test_zero_is_white_and_equal_sizes_of_both_signs_are_equally_far_from_it() -
 
     shades = colormaps[DIVERGING]
     assert min(shades(0.5)) > 0.95
-    _, axes = pyplot().subplots()
+    _, ((axes,),) = new_figure(1, 1, (2, 2))
     row = torch.zeros(17)
     row[3], row[4] = 0.4, -0.2
     mappable = figures.draw_map(axes, row, explain.TokenLayout(1, (4, 4)))
@@ -102,9 +98,11 @@ def test_a_clip_is_drawn_frame_by_frame(tmp_path: Path) -> None:
 
 
 def test_the_callers_settings_are_left_alone() -> None:
-    before = dict(pyplot().rcParams)
+    before, backend = dict(pyplot.rcParams), pyplot.get_backend()
     figures.correlation_figure(["a"], torch.eye(1))
-    assert dict(pyplot().rcParams) == before
+    assert dict(pyplot.rcParams) == before
+    assert pyplot.get_backend() == backend
+    assert pyplot.get_fignums() == []
 
 
 def test_a_query_that_was_not_captured_is_named() -> None:
@@ -129,7 +127,7 @@ def test_a_head_that_a_layer_does_not_have_gets_no_rank() -> None:
 
 def test_a_figure_that_cannot_be_drawn_is_not_left_open() -> None:
     found = captured()
-    before = pyplot().get_fignums()
+    before = pyplot.get_fignums()
     with pytest.raises(ValueError, match="image must be"):
         figures.overlay(found, torch.zeros(2, 8, 8), layer=0, head=0, query=3)
-    assert pyplot().get_fignums() == before
+    assert pyplot.get_fignums() == before

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cumulant.bench.plots import panels
-from cumulant.bench.style import PLOTLY_MARKS, colour, dashed, mark, with_room
-from cumulant.studies.figures import layout, logarithmic, transparent
+from ..style import MARKS, colour, dashed, layout, logarithmic, mark, transparent
+from .plots import panels, with_room
 
 Figure = dict[str, Any]
 ERROR_TICKS = {"type": "log", "tickvals": [1e-4, 1e-3, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100]}
@@ -29,7 +28,7 @@ def figures(results: dict[str, dict[str, Any]]) -> dict[str, Figure]:
 
 
 def _marker(label: str, size: int) -> dict[str, Any]:
-    symbol = PLOTLY_MARKS[mark(label)] + ("-open" if dashed(label) else "")
+    symbol = MARKS[mark(label)] + ("-open" if dashed(label) else "")
     return {"color": colour(label), "symbol": symbol, "size": size}
 
 

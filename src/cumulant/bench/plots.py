@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cumulant.bench.style import colour, dashed, mark, pyplot, save, short, with_room
+from ..style import RULE, SOFT, colour, dashed, mark, new_figure, save, styled
 
+FILES = ("svg", "png"), 110
 SHOWN = 3  # random cases in a figure, spread over the sizes
 
 
@@ -18,18 +21,18 @@ def panels(result: dict[str, Any]) -> list[dict[str, Any]]:
     return random + [group for group in result["groups"] if group["kind"] == "captured"]
 
 
+@styled
 def pareto(result: dict[str, Any], path: Path) -> None:
     """Centred error against the share of softmax's work, a panel for each group; the line is the front."""
-    plt = pyplot()
     shown = panels(result)
-    figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 5.4), sharey=True, squeeze=False)
+    figure, axes = new_figure(1, len(shown), (5.2 * len(shown), 5.4), sharey=True)
     for axis, group in zip(axes[0], shown, strict=True):
         rows = [row for row in group["rows"] if row.get("centred")]
         front = sorted((row for row in rows if row["front"]), key=lambda row: row["of_softmax"])
         if front:
             x = [row["of_softmax"] for row in front]
             axis.step([*x, 1.0], [*(row["centred"] for row in front), front[-1]["centred"]], where="post",
-                      color="#999999", linewidth=1.4, zorder=1)  # fmt: skip
+                      color=SOFT, linewidth=1.4, zorder=1)  # fmt: skip
         for row in rows:
             name, tint = row["variant"], colour(row["variant"])
             axis.scatter(row["of_softmax"], row["centred"], marker=mark(name), s=70 if row["front"] else 34,
@@ -41,20 +44,19 @@ def pareto(result: dict[str, Any], path: Path) -> None:
                           xytext=(-4, -14 if low else 8), ha="right" if low else "left",
                           textcoords="offset points")  # fmt: skip
         axis.axvline(1, color=colour("softmax"), linewidth=1)
-        axis.axhline(1, color="#bbbbbb", linewidth=1, linestyle=":")
+        axis.axhline(1, color=RULE, linewidth=1, linestyle=":")
         axis.set(xscale="log", yscale="log", xlabel="work, share of softmax's", title=group["name"])
         _plain_numbers(axis.xaxis, axis.yaxis)
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("error against softmax (1: the mean of the values)")
     _shared_legend(figure, axes[0], columns=6)
-    figure.tight_layout()
-    save(figure, path)
+    save(figure, path, *FILES)
 
 
+@styled
 def efficiency(result: dict[str, Any], path: Path) -> None:
     """Time and memory against length, forward and forward + backward; both axes logarithmic."""
-    plt = pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(11.5, 9), sharex=True)
+    figure, axes = new_figure(2, 2, (11.5, 9), sharex=True)
     for column, (phase, title) in enumerate((("forward", "forward"), ("both", "forward + backward"))):
         for axis, quantity in zip(axes[:, column], ("milliseconds a call", "peak memory, MiB"), strict=True):
             for name in dict.fromkeys(row["name"] for row in result["rows"]):
@@ -84,17 +86,16 @@ def efficiency(result: dict[str, Any], path: Path) -> None:
         f"{setting['pattern']}; bands: quartiles", fontsize=10,
     )  # fmt: skip
     _shared_legend(figure, axes.flat, columns=6)
-    figure.tight_layout()
-    save(figure, path)
+    save(figure, path, *FILES)
 
 
+@styled
 def training(result: dict[str, Any], path: Path) -> None:
     """Accuracy against FLOPs and against throughput; the band is the range of the baseline's runs."""
-    plt = pyplot()
     quantities = [("flops", "MFLOP an item (forward)", 1e-6), ("throughput", "training items a second", 1.0)]
-    figure, axes = plt.subplots(1, 2, figsize=(11.5, 5), sharey=True)
+    figure, axes = new_figure(1, 2, (11.5, 5), sharey=True)
     control = result["control"]
-    for axis, (key, label, factor) in zip(axes, quantities, strict=True):
+    for axis, (key, label, factor) in zip(axes[0], quantities, strict=True):
         rows = [row for row in result["ranking"] if row[key] is not None]
         named = with_room([(row[key], row["mean"]) for row in rows]) if rows else []
         for row, has_room in zip(rows, named, strict=True):
@@ -109,14 +110,30 @@ def training(result: dict[str, Any], path: Path) -> None:
         axis.set(xlabel=label)
         axis.margins(x=0.18)
         axis.grid(alpha=0.25)
-    axes[0].set_ylabel("top-1 accuracy, %")
+    axes[0, 0].set_ylabel("top-1 accuracy, %")
     figure.suptitle(
         f"{result['model']} on {result['data']}, {result['epochs']} epochs; band: {control['runs']} runs of "
         f"{result['baseline']}", fontsize=10,
     )  # fmt: skip
-    _shared_legend(figure, axes, columns=6)
-    figure.tight_layout()
-    save(figure, path)
+    _shared_legend(figure, axes.flat, columns=6)
+    save(figure, path, *FILES)
+
+
+def short(label: str) -> str:
+    """A label that fits beside a point."""
+    return re.sub("[+:]", " ", label, count=1).replace("full=true", "full")
+
+
+def with_room(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Which points of a panel have room for their name above them: those before them in the list come first."""
+    across, up = (max(values) - min(values) or 1.0 for values in zip(*points, strict=True))
+    named: list[tuple[float, float]] = []
+    found = []
+    for x, y in points:
+        found.append(all(abs(x - a) > 0.25 * across or abs(y - b) > 0.05 * up for a, b in named))
+        if found[-1]:
+            named.append((x, y))
+    return found
 
 
 def _shared_legend(figure: Any, axes: Any, columns: int) -> None:

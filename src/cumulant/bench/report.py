@@ -9,12 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from cumulant import style
 from cumulant.bench import crossings, plots
 from cumulant.bench.command import Efficiency, Error, Speed, TrainBench
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.optional import needed
 
-TEMPLATE = "report.html.j2"
 KEYS = {  # without which a result can be neither drawn nor told
     "error": ("variants", "cases", "groups", "left_out"),
     "efficiency": ("rows", "crossings", "checks", "setting", "given_up", "left_out"),
@@ -105,27 +105,19 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def render(results: dict[str, dict[str, Any]]) -> str:
-    """The page as text: plotly is inline, nothing is fetched."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from plotly.offline import get_plotlyjs
+    """The page as text."""
+    from cumulant.bench import figures
 
-    from cumulant.bench import figures, style
-
-    environment = Environment(
-        loader=PackageLoader("cumulant", "bench"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["by_work"] = lambda rows: sorted(rows, key=lambda row: row.get("total", float("inf")))
-    environment.filters["crossing"] = crossings.crossing_text
-    return environment.get_template(TEMPLATE).render(
+    return style.page(
+        "bench",
+        {
+            "by_work": lambda rows: sorted(rows, key=lambda row: row.get("total", float("inf"))),
+            "crossing": crossings.crossing_text,
+        },
         results=results,
         panels=plots.panels(results["error"]) if "error" in results else [],
         phases=crossings.PHASES,
         opponents=tuple(crossings.OPPONENTS),
         colour=style.colour,
         page=figures.figures(results),
-        plotlyjs=get_plotlyjs(),
     )

@@ -26,7 +26,7 @@ from cumulant.attention import attention
 from cumulant.bench.command import Speed
 from cumulant.bench.provenance import provenance
 from cumulant.bench.report import command
-from cumulant.bench.style import pyplot
+from cumulant.style import new_figure, palette, save, styled
 from cumulant.train.files import claim_room
 
 Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -55,7 +55,7 @@ def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, A
         if L < 1:
             raise ValueError(f"lengths must be positive, got {L}")
     claim_room(settings.out, 0)
-    pyplot()  # a missing package is told before minutes of measuring
+    new_figure(1, 1, (1, 1))  # a missing package is told before minutes of measuring
     bandwidth = copy_bandwidth(device)
     rows = []
     for L in settings.lengths:
@@ -222,18 +222,19 @@ def line(row: Row) -> str:
     return f"{start}  {times}{'  of the floor' + shares if shares else ''}{memory}"
 
 
+@styled
 def plot(result: dict[str, Any], path: Path) -> None:
     """Forward and backward together against length, time per token so that linear cost is a flat line."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7.5, 4.6))
+    figure, ((axes,),) = new_figure(1, 1, (7.5, 4.6))
     rows = [row for row in result["rows"] if not row["note"]]
-    for name in dict.fromkeys(row["name"] for row in rows):
+    colours = palette(names := dict.fromkeys(row["name"] for row in rows))
+    for name in names:
         points = [
             (row["L"], 1e6 * row["milliseconds"]["both"] / (row["B"] * row["L"])) for row in rows if row["name"] == name
         ]
         ours = name in ("cumulant2", "cumulant3")
         axes.plot(
-            *zip(*points, strict=True), marker="o", markersize=4, label=name,
+            *zip(*points, strict=True), marker="o", markersize=4, label=name, color=colours[name],
             linewidth=2.4 if ours else 1.2, linestyle="-" if ours or "softmax" in name else "--",
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="sequence length", ylabel="forward + backward, ns per token")
@@ -243,6 +244,4 @@ def plot(result: dict[str, Any], path: Path) -> None:
     setting = result["setting"]
     where = result["machine"].get("gpu") or result["machine"]["processor"]
     axes.set_title(f"{where}, {setting['dtype']}, {setting['heads']} heads of {setting['dim']}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path, ("svg",))

@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..optional import needed
+from ..style import SEQUENTIAL, new_figure, save, styled
 
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis
 
 
+@styled
 def heat_map(found: Diagnosis, path: Path) -> Path:
     """Layers (rows, first at the top) by heads: logit spread, and the error of orders 2 and 3 against softmax.
 
     White: no such form, as around the mean query where a layer is causal.
     """
-    with needed("the heat map needs matplotlib", "train"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     heads = max(layer.heads for layer in found.layers)
     rows = len(found.layers)
     panels = {
@@ -31,24 +29,21 @@ def heat_map(found: Diagnosis, path: Path) -> Path:
     if any(layer.mean_error for layer in found.layers):
         panels["order 3, around the mean query"] = [layer.mean_error.get(3, []) for layer in found.layers]
     labels = [_shortened(layer.name) for layer in found.layers]
-    figure = Figure(figsize=(3.2 + len(panels) * 0.32 * max(4, heads), 1.6 + 0.28 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, (title, values) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), place + 1)
+    size = 3.2 + len(panels) * 0.32 * max(4, heads), 1.6 + 0.28 * rows
+    figure, every = new_figure(1, len(panels), size)
+    for place, (axes, (title, values)) in enumerate(zip(every[0], panels.items(), strict=True)):
         grid = np.full((rows, heads), np.nan)
         for row, line in enumerate(values):
             grid[row, : len(line)] = line
         top = 1.0 if place else 4.0  # beyond these, no order is near softmax
-        image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=0.0, vmax=top)
+        image = axes.imshow(grid, aspect="auto", cmap=SEQUENTIAL, vmin=0.0, vmax=top)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("head", fontsize=8)
         axes.set_yticks(range(rows), labels if place == 0 else [""] * rows, fontsize=7)
         axes.tick_params(axis="x", labelsize=7)
         figure.colorbar(image, ax=axes, shrink=0.8, extend="max")
     figure.suptitle(found.model, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path, (path.suffix[1:],))[0]
 
 
 def _shortened(name: str) -> str:

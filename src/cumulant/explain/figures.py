@@ -1,5 +1,6 @@
 """All figures of this room in one place; each function returns a matplotlib figure, `save` writes it."""
 
+from ..style import save
 from .head_figures import (
     correlation_figure,
     distance_by_layer,
@@ -9,7 +10,6 @@ from .head_figures import (
     pruning_figure,
 )
 from .map_figures import compare_mechanisms, draw_map, layer_grid, overlay, signed_parts
-from .style import save
 
 __all__ = [
     "compare_mechanisms",

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..style import DIVERGING, FIRST, INK, LAST, RULE, SEQUENTIAL, SOFT, colour, new_figure, styled
 from .capture import Captured
 from .importance import PruningCurve
 from .metrics import ring_profile, summary, uniform_distance
 from .patterns import Patterns, describe
-from .style import DIVERGING, INK, RULE, SEQUENTIAL, SOFT, colour, new_figure, styled
 
 CURVE_STYLES = {
-    "important first": ("#d55e00", "-", "o"),
-    "random": ("#6b6b6b", "--", None),
-    "least important first": ("#0072b2", "-", "s"),
+    "important first": (FIRST, "-", "o"),
+    "random": (SOFT, "--", None),
+    "least important first": (LAST, "-", "s"),
 }
 
 

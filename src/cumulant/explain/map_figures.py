@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..inspect.tokens import TokenLayout
+from ..style import DIVERGING, INK, NEGATIVE, SOFT, new_figure, styled
 from .capture import Captured
-from .style import DIVERGING, INK, SOFT, new_figure, picture, pyplot, styled, tiled
 
-BELOW = "#2166ac"
+BELOW = NEGATIVE[-2]
 LEAST_END = 3.0  # the colour scale never ends before this many times the uniform weight: a uniform map stays pale
 QUANTILE = 0.995  # of |weight|: the end of the colour scale, so that one patch does not wash out the others
 
@@ -230,9 +230,27 @@ def _minus(row: Tensor) -> str:
 
 
 def _frame(axes: Any, patch: int, tokens: TokenLayout) -> None:
-    rectangle = pyplot().Rectangle
+    from matplotlib.patches import Rectangle
+
     rows, columns = tokens.grid[-2:]
     frame, place = divmod(patch, rows * columns)
     corner = (frame * columns + place % columns - 0.5, place // columns - 0.5)
     for width, ink in ((2.6, "white"), (1.3, "black")):  # seen on dark and on light
-        axes.add_patch(rectangle(corner, 1, 1, fill=False, edgecolor=ink, linewidth=width))
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=ink, linewidth=width))
+
+
+def picture(image: Tensor) -> Any:
+    """Pixels (channels, H, W), or a clip (channels, T, H, W) as its frames side by side, as (H, W, 3) from 0 to 1."""
+    pixels = image.detach().float().cpu()
+    if pixels.ndim == 4:
+        pixels = torch.cat(list(pixels.unbind(1)), -1)
+    if pixels.ndim != 3 or pixels.shape[0] not in (1, 3):
+        raise ValueError(f"image must be (1 or 3, height, width) or (1 or 3, frames, height, width), got {image.shape}")
+    low, high = pixels.min(), pixels.max()
+    pixels = (pixels - low) / (high - low).clamp(min=1e-12)
+    return pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+
+def tiled(values: Tensor) -> Tensor:
+    """A map (rows, cols), or (frames, rows, cols) as its frames side by side."""
+    return torch.cat(list(values.unbind(0)), -1) if values.ndim == 3 else values

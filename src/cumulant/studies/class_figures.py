@@ -5,8 +5,9 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from cumulant.studies.figures import SYMBOLS, Figure, layout, palette
+from cumulant.studies.figures import Figure
 from cumulant.studies.outcome import MANY_CLASSES
+from cumulant.style import COLOURS, MARKS, layout, mark, palette, transparent
 
 
 def short(name: str) -> str:
@@ -49,7 +50,7 @@ def class_accuracy(results: dict[str, Any]) -> Figure:
                     "color": colours[configuration],
                     "size": 9 if few else 6,
                     "opacity": 0.85,
-                    "symbol": SYMBOLS.get(configuration, "circle"),
+                    "symbol": MARKS[mark(configuration)],
                 },
                 "hovertemplate": "%{y:.1f} % %{text}" if not few else "%{y:.1f} %",
             }
@@ -83,11 +84,11 @@ def confusion(results: dict[str, Any]) -> Figure:
             "zmax": 100,
             # Mistakes are rare: most of the colours go to small shares. The numbers are read on all of them.
             "colorscale": [
-                [0, "rgba(43,125,224,0)"],
-                [0.02, "rgba(43,125,224,0.18)"],
-                [0.1, "rgba(43,125,224,0.35)"],
-                [0.4, "rgba(43,125,224,0.55)"],
-                [1, "rgba(43,125,224,0.8)"],
+                [0, transparent(COLOURS["cumulant3"], 0)],
+                [0.02, transparent(COLOURS["cumulant3"], 0.18)],
+                [0.1, transparent(COLOURS["cumulant3"], 0.35)],
+                [0.4, transparent(COLOURS["cumulant3"], 0.55)],
+                [1, transparent(COLOURS["cumulant3"], 0.8)],
             ],
             "showscale": False,
             "hovertemplate": f"%{{z:.1f}} % of %{{y}}<br>taken for %{{x}}<extra>{configuration}</extra>",

@@ -6,54 +6,11 @@ Text and grid colours are left to the page, which sets them for light or dark wh
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
+from cumulant.style import DASHES, MARKS, colour, layout, logarithmic, mark, palette, transparent
+
 Figure = dict[str, Any]
-
-# Mid-tones that hold on white and on dark, told apart also by people who do not see red and green.
-COLOURS = {
-    "softmax": "#8a63d2",
-    "linear": "#e0861a",
-    "cumulant2": "#1b9e8f",
-    "cumulant3": "#2b7de0",
-    "cumulant1": "#b0952f",
-    "control": "#8c8c8c",
-    "softmax, matrix formed": "#b9a3e6",
-    "order 1": "#b0952f",
-    "order 2": "#1b9e8f",
-    "order 3, diagonal": "#2b7de0",
-    "order 3, full": "#5a4fd0",
-}
-SPARE = ("#c0558f", "#6b8e23", "#a0522d", "#4a90a4", "#d4526e", "#7a7a3a", "#3f6f5f", "#9467bd", "#c49c2d", "#5b7fa6")
-DASHES = {"softmax": "solid", "linear": "dash", "cumulant2": "dashdot", "control": "dot"}
-SYMBOLS = {"softmax": "circle", "linear": "square", "cumulant2": "diamond", "cumulant3": "triangle-up"}
-
-
-def palette(names: Sequence[str]) -> dict[str, str]:
-    """The colour of every configuration, the same in every figure; those without one of their own take a spare one."""
-    others = [name for name in names if name not in COLOURS]
-    return COLOURS | {name: SPARE[i % len(SPARE)] for i, name in enumerate(others)}
-
-
-def transparent(hexadecimal: str, alpha: float) -> str:
-    red, green, blue = (int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{alpha})"
-
-
-def layout(x: str, y: str, *, height: int = 340, **more: Any) -> dict[str, Any]:
-    """What all figures share: small margins, the legend above, hover for one x at a time."""
-    base: dict[str, Any] = {
-        "height": height,
-        "margin": {"l": 58, "r": 14, "t": 10, "b": 46},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "hovermode": "x unified",
-        "xaxis": {"title": {"text": x}, "zeroline": False},
-        "yaxis": {"title": {"text": y, "standoff": 8}, "zeroline": False, "automargin": True},
-    }
-    for axis in ("xaxis", "yaxis"):
-        base[axis].update(more.pop(axis, {}))
-    return {**base, **more}
 
 
 def groups(results: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
@@ -157,10 +114,6 @@ def epochs_of(run: dict[str, Any], field: str) -> list[int]:
     return run["evaluated"] if field == "test_accuracy" else list(range(1, len(run[field]) + 1))
 
 
-def logarithmic(**more: Any) -> dict[str, Any]:
-    return {"type": "log", "dtick": 1, "minor": {"ticks": "outside", "ticklen": 3}, **more}
-
-
 def error_by_order(results: dict[str, Any]) -> Figure:
     """Relative error against the size of the logits, lines for random data, points for the trained softmax model."""
     error, trained = results["error"], results["trained"]
@@ -174,7 +127,7 @@ def error_by_order(results: dict[str, Any]) -> Figure:
                 "legendgroup": name,
                 "x": error["logit_sizes"],
                 "y": values,
-                "line": {"color": COLOURS[name], "width": 2.4, "dash": DASHES.get(name, "solid")},
+                "line": {"color": colour(name), "width": 2.4, "dash": DASHES.get(name, "solid")},
                 "hovertemplate": "%{y:.2~%} at %{x}",
             }
         )
@@ -189,7 +142,7 @@ def error_by_order(results: dict[str, Any]) -> Figure:
                     "x": [layer["logit_size"] for layer in trained],
                     "y": [layer["relative_error"][name] for layer in trained],
                     "text": [f"layer {layer['layer']}" for layer in trained],
-                    "marker": {"color": COLOURS[name], "size": 9, "symbol": "circle-open", "line": {"width": 2}},
+                    "marker": {"color": colour(name), "size": 9, "symbol": "circle-open", "line": {"width": 2}},
                     "hovertemplate": "%{text}: %{y:.2~%} at %{x:.2f}<extra>" + name + ", trained model</extra>",
                 }
             )
@@ -223,7 +176,7 @@ def cost_by_length(results: dict[str, Any], field: str, y: str, factor: float) -
             "x": [one["length"] for one in own],
             "y": [factor * one[field] for one in own],
             "line": {"color": colours[name], "width": 2.2, "dash": DASHES.get(name, "solid")},
-            "marker": {"size": 7, "symbol": SYMBOLS.get(name, "circle")},
+            "marker": {"size": 7, "symbol": MARKS[mark(name)]},
             "hovertemplate": "%{y:.3~g}",
         }
         if field.startswith("seconds"):

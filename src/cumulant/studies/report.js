@@ -68,8 +68,10 @@ function figure(value) { return value.toFixed(Math.abs(value) < 0.095 ? 3 : 2); 
 
 function mapColour(value, limit) {
   const t = Math.max(-1, Math.min(1, value / limit));
-  const end = t < 0 ? [24, 80, 160] : [178, 40, 24];
-  return `rgb(${end.map(c => Math.round(246 + (c - 246) * Math.abs(t))).join(",")})`;
+  const stops = t < 0 ? page.signs.below : page.signs.above, place = Math.abs(t) * (stops.length - 1);
+  const low = Math.min(Math.floor(place), stops.length - 2);
+  const [from, to] = [stops[low], stops[low + 1]].map(hex => [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16)));
+  return `rgb(${from.map((c, i) => Math.round(c + (to[i] - c) * (place - low))).join(",")})`;
 }
 
 function mark(model, query) {

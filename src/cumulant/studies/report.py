@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cumulant import style
 from cumulant.optional import needed
 from cumulant.studies.verdict import signed
 from cumulant.train.files import write_atomically
-
-TEMPLATE = "report.html.j2"
 
 
 def check_packages() -> None:
@@ -23,24 +22,13 @@ def check_packages() -> None:
 
 def render(results: dict[str, Any]) -> str:
     """The page as text."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from plotly.offline import get_plotlyjs
-
     from cumulant.studies import class_figures, figures, wording
     from cumulant.studies.outcome import confused
 
-    environment = Environment(
-        loader=PackageLoader("cumulant", "studies"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["points"] = lambda share: f"{100 * share:.2f}"
-    environment.filters["signed"] = signed
-    environment.filters["listed"] = wording.listed
     noun, names = wording.noun(results), results["attention"]
-    return environment.get_template(TEMPLATE).render(
+    return style.page(
+        "studies",
+        {"points": lambda share: f"{100 * share:.2f}", "signed": signed, "listed": wording.listed},
         results=results,
         verdict=results["verdict"],
         title=wording.title(results),
@@ -50,7 +38,7 @@ def render(results: dict[str, Any]) -> str:
         failures=wording.failures(results),
         collapses=wording.collapses(results),
         on_cpu=any(run["device_kind"] == "cpu" for run in results["runs"]),
-        colours=figures.palette(names),
+        colours=style.palette(names),
         confused={name: confused(results["confusion"][name], results["classes"]) for name in names},
         class_order=class_figures.by_accuracy(results) if names else [],
         page={
@@ -59,11 +47,11 @@ def render(results: dict[str, Any]) -> str:
             "attention": names,
             "classes": [class_figures.short(name) for name in results["classes"]],
             "noun": noun,
+            "signs": {"below": style.NEGATIVE, "above": style.POSITIVE},
         },
         about_maps=wording.about_maps(results) if results["maps"]["locality"] else [],
         about_error=wording.about_error(results) if results["error"] else [],
         about_cost=wording.about_cost(results) if results["scaling"] else [],
-        plotlyjs=get_plotlyjs(),
     )
 
 

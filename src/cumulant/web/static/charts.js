@@ -1,7 +1,7 @@
 // Charts with plotly, loaded from this machine when a view first needs them; tables beside them hold the same numbers.
+import { MECHANISMS, SPARE } from "./colour.js";
 import { byId, element } from "./dom.js";
 
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"]; // told apart by colour-blind people
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const MARKERS = ["circle", "square", "diamond", "triangle-up", "x", "cross"];
 let loading = null;
@@ -9,7 +9,11 @@ let available = true;
 let remedy = "";
 
 export const haveCharts = (there, install) => { available = there; remedy = install; };
-export const colourOf = (i) => COLOURS[i % COLOURS.length];
+/** The colour of a model's mechanism; of several models with one mechanism the first has it. */
+export function colourOf(models, i) {
+  const name = models[i].attention, first = models.findIndex((one) => one.attention === name) === i;
+  return (first && MECHANISMS[name]) || SPARE[i % SPARE.length];
+}
 export const dashOf = (i) => DASHES[i % DASHES.length];
 export const markerOf = (i) => MARKERS[i % MARKERS.length];
 

@@ -30,9 +30,9 @@ function byLayer(models, distances) {
     const dots = distances[i].values.flatMap((layer, l) => layer.map((value, h) => [l + 1 + shift, value, `${model.name}, layer ${l + 1}, head ${h + 1}`]));
     return [
       { x: dots.map((d) => d[0]), y: dots.map((d) => d[1]), text: dots.map((d) => d[2]), mode: "markers", name: model.name, legendgroup: model.name,
-        showlegend: false, marker: { color: colourOf(i), symbol: markerOf(i), size: 8, opacity: 0.65 }, hovertemplate: "%{text}: %{y:.2f} hops<extra></extra>" },
+        showlegend: false, marker: { color: colourOf(models, i), symbol: markerOf(i), size: 8, opacity: 0.65 }, hovertemplate: "%{text}: %{y:.2f} hops<extra></extra>" },
       { x: distances[i].values.map((_, l) => l + 1 + shift), y: distances[i].values.map(mean), mode: "lines", name: model.name, legendgroup: model.name,
-        line: { color: colourOf(i), dash: dashOf(i), width: 2.5 }, hovertemplate: `${model.name}, mean of layer: %{y:.2f} hops<extra></extra>` },
+        line: { color: colourOf(models, i), dash: dashOf(i), width: 2.5 }, hovertemplate: `${model.name}, mean of layer: %{y:.2f} hops<extra></extra>` },
     ];
   });
   const depth = Math.max(...models.map((model) => model.layers));
@@ -47,11 +47,11 @@ function profile(models, rings, layers) {
     const hops = rings[i][0].map((_, k) => k);
     const heads = rings[i].map((ring, h) => ({
       x: hops, y: ring, mode: "lines", name: model.name, legendgroup: model.name, showlegend: false, opacity: 0.35,
-      line: { color: colourOf(i), dash: dashOf(i), width: 1 }, hovertemplate: `${model.name}, head ${h + 1}: %{y:.2f} at %{x} hops<extra></extra>`,
+      line: { color: colourOf(models, i), dash: dashOf(i), width: 1 }, hovertemplate: `${model.name}, head ${h + 1}: %{y:.2f} at %{x} hops<extra></extra>`,
     }));
     return [...heads, {
       x: hops, y: hops.map((k) => mean(rings[i].map((ring) => ring[k]))), mode: "lines+markers", name: model.name, legendgroup: model.name,
-      line: { color: colourOf(i), dash: dashOf(i), width: 2.5 }, marker: { symbol: markerOf(i), size: 7 }, hovertemplate: `${model.name}, mean of heads: %{y:.2f} at %{x} hops<extra></extra>`,
+      line: { color: colourOf(models, i), dash: dashOf(i), width: 2.5 }, marker: { symbol: markerOf(i), size: 7 }, hovertemplate: `${model.name}, mean of heads: %{y:.2f} at %{x} hops<extra></extra>`,
     }];
   });
   const looks = models[0].times > 1 ? LOOKS[models[0].axes[layers[0]]] : "";

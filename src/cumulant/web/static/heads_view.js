@@ -48,7 +48,7 @@ function ranking(models, tables, chosen) {
     heads.sort((a, b) => b.value - a.value);
     return {
       x: heads.map((_, rank) => rank + 1), y: heads.map((one) => one.value), text: heads.map((one) => one.name), name: model.name, mode: "lines+markers",
-      line: { color: colourOf(i), dash: dashOf(i), width: 2 }, marker: { symbol: markerOf(i), size: 8 }, hovertemplate: "%{text}: %{y:.3g}<extra></extra>",
+      line: { color: colourOf(models, i), dash: dashOf(i), width: 2 }, marker: { symbol: markerOf(i), size: 8 }, hovertemplate: "%{text}: %{y:.3g}<extra></extra>",
     };
   });
   return chart(`Heads by ${chosen.title.replace(/^importance: /, "importance, ")}`, traces, { xaxis: { title: { text: "rank of the head" } }, yaxis: { title: { text: chosen.title.replace(/^importance: /, "") }, rangemode: "tozero" } });
