@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TIMM   := $(CURDIR)/$(VENV)/timm-for-tests
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .PHONY: help install demo test lint docs clean
@@ -14,13 +16,14 @@ help:
 	@echo "make install  create .venv with everything the above need"
 	@echo "make clean    remove what the above made"
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tools/check_environment.py
 	@echo "setting up $(VENV) (once; a few minutes)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	@# timm needs torchvision, whose dependencies would replace torch; without both, the tests of timm models are skipped
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps timm torchvision==0.28.0
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -c constraints.txt -e ".[dev]"
+	@# timm needs torchvision, whose dependencies would replace torch; here it may have no build that fits
+	-$(PIP) --no-deps timm torchvision==0.28.0
+	$(BIN)/python tools/check_environment.py
 	@touch $@
 
 install: $(STAMP)
@@ -28,8 +31,11 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/cumulant reproduce
 
+# Where timm cannot be in the environment, the tests of its models have it in a place and a session of their own.
 test: $(STAMP)
+	$(BIN)/python tests/timm_for_tests.py $(TIMM)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	[ ! -d $(TIMM) ] || PYTHONPATH=$(TIMM) $(BIN)/python -m pytest -n 2 --dist worksteal -m timm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -37,7 +43,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(PIP) -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 

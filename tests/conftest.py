@@ -22,36 +22,26 @@ if settings is not None:
     settings.load_profile("default")
 
 
-# timm and transformers import torchvision where it is there; of its compiled operators they need only two schemas.
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-_kept = []  # a library lives as long as something holds it
-
-
-def _has_nms() -> bool:
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:  # the general wheel of torchvision has no compiled operators
-        return False
-    return True
-
-
-if importlib.util.find_spec("torchvision") is not None and not _has_nms():
-    library = torch.library.Library("torchvision", "DEF")
-    for schema in _SCHEMAS:
-        library.define(schema)
-    _kept.append(library)
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
 
 
+def pytest_configure() -> None:
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except RuntimeError as error:  # transformers and timm fail with it
+            pytest.exit(f"torchvision does not fit torch ({error}): run `python tools/check_environment.py` first", 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacking = {}
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        lacking["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    if importlib.util.find_spec("timm") is None:
+        lacking["timm"] = pytest.mark.skip(reason="timm is not in this environment: `make test` has a place for it")
+    for item in items:
+        for name, skip in lacking.items():
+            if item.get_closest_marker(name):
+                item.add_marker(skip)

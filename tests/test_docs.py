@@ -1,21 +1,68 @@
-"""What README and docs show was run as it stands: every python block of a page, one after the other."""
+"""What README and docs show runs as it stands, in a fresh interpreter.
+
+The `python` blocks of a page are one program; a `py` block is a program of its own. Pages of the zoo have one short
+block each and share an interpreter, each with names of its own.
+"""
 
 import re
 from pathlib import Path
 
+import fresh
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ZOO = [page for page in PAGES if page.parent.name == "zoo"]
+RUN_EACH = "import runpy, sys; [runpy.run_path(file, run_name='__main__') for file in sys.argv[1:]]"
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of a page, each below as many empty lines as there are above it: errors name the page's line."""
+    text = page.read_text()
+    found = re.finditer(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
 
 
-@pytest.mark.parametrize("page", [x for x in PAGES if blocks(x)], ids=lambda x: x.relative_to(ROOT).as_posix())
-def test_the_code_on_a_page_runs(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for block in blocks(page):
-        exec(compile(block, page.name, "exec"), names)
+def program(page: Path, folder: Path) -> str:
+    """All blocks of a page as a file, every line where it stands on the page; its path."""
+    lines: list[str] = []
+    for block in blocks(page, "python"):
+        lines += block.split("\n")[len(lines) :]
+    file = folder / f"{page.stem}.md.py"
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def test_no_page_is_left_out():
+    assert {name(page) for page in ZOO if not blocks(page, "python")} == {"docs/zoo/index.md", "docs/zoo/orderings.md"}
+    assert len([page for page in PAGES if blocks(page, "python")]) > 20
+
+
+@pytest.mark.parametrize("page", [x for x in PAGES if blocks(x, "python") and x not in ZOO], ids=name)
+def test_the_code_on_a_page_runs(page, tmp_path):
+    fresh.python(program(page, tmp_path), folder=tmp_path)
+
+
+def test_the_code_on_the_pages_of_the_zoo_runs(tmp_path):
+    fresh.python("-c", RUN_EACH, *(program(page, tmp_path) for page in ZOO), folder=tmp_path)
+
+
+ALONE = [
+    pytest.param(block, marks=[pytest.mark.timm] * ("import timm" in block), id=f"{name(page)}:{block.split()[1]}")
+    for page in PAGES
+    for block in blocks(page, "py")
+]
+
+
+@pytest.mark.parametrize("block", ALONE)
+def test_a_block_that_stands_alone_runs(block, tmp_path):
+    (tmp_path / "block.py").write_text(block)
+    fresh.python("block.py", folder=tmp_path)
+
+
+def test_there_are_such_blocks():
+    assert len(ALONE) == 4

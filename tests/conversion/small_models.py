@@ -1,4 +1,4 @@
-"""Small, randomly initialised models of transformers and timm; a test that asks for one without the package skips."""
+"""Small, randomly initialised models of transformers and timm; a test of the latter is marked so (see conftest)."""
 
 from typing import Any
 
@@ -6,16 +6,19 @@ import pytest
 import torch
 
 TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TIMM = pytest.param("timm", marks=pytest.mark.timm)
 IMAGE = {**TEXT, "image_size": 32, "patch_size": 8}
 WORDS = 60
 
 
 def transformers() -> Any:
-    return pytest.importorskip("transformers", reason="needs transformers: pip install 'cumulant[transformers]'")
+    return pytest.importorskip("transformers")
 
 
 def timm() -> Any:
-    return pytest.importorskip("timm", reason="needs timm: pip install 'cumulant[timm]'")
+    import timm
+
+    return timm
 
 
 def bert(**kw: Any) -> Any:

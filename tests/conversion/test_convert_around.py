@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from small_models import bert, llama, loud, padded, timm, vit, whisper
+from small_models import TIMM, bert, llama, loud, padded, timm, vit, whisper
 from torch import nn
 
 import cumulant
@@ -59,6 +59,7 @@ def test_a_mask_of_our_own_layer_leaves_its_queries_out_of_the_mean():
     torch.testing.assert_close(layer.scores(x, key_mask=mask)[:, :, :5, :5], layer.scores(x[:, :5]))
 
 
+@pytest.mark.timm
 def test_timm_tells_its_class_token_and_masks_reach_the_mean():
     ours, x = loud(vit()).double(), torch.randn(2, 17, 32, dtype=torch.float64)
     plan = convert(ours, NAME).replaced
@@ -67,6 +68,7 @@ def test_timm_tells_its_class_token_and_masks_reach_the_mean():
     torch.testing.assert_close(layer(x, attn_mask=mask)[:, :12], layer(x[:, :12]))
 
 
+@pytest.mark.timm
 def test_class_attention_has_one_query_and_stays_exactly_softmax():
     ours = timm().create_model("cait_xxs24_224", depth=1, img_size=32, embed_dim=32, num_heads=4, num_classes=5).eval()
     report = convert(loud(ours), NAME)
@@ -74,7 +76,7 @@ def test_class_attention_has_one_query_and_stays_exactly_softmax():
     assert report.measured_error < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["transformers", "timm", "ours"])
+@pytest.mark.parametrize("kind", ["transformers", TIMM, "ours"])
 def test_it_is_saved_and_loaded(kind, tmp_path):
     ours = {"transformers": bert, "timm": lambda: loud(vit()), "ours": model}[kind]()
     batch = {"transformers": padded(), "timm": torch.randn(2, 3, 32, 32), "ours": IMAGES}[kind]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import WORDS, bert, llama, loud, padded, transformers, vit
+from small_models import TIMM, WORDS, bert, llama, loud, padded, transformers, vit
 
 import cumulant
 from cumulant import zoo
@@ -53,7 +53,7 @@ def layer_input(model, name, batch):
     return seen[0]
 
 
-@pytest.mark.parametrize("kind", ["transformers", "timm"])
+@pytest.mark.parametrize("kind", ["transformers", TIMM])
 @torch.no_grad()
 def test_the_error_said_for_a_layer_is_that_of_its_queries_keys_and_values(kind):
     if kind == "transformers":
@@ -86,7 +86,7 @@ def test_a_padded_text_errs_as_it_does_alone():
 
 @pytest.mark.parametrize(
     ("make", "batch"),
-    [(encoder, long_texts()), (images_model, IMAGES), (ours, IMAGES)],
+    [(encoder, long_texts()), pytest.param(images_model, IMAGES, marks=pytest.mark.timm), (ours, IMAGES)],
     ids=["transformers", "timm", "this library"],
 )
 def test_convert_sets_the_dial_and_reports_each_layer(make, batch, tmp_path):

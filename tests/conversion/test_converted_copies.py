@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from small_models import bert, loud, padded, timm, vit
+from small_models import TIMM, bert, loud, padded, timm, vit
 
 import cumulant
 from cumulant.conversion import convert, restore
@@ -32,7 +32,7 @@ def said(model, batch):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["copy", "pickle"])
-@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("kind", ["ours", TIMM, "transformers"])
 def test_a_copy_is_restored_alone(kind, copied):
     make, batch = MODELS[kind][0], MODELS[kind][1]()
     model = make()
@@ -48,6 +48,7 @@ def test_a_copy_is_restored_alone(kind, copied):
     assert torch.equal(said(model, batch), before)
 
 
+@pytest.mark.timm
 def test_a_layer_of_timm_is_converted_in_the_mode_that_the_model_is_in():
     model = vit(depth=1, attn_drop_rate=0.5).train()
     report = convert(model, layers={0: {"attention": "cumulant3", "heads": [0]}})
@@ -67,6 +68,7 @@ def test_softmax_heads_of_our_own_layer_keep_their_dropout():
     assert not torch.equal(model(images), model(images))
 
 
+@pytest.mark.timm
 def test_a_restored_layer_of_timm_has_the_mode_and_the_precision_that_the_model_has_by_then():
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 4, "depth": 1, "num_classes": 3}
     model = timm().models.eva.Eva(**sizes, qkv_fused=True).eval()

@@ -157,6 +157,7 @@ def test_heads_need_a_diagnosis_of_heads():
         convert(ours, layers="auto", data=IMAGES, heads=True, diagnosis=diagnose(ours, IMAGES))
 
 
+@pytest.mark.timm
 def test_transformers_and_timm_are_diagnosed():
     for ours, data in ((llama(), padded("left")), (loud(vit()), torch.randn(2, 3, 32, 32))):
         found = diagnose(ours, data)

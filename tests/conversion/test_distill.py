@@ -205,6 +205,7 @@ def test_models_of_transformers_come_nearer_with_padding_and_causal_rows(kind, t
         assert torch.equal(answer(call(load(tmp_path).eval(), batch)), answer(call(model, batch)))
 
 
+@pytest.mark.timm
 def test_a_model_of_timm_comes_nearer():
     torch.manual_seed(0)
     teacher = loud(vit())

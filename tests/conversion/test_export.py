@@ -33,6 +33,7 @@ def test_onnx_runtime_agrees_at_other_lengths(tmp_path):
     assert error < 1e-4
 
 
+@pytest.mark.timm
 def test_onnx_runtime_agrees_at_other_resolutions(tmp_path):
     onnx()
     model = vit(depth=1, dynamic_img_size=True)

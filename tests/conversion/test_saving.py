@@ -111,6 +111,7 @@ def test_the_trainers_checkpoint_never_forgets_a_conversion(tmp_path):
         assert model.config["name"] == "vit_nano_patch2_8"
 
 
+@pytest.mark.timm
 def test_a_converted_timm_model_comes_back_into_a_fresh_one(tmp_path):
     model = vit()
     convert(model, layers=PLAN)
@@ -133,7 +134,7 @@ def test_a_model_converted_to_our_own_softmax_comes_back(tmp_path):
     torch.testing.assert_close(load(tmp_path).eval()(**batch).last_hidden_state, model(**batch).last_hidden_state)
 
 
-@pytest.mark.parametrize("make", [bert, vit], ids=["transformers", "timm"])
+@pytest.mark.parametrize("make", [bert, pytest.param(vit, marks=pytest.mark.timm)], ids=["transformers", "timm"])
 def test_a_file_in_the_place_of_the_folder_is_an_error(make, tmp_path):
     model = make()
     convert(model)
@@ -143,7 +144,7 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(make, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "{plan}"], ids=["weights", "plan"])
-@pytest.mark.parametrize("make", [bert, vit], ids=["transformers", "timm"])
+@pytest.mark.parametrize("make", [bert, pytest.param(vit, marks=pytest.mark.timm)], ids=["transformers", "timm"])
 def test_a_damaged_file_is_named(make, file, tmp_path):
     model = make()
     convert(model)
@@ -154,6 +155,7 @@ def test_a_damaged_file_is_named(make, file, tmp_path):
         load(tmp_path, model=make())
 
 
+@pytest.mark.timm
 def test_a_converted_model_is_not_loaded_into(tmp_path):
     model, other = vit(), vit()
     convert(model)

@@ -6,6 +6,8 @@ import cumulant
 from cumulant.conversion import Choice, convert, restore
 from cumulant.nn.swapped.timm_layers import ConvertedAttention
 
+pytestmark = pytest.mark.timm
+
 
 def eva(**kw):
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 4, "num_classes": 5, "depth": 2}
@@ -37,7 +39,6 @@ IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_softmax_between_the_taken_over_projections_is_the_original(family):
-    timm()
     model = loud(FAMILIES[family]())
     said, names = model(IMAGES), list(model.state_dict())
     for name in ("blocks.0.attn", "blocks.1.attn"):
@@ -48,7 +49,6 @@ def test_softmax_between_the_taken_over_projections_is_the_original(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_converted_family_computes_cumulant_attention_of_its_own_queries(family):
-    timm()
     model = loud(FAMILIES[family]())
     said, names = model(IMAGES), list(model.state_dict())
     report = convert(model, "cumulant3")

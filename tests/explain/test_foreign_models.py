@@ -9,7 +9,8 @@ from cumulant import explain
 
 
 def timm_vit(**kw) -> nn.Module:
-    timm = pytest.importorskip("timm")
+    import timm
+
     return timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=7, **kw).eval()
 
 
@@ -26,7 +27,7 @@ def logits(model: nn.Module, images: Tensor) -> Tensor:
     return out if isinstance(out, Tensor) else out.logits
 
 
-@pytest.mark.parametrize("make", [timm_vit, transformers_vit])
+@pytest.mark.parametrize("make", [pytest.param(timm_vit, marks=pytest.mark.timm), transformers_vit])
 def test_fused_softmax_shows_its_maps_and_gives_the_same_output(make) -> None:
     model, images = make(), torch.randn(2, 3, 64, 64)
     before = logits(model, images)
@@ -43,6 +44,7 @@ def test_fused_softmax_shows_its_maps_and_gives_the_same_output(make) -> None:
     torch.testing.assert_close(row.maps(1), captured.maps(1)[:, :, 3:4])
 
 
+@pytest.mark.timm
 def test_maps_of_timm_are_those_of_our_model_with_the_same_weights() -> None:
     theirs, images = timm_vit(), torch.randn(2, 3, 64, 64)
     ours = cumulant.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=7).eval()
@@ -90,7 +92,7 @@ def test_attention_that_is_not_fused_is_named_with_the_way_out() -> None:
         captured.maps(0)
 
 
-@pytest.mark.parametrize("make", [timm_vit, transformers_vit])
+@pytest.mark.parametrize("make", [pytest.param(timm_vit, marks=pytest.mark.timm), transformers_vit])
 @pytest.mark.parametrize("attention", ["cumulant2", "cumulant3"])
 def test_converted_models_show_signed_maps(make, attention: str) -> None:
     from cumulant.conversion import convert
@@ -114,7 +116,7 @@ def test_converted_models_show_signed_maps(make, attention: str) -> None:
     assert torch.equal(logits(model, images), before)
 
 
-@pytest.mark.parametrize("make", [timm_vit, transformers_vit])
+@pytest.mark.parametrize("make", [pytest.param(timm_vit, marks=pytest.mark.timm), transformers_vit])
 def test_heads_of_other_libraries_are_switched_off_and_ranked(make) -> None:
     model, images = make(), torch.randn(3, 3, 64, 64)
     found = explain.head_importance(model, images)

@@ -1,5 +1,7 @@
 """A recording answers for any row what a capture of that row would have shown, without another pass."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -57,9 +59,9 @@ def test_summaries_and_rollout_of_a_recording_are_those_of_a_capture() -> None:
     torch.testing.assert_close(explain.rollout(recorded), explain.rollout(captured), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("library", ["cumulant", "timm"])
+@pytest.mark.parametrize("library", ["cumulant", pytest.param("timm", marks=pytest.mark.timm)])
 def test_a_recording_holds_queries_and_keys_and_no_values(library: str) -> None:
-    maker = pytest.importorskip("timm") if library == "timm" else cumulant
+    maker = importlib.import_module(library)
     model = maker.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=7).eval()
     recording = explain.record(model, torch.randn(3, 3, 64, 64))
     assert recording.nbytes == 2 * (2 * 3 * 17 * 192) * 4  # layers, (query and key), float32

@@ -91,8 +91,8 @@ def test_digits_models_are_trained_once_and_then_read(tmp_path):
     assert first.model.grid_size == (6, 6)
 
 
+@pytest.mark.timm
 def test_a_model_of_timm_is_shown_with_its_own_preprocessing():
-    pytest.importorskip("timm")
     one = explorable(open_model("timm:vit_tiny_patch16_224", pretrained=False))
     assert (one.size, len(one.classes)) == (224, 1000)
     client = TestClient(create_app({"timm": one}, [Example(noise(0, 64), "")]))
