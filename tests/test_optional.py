@@ -15,11 +15,10 @@ FOLDER = '{"url": "file:///home/me/cumulant", "dir_info": {}}'
 ASK_EVERYONE = """
 import cumulant
 from cumulant.cli import main
-from cumulant.conversion.saving import _made
 
 for words in (["explore", "timm:vit_tiny_patch16_224"], ["diagnose", "timm:vit_tiny_patch16_224", "digits"]):
     print(main(words))
-for ask in (cumulant.register_transformers, lambda: _made("a folder", dict(library="timm", architecture="vit"), {})):
+for ask in (cumulant.register_transformers, lambda: cumulant.convert.load("saved")):
     try:
         ask()
     except ImportError as error:
@@ -75,8 +74,11 @@ def test_other_errors_stay_what_they_are():
 
 def told(folder) -> list[str]:
     """What commands and functions that take models of timm and transformers say in a fresh interpreter."""
+    (folder / "saved").mkdir()
+    (folder / "saved" / "cumulant.json").write_text('{"library": "timm", "architecture": "vit_tiny_patch16_224"}')
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run([sys.executable, "-c", ASK_EVERYONE], env=env, capture_output=True, text=True, timeout=300)
+    words = [sys.executable, "-c", ASK_EVERYONE]
+    done = subprocess.run(words, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["1", "1"]
     lines = (done.stdout + done.stderr).splitlines()

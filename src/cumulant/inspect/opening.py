@@ -117,7 +117,7 @@ def _made(folder: Path, known: dict[str, Any], kw: dict[str, Any]) -> nn.Module:
         return create_model(**{**known["config"], **kw})
     if known.get("architecture") is None:
         raise ValueError(f"{folder} does not name a timm architecture; pass the model as model=...")
-    with needed("this needs timm", "timm"):
+    with needed(f"{folder} needs timm and torchvision", "timm"):
         import timm
     return timm.create_model(known["architecture"], **{"num_classes": known["num_classes"], **kw})
 
