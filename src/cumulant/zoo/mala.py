@@ -16,7 +16,7 @@ from .inputs import fold_groups, outside_autocast, prepare, weights_of, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
 from .masking import repeat_heads
-from .products import dot_with_one, feature_product, fit_length, multiplies_narrow, sum_of_tokens, written_down
+from .products import dot_with_one, feature_product, fit_length, multiplies_narrow, sum_of_tokens
 from .products import factor as as_factor
 from .ragged import padded
 from .registry import Mechanism, register
@@ -75,7 +75,7 @@ def mala_attention(
         if is_causal or not multiplies_narrow(query, dtype) or transformed():
             out = gain * feature_product(turned_q, turned_k, wide(value), dtype, is_causal=is_causal, chunk=chunk)
         else:
-            out = _centred_product(turned_q, turned_k, value, mean.detach(), gain)
+            out = _centred_product(turned_q, turned_k, value, weights, count, mean.detach(), gain)
         out = out - total * repeat_heads(mean, query.shape[-3])
     return out.to(query.dtype)
 
@@ -121,34 +121,41 @@ def _factor(width: int, count: Tensor, scale: float | None, scaled: bool) -> Ten
     return 1.0 if scale is None else scale
 
 
-def _centred_product(query: Tensor, key: Tensor, value: Tensor, centre: Tensor, gain: Tensor) -> Tensor:
-    """gain_i q_i (sum_j k_j v_j^T), with narrow products of the values less their `centre` (..., Hk, 1, E), added last.
+def _centred_product(
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, count: Tensor, mean: Tensor, gain: Tensor
+) -> Tensor:
+    """gain_i q_i (sum_j k_j v_j^T), with narrow products of the values less their mean (..., Hk, 1, E), added last.
 
     The mean of the values is most of the sum and is nearly taken off after it: rounded, it would be most of the error.
+    What is added is the mean of what was taken off: v - mean rounds to v again where the mean is below its last digit.
     """
-    rows, gain, K = (*(fold_groups(x, key.shape[-3]) for x in (query, gain)), sum_of_tokens(key))
-    out = _Centred.apply(rows.to(value.dtype), key.to(value.dtype), value, gain, centre, K, dot_with_one(rows, K))
+    near = (value - mean).to(value.dtype)
+    centre = mean - sum_of_tokens(wide(near.detach()) * weights) / count
+    rows, gain = (fold_groups(x, key.shape[-3]) for x in (query, gain))
+    along = dot_with_one(rows, sum_of_tokens(key))
+    out = _Centred.apply(rows.to(value.dtype), key.to(value.dtype), near, gain, centre, along)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 class _Centred(torch.autograd.Function):
-    """g (q (k^T (v - c)) + s c) in float32, with K = sum k and s = q.K: no c changes it. Gradients: of g q (k^T v)."""
+    """g (q (k^T n) + s c) in float32, of narrow q, k, n = v - c and s = q.(sum k), with whose share of the gradients
+    those of g and of what is taken off later nearly cancel: it stays wide."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gain: Tensor, c: Tensor, K: Tensor, s: Tensor) -> Tensor:
-        KV = k.mT @ (v - c).to(v.dtype)
-        sums = wide(q @ KV) + s * c
-        ctx.save_for_backward(q, k, v, gain, (wide(KV) + K.mT * c).to(v.dtype), written_down(sums.to(v.dtype)))
-        return gain * sums
+    def forward(ctx: Any, q: Tensor, k: Tensor, n: Tensor, gain: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        KV = k.mT @ n
+        part = q @ KV
+        ctx.save_for_backward(q, k, n, gain, c, s, KV, part)
+        return gain * (wide(part) + s * c)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, gain, KV, sums = ctx.saved_tensors
-        d_sums = (grad * gain).to(v.dtype)
-        d_KV = q.mT @ d_sums
-        d_gain = (grad * wide(sums)).sum(-1, keepdim=True)
-        return d_sums @ KV.mT, v @ d_KV.mT, k @ d_KV, d_gain, None, None, None
+        q, k, n, gain, c, s, KV, part = ctx.saved_tensors
+        d_part, along = (grad * gain).to(n.dtype), (grad * c).sum(-1, keepdim=True)
+        d_KV = q.mT @ d_part
+        d_gain = (grad * wide(part)).sum(-1, keepdim=True) + s * along
+        return d_part @ KV.mT, n @ d_KV.mT, k @ d_KV, d_gain, None, gain * along
 
 
 class MalaState(NamedTuple):
