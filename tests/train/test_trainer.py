@@ -363,3 +363,20 @@ def test_a_step_that_waits_for_the_device_is_run_piece_by_piece_and_says_so():
     with pytest.warns(UserWarning, match="cannot be a CUDA graph"):
         answers = [double(torch.full((2,), float(n), device="cuda")).tolist() for n in range(5)]
     assert answers == [[2.0 * n] * 2 for n in range(5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:the step cannot be a CUDA graph")
+def test_a_step_that_could_not_be_recorded_leaves_stream_and_random_numbers_as_they_were():
+    from cumulant.train.stepping import Recorded
+
+    stream, drawn = torch.cuda.current_stream(), []
+    for recorded in (False, True):
+        torch.manual_seed(1)
+        if recorded:
+            waits = Recorded(lambda x: x * x.sum().item())
+            for _ in range(4):
+                waits(torch.ones(2, device="cuda"))
+        drawn.append(torch.rand(4, device="cuda"))
+    assert torch.equal(*drawn)
+    assert torch.cuda.current_stream() == stream

@@ -90,11 +90,16 @@ class Recorded:
 
     def _record(self, *inputs: Tensor) -> None:
         self.inputs = tuple(given.clone() for given in inputs)
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        random = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = random.clone_state()
         try:
             with torch.cuda.graph(graph, stream=self.stream):
                 self.output = self.function(*self.inputs)
         except RuntimeError as error:
+            # torch stays on the stream, and in the state of recording, in which no random number can be drawn any more.
+            torch.cuda.set_stream(stream)
+            random.graphsafe_set_state(before)
             torch.cuda.synchronize()
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"the step cannot be a CUDA graph and is run piece by piece: {reason}", stacklevel=2)
