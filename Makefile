@@ -7,10 +7,11 @@ TIMM   := $(CURDIR)/$(VENV)/timm-for-tests
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help install demo test lint docs clean
+.PHONY: help install demo test test-gpu lint docs clean
 help:
 	@echo "make demo     train the four mechanisms on the embedded data and write the report"
 	@echo "make test     run all tests"
+	@echo "make test-gpu the tests that need a GPU, with the python that PYTHON names (pytest, torch, Triton)"
 	@echo "make lint     ruff and mypy"
 	@echo "make docs     build the documentation site into site/"
 	@echo "make install  create .venv with everything the above need"
@@ -36,6 +37,9 @@ test: $(STAMP)
 	$(BIN)/python tests/timm_for_tests.py $(TIMM)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	[ ! -d $(TIMM) ] || PYTHONPATH=$(TIMM) $(BIN)/python -m pytest -n 2 --dist worksteal -m timm
+
+test-gpu:
+	$(PYTHON) -m tools.test_gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

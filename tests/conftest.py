@@ -1,5 +1,6 @@
 import importlib.util
 import os
+from pathlib import Path
 
 # Before torch is imported: bf16 matmuls of some CPUs die with SIGILL under oneDNN's newest instruction set, and
 # Triton decides at import whether it interprets.
@@ -33,6 +34,14 @@ def pytest_configure() -> None:
             importlib.import_module("torchvision")
         except RuntimeError as error:  # transformers and timm fail with it
             pytest.exit(f"torchvision does not fit torch ({error}): run `python tools/check_environment.py` first", 1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest -m gpu` opens only files that have such tests: a GPU machine need not have what all others import."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    if config.option.markexpr != "gpu" or not is_test:
+        return None
+    return "mark.gpu" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,56 @@
+"""The runner of GPU tests, on small files of tests instead of the suite's."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tools import test_gpu
+
+GOOD = """
+import pytest
+pytestmark = pytest.mark.gpu
+@pytest.mark.parametrize("n", range(5))
+def test_good(n): pass
+def test_left_out(): pytest.skip("not here")
+"""
+BAD = """
+import os, pytest
+pytestmark = pytest.mark.gpu
+def test_fails(): assert 1 == 2
+def test_dies(): os._exit(7)
+def test_never_reached(): pass
+"""
+BROKEN = """
+import no_such_package  # pytest.mark.gpu
+"""
+PLAIN = """
+def test_without_a_gpu(): assert False
+"""
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("gpu")
+    for name, text in (("good", GOOD), ("bad", BAD), ("broken", BROKEN), ("plain", PLAIN)):
+        (tmp_path / f"test_{name}.py").write_text(text)
+    out = tmp_path / "record.json"
+    command = [sys.executable, test_gpu.__file__, str(tmp_path), "--out", str(out), "--jobs", "2", "--most", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    return json.loads(out.read_text()), done.stdout
+
+
+def test_failures_and_deaths_of_one_file_spoil_no_other(record):
+    files, _ = record[0]["files"], record[1]
+    found = {path.rpartition("_")[2]: (x["passed"], x["failed"], x["skipped"]) for path, x in files.items()}
+    assert found == {"good.py": (5, 0, 1), "bad.py": (0, 3, 0), "broken.py": (0, 1, 0)}
+
+
+def test_the_record_names_what_ran_where_and_the_table_every_problem(record):
+    made, table = record
+    assert {"commit", "machine", "torch", "triton", "python", "seconds", "files"} <= made.keys()
+    assert "exit status 7" in table
+    assert "No module named 'no_such_package'" in table
+    assert "test_without_a_gpu" not in table
