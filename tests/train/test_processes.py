@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from small_runs import PLAIN, few_digits, kill_self
 
 from cumulant.train import optimise, read_log, read_recipe, train
+from cumulant.train.state import read_progress
 
 RECIPE = replace(PLAIN, log_steps=1)
 
@@ -23,16 +25,28 @@ def free_port():
         return str(listener.getsockname()[1])
 
 
-def work(rank, port, recipe, folder, dies_at):
+def work(rank, port, recipe, folder, dies_at, signals):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     apply, calls = optimise.apply, iter(range(1, 1 << 30))
-    optimise.apply = lambda *arguments: kill_self() if next(calls) == dies_at else apply(*arguments)
-    train(recipe, folder, source=few_digits(), device="cpu")
+
+    def counted(*arguments):
+        call = next(calls)
+        if call == dies_at:
+            kill_self()
+        for number in signals if call == 8 else ():
+            os.kill(os.getpid(), number)
+        apply(*arguments)
+
+    optimise.apply = counted
+    try:
+        train(recipe, folder, source=few_digits(), device="cpu")
+    except KeyboardInterrupt:
+        os._exit(77)
 
 
-def train_with_two(recipe, folder, dies_at=None):
+def train_with_two(recipe, folder, dies_at=None, signals=((), ())):
     context, port = multiprocessing.get_context("fork"), free_port()
-    both = [context.Process(target=work, args=(rank, port, recipe, folder, dies_at)) for rank in range(2)]
+    both = [context.Process(target=work, args=(rank, port, recipe, folder, dies_at, signals[rank])) for rank in (0, 1)]
     for process in both:
         process.start()
     for process in both:
@@ -76,6 +90,21 @@ def test_shards_killed_in_the_middle_go_on_as_shards_and_then_in_one_process(alo
     assert train_with_two(shards, tmp_path, dies_at=9) == [-9, -9]
     assert train_with_two(shards, tmp_path, dies_at=7) == [-9, -9]  # begins after step 6: seven more
     train(RECIPE, tmp_path, source=few_digits(), device="cpu")
+    assert_same_run(tmp_path, alone)
+
+
+STOPS = {
+    "Ctrl-C to the second": ((), (signal.SIGINT,)),
+    "SIGTERM to the first": ((signal.SIGTERM,), ()),
+    "SIGTERM to both and passed on by their parent": ((signal.SIGTERM,) * 2, (signal.SIGTERM,) * 2),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_two_processes_that_are_stopped_keep_one_state_to_go_on_from(alone, tmp_path, stop):
+    assert train_with_two(replace(RECIPE, checkpoint_steps=0), tmp_path, signals=STOPS[stop]) == [77, 77]
+    assert read_progress(tmp_path / "state.safetensors").step == 9  # asked in step 8, known to both after the next
+    assert train_with_two(RECIPE, tmp_path) == [0, 0]
     assert_same_run(tmp_path, alone)
 
 

@@ -70,6 +70,7 @@ class Train:
         from torch import OutOfMemoryError
 
         from .. import train as room
+        from .state import STATE
 
         finished = (self.folder / "result.json").is_file() and not self.fresh
         try:
@@ -78,7 +79,8 @@ class Train:
             advice = "cut every batch into parts with --accumulate, or lower --batch-size"
             return failed(RuntimeError(f"{str(error).splitlines()[0]} To take less: {advice}"))
         except KeyboardInterrupt:
-            return stopped(f". The state is kept in {self.folder}; give the same command again to go on.")
+            kept = f"The state is kept in {self.folder}" if (self.folder / STATE).is_file() else "Nothing was saved yet"
+            return stopped(f". {kept}; give the same command again to go on.") if speaks() else 130
         if not speaks():
             return 0
         if finished:

@@ -69,6 +69,23 @@ class Processes:
         return nullcontext()
 
 
+class Agreement:
+    """What any process says, known to all one question later: the answer travels while they work on."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")  # numbers on the host, whatever the device
+        self.waiting: tuple[Tensor, Any] | None = None
+
+    def any(self, yes: bool) -> bool:
+        """Whether some process said yes at the last question. All ask equally often."""
+        last, said = self.waiting, torch.tensor(int(yes))
+        self.waiting = said, dist.all_reduce(said, group=self.group, async_op=True)
+        if last is None:
+            return False
+        last[1].wait()
+        return bool(last[0])
+
+
 def chosen_device(device: torch.device | str | None = None) -> torch.device:
     """The device of that name, by default a GPU where there is one; an error that says so where it is not there."""
     if device is None:

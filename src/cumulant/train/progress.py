@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import IO, Any
+
+from .processes import Agreement, Processes
+
+ONE_STOP = 1.0  # signals within so many seconds mean the same stop: one of the terminal, one passed on by a parent
 
 
 class Bar:
@@ -43,16 +48,23 @@ class Bar:
 
 
 class Stop:
-    """Ctrl-C or a SIGTERM asks the run to save its state after this step; a second one ends it at once."""
+    """Ctrl-C or a SIGTERM asks the run to save its state after this step; another one, later, ends it at once.
 
-    def __init__(self, active: bool = True) -> None:
-        # Signals can be caught in the main thread only. Several processes could not agree on the step to stop at.
-        self.active = active and threading.current_thread() is threading.main_thread()
-        self.asked = 0
+    Of the processes of `team` any may be asked, or all, some of them twice (by torchrun and by the batch system): they
+    hear of each other in `poll` and stop after the same step.
+    """
+
+    def __init__(self, team: Processes | None = None, active: bool = True) -> None:
+        self.active = active and threading.current_thread() is threading.main_thread()  # others cannot catch signals
+        self.team = team if team is not None and team.world > 1 else None
+        self.asked = False
+        self._heard: float | None = None
 
     def __enter__(self) -> Stop:
         if self.active:
             self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        if self.team is not None:
+            self.agreement = Agreement()
         return self
 
     def __exit__(
@@ -63,9 +75,15 @@ class Stop:
                 signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self._heard is not None and time.monotonic() > self._heard + ONE_STOP:
             raise KeyboardInterrupt
-        self.asked = number
+        self._heard = time.monotonic() if self._heard is None else self._heard
+        self.asked = self.asked or self.team is None
+
+    def poll(self) -> None:
+        """After every step, in every process: see whether another one was asked."""
+        if self.team is not None:
+            self.asked = self.agreement.any(self._heard is not None) or self.asked
 
     def obey(self) -> None:
         """End here if that was asked for."""

@@ -169,7 +169,7 @@ class _Run:
         began, times = time.perf_counter() - done.seconds, []
         with ExitStack() as stack:
             self.log = stack.enter_context(self._log()) if self.team.first else None
-            stop = stack.enter_context(Stop(active=self.team.world == 1))
+            stop = stack.enter_context(Stop(self.team))
             self.bar = stack.enter_context(Bar(self.screen, total, done.step, recipe.batch_size))
             found: Predictions | None = None
             for epoch in range(done.step // self.steps, recipe.epochs):
@@ -181,6 +181,7 @@ class _Run:
                     at_end = done.step % self.steps == 0
                     self._look(at_end)
                     self.bar.update()
+                    stop.poll()
                     if not at_end and (stop.asked or _due(done.step, recipe.checkpoint_steps)):
                         self._save()
                     if not at_end:
