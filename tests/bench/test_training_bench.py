@@ -206,7 +206,7 @@ def test_records_of_another_recipe_do_not_count(trained, tmp_path):
     settings, result = trained
     (tmp_path / "train.json").write_text(json.dumps(result))
     recipe = read_recipe(settings.recipe)
-    assert len(earlier(tmp_path, replace(recipe, epochs=1, attention="linear", seed=7))) == 3
+    assert len(earlier(tmp_path, replace(recipe.lasting(1), attention="linear", seed=7))) == 3
     assert earlier(tmp_path, replace(recipe, epochs=2)) == {}
     assert earlier(tmp_path / "none", recipe) == {}
 

@@ -1,10 +1,13 @@
 """An image or clip that cannot be decoded is named, and skipped or replaced the same way everywhere, up to a limit."""
 
+import os
+
 import pytest
 import torch
 from samples import encode, image_cells, numbered_frames, picture, write_clip, write_images, write_table
 
-from cumulant.data import DataError, Loader, TensorImages, open_source
+from cumulant.data import DataError, DecodeError, Loader, TensorImages, open_source
+from cumulant.data.video import declared_frames
 
 MODES = pytest.mark.parametrize(
     ("in_memory", "workers"),
@@ -129,3 +132,20 @@ def test_too_many_bad_items_stay_an_error_when_it_was_ignored_once(tmp_path):
     for epoch in range(3):
         with pytest.raises(DataError, match="5 of 8 items cannot be decoded, more than max_bad=4"):
             list(spoilt.epoch(epoch))
+
+
+def test_a_pipe_among_the_images_is_named_and_nobody_waits_for_it(tmp_path):
+    for name in ("train/a/1.png", "train/a/2.png", "train/b/1.png", "train/b/3.png", "val/a/1.png", "val/b/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(encode(picture()))
+    os.mkfifo(tmp_path / "train" / "b" / "2.png")
+    source = open_source(tmp_path)
+    assert source.identity()["train"] == [2, 3]
+    with pytest.warns(UserWarning, match=r"1 of 5 .*b/2.png \(a pipe, socket or device, not a file\)"):
+        Loader(source.train, 4, size=8)
+
+
+def test_a_pipe_in_place_of_a_clip_is_a_bad_item(tmp_path):
+    os.mkfifo(tmp_path / "clip.avi")
+    with pytest.raises(DecodeError, match="a pipe, socket or device, not a file"):
+        declared_frames(tmp_path / "clip.avi", "clip.avi")

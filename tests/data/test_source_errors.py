@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 
 import pytest
 from samples import (
@@ -297,3 +298,18 @@ def test_an_annotation_without_a_class_is_shown(tmp_path):
     tree(tmp_path, "train/a/0.png", "val/images/v0.png", "val/images/v1.png")
     (tmp_path / "val/val_annotations.txt").write_text("v0.png\ta\nv1.png a\n")
     refused(tmp_path, "val_annotations.txt", "'v1.png a'", "tab")
+
+
+def test_a_class_without_test_items_is_named(tmp_path):
+    tree(tmp_path, "train/a/1.png", "train/b/1.png", "train/c/1.png", "val/b/1.png")
+    with pytest.warns(UserWarning, match=r"2 of 3 classes have no items in the test part.*: a, c$"):
+        open_source(tmp_path)
+
+
+def test_the_part_that_is_tested_on_is_named_where_there_are_several(tmp_path):
+    tree(tmp_path, "train/a/1.png", "val/a/1.png", "val/a/2.png", "test/a/1.png")
+    with pytest.warns(UserWarning, match="has the parts val, test: val is what is tested on; choose with test_part="):
+        assert len(open_source(tmp_path).test) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(open_source(tmp_path, test_part="test").test) == 1

@@ -214,6 +214,12 @@ def test_data_without_a_recipe_asks_for_one(tmp_path):
     assert recipe_name("ucf101-6") == "ucf101"
 
 
+@pytest.mark.parametrize("data", ["cifar100", "imagenet-1000", "ucf101-60", "tiny-imagenet"])
+def test_a_recipe_is_not_taken_for_data_whose_name_begins_alike(data):
+    with pytest.raises(ValueError, match=f"no recipe is named like the data '{data}'; choose one with --recipe"):
+        recipe_name(data)
+
+
 def test_a_recipe_alone_brings_its_own_data():
     assert planned(Reproduce(recipe="cifar10"))[0].recipe.data == "cifar10"
     assert planned(Reproduce(recipe="cifar10", data="some/folder"))[0].recipe.data == "some/folder"

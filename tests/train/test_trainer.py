@@ -1,5 +1,6 @@
 """The trainer learns, its options do what they say, and a loss that is no number ends it early."""
 
+import io
 import json
 import re
 import sys
@@ -380,3 +381,35 @@ def test_a_step_that_could_not_be_recorded_leaves_stream_and_random_numbers_as_t
         drawn.append(torch.rand(4, device="cuda"))
     assert torch.equal(*drawn)
     assert torch.cuda.current_stream() == stream
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"epochs": 2, "warmup_epochs": 3.0},
+            "warmup_epochs must not exceed epochs, got a warm-up of 3 .* of 2 epochs",
+        ),
+        ({"min_lr": 0.1}, r"min_lr must not exceed lr, got min_lr=0.1, lr=0.002"),
+        ({"min_lr": 1.5e-3, "lr_batch": 64}, r"min_lr must not exceed lr, got min_lr=0.0015, lr=0.0005"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_training_is_refused(tmp_path, change, told):
+    with pytest.raises(ValueError, match=told):
+        train(replace(ONE, **change), tmp_path, source=few_digits())
+
+
+def test_a_recipe_for_fewer_epochs_keeps_its_warm_up_where_that_fits():
+    recipe = replace(ONE, epochs=20, warmup_epochs=2.0)
+    assert recipe.lasting(10) == replace(recipe, epochs=10)
+    assert recipe.lasting(1).warmup_epochs == 0.1
+
+
+def test_a_run_says_at_its_start_what_it_trains_on_what(tmp_path):
+    screen = io.StringIO()
+    result = train(ONE, tmp_path, source=few_digits(), device="cpu", progress=screen)
+    first = screen.getvalue().splitlines()[0]
+    assert first == (
+        "few digits: 96 train and 50 test images of 10 classes; vit_nano_patch2_8 with cumulant2, "
+        f"{result.parameters:,} parameters, on cpu; 1 epochs of 6 steps"
+    )

@@ -87,7 +87,7 @@ def run(settings: TrainBench, progress: IO[str] | None = None, *, minutes: float
     from cumulant.train.stepping import room_for_compiled_code
 
     recipe = read_recipe(settings.recipe)
-    recipe = replace(recipe, data=settings.data or recipe.data, epochs=settings.epochs or recipe.epochs)
+    recipe = replace(recipe, data=settings.data or recipe.data).lasting(settings.epochs or recipe.epochs)
     variants = chosen(settings.attention)
     baseline = next((v for v in variants if v.label == "softmax"), variants[0])
     source = open_recipe_source(recipe)

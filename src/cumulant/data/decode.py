@@ -31,6 +31,8 @@ def decode_image(data: bytes | Path, size: int, name: str) -> Tensor:
 def open_image(data: bytes | Path, size: int, name: str) -> Image:
     """The decoded RGB picture, at its own size or, for a JPEG, at the smallest that is still twice `size`."""
     pillow = pillow_image()
+    if isinstance(data, Path):
+        check_plain(data, name)
     try:
         if isinstance(data, Path):
             data = data.read_bytes()
@@ -48,6 +50,12 @@ def open_image(data: bytes | Path, size: int, name: str) -> Image:
         raise DecodeError(name, "UnidentifiedImageError: no kind of image that Pillow knows") from error
     except Exception as error:  # Pillow raises many kinds; each means that this one item cannot be used
         raise DecodeError.of(name, error) from error
+
+
+def check_plain(file: Path, name: str) -> None:
+    """Refuse what is neither a file nor missing: a pipe or a device would keep its reader waiting for ever."""
+    if file.exists() and not file.is_file():
+        raise DecodeError(name, "a folder, not a file" if file.is_dir() else "a pipe, socket or device, not a file")
 
 
 def make_upright(image: Image) -> None:

@@ -84,6 +84,15 @@ class Source:
         counts += f" in {self.test.views} views each" if self.test.views > 1 else ""
         return f"Source({self.name!r}, {self.kind}s, {len(self.classes)} classes, {counts})"
 
+    def __str__(self) -> str:
+        tested = len(self.test) // self.test.views
+        return f"{self.name}: {len(self.train):,} train and {tested:,} test {self.kind}s of {len(self.classes)} classes"
+
+    def untested(self) -> list[str]:
+        """Classes without items in the test part."""
+        count = torch.bincount(self.test.labels, minlength=len(self.classes))
+        return [self.classes[label] for label in (count == 0).nonzero().flatten().tolist()]
+
 
 def check_labels(name: str, train: Tensor, test: Tensor, classes: tuple[str, ...]) -> None:
     """Every class has training items, and the test part has no others."""

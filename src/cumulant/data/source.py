@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from .clips import ClipSampling
 from .digits import digit_levels
 from .folders import has_ucf_lists, tree_source, ucf_source
 from .images import TensorImages
-from .part import DataError, Source
+from .part import DataError, Source, shorten
 from .rows import HubRows
 from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, parquet_source, table_source
 
@@ -73,8 +74,16 @@ def open_source(
         return digits_source()
     folder = local_folder(data)
     if folder is not None:
-        return folder_source(folder, sampling, split, choices)
-    return hub_source(str(data), sampling, split=split, **choices)
+        source = folder_source(folder, sampling, split, choices)
+    else:
+        source = hub_source(str(data), sampling, split=split, **choices)
+    missing = source.untested()
+    if missing:
+        warnings.warn(
+            f"{source.name}: {len(missing)} of {len(source.classes)} classes have no items in the test part, and the "
+            f"accuracy says nothing of them: {shorten(missing)}", stacklevel=2,
+        )  # fmt: skip
+    return source
 
 
 def refuse(what: str, **choices: Any) -> None:

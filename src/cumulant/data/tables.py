@@ -157,6 +157,12 @@ def pick_parts(name: str, available: Mapping[str, Any], test_part: str | None) -
     test = next((part for part in wanted if part in available), None)
     if test is None:
         raise DataError(f"{name}: no test part among {sorted(available)}; expected one of {', '.join(wanted)}")
+    others = [part for part in TEST_PARTS if part in available and part != test]
+    if test_part is None and others:
+        warnings.warn(
+            f"{name} has the parts {shorten([test, *others])}: {test} is what is tested on; choose with test_part=",
+            stacklevel=5,
+        )
     return train, test
 
 

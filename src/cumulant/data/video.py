@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..optional import needed
 from .clips import Choice
-from .decode import fit, open_image, to_tensor
+from .decode import check_plain, fit, open_image, to_tensor
 from .identity import file_contents
 from .part import DecodeError
 from .rows import Rows, encoded
@@ -192,6 +192,8 @@ def counted_frames(video: bytes | Path, name: str) -> int:
 
 def open_video(video: bytes | Path, name: str) -> Any:
     av = pyav()
+    if isinstance(video, Path):
+        check_plain(video, name)
     try:
         container = av.open(io.BytesIO(video) if isinstance(video, bytes) else str(video))
     except (av.FFmpegError, OSError) as error:

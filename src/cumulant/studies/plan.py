@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cumulant.train import TrainRecipe
 
 CONTROL_SEED = 1000  # of the first control run: whatever the number of seeds, no run is both compared and control
+SUBSETS = {"ucf101-6": "ucf101"}  # parts of a data set that are trained with its recipe
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,17 @@ def recipe_of(settings: Reproduce) -> TrainRecipe:
     own_data = settings.recipe is not None and settings.data == Reproduce.data
     recipe = replace(recipe, data=recipe.data if own_data else settings.data, seed=0)
     if settings.epochs is not None:
-        recipe = replace(recipe, epochs=settings.epochs)
+        recipe = recipe.lasting(settings.epochs)
     return changed(recipe, settings.change)
 
 
 def recipe_name(data: str) -> str:
-    """The built-in recipe for data of that name: the one of the same name, or of which the data is a part."""
+    """The built-in recipe for data of that name."""
     from cumulant.train import recipe_names
 
-    names = recipe_names()
+    names, data = recipe_names(), SUBSETS.get(data, data)
     if data in names:
         return data
-    for name in sorted(names, key=len, reverse=True):
-        if data.startswith(name):  # ucf101-6: six classes of ucf101
-            return name
     raise ValueError(f"no recipe is named like the data {data!r}; choose one with --recipe: {', '.join(names)}")
 
 

@@ -178,6 +178,23 @@ class TrainRecipe:
             return self
         return replace(self, lr=self.lr * self.batch_size / self.lr_batch, lr_batch=0)
 
+    def lasting(self, epochs: int) -> TrainRecipe:
+        """The same recipe for another number of epochs; a warm-up that would outlast them shortens with them."""
+        warmup = self.warmup_epochs if self.warmup_epochs <= epochs else self.warmup_epochs * epochs / self.epochs
+        return replace(self, epochs=epochs, warmup_epochs=warmup)
+
+    def check_schedule(self) -> None:
+        """Refuse to train with a rate that never reaches its height, or ends above it; old recipes may have it."""
+        if self.warmup_epochs > self.epochs:
+            raise ValueError(
+                f"warmup_epochs must not exceed epochs, got a warm-up of {self.warmup_epochs:g} in a training of "
+                f"{self.epochs} epochs: the rate would never reach lr={self.lr:g}"
+            )
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"min_lr must not exceed lr, got min_lr={self.min_lr:g}, lr={self.lr:g}: the rate would rise to the end"
+            )
+
     def merged(self, given: TrainRecipe) -> TrainRecipe:
         """`given`, with the options of this recipe kept where `given` does not name them; None takes one away."""
         tables: dict[str, Any] = {}

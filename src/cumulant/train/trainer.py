@@ -112,6 +112,7 @@ class _Run:
     def __init__(
         self, recipe: TrainRecipe, out: Path, source: Source, team: Processes, progress: IO[str] | None
     ) -> None:
+        recipe.check_schedule()
         share, rest = divmod(recipe.batch_size, team.world * recipe.accumulate)
         if rest:
             raise ValueError(
@@ -150,6 +151,16 @@ class _Run:
         self.objective = self._compiled()
         self.update: Callable[[Tensor, Tensor], Tensor] = Recorded(self._update) if graph else self._update
 
+    def _about(self) -> str:
+        """Data, model, device and length of the run, in one line."""
+        recipe, team, done = self.recipe, self.team, self.done
+        many = f" in {team.world} processes" if team.world > 1 else ""
+        later = f", going on after step {done.step}" if done.step else ""
+        return (
+            f"{self.source}; {recipe.model} with {recipe.attention}, {self.parameters:,} parameters, on "
+            f"{team.device}{many}; {recipe.epochs} epochs of {self.steps} steps{later}"
+        )
+
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Loss of (images, soft targets) in training."""
         core, recipe = self.core, self.recipe
@@ -166,6 +177,8 @@ class _Run:
     def go(self) -> TrainResult:
         recipe, done = self.recipe, self.done
         total = recipe.epochs * self.steps
+        if self.screen is not None:
+            print(self._about(), file=self.screen)
         began, times = time.perf_counter() - done.seconds, []
         with ExitStack() as stack:
             self.log = stack.enter_context(self._log()) if self.team.first else None
