@@ -26,7 +26,9 @@ def test_importing_the_library_does_not_import_torch():
     assert found.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("room", ["cumulant", "cumulant.bench", "cumulant.conversion", "cumulant.web"])
+@pytest.mark.parametrize(
+    "room", ["cumulant", "cumulant.bench", "cumulant.conversion", "cumulant.explain", "cumulant.web"]
+)
 def test_every_name_of_a_room_can_be_had_and_is_listed(room):
     module = importlib.import_module(room)
     for name in module.__all__:

@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cumulant.bench import cab, speed
 from cumulant.bench.command import Efficiency
 from cumulant.bench.crossings import FUSED_SOFTMAX, PHASES, checks, crossings
-from cumulant.bench.scaling import MATRIX_SOFTMAX, matrix_softmax, peak_memory
+from cumulant.bench.error import relative_error
+from cumulant.bench.scaling import MATRIX_SOFTMAX, in_turns, matrix_softmax, peak_memory
 from cumulant.bench.variants import Variant, select
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -65,10 +66,7 @@ def run(
     After so many `minutes` no further length is begun, and those left are named in the result.
     """
     start = time.monotonic()
-    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no GPU; use --device cpu")
-    chosen = settings.dtype if settings.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    device, chosen = speed.placed(settings)
     lengths = sorted(set(settings.lengths or (cab.LENGTHS if device == "cuda" else CPU_LENGTHS)))
     if lengths[0] < 2:
         raise ValueError(f"lengths must be 2 or more, got {lengths[0]}")
@@ -179,7 +177,7 @@ def off_definition(one: Contender, dim: int) -> str | None:
     query, key, value = torch.randn(3, 1, 2, 48, dim, generator=make, dtype=torch.float64)
     try:
         with torch.no_grad():
-            error = _relative(one.plain(query, key, value), one.definition(query, key) @ value)
+            error = relative_error(one.plain(query, key, value), one.definition(query, key) @ value)
     except (RuntimeError, TypeError, ValueError) as problem:  # options that do not go together in this pattern
         return speed.did_not_run(problem)
     return None if error < 1e-6 else f"off its own weights by {error:.1e} (relative): not timed"
@@ -239,19 +237,12 @@ def _time(
                 taken = do_bench(call, warmup=10, rep=40, return_mode="all")
                 row.milliseconds[phase], row.calls = quartiles(taken), len(taken)
         return
-    samples: dict[tuple[str, str], list[float]] = {(row.name, phase): [] for row in timed for phase in PHASES}
-    for done in range(settings.calls):
-        for (name, phase), taken in samples.items():
-            if done >= 3 and sum(taken) > 1e3 * settings.time_limit:
-                continue
-            start = time.perf_counter()
-            calls[name][phase]()
-            taken.append(1e3 * (time.perf_counter() - start))
+    every = {(row.name, phase): calls[row.name][phase] for row in timed for phase in PHASES}
+    samples = in_turns(every, settings.calls, settings.time_limit)
     for row in timed:
         for phase in PHASES:
-            taken = samples[row.name, phase]
-            row.milliseconds[phase] = quartiles(taken)
-            row.calls = len(taken)
+            row.milliseconds[phase] = quartiles([1e3 * taken for taken in samples[row.name, phase]])
+            row.calls = len(samples[row.name, phase])
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -285,11 +276,7 @@ def _off_float64(one: Contender, query: Tensor, key: Tensor, value: Tensor) -> f
     """Relative error of one sequence and head against the plain form in float64 on the same numbers."""
     part = [x[:1, :1] for x in (query, key, value)]
     with torch.no_grad():
-        return _relative(one.function(*part), one.plain(*(x.double() for x in part)))
-
-
-def _relative(result: Tensor, expected: Tensor) -> float:
-    return ((result.double() - expected).norm() / expected.norm()).item()
+        return relative_error(one.function(*part), one.plain(*(x.double() for x in part)))
 
 
 def line(row: Row) -> str:

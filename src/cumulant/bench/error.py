@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import cumulant
+
 ORDERS: dict[str, dict[str, Any]] = {
     "order 1": {"order": 1},
     "order 2": {"order": 2},
@@ -35,8 +37,6 @@ def errors_against_softmax(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None
 ) -> dict[str, float]:
     """Relative error of every order for the given tensors (..., L, D), (..., L, D), (..., L, E). Cost: L^2 D."""
-    import cumulant
-
     expected = F.scaled_dot_product_attention(query, key, value, scale=scale)
     return {
         name: relative_error(

@@ -16,6 +16,7 @@ from statistics import mean
 from typing import IO, Any
 
 import torch
+from tqdm import tqdm
 
 from cumulant.bench.capture import Captured, from_checkpoint
 from cumulant.bench.command import Error
@@ -145,8 +146,6 @@ def error_against_cost(
 
 def run(settings: Error, progress: IO[str] | None = None) -> dict[str, Any]:
     """What `cumulant bench error` measures when mechanisms or a checkpoint are named; `progress` gets a bar."""
-    from tqdm import tqdm
-
     captured: Sequence[Captured] = ()
     words = ""
     if settings.checkpoint is not None:

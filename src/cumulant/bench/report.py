@@ -9,11 +9,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cumulant import style
-from cumulant.bench import crossings, plots
+from cumulant.bench import crossings, figures, plots
 from cumulant.bench.command import Efficiency, Error, Speed, TrainBench
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.optional import needed
+from cumulant.train.files import claim_room, write_atomically
 
 KEYS = {  # without which a result can be neither drawn nor told
     "error": ("variants", "cases", "groups", "left_out"),
@@ -31,8 +34,6 @@ NOT_SAID = ("out", "json", "fresh", "minutes")  # they do not change the numbers
 def prepare(out: Path) -> None:
     """Fail before minutes of measuring: packages of figures and page are missing, nothing can be written, or an earlier
     result in the folder is damaged."""
-    from cumulant.train.files import claim_room
-
     with needed("the report needs jinja2, matplotlib and plotly", "train"):
         import jinja2
         import matplotlib
@@ -70,14 +71,10 @@ def publish(result: dict[str, Any], settings: Error | Efficiency | TrainBench) -
 
 def record(result: dict[str, Any], settings: Error | Efficiency | TrainBench) -> dict[str, Any]:
     """Write NAME.json alone, for machines without the packages of figures and page; see `redraw`."""
-    from cumulant.train.files import write_atomically
-
     result = {**result, **provenance(command(settings))}
     device = result.get("setting", {}).get("device") or next(
         (r["device"] for r in result.get("runs", ()) if "device" in r), ""
     )
-    import torch
-
     if device == "cuda" and torch.cuda.is_available():  # records of a GPU may be put together elsewhere
         result["machine"]["gpu"] = torch.cuda.get_device_name()
     path = settings.out / f"{result['bench']}.json"
@@ -87,8 +84,6 @@ def record(result: dict[str, Any], settings: Error | Efficiency | TrainBench) ->
 
 def redraw(out: Path, *names: str) -> None:
     """Figures (of all results in the folder unless named) and report.html, e.g. of JSON that another machine wrote."""
-    from cumulant.train.files import write_atomically
-
     results = read(out)
     for name in names or results:
         PLOTS[name](results[name], out / name)
@@ -106,8 +101,6 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
 
 def render(results: dict[str, dict[str, Any]]) -> str:
     """The page as text."""
-    from cumulant.bench import figures
-
     return style.page(
         "bench",
         {

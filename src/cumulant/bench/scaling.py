@@ -10,18 +10,24 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from .. import zoo
+from .error import relative_error
+from .provenance import cores
 
 MATRIX_SOFTMAX = "softmax, matrix formed"  # the textbook formula: what the quadratic memory of papers refers to
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 Operator = Callable[[Tensor, Tensor, Tensor], Tensor]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,6 @@ def scaling(
     fused kernel never forms its matrix. `num_threads` defaults to the cores this process may use. Where other work
     disturbed the medians, `time_shown` says to look at the quickest calls instead.
     """
-    from cumulant import zoo
-    from cumulant.bench.provenance import cores
-
     operators: dict[str, Operator] = {name: zoo.get(name) for name in mechanisms}
     if "softmax" in operators:
         operators[MATRIX_SOFTMAX] = matrix_softmax
@@ -138,15 +141,13 @@ def scaling(
 @torch.inference_mode()
 def _agree_with_scores(mechanisms: Sequence[str], tokens: Sequence[Tensor], tolerance: float = 1e-4) -> str:
     """Refuse to time a mechanism whose result is not its own weights times the values; say what was checked."""
-    from cumulant import zoo
-
     query, key, value = tokens
     for name in mechanisms:
         mechanism = zoo.get(name)
         if mechanism.scores is None:
             continue
         expected = mechanism.scores(query.double(), key.double()) @ value.double()
-        error = ((mechanism(query, key, value) - expected).norm() / expected.norm()).item()
+        error = relative_error(mechanism(query, key, value), expected)
         if not error < tolerance:
             raise RuntimeError(
                 f"{name} is not timed: its result differs from its weights times the values by {error:.1e} "
@@ -157,28 +158,32 @@ def _agree_with_scores(mechanisms: Sequence[str], tokens: Sequence[Tensor], tole
 
 @torch.inference_mode()
 def _measure(operators: dict[str, Operator], tokens: Sequence[Tensor], calls: int, budget: float) -> list[Measurement]:
-    """All operators on the same tokens: one call to warm up, one for memory, then rounds for time.
+    """All operators on the same tokens: one call to warm up, one for memory, then rounds for time."""
+    every = {name: partial(operator, *tokens) for name, operator in operators.items()}
+    for call in every.values():
+        call()
+    peaks = {name: peak_memory(call) for name, call in every.items()}
+    return [
+        Measurement(name, tokens[0].shape[-2], statistics.median(s), min(s), max(s), len(s), peaks[name])
+        for name, s in in_turns(every, calls, budget).items()
+    ]
 
-    An operator takes part in `calls` rounds, or in as many as fit into `budget` seconds of its own, but in 3 at least:
-    a median needs them.
+
+def in_turns(calls: Mapping[K, Callable[[], Any]], rounds: int, budget: float) -> dict[K, list[float]]:
+    """Seconds of every call in rounds of all of them: a busy moment of the machine hits all alike.
+
+    A call takes part in so many rounds, or in as many as fit into `budget` seconds of its own, but in 3 at least: a
+    median needs them.
     """
-    query, key, value = tokens
-    peaks = {}
-    for name, operator in operators.items():
-        operator(query, key, value)
-        peaks[name] = peak_memory(lambda operator=operator: operator(query, key, value))  # type: ignore[misc]
-    seconds: dict[str, list[float]] = {name: [] for name in operators}
-    for done in range(calls):
-        for name, operator in operators.items():
+    seconds: dict[K, list[float]] = {name: [] for name in calls}
+    for done in range(rounds):
+        for name, call in calls.items():
             if done >= 3 and sum(seconds[name]) > budget:
                 continue
             start = time.perf_counter()
-            operator(query, key, value)
+            call()
             seconds[name].append(time.perf_counter() - start)
-    return [
-        Measurement(name, query.shape[-2], statistics.median(s), min(s), max(s), len(s), peaks[name])
-        for name, s in seconds.items()
-    ]
+    return seconds
 
 
 def _disturbed(measured: Sequence[Measurement]) -> bool:

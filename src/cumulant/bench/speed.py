@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.attention import attention
-from cumulant.bench.command import Speed
+from cumulant.bench.command import Efficiency, Speed
+from cumulant.bench.error import relative_error
 from cumulant.bench.provenance import provenance
 from cumulant.bench.report import command
 from cumulant.style import new_figure, palette, save, styled
@@ -46,10 +47,7 @@ class Row:
 
 
 def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, Any]:
-    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no GPU; use --device cpu")
-    name = settings.dtype if settings.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    device, name = placed(settings)
     dtype = getattr(torch, name)
     for L in settings.lengths:
         if L < 1:
@@ -82,6 +80,14 @@ def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, A
     (settings.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, settings.out / "speed.svg")
     return result
+
+
+def placed(settings: Speed | Efficiency) -> tuple[str, str]:
+    """Device and dtype, where "auto" was chosen as this machine has it."""
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no GPU; use --device cpu")
+    return device, settings.dtype if settings.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
 
 
 def contenders(settings: Speed, device: str) -> dict[str, tuple[Contender, bool]]:
@@ -168,7 +174,7 @@ def wrong(
     else:
         order = int(name[len("cumulant")])
         expected = attention(*exact, order=order, is_causal=settings.causal, backend="reference")
-    error = ((function(*slices).double() - expected).norm() / expected.norm()).item()
+    error = relative_error(function(*slices), expected)
     bound = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}[q.dtype]
     return None if error < bound else f"off by {error:.1e} (relative): not timed"
 
