@@ -59,6 +59,11 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
     return ((against_middle(p) + against_middle(q)) / 2).clamp(0, math.log(2))
 
 
+def feature_change(a: Tensor, b: Tensor) -> Tensor:
+    """1 - cosine of features (..., C), as half the squared distance of their directions: exactly 0 for equal ones."""
+    return (F.normalize(a.double(), dim=-1) - F.normalize(b.double(), dim=-1)).square().sum(-1) / 2
+
+
 def changes(before: Answers, after: Answers, labels: Tensor) -> dict[str, Tensor]:
     """How much worse each image (N,) is answered: the five measures of importance.
 
@@ -69,9 +74,7 @@ def changes(before: Answers, after: Answers, labels: Tensor) -> dict[str, Tensor
     if before.features is None or after.features is None:
         feature = torch.full_like(p[:, 0], math.nan)
     else:
-        a, b = before.features.double(), after.features.double()
-        # 1 - cosine as half the squared distance of the directions: exactly 0 for equal features
-        feature = (F.normalize(a, dim=-1) - F.normalize(b, dim=-1)).square().sum(-1) / 2
+        feature = feature_change(before.features, after.features)
     right = [(x.logits.argmax(-1) == labels).double() for x in (before, after)]
     return {
         "probability": (p.gather(-1, true) - q.gather(-1, true))[:, 0],

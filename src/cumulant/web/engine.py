@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import explain, zoo
 from ..attention import scores
+from ..explain.importance import feature_change
 from . import looking
 from .explorable import Example, Explorable, frames_of
 from .limits import Limits
@@ -156,10 +157,10 @@ class Engine:
         if "probabilities" in before:
             p = before["probabilities"]
             top = int(p.argmax())
-            found["divergence"] = [looking.divergence(p, a["probabilities"]) for a in after]
+            found["divergence"] = [float(explain.jensen_shannon(p, a["probabilities"])) for a in after]
             found["drop"] = [float(p[top] - a["probabilities"][top]) for a in after]
         if "features" in before:
-            found["feature"] = [looking.feature_change(before["features"], a["features"]) for a in after]
+            found["feature"] = [float(feature_change(before["features"], a["features"])) for a in after]
         return found
 
     def summary(self, name: str, image: str, off: Sequence[Pair]) -> tuple[list[dict[str, Any]], Tensor]:
@@ -178,14 +179,15 @@ class Engine:
         self.checked(name, off, query)
         self.check_whole(name)
         if kind == "rollout":
-            return looking.rollout(self.recording(name, image, off))[query]
+            return explain.rollout(self.recording(name, image, off).captured(), sign="signed")[0, query].cpu()
         one = self.model(name)
         if not one.classes:
             raise NotFoundError("no_relevance", f"{name} has no relevance: it has no classifier")
         images = one.images(self.frames(image))
         with self._locks[name]:
             try:
-                return looking.relevance(one.model, images, off)[query]
+                with explain.head_off(one.model, off):
+                    return explain.relevance(one.model, images)[0, query].cpu()
             except ValueError as error:  # layers with a gate or a norm after mixing, or that see parts of a clip
                 raise NotFoundError("no_relevance", f"{name} has no relevance: {error}") from error
 
@@ -198,8 +200,9 @@ class Engine:
             raise NotFoundError(
                 "no_lens", f"{name} has layers that see parts of a clip; other orders are not tried there"
             )
-        q, k, own = looking.projected(self.recording(name, image, off), layer)
-        scale = temperature * own
+        query_key = self.recording(name, image, off).query_key(layer)
+        q, k = (z[0].float().cpu() for z in query_key[:2])
+        scale = temperature * query_key[2]
         asked = q[:, query : query + 1]
         maps = [(key, title, scores(asked, k, scale=scale, **options)[:, 0]) for key, title, options in LENS]
         softmax = zoo.get("softmax").scores

@@ -5,8 +5,7 @@ Shape legend: N layers, H heads, L tokens (prefix first, then patches frame by f
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,19 +73,9 @@ def facts(model: nn.Module, images: Tensor) -> Facts:
     )
 
 
-@contextlib.contextmanager
-def without(model: nn.Module, off: Sequence[Pair]) -> Iterator[None]:
-    """The model with these heads switched off: their output is 0."""
-    if not off:
-        yield
-        return
-    with explain.head_off(model, list(off)):
-        yield
-
-
 def record(model: nn.Module, images: Tensor, off: Sequence[Pair]) -> explain.Recording:
     """One pass with these heads off, from which answer and maps follow."""
-    with without(model, off):
+    with explain.head_off(model, off):
         return explain.record(model, images)
 
 
@@ -104,7 +93,7 @@ def probabilities(output: Any) -> Tensor:
 @torch.no_grad()
 def answer(model: nn.Module, images: Tensor, off: Sequence[Pair], classes: bool) -> dict[str, Tensor]:
     """What a pass with these heads off ends in: "probabilities" (K,) of a classifier, and "features" (C,) before it."""
-    with without(model, off):
+    with explain.head_off(model, off):
         if classes:
             said = answers(model, images)
             found = {"probabilities": probabilities(said.logits)}
@@ -116,11 +105,6 @@ def answer(model: nn.Module, images: Tensor, off: Sequence[Pair], classes: bool)
     return {"features": output.flatten(1)[0].double().cpu()}
 
 
-def feature_change(a: Tensor, b: Tensor) -> float:
-    """1 - cosine of two vectors (C,): exactly 0 for equal ones."""
-    return float((a / a.norm() - b / b.norm()).square().sum() / 2)
-
-
 @torch.no_grad()
 def summary(recording: explain.Recording) -> tuple[dict[str, Tensor], Tensor]:
     """Every number that `explain.summary` has, (N, H) each, and the ring profile (N, H, hops) times L: 1 is uniform."""
@@ -128,27 +112,3 @@ def summary(recording: explain.Recording) -> tuple[dict[str, Tensor], Tensor]:
     tokens = captured.tokens
     rings = [explain.ring_profile(captured.maps(layer), tokens).per_neighbour[0] for layer in captured.layers]
     return explain.summary(captured), torch.stack(rings).cpu() * tokens.count
-
-
-@torch.no_grad()
-def rollout(recording: explain.Recording) -> Tensor:
-    """How much of each input token reaches each output token, (L, L): the exact linear flow, with signs."""
-    return explain.rollout(recording.captured(), sign="signed")[0].cpu()
-
-
-def relevance(model: nn.Module, images: Tensor, off: Sequence[Pair]) -> Tensor:
-    """Relevance of each token for the predicted class, seen from each token, (L, L)."""
-    with without(model, off):
-        return explain.relevance(model, images)[0].cpu()
-
-
-def projected(recording: explain.Recording, layer: int) -> tuple[Tensor, Tensor, float]:
-    """Query and key (H, L, D) of one layer for one image, and the scale of their products."""
-    query, key, scale = recording.query_key(layer)
-    return query[0].float().cpu(), key[0].float().cpu(), scale
-
-
-def divergence(p: Tensor, q: Tensor) -> float:
-    """Jensen-Shannon divergence of two distributions (K,), between 0 and log 2."""
-    middle = (p + q) / 2
-    return max(0.0, float((torch.special.entr(middle) - (torch.special.entr(p) + torch.special.entr(q)) / 2).sum()))

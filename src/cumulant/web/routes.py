@@ -10,9 +10,9 @@ from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from .. import __version__
-from ..explain import negative_mass, tokens_used
+from ..explain import jensen_shannon, negative_mass, tokens_used
 from ..optional import install
-from . import looking, schemas
+from . import schemas
 from .engine import Engine
 from .engine_values import plain
 from .plotly import find_plotly
@@ -156,7 +156,7 @@ def prediction(engine: Explorer, asked: schemas.OneImage) -> schemas.Prediction:
         schemas.Choice(index=i, name=classes[i] if i < len(classes) else str(i), before=first[i], after=second[i])
         for i in sorted(shown, key=lambda i: -max(first[i], second[i]))
     ]
-    return schemas.Prediction(model=asked.model, choices=choices, divergence=looking.divergence(before, after))
+    return schemas.Prediction(model=asked.model, choices=choices, divergence=float(jensen_shannon(before, after)))
 
 
 @router.post("/summary", responses=BODY_PROBLEMS)
