@@ -67,20 +67,20 @@ def mechanisms() -> tuple[list[dict[str, Any]], str]:
 
 
 def layers() -> tuple[list[dict[str, Any]], str]:
-    """What `cumulant.nn` has."""
-    from . import nn
+    """Attention layers by name."""
+    from .nn.registry import get_layer, layers
 
-    rows = [{"name": name, "summary": brief(getattr(nn, name))} for name in nn.__all__]
+    rows = [{"name": name, "summary": get_layer(name).summary} for name in layers()]
     return rows, "\n".join(f"{row['name']}\n{under(0, row['summary'])}" for row in rows)
 
 
 def models() -> tuple[list[dict[str, Any]], str]:
     """Every model with its parameters, counted without making them, and the input that it takes."""
-    from .models import create_model, model_names
+    from .models import create_model, names
     from .models.registry import input_shape
 
     rows: list[dict[str, Any]] = []
-    for name in model_names():
+    for name in names():
         count = sum(weight.numel() for weight in create_model(name, device="meta").parameters())
         rows.append({"name": name, "parameters": count, "input": list(input_shape(name))})
     width = max(len(row["name"]) for row in rows)

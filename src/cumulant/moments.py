@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import check_order, without_autocast
+from .call import check_order
+from .tracing import without_autocast
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,14 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .inputs import check_order, only_around_zero
+from .call import check_order
 from .kernels import launch
 from .moments import Moments, statistics_dtype
-
-STREAMED = (
-    "the mean of the queries is known when the last has come, and would weight all earlier keys anew",
-    'for a whole sequence call zoo.get("cumulant3") with around="mean"',
-)
 
 
 class Stream:
@@ -34,8 +29,7 @@ class Stream:
     this is one kernel that reads and writes the state once: 8 D E bytes a head at order 2, twice that at order 3.
     """
 
-    def __init__(self, *, order: int = 3, full: bool = False, around: str = "zero") -> None:
-        only_around_zero("Stream", around, *STREAMED)
+    def __init__(self, *, order: int = 3, full: bool = False) -> None:
         check_order(order, full)
         self.order, self.full = order, full
         self.state: Moments | None = None
@@ -91,8 +85,7 @@ class SlidingWindow:
     Cost per token: two merges and a share of a rebuild, D E each; memory: `window` tokens and one state.
     """
 
-    def __init__(self, window: int, *, order: int = 3, full: bool = False, around: str = "zero") -> None:
-        only_around_zero("SlidingWindow", around, *STREAMED)
+    def __init__(self, window: int, *, order: int = 3, full: bool = False) -> None:
         check_order(order, full)
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window must be a number of tokens, at least 1, got {window!r}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def is_plain(x: Tensor) -> bool:
@@ -44,3 +48,14 @@ def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
         dtype = torch.get_autocast_dtype(device)
         return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
     return tensors
+
+
+def outside_autocast(method: Method) -> Method:
+    """A method of tensors, run without autocast: in 16 bits, the sums that a stream keeps would soon stand still."""
+
+    @functools.wraps(method)
+    def run(self: Any, first: Tensor, *rest: Any, **named: Any) -> Any:
+        with without_autocast(first.device.type):
+            return method(self, first, *rest, **named)
+
+    return cast(Method, run)

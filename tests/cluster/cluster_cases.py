@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from cumulant.cluster.closures import gain, log_mass
+from cumulant.closures import gain, log_mass
 
 
 def draw(*shape, seed=0, dtype=torch.float64):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from cumulant.closures import gain, log_mass
 from cumulant.cluster import CLOSURES, cluster_attention
-from cumulant.cluster.closures import gain, log_mass
 
 SMOOTH = ("tanh", "langevin")
 

@@ -7,8 +7,8 @@ import torch
 from cluster_cases import by_definition, draw, softmax, tokens
 
 import cumulant
+from cumulant.closures import gain, log_mass
 from cumulant.cluster import CLOSURES, Blocks, KMeans, cluster_attention, cluster_scores
-from cumulant.cluster.closures import gain, log_mass
 from cumulant.cluster.statistics import merge, merge_pieces, moments_of
 from cumulant.moments import Moments
 

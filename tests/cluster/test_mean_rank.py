@@ -4,8 +4,8 @@ import pytest
 import torch
 from cluster_cases import tokens
 
+from cumulant.closures import log_mass
 from cumulant.cluster import KMeans, cluster_attention
-from cumulant.cluster.closures import log_mass
 
 
 def two_cumulants(q, k, sizes, closure):

@@ -8,6 +8,7 @@ from cases import DIM, GRID, HEADS, MODULES, NAMES, PREFIX, WITH_PARAMETERS, bui
 
 from cumulant import zoo
 from cumulant.nn import MultiheadAttention
+from cumulant.zoo.mixing import Bound
 
 TOKENS = PREFIX + GRID[0] * GRID[1]
 CAUSAL = [name for name in MODULES if zoo.get(name).causal]
@@ -36,7 +37,7 @@ def test_an_unknown_option_is_refused_and_the_accepted_ones_are_named(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in MODULES])
 def test_mechanisms_without_parameters_build_into_their_function(name):
     mechanism = zoo.get(name)
-    assert mechanism.build(DIM, HEADS, grid_size=GRID, prefix=PREFIX) is mechanism
+    assert mechanism.build(DIM, HEADS, grid_size=GRID, prefix=PREFIX) == Bound(mechanism, {})
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -37,7 +37,7 @@ forms = pytest.mark.parametrize(("name", "options", "is_causal"), CASES)
 def test_weights_applied_to_the_values_are_the_output(name, options, is_causal):
     mechanism = zoo.get(name)
     query, key, value = tokens()
-    weights = mechanism.scores(query, key, is_causal=is_causal, **mechanism.options_of_scores(options))
+    weights = mechanism.scores(query, key, is_causal=is_causal, **options)
     # The conjugate-gradient solver stops at a squared residual of 1e-12.
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if options.get("solver") == "cg" else {}
     expected = mechanism(query, key, value, is_causal=is_causal, **options)

@@ -8,11 +8,12 @@ from small_models import TIMM, bert, llama, loud, padded, timm, vit, whisper
 from torch import nn
 
 import cumulant
+from cumulant.call import Call
 from cumulant.conversion import Choice, convert, diagnose, load, restore, save
 from cumulant.conversion.command import Convert, run_convert
 from cumulant.conversion.statistics import head_sums
 from cumulant.inspect.batches import example_for
-from cumulant.nn.swapped.choice import Call, mix
+from cumulant.nn.swapped.choice import mix
 
 NAME = "cumulant3+around=mean"
 IMAGES = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -34,8 +35,8 @@ def test_a_converted_model_is_the_one_made_with_it_and_its_class_token_has_a_mea
 def test_heads_that_are_not_chosen_stay_softmax():
     q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64)
     mask = torch.arange(6) < torch.tensor([[6], [4]])
-    out = mix(nn.Identity(), Choice.from_json({"attention": NAME, "heads": [1, 2]}), q, k, v,
-              key_mask=mask, query_mask=mask)  # fmt: skip
+    choice = Choice.from_json({"attention": NAME, "heads": [1, 2]})
+    out = mix(nn.Identity(), choice, Call(q, k, v, mask, query_mask=mask))
     fast = cumulant.zoo.get("cumulant3")(q, k, v, around="mean", key_mask=mask, query_mask=mask)
     exact = cumulant.zoo.get("softmax")(q, k, v, key_mask=mask)
     torch.testing.assert_close(out[:, [1, 2]], fast[:, [1, 2]])

@@ -5,9 +5,9 @@ import torch
 from small_models import bert, llama, loud, padded, transformers, vit
 
 import cumulant
+from cumulant.call import Call
 from cumulant.conversion import Choice, convert, diagnose, restore
 from cumulant.conversion.statistics import head_sums
-from cumulant.nn.swapped.choice import Call
 
 IMAGES = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(3))
 AROUND_ZERO = ("cumulant2", "cumulant3")

@@ -12,30 +12,30 @@ import torch
 from kernel_checks import DEVICE, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
+from cumulant.call import Call
 from cumulant.kernels.lla import backward, forward, plan
 from cumulant.kernels.lla import host as triton_lla
 from cumulant.zoo import lla
-from cumulant.zoo.inputs import prepare
 
 NAMES = ("out", "dq", "dk", "dv", "d_ridge")
 FLOAT32 = 2e-5  # the solver stops at a residual of 1e-6
 
 
 def kernels(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """`lla_attention` by the kernels, wherever the tensors are."""
-    shared = {name: options.pop(name, None) for name in ("key_mask", "scale")}
-    query, key, value, mask = prepare(query, key, value, enable_gqa=options.pop("enable_gqa", False), **shared)
+    """`lla` by the kernels, wherever the tensors are."""
+    call, options = Call.split(query, key, value, options)
+    call = call.prepared()
     ridge, qk_norm = options.pop("ridge", 10.0), options.pop("qk_norm", False)
-    chosen = {"is_causal": False, "solver": "cg", "iterations": 64, "tolerance": 1e-12, "precondition": False}
-    settings = lla._settings(query, scale=shared["scale"], block=64, **chosen | options)
-    assert lla._kernels_take(query, value, settings)
-    return lla.by_kernels(query, key, value, mask, ridge, qk_norm, settings)
+    chosen = {"solver": "cg", "iterations": 64, "tolerance": 1e-12, "precondition": False}
+    settings = lla._settings(call, block=64, **chosen | options)
+    assert lla._kernels_take(call.query, call.value, settings)
+    return lla.by_kernels(call, ridge, qk_norm, settings)
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """The same in torch operations on the CPU, where no kernel is taken."""
     moved = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
-    return lla.lla_attention(query.cpu(), key.cpu(), value.cpu(), **moved).to(query.device)
+    return lla.LLA(query.cpu(), key.cpu(), value.cpu(), **moved).to(query.device)
 
 
 def results(function: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype, **options: Any) -> list[Tensor]:

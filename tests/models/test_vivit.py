@@ -215,7 +215,8 @@ def test_pixels_elsewhere_do_not_reach_the_half_of_the_heads_that_looks_along_th
 
     def heads(x):  # (B, H, frames, rows, cols, D), before the output projection
         tokens = block.norm1(model.embed(x))
-        return block.attn.mix_tokens(*block.attn.project(tokens), x=tokens, grid=(4, 4, 4)).unflatten(2, (4, 4, 4))
+        call = block.attn.call(tokens, grid=(4, 4, 4))
+        return block.attn.mix_tokens(call, tokens).unflatten(2, (4, 4, 4))
 
     elsewhere, other_frames = x.clone(), x.clone()
     elsewhere[..., 4:, :] += 1  # all rows of tubelets but the first

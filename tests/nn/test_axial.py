@@ -20,7 +20,7 @@ def tokens(seed=1):
 
 
 def mixed(module, x):
-    return module.mix_tokens(*module.project(x), x=x, grid=GRID)
+    return module.mix_tokens(module.call(x, grid=GRID), x)
 
 
 @pytest.mark.parametrize("attention", NAMES)

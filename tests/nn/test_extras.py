@@ -44,9 +44,9 @@ def watched(monkeypatch):
     calls = []
     plain = zoo.get("linear")
 
-    def function(query, key, value, *, grid=None, prefix=0, query_mask=None, **shared):
-        calls.append({"grid": grid, "prefix": prefix, "query_mask": query_mask})
-        return plain.function(query, key, value, **shared)
+    def function(call):
+        calls.append({"grid": call.grid, "prefix": call.prefix, "query_mask": call.query_mask})
+        return plain.function(call)
 
     mechanism = zoo.Mechanism(
         name="watched", summary="", paper="", year=2026, cost="", function=function, causal=True, cross=True,

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cumulant.kernels import launch
 from cumulant.nn import CumulantAttention
-from cumulant.nn.fold import _kept_blocks, pays
+from cumulant.nn.fold import _kept_blocks, folds, pays, unfolded
 
 
 def layers(dim=48, heads=4, dtype=torch.float64, **options):
@@ -90,9 +90,11 @@ def test_only_the_plain_second_order_folds():
 def test_auto_folds_long_sequences_and_not_short_or_causal_ones():
     layer = CumulantAttention(48, 4, order=2)
     short, long = torch.randn(1, 8, 48), torch.randn(1, 500, 48)
-    assert not layer._folds(short, False)
-    assert layer._folds(long, False)
-    assert not layer._folds(long, True)
+    assert not folds(layer.fold, short, 4)
+    assert folds(layer.fold, long, 4)
+    assert not folds(layer.fold, long, 4, is_causal=True)
+    with unfolded():  # somebody wants to see query, key and value
+        assert not folds(layer.fold, long, 4)
     assert [pays(L, 384, 6, "cuda") for L in (1024, 4096)] == [False, True]
 
 

@@ -158,6 +158,14 @@ def test_the_training_free_form_reads_softer_and_adds_some_of_the_values():
     assert not list(layer.parameters())
 
 
+def test_masked_keys_have_no_weight_in_the_training_free_form_either():
+    query, key, value = draw((2, 2, 9, 4), (2, 2, 9, 4), (2, 2, 9, 4))
+    options = {"agents": 4, "training_free": True, "key_mask": torch.arange(9).lt(6).expand(2, 9)}
+    weights = AGENT.scores(query, key, **options)
+    assert not weights[..., 6:].any()
+    torch.testing.assert_close(weights @ value, AGENT(query, key, value, **options))
+
+
 def test_queries_and_keys_may_differ_in_number():
     query, key, value = draw((1, 2, 6, 4), (1, 2, 9, 4), (1, 2, 9, 4))
     wanted, _ = two_softmaxes(query, key, value, grid=(2, 3), prefix=0, target=(2, 2))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cumulant import zoo
 from cumulant.nn import MultiheadAttention
 from cumulant.zoo import combiner
 from cumulant.zoo.combiner import CombinerAttention, CombinerStream
@@ -325,6 +326,30 @@ def test_a_layer_takes_it_by_name(options):
     mask = torch.arange(13).lt(9).expand(2, 13)
     loud = torch.where(mask[..., None], x, 1e3)
     torch.testing.assert_close(layer(loud, key_mask=mask)[:, :9], layer(x, key_mask=mask)[:, :9])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{}, {"variant": "axial"}, {"variant": "axial", "summary_key": "wsum"}])
+def test_scores_of_a_layer_mix_its_values(options, masked):
+    layer = MultiheadAttention(
+        8, 2, attention="combiner", attention_options=options, grid_size=(4, 3), prefix=1, dtype=torch.float64
+    )
+    (x,) = draw((2, 13, 8))
+    mask = MASK > 0 if masked else None
+    call = layer.call(x, key_mask=mask)
+    out = layer.scores(x, key_mask=mask) @ call.value
+    torch.testing.assert_close(out, layer.mix.run(call, x))
+
+
+def test_no_summary_key_is_written_none_in_a_name_too():
+    inputs = draw((1, 2, 13, 4), (1, 2, 13, 4), (1, 2, 13, 5))
+    named = zoo.get("combiner+variant=axial+segment=4+summary_key=none")
+    wanted = COMBINER(*inputs, variant="axial", segment=4, summary_key="none")
+    torch.testing.assert_close(named(*inputs), wanted)
+    assert not torch.allclose(wanted, COMBINER(*inputs, variant="axial", segment=4))
+    layers = [CombinerAttention(8, 2, variant="axial", summary_key=key) for key in (None, "none")]
+    assert not list(layers[0].parameters())
+    torch.testing.assert_close(*(layer(*inputs, grid=(4, 3), prefix=1) for layer in layers))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cumulant import zoo
+from cumulant.call import Call
 from cumulant.zoo.flow import flow
 
 FLOW = zoo.get("flow")
@@ -76,7 +77,7 @@ def test_flows_are_conserved(queries, keys):
     ratio = torch.full((1, 2), queries / keys, dtype=torch.float64)
     torch.testing.assert_close(cr.mean((-2, -1)), ratio)
     torch.testing.assert_close(cs.mean((-2, -1)), 1 / ratio)
-    rows, sources, allocation = flow(query, key, None, None, False, None, None, eps)
+    rows, sources, allocation = flow(Call(query, key, key), None, eps)
     torch.testing.assert_close((rows @ k.mT).sum(-1), torch.ones(1, 2, queries, dtype=torch.float64))
     torch.testing.assert_close((sources / k).mean((-2, -1)), torch.ones(1, 2, dtype=torch.float64))
     torch.testing.assert_close(allocation, (cs * queries / keys).sigmoid())
@@ -84,7 +85,7 @@ def test_flows_are_conserved(queries, keys):
 
 def test_allocation_lies_between_one_half_and_one_and_bounds_the_output():
     query, key, value = draw((1, 2, 9, 5), (1, 2, 9, 5), (1, 2, 9, 4))
-    _, sources, allocation = flow(query, key, None, None, False, None, 1.0, EPS)
+    _, sources, allocation = flow(Call(query, key, key), 1.0, EPS)
     assert ((allocation > 0.5) & (allocation < 1)).all()
     competition = (sources / key.sigmoid()).max()
     assert FLOW(query, key, value).abs().max() <= value.abs().max() * competition
@@ -93,7 +94,7 @@ def test_allocation_lies_between_one_half_and_one_and_bounds_the_output():
 def test_equal_keys_give_the_gated_mean():
     query, key, value = draw((1, 2, 6, 5), (1, 2, 1, 5), (1, 2, 9, 4))
     key = key.expand(1, 2, 9, 5)
-    _, _, allocation = flow(query, key, None, None, False, None, 1.0, EPS)
+    _, _, allocation = flow(Call(query, key, key), 1.0, EPS)
     expected = allocation * value.mean(-2, keepdim=True)
     torch.testing.assert_close(FLOW(query, key, value), expected, rtol=1e-5, atol=1e-6)
     constant = FLOW(query[..., :1, :].expand(query.shape), key, value)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cumulant.zoo import fused
-from cumulant.zoo.softmax import softmax_attention
+from cumulant.zoo.softmax import SOFTMAX
 
 
 def test_cudnn_is_avoided_where_a_gpu_records_gradients():
@@ -48,7 +48,7 @@ def test_rows_of_very_negative_logits_have_finite_gradients(tokens):
     q, k, v = (torch.randn(2, 3, tokens, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     q[..., 0], k[..., 0] = 8.0, -120.0  # q.k / 8 is about -120 for all keys
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    softmax_attention(q, k, v).sum().backward()
+    SOFTMAX(q, k, v).sum().backward()
     assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
 
 
@@ -61,5 +61,5 @@ def test_gradients_do_not_depend_on_the_layout_of_those_of_the_output(tokens, by
     grad = torch.randn(4, tokens, 3, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     exact, found = x.double().requires_grad_(), x.requires_grad_()
     for one, given in ((exact, grad.double()), (found, grad.contiguous() if by_heads else grad)):
-        softmax_attention(*(part.transpose(1, 2) for part in one.unbind(2))).backward(given)
+        SOFTMAX(*(part.transpose(1, 2) for part in one.unbind(2))).backward(given)
     assert (found.grad - exact.grad).norm() < 0.01 * exact.grad.norm()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cumulant.call import Call
 from cumulant.nn import MultiheadAttention
 from cumulant.zoo import hierarchical
 from cumulant.zoo.hierarchical import HierarchicalAttention, hierarchical_energy, make_tree
@@ -177,7 +178,7 @@ def test_it_is_the_nearest_block_matrix_to_softmax_and_the_energy_says_how_near(
     logits = query[0, 0] @ key[0, 0].mT / 2
     theta, softmax = HSA.scores(query, key, tree=tree)[0, 0], logits.softmax(-1)
     best = kl(theta, softmax)
-    energy = hierarchical_energy(query, key, tree=tree)
+    energy = hierarchical_energy(Call(query, key, key), tree=tree)
     torch.testing.assert_close(9 * energy[0, 0] + logits.logsumexp(-1).sum(), best)
     for seed in range(20):  # other block matrices: those of other queries and keys, from near to far
         q, k = draw((1, 1, 9, 4), (1, 1, 9, 4), seed=seed + 1)
@@ -196,7 +197,7 @@ def test_tokens_that_agree_within_every_node_get_softmax():
 def test_the_gradient_of_the_energy_is_the_attention():
     query, key = draw((1, 2, 10, 4), (1, 2, 10, 4))
     query.requires_grad_()
-    (gradient,) = torch.autograd.grad(hierarchical_energy(query, key, branching=3).sum(), query)
+    (gradient,) = torch.autograd.grad(hierarchical_energy(Call(query, key, key), branching=3).sum(), query)
     torch.testing.assert_close(-10 * gradient, HSA(query, key, key, branching=3) / 2)
 
 

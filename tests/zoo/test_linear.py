@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from cumulant import zoo
-from cumulant.zoo.linear import EPS, LinearState, feature_map
+from cumulant.zoo.linear import EPS, LinearStream, feature_map
 
 LINEAR = zoo.get("linear")
 
@@ -117,11 +117,12 @@ def test_the_last_causal_row_is_the_full_row():
 def test_streaming_equals_the_causal_form_row_by_row():
     query, key, value = draw((1, 2, 20, 4), (1, 2, 20, 4), (1, 2, 20, 5))
     causal = LINEAR(query, key, value, is_causal=True)
-    state = LinearState.of(key[..., :0, :], value[..., :0, :])
+    stream = LinearStream()
+    stream.append(key[..., :0, :], value[..., :0, :])
     for t in range(20):
-        state = state.append(key[..., t : t + 1, :], value[..., t : t + 1, :])
-        torch.testing.assert_close(state.read(query[..., t : t + 1, :]), causal[..., t : t + 1, :])
-    assert state.KV.shape == (1, 2, 4, 5)
+        stream.append(key[..., t : t + 1, :], value[..., t : t + 1, :])
+        torch.testing.assert_close(stream.read(query[..., t : t + 1, :]), causal[..., t : t + 1, :])
+    assert stream.state.KV.shape == (1, 2, 4, 5)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -142,7 +142,7 @@ def test_products_in_bfloat16_as_on_a_gpu_lose_no_more_with_more_tokens(monkeypa
     grad, results = torch.randn(1, 2048, 32).bfloat16(), []
     for dtype in (torch.bfloat16, torch.float64):
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = zoo.get("mala").function(*inputs)
+        out = zoo.get("mala")(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
     for x, y in zip(*results, strict=True):
         assert (x - y).norm() < 2e-2 * y.norm()

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from cumulant import zoo
 from cumulant.zoo.grid import rotary_angles, rotate
 from cumulant.zoo.linear import feature_map
-from cumulant.zoo.rala import RankAugmentedAttention, alpha
+from cumulant.zoo.rala import RankAugmentedAttention
+from cumulant.zoo.rala import alpha as alpha_and_sum
 
 RALA, LINEAR = zoo.get("rala"), zoo.get("linear")
 
@@ -15,6 +16,12 @@ RALA, LINEAR = zoo.get("rala"), zoo.get("linear")
 def draw(*shapes, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def alpha(q, k):
+    """The weights of the keys for features q and k, (..., H, Lk, 1)."""
+    kernel, total = alpha_and_sum(q, k, None, None, k.shape[-1] ** -0.5)
+    return kernel / total
 
 
 def rope(x, rows, cols):
@@ -64,11 +71,11 @@ def test_with_rotary_turns_it_is_the_released_code_whose_rows_do_not_sum_to_one(
 def test_alpha_is_a_distribution_over_keys_that_sees_queries_only_by_their_mean():
     query, key, _ = draw((2, 2, 9, 8), (2, 2, 7, 8), (1,))
     q, k = feature_map(query), feature_map(key)
-    weights = alpha(q, k, None, None, None)
+    weights = alpha(q, k)
     assert (weights >= 0).all()
     torch.testing.assert_close((weights * 7).mean(-2), torch.ones(2, 2, 1, dtype=torch.float64))
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(alpha(q[..., order, :], k, None, None, None), weights)
+    torch.testing.assert_close(alpha(q[..., order, :], k), weights)
 
 
 def test_equal_keys_or_no_alpha_give_plain_linear_attention():
@@ -83,14 +90,14 @@ def test_equal_keys_or_no_alpha_give_plain_linear_attention():
 def test_longer_mapped_keys_sharpen_alpha():
     query, key, _ = draw((1, 1, 9, 8), (1, 1, 9, 8), (1,))
     q, k = feature_map(query), feature_map(key)
-    entropies = [-(a * a.log()).sum().item() for a in (alpha(q, c * k, None, None, None) for c in (0.5, 1.0, 2.0))]
+    entropies = [-(a * a.log()).sum().item() for a in (alpha(q, c * k) for c in (0.5, 1.0, 2.0))]
     assert entropies[0] > entropies[1] > entropies[2]
 
 
 def test_alpha_changes_the_singular_values_of_the_buffer_but_not_the_bound_on_its_rank():
     query, key, value = draw((1, 1, 60, 4), (1, 1, 60, 4), (1, 1, 60, 16))
     q, k = feature_map(query), feature_map(key)
-    weights = alpha(q, k, None, None, None)
+    weights = alpha(q, k)
     buffer = (k * weights).mT @ value
     assert torch.linalg.matrix_rank(buffer).item() <= 4
     assert torch.linalg.matrix_rank(RALA(query, key, value)).item() <= 4

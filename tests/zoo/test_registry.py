@@ -63,7 +63,7 @@ def test_only_mechanisms_can_be_registered():
 
 
 def test_a_registered_mechanism_is_found_under_its_name():
-    mean = Mechanism("mean", "mean of values", "none", 2020, "L E", lambda q, k, v, **_: v.mean(-2, keepdim=True))
+    mean = Mechanism("mean", "mean of values", "none", 2020, "L E", lambda call: call.value.mean(-2, keepdim=True))
     try:
         assert zoo.register(mean) is zoo.get("mean")
         assert "mean" in zoo.names()
@@ -103,10 +103,10 @@ def test_a_mechanism_without_full_form_or_cross_attention_refuses_them():
         aligned(query[..., :3, :], key, value, is_causal=True)
 
 
-@pytest.mark.parametrize("change", [{"scores": None}, {"stream": None, "streaming": False}, {"ragged": False}])
+@pytest.mark.parametrize("change", [{"row_weights": None}, {"stream": None, "streaming": False}, {"ragged": False}])
 def test_a_capability_that_is_required_but_missing_is_named_with_an_alternative(change):
     limited = replace(zoo.get("linear"), **change)
-    capability = {"scores": "weights", "stream": "streaming", "ragged": "ragged"}[next(iter(change))]
+    capability = {"row_weights": "weights", "stream": "streaming", "ragged": "ragged"}[next(iter(change))]
     with pytest.raises(ValueError, match=f"{capability} was asked for, but 'linear' does not have it; nearest"):
         limited.require(capability)
     zoo.get("linear").require(capability)
@@ -149,9 +149,9 @@ def test_mechanisms_are_pickled_and_copied_by_name(name):
 
 
 def test_options_are_those_the_function_takes_beyond_the_shared_ones():
-    assert zoo.get("softmax").options == ("dropout_p",)
+    assert zoo.get("softmax").options == ()
     assert zoo.get("linear").options == ("chunk", "eps")
-    assert zoo.get("cumulant3").options == ("full", "normalization", "backend", "around", "apart")
+    assert zoo.get("cumulant3").options == ("full", "normalization", "closure", "around", "apart", "backend")
 
 
 def test_build_binds_options_and_refuses_unknown_ones():

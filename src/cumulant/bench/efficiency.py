@@ -144,11 +144,10 @@ def contenders(variants: Sequence[Variant], pattern: str) -> dict[str, Contender
 
 def _contender(variant: Variant, causal: bool) -> Contender:
     mechanism = variant.mechanism
-    own = mechanism.options_of_scores(dict(variant.options))
 
     def weights(query: Tensor, key: Tensor) -> Tensor:
         assert mechanism.scores is not None
-        return mechanism.scores(query, key, is_causal=causal, **own)
+        return mechanism.scores(query, key, is_causal=causal, **variant.options)
 
     return Contender(
         variant.label,

@@ -3,13 +3,12 @@
 import sys
 import warnings
 
+from ..closures import CLOSURES
 from .attention import cluster_attention, cluster_scores, kmeans_assignment
-from .closures import CLOSURES
 from .cost import multiply_adds, softmax_multiply_adds
 from .dial import Choice, Dial, choose
 from .kmeans import KMeans
 from .layout import Blocks
-from .saturated import saturated_attention
 from .streaming import ClusterStream
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "cluster_scores",
     "kmeans_assignment",
     "multiply_adds",
-    "saturated_attention",
     "softmax_multiply_adds",
 ]
 

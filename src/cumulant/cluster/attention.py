@@ -13,16 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..inputs import check_tensors, in_autocast_dtype, leading, without_autocast
+from ..call import Call, Grid
+from ..closures import check_closure
 from ..moments import ratio, statistics_dtype
+from ..tracing import without_autocast
 from .backend import Case, Form, kernels_for, run_kernels
 from .build import Clusters, Field, Packed, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .choice import RANKS
-from .closures import check_closure
 from .fields import mix
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Grid, Layout, check_grid
+from .layout import Blocks, Layout, check_grid
 from .short import answers_by_token, token_responses
 from .statistics import VARIANCES
 
@@ -100,49 +101,53 @@ def cluster_attention(
         Lk (D + E) where clusters are so short that this is less) and (D + E) for each near token; statistics D E a key.
         No L x L and no L x K x D tensor is held.
     """
-    query, key, value = in_autocast_dtype(query, key, value)
-    scale = check_tensors(query, key, value, key_mask, scale, enable_gqa)
+    call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, None, grid, prefix, offset).checked()
+    (query, key, value), Lk = call[:3], key.shape[-2]
     check_clusters(clusters)
     form = check_form(near, closure, rank, variance, response, near_rows, backend, queries)
-    least = _check_least(least, key.shape[-2])
+    least = _check_least(least, Lk)
     if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0 or (offset and not is_causal):
         raise ValueError(f"offset must be a place, 0 or more, of causal queries, got {offset!r} with {is_causal=}")
-    grid = None if is_causal and grid is None else check_grid(key.shape[-2], grid, prefix)
-    lead, dtype = leading(query, key), statistics_dtype(query.dtype)
-    B, (H, Lq, _), (Hk, Lk, _), E = prod(lead), query.shape[-3:], key.shape[-3:], value.shape[-1]
-    if not (B and H and Lq and Lk and E):
+    if not is_causal or grid is not None:
+        call = call._replace(grid=check_grid(Lk, grid, prefix))
+    lead, (H, Lq, _), E = call.lead, query.shape[-3:], value.shape[-1]
+    if not (prod(lead) and H and Lq and Lk and E):
         nothing = sum(x[..., :0, :].sum() for x in (query, key, value))  # 0, and the way back of gradients, also 0
         return query.new_zeros(*lead, H, Lq, E) + nothing
     if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
-        clusters, grid, prefix, form = 1, None, 0, form._replace(near=1, near_rows=1, together=False)
-    case = Case(query, key, value, clusters, grid, prefix, key_mask, is_causal, form, least, scale)
+        clusters, call = 1, call._replace(grid=None, prefix=0)
+        form = form._replace(near=1, near_rows=1, together=False)
+    case = Case(call, clusters, form, least)
     kernels = kernels_for(backend, case)
-    if kernels is not None:
-        with without_autocast(query.device.type):
-            q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]) for x in (query, key, value))
-            out = run_kernels(kernels, case._replace(query=q, key=k, value=v))
-        return out.reshape(*lead, H, Lq, E)
     with without_autocast(query.device.type):
-        q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(B, *x.shape[-3:]).to(dtype) for x in (query, key, value))
-        q = (q * scale).unflatten(1, (Hk, H // Hk))  # (B, Hk, G, Lq, D)
-        weights = None
-        if key_mask is not None:
-            weights = key_mask.expand(*lead, Lk).reshape(B, 1, Lk).to(dtype)
-            absent = (weights == 0).unsqueeze(-1)
-            k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
-        k = k - origin(k, weights, is_causal)
-        if is_causal:
-            blocks = _causal_blocks(clusters, offset + Lq, grid, prefix)
-            out = causal_clusters(q, k, v, weights, blocks=blocks, offset=offset, **_causal_form(form, blocks))
+        q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]) for x in (query, key, value))
+        if kernels is None:
+            out = _reference(q, k, v, case)
         else:
-            asking, layout = q, None
-            if form.together:
-                asking, layout = _means(q, k, weights, clusters, lead, grid, prefix, form, least)
-            packed = pack(q, k, v, weights, clusters, lead, grid, prefix, form, least)
-            out = _noncausal(asking, packed, form, prefix, Lk, query.dtype)
-            if layout is not None:
-                out = torch.cat((out[..., :prefix, :], layout.handed_out(out[..., prefix:, :], Lk - prefix)), -2)
+            out = run_kernels(kernels, case._replace(call=call._replace(query=q, key=k, value=v)))
     return out.to(query.dtype).reshape(*lead, H, Lq, E)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+    """Plain torch: q (B, H, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, E) -> (B, Hk, G, Lq, E)."""
+    call, form, prefix = case.call, case.form, case.call.prefix
+    dtype, (B, Hk, Lk, _) = statistics_dtype(q.dtype), k.shape
+    given, k, v = q.dtype, k.to(dtype), v.to(dtype)
+    q = (q.to(dtype) * call.softmax_scale).unflatten(1, (Hk, q.shape[1] // Hk))  # (B, Hk, G, Lq, D)
+    weights = None
+    if call.key_mask is not None:
+        weights = call.key_mask.expand(*call.lead, Lk).reshape(B, 1, Lk).to(dtype)
+        absent = (weights == 0).unsqueeze(-1)
+        k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+    k = k - origin(k, weights, call.is_causal)
+    if call.is_causal:
+        blocks = _causal_blocks(case, call.offset + q.shape[-2])
+        return causal_clusters(q, k, v, weights, blocks=blocks, offset=call.offset, **_causal_form(form, blocks))
+    asking, layout = _means(q, k, weights, case) if form.together else (q, None)
+    out = _noncausal(asking, pack(q, k, v, weights, case), form, prefix, Lk, given)
+    if layout is None:
+        return out
+    return torch.cat((out[..., :prefix, :], layout.handed_out(out[..., prefix:, :], Lk - prefix)), -2)
 
 
 def cluster_scores(query: Tensor, key: Tensor, *, clusters: Clusters, **options: Any) -> Tensor:
@@ -152,8 +157,7 @@ def cluster_scores(query: Tensor, key: Tensor, *, clusters: Clusters, **options:
 
     Options are those of `cluster_attention`. Cost a query: K D Lk; pass few queries of a long sequence.
     """
-    query, key = in_autocast_dtype(query, key)
-    check_tensors(query, key, key, None, None, True)
+    query, key = Call(query, key, key, enable_gqa=True).checked()[:2]
     Lk = key.shape[-2]
     tokens = torch.eye(Lk, dtype=key.dtype, device=key.device).expand(*key.shape[:-1], Lk)
     return cluster_attention(query, key, tokens, clusters=clusters, **options)
@@ -165,9 +169,8 @@ def kmeans_assignment(
     """Cluster ids (..., Hk, Lk) that `clusters=options` would use, for `clusters=` of later calls."""
     if not isinstance(options, KMeans):
         raise TypeError(f"options must be KMeans(count, ...), got {type(options).__name__}")
-    query, key = in_autocast_dtype(query, key)
-    check_tensors(query, key, key, key_mask, None, enable_gqa)
-    lead, Hk, dtype = leading(query, key), key.shape[-3], statistics_dtype(key.dtype)
+    call = Call(query, key, key, key_mask, enable_gqa=enable_gqa).checked()
+    query, key, lead, Hk, dtype = *call[:2], call.lead, call.key.shape[-3], statistics_dtype(call.key.dtype)
     q, k = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]).to(dtype) for x in (query, key))
     weights = None
     if key_mask is not None:
@@ -177,24 +180,15 @@ def kmeans_assignment(
     return kmeans(q, k - origin(k, weights, False), weights, options).reshape(*lead, *k.shape[1:3])
 
 
-def _means(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor | None,
-    clusters: Clusters,
-    lead: torch.Size,
-    grid: Grid | None,
-    prefix: int,
-    form: Form,
-    least: int,
-) -> tuple[Tensor, Layout]:
+def _means(q: Tensor, k: Tensor, weights: Tensor | None, case: Case) -> tuple[Tensor, Layout]:
     """Prefix queries as they are and the mean of each block, (B, Hk, G, prefix + K, D); and the blocks."""
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f'queries="mean" needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}')
-    if form.near == "neighbours":
+    if case.form.near == "neighbours":
         raise ValueError('queries="mean" leaves no query beside a block; pass near as a number')
+    prefix = case.call.prefix
     k, weights = k[:, :, prefix:], None if weights is None else weights[..., prefix:]
-    layout = make_layout(q, k, weights, clusters, lead, grid, least, False)
+    layout = make_layout(q, k, weights, case, False)
     if layout.adjacent is None:
         raise ValueError('queries="mean" needs blocks of a sequence or a grid: other clusters hold no queries')
     means = layout.means(q[..., prefix:, :], layout.weights(k, weights))
@@ -301,9 +295,11 @@ def _check_least(least: int, tokens: int) -> int:
     return min(least, max(1, tokens))
 
 
-def _causal_blocks(clusters: Clusters, Lq: int, grid: Grid | None, prefix: int) -> Blocks:
-    if grid is not None or prefix:
-        raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, prefix=0, got {grid}, {prefix}")
+def _causal_blocks(case: Case, Lq: int) -> Blocks:
+    clusters, call = case.clusters, case.call
+    if call.grid is not None or call.prefix:
+        got = f"{call.grid}, {call.prefix}"
+        raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, prefix=0, got {got}")
     if isinstance(clusters, Blocks):
         return clusters
     if not isinstance(clusters, int):

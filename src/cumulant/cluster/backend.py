@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..inputs import transformed
+from ..call import Call, Grid
 from ..kernels import launch
-from .layout import Blocks, Grid, divide, on_grid
+from ..tracing import transformed
+from .layout import Blocks, divide, on_grid
 
 T = TypeVar("T")
 TILES = (32, 64, 128)  # queries that can share their near clusters in a kernel
@@ -41,24 +42,17 @@ class Form(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A call of cluster attention, as far as kernels have to know it."""
+    """A call of cluster attention: what is asked, which clusters, how they are put together."""
 
-    query: Tensor  # (..., H, Lq, D)
-    key: Tensor  # (..., Hk, Lk, D)
-    value: Tensor  # (..., Hk, Lk, E)
+    call: Call
     clusters: Any
-    grid: Grid | None
-    prefix: int
-    key_mask: Tensor | None
-    is_causal: bool
     form: Form
     least: int
-    scale: float
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """First token of each cluster and the end, counted after the prefix, and an order of the tokens (`_blocks`)."""
-        return _blocks(self.clusters, self.key.shape[-2] - self.prefix, self.grid, self.least)
+        return _blocks(self.clusters, self.call.key.shape[-2] - self.call.prefix, self.call.grid, self.least)
 
 
 def cheaper_by_token(m: int, D: int, E: int) -> bool:
@@ -72,15 +66,16 @@ def kernels_for(backend: str, case: Case) -> str | None:
     Short clusters of short sequences go through their tokens, everything else through clusters if it can. Raises for
     backend="triton" where neither can.
     """
-    if backend == "reference" or (backend == "auto" and not case.query.is_cuda):
+    call = case.call
+    if backend == "reference" or (backend == "auto" and not call.query.is_cuda):
         return None
-    Lk = case.key.shape[-2]
+    Lk = call.key.shape[-2]
     reason = _general_obstacle(case)
     if reason is None:
         starts = case.blocks[0]
         K, size = len(starts) - 1, max(b - a for a, b in pairwise(starts))
         why_not = {"short": _short_obstacle(case, K, size), "clusters": _clusters_obstacle(case, K)}
-        by_token = Lk < LONG and cheaper_by_token(size, case.key.shape[-1], case.value.shape[-1])
+        by_token = Lk < LONG and cheaper_by_token(size, call.key.shape[-1], call.value.shape[-1])
         if backend == "auto" and Lk < LONG:
             why_not["clusters"] = why_not["clusters"] or f"fewer than {LONG} keys"
         for name in ("short", "clusters") if by_token else ("clusters", "short"):
@@ -94,17 +89,18 @@ def kernels_for(backend: str, case: Case) -> str | None:
 
 def _general_obstacle(case: Case) -> str | None:
     """Why no kernel can take this case, or None."""
-    query, key, value, clusters = case.query, case.key, case.value, case.clusters
+    call, clusters = case.call, case.clusters
+    query, key, value = call[:3]
     reason = launch.obstacle(query, value, 2, False) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
     if reason is not None:
         return reason
-    if case.is_causal or case.key_mask is not None:
-        what = "is_causal=True" if case.is_causal else "a key_mask"
+    if call.is_causal or call.key_mask is not None:
+        what = "is_causal=True" if call.is_causal else "a key_mask"
         return f"kernels take no masks, got {what}"
     if query.shape[-3] != key.shape[-3]:
         return f"kernels take as many key heads as query heads, got {query.shape[-3]} and {key.shape[-3]}"
-    if not case.scale > 0:
-        return f"kernels take a scale above 0, got {case.scale}"
+    if not call.softmax_scale > 0:
+        return f"kernels take a scale above 0, got {call.softmax_scale}"
     if _unknown(*key.shape[-2:], value.shape[-1]):
         return "kernels take a number of keys and widths that torch.compile knows, got a dynamic one"
     if transformed():
@@ -113,29 +109,29 @@ def _general_obstacle(case: Case) -> str | None:
         return f"kernels take blocks of a sequence or a grid, got clusters of type {type(clusters).__name__}"
     if isinstance(clusters, Blocks) and (clusters.keep is not None or clusters.recent):
         return f"keep and recent of {clusters} belong to is_causal=True"
-    if isinstance(clusters, tuple) and (case.grid is None or not _cuts(clusters, case.grid)):
-        return f"clusters={clusters} do not cut grid={case.grid}"
+    if isinstance(clusters, tuple) and (call.grid is None or not _cuts(clusters, call.grid)):
+        return f"clusters={clusters} do not cut grid={call.grid}"
     if case.form.together:
         return 'kernels take queries="each"'
-    if case.prefix >= key.shape[-2]:
-        return f"prefix={case.prefix} leaves none of {key.shape[-2]} keys for clusters"
+    if call.prefix >= key.shape[-2]:
+        return f"prefix={call.prefix} leaves none of {key.shape[-2]} keys for clusters"
     return None
 
 
 def _clusters_obstacle(case: Case, K: int) -> str | None:
     """Why the kernels of clusters cannot take this case, K of them, or None if they can."""
     form = case.form
-    if _unknown(*case.query.shape):
+    if _unknown(*case.call.query.shape):
         return "kernels take shapes that torch.compile knows, got a dynamic one"
-    if case.prefix:
-        return f"kernels take no prefix tokens, got prefix={case.prefix}"
+    if case.call.prefix:
+        return f"kernels take no prefix tokens, got prefix={case.call.prefix}"
     if form.full:
         return 'kernels take variance="diagonal"'
     if not isinstance(form.near, int):
         return f"kernels take near as a number, got {form.near!r}"
     if K > MOST:
         return f"kernels take at most {MOST} clusters, got {K}"
-    heads = math.prod(case.query.shape[:-2])
+    heads = math.prod(case.call.query.shape[:-2])
     if heads > MOST_HEADS:
         return f"kernels take at most {MOST_HEADS:,} heads in a batch, got {heads:,}"
     choosing = form.near or (form.response is not None and 0 < form.response < K)
@@ -158,8 +154,8 @@ def _short_obstacle(case: Case, K: int, size: int) -> str | None:
         return f"all clusters respond, got response={form.response}"
     if size > LARGEST:
         return f"at most {LARGEST} tokens in a cluster, got {size}"
-    if case.prefix > MOST_PREFIX:
-        return f"at most {MOST_PREFIX} prefix tokens, got {case.prefix}"
+    if case.call.prefix > MOST_PREFIX:
+        return f"at most {MOST_PREFIX} prefix tokens, got {case.call.prefix}"
     slots = K * launch.padded(size, 1)
     if slots > MOST_SLOTS:
         return f"at most {MOST_SLOTS} tokens in all clusters, these up to powers of two, got {slots}"
@@ -190,25 +186,17 @@ def run_kernels(kernels: str, case: Case) -> Tensor:
 def _run_short(case: Case) -> Tensor:
     from ..kernels.short import host as triton_short
 
-    places, slots = _slots(*case.blocks, case.prefix)
-    return triton_short.attention(
-        case.query,
-        case.key,
-        case.value,
-        places,
-        slots,
-        scale=case.scale,
-        prefix=case.prefix,
-        closure=case.form.closure,
-        full=case.form.full,
-    )
+    call, form = case.call, case.form
+    places, slots = _slots(*case.blocks, call.prefix)
+    shared: dict[str, Any] = {"scale": call.softmax_scale, "prefix": call.prefix}
+    return triton_short.attention(*call[:3], places, slots, closure=form.closure, full=form.full, **shared)
 
 
 def _run_clusters(case: Case) -> Tensor:
     """Keys and values of a grid are put in the order of its blocks first, queries are not."""
     from ..kernels.cluster import host as triton_cluster
 
-    query, key, value, form = case.query, case.key, case.value, case.form
+    (query, key, value), form = case.call[:3], case.form
     starts, order = case.blocks
     if order is not None:
         compiling = torch.compiler.is_compiling()
@@ -221,7 +209,7 @@ def _run_clusters(case: Case) -> Tensor:
         key,
         value,
         starts,
-        scale=case.scale,
+        scale=case.call.softmax_scale,
         tile=form.near_rows if choosing and form.near_rows in TILES else _tile(query.shape[-2]),
         near=form.near,
         response=-2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,

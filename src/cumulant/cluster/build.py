@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import transformed
-from .backend import Form
+from ..tracing import transformed
+from .backend import Case, Form
 from .fields import ABSENT, Exact, Far, Tokens
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Grid, Layout, assigned, consecutive, divide, on_grid
+from .layout import Blocks, Layout, assigned, consecutive, divide, on_grid
 from .statistics import merge_pieces, moments_of
 
 Clusters = int | tuple[int, ...] | Blocks | KMeans | Tensor
@@ -49,27 +49,16 @@ class Field(NamedTuple):
         return cls(layout, far, Tokens(keys, values, log(slots), layout.members, layout.owner), exact)
 
 
-def pack(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor | None,
-    clusters: Clusters,
-    lead: torch.Size,
-    grid: Grid | None,
-    prefix: int,
-    form: Form,
-    least: int = 1,
-) -> Packed:
+def pack(q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, case: Case) -> Packed:
     """For scaled q (B, Hk, G, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, E) and weights (B, 1, Lk)."""
-    exact = None
+    exact, prefix, form = None, case.call.prefix, case.form
     if prefix:
         log_weight = k.new_zeros(1, 1, 1, 1, prefix)
         if weights is not None:
             log_weight = log(weights[..., :prefix])[:, :, None, None, :]
         exact = Exact(k[:, :, None, :prefix], v[:, :, None, :prefix], log_weight)
         k, v, weights = k[:, :, prefix:], v[:, :, prefix:], None if weights is None else weights[..., prefix:]
-    layout = make_layout(q, k, weights, clusters, lead, grid, least, bool(form.near))
+    layout = make_layout(q, k, weights, case, bool(form.near))
     keys, values, slots = layout.pack(k), layout.pack(v), layout.weights(k, weights)
     if isinstance(form.near, int) and form.near >= layout.clusters:
         # Nothing is left far away: softmax over all tokens, prefix included.
@@ -85,21 +74,12 @@ def pack(
     return Packed(layout, keys, values, slots, exact)
 
 
-def make_layout(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor | None,
-    clusters: Clusters,
-    lead: torch.Size,
-    grid: Grid | None,
-    least: int,
-    near: bool,
-) -> Layout:
+def make_layout(q: Tensor, k: Tensor, weights: Tensor | None, case: Case, near: bool) -> Layout:
     """The layout that `clusters` stands for; raises where it does not fit the tokens."""
-    Hk, L = k.shape[1:3]
+    clusters, grid, (Hk, L) = case.clusters, case.call.grid, k.shape[1:3]
     masked = None if weights is None else weights.squeeze(1)
     if isinstance(clusters, Tensor):
-        ids, count = _check_assignment(clusters, lead, Hk, L, k.device)
+        ids, count = _check_assignment(clusters, case.call.lead, Hk, L, k.device)
         return assigned(ids, count, near)
     if isinstance(clusters, KMeans):
         if torch.compiler.is_compiling():
@@ -125,8 +105,8 @@ def make_layout(
             raise ValueError(f"clusters={clusters} must cut each side of grid={grid} into 1 to that many blocks")
         return on_grid(grid, clusters, k.device)
     if grid is not None:
-        return on_grid(grid, divide(grid, clusters, least), k.device)
-    return consecutive(L, clusters, masked, k.device, least)
+        return on_grid(grid, divide(grid, clusters, case.least), k.device)
+    return consecutive(L, clusters, masked, k.device, case.least)
 
 
 def check_clusters(clusters: Clusters) -> None:

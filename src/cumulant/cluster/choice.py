@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .closures import gain
+from ..closures import gain
+from ..tensors import ABSENT, softmax_or_zero
 
-ABSENT = float("-inf")
 RANKS = ("mass", "error", "mean")
 
 
@@ -57,9 +57,3 @@ def responding(
     if taken is not None:
         score = score.masked_fill(taken, -1)
     return score.topk(count, -1).indices
-
-
-def softmax_or_zero(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
-    empty = (logits == ABSENT).all(-1, keepdim=True)
-    return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inputs import check_tensors, in_autocast_dtype
+from ..call import Call
 from ..moments import ratio, statistics_dtype
 from .attention import check_form, cluster_attention, kmeans_assignment, origin
-from .backend import Form
+from .backend import Case, Form
 from .build import Clusters, Field, check_clusters, pack
 from .choice import heaviest
 from .cost import multiply_adds, softmax_multiply_adds
@@ -78,8 +78,7 @@ class Dial:
     cost: float
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **shared: Any) -> Tensor:
-        query, key, value = in_autocast_dtype(query, key, value)
-        check_tensors(query, key, value, None, None, False)
+        query, key, value = Call(query, key, value).checked()[:3]
         if query.shape[-3] != len(self.choices):
             raise ValueError(f"query has {query.shape[-3]} heads, but the dial was set for {len(self.choices)}")
         groups: dict[Choice, list[int]] = {}
@@ -124,8 +123,7 @@ def choose(
     with clusters and near field in proportion. Raises if no candidate is good enough: `Choice(1, near=1)` always is.
     Cost: (samples L + candidates samples K) D E, and one search for each kind of clusters.
     """
-    query, key, value = in_autocast_dtype(query, key, value)
-    check_tensors(query, key, value, None, scale, False)
+    query, key, value = Call(query, key, value, scale=scale).checked()[:3]
     if query.ndim != 4 or not query.numel() or not key.numel():
         raise ValueError(f"query must be (batch, heads, tokens, width) and not empty, got {tuple(query.shape)}")
     if not all(bool(x.isfinite().all()) for x in (query, key, value)):
@@ -217,7 +215,8 @@ def _field(q: Tensor, key: Tensor, value: Tensor, clusters: Clusters) -> Field:
     check_clusters(clusters)
     k, v = key.to(q.dtype), value.to(q.dtype)
     form = Form(near="any", closure="tanh", rank="mass", full=False, response=None, near_rows=1)
-    packed = pack(q.unsqueeze(2), k - origin(k, None, False), v, None, clusters, key.shape[:-3], None, 0, form)
+    case = Case(Call(q, key, value), clusters, form, least=1)
+    packed = pack(q.unsqueeze(2), k - origin(k, None, False), v, None, case)
     return Field.of(packed, form)
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..inputs import transformed
+from ..closures import gain, log_mass
 from ..moments import Moments, ratio
-from .choice import ABSENT, heaviest, largest, responding, softmax_or_zero
-from .closures import gain, log_mass
+from ..tensors import ABSENT, softmax_or_zero
+from ..tracing import transformed
+from .choice import heaviest, largest, responding
 from .grouped import groups, near_answers
 
 

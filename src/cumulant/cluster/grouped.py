@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..inputs import transformed
+from ..tracing import transformed
 
 ABSENT = float("-inf")
 SLICE = 4  # rows of a cluster in one product, in units of what a cluster gets on average

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..inputs import transformed
+from ..call import Grid
 from ..moments import ratio
-
-Grid = tuple[int, ...]
+from ..tracing import transformed
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..closures import gain, log_mass
 from ..moments import ratio
+from ..tensors import softmax_or_zero
 from .backend import Form, cheaper_by_token
 from .build import Packed, log
-from .closures import gain, log_mass
-from .fields import recomputed, room, softmax_or_zero
+from .fields import recomputed, room
 
 
 def answers_by_token(packed: Packed, form: Form) -> bool:

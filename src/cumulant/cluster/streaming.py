@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..closures import check_closure
 from ..moments import Moments, statistics_dtype
-from .closures import check_closure
 from .fields import Exact, Far, mix
 from .layout import Blocks
 from .statistics import VARIANCES, merge, moments_of

@@ -10,13 +10,14 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from ..call import Call
 from ..cluster.dial import check_target
 from ..inspect.batches import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
 from ..inspect.sites import Site
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn import AxialAttention
 from ..nn.swapped import plan as plans
-from ..nn.swapped.choice import KEPT, SOFTMAX, Call, Choice, fitting
+from ..nn.swapped.choice import KEPT, SOFTMAX, Choice, fitting
 from .conversion import find_sites
 from .dial import ModelDial, choose_layers
 from .settings import CANDIDATES

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import zoo
+from ..call import Call
 from ..cluster.attention import cluster_attention
 from ..cluster.cost import causal_multiply_adds, multiply_adds, softmax_multiply_adds
 from ..cluster.dial import check_counts, check_target
 from ..cluster.layout import Blocks
 from ..inspect.batches import call, evaluating, example_for, some
 from ..inspect.watching import softmax_sites, watching_softmax
-from ..nn.swapped.choice import Call, Choice
+from ..nn.swapped.choice import Choice
 from ..zoo.cluster import LEAST, past_blocks
-from ..zoo.softmax import softmax_attention
 
 # Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
 # covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter.
@@ -264,7 +265,7 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, at: Tensor, is_causal: b
     """What softmax answers the queries `at` these places."""
     if not is_causal:
         return cluster_attention(query[:, :, at], key, value, clusters=1, near=1, **shared)
-    return softmax_attention(query, key, value, is_causal=True, **shared)[:, :, at]
+    return zoo.get("softmax")(query, key, value, is_causal=True, **shared)[:, :, at]
 
 
 def _mean(value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inspect.batches import Batch, answer, call, evaluating
-from ..nn.swapped.own import FoldingAttention
-from ..nn.swapped.timm_layers import ConvertedAttention
+from ..nn.fold import unfolded
 from ..optional import needed
 
 TOLERANCE = 1e-4
@@ -32,20 +30,6 @@ class _Answer(nn.Module):
         return answer(call(self.model, inputs))
 
 
-@contextmanager
-def _unfolded(model: nn.Module) -> Iterator[None]:
-    """Plain products instead of the folded form, whose choice depends on the length."""
-    layers = [m for m in model.modules() if isinstance(m, ConvertedAttention | FoldingAttention)]
-    before = [layer.fold for layer in layers]
-    for layer in layers:
-        layer.fold = False
-    try:
-        yield
-    finally:
-        for layer, fold in zip(layers, before, strict=True):
-            layer.fold = fold
-
-
 def _flat(example: Batch) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
     if isinstance(example, Mapping):
         return tuple(example), tuple(example.values())
@@ -58,7 +42,7 @@ def export_program(model: nn.Module, example: Batch, *, dynamic_shapes: Any = No
     `dynamic_shapes` has one entry for each input, e.g. ({0: Dim("batch"), 1: Dim("length")},).
     """
     names, inputs = _flat(example)
-    with evaluating(model), _unfolded(model), torch.no_grad():
+    with evaluating(model), unfolded(), torch.no_grad():
         wrapped = _Answer(model, names).eval()
         shapes = None if dynamic_shapes is None else (tuple(dynamic_shapes),)
         return torch.export.export(wrapped, inputs, dynamic_shapes=shapes)

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..around import mean_logits, means
 from ..attention import scores
-from ..nn.swapped.choice import Call
-from ..zoo.inputs import prepare_queries
-from ..zoo.masking import log_weights, softmax_or_zero
-from ..zoo.tilted import mean_logits, means
+from ..call import Call
+from ..tensors import log_weights, softmax_or_zero
 
 ORDERS = (1, 2, 3)
 
@@ -135,7 +134,7 @@ def _around_mean(
     prefix: int,
 ) -> Tensor:
     """Weights (B, H, m, Lk) of the expansion around the mean query, for the queries `at`: the mean is over all."""
-    query, present = prepare_queries(query, query_mask)
+    query, present = Call(query, key, key, query_mask=query_mask).present_queries()
     added, rows, start = log_weights(key_mask, key[..., 0]), [], 0
     for part, mean in means(query, present, prefix):
         mine = at[(start <= at) & (at < start + part.shape[-2])] - start

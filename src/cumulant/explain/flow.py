@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..inputs import without_autocast
 from ..inspect.sites import Site, find_sites, output_projection
 from ..inspect.tokens import TokenLayout
 from ..inspect.watching import Seen, watching
+from ..nn.fold import unfolded
+from ..tracing import without_autocast
 from .capture import NO_WEIGHTS, Captured
-from .heads import plain_output, unfolded
+from .heads import plain_output
 
 SIGNS = ("absolute", "positive", "signed")
 EVIDENCE = ("for", "against")
@@ -99,7 +100,7 @@ def relevance(
 
     with ExitStack() as stack, torch.enable_grad():
         for site in sites:
-            stack.enter_context(unfolded(site))
+            stack.enter_context(unfolded())
             hook = output_projection(model, site).register_forward_pre_hook(joined_of(site.number))
             stack.callback(hook.remove)
         stack.enter_context(watching(model, sites, see))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..inspect.sites import Site, find_sites, numbered, output_projection
 from ..inspect.tokens import TokenLayout
 from ..inspect.watching import Seen, watching
+from ..nn.fold import unfolded
 
 BLOCKS = ("class to patches", "patches to class", "patches to patches", "patches at distance")
 
@@ -45,7 +46,7 @@ def head_off(
                     joined[..., head, :] = 0 if mean is None else mean.to(joined)
                 return joined.flatten(-2), *args[1:]
 
-            stack.enter_context(unfolded(site))
+            stack.enter_context(unfolded())
             stack.callback(output_projection(model, site).register_forward_pre_hook(cut).remove)
         yield model
 
@@ -87,7 +88,7 @@ def block_off(
         return joined.flatten(-2), *args[1:]
 
     with ExitStack() as stack:
-        stack.enter_context(unfolded(site))
+        stack.enter_context(unfolded())
         stack.enter_context(watching(model, [site], see))
         stack.callback(output_projection(model, site).register_forward_pre_hook(subtract).remove)
         yield model
@@ -118,19 +119,6 @@ def plain_output(site: Site) -> bool:
     return own and getattr(getattr(site.module, "mix", None), "gate", None) is None
 
 
-@contextmanager
-def unfolded(site: Site) -> Iterator[None]:
-    """A second-order layer that folds its projections forms its heads within this."""
-    before = getattr(site.module, "fold", False)
-    if before:
-        site.module.fold = False
-    try:
-        yield
-    finally:
-        if before:
-            site.module.fold = before
-
-
 def head_means(model: nn.Module, batches: Sequence[Tensor]) -> dict[tuple[int, int], Tensor]:
     """Mean output (D,) of every head over tokens and images, for pruning to the mean instead of to 0."""
     sites = find_sites(model)
@@ -144,7 +132,7 @@ def head_means(model: nn.Module, batches: Sequence[Tensor]) -> dict[tuple[int, i
                 sums[site.number] = sums.get(site.number, 0) + joined.sum(0, dtype=torch.float64)
                 counts[site.number] += joined.shape[0]
 
-            stack.enter_context(unfolded(site))
+            stack.enter_context(unfolded())
             stack.callback(output_projection(model, site).register_forward_pre_hook(add).remove)
         for batch in batches:
             model(batch)

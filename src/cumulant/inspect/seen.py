@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inputs import without_autocast
+from ..call import Call
 from ..nn import AxialAttention, MultiheadAttention
 from ..nn.swapped.choice import weights
+from ..tracing import without_autocast
 from ..zoo.registry import Mechanism
 
 Rows = list[int] | None
@@ -110,9 +111,9 @@ class OwnCall:
 
     def _plain(self, query: Tensor, key: Tensor, heads: Any, mask: bool = True) -> Tensor:
         query, key = (_wide(z[..., heads, :, :]) for z in (query, key))
-        shared: dict[str, Any] = {"key_mask": self.key_mask if mask else None, "is_causal": False}
+        call = Call(query, key, key, self.key_mask if mask else None)
         with without_autocast(query.device.type):  # which would round wide numbers again
-            return self.layer.weights_of(self.layer.mix, query, key, {}, heads, **shared)
+            return self.layer.weights(self.layer.mix, call, heads=heads)
 
     def _axial(self, layer: AxialAttention, rows: list[int], heads: Rows) -> Tensor:
         """Half of the heads look along time, the others within a frame: only those sequences are formed."""
@@ -213,10 +214,7 @@ class ConvertedCall:
         query = call.query if rows is None or not alone else call.query[..., rows, :]
         own = call.key_mask if self.choice.around_mean and self.queries == call.key.shape[-2] else None
         with without_autocast(query.device.type):
-            A = weights(
-                self.choice, _wide(query), _wide(call.key), key_mask=call.key_mask, is_causal=call.is_causal,
-                scale=call.scale, query_mask=own,
-            )  # fmt: skip
+            A = weights(self.choice, call._replace(query=_wide(query), key=_wide(call.key), query_mask=own))
         return _select(A, None if alone else rows, heads)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..call import Call
 from ..models import ViViT
-from ..nn import MultiheadAttention
-from ..nn.swapped.choice import KEPT, Call, Choice, observing
+from ..nn.swapped.choice import KEPT, Choice, observing
 from ..nn.swapped.plan import TRANSFORMERS, applied, library_of
 from .seen import ConvertedCall, FusedCall, OwnCall
 from .sites import CONVERTED, FUSED, OWN, Site
@@ -48,25 +46,13 @@ def own_softmax(model: nn.Module, found: Sequence[Site]) -> Iterator[None]:
 @contextmanager
 def watching_softmax(model: nn.Module, found: Sequence[Site], seen: Callable[[str, Call], None]) -> Iterator[None]:
     """Within this, `seen(name, call)` is told of every call of a softmax layer, with its grid where it has one."""
-    with own_softmax(model, found), ExitStack() as hooks:
+    with own_softmax(model, found):
         names = {id(model.get_submodule(site.name)): site.name for site in softmax_sites(found)}
-        grids: dict[int, tuple[tuple[int, ...] | None, int]] = {}
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-            own = getattr(module, "grid_size", None), getattr(module, "prefix", 0)
-            grid, prefix = (given["grid"], given.get("prefix", 0)) if given.get("grid") is not None else own
-            grids[id(module)] = None if grid is None else tuple(grid), prefix
 
         def tell(module: nn.Module, made: Call) -> None:
             if id(module) in names:
-                grid, prefix = grids.get(id(module), (None, 0))
-                seen(names[id(module)], replace(made, grid=grid, prefix=prefix))
+                seen(names[id(module)], made)
 
-        for site in softmax_sites(found):
-            if isinstance(site.module, MultiheadAttention):  # others do not tell their mechanism of a grid
-                handle = site.module.register_forward_pre_hook(note, with_kwargs=True)
-                hooks.callback(handle.remove)
         with observing(tell):
             yield
 

@@ -1,7 +1,7 @@
 """Backbones that take any attention mechanism, and `create_model` to make them by name."""
 
-from .registry import create_model, model_names
+from .registry import create_model, names, register_model
 from .vit import VisionTransformer
 from .vivit import ViViT
 
-__all__ = ["ViViT", "VisionTransformer", "create_model", "model_names"]
+__all__ = ["ViViT", "VisionTransformer", "create_model", "names", "register_model"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from ..zoo.grammar import suggest
 from .vit import VisionTransformer
@@ -50,46 +53,71 @@ VIVIT_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def model_names() -> list[str]:
+class Entry(NamedTuple):
+    """What a name stands for: a class of models, and the arguments that make this one."""
+
+    kind: Callable[..., nn.Module]
+    config: Mapping[str, Any]
+
+
+_MODELS: dict[str, Entry] = {}
+
+
+def register_model(name: str, kind: Callable[..., nn.Module], **config: Any) -> None:
+    """Let `create_model(name, ...)` make `kind(**config, attention=..., ...)`; the name must be new."""
+    if name in _MODELS:
+        raise ValueError(f"a model named {name!r} is registered already; choose another name")
+    _MODELS[name] = Entry(kind, config)
+
+
+def names() -> list[str]:
     """Names that `create_model` knows."""
-    return [*VIT_CONFIGS, *VIVIT_CONFIGS]
+    return list(_MODELS)
+
+
+def takes_clips(name: str) -> bool:
+    """Whether the model of that name is for videos."""
+    return bool(getattr(_MODELS[name].kind, "takes_clips", False))
 
 
 def model_arguments(name: str) -> list[str]:
     """What `create_model` takes for that name beside it."""
-    if name not in model_names():
-        raise ValueError(f"unknown model {name!r}; {suggest(name, model_names())}")
-    kind = VisionTransformer if name in VIT_CONFIGS else ViViT
-    return [key for key in inspect.signature(kind.__init__).parameters if key != "self"]
+    if name not in _MODELS:
+        raise ValueError(f"unknown model {name!r}; {suggest(name, names())}")
+    return [key for key in inspect.signature(_MODELS[name].kind).parameters if key != "self"]
 
 
 def input_shape(name: str) -> tuple[int, ...]:
     """Channels, for videos frames, height and width that the model of that name is made for."""
-    kind, own = (VisionTransformer, VIT_CONFIGS) if name in VIT_CONFIGS else (ViViT, VIVIT_CONFIGS)
-    defaults = {key: one.default for key, one in inspect.signature(kind.__init__).parameters.items()}
-    given = defaults | own[name]
+    kind, own = _MODELS[name]
+    given = {key: one.default for key, one in inspect.signature(kind).parameters.items()} | dict(own)
+    if "img_size" not in given:
+        return ()  # one that takes any
     frames = (given["frames"],) if "frames" in given else ()
     return given["in_chans"], *frames, given["img_size"], given["img_size"]
 
 
 def create_model(
-    name: str, *, attention: str = "softmax", num_classes: int = 1000, **kw: Any
-) -> VisionTransformer | ViViT:
-    """A freshly initialised model; `kw` are further arguments of `VisionTransformer` (img_size, pool, ...) or, for
-    names that begin with "vivit", of `ViViT` (variant, frames, ...).
+    name: str, *, attention: str = "softmax", layer: str | None = None, num_classes: int = 1000, **kw: Any
+) -> Any:
+    """A freshly initialised model; `kw` are further arguments of its class: of `VisionTransformer` (img_size, pool,
+    ...) or, for names that begin with "vivit", of `ViViT` (variant, frames, ...).
 
-    The arguments are kept in `model.config`, from which `cumulant.train.load` rebuilds it.
+    `attention` names a mechanism, with options behind it ("cumulant3+around=mean"), `layer` an attention layer. The
+    arguments are kept in `model.config`, from which `cumulant.train.load` rebuilds it.
     """
-    given = {"attention": attention, "num_classes": num_classes, **kw}
+    given = {"attention": attention, "num_classes": num_classes, **kw, **({} if layer is None else {"layer": layer})}
     known = model_arguments(name)
     unknown = [key for key in given if key not in known]
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]!r} of {name}; {suggest(unknown[0], known)}")
-    model: VisionTransformer | ViViT
-    if name in VIT_CONFIGS:
-        model = VisionTransformer(**{**VIT_CONFIGS[name], **given})
-    else:
-        model = ViViT(**{**VIVIT_CONFIGS[name], **given})
+    kind, config = _MODELS[name]
+    model: Any = kind(**{**config, **given})
     placement = ("device", "dtype")
     model.config = {"name": name, **{key: value for key, value in given.items() if key not in placement}}
     return model
+
+
+for _kind, _configs in ((VisionTransformer, VIT_CONFIGS), (ViViT, VIVIT_CONFIGS)):
+    for _name, _config in _configs.items():
+        register_model(_name, _kind, **_config)

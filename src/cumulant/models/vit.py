@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.attention import EXTRAS, LAYER_NORM, MultiheadAttention, check_extras
+from ..nn import create_layer
+from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
 
 POOLINGS = ("cls", "gap")
 
@@ -135,9 +136,10 @@ class VisionTransformer(nn.Module):
         gelu: "erf", or "tanh" for the approximation that Google's code uses.
         init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
             a model of width 64 starts learning much sooner from about 64**-0.5.
-        attention: name of a mechanism, see `cumulant.zoo.names()`.
+        attention: name of a mechanism, see `cumulant.zoo.names()`; options may stand behind it, "cumulant3+full".
         attention_options: options of that mechanism.
-        attention_extras: v_conv, v_conv_init, gate and temperature of every `cumulant.nn.MultiheadAttention`.
+        attention_extras: further arguments of every layer: v_conv, v_conv_init, gate and temperature.
+        layer: name of an attention layer, see `cumulant.nn.layers()`; "multihead" unless given.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class VisionTransformer(nn.Module):
         attention: str = "softmax",
         attention_options: dict[str, Any] | None = None,
         attention_extras: dict[str, Any] | None = None,
+        layer: str | None = None,
         qkv_bias: bool = True,
         qk_norm: bool = False,
         pool: str = "cls",
@@ -181,7 +184,8 @@ class VisionTransformer(nn.Module):
         self.num_classes, self.embed_dim, self.pool = num_classes, embed_dim, pool
         self.distilled_training = distilled_training
         extras = dict(attention_extras or {})
-        check_extras(extras, EXTRAS)
+        if layer is None:
+            check_extras(extras, EXTRAS)
         self.num_prefix_tokens = int(class_token) + int(distilled)
 
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
@@ -193,7 +197,8 @@ class VisionTransformer(nn.Module):
         self.pos_drop = nn.Dropout(drop_rate)
 
         def attn() -> nn.Module:
-            return MultiheadAttention(
+            return create_layer(
+                layer or "multihead",
                 embed_dim,
                 num_heads,
                 attention=attention,
@@ -231,8 +236,9 @@ class VisionTransformer(nn.Module):
             elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
                 module.reset_parameters()
         for module in self.modules():  # after the linear layers inside them
-            if isinstance(module, MultiheadAttention):
-                module.reset_extras()
+            reset = getattr(module, "reset_extras", None)
+            if callable(reset):
+                reset()
         for table in (self.cls_token, self.dist_token, self.pos_embed):
             if table is not None:
                 nn.init.trunc_normal_(table, std=std)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.attention import EXTRAS, LAYER_NORM, MultiheadAttention, check_extras
-from ..nn.axial import AxialAttention
+from ..nn import create_layer
+from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
 from ..nn.extras import conv_kernel
 from .from_image import load_image_weights
 from .tubelet import TubeletEmbed, check_method, guess_grid, resize_clip_positions, resize_time
@@ -107,9 +107,11 @@ class ViViT(nn.Module):
             leaves variant 3 alone, as the released code does.
         init_std: None initialises as released (Xavier-uniform matrices, each of query, key and value by itself; MLP
             biases N(0, 1e-6), positions N(0, 0.02), class tokens 0); a number as DeiT, with that deviation.
-        attention, attention_options, attention_extras: as in `VisionTransformer`, for every attention of the model. A
+        attention, attention_options, attention_extras, layer: as in `VisionTransformer`, for every attention here. A
             `v_conv` (k_t, k, k) becomes k x k in attention within frames and k_t in attention over time.
     """
+
+    takes_clips = True
 
     def __init__(
         self,
@@ -130,6 +132,7 @@ class ViViT(nn.Module):
         attention: str = "softmax",
         attention_options: dict[str, Any] | None = None,
         attention_extras: dict[str, Any] | None = None,
+        layer: str | None = None,
         qkv_bias: bool = True,
         qk_norm: bool = False,
         pool: str | None = None,
@@ -148,8 +151,11 @@ class ViViT(nn.Module):
         self.config: dict[str, Any] | None = None  # set by create_model
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         extras = dict(attention_extras or {})
-        check_extras(extras, EXTRAS)
+        if layer is None:
+            check_extras(extras, EXTRAS)
         self.variant = check_variant(variant)
+        if layer is not None and self.variant == 4:
+            raise ValueError(f"layer={layer!r}, but variant 4 is made of axial layers; choose another variant")
         check_method(tubelet_init)
         pool = pool or ("gap" if self.variant in (3, 4) else "cls")
         check_pool(pool)
@@ -180,14 +186,14 @@ class ViViT(nn.Module):
         self.pos_drop = nn.Dropout(drop_rate)
 
         hidden = int(embed_dim * mlp_ratio)
-        layer: dict[str, Any] = {"attention": attention, "attention_options": attention_options, "qkv_bias": qkv_bias}
-        layer |= {"qk_norm": qk_norm, "attn_drop": attn_drop, "proj_drop": drop_rate, **place}
+        shared: dict[str, Any] = {"attention": attention, "attention_options": attention_options, "qkv_bias": qkv_bias}
+        shared |= {"qk_norm": qk_norm, "attn_drop": attn_drop, "proj_drop": drop_rate, **place}
 
-        def attn(axes: str, prefix: int = 0) -> MultiheadAttention:
+        def attn(axes: str, prefix: int = 0) -> nn.Module:
             grid = {"both": self.grid_size, "space": self.grid_size[1:], "time": (n_t, 1)}[axes]
-            kind = AxialAttention if self.variant == 4 else MultiheadAttention
-            given = {"grid_size": grid, "prefix": prefix, **layer, **extras_along(axes, extras)}
-            return kind(embed_dim, num_heads, **given)
+            kind = "axial" if self.variant == 4 else layer or "multihead"
+            given = {"grid_size": grid, "prefix": prefix, **shared, **extras_along(axes, extras)}
+            return create_layer(kind, embed_dim, num_heads, **given)
 
         def block(axes: str) -> nn.Module:
             inner = embed_dim, hidden, drop_rate, gelu
@@ -217,8 +223,9 @@ class ViViT(nn.Module):
             elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
                 module.reset_parameters()
         for module in self.modules():  # after the linear layers inside them
-            if isinstance(module, MultiheadAttention):
-                module.reset_extras()
+            reset = getattr(module, "reset_extras", None)
+            if callable(reset):
+                reset()
         for name, table in self.named_parameters(recurse=False):
             if std is not None:
                 nn.init.trunc_normal_(table, std=std)

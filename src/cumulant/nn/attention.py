@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import zoo
-from ..zoo.grammar import suggest
+from ..call import Call, Grid, check_mask
+from ..tensors import without_absent
+from ..zoo.grammar import parse, suggest
+from ..zoo.mixing import Mix
 from .extras import (
     GATES,
     Temperature,
@@ -23,9 +26,10 @@ from .extras import (
     check_temperature,
     conv_kernel,
     gate_name,
-    scores_toward_mean,
     toward_mean,
+    weights_toward_mean,
 )
+from .fold import folded_attention, folds
 
 LAYER_NORM = partial(nn.LayerNorm, eps=1e-6)
 EXTRAS = ("v_conv", "v_conv_init", "gate", "temperature")  # what a model passes on to each of its layers
@@ -42,8 +46,8 @@ class MultiheadAttention(nn.Module):
 
     Args:
         dim: width C of the tokens; must be a multiple of num_heads.
-        attention: name of a mechanism, see `cumulant.zoo.names()`.
-        attention_options: options of that mechanism, e.g. `{"full": True}` for "cumulant3".
+        attention: name of a mechanism, see `cumulant.zoo.names()`; options may stand behind it, "cumulant3+full".
+        attention_options: the same options as a mapping, `{"full": True}`.
         qk_norm: normalise queries and keys per head with `norm_layer` (LayerNorm unless given).
         scale_norm: normalise the mechanism's output before the last projection.
         attn_drop: dropout on the attention probabilities; an error for mechanisms that have none.
@@ -56,6 +60,8 @@ class MultiheadAttention(nn.Module):
         temperature: "head" learns a positive factor on the query of each head; "order", for cumulant2 and cumulant3,
             one for the second and one for the third term of each head. They are 1 at first.
     """
+
+    fold: str | bool = False  # see `nn.fold.folds`; for second order without norms and extras
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class MultiheadAttention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         norm_layer: Callable[..., nn.Module] | None = None,
-        grid_size: tuple[int, ...] | None = None,
+        grid_size: Grid | None = None,
         prefix: int = 0,
         v_conv: bool | int | Sequence[int] = False,
         v_conv_init: str = "default",
@@ -83,26 +89,27 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or dim < 1 or dim % num_heads:
             raise ValueError(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={num_heads}")
-        self.mechanism = zoo.get(attention)
+        name, own = parse(attention)
+        self.mechanism = zoo.get(name)
         if not 0 <= attn_drop <= 1:
             raise ValueError(f"attn_drop must be a probability between 0 and 1, got {attn_drop}")
         if attn_drop and not self.mechanism.dropout:
             raise ValueError(
-                f"attn_drop={attn_drop}, but {attention!r} forms no probabilities to drop; "
+                f"attn_drop={attn_drop}, but {name!r} forms no probabilities to drop; "
                 "use attn_drop=0 with proj_drop or stochastic depth"
             )
         norm = LAYER_NORM if norm_layer is None else norm_layer
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
         self.attn_drop, self.grid_size, self.prefix = attn_drop, grid_size, prefix
-        self.attention_options = dict(attention_options or {})
-        check_temperature(temperature, attention, self.attention_options.get("around", "zero"))
+        self.attention_options = {**own, **(attention_options or {})}
+        check_temperature(temperature, name, self.attention_options.get("around", "zero"))
         kernel, self.gate_activation = conv_kernel(v_conv), gate_name(gate)
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **place)
         self.q_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
         self.k_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
         self.mix = self.build_mix(place)
-        by_order = temperature == "order" and attention == "cumulant3"  # at order 2 the factor of the query is all
+        by_order = temperature == "order" and name == "cumulant3"  # at order 2 the factor of the query is all
         self.temperature = Temperature(num_heads, 2 if by_order else 1, **place) if temperature else None
         self.v_conv = None if kernel is None else ValueConv(dim, kernel, v_conv_init, **place)
         self.gate = nn.Linear(dim, dim, **place) if self.gate_activation else None
@@ -110,13 +117,13 @@ class MultiheadAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **place)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def build_mix(self, place: dict[str, Any]) -> Callable[..., Tensor]:
+    def build_mix(self, place: dict[str, Any]) -> Mix:
         """The mechanism as this layer calls it: itself with its options, or a module with parameters."""
         return self.mechanism.build(
             self.dim, self.num_heads, grid_size=self.grid_size, prefix=self.prefix, **place, **self.attention_options
         )
 
-    def mixers(self) -> tuple[Callable[..., Tensor], ...]:
+    def mixers(self) -> tuple[Mix, ...]:
         """Every callable that `build_mix` made."""
         return (self.mix,)
 
@@ -136,7 +143,7 @@ class MultiheadAttention(nn.Module):
         context: Tensor | None = None,
         key_mask: Tensor | None = None,
         is_causal: bool = False,
-        grid: tuple[int, ...] | None = None,
+        grid: Grid | None = None,
         prefix: int = 0,
     ) -> Tensor:
         """x (..., L, C), context (..., M, C), key_mask (..., M) -> (..., L, C).
@@ -144,61 +151,55 @@ class MultiheadAttention(nn.Module):
         `grid` (rows, cols) or (frames, rows, cols) says how the tokens after the first `prefix` are laid out; without
         it, the layer's own `grid_size` and `prefix` hold.
         """
-        if grid is None:
-            grid, prefix = self.grid_size, self.prefix
-        query, key, value = self.project(x, context)
-        shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal}
-        out = self.mix_tokens(query, key, value, x=x, grid=grid, prefix=prefix, own=context is None, **shared)
-        out = out.transpose(-3, -2).flatten(-2)
+        if context is None and folds(self.fold, x, self.num_heads, is_causal=is_causal):
+            return self.proj_drop(self.folded(x, key_mask))
+        call = self.call(x, context, key_mask, is_causal, grid, prefix)
+        out = self.mix_tokens(call, x, context).transpose(-3, -2).flatten(-2)
         if self.v_conv is not None:
-            out = out + self._convolved(self.v_conv, value, context is None, key_mask, is_causal, grid, prefix)
+            out = out + self._convolved(self.v_conv, call, context)
         out = self.norm(out)
         if self.gate is not None and self.gate_activation is not None:
             out = out * GATES[self.gate_activation](self.gate(x))
         return self.proj_drop(self.proj(out))
 
-    def mix_tokens(
+    def folded(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """The second-order layer up to its last dropout, by the covariance of its tokens."""
+        self._check_width("x", x)
+        if key_mask is not None:
+            check_mask(key_mask, x, x.shape[:-2])
+        W, out = self.qkv, self.proj
+        return folded_attention(x, W.weight, W.bias, out.weight, out.bias, self.num_heads, key_mask)
+
+    def call(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
         x: Tensor,
+        context: Tensor | None = None,
         key_mask: Tensor | None = None,
         is_causal: bool = False,
-        grid: tuple[int, ...] | None = None,
+        grid: Grid | None = None,
         prefix: int = 0,
-        own: bool = True,
-    ) -> Tensor:
-        """Output (..., H, L, D) of the mechanism; `own` says that keys and values come from x (..., L, C) itself."""
-        options = self.call_options(x, key_mask if own else None, grid, prefix)
-        out = self.mix(query, key, value, key_mask=key_mask, is_causal=is_causal, **options)
-        return self.mix_in_mean(out, query, key, value, key_mask=key_mask, is_causal=is_causal)
+    ) -> Call:
+        """What the mechanism is asked for these tokens; arguments are those of `forward`."""
+        if grid is None:
+            grid, prefix = self.grid_size, self.prefix
+        dropout = self.attn_drop if self.training else 0.0
+        there = key_mask if context is None else None
+        query, key, value = self.project(x, context)
+        return Call(query, key, value, key_mask, is_causal, None, False, there, grid, prefix, dropout_p=dropout)
 
-    def mix_in_mean(
-        self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, heads: slice = slice(None), **shared: Any
-    ) -> Tensor:
+    def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Output (..., H, L, D) of the mechanism for the call of x (..., L, C) and its context."""
+        return self.mix_in_mean(self.mix.run(call, x), call)
+
+    def mix_in_mean(self, out: Tensor, call: Call, heads: slice = slice(None)) -> Tensor:
         """The mechanism's output for some heads with `temperature="order"`; as it is with any other."""
         gain = None if self.temperature is None else self.temperature.gain()
-        if gain is None:
-            return out
-        normalization = self.attention_options.get("normalization", "mean")
-        return toward_mean(out, gain[heads], query, key, value, normalization=normalization, **shared)
+        return out if gain is None else toward_mean(out, gain[heads], call, self.normalization)
 
-    def call_options(
-        self, x: Tensor | None, query_mask: Tensor | None, grid: tuple[int, ...] | None, prefix: int
-    ) -> dict[str, Any]:
-        """What this mechanism wants to know at each call besides query, key, value and masks; x=None for scores."""
-        options: dict[str, Any] = {}
-        if self.attn_drop and self.training and x is not None:
-            options["dropout_p"] = self.attn_drop
-        if self.mechanism.wants_grid:
-            options |= {"grid": grid, "prefix": prefix}
-        if self.mechanism.wants_input and x is not None:
-            options["x"] = x
-        if self.mechanism.wants_query_mask:
-            options["query_mask"] = query_mask
-        return options
+    @property
+    def normalization(self) -> str:
+        """That of the cumulant mechanisms."""
+        return self.attention_options.get("normalization", "mean")
 
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Query (..., H, L, D) of x, and key and value (..., H, M, D) of the context, or of x itself."""
@@ -222,40 +223,20 @@ class MultiheadAttention(nn.Module):
         context: Tensor | None = None,
         key_mask: Tensor | None = None,
         is_causal: bool = False,
-        grid: tuple[int, ...] | None = None,
+        grid: Grid | None = None,
         prefix: int = 0,
     ) -> Tensor:
         """The weights with which the mechanism of this layer mixes the values, (..., H, L, M). Cost: L M C.
 
         Temperatures are in them; a convolution of the values and a gate are not.
         """
-        if grid is None:
-            grid, prefix = self.grid_size, self.prefix
-        query, key, _ = self.project(x, context)
-        options = self.call_options(None, key_mask if context is None else None, grid, prefix)
-        return self.weights_of(self.mix, query, key, options, key_mask=key_mask, is_causal=is_causal)
+        return self.weights(self.mix, self.call(x, context, key_mask, is_causal, grid, prefix), x)
 
-    def weights_of(
-        self,
-        mix: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        options: dict[str, Any],
-        heads: slice = slice(None),
-        **shared: Any,
-    ) -> Tensor:
-        """Weights of some heads for their query (..., h, L, D) and key (..., h, M, D), as `project` makes them."""
-        module = isinstance(mix, nn.Module)
-        scores = getattr(mix, "scores", None) if module else self.mechanism.scores
-        if scores is None:
-            raise ValueError(f"{self.mechanism.name!r} has no scores to show")
-        own = {} if module else self.mechanism.options_of_scores(self.attention_options)
-        A = scores(query, key, **shared, **own, **options)
+    def weights(self, mix: Mix, call: Call, x: Tensor | None = None, heads: slice = slice(None)) -> Tensor:
+        """Weights of some heads for their call, as `call` makes it."""
+        A = mix.weigh(call, x)
         gain = None if self.temperature is None else self.temperature.gain()
-        if gain is None:
-            return A
-        normalization = self.attention_options.get("normalization", "mean")
-        return scores_toward_mean(A, gain[heads], query, key, normalization=normalization, **shared)
+        return A if gain is None else weights_toward_mean(A, gain[heads], call, self.normalization)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, num_heads={self.num_heads}, attention={self.mechanism.name!r}"
@@ -265,26 +246,16 @@ class MultiheadAttention(nn.Module):
         split = x.unflatten(-1, (-1, self.num_heads, self.head_dim))
         return tuple(part.transpose(-3, -2) for part in split.unbind(-3))
 
-    def _convolved(
-        self,
-        v_conv: ValueConv,
-        value: Tensor,
-        own: bool,
-        key_mask: Tensor | None,
-        is_causal: bool,
-        grid: tuple[int, ...] | None,
-        prefix: int,
-    ) -> Tensor:
-        """Convolution of value (..., H, L, D) on the grid, (..., L, C); absent tokens count as 0."""
-        if not own or is_causal:
+    def _convolved(self, v_conv: ValueConv, call: Call, context: Tensor | None) -> Tensor:
+        """Convolution of the values (..., H, L, D) on the grid, (..., L, C); absent tokens count as 0."""
+        grid, prefix = call.grid, call.prefix
+        if context is not None or call.is_causal:
             raise ValueError("v_conv mixes neighbours on a grid: it needs context=None and is_causal=False")
         if grid is None:
             raise ValueError("v_conv needs to know the grid: pass grid=(rows, cols) here or grid_size to the layer")
-        tokens = value.transpose(-3, -2).flatten(-2)
+        tokens = without_absent(call.value, call.key_mask).transpose(-3, -2).flatten(-2)
         if prefix + math.prod(grid) != tokens.shape[-2]:
             raise ValueError(f"grid={grid} with prefix={prefix} does not make {tokens.shape[-2]} tokens")
-        if key_mask is not None:
-            tokens = tokens.masked_fill((key_mask == 0).unsqueeze(-1), 0)
         return v_conv(tokens, grid, prefix)
 
     def _check_width(self, name: str, x: Tensor) -> None:

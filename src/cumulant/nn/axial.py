@@ -5,16 +5,15 @@ Shape legend: B clips, H heads, h = H / 2, T frames, S = rows x cols places, L =
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..inputs import check_mask
+from ..call import Call, Grid, check_mask
+from ..zoo.mixing import Mix
 from .attention import MultiheadAttention
-
-Grid = tuple[int, ...]
 
 
 class AxialAttention(MultiheadAttention):
@@ -35,36 +34,18 @@ class AxialAttention(MultiheadAttention):
             raise ValueError(f"AxialAttention has no place for tokens outside the grid, got prefix={self.prefix}")
         self.mix_space = self._half({"device": kw.get("device"), "dtype": kw.get("dtype")}, self.grid_size, 1)
 
-    def build_mix(self, place: dict[str, Any]) -> Callable[..., Tensor]:
+    def build_mix(self, place: dict[str, Any]) -> Mix:
         return self._half(place, self.grid_size, 0)
 
-    def mixers(self) -> tuple[Callable[..., Tensor], ...]:
+    def mixers(self) -> tuple[Mix, ...]:
         return self.mix, self.mix_space
 
-    def mix_tokens(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        x: Tensor,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
-        own: bool = True,
-    ) -> Tensor:
+    def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Query, key and value (B, H, L, D) -> (B, H, L, D), the heads over time first."""
-        grid = self._check(query, is_causal, grid, prefix, own)
         parts = []
-        for axis, mix in enumerate(self.mixers()):
-            heads = self._heads_of(axis)
-            q, k, v = (_rows(z[:, heads], grid, axis) for z in (query, key, value))
-            mask = _row_mask(key_mask, key, grid, axis)
-            options = self.call_options(self._input_of(x, grid, axis), mask, _axis_grid(grid, axis), 0)
-            out = mix(q, k, v, key_mask=mask, is_causal=False, **options)
-            out = self.mix_in_mean(out, q, k, v, heads, key_mask=mask, is_causal=False)
-            parts.append(_tokens(out, grid, axis))
+        for axis, mix, heads, part in self._parts(call, context):
+            out = mix.run(part, self._input_of(x, call.grid or (), axis))
+            parts.append(_tokens(self.mix_in_mean(out, part, heads), call.grid or (), axis))
         return torch.cat(parts, 1)
 
     def scores(
@@ -77,15 +58,11 @@ class AxialAttention(MultiheadAttention):
         prefix: int = 0,
     ) -> Tensor:
         """The weights (B, H, L, L), zero where a head does not look. Cost: L^2 H."""
-        query, key, _ = self.project(x, context)
-        grid = self._check(query, is_causal, self.grid_size if grid is None else grid, prefix, context is None)
+        call = self.call(x, context, key_mask, is_causal, grid, prefix)
         maps = []
-        for axis, mix in enumerate(self.mixers()):
-            heads = self._heads_of(axis)
-            q, k = (_rows(z[:, heads], grid, axis) for z in (query, key))
-            mask = _row_mask(key_mask, key, grid, axis)
-            options = self.call_options(None, mask, _axis_grid(grid, axis), 0)
-            A = self.weights_of(mix, q, k, options, heads, key_mask=mask, is_causal=False)
+        for axis, mix, heads, part in self._parts(call, context):
+            grid = call.grid or ()
+            A = self.weights(mix, part, self._input_of(x, grid, axis), heads)
             count = grid[1] * grid[2] if axis == 0 else grid[0]  # sequences of a clip along this axis
             same = torch.eye(count, dtype=A.dtype, device=A.device)
             pattern = "bshtu,sr->bhtsur" if axis == 0 else "bthsr,tu->bhtsur"
@@ -93,7 +70,21 @@ class AxialAttention(MultiheadAttention):
             maps.append(A.flatten(-4, -3).flatten(-2))
         return torch.cat(maps, 1)
 
-    def _half(self, place: dict[str, Any], grid: Grid | None, axis: int) -> Callable[..., Tensor]:
+    def _parts(self, call: Call, context: Tensor | None) -> Iterator[tuple[int, Mix, slice, Call]]:
+        """For time and for space: the axis, its mechanism, its heads, and their call over sequences of that axis."""
+        grid = self._check(call, context)
+        for axis, mix in enumerate(self.mixers()):
+            heads = self._heads_of(axis)
+            q, k, v = (_rows(z[:, heads], grid, axis) for z in call[:3])
+            mask = _row_mask(call.key_mask, call.key, grid, axis)
+            yield (
+                axis,
+                mix,
+                heads,
+                call._replace(query=q, key=k, value=v, key_mask=mask, query_mask=mask, grid=_axis_grid(grid, axis)),
+            )
+
+    def _half(self, place: dict[str, Any], grid: Grid | None, axis: int) -> Mix:
         size = None if grid is None else _axis_grid(grid, axis)
         return self.mechanism.build(
             self.dim // 2, self.num_heads // 2, grid_size=size, prefix=0, **place, **self.attention_options
@@ -109,8 +100,9 @@ class AxialAttention(MultiheadAttention):
             return x
         return _rows(x.unflatten(-1, (2, -1))[..., axis, :].unsqueeze(1), grid, axis).squeeze(1)
 
-    def _check(self, query: Tensor, is_causal: bool, grid: Grid | None, prefix: int, own: bool) -> Grid:
-        if is_causal or prefix or not own:
+    def _check(self, call: Call, context: Tensor | None) -> Grid:
+        grid, query = call.grid, call.query
+        if call.is_causal or call.prefix or context is not None:
             raise ValueError("AxialAttention takes the tokens of one grid: no context, no prefix, is_causal=False")
         if grid is None or len(grid) != 3 or grid[0] * grid[1] * grid[2] != query.shape[-2] or query.ndim != 4:
             raise ValueError(

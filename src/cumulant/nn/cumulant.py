@@ -5,7 +5,6 @@ Shape legend: B batch, L tokens, T packed tokens, C width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import attention_varlen
-from ..inputs import check_mask, check_order, offsets
+from ..call import check_order, offsets
 from .attention import MultiheadAttention, check_extras
-from .fold import folded_attention, pays
+from .fold import folds
 
 UNFOLDABLE = ("v_conv", "gate", "temperature")
 
@@ -98,13 +97,7 @@ class CumulantAttention(MultiheadAttention):
         prefix: int = 0,
     ) -> Tensor:
         """x (B, L, C) -> (B, L, C). attn_mask marks keys: (B, L) bool or weights, or (B, 1, 1, L) bool."""
-        key_mask = as_key_mask(attn_mask, x)
-        if self._folds(x, is_causal):
-            self._check_width("x", x)
-            if key_mask is not None:
-                check_mask(key_mask, x, x.shape[:-2])
-            return self.proj_drop(self._folded(x, key_mask))
-        return super().forward(x, key_mask=key_mask, is_causal=is_causal, grid=grid, prefix=prefix)
+        return super().forward(x, key_mask=as_key_mask(attn_mask, x), is_causal=is_causal, grid=grid, prefix=prefix)
 
     def forward_packed(self, x: Tensor, cu_seq: Tensor, longest: int | None = None, is_causal: bool = False) -> Tensor:
         """Sequences of different lengths end to end, x (T, C), without padding -> (T, C); equal to a loop over them.
@@ -119,9 +112,10 @@ class CumulantAttention(MultiheadAttention):
             raise ValueError(
                 f"packed sequences have no form with {', '.join(self.packs_not)}; pad them and pass a mask"
             )
-        if self._folds(x, is_causal, x.shape[0] // max(1, cu_seq.numel() - 1)):
+        mean = x.shape[0] // max(1, cu_seq.numel() - 1)
+        if folds(self.fold, x, self.num_heads, is_causal=is_causal, length=mean):
             at = offsets("cu_seq", cu_seq, x.shape[0], longest, "longest")
-            parts = [self._folded(x[a:b].unsqueeze(0), None)[0] for a, b in pairwise(at) if a < b]
+            parts = [self.folded(x[a:b].unsqueeze(0))[0] for a, b in pairwise(at) if a < b]
             return self.proj_drop(torch.cat(parts)) if parts else x.new_zeros(x.shape)
         query, key, value = (part.transpose(0, 1) for part in self.project(x))
         out = attention_varlen(
@@ -129,27 +123,6 @@ class CumulantAttention(MultiheadAttention):
             **self.attention_options,
         )  # fmt: skip
         return self.proj_drop(self.proj(self.norm(out.flatten(-2))))
-
-    def _folded(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        if x.ndim != 3:  # with fold=True: any leading dimensions are a batch
-            rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-            return self._folded(rows, None if key_mask is None else key_mask.reshape(rows.shape[:-1])).reshape(x.shape)
-        return folded_attention(
-            x, self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias, self.num_heads,
-            self.head_dim**-0.5, key_mask,
-        )  # fmt: skip
-
-    def _folds(self, x: Tensor, is_causal: bool, length: int | None = None) -> bool:
-        """Whether to fold x (B, L, C), or packed sequences of that mean length."""
-        if self.fold is False:
-            return False
-        if self.fold is True:
-            if is_causal:
-                raise ValueError('fold=True has no causal form: use fold="auto" or False, or pass is_causal=False')
-            return True
-        if is_causal or (length is None and x.ndim != 3):
-            return False
-        return pays(x.shape[-2] if length is None else length, self.dim, self.num_heads, x.device.type)
 
 
 def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:

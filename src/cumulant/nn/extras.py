@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import attention, scores
+from ..attention import attend
+from ..call import Call
+from ..expansion import Form, weigh
+from ..tensors import wide
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 TEMPERATURES = (None, "head", "order")
@@ -130,28 +133,16 @@ class Temperature(nn.Module):
         return None if self.third is None else (2 * self.second - self.third).exp()[:, None, None]
 
 
-def toward_mean(
-    out: Tensor,
-    gain: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    normalization: str = "mean",
-) -> Tensor:
+def toward_mean(out: Tensor, gain: Tensor, call: Call, normalization: str) -> Tensor:
     """g out + (1 - g) <v>, with the mean over the same keys as `out` (..., H, L, D)."""
-    if key_mask is None and not is_causal and normalization == "mean" and value.shape[-2]:
-        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-        mean = value.mean(-2, keepdim=True, dtype=wide)
+    value = call.value
+    if call.key_mask is None and not call.is_causal and normalization == "mean" and value.shape[-2]:
+        mean = wide(value).mean(-2, keepdim=True)
     else:
-        mean = attention(
-            query, key, value, order=1, key_mask=key_mask, is_causal=is_causal, normalization=normalization
-        )
+        mean = attend(call, Form(1, normalization=normalization))
     return (gain * out + (1 - gain) * mean).to(out.dtype)
 
 
-def scores_toward_mean(A: Tensor, gain: Tensor, query: Tensor, key: Tensor, **shared: Any) -> Tensor:
+def weights_toward_mean(A: Tensor, gain: Tensor, call: Call, normalization: str) -> Tensor:
     """The same for the weights A (..., H, L, M)."""
-    return (gain * A + (1 - gain) * scores(query, key, order=1, **shared)).to(A.dtype)
+    return (gain * A + (1 - gain) * attend(call, Form(1, normalization=normalization), weigh)).to(A.dtype)

@@ -14,6 +14,9 @@ No query, key or value is ever formed. Multiply-adds a sequence: plain layer
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -21,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..inputs import in_autocast_dtype, transformed, without_autocast
 from ..kernels import launch
 from ..moments import ratio, statistics_dtype
+from ..tracing import in_autocast_dtype, transformed, without_autocast
 
 # Time of a multiply-add in the folded layer over that in the plain one, so that `pays` compares times.
 # Measured by benchmarks/fold.py; above 1 because the folded layer's products are smaller.
@@ -39,6 +42,36 @@ def pays(length: int, dim: int, num_heads: int, device: str) -> bool:
     return plain > RELATIVE_COST.get(device, 1.48) * folded
 
 
+_plain_layers = 0
+
+
+@contextmanager
+def unfolded() -> Iterator[None]:
+    """Within this, layers form query, key and value: for those who watch them, or export one graph for any length."""
+    global _plain_layers
+    _plain_layers += 1
+    try:
+        yield
+    finally:
+        _plain_layers -= 1
+
+
+def folds(fold: str | bool, x: Tensor, num_heads: int, *, is_causal: bool = False, length: int | None = None) -> bool:
+    """Whether a layer of x (B, L, C), or of packed sequences of a mean `length`, is folded.
+
+    `fold` is True, False, or "auto": where it is expected to be faster and nobody watches.
+    """
+    if _plain_layers:
+        return False
+    if fold is True and is_causal:
+        raise ValueError('fold=True has no causal form: use fold="auto" or False, or pass is_causal=False')
+    if fold != "auto":
+        return bool(fold)
+    if is_causal or (length is None and x.ndim != 3):
+        return False
+    return pays(x.shape[-2] if length is None else length, x.shape[-1], num_heads, x.device.type)
+
+
 def folded_attention(
     x: Tensor,
     qkv_weight: Tensor,
@@ -46,16 +79,19 @@ def folded_attention(
     proj_weight: Tensor,
     proj_bias: Tensor | None,
     num_heads: int,
-    scale: float,
-    weights: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
-    """x (B, L, C), qkv_weight (3 C, C), proj_weight (C, C), weights (B, L) or None -> (B, L, C).
+    """x (..., L, C), qkv_weight (3 C, C), proj_weight (C, C), key_mask (..., L) or None -> (..., L, C).
 
     Under autocast x takes its dtype, as it would in a projection; the statistics do not.
     """
     (x,) = in_autocast_dtype(x)
+    rows = x if x.ndim == 3 else x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    mask = None if key_mask is None else key_mask.expand(x.shape[:-1]).reshape(rows.shape[:-1])
+    scale = (x.shape[-1] // num_heads) ** -0.5
     with without_autocast(x.device.type):
-        return _folded(x, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, weights)
+        y = _folded(rows, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, mask)
+    return y if x.ndim == 3 else y.reshape(x.shape)
 
 
 def _folded(

@@ -12,8 +12,8 @@ from ..data.loader import Loader
 from ..data.order import mix
 from ..data.part import Source
 from ..data.source import open_source
-from ..models import create_model, model_names
-from ..models.registry import VIVIT_CONFIGS
+from ..models import create_model, names
+from ..models.registry import takes_clips
 from ..zoo.grammar import suggest
 from .muon import Muon, muon_groups
 from .optimise import adamw, of_groups, set_drop_path
@@ -35,8 +35,8 @@ def open_recipe_source(recipe: TrainRecipe, data: str | None = None) -> Source:
 
 def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
     """The model of a recipe for the classes and the kind of that data; its weights come from the recipe's seed."""
-    if (source.kind == "video") != (recipe.model in VIVIT_CONFIGS) and recipe.model in model_names():
-        fitting = [name for name in model_names() if (name in VIVIT_CONFIGS) == (source.kind == "video")]
+    if recipe.model in names() and (source.kind == "video") != takes_clips(recipe.model):
+        fitting = [name for name in names() if takes_clips(name) == (source.kind == "video")]
         raise ValueError(f"{source.name} holds {source.kind}s, model {recipe.model} is not for them; take one of "
                          f"{', '.join(fitting)}")  # fmt: skip
     options: dict[str, Any] = {"img_size": recipe.image_size}

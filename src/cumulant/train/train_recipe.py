@@ -66,7 +66,7 @@ class TrainRecipe:
     """Their standard deviation."""
 
     model: str = "vit_tiny_patch16_224"
-    """Name of a model, see cumulant.models.model_names()."""
+    """Name of a model, see cumulant.models.names()."""
     model_options: Options = field(default_factory=dict)
     """Further arguments of the model, added to those of the recipe: pool=gap depth=6. key=none takes one away."""
     attention: str = "softmax"

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..inputs import without_autocast
+from ..call import Call, Grid
 from ..moments import ratio
-from .inputs import outside_autocast, prepare, prepare_queries, wide
-from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero
-from .ragged import padded
+from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
+from ..tracing import outside_autocast
+from .mixing import Mixer
 from .registry import Mechanism, register
 
 CHUNK = 64
@@ -77,81 +77,57 @@ def scan(leaves: Triple, *, chunk: int = CHUNK, detach: bool = True) -> Triple:
     return Triple(m.flatten(-2)[..., :length], u.flatten(-2)[..., :length], w.flatten(-3, -2)[..., :length, :])
 
 
-def aaren_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    query_mask: Tensor | None = None,
-    chunk: int = CHUNK,
-) -> Tensor:
+def aaren_attention(call: Call, *, chunk: int = CHUNK) -> Tensor:
     """out_t = sum_{i<=t} w_i exp(q.k_i) v_i / sum_{i<=t} w_i exp(q.k_i), one q for all t, scaled by `scale`.
 
-    query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E).
     The query does not depend on the position: it is the first row of `query` (the first that `query_mask` leaves);
     other rows only count the outputs. A layer learns it, see `AarenAttention`. The paper writes a bare dot product;
     `scale` is D**-0.5 unless given. Without `is_causal` every row is the same: attention pooling over all keys.
-    key_mask (..., Lk) is bool, or weights w >= 0; a prefix without any key gives 0. Cost: L C (1 + E) in chunks of C.
+    A prefix without any key gives 0. Cost: L C (1 + E) in chunks of C.
     """
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     if chunk < 2:
         raise ValueError(f"chunk must be at least 2 tokens, got {chunk}")
-    rows, dtype = query.shape[-2], query.dtype
+    query, key, value = call[:3]
+    rows = query.shape[-2]
     if rows == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    with without_autocast(query.device.type):
-        seen = min(rows, key.shape[-2]) if is_causal else key.shape[-2]
-        s = scores_of(first_query(query, query_mask), key[..., :seen, :], scale, enable_gqa)
-        added = log_weights(key_mask, s)
-        s = s if added is None else s + added[..., :seen]
-        leaves = Triple.leaf(s, repeat_heads(wide(value[..., :seen, :]), query.shape[-3]))
-        if is_causal:
-            out = scan(leaves, chunk=chunk).read()
-            # Rows beyond the last key see all of them.
-            last = out[..., -1:, :].expand(*out.shape[:-2], rows - seen, out.shape[-1])
-            return torch.cat((out, last), -2).to(dtype)
-        pooled = softmax_or_zero(leaves.m).unsqueeze(-2) @ leaves.w
-    return pooled.expand(*query.shape[:-1], value.shape[-1]).to(dtype)
+    seen = min(rows, key.shape[-2]) if call.is_causal else key.shape[-2]
+    s = _logits(call)[..., :seen]
+    leaves = Triple.leaf(s, repeat_heads(wide(value[..., :seen, :]), query.shape[-3]))
+    if call.is_causal:
+        out = scan(leaves, chunk=chunk).read()
+        # Rows beyond the last key see all of them.
+        last = out[..., -1:, :].expand(*out.shape[:-2], rows - seen, out.shape[-1])
+        return torch.cat((out, last), -2)
+    pooled = softmax_or_zero(leaves.m).unsqueeze(-2) @ leaves.w
+    return pooled.expand(*query.shape[:-1], value.shape[-1])
 
 
-def aaren_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    query_mask: Tensor | None = None,
-) -> Tensor:
+def aaren_weights(call: Call) -> Tensor:
     """The weights, (..., H, Lq, Lk): those of two keys keep their ratio in all rows that see both. Cost: Lq Lk."""
-    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    query, key = call[:2]
     if query.shape[-2] == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], key.shape[-2]))
-    s = scores_of(first_query(query, query_mask), key, scale, enable_gqa)
-    added = log_weights(key_mask, s)
-    logits = (s if added is None else s + added).unsqueeze(-2).expand(*query.shape[:-1], key.shape[-2])
-    if is_causal:
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+    logits = _logits(call).unsqueeze(-2).expand(*query.shape[:-1], key.shape[-2])
+    if call.is_causal:
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
         logits = logits.masked_fill(future, ABSENT)
-    return softmax_or_zero(logits).to(query.dtype)
+    return softmax_or_zero(logits)
 
 
-def first_query(query: Tensor, query_mask: Tensor | None = None) -> Tensor:
-    """The first row of query (..., H, Lq, D) that the mask leaves, (..., H, 1, D)."""
-    if query_mask is None or query.shape[-2] == 0:
-        return query[..., :1, :]
-    query, factor = prepare_queries(query, query_mask)
-    assert factor is not None
-    at = (factor != 0).to(torch.int8).argmax(-2, keepdim=True)
-    return query.gather(-2, at.expand(*query.shape[:-2], 1, query.shape[-1]))
+def _logits(call: Call) -> Tensor:
+    """s + log w of every key, (..., H, Lk), for the first query that the query mask leaves."""
+    query, present = call.present_queries()
+    first = query[..., :1, :]
+    if present is not None:
+        at = (present != 0).to(torch.int8).argmax(-2, keepdim=True)
+        first = query.gather(-2, at.expand_as(first))
+    s = scores_of(first, call.key, call.softmax_scale)
+    added = log_weights(call.key_mask, s)
+    return s if added is None else s + added
 
 
-def scores_of(query: Tensor, key: Tensor, scale: float | None, enable_gqa: bool = False) -> Tensor:
+def scores_of(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     """s = scale q.k in at least float32: query (..., H, 1, D), key (..., Hk, L, D) -> (..., H, L)."""
     query, key = wide(query), repeat_heads(wide(key), query.shape[-3])
     return ((query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT).squeeze(-2)
@@ -202,7 +178,7 @@ class AarenStream:
         return Triple(*self.state[1:]).read().unsqueeze(-2).to(query.dtype)
 
 
-class AarenAttention(nn.Module):
+class AarenAttention(Mixer):
     """Aaren with its learned query, for a layer that projects keys and values (and queries, which are not used).
 
     No code was released. From its parameter count the paper learns one vector of width `dim` and projects it by W_q.
@@ -215,14 +191,14 @@ class AarenAttention(nn.Module):
         dim: int,
         num_heads: int,
         *,
-        grid_size: tuple[int, ...] | None = None,
+        grid_size: Grid | None = None,
         prefix: int = 0,
         device: Any = None,
         dtype: Any = None,
         chunk: int = CHUNK,
         query_std: float = 0.02,
     ) -> None:
-        super().__init__()
+        super().__init__(grid_size, prefix)
         self.chunk, self.query_std = chunk, query_std
         self.query = nn.Parameter(torch.empty(num_heads, 1, dim // num_heads, device=device, dtype=dtype))
         self.reset_parameters()
@@ -230,22 +206,19 @@ class AarenAttention(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.query, std=self.query_std)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, query_mask: Tensor | None = None, **shared: Any
-    ) -> Tensor:
-        """As `aaren_attention`, with the learned query in place of `query`, whose rows are only counted."""
-        return AAREN(self._rows(query), key, value, chunk=self.chunk, **shared)
+    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
+        """As `aaren_attention`, with the learned query in place of the call's, whose rows are only counted."""
+        return AAREN.run(self._learned(call), chunk=self.chunk)
 
-    def scores(self, query: Tensor, key: Tensor, *, query_mask: Tensor | None = None, **shared: Any) -> Tensor:
-        """The weights, (..., H, Lq, Lk)."""
-        return aaren_scores(self._rows(query), key, **shared)
+    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
+        return AAREN.weigh(self._learned(call))
 
     def stream(self, scale: float | None = None) -> AarenStream:
         """A stream with the learned query."""
         return AarenStream(query=self.query, scale=scale)
 
-    def _rows(self, query: Tensor) -> Tensor:
-        return self.query.to(query.dtype).expand_as(query)
+    def _learned(self, call: Call) -> Call:
+        return call._replace(query=self.query.to(call.query.dtype).expand_as(call.query), query_mask=None)
 
 
 def _prefixes(leaves: Triple, detach: bool) -> Triple:
@@ -273,10 +246,9 @@ AAREN = register(
         arxiv="2405.13956",
         cost="L (D + E)",
         function=aaren_attention,
-        scores=aaren_scores,
+        row_weights=aaren_weights,
         module=AarenAttention,
         stream=AarenStream,
-        varlen=padded(aaren_attention, query_mask=True),
         causal=True,
         cross=True,
         causal_cross=True,

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..call import Call, Grid
+from ..tensors import ABSENT, log_weights, repeat_heads, wide, without_absent
 from .fused import fused_softmax
-from .grid import Grid, GridConv, resolve_grid
-from .inputs import prepare, prepare_queries, wide
-from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero, without_absent
-from .products import multiplies_narrow, pair_products, product, written_down
+from .grid import GridConv, resolve_grid
+from .mixing import Mixer
+from .products import multiplies_narrow, one_hot_weights, pair_products, product, written_down
 from .registry import Mechanism, register
 
 AGENTS = 49
@@ -25,80 +26,40 @@ TABLE = 7  # side of the bias tables that are resized to the grid
 
 
 def agent_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: Call,
     *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    query_mask: Tensor | None = None,
-    grid: Grid | None = None,
-    prefix: int = 0,
     agents: int | tuple[int, ...] = AGENTS,
     key_bias: Tensor | None = None,
     query_bias: Tensor | None = None,
     training_free: bool = False,
-    dropout_p: float = 0.0,
 ) -> Tensor:
     """out = softmax_agents(scale q A^T + b2) softmax_keys(scale A k^T + b1) v,  A = adaptive average pooling of q.
 
-    query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E).
     A (n agents) is pooled over the grid (rows, cols) of the queries, the first `prefix` left out, or over the sequence
     where there is no `grid`. `agents` is a square number on a grid, or its shape, e.g. (7, 7); for clips (frames, rows,
     cols) an integer pools all frames together. b1 = `key_bias` (H, n, Lk), b2 = `query_bias` (H, Lq, n).
-    key_mask (..., Lk) is bool, or weights; queries that `query_mask` (..., Lq) leaves out are not pooled, and bins
-    without a query have no agent. A row without any key gives 0.
+    Queries that the query mask leaves out are not pooled, and bins without a query have no agent. A row without any key
+    gives 0.
     `training_free` (AgentSD): the second softmax uses scale^0.3, and 0.075 v is added to the output.
     Cost: (Lq + Lk) n (D + E); both steps are PyTorch's scaled_dot_product_attention, or plain products where a GPU
     trains in bfloat16.
     """
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    query, queries = prepare_queries(query, query_mask)
-    if is_causal:
-        raise ValueError("is_causal=True, but agents are pooled from all queries; pass is_causal=False")
-    _check_training_free(training_free, query, key, key_bias, query_bias)
-    if query.shape[-2] == 0 or key.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    A, absent = pool_agents(query, agents, grid, prefix, queries)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    shared: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": enable_gqa}
-    gathered = _attend(A, key, value, scale, key_bias, log_weights(key_mask, key), **shared)
+    key, value, scale, dropout_p = call.key, call.value, call.softmax_scale, call.dropout_p
+    queries, keys = call.query.shape[-2], key.shape[-2]
+    if training_free and queries != keys:
+        raise ValueError(
+            "training_free=True adds the values to the output: it needs as many queries as keys, got "
+            f"{queries} and {keys}"
+        )
+    if training_free and (key_bias is not None or query_bias is not None):
+        raise ValueError("training_free=True has no biases; pass key_bias=None and query_bias=None")
+    if queries == 0 or keys == 0:
+        return value.new_zeros((*call.query.shape[:-1], value.shape[-1]))
+    query, present = call.present_queries()
+    A, absent = pool_agents(query, agents, call.grid, call.prefix, present)
+    gathered = _attend(A, key, value, scale, key_bias, log_weights(call.key_mask, key), dropout_p)
     out = _attend(query, A, gathered, scale**READ_EXPONENT if training_free else scale, query_bias, absent, dropout_p)
     return out + RESIDUAL * repeat_heads(value, out.shape[-3]) if training_free else out
-
-
-def agent_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    query_mask: Tensor | None = None,
-    grid: Grid | None = None,
-    prefix: int = 0,
-    agents: int | tuple[int, ...] = AGENTS,
-    key_bias: Tensor | None = None,
-    query_bias: Tensor | None = None,
-    training_free: bool = False,
-) -> Tensor:
-    """The product of both softmax matrices, (..., H, Lq, Lk), of rank at most n. Cost: Lq Lk n."""
-    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    query, queries = prepare_queries(query, query_mask)
-    _check_training_free(training_free, query, key, key_bias, query_bias)
-    if query.shape[-2] == 0 or key.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], key.shape[-2]))
-    A, absent = pool_agents(query, agents, grid, prefix, queries)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    gather = _weights(A, repeat_heads(key, query.shape[-3]), scale, key_bias, log_weights(key_mask, key))
-    read = _weights(query, A, scale**READ_EXPONENT if training_free else scale, query_bias, absent)
-    weights = read @ gather
-    if training_free:
-        weights = weights + RESIDUAL * torch.eye(key.shape[-2], dtype=weights.dtype, device=weights.device)
-    return weights.to(query.dtype)
 
 
 def pool_agents(
@@ -140,7 +101,7 @@ def agent_grid(agents: int | tuple[int, ...], grid: Grid) -> Grid:
     )
 
 
-class AgentAttention(nn.Module):
+class AgentAttention(Mixer):
     """Agent attention as DeiT uses it: with learned position biases on both softmaxes and a depthwise convolution.
 
         out = softmax(scale q A^T + b2) softmax(scale A k^T + b1) v + DWC(v)
@@ -180,14 +141,14 @@ class AgentAttention(nn.Module):
         conv: bool | None = None,
         training_free: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(grid_size, prefix)
         known = grid_size is not None and not training_free
         position_bias, conv = (known if x is None else x for x in (position_bias, conv))
         if training_free and (position_bias or conv):
             raise ValueError("training_free=True has neither position_bias nor conv; leave both at None or False")
         if grid_size is None and position_bias:
             raise ValueError("position_bias=True needs to know the grid: pass grid_size=(rows, cols) to the layer")
-        self.agents, self.training_free, self.grid_size, self.prefix = agents, training_free, grid_size, prefix
+        self.agents, self.training_free = agents, training_free
         agent_grid(agents, grid_size or (1, 1))
         self.position_bias = bool(position_bias)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -208,44 +169,27 @@ class AgentAttention(nn.Module):
         if self.dwc is not None:
             self.dwc.reset_parameters()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        grid: Grid | None = None,
-        prefix: int | None = None,
-        **shared: Any,
-    ) -> Tensor:
-        """As `agent_attention`, with the module's biases and convolution."""
-        grid, prefix = self._layout(query, key, grid, prefix)
-        biases = self._biases(query, grid, prefix)
-        options: dict[str, Any] = {"agents": self.agents, "training_free": self.training_free, **biases, **shared}
-        out = AGENT(query, key, value, key_mask=key_mask, grid=grid, prefix=prefix, **options)
+    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
+        call = self.on_grid(call)
+        out = AGENT.run(call, **self._options(call))
         if self.dwc is None:
             return out
-        value = without_absent(value, key_mask)
-        return out + self.dwc(repeat_heads(value, query.shape[-3]), resolve_grid(value.shape[-2], grid, prefix), prefix)
+        value = repeat_heads(without_absent(call.value, call.key_mask), call.query.shape[-3])
+        return out + self.dwc(value, resolve_grid(value.shape[-2], call.grid, call.prefix), call.prefix)
 
-    def scores(
-        self, query: Tensor, key: Tensor, *, grid: Grid | None = None, prefix: int | None = None, **shared: Any
-    ) -> Tensor:
-        """The weights with the module's biases, (..., H, Lq, Lk); the convolution is not in them."""
-        grid, prefix = self._layout(query, key, grid, prefix)
-        biases = self._biases(query, grid, prefix)
-        options: dict[str, Any] = {"agents": self.agents, "training_free": self.training_free, **biases, **shared}
-        return agent_scores(query, key, grid=grid, prefix=prefix, **options)
+    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
+        call = self.on_grid(call)
+        return AGENT.weigh(call, **self._options(call))
 
-    def _layout(self, query: Tensor, key: Tensor, grid: Grid | None, prefix: int | None) -> tuple[Grid | None, int]:
-        prefix = self.prefix if prefix is None else prefix
-        if (self.position_bias or self.dwc is not None) and query.shape[-2] != key.shape[-2]:
+    def _options(self, call: Call) -> dict[str, Any]:
+        queries, keys = call.query.shape[-2], call.key.shape[-2]
+        if (self.position_bias or self.dwc is not None) and queries != keys:
             raise ValueError(
-                f"got {query.shape[-2]} queries and {key.shape[-2]} keys, but the position biases and the convolution "
-                "of this layer need one grid for both; build it with position_bias=False and conv=False"
+                f"got {queries} queries and {keys} keys, but the position biases and the convolution of this layer "
+                "need one grid for both; build it with position_bias=False and conv=False"
             )
-        return self.grid_size if grid is None else grid, prefix
+        biases = self._biases(call.query, call.grid, call.prefix)
+        return {"agents": self.agents, "training_free": self.training_free, **biases}
 
     def _biases(self, query: Tensor, grid: Grid | None, prefix: int) -> dict[str, Tensor]:
         """key_bias (H, n, L) and query_bias (H, L, n) for a grid, or nothing."""
@@ -310,15 +254,16 @@ def _attend(
     scale: float,
     bias: Tensor | None,
     absent: Tensor | None,
-    dropout_p: float = 0.0,
-    enable_gqa: bool = False,
+    dropout_p: float,
 ) -> Tensor:
+    """softmax(scale q.k + bias) v over the keys that are not absent; value heads serve groups of query heads."""
     added, empty = _added(bias, absent)
     if multiplies_narrow(query, query.dtype) and _wants_gradients(query, key, value, added):
         out = _by_products(query, key, value, scale, added, dropout_p)
     else:
         added = None if added is None else added.to(query.dtype)  # biases may be wider than autocast's tokens
-        out = fused_softmax(query, key, value, attn_mask=added, scale=scale, dropout_p=dropout_p, enable_gqa=enable_gqa)
+        options = {"scale": scale, "dropout_p": dropout_p, "enable_gqa": key.shape[-3] != query.shape[-3]}
+        out = fused_softmax(query, key, value, attn_mask=added, **options)
     return out if empty is None else out.masked_fill(empty, 0)
 
 
@@ -340,24 +285,6 @@ def _by_products(
     return product(weights, value, query.dtype).to(query.dtype)
 
 
-def _weights(query: Tensor, key: Tensor, scale: float, bias: Tensor | None, absent: Tensor | None) -> Tensor:
-    logits = (wide(query) * scale) @ wide(key).mT
-    logits = logits if bias is None else logits + bias
-    return softmax_or_zero(logits if absent is None else logits + absent.unsqueeze(-2))
-
-
-def _check_training_free(
-    training_free: bool, query: Tensor, key: Tensor, key_bias: Tensor | None, query_bias: Tensor | None
-) -> None:
-    if training_free and query.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            "training_free=True adds the values to the output: it needs as many queries as keys, got "
-            f"{query.shape[-2]} and {key.shape[-2]}"
-        )
-    if training_free and (key_bias is not None or query_bias is not None):
-        raise ValueError("training_free=True has no biases; pass key_bias=None and query_bias=None")
-
-
 AGENT = register(
     Mechanism(
         name="agent",
@@ -367,7 +294,7 @@ AGENT = register(
         arxiv="2312.08874",
         cost="2 L n (D + E), n agents",
         function=agent_attention,
-        scores=agent_scores,
+        row_weights=one_hot_weights(agent_attention),  # of rank at most n
         module=AgentAttention,
         cross=True,
         independent_rows=False,

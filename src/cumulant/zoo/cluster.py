@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from ..call import Call
 from ..cluster import Blocks, ClusterStream, cluster_attention, cluster_scores
-from .grid import Grid
-from .ragged import padded
 from .registry import Mechanism, register
 
 COUNTS = (4, 16, 64)
@@ -27,27 +27,24 @@ def _stream(count: int, *, block: int = BLOCK, recent: int = 0, **options: Any) 
     return ClusterStream(past_blocks(count, block=block, recent=recent), **options)
 
 
-def _arguments(
-    count: int, query: Tensor, key: Tensor, grid: Grid | None, prefix: int, block: int, recent: int, is_causal: bool
-) -> dict[str, Any]:
-    """What the blocks are: a grid's, a sequence's, or past ones; a grid is that of the queries when keys are others."""
-    if is_causal:
-        return {"clusters": past_blocks(count, block=block, recent=recent), "is_causal": True}
+def _options(count: int, call: Call, block: int, recent: int, more: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `cluster_attention`: the blocks are a grid's, a sequence's, or past ones.
+
+    A grid is that of the queries; where keys are others it says nothing of them.
+    """
+    shared = {name: getattr(call, name) for name in ("key_mask", "is_causal", "scale", "enable_gqa", "offset")}
+    if call.is_causal:
+        return {"clusters": past_blocks(count, block=block, recent=recent), **shared, **more}
+    query, key = call.query, call.key
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim > 1 and key.ndim > 1
-    if not tensors or query.shape[-2] != key.shape[-2]:  # what is no tensor is named by the function
-        return {"clusters": count, "least": LEAST}
-    return {"clusters": count, "least": LEAST, "grid": grid, "prefix": prefix}
+    if tensors and query.shape[-2] == key.shape[-2]:  # what is no tensor is named by the function
+        shared |= {"grid": call.grid, "prefix": call.prefix}
+    return {"clusters": count, "least": LEAST, **shared, **more}
 
 
 def _mechanism(count: int) -> Mechanism:
-    def function(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+    def form(
         *,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
         near: int | str = 0,
         closure: str = "tanh",
         variance: str = "diagonal",
@@ -56,34 +53,18 @@ def _mechanism(count: int) -> Mechanism:
         rank: str = "mass",
         block: int = BLOCK,
         recent: int = 0,
-        **shared: Any,
-    ) -> Tensor:
-        chosen = _arguments(count, query, key, grid, prefix, block, recent, is_causal)
-        chosen |= {"near": near, "near_rows": near_rows, "rank": rank}
-        chosen |= {"closure": closure, "variance": variance, "response": response}
-        return cluster_attention(query, key, value, **chosen, **shared)
+    ) -> tuple[int, int, dict[str, Any]]:
+        more = {"near": near, "closure": closure, "variance": variance}
+        return block, recent, {**more, "response": response, "near_rows": near_rows, "rank": rank}
 
-    def weights(
-        query: Tensor,
-        key: Tensor,
-        *,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
-        near: int | str = 0,
-        closure: str = "tanh",
-        variance: str = "diagonal",
-        response: int | str | None = None,
-        near_rows: int = 1,
-        rank: str = "mass",
-        block: int = BLOCK,
-        recent: int = 0,
-        **shared: Any,
-    ) -> Tensor:
-        chosen = _arguments(count, query, key, grid, prefix, block, recent, is_causal)
-        chosen |= {"near": near, "near_rows": near_rows, "rank": rank}
-        chosen |= {"closure": closure, "variance": variance, "response": response}
-        return cluster_scores(query, key, **chosen, **shared)
+    def function(call: Call, **options: Any) -> Tensor:
+        return cluster_attention(*call[:3], **_options(count, call, *form(**options)))
+
+    def weights(call: Call, **options: Any) -> Tensor:
+        return cluster_scores(*call[:2], **_options(count, call, *form(**options)))
+
+    for made in (function, weights):  # the options are those of `form`
+        made.__signature__ = inspect.signature(form)  # type: ignore[attr-defined]
 
     return Mechanism(
         name=f"cluster{count}",
@@ -92,9 +73,8 @@ def _mechanism(count: int) -> Mechanism:
         year=2026,
         cost=f"{count + 1} L D E + {count} L (2 D + E)",
         function=function,
-        scores=weights,
+        row_weights=weights,
         stream=partial(_stream, count),
-        varlen=padded(function),
         causal=True,
         cross=True,
         causal_cross=True,
@@ -103,6 +83,7 @@ def _mechanism(count: int) -> Mechanism:
         grouped_queries=True,
         subquadratic=True,
         ragged=True,
+        raw=True,
         order_free=False,
         key_shift=True,
         wants_grid=True,

@@ -13,36 +13,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..inputs import without_autocast
-from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, summarise
-from .grid import Grid, resolve_grid
-from .inputs import outside_autocast, prepare, wide
-from .masking import log_weights, repeat_heads, softmax_or_zero, without_absent
+from ..call import Call, Grid
+from ..tensors import log_weights, repeat_heads, softmax_or_zero, wide, without_absent
+from ..tracing import outside_autocast
+from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, segmented, summarise
+from .grid import resolve_grid
+from .mixing import Mixer
+from .products import one_hot_weights
 from .registry import Mechanism, register
 
 VARIANTS = ("fixed", "logsparse", "axial")
+SummaryKey = str | Callable[[Tensor], Tensor] | None
 
 
 def combiner_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: Call,
     *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    grid: Grid | None = None,
-    prefix: int = 0,
     variant: str = "fixed",
     segment: int | None = None,
     pooling: str = "max",
     exclude_own: bool = True,
-    summary_key: str | Callable[[Tensor], Tensor] = "wsum",
+    summary_key: SummaryKey = "wsum",
 ) -> Tensor:
     """out_i = sum_{j direct} a_ij v_j + sum_r b_ir V_r, one softmax over q_i.k_j and q_i.K_r; V_r = softmax(Q_r.k) v.
 
-    query, key (..., H, L, D), value (..., H, L, E) -> (..., H, L, E): self-attention only.
     variant "fixed": segments of `segment` tokens (default: the columns of the `grid`, or the root of L), direct within
     the own one; "axial": rows of that many tokens, direct in the own row, other rows by their summary in the own
     column; "logsparse", causal only: blocks of powers of two. K_r and Q_r are pooled over the region, by `pooling`
@@ -50,67 +44,29 @@ def combiner_attention(
     Without a causal mask the own segment is no region; `exclude_own=False` counts it twice, as the released code does.
     `summary_key` of the axial variant: "wsum", "none", or a function of the summary values; a layer learns one, "proj".
     Tokens before the grid (`prefix`) are direct for all others, and all others for them (ours); "logsparse" takes them
-    like any other token.
-    key_mask (..., L) is bool, or weights; absent tokens are in no summary, and their own rows mean nothing.
+    like any other token. Absent tokens are in no summary, and their own rows mean nothing.
+    Every pair has a positive weight, and rows sum to 1.
     Cost: L (c + L / c)(D + E), that is 2 L^1.5 (D + E) for c = sqrt(L); "logsparse" L log2(L) (D + E).
     """
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
     _check(variant, pooling, segment, summary_key)
-    if query.shape[-2] != key.shape[-2]:
-        lengths = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
-        raise ValueError(f"regions are summarised by their own queries, got {lengths}: their numbers must agree")
-    if variant == "logsparse" and not is_causal:
+    if variant == "logsparse" and not call.is_causal:
         raise ValueError("variant='logsparse' is causal only: pass is_causal=True, or variant='fixed' or 'axial'")
-    shape = resolve_grid(query.shape[-2], grid, prefix)
-    if query.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    (*_, heads, tokens, _), dtype = call.query.shape, call.query.dtype
+    shape = resolve_grid(tokens, call.grid, call.prefix)
+    if tokens == 0:
+        return call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
     if segment is None:
-        patches = max(1, query.shape[-2] - prefix)
-        segment = math.isqrt(patches - 1) + 1 if grid is None else max(1, shape[-1])
-    with without_autocast(query.device.type):
-        heads = query.shape[-3]
-        q = wide(query) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        k, v = repeat_heads(key, heads), repeat_heads(value, heads)
-        bias = log_weights(key_mask, q)
-        if bias is None:
-            bias = q.new_zeros(q.shape[:-1])
-        else:
-            assert key_mask is not None
-            q, bias = without_absent(q, key_mask), bias.expand(q.shape[:-1])
-        parts: dict[str, Any] = {"c": segment, "is_causal": is_causal, "prefix": prefix, "own": not exclude_own}
-        parts["dtype"] = query.dtype
-        if variant == "fixed":
-            out = fixed(q, k, v, bias, pooling=pooling, **parts)
-        elif variant == "axial":
-            out = axial(q, k, v, bias, summary_key=summary_key, **parts)
-        else:
-            out = log_sparse(q, wide(k), wide(v), bias, pooling=pooling)
-    return out.to(query.dtype)
-
-
-def combiner_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    grid: Grid | None = None,
-    prefix: int = 0,
-    variant: str = "fixed",
-    segment: int | None = None,
-    pooling: str = "max",
-    exclude_own: bool = True,
-    summary_key: str | Callable[[Tensor], Tensor] = "wsum",
-) -> Tensor:
-    """The weights a_ij, or b_ir p_rj, (..., H, L, L): positive for every pair, rows sum to 1. Cost: L^2 (c + L / c)."""
-    L = key.shape[-2]
-    tokens = torch.eye(L, dtype=key.dtype, device=key.device).expand(*key.shape[:-1], L)
-    shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    layout: dict[str, Any] = {"grid": grid, "prefix": prefix, "variant": variant, "segment": segment}
-    options: dict[str, Any] = {"pooling": pooling, "exclude_own": exclude_own, "summary_key": summary_key}
-    return combiner_attention(query, key, tokens, **shared, **layout, **options)
+        patches = max(1, tokens - call.prefix)
+        segment = math.isqrt(patches - 1) + 1 if call.grid is None else max(1, shape[-1])
+    q = without_absent(wide(call.query) * call.softmax_scale, call.key_mask)
+    k, v = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
+    bias = log_weights(call.key_mask, q)
+    bias = q.new_zeros(q.shape[:-1]) if bias is None else bias.expand(q.shape[:-1])
+    if variant == "logsparse":
+        return log_sparse(q, wide(k), wide(v), bias, pooling=pooling)
+    regions = fixed(pooling, dtype) if variant == "fixed" else axial(summary_key, dtype)
+    parts: dict[str, Any] = {"c": segment, "is_causal": call.is_causal, "prefix": call.prefix, "own": not exclude_own}
+    return segmented(q, k, v, bias, regions=regions, dtype=dtype, **parts)
 
 
 class StreamState(NamedTuple):
@@ -159,7 +115,7 @@ class CombinerStream:
         return StreamState(q, k, v, torch.cat((state.region_key, K), -2), torch.cat((state.region_value, V), -2))
 
 
-class CombinerAttention(nn.Module):
+class CombinerAttention(Mixer):
     """Combiner for a layer. Parameters only for the axial variant with `summary_key="proj"`, the published default:
 
         K = W_k LayerNorm(W_v merge_heads(V) + x), the key of the summary V at the token x
@@ -180,16 +136,15 @@ class CombinerAttention(nn.Module):
         segment: int | None = None,
         pooling: str = "max",
         exclude_own: bool = True,
-        summary_key: str = "proj",
+        summary_key: str | None = "proj",
     ) -> None:
-        super().__init__()
+        super().__init__(grid_size, prefix)
         if summary_key not in ("proj", *SUMMARY_KEYS):
             raise ValueError(f"summary_key must be 'proj', 'wsum' or 'none', got {summary_key!r}")
         _check(variant, pooling, segment, "wsum")
-        self.num_heads, self.grid_size, self.prefix, self.summary_key = num_heads, grid_size, prefix, summary_key
+        self.num_heads, self.learned = num_heads, variant == "axial" and summary_key == "proj"
         self.options: dict[str, Any] = {"variant": variant, "segment": segment, "pooling": pooling}
-        self.options["exclude_own"] = exclude_own
-        self.learned = variant == "axial" and summary_key == "proj"
+        self.options |= {"exclude_own": exclude_own, "summary_key": "wsum" if summary_key == "proj" else summary_key}
         if self.learned:
             place: dict[str, Any] = {"device": device, "dtype": dtype}
             self.summary_value = nn.Linear(dim, dim, **place)
@@ -204,68 +159,44 @@ class CombinerAttention(nn.Module):
                 nn.init.zeros_(linear.bias)
             self.summary_norm.reset_parameters()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        grid: Grid | None = None,
-        prefix: int | None = None,
-        x: Tensor | None = None,
-        **shared: Any,
-    ) -> Tensor:
+    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
         """As `combiner_attention`; x (..., L, C) is the input of the layer, which "proj" needs."""
-        grid, prefix = self.grid_size if grid is None else grid, self.prefix if prefix is None else prefix
-        options = {**self.options, "grid": grid, "prefix": prefix, "key_mask": key_mask, **shared}
-        if not self.learned:
-            return COMBINER(query, key, value, summary_key=self._plain_key(), **options)
-        return COMBINER(query, key, value, summary_key=self._summary_key(x, key_mask, prefix), **options)
+        call = self.on_grid(call)
+        key = {"summary_key": self._summary_key(call, x)} if self.learned else {}
+        return COMBINER.run(call, **self.options | key)
 
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        value: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        grid: Grid | None = None,
-        prefix: int | None = None,
-        x: Tensor | None = None,
-        **shared: Any,
-    ) -> Tensor:
-        """The weights, (..., H, L, L). With "proj" they depend on the values, which must then be given, with x."""
-        grid, prefix = self.grid_size if grid is None else grid, self.prefix if prefix is None else prefix
-        options = {**self.options, "grid": grid, "prefix": prefix, "key_mask": key_mask, **shared}
+    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
+        """The weights, (..., H, L, L). With "proj" they depend on the values and on x."""
+        call = self.on_grid(call)
         if not self.learned:
-            return combiner_scores(query, key, summary_key=self._plain_key(), **options)
-        if value is None:
-            raise ValueError(
-                "value=None, but with summary_key='proj' the weights depend on the values; pass value= and x=, or "
-                "build the layer with summary_key='wsum'"
-            )
+            return COMBINER.weigh(call, **self.options)
         kept: list[Tensor] = []
-        learned = self._summary_key(x, key_mask, prefix)
+        learned = self._summary_key(call, x)
 
         def keep(V: Tensor) -> Tensor:
             kept.append(learned(V))
             return kept[0]
 
-        COMBINER(query, key, value, summary_key=keep, **options)
-        return combiner_scores(query, key, summary_key=lambda V: kept[0], **options)
+        COMBINER.run(call, **self.options | {"summary_key": keep})
+        return COMBINER.weigh(call, **self.options | {"summary_key": lambda V: kept[0].to(V.dtype)})
 
-    def _plain_key(self) -> str:
-        return "wsum" if self.summary_key == "proj" else self.summary_key
+    def scores(self, query: Tensor, key: Tensor, *, value: Tensor | None = None, **arguments: Any) -> Tensor:
+        """As `weigh`."""
+        if value is None and self.learned:
+            raise ValueError(
+                "value=None, but with summary_key='proj' the weights depend on the values; pass value= and x=, or "
+                "build the layer with summary_key='wsum'"
+            )
+        return super().scores(query, key, value=value, **arguments)
 
-    def _summary_key(self, x: Tensor | None, key_mask: Tensor | None, prefix: int) -> Callable[[Tensor], Tensor]:
+    def _summary_key(self, call: Call, x: Tensor | None) -> Callable[[Tensor], Tensor]:
         if x is None:
             raise ValueError(
                 "x=None, but summary_key='proj' makes keys from the input of the layer; pass x (..., L, C)"
             )
-        if key_mask is not None:
-            x = x.masked_fill((key_mask == 0).unsqueeze(-1), 0)
-        tokens = x[..., prefix:, :]
+        if call.key_mask is not None:
+            x = x.masked_fill((call.key_mask == 0).unsqueeze(-1), 0)
+        tokens = x[..., call.prefix :, :]
 
         def keys(V: Tensor) -> Tensor:
             merged = V.transpose(-3, -2).flatten(-2).to(self.summary_value.weight.dtype)
@@ -276,7 +207,7 @@ class CombinerAttention(nn.Module):
         return keys
 
 
-def _check(variant: str, pooling: str, segment: int | None, summary_key: str | Callable[[Tensor], Tensor]) -> None:
+def _check(variant: str, pooling: str, segment: int | None, summary_key: SummaryKey) -> None:
     for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
         if given not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}")
@@ -296,7 +227,7 @@ COMBINER = register(
         arxiv="2107.05768",
         cost="2 L^1.5 (D + E)",
         function=combiner_attention,
-        scores=combiner_scores,
+        row_weights=one_hot_weights(combiner_attention),
         module=CombinerAttention,
         stream=CombinerStream,
         causal=True,

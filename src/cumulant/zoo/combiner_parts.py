@@ -11,22 +11,37 @@ queries, so that its value is V_r = sum_j p_rj v_j. Q_r and K_r are pooled from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..inputs import transformed
 from ..moments import ratio
-from .inputs import wide
-from .masking import ABSENT, joint_exponentials, softmax_or_zero
+from ..tensors import ABSENT, softmax_or_zero, wide
+from ..tracing import transformed
 from .products import factor, multiplies_narrow, pair_products, product, written_down
 
 POOLINGS = ("max", "mean", "sum")
-SUMMARY_KEYS = ("wsum", "none")
+SUMMARY_KEYS = ("wsum", "none", None)  # names with options write None as "none"
+
+
+class Segments(NamedTuple):
+    """Tokens padded with absent ones to m segments of c, m at least 1."""
+
+    q: Tensor  # (..., m, c, D)
+    k: Tensor  # (..., m, c, D)
+    v: Tensor  # (..., m, c, E)
+    bias: Tensor  # (..., m, c)
+    length: int  # L
+
+
+# The segments and logits within each -> logits of the regions (..., m, c, m), and what weights make of their values.
+Regions = Callable[[Segments, Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def pool(x: Tensor, bias: Tensor, pooling: str) -> Tensor:
@@ -47,16 +62,16 @@ def summarise(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pooling: str) -> tu
     return K, (p.unsqueeze(-1) * v).sum(-2), (bias == ABSENT).all(-1)
 
 
-def fixed(
+def segmented(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bias: Tensor,
     *,
+    regions: Regions,
     c: int,
     is_causal: bool,
     prefix: int,
-    pooling: str,
     own: bool,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -65,61 +80,53 @@ def fixed(
     With `own` the own segment is a region too, if not causal: its tokens then count twice. Cost: L (c + L / c)(D + E).
     """
     first, rest = _split_prefix(q, k, v, bias, prefix, is_causal)
-    q, k, v, bias, length = _segments(*rest, c)
-    m = q.shape[-3]
-    K, V, empty = summarise(q, k, v, bias, pooling)
+    q, k, v, bias, length = tokens = _segments(*rest, c)
     near = pair_products(q, k, dtype) + bias.unsqueeze(-2)
+    far, read = regions(tokens, near)
+    empty = (bias == ABSENT).all(-1)
+    hidden = empty[..., None, None, :] | _hidden_regions(q.shape[-3], is_causal, own, q.device)[:, None, :]
     if is_causal:
         near = near.masked_fill(_later(c, c, q.device), ABSENT)
-    # All rows of a sequence meet the same summaries: one product, for which nothing is repeated.
-    far = pair_products(q.flatten(-3, -2), K, dtype).unflatten(-2, (m, c))  # (..., m, c, m)
-    hidden = empty[..., None, None, :] | _hidden_regions(m, is_causal, own, q.device)[:, None, :]
     (a, b, *d), total = joint_exponentials((near, far.masked_fill(hidden, ABSENT), *first.logits(q)))
-    regions = product(b.flatten(-3, -2), V, dtype).unflatten(-2, (m, c))
-    out = _quotient(product(a, v, dtype) + regions + first.read(d), total, dtype)
+    out = _quotient(product(a, v, dtype) + read(b) + first.read(d), total, dtype)
     return first.before(out.flatten(-3, -2)[..., :length, :])
 
 
-def axial(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    *,
-    c: int,
-    is_causal: bool,
-    prefix: int,
-    summary_key: str | Callable[[Tensor], Tensor],
-    own: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Direct: the own row of c tokens; regions: the other rows, through their summary in the own column.
+def fixed(pooling: str, dtype: torch.dtype) -> Regions:
+    """Regions that look the same from everywhere, see `summarise`."""
+
+    def regions(tokens: Segments, near: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        K, V, _ = summarise(*tokens[:4], pooling)
+        # All rows of a sequence meet the same summaries: one product, for which nothing is repeated.
+        rows = near.shape[-3:-1]
+        far = pair_products(tokens.q.flatten(-3, -2), K, dtype).unflatten(-2, rows)
+        return far, lambda b: product(b.flatten(-3, -2), V, dtype).unflatten(-2, rows)
+
+    return regions
+
+
+def axial(summary_key: str | Callable[[Tensor], Tensor] | None, dtype: torch.dtype) -> Regions:
+    """Regions that are rows of c tokens, each through its summary in the own column.
 
     The summary at (row, column) weighs the whole row by softmax of the query there. Its key is the same mean of the
     keys ("wsum"), the key there ("none"), or what a function makes of the values V (..., L, E). An absent token
-    summarises its row evenly. Cost: L (c + L / c)(D + E).
+    summarises its row evenly.
     """
-    first, rest = _split_prefix(q, k, v, bias, prefix, is_causal)
-    q, k, v, bias, length = _segments(*rest, c)
-    m = q.shape[-3]
-    near = pair_products(q, k, dtype) + bias.unsqueeze(-2)
-    P = softmax_or_zero(near)
-    V = product(P, v, dtype)
-    if callable(summary_key):
-        K = summary_key(V.flatten(-3, -2)[..., :length, :])
-        K = F.pad(K, (0, 0, 0, m * c - length)).unflatten(-2, (m, c))
-    else:
-        K = product(P, k, dtype) if summary_key == "wsum" else k
-    columns_q, columns_K, columns_V = (factor(x, dtype).transpose(-3, -2).contiguous() for x in (q, K, V))
-    far = pair_products(columns_q, columns_K, dtype).transpose(-3, -2)  # (..., m, c, m)
-    empty = (bias == ABSENT).all(-1)
-    hidden = empty[..., None, None, :] | _hidden_regions(m, is_causal, own, q.device)[:, None, :]
-    if is_causal:
-        near = near.masked_fill(_later(c, c, q.device), ABSENT)
-    (a, b, *d), total = joint_exponentials((near, far.masked_fill(hidden, ABSENT), *first.logits(q)))
-    columns = product(b.transpose(-3, -2), columns_V, dtype)
-    out = _quotient(product(a, v, dtype) + columns.transpose(-3, -2) + first.read(d), total, dtype)
-    return first.before(out.flatten(-3, -2)[..., :length, :])
+
+    def regions(tokens: Segments, near: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        P = softmax_or_zero(near)
+        V = product(P, tokens.v, dtype)
+        if callable(summary_key):
+            rows = near.shape[-3:-1]
+            K = summary_key(V.flatten(-3, -2)[..., : tokens.length, :])
+            K = F.pad(K, (0, 0, 0, math.prod(rows) - tokens.length)).unflatten(-2, rows)
+        else:
+            K = product(P, tokens.k, dtype) if summary_key == "wsum" else tokens.k
+        columns_q, columns_K, columns_V = (factor(x, dtype).transpose(-3, -2).contiguous() for x in (tokens.q, K, V))
+        far = pair_products(columns_q, columns_K, dtype).transpose(-3, -2)
+        return far, lambda b: product(b.transpose(-3, -2), columns_V, dtype).transpose(-3, -2)
+
+    return regions
 
 
 def log_sparse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, pooling: str) -> Tensor:
@@ -203,13 +210,12 @@ def _split_prefix(
     return first, (q[..., prefix:, :], k[..., prefix:, :], v[..., prefix:, :], bias[..., prefix:])
 
 
-def _segments(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """(..., L, D) padded with absent tokens to (..., m, c, D), m at least 1; and L."""
+def _segments(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, c: int) -> Segments:
     length = q.shape[-2]
     missing = -length % c if length else c
     split = ((length + missing) // c, c)
     q, k, v = ((F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, split) for x in (q, k, v))
-    return q, k, v, F.pad(bias, (0, missing), value=ABSENT).unflatten(-1, split), length
+    return Segments(q, k, v, F.pad(bias, (0, missing), value=ABSENT).unflatten(-1, split), length)
 
 
 def _later(rows: int, cols: int, device: torch.device) -> Tensor:
@@ -222,3 +228,14 @@ def _hidden_regions(m: int, is_causal: bool, own: bool, device: torch.device) ->
     if is_causal:
         return everything.triu()
     return ~everything if own else torch.eye(m, dtype=torch.bool, device=device)
+
+
+def joint_exponentials(parts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """exp(logits - the largest of all) of each part (..., n), and their sum over all parts, (..., 1); 0 of -inf alone.
+
+    One softmax over parts that are never put side by side; what they weigh is divided by the sum afterwards.
+    """
+    top = reduce(torch.maximum, [x.detach().amax(-1, keepdim=True) for x in parts])
+    top = torch.where(top == ABSENT, 0, top)
+    kernels = [(x - top).exp() for x in parts]
+    return kernels, sum(x.sum(-1, keepdim=True) for x in kernels)  # type: ignore[return-value]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import attention, attention_varlen, scores
-from ..inputs import transformed
+from ..attention import attend, attention_varlen
+from ..call import Call
+from ..expansion import Form, weigh
 from ..streaming import Stream
-from .inputs import prepare, wide
-from .masking import repeat_heads
+from ..tensors import repeat_heads, wide
+from ..tracing import transformed
 from .products import for_every_token, sum_of_tokens
 from .registry import Mechanism, register
-from .tilted import around_mean, check_around
 
 SUMMARIES = {
     1: "the mean of the values: no query takes part, the floor for the others",
@@ -25,11 +25,9 @@ SUMMARIES = {
 COSTS = {1: "L E", 2: "2 L D E", 3: "4 L D E"}
 
 
-def mean_of_values(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, enable_gqa: bool = False
-) -> Tensor:
+def mean_of_values(call: Call) -> Tensor:
     """The first order over all keys, `attention(order=1)`, which looks at no query and no key. Cost: L E."""
-    query, key, value, _ = prepare(query, key, value, key_mask=None, scale=scale, enable_gqa=enable_gqa)
+    query, key, value = call.prepared()[:3]
     mean = repeat_heads(sum_of_tokens(wide(value)) / max(1, key.shape[-2]), query.shape[-3])
     return _Unused.apply(query, key, for_every_token(mean, query.shape[-2]))
 
@@ -50,45 +48,30 @@ class _Unused(torch.autograd.Function):
 
 def _mechanism(order: int) -> Mechanism:
     def function(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        call: Call,
         *,
         full: bool = False,
         normalization: str = "mean",
-        backend: str = "auto",
+        closure: str | None = None,
         around: str = "zero",
         apart: int = 0,
-        query_mask: Tensor | None = None,
-        **shared: Any,
+        backend: str = "auto",
     ) -> Tensor:
-        check_around(around, bool(shared.get("is_causal")))
-        own: dict[str, Any] = {"order": order, "full": full, "normalization": normalization}
-        if around == "mean":
-            own |= {"apart": apart, "query_mask": query_mask}
-            return around_mean(attention, query, key, value, backend=backend, **own, **shared)
-        others = {name: x for name, x in shared.items() if name not in ("key_mask", "is_causal")}
-        plain = (backend, normalization, full) == ("auto", "mean", False) and not transformed()
-        if order == 1 and plain and shared.get("key_mask") is None and not shared.get("is_causal"):
-            return mean_of_values(query, key, value, **others)
-        return attention(query, key, value, backend=backend, **own, **shared)
+        form = Form(order, full, normalization, closure, around, apart, backend)
+        if form == Form(1) and call.key_mask is None and not call.is_causal and not transformed():
+            return mean_of_values(call)
+        return attend(call, form)
 
     def weights(
-        query: Tensor,
-        key: Tensor,
+        call: Call,
         *,
         full: bool = False,
         normalization: str = "mean",
+        closure: str | None = None,
         around: str = "zero",
         apart: int = 0,
-        query_mask: Tensor | None = None,
-        **shared: Any,
     ) -> Tensor:
-        check_around(around, bool(shared.get("is_causal")))
-        own: dict[str, Any] = {"order": order, "full": full, "normalization": normalization}
-        if around == "mean":
-            return around_mean(scores, query, key, apart=apart, query_mask=query_mask, **own, **shared)
-        return scores(query, key, **own, **shared)
+        return attend(call, Form(order, full, normalization, closure, around, apart), weigh)
 
     return Mechanism(
         name=f"cumulant{order}",
@@ -97,9 +80,9 @@ def _mechanism(order: int) -> Mechanism:
         year=2026,
         cost=COSTS[order],
         function=function,
-        scores=weights,
+        row_weights=weights,
         stream=partial(Stream, order=order),
-        varlen=partial(attention_varlen, order=order),
+        packed=partial(attention_varlen, order=order),
         causal=True,
         cross=True,
         causal_cross=True,
@@ -108,6 +91,7 @@ def _mechanism(order: int) -> Mechanism:
         subquadratic=True,
         streaming=True,
         ragged=True,
+        raw=True,
         key_shift=True,
         wants_query_mask=True,  # for around="mean": padded queries are not in the mean
     )

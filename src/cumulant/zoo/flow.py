@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import without_autocast
-from .inputs import outside_autocast, prepare, prepare_queries, weights_of, wide
-from .products import factor, feature_product
-from .ragged import padded
+from ..call import Call
+from ..tensors import wide
+from ..tracing import outside_autocast
+from .products import TINY, count_of, factor, feature_product, one_hot_weights, ones_for, weighted
 from .registry import Mechanism, register
 
 EPS = 1e-6
@@ -27,117 +27,54 @@ class Flow(NamedTuple):
     allocation: Tensor  # sigmoid of the conserved incoming flow, (..., H, Lq, 1)
 
 
-def flow_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    query_mask: Tensor | None = None,
-    clamp: float | None = 1.0,
-    chunk: int = 128,
-    eps: float = EPS,
-) -> Tensor:
+def flow_attention(call: Call, *, clamp: float | None = 1.0, chunk: int = 128, eps: float = EPS) -> Tensor:
     """out_i = sigmoid(cs_i L/S) (q_i I_i).sum_j k_j comp_j v_j^T, comp = S softmax_j(clamp(cr)); q, k after a sigmoid.
 
         I_i = 1 / (q_i.sum_j k_j),  O_j = 1 / (k_j.sum_i q_i),  cs_i = q_i.sum_j k_j O_j,  cr_j = k_j.sum_i q_i I_i
 
-    with eps added to each channel of both factors. query (..., H, Lq, D), key (..., H, Lk, D), value
-    (..., H, Lk, E) -> (..., H, Lq, E). Rows do not sum to 1, and they look at the other queries: query_mask (..., Lq)
-    says which of them count. The clamp of cr at 1 is that of the released core file; None takes it off. The causal
+    with eps added to each channel of both factors. Rows do not sum to 1, and they look at the other queries: the query
+    mask says which of them count. The clamp of cr at 1 is that of the released core file; None takes it off. The causal
     form has all sums over s <= t and comp_s fixed at time s, so its last row is not that of the full form.
-    There is no scaling: `scale` multiplies the query before the sigmoid. key_mask is bool or weights; a row
-    without any key gives 0. Cost: 2 L D E, and L C (D + E) more for the causal form in chunks of C tokens.
+    There is no scaling: `scale` multiplies the query before the sigmoid. A row without any key gives 0.
+    Cost: 2 L D E, and L C (D + E) more for the causal form in chunks of C tokens.
     """
-    _refuse_groups(enable_gqa)
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=False)
-    with without_autocast(query.device.type):
-        rows, sources, allocation = flow(query, key, key_mask, query_mask, is_causal, scale, clamp, eps, query.dtype)
-        sums = feature_product(rows, sources, value, query.dtype, is_causal=is_causal, chunk=chunk)
-        return (allocation * sums).to(query.dtype)
+    dtype = call.query.dtype
+    rows, sources, allocation = flow(call, clamp, eps)
+    return allocation * feature_product(rows, sources, call.value, dtype, is_causal=call.is_causal, chunk=chunk)
 
 
-def flow_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    query_mask: Tensor | None = None,
-    clamp: float | None = 1.0,
-    eps: float = EPS,
-) -> Tensor:
-    """The weights allocation_i q_i.k_j I_i comp_j, (..., H, Lq, Lk). Cost: Lq Lk D."""
-    _refuse_groups(enable_gqa)
-    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=False)
-    with without_autocast(query.device.type):
-        rows, sources, allocation = flow(query, key, key_mask, query_mask, is_causal, scale, clamp, eps)
-        weights = allocation * (rows @ sources.mT)
-        return (weights.tril() if is_causal else weights).to(query.dtype)
-
-
-def flow(
-    query: Tensor,
-    key: Tensor,
-    key_mask: Tensor | None,
-    query_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    clamp: float | None,
-    eps: float,
-    dtype: torch.dtype = torch.float32,
-) -> Flow:
-    """The parts of flow attention for checked query (..., H, Lq, D) and key (..., H, Lk, D). Cost: L D.
-
-    `dtype` is that of the inputs whose products are to be taken, see `product`.
-    """
-    query, sinks = prepare_queries(query, query_mask)
-    query = query if scale is None else query * scale
-    q, k = (wide(factor(torch.sigmoid(wide(x)), dtype)) for x in (query, key))
-    w_k = weights_of(key_mask, k)
-    return _causal_flow(q, k, sinks, w_k, clamp, eps) if is_causal else _full_flow(q, k, sinks, w_k, clamp, eps)
+def flow(call: Call, clamp: float | None, eps: float) -> Flow:
+    """The parts of flow attention for a prepared call. Cost: L D."""
+    query, w_q = call.present_queries()
+    query = query if call.scale is None else query * call.scale
+    q, k = (wide(factor(torch.sigmoid(wide(x)), query.dtype)) for x in (query, call.key))
+    return (_causal_flow if call.is_causal else _full_flow)(q, k, w_q, call.key_weights(k.dtype), clamp, eps)
 
 
 def _full_flow(q: Tensor, k: Tensor, w_q: Tensor | None, w_k: Tensor | None, clamp: float | None, eps: float) -> Flow:
-    L, S = _count(q, w_q), _count(k, w_k)
-    incoming = 1 / _dot(q, _weighted(k, w_k).sum(-2, keepdim=True), eps)
-    outgoing = 1 / _dot(k, _weighted(q, w_q).sum(-2, keepdim=True), eps)
-    conserved_in = _dot(q, (k * _weighted(outgoing, w_k)).sum(-2, keepdim=True), eps)
-    conserved_out = _clamped(_dot(k, (q * _weighted(incoming, w_q)).sum(-2, keepdim=True), eps), clamp)
+    L, S = count_of(q, w_q), count_of(k, w_k)
+    incoming = 1 / _dot(q, weighted(k, w_k).sum(-2, keepdim=True), eps)
+    outgoing = 1 / _dot(k, weighted(q, w_q).sum(-2, keepdim=True), eps)
+    conserved_in = _dot(q, (k * weighted(outgoing, w_k)).sum(-2, keepdim=True), eps)
+    conserved_out = _clamped(_dot(k, (q * weighted(incoming, w_q)).sum(-2, keepdim=True), eps), clamp)
     logits = conserved_out if w_k is None else conserved_out.masked_fill(w_k == 0, torch.finfo(k.dtype).min)
     peak = logits.amax(-2, keepdim=True).detach() if logits.shape[-2] else 0.0
-    kernel = _weighted((logits - peak).exp(), w_k)
+    kernel = weighted((logits - peak).exp(), w_k)
     competition = kernel / kernel.sum(-2, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny) * S
     return Flow(q * incoming, k * competition, torch.sigmoid(conserved_in * (L / S)))
 
 
-def _weighted(x: Tensor, weights: Tensor | None) -> Tensor:
-    return x if weights is None else x * weights
-
-
-def _count(x: Tensor, weights: Tensor | None) -> Tensor | float:
-    """The number of tokens that count, never 0."""
-    return max(x.shape[-2], 1e-30) if weights is None else weights.sum(-2, keepdim=True).clamp(min=1e-30)
-
-
 def _causal_flow(q: Tensor, k: Tensor, w_q: Tensor | None, w_k: Tensor | None, clamp: float | None, eps: float) -> Flow:
-    w_q, w_k = (
-        x.new_ones(()).expand(*x.shape[:-3], 1, x.shape[-2], 1) if w is None else w for x, w in ((q, w_q), (k, w_k))
-    )
-    count_q, count_k = (w.cumsum(-2).clamp(min=1e-30) for w in (w_q, w_k))
+    w_q, w_k = (ones_for(x) if w is None else w for x, w in ((q, w_q), (k, w_k)))
+    count_q, count_k = (w.cumsum(-2).clamp(min=TINY) for w in (w_q, w_k))
     incoming = 1 / _dot(q, (w_k * k).cumsum(-2), eps)
     outgoing = 1 / _dot(k, (w_q * q).cumsum(-2), eps)
     conserved_in = _dot(q, (w_k * k * outgoing * count_q).cumsum(-2), eps) / count_k
     # Keys before the first query that counts have no flow to conserve: eps over no queries would be a huge logit.
-    sinks = torch.where(count_q > 1e-30, count_q, 1)
+    sinks = torch.where(count_q > TINY, count_q, 1)
     conserved_out = _clamped(_dot(k, (w_q * q * incoming * count_k).cumsum(-2), eps) / sinks, clamp)
     # log w + cr, so that the running sum of exponentials is safe without a clamp, too.
-    logits = (conserved_out + w_k.clamp(min=1e-30).log()).masked_fill(w_k == 0, -1e30)
+    logits = (conserved_out + w_k.clamp(min=TINY).log()).masked_fill(w_k == 0, -1e30)
     competition = count_k * (logits - torch.logcumsumexp(logits, -2)).exp()
     return Flow(q * incoming, k * competition * (w_k != 0), torch.sigmoid(conserved_in))
 
@@ -151,11 +88,6 @@ def _clamped(x: Tensor, clamp: float | None) -> Tensor:
     if clamp is not None and not clamp >= 0:
         raise ValueError(f"clamp must not be negative (None takes it off), got {clamp}")
     return x if clamp is None else x.clamp(-clamp, clamp)
-
-
-def _refuse_groups(enable_gqa: bool) -> None:
-    if enable_gqa:
-        raise ValueError("enable_gqa=True, but flow attention has no grouped queries; repeat the key heads")
 
 
 class FlowState(NamedTuple):
@@ -210,9 +142,8 @@ FLOW = register(
         arxiv="2202.06258",
         cost="2 L D E",
         function=flow_attention,
-        scores=flow_scores,
+        row_weights=one_hot_weights(flow_attention),
         stream=FlowStream,
-        varlen=padded(flow_attention, query_mask=True),
         causal=True,
         cross=True,
         independent_rows=False,

@@ -6,19 +6,19 @@ Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width,
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..inputs import without_autocast
-from .grid import Grid, GridConv, resize_table, resolve_grid
-from .inputs import fold_groups, outside_autocast, prepare, weights_of, wide
-from .masking import without_absent
-from .products import fit_length, fraction, with_ones, written_down
-from .ragged import padded
+from ..call import Call, Grid
+from ..tensors import wide
+from .grid import GridConv, check_one_grid, resize_table, resolve_grid
+from .mixing import Mixer
+from .products import TINY, fraction, one_hot_weights, ones_for, sums_seen, weighted, written_down
 from .registry import Mechanism, register
+from .streams import FeatureStream, Sums
 
 EPS = 1e-6
 
@@ -40,74 +40,22 @@ def focus(x: Tensor, power: float) -> Tensor:
 
 
 def focused_linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    power: float = 3.0,
-    channel_scale: Tensor | None = None,
-    chunk: int = 128,
-    eps: float = EPS,
+    call: Call, *, power: float = 3.0, channel_scale: Tensor | None = None, chunk: int = 128, eps: float = EPS
 ) -> Tensor:
     """out_i = phi(q_i) (sum_j phi(k_j) v_j^T) / (phi(q_i).(sum_j phi(k_j)) + eps N), phi(x) = f((relu(x) + 1e-6) / s).
 
-    f is `focus` with its `power`, s the `channel_scale` (H, 1, D), 1 unless given; N the number of keys.
-    query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E). The norms of f run over the
-    channels of all heads of a token, as released. Causal rows take sums and N over the keys up to their index.
-    There is no scaling: `scale` multiplies the query before the map. key_mask is bool or weights (N is their sum);
-    a row without any key gives 0. Cost: 2 L D E, and L C (D + E) more for the causal form in chunks of C tokens.
+    f is `focus` with its `power`, s the `channel_scale` (H, 1, D), 1 unless given; N the sum of the key weights.
+    The norms of f run over the channels of all heads of a token, as released. Causal rows take sums and N over the
+    keys up to their index. There is no scaling: `scale` multiplies the query before the map. A row without any key
+    gives 0. Cost: 2 L D E, and L C (D + E) more for the causal form in chunks of C tokens.
     """
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with without_autocast(query.device.type):
-        features_q, features_k, weights = _features(query, key, key_mask, scale, power, channel_scale)
-        sums, total = fraction(features_q, features_k, value, query.dtype, is_causal=is_causal, chunk=chunk)
-        count = _count(weights, query.shape[-2], is_causal)
-        return (sums / (total + eps * count)).to(query.dtype)
-
-
-def focused_linear_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    power: float = 3.0,
-    channel_scale: Tensor | None = None,
-    eps: float = EPS,
-) -> Tensor:
-    """The weights phi(q_i).phi(k_j) / (their sum + eps N), (..., H, Lq, Lk). Cost: Lq Lk D."""
-    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    with without_autocast(query.device.type):
-        features_q, features_k, weights = _features(query, key, key_mask, scale, power, channel_scale)
-        scores = fold_groups(features_q, key.shape[-3]) @ features_k.mT
-        scores = scores.reshape(*query.shape[:-1], key.shape[-2])
-        scores = scores.tril() if is_causal else scores
-        total = scores.sum(-1, keepdim=True) + eps * _count(weights, query.shape[-2], is_causal)
-        return (scores / total).to(query.dtype)
-
-
-def _features(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float | None, power: float, channel_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """phi(q), w phi(k) and the weights w as (..., 1, Lk, 1)."""
-    features_q = _map(wide(query) if scale is None else wide(query) * scale, power, channel_scale)
-    features_k = _map(wide(key), power, channel_scale)
-    weights = weights_of(key_mask, features_k)
-    if weights is None:
-        return features_q, features_k, features_k.new_ones(()).expand(*key.shape[:-3], 1, key.shape[-2], 1)
-    return features_q, features_k * weights, weights
-
-
-def _count(weights: Tensor, rows: int, is_causal: bool) -> Tensor:
-    """The number of keys that each row sees, (..., 1, 1 or Lq, 1); never 0, so that rows without any stay finite."""
-    count = fit_length(weights, rows).cumsum(-2) if is_causal else weights.sum(-2, keepdim=True)
-    return count.clamp(min=1e-30)
+    query, key, is_causal = wide(call.query), wide(call.key), call.is_causal
+    features_q = _map(query if call.scale is None else query * call.scale, power, channel_scale)
+    features_k, weights = _map(key, power, channel_scale), call.key_weights(key.dtype)
+    features_k = weighted(features_k, weights)
+    sums, total = fraction(features_q, features_k, call.value, call.query.dtype, is_causal=is_causal, chunk=chunk)
+    count = sums_seen(ones_for(key) if weights is None else weights, query.shape[-2], is_causal)
+    return sums / (total + eps * count.clamp(min=TINY))
 
 
 def _map(x: Tensor, power: float, channel_scale: Tensor | None) -> Tensor:
@@ -122,34 +70,20 @@ def _over_heads(x: Tensor, share: Tensor) -> Tensor:
     return (x.sum(-1, keepdim=True) * share).sum(-3, keepdim=True)
 
 
-class FocusedState(NamedTuple):
-    """Sums over the tokens so far: phi(k) [v, 1]^T, and their number."""
-
-    KV: Tensor  # (..., D, E + 1)
-    tokens: Tensor  # ()
-
-
-class FocusedStream:
-    """Causal focused linear attention (the operator, without convolution) token by token. Cost: 2 D E a token."""
+class FocusedStream(FeatureStream):
+    """Causal focused linear attention (the operator, without convolution) token by token."""
 
     def __init__(self, *, power: float = 3.0, channel_scale: Tensor | None = None, eps: float = EPS) -> None:
         self.power, self.channel_scale, self.eps = power, channel_scale, eps
-        self.state: FocusedState | None = None
 
-    @outside_autocast
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (..., H, 1, D), key (..., Hk, 1, D), value (..., Hk, 1, E) -> (..., H, 1, E)."""
-        features = _map(wide(key), self.power, self.channel_scale)
-        KV, one = features.mT @ with_ones(wide(value)), features.new_ones(())
-        old = self.state
-        self.state = FocusedState(KV, one) if old is None else FocusedState(old.KV + KV, old.tokens + one)
-        rows = fold_groups(_map(wide(query), self.power, self.channel_scale), key.shape[-3])
-        sums = rows @ self.state.KV
-        out = sums[..., :-1] / (sums[..., -1:] + self.eps * self.state.tokens)
-        return out.reshape(*query.shape[:-1], value.shape[-1]).to(query.dtype)
+    def phi(self, x: Tensor) -> Tensor:
+        return _map(x, self.power, self.channel_scale)
+
+    def rows(self, features: Tensor, sums: Sums) -> Tensor:
+        return features @ sums.KV / (features @ sums.K + self.eps * sums.tokens)
 
 
-class FocusedLinearAttention(nn.Module):
+class FocusedLinearAttention(Mixer):
     """FLatten in a layer: keys with learned positions, a learned scale for each channel, and DWC(v) added.
 
         out = phi(q) phi(k + P)^T v / (...) + DWC(v)
@@ -180,10 +114,9 @@ class FocusedLinearAttention(nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
+        super().__init__(grid_size, prefix)
         place = {"device": device, "dtype": dtype}
-        self.dim, self.num_heads, self.grid_size, self.prefix = dim, num_heads, grid_size, prefix
-        self.power, self.chunk = power, chunk
+        self.dim, self.num_heads, self.power, self.chunk = dim, num_heads, power, chunk
         self.gain = nn.Parameter(torch.zeros(dim, **place))
         slots = prefix + math.prod(grid_size) if grid_size is not None else 0
         self.position = nn.Parameter(torch.zeros(1, slots, dim, **place)) if use_position and slots else None
@@ -196,67 +129,29 @@ class FocusedLinearAttention(nn.Module):
         if self.conv is not None:
             self.conv.reset_parameters()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        grid: Grid | None = None,
-        prefix: int | None = None,
-    ) -> Tensor:
-        """query (..., H, Lq, D), key and value (..., H, Lk, D) -> (..., H, Lq, D)."""
-        prefix = self.prefix if prefix is None else prefix
-        FOCUSED.check(query, key, key_mask=key_mask, is_causal=is_causal, enable_gqa=enable_gqa)
-        self._check(query, key, is_causal, enable_gqa)
-        key, options = self._key_and_options(key, grid, prefix)
-        shared: dict[str, Any] = {
-            "key_mask": key_mask,
-            "is_causal": is_causal,
-            "scale": scale,
-            "enable_gqa": enable_gqa,
-        }
-        out = FOCUSED(query, key, value, **shared, **options, chunk=self.chunk)
+    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
         if self.conv is not None:
-            value = without_absent(value, key_mask)
-            out = out + self.conv(value, resolve_grid(key.shape[-2], grid, prefix, self.grid_size), prefix)
-        return out
+            check_one_grid(call, FOCUSED)
+        call, options = self._prepared(call)
+        out = FOCUSED.run(call, **options, chunk=self.chunk)
+        return out if self.conv is None else out + self.conv.of(call)
 
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        grid: Grid | None = None,
-        prefix: int | None = None,
-    ) -> Tensor:
-        """The weights with which the operator mixes the values, (..., H, Lq, Lk); the convolution comes after."""
-        prefix = self.prefix if prefix is None else prefix
-        FOCUSED.check(query, key, key_mask=key_mask, is_causal=is_causal, enable_gqa=enable_gqa)
-        key, options = self._key_and_options(key, grid, prefix)
-        shared: dict[str, Any] = {
-            "key_mask": key_mask,
-            "is_causal": is_causal,
-            "scale": scale,
-            "enable_gqa": enable_gqa,
-        }
-        return focused_linear_scores(query, key, **shared, **options)
+    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
+        call, options = self._prepared(call)
+        return FOCUSED.weigh(call, **options)
 
-    def _key_and_options(self, key: Tensor, grid: Grid | None, prefix: int) -> tuple[Tensor, dict[str, Any]]:
-        """The key with its positions, and the options of the operator."""
+    def _prepared(self, call: Call) -> tuple[Call, dict[str, Any]]:
+        """The call on its grid, its keys with their positions, and the options of the operator."""
+        heads, key = call.query.shape[-3], call.key
+        if key.shape[-3] != heads:
+            raise ValueError(f"the layer form needs as many key heads as query heads, {heads}, got {key.shape[-3]}")
+        if self.position is not None or self.conv is not None:
+            call = call._replace(grid=resolve_grid(key.shape[-2], call.grid, call.prefix, self.grid_size))
         if self.position is not None:
-            grid = resolve_grid(key.shape[-2], grid, prefix, self.grid_size)
-            key = key + self._slots(grid, prefix).to(key.dtype)
+            assert call.grid is not None
+            call = call._replace(key=key + self._slots(call.grid, call.prefix).to(key.dtype))
         channel_scale = F.softplus(self.gain).unflatten(0, (self.num_heads, 1, -1))
-        return key, {"power": self.power, "channel_scale": channel_scale}
+        return call, {"power": self.power, "channel_scale": channel_scale}
 
     def _slots(self, grid: Grid, prefix: int) -> Tensor:
         """P of this grid, by head: (H, n, D)."""
@@ -266,21 +161,6 @@ class FocusedLinearAttention(nn.Module):
             raise ValueError(f"prefix must be {self.prefix}, for which the key positions were made, got {prefix}")
         table = resize_table(self.position, self.grid_size, grid, prefix)
         return table[0].unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
-
-    def _check(self, query: Tensor, key: Tensor, is_causal: bool, enable_gqa: bool) -> None:
-        if enable_gqa and query.shape[-3] != key.shape[-3]:
-            raise ValueError(f"the layer form needs as many key heads as query heads, {query.shape[-3]}")
-        if self.conv is None:
-            return
-        if is_causal:
-            raise ValueError(
-                "is_causal=True, but the convolution of 'focused_linear' looks ahead; build it with use_conv=False"
-            )
-        if query.shape[-2] != key.shape[-2]:
-            raise ValueError(
-                f"the convolution of 'focused_linear' needs queries and keys on one grid, got {query.shape[-2]} and "
-                f"{key.shape[-2]} tokens; build it with use_conv=False for cross attention"
-            )
 
     def extra_repr(self) -> str:
         return f"{self.dim}, power={self.power}, grid_size={self.grid_size}, prefix={self.prefix}"
@@ -295,10 +175,9 @@ FOCUSED = register(
         arxiv="2308.00442",
         cost="2 L D E",
         function=focused_linear_attention,
-        scores=focused_linear_scores,
+        row_weights=one_hot_weights(focused_linear_attention),
         module=FocusedLinearAttention,
         stream=FocusedStream,
-        varlen=padded(focused_linear_attention),
         causal=True,
         cross=True,
         key_mask=True,

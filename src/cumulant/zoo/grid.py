@@ -7,16 +7,18 @@ L = p + N tokens.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .inputs import wide
+from ..call import Call, Grid
+from ..tensors import repeat_heads, wide, without_absent
 from .products import factor, written_down
 
-Grid = tuple[int, ...]
+if TYPE_CHECKING:
+    from .registry import Mechanism
 
 
 def resolve_grid(tokens: int, grid: Grid | None, prefix: int, grid_size: Grid | None = None) -> Grid:
@@ -36,6 +38,23 @@ def resolve_grid(tokens: int, grid: Grid | None, prefix: int, grid_size: Grid | 
             f"them prefix: {patches} patches; pass grid= and prefix= that fit"
         )
     return tuple(chosen)
+
+
+def check_one_grid(call: Call, mechanism: Mechanism) -> None:
+    """Raises for a call that a layer's convolution of the values cannot serve, naming the options that leave it out."""
+    mechanism.check(call)
+    name, queries, keys = mechanism.name, call.query.shape[-2], call.key.shape[-2]
+
+    def without(pattern: str) -> str:
+        return "build it with " + " and ".join(f"{k}={v}" for k, v in mechanism.pattern_options[pattern].items())
+
+    if call.is_causal:
+        raise ValueError(f"is_causal=True, but the convolution of {name!r} looks ahead; {without('causal')}")
+    if queries != keys:
+        raise ValueError(
+            f"the layer of {name!r} needs queries and keys on one grid, got {queries} and {keys} tokens; "
+            f"{without('cross')} for cross attention"
+        )
 
 
 class GridConv(nn.Conv2d):
@@ -61,6 +80,11 @@ class GridConv(nn.Conv2d):
         nn.init.trunc_normal_(self.weight, std=self.std)
         assert self.bias is not None
         nn.init.zeros_(self.bias)
+
+    def of(self, call: Call) -> Tensor:
+        """The convolution of a call's values on its grid, of absent ones as 0; key heads serve several query heads."""
+        value = repeat_heads(without_absent(call.value, call.key_mask), call.query.shape[-3])
+        return self(value, resolve_grid(value.shape[-2], call.grid, call.prefix), call.prefix)
 
     def forward(self, value: Tensor, grid: Grid, prefix: int = 0) -> Tensor:  # type: ignore[override]
         if not value[..., prefix:, :].numel():

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..inputs import without_autocast
+from ..call import Call, Grid
 from ..moments import ratio
-from .grid import Grid, resolve_grid
-from .inputs import prepare, wide
-from .masking import ABSENT, repeat_heads
-from .products import factor, pair_products
-from .ragged import padded
+from ..tensors import ABSENT, repeat_heads, wide
+from .grid import resolve_grid
+from .mixing import Mixer
+from .products import factor, one_hot_weights, pair_products
 from .registry import Mechanism, register
 from .tree import Level, Tree
 
@@ -35,16 +34,8 @@ ENERGIES = ("dot", "l2")
 
 
 def hierarchical_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: Call,
     *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    grid: Grid | None = None,
-    prefix: int = 0,
     branching: int | tuple[int, ...] | None = None,
     levels: int | None = None,
     tree: Tree | Sequence[Any] | None = None,
@@ -53,82 +44,49 @@ def hierarchical_attention(
 ) -> Tensor:
     """out_i = sum_j theta_ij v_j with the block weights theta of the tree, by one pass up and one down.
 
-    query, key (..., H, N, D), value (..., H, N, E) -> (..., H, N, E): self-attention only.
     The tree: windows of `branching` tokens (4 of a sequence, 2 x 2 on a `grid`, or the sides of a window), windows of
     windows and so on; after `levels` groupings the root takes all that is left, e.g. levels=1 makes 14 x 14 patches 49
     groups of 4 under one root. The first `prefix` tokens are children of the root. Or `tree`, a `Tree` or nested
     sequences of token indices. `energy` "dot" assumes normalised queries and keys; "l2" is s_BC = -scale / 2 times the
     mean of |q_i - k_j|^2, the form before that assumption. `position` holds a table (b, F) or (H, b, F) for each level:
     e of a child among its siblings, with e_B.e_C added to s_BC (its exact form is not known from the paper).
-    key_mask (..., N) is bool, or weights, which count as so many equal leaves; a token of weight 0 is not in the tree
-    and its row gives 0. Cost: N b (D + E) for b children, over log_b N levels that shrink by b; memory N (b + D + E).
+    Key weights count as so many equal leaves; a token of weight 0 is not in the tree and its row gives 0.
+    theta is positive, its rows sum to 1, and it is constant on sibling blocks. Cost: N b (D + E) for b children, over
+    log_b N levels that shrink by b; memory N (b + D + E).
     """
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    _check(query, key, is_causal, energy)
+    _check_energy(energy)
+    query, dtype = call.query, call.query.dtype
     if query.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    layout: dict[str, Any] = {"grid": grid, "prefix": prefix, "branching": branching, "levels": levels, "tree": tree}
-    nodes = make_tree(query.shape[-2], device=query.device, **layout)
-    with without_autocast(query.device.type):
-        leaves = _leaves(query, key, value, key_mask, scale, energy, nodes, position)
-        steps, _ = _up(leaves, nodes, scale, position, query.dtype)
-        mass, out = leaves.phi.new_ones(1), leaves.phi.new_zeros(1, 1)
-        for level, (u, child_values) in zip(reversed(nodes.levels), reversed(steps), strict=True):
-            keep = u.diagonal(dim1=-2, dim2=-1)  # (..., H, P, b)
-            own = torch.eye(u.shape[-1], dtype=torch.bool, device=u.device)
-            siblings = factor(u.masked_fill(own, 0), query.dtype) @ factor(child_values, query.dtype)
-            out = out.unsqueeze(-2) + mass[..., None, None] * siblings
-            mass = mass.unsqueeze(-1) * keep
-            out, mass = level.scatter(out.flatten(-3, -2)), level.scatter(mass.flatten(-2), -1)
-        out = out + mass.unsqueeze(-1) * leaves.value
-        out = out.masked_fill((leaves.size == 0).unsqueeze(-1), 0)
-    return out.to(query.dtype)
-
-
-def hierarchical_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    grid: Grid | None = None,
-    prefix: int = 0,
-    branching: int | tuple[int, ...] | None = None,
-    levels: int | None = None,
-    tree: Tree | Sequence[Any] | None = None,
-    energy: str = "dot",
-    position: Sequence[Tensor] | None = None,
-) -> Tensor:
-    """The weights theta, (..., H, N, N): positive, rows sum to 1, constant on sibling blocks. Cost: N^2 b."""
-    N = key.shape[-2]
-    shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    layout: dict[str, Any] = {"grid": grid, "prefix": prefix, "branching": branching, "levels": levels, "tree": tree}
-    tokens = torch.eye(N, dtype=key.dtype, device=key.device).expand(*key.shape[:-1], N)
-    return hierarchical_attention(query, key, tokens, energy=energy, position=position, **shared, **layout)
+        return query.new_zeros((*query.shape[:-1], call.value.shape[-1]))
+    nodes = _tree_of(call, branching=branching, levels=levels, tree=tree)
+    leaves = _leaves(call, energy, nodes, position)
+    steps, _ = _up(leaves, nodes, call.softmax_scale, position, dtype)
+    mass, out = leaves.phi.new_ones(1), leaves.phi.new_zeros(1, 1)
+    for level, (u, child_values) in zip(reversed(nodes.levels), reversed(steps), strict=True):
+        keep = u.diagonal(dim1=-2, dim2=-1)  # (..., H, P, b)
+        own = torch.eye(u.shape[-1], dtype=torch.bool, device=u.device)
+        siblings = factor(u.masked_fill(own, 0), dtype) @ factor(child_values, dtype)
+        out = out.unsqueeze(-2) + mass[..., None, None] * siblings
+        mass = mass.unsqueeze(-1) * keep
+        out, mass = level.scatter(out.flatten(-3, -2)), level.scatter(mass.flatten(-2), -1)
+    out = out + mass.unsqueeze(-1) * leaves.value
+    return out.masked_fill((leaves.size == 0).unsqueeze(-1), 0)
 
 
 def hierarchical_energy(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    energy: str = "dot",
-    position: Sequence[Tensor] | None = None,
-    **layout: Any,
+    call: Call, *, energy: str = "dot", position: Sequence[Tensor] | None = None, **layout: Any
 ) -> Tensor:
-    """phi(root), (..., H), of at least one token; `layout` is grid, prefix, branching, levels and tree.
+    """phi(root), (..., H), of at least one token; `layout` is branching, levels and tree.
 
     Its gradient is the attention: -N d phi / d q_i = scale sum_j theta_ij k_j for the energy "dot".
     """
-    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    _check(query, key, False, energy)
-    nodes = make_tree(query.shape[-2], device=query.device, **layout)
-    leaves = _leaves(query, key, key, key_mask, scale, energy, nodes, position)
-    return _up(leaves, nodes, scale, position, torch.float32)[1].squeeze(-1)
+    HIERARCHICAL.check(call)
+    _check_energy(energy)
+    call = call.prepared()
+    nodes = _tree_of(call, **layout)
+    return _up(_leaves(call, energy, nodes, position), nodes, call.softmax_scale, position, torch.float32)[1].squeeze(
+        -1
+    )
 
 
 class Nodes(NamedTuple):
@@ -143,13 +101,12 @@ class Nodes(NamedTuple):
 
 
 def _up(
-    nodes: Nodes, tree: Tree, scale: float | None, position: Sequence[Tensor] | None, dtype: torch.dtype
+    nodes: Nodes, tree: Tree, scale: float, position: Sequence[Tensor] | None, dtype: torch.dtype
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """For each level u (..., H, P, b, b) and the children's values (..., H, P, b, E); and phi of the root.
 
     `dtype` is that of the inputs, see `products.product`.
     """
-    scale = nodes.query.shape[-1] ** -0.5 if scale is None else scale
     steps = []
     for index, level in enumerate(tree.levels):
         u, values, nodes = _parents(nodes, level, scale, None if position is None else position[index], dtype)
@@ -196,26 +153,16 @@ def _products(e: Tensor, like: Tensor) -> Tensor:
     return (e @ e.mT).unsqueeze(-3)
 
 
-def _leaves(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    scale: float | None,
-    energy: str,
-    tree: Tree,
-    position: Sequence[Tensor] | None,
-) -> Nodes:
+def _leaves(call: Call, energy: str, tree: Tree, position: Sequence[Tensor] | None) -> Nodes:
     if position is not None and tuple(e.shape[-2] for e in position) != tree.widths:
         got = tuple(e.shape[-2] for e in position)
         raise ValueError(f"position must hold a table for each level of the tree, of {tree.widths} children, got {got}")
-    N, heads = query.shape[-2], query.shape[-3]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = query, repeat_heads(key, heads), repeat_heads(value, heads)
-    if key_mask is None:
-        count = wide(q).new_ones(*key.shape[:-3], 1, N)
+    q, scale = call.query, call.softmax_scale
+    k, v = (repeat_heads(x, q.shape[-3]) for x in (call.key, call.value))
+    if call.key_mask is None:
+        count = wide(q).new_ones(*q.shape[:-3], 1, q.shape[-2])
     else:
-        count = key_mask.unsqueeze(-2).to(wide(q).dtype)
+        count = call.key_mask.unsqueeze(-2).to(wide(q).dtype)
         q = q.masked_fill((count == 0).unsqueeze(-1), 0)
     s = scale * (wide(q) * wide(k)).sum(-1)
     norms = None
@@ -252,17 +199,17 @@ def make_tree(
     return Tree.windows(shape, branching, prefix=prefix, levels=levels, device=device)
 
 
-def _check(query: Tensor, key: Tensor, is_causal: bool, energy: str) -> None:
-    if is_causal:
-        raise ValueError("is_causal=True, but the means of a subtree hold later tokens; pass is_causal=False")
-    if query.shape[-2] != key.shape[-2]:
-        lengths = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
-        raise ValueError(f"the tree is one of queries and keys alike, got {lengths}: their numbers must agree")
+def _tree_of(call: Call, **layout: Any) -> Tree:
+    query = call.query
+    return make_tree(query.shape[-2], grid=call.grid, prefix=call.prefix, device=query.device, **layout)
+
+
+def _check_energy(energy: str) -> None:
     if energy not in ENERGIES:
         raise ValueError(f"energy must be one of {', '.join(map(repr, ENERGIES))}, got {energy!r}")
 
 
-class HierarchicalAttention(nn.Module):
+class HierarchicalAttention(Mixer):
     """HSA for a layer: the tree is built from the grid of each call; with `position` children have learned places.
 
     Arguments are the options of `hierarchical_attention`; `position` is the width F of the tables e, 0 for none. They
@@ -284,21 +231,18 @@ class HierarchicalAttention(nn.Module):
         energy: str = "dot",
         position: int = 0,
     ) -> None:
-        super().__init__()
-        if energy not in ENERGIES:
-            raise ValueError(f"energy must be one of {', '.join(map(repr, ENERGIES))}, got {energy!r}")
+        super().__init__(grid_size, prefix)
+        _check_energy(energy)
         if position < 0:
             raise ValueError(f"position must be 0 (none) or the width of the tables, got {position}")
-        self.grid_size, self.prefix = grid_size, prefix
-        self.options: dict[str, Any] = {"branching": branching, "levels": levels, "energy": energy}
         if tree is not None and not isinstance(tree, Tree):
             tree = Tree.nested(tree, device="cpu")  # it is no parameter: on the meta device it would be lost
-        self.options["tree"] = tree
+        self.options: dict[str, Any] = {"branching": branching, "levels": levels, "tree": tree, "energy": energy}
         tables = []
         if position:
             if grid_size is None and tree is None:
                 raise ValueError("position needs to know the tree: pass grid_size to the layer, or the option tree")
-            built = self.options["tree"] or Tree.windows(grid_size or (1,), branching, prefix=prefix, levels=levels)
+            built = tree or Tree.windows(grid_size or (1,), branching, prefix=prefix, levels=levels)
             place = {"device": device, "dtype": dtype}
             tables = [nn.Parameter(torch.empty(num_heads, width, position, **place)) for width in built.widths]
         self.position = nn.ParameterList(tables)
@@ -308,29 +252,11 @@ class HierarchicalAttention(nn.Module):
         for table in self.position:
             nn.init.trunc_normal_(table, std=0.02)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        grid: Grid | None = None,
-        prefix: int | None = None,
-        **shared: Any,
-    ) -> Tensor:
-        """As `hierarchical_attention`."""
-        return HIERARCHICAL(query, key, value, **self._call(grid, prefix), **shared)
+    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
+        return HIERARCHICAL.run(self.on_grid(call), position=list(self.position) or None, **self.options)
 
-    def scores(
-        self, query: Tensor, key: Tensor, *, grid: Grid | None = None, prefix: int | None = None, **shared: Any
-    ) -> Tensor:
-        """The weights, (..., H, N, N)."""
-        return hierarchical_scores(query, key, **self._call(grid, prefix), **shared)
-
-    def _call(self, grid: Grid | None, prefix: int | None) -> dict[str, Any]:
-        grid = self.grid_size if grid is None else grid
-        prefix = self.prefix if prefix is None else prefix
-        return {"grid": grid, "prefix": prefix, "position": list(self.position) or None, **self.options}
+    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
+        return HIERARCHICAL.weigh(self.on_grid(call), position=list(self.position) or None, **self.options)
 
 
 HIERARCHICAL = register(
@@ -342,9 +268,8 @@ HIERARCHICAL = register(
         arxiv="2509.15448",
         cost="L b (D + E), b children a node",
         function=hierarchical_attention,
-        scores=hierarchical_scores,
+        row_weights=one_hot_weights(hierarchical_attention),
         module=HierarchicalAttention,
-        varlen=padded(hierarchical_attention),
         independent_rows=False,
         key_mask=True,
         grouped_queries=True,

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..inputs import transformed, without_autocast
+from ..call import Call, Grid
 from ..kernels.lla import plan
-from .inputs import prepare, wide
+from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
+from ..tracing import transformed
 from .lla_solver import Settings, solver_of
-from .masking import ABSENT, log_weights, repeat_heads, softmax_or_zero
-from .ragged import padded
+from .mixing import Mixer
 from .registry import Mechanism, register
 
 RIDGE = 10.0
@@ -36,14 +36,8 @@ DIRECT_UP_TO = 32  # width above which "auto" takes conjugate gradients: the dir
 
 
 def lla_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: Call,
     *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     ridge: float | Tensor = RIDGE,
     solver: str = "auto",
     iterations: int = 32,
@@ -54,11 +48,10 @@ def lla_attention(
 ) -> Tensor:
     """out_i = c_i of min_{c,W} sum_j w_ij |v_j - c - W (k_j - q_i)|^2 + ridge |W|^2, w_i = softmax_j(scale q_i.k_j).
 
-    query (..., H, L, D), key (..., H, S, D), value (..., H, S, E) -> (..., H, L, E). Weights may be negative.
-    The ridge acts on normalised weights (the released code; the paper's plain lambda I would depend on the shift of the
-    softmax). It is a number or a tensor that broadcasts to (..., H, L), with gradients (the released code has none).
-    key_mask (..., S) is bool, or weights; a row without any key gives 0. `qk_norm` normalises queries and keys to
-    length 1, where the softmax is a Gaussian kernel in k - q (ours, to match the theory).
+    Weights may be negative; a row without any key gives 0. The ridge acts on normalised weights (the released code; the
+    paper's plain lambda I would depend on the shift of the softmax). It is a number or a tensor that broadcasts to
+    (..., H, L), with gradients (the released code has none). `qk_norm` normalises queries and keys to length 1, where
+    the softmax is a Gaussian kernel in k - q (ours, to match the theory).
 
     `solver`: "direct" solves the D x D systems; "cg" runs `iterations` of conjugate gradients, which end early where
     the squared residual is below `tolerance` times its start, with `precondition` after Jacobi; "auto" is direct up to
@@ -67,44 +60,32 @@ def lla_attention(
     Cost: L S (3 D + E), and 2 T L S D for T steps or L S D^2 + L D^3 direct; memory (L + S)(D + E) + b S (+ b D^2
     direct).
     """
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    settings = _settings(query, is_causal, scale, solver, iterations, tolerance, precondition, block)
-    dtype = query.dtype
+    settings = _settings(call, solver, iterations, tolerance, precondition, block)
+    query, key, value = call[:3]
     if query.shape[-2] == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    with without_autocast(query.device.type):
-        if query.is_cuda and _kernels_take(query, value, settings):
-            return by_kernels(query, key, value, key_mask, ridge, qk_norm, settings)
-        q, k, v, lam = _rows(query, key, value, ridge, qk_norm)
-        added = log_weights(key_mask, q)
-        if transformed():
-            out = torch.cat([fit.out for fit in _fits(q, k, v, added, lam, settings)], -2)
-        else:
-            out = _LocalLinear.apply(q, k, v, added, lam, settings)
-    return out.to(dtype)
+    if query.is_cuda and _kernels_take(query, value, settings):
+        return by_kernels(call, ridge, qk_norm, settings)
+    rows = _rows(call, ridge, qk_norm)
+    if transformed():
+        return torch.cat([fit.out for fit in _fits(*rows, settings)], -2)
+    return _LocalLinear.apply(*rows, settings)
 
 
 def _kernels_take(query: Tensor, value: Tensor, settings: Settings) -> bool:
     return settings.solver == "cg" and not settings.precondition and plan.obstacle(query, value) is None
 
 
-def by_kernels(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    ridge: float | Tensor,
-    qk_norm: bool,
-    settings: Settings,
-) -> Tensor:
-    """The Triton kernels on prepared tensors; with `qk_norm` they get queries and keys rounded to their dtype again."""
+def by_kernels(call: Call, ridge: float | Tensor, qk_norm: bool, settings: Settings) -> Tensor:
+    """The Triton kernels on a prepared call; with `qk_norm` they get queries and keys rounded to their dtype again."""
     from ..kernels.lla import host
 
+    query, key, value = call[:3]
     heads, lead, count = query.shape[-3], query.shape[:-3], math.prod(query.shape[:-3])
     if qk_norm:
         query, key = (F.normalize(wide(x), dim=-1).to(x.dtype) for x in (query, key))
     lam = _ridge_of_rows(ridge, query.new_empty((), dtype=torch.float32).expand(query.shape[:-1]))
-    added = log_weights(key_mask, lam)
+    added = log_weights(call.key_mask, lam)
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     query, key, value = (x.reshape(count, *x.shape[-3:]) for x in (query, key, value))
     out = host.attention(
@@ -121,33 +102,24 @@ def by_kernels(
     return out.reshape(*lead, *out.shape[1:])
 
 
-def lla_scores(
-    query: Tensor,
-    key: Tensor,
+def lla_weights(
+    call: Call,
     *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     ridge: float | Tensor = RIDGE,
     solver: str = "auto",
     iterations: int = 32,
     tolerance: float = 1e-12,
     precondition: bool = False,
     qk_norm: bool = False,
+    block: int = 128,
 ) -> Tensor:
     """The signed weights s_ij, (..., H, L, S); rows sum to 1. Cost: as the attention."""
-    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    settings = _settings(query, is_causal, scale, solver, iterations, tolerance, precondition, 128)
-    if query.shape[-2] == 0 or key.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], key.shape[-2]))
-    with without_autocast(query.device.type):
-        q, k, _, lam = _rows(query, key, key, ridge, qk_norm)
-        blocks = [
-            F.pad(fit.weights * (1 - fit.tilt), (0, k.shape[-2] - fit.keys))
-            for fit in _fits(q, k, k, log_weights(key_mask, q), lam, settings)
-        ]
-    return torch.cat(blocks, -2).to(query.dtype)
+    settings = _settings(call, solver, iterations, tolerance, precondition, block)
+    rows, keys = call.query.shape[:-1], call.key.shape[-2]
+    if rows[-1] == 0 or keys == 0:
+        return call.query.new_zeros((*rows, keys))
+    fits = _fits(*_rows(call._replace(value=call.key), ridge, qk_norm), settings)
+    return torch.cat([F.pad(fit.weights * (1 - fit.tilt), (0, keys - fit.keys)) for fit in fits], -2)
 
 
 class Fit(NamedTuple):
@@ -163,7 +135,7 @@ class Fit(NamedTuple):
     solve: Callable[[Tensor], Tensor]  # (C + ridge I)^-1 for rows (..., b, D)
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, lam: Tensor, settings: Settings) -> Iterator[Fit]:
+def _fits(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, added: Tensor | None, settings: Settings) -> Iterator[Fit]:
     """One `Fit` for each block of queries: what forward, backward and the weights all walk through."""
     for start in range(0, q.shape[-2], settings.block):
         rows = slice(start, min(start + settings.block, q.shape[-2]))
@@ -195,19 +167,19 @@ class _LocalLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, lam: Tensor, settings: Settings
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, lam: Tensor, added: Tensor | None, settings: Settings
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, added, lam)
+        ctx.save_for_backward(q, k, v, lam, added)
         ctx.settings = settings
-        return torch.cat([fit.out for fit in _fits(q, k, v, added, lam, settings)], -2)
+        return torch.cat([fit.out for fit in _fits(q, k, v, lam, added, settings)], -2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, added, lam = ctx.saved_tensors
+        q, k, v, lam, added = ctx.saved_tensors
         scale = ctx.settings.scale
         dq, d_lam, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
-        for fit in _fits(q, k, v, added, lam, ctx.settings):
+        for fit in _fits(q, k, v, lam, added, ctx.settings):
             kb, w, g = k[..., : fit.keys, :], fit.weights, fit.slope
             row = do[..., fit.rows, :]
             a = row @ v[..., : fit.keys, :].mT
@@ -221,10 +193,10 @@ class _LocalLinear(torch.autograd.Function):
             d_lam.append(-gh)
             dv[..., : fit.keys, :] += flat.mT @ row
             dk[..., : fit.keys, :] += scale * d_logits.mT @ q[..., fit.rows, :] + flat.mT @ h - (w * f).mT @ g
-        return torch.cat(dq, -2), dk, dv, None, torch.cat(d_lam, -1), None
+        return torch.cat(dq, -2), dk, dv, torch.cat(d_lam, -1), None, None
 
 
-class LocalLinearAttention(nn.Module):
+class LocalLinearAttention(Mixer):
     """LLA for a layer, with a fixed ridge or one learned for each head, softplus(parameter) (ours, not published).
 
     Arguments are the options of `lla_attention`; `learn_ridge` starts at `ridge`.
@@ -235,7 +207,7 @@ class LocalLinearAttention(nn.Module):
         dim: int,
         num_heads: int,
         *,
-        grid_size: tuple[int, ...] | None = None,
+        grid_size: Grid | None = None,
         prefix: int = 0,
         device: Any = None,
         dtype: Any = None,
@@ -248,12 +220,12 @@ class LocalLinearAttention(nn.Module):
         qk_norm: bool = False,
         block: int = 128,
     ) -> None:
-        super().__init__()
+        super().__init__(grid_size, prefix)
         _check_ridge(ridge)
-        self.start, self.block = float(ridge), block
+        _check(solver, iterations, tolerance, block)
+        self.start = float(ridge)
         self.options: dict[str, Any] = {"solver": solver, "iterations": iterations, "tolerance": tolerance}
-        self.options |= {"precondition": precondition, "qk_norm": qk_norm}
-        _settings(torch.empty(0, dim // num_heads), False, None, solver, iterations, tolerance, precondition, block)
+        self.options |= {"precondition": precondition, "qk_norm": qk_norm, "block": block}
         place = {"device": device, "dtype": dtype}
         self.raw_ridge = nn.Parameter(torch.empty(num_heads, 1, **place)) if learn_ridge else None
         self.reset_parameters()
@@ -267,22 +239,20 @@ class LocalLinearAttention(nn.Module):
         """The ridge in use: a number, or (H, 1) where it is learned."""
         return self.start if self.raw_ridge is None else F.softplus(wide(self.raw_ridge))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **shared: Any) -> Tensor:
-        """As `lla_attention`."""
-        return LLA(query, key, value, ridge=self.ridge, block=self.block, **self.options, **shared)
+    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
+        return LLA.run(call, ridge=self.ridge, **self.options)
 
-    def scores(self, query: Tensor, key: Tensor, **shared: Any) -> Tensor:
-        """The signed weights, (..., H, L, S)."""
-        return lla_scores(query, key, ridge=self.ridge, **self.options, **shared)
+    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
+        return LLA.weigh(call, ridge=self.ridge, **self.options)
 
 
-def _rows(query: Tensor, key: Tensor, value: Tensor, ridge: float | Tensor, qk_norm: bool) -> tuple[Tensor, ...]:
-    """q, k, v in at least float32 with equal heads, and the ridge of each row, (..., H, L)."""
-    heads = query.shape[-3]
-    q, k, v = wide(query), repeat_heads(wide(key), heads), repeat_heads(wide(value), heads)
+def _rows(call: Call, ridge: float | Tensor, qk_norm: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v in at least float32 with equal heads, the ridge of each row, (..., H, L), and the log of key weights."""
+    q = wide(call.query)
+    k, v = (repeat_heads(wide(x), q.shape[-3]) for x in call[1:3])
     if qk_norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    return q, k, v, _ridge_of_rows(ridge, q[..., 0])
+    return q, k, v, _ridge_of_rows(ridge, q[..., 0]), log_weights(call.key_mask, q)
 
 
 def _ridge_of_rows(ridge: float | Tensor, rows: Tensor) -> Tensor:
@@ -302,16 +272,7 @@ def _check_ridge(ridge: float | Tensor) -> None:
         raise ValueError(f"ridge must be positive and finite, got {ridge!r}: without it a few keys leave the fit open")
 
 
-def _settings(
-    query: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    solver: str,
-    iterations: int,
-    tolerance: float,
-    precondition: bool,
-    block: int,
-) -> Settings:
+def _check(solver: str, iterations: int, tolerance: float, block: int) -> None:
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, got {solver!r}")
     for name, count in (("iterations", iterations), ("block", block)):
@@ -319,12 +280,14 @@ def _settings(
             raise ValueError(f"{name} must be at least 1, got {count}")
     if not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative, got {tolerance}")
-    width = query.shape[-1]
+
+
+def _settings(call: Call, solver: str, iterations: int, tolerance: float, precondition: bool, block: int) -> Settings:
+    _check(solver, iterations, tolerance, block)
     if solver == "auto":
-        on_chip = query.is_cuda and query.dtype != torch.float64
-        solver = "direct" if width <= DIRECT_UP_TO and not on_chip else "cg"
-    scale = width**-0.5 if scale is None else float(scale)
-    return Settings(scale, is_causal, solver, iterations, tolerance, precondition, block)
+        on_chip = call.query.is_cuda and call.query.dtype != torch.float64
+        solver = "direct" if call.query.shape[-1] <= DIRECT_UP_TO and not on_chip else "cg"
+    return Settings(call.softmax_scale, call.is_causal, solver, iterations, tolerance, precondition, block)
 
 
 LLA = register(
@@ -336,9 +299,8 @@ LLA = register(
         arxiv="2510.01450",
         cost="L^2 (2 T D + E), T = 32 solver steps",
         function=lla_attention,
-        scores=lla_scores,
+        row_weights=lla_weights,
         module=LocalLinearAttention,
-        varlen=padded(lla_attention),
         causal=True,
         cross=True,
         causal_cross=True,

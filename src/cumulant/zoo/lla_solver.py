@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import transformed
+from ..tracing import transformed
 
 
 class Settings(NamedTuple):

@@ -5,17 +5,20 @@ Shape legend: ... leading dimensions, H heads, Hk key heads, G = H / Hk, Lq quer
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..inputs import transformed
-from .inputs import fold_groups, wide
-from .masking import repeat_heads
+from ..call import Call
+from ..tensors import fold_groups, repeat_heads, wide, without_absent
+from ..tracing import transformed
 
 SPAN = 128  # tokens that are summed at a time
+TINY = 1e-30  # the least number of keys: a row without any divides 0 by it
 
 
 def feature_product(
@@ -64,6 +67,25 @@ def dot_with_one(x: Tensor, y: Tensor) -> Tensor:
     spans = _in_spans(x)
     y = y.unsqueeze(-3).expand(*y.shape[:-2], spans.shape[-3], *y.shape[-2:])
     return (spans * y).sum(-1, keepdim=True).flatten(-3, -2)
+
+
+def sums_seen(x: Tensor, rows: int, is_causal: bool) -> Tensor:
+    """x (..., Lk, F) summed over the keys that each row sees, (..., 1, F), or in the causal form (..., rows, F)."""
+    return fit_length(x, rows).cumsum(-2) if is_causal else sum_of_tokens(x)
+
+
+def ones_for(x: Tensor) -> Tensor:
+    """The weights (..., 1, L, 1) of tokens x (..., H, L, D) that all count."""
+    return x.new_ones(()).expand(*x.shape[:-3], 1, x.shape[-2], 1)
+
+
+def weighted(x: Tensor, weights: Tensor | None) -> Tensor:
+    return x if weights is None else x * weights
+
+
+def count_of(x: Tensor, weights: Tensor | None) -> Tensor | float:
+    """The number of tokens of x (..., L, F) that count, or the sum of their weights (..., L, 1); never 0."""
+    return max(1, x.shape[-2]) if weights is None else weights.sum(-2, keepdim=True).clamp(min=TINY)
 
 
 def for_every_token(x: Tensor, length: int) -> Tensor:
@@ -192,3 +214,27 @@ def _causal_product(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtyp
 def _chunks(x: Tensor, count: int, chunk: int) -> Tensor:
     """(..., L, D) padded with zeros to (..., n, C, D)."""
     return F.pad(x, (0, 0, 0, count * chunk - x.shape[-2])).unflatten(-2, (count, chunk))
+
+
+def pair_weights(features_q: Tensor, features_k: Tensor, is_causal: bool = False) -> Tensor:
+    """q_i.k_j for queries (..., H, Lq, D) and keys (..., Hk, Lk, D), (..., H, Lq, Lk); causal ones 0 for later keys."""
+    weights = (fold_groups(features_q, features_k.shape[-3]) @ features_k.mT).reshape(
+        *features_q.shape[:-1], features_k.shape[-2]
+    )
+    return weights.tril() if is_causal else weights
+
+
+def one_hot_weights(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The weights of a mechanism `function(call, **options)`, (..., H, Lq, Lk): what it makes of one-hot values.
+
+    In at least float32. For mechanisms whose weights do not depend on the values.
+    """
+
+    @functools.wraps(function)
+    def weights(call: Call, **options: Any) -> Tensor:
+        query, key = wide(call.query), wide(call.key)
+        tokens = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], key.shape[-2])
+        tokens = without_absent(tokens, call.key_mask)
+        return function(call._replace(query=query, key=key, value=tokens, dropout_p=0.0), **options)
+
+    return weights

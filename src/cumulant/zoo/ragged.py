@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..inputs import offsets
+from ..call import offsets
+
+if TYPE_CHECKING:
+    from .registry import Mechanism
 
 
-def padded(function: Callable[..., Tensor], *, query_mask: bool = False, lengths_option: str | None = None) -> Any:
-    """The packed form of `function(query, key, value, *, key_mask, ...)`: `varlen(query, key, value, cu_seq_q, ...)`.
+def padded(mechanism: Mechanism) -> Callable[..., Tensor]:
+    """The packed form of a mechanism that knows key masks: `varlen(query, key, value, cu_seq_q, ...)`.
 
-    `query_mask=True` passes the mask of the queries too, for mechanisms whose rows look at other queries.
-    `lengths_option` names an option that the unpacked form would set to max(Lq, Lk): it is set for each sequence.
-    Cost: that of N sequences of the longest length.
+    Mechanisms whose rows look at other queries get a mask of the queries too; one with a `length_option`, which the
+    unpacked form would set to max(Lq, Lk), gets it for each sequence. Cost: that of N sequences of the longest length.
     """
 
     def varlen(
@@ -31,11 +33,7 @@ def padded(function: Callable[..., Tensor], *, query_mask: bool = False, lengths
         cu_seq_k: Tensor,
         max_q: int | None = None,
         max_k: int | None = None,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **options: Any,
+        **arguments: Any,
     ) -> Tensor:
         """query (T, H, D), key (S, H, D), value (S, H, E) -> (T, H, E); cu_seq = [0, end of first, ..., T]."""
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -50,13 +48,12 @@ def padded(function: Callable[..., Tensor], *, query_mask: bool = False, lengths
             )
         place_q, mask_q = _places(at_q, query.device)
         place_k, mask_k = _places(at_k, key.device)
-        if query_mask:
-            options["query_mask"] = mask_q
-        if lengths_option is not None and options.get(lengths_option) is None:
-            options[lengths_option] = torch.maximum(mask_q.sum(-1), mask_k.sum(-1)).clamp(min=1)
+        length = mechanism.length_option
+        if length is not None and arguments.get(length) is None:
+            arguments[length] = torch.maximum(mask_q.sum(-1), mask_k.sum(-1)).clamp(min=1)
         # Padding repeats some token of the pack: it is masked, so that it does not matter which.
         rows = (x[place].transpose(1, 2) for x, place in ((query, place_q), (key, place_k), (value, place_k)))
-        out = function(*rows, key_mask=mask_k, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, **options)
+        out = mechanism(*rows, key_mask=mask_k, query_mask=mask_q, **arguments)
         return out.transpose(1, 2)[mask_q]
 
     return varlen

@@ -9,21 +9,22 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from .grammar import suggest
+from ..call import Call
+from ..tracing import without_autocast
+from .grammar import parse, suggest, write
+from .mixing import Bound, Mix
+from .ragged import padded
 
-# Arguments that every mechanism takes; whatever else its function takes by keyword is an option of its own.
-SHARED_ARGUMENTS = frozenset(
-    {"query", "key", "value", "key_mask", "is_causal", "scale", "enable_gqa", "query_mask", "grid", "prefix"}
-)
 # What a layer, not its user, tells the constructor of a mechanism with parameters.
 MODULE_ARGUMENTS = frozenset({"dim", "num_heads", "grid_size", "prefix", "device", "dtype"})
+CALL = frozenset({"call", *Call._fields})
+
 
 CAPABILITIES = (
     "noncausal",
@@ -54,39 +55,42 @@ class Mechanism:
     paper: str
     year: int
     cost: str  # multiply-adds of one head, in L, D and E
+    # function(call, **options) -> (..., H, Lq, E). The call is prepared (`Call.prepared`) and autocast is off, unless
+    # `raw` says that the function sees to both itself.
     function: Callable[..., Tensor]
-    # scores(query, key, ...) gives the weights, (..., H, Lq, Lk); None where there are none to show.
-    scores: Callable[..., Tensor] | None = None
-    # module(dim, num_heads, *, grid_size, prefix, device, dtype, **options) makes the nn.Module of a mechanism with
-    # parameters; it is called like the function.
+    # row_weights(call, **options) -> (..., H, Lq, Lk), called alike; None where there are no weights to show.
+    row_weights: Callable[..., Tensor] | None = None
+    # module(dim, num_heads, *, grid_size, prefix, device, dtype, **options) makes the `Mixer` of one with parameters.
     module: Callable[..., nn.Module] | None = None
     # stream(**options) makes an object with step(query, key, value): one token (..., H, 1, D) in, its row out.
     stream: Callable[..., Any] | None = None
-    # varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, is_causal, scale, **options), packed (T, H, D).
-    varlen: Callable[..., Tensor] | None = None
+    # packed(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, is_causal, scale, **options) for (T, H, D); where
+    # there is none and `ragged` is claimed, sequences are padded and masked.
+    packed: Callable[..., Tensor] | None = None
     arxiv: str = ""
 
     noncausal: bool = True
     causal: bool = False
     cross: bool = False  # queries and keys of different lengths
     causal_cross: bool = False  # is_causal with different lengths: row i sees the keys up to index i
-    offset: bool = False  # takes `offset` with is_causal: row i sees the keys up to index offset + i
+    offset: bool = False  # with is_causal, row i sees the keys up to index `offset` + i
     independent_rows: bool = True  # a row depends on its own query only, not on the other queries
     key_mask: bool = False
     grouped_queries: bool = False
     subquadratic: bool = False
     streaming: bool = False  # a state of constant size can be carried from token to token
     ragged: bool = False  # packed sequences of different lengths without padding
-    dropout: bool = False  # takes `dropout_p`, which acts on its probabilities
+    dropout: bool = False  # `dropout_p` acts on its probabilities
 
     # Behaviour that follows from the formula; the conformance suite checks both what is and what is not claimed.
     order_free: bool = True  # permuting keys and values together changes nothing
     key_shift: bool = False  # adding one vector to all keys changes nothing
     value_shift: bool = True  # adding one vector to all values adds it to the output: the weights sum to 1
 
-    wants_grid: bool = False  # takes `grid=(rows, cols)` or (frames, rows, cols) and `prefix=` at each call
+    raw: bool = False  # checks its call and minds precision itself
+    wants_grid: bool = False  # reads `grid` and `prefix` of a call
     wants_input: bool = False  # its module takes `x=`, the tokens (..., Lq, C) that the queries were projected from
-    wants_query_mask: bool = False  # takes `query_mask` (..., Lq): queries that must not act on other rows
+    wants_query_mask: bool = False  # reads `query_mask`: queries that must not act on other rows
     # Causal rows depend on a longest length; with this option at a fixed number, a prefix gives the same rows.
     length_option: str | None = None
     # Options under which the module has a pattern that its published form lacks, e.g. {"causal": {"use_lepe": False}}.
@@ -95,7 +99,7 @@ class Mechanism:
     @property
     def weights(self) -> bool:
         """Whether there are weights to show, see `scores`."""
-        return self.scores is not None
+        return self.row_weights is not None
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -122,52 +126,70 @@ class Mechanism:
         """Those that a direct call takes."""
         return _own_options(self.function)
 
-    def options_of_scores(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Those of the given options that change the weights and not only the way they are computed."""
-        return {} if self.scores is None else {k: v for k, v in options.items() if k in _own_options(self.scores)}
+    @property
+    def scores(self) -> Callable[..., Tensor] | None:
+        """scores(query, key, **arguments) gives the weights, (..., H, Lq, Lk); None where there are none to show."""
+        return None if self.row_weights is None else self._scores
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        self.check(query, key, key_mask=key_mask, is_causal=is_causal, enable_gqa=enable_gqa)
-        return self.function(
-            query, key, value, key_mask=key_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, **options
-        )
+    @property
+    def varlen(self) -> Callable[..., Tensor] | None:
+        """varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **arguments) for packed (T, H, D), or None."""
+        if not self.ragged:
+            return None
+        return padded(self) if self.packed is None else self.packed
 
-    def check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        enable_gqa: bool = False,
-    ) -> None:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        """Arguments are the fields of `Call` (key_mask, is_causal, scale, ...) and the mechanism's own options."""
+        call, options = Call.split(query, key, value, arguments)
+        return self.run(call, **options)
+
+    def run(self, call: Call, **options: Any) -> Tensor:
+        """The output for a call, (..., H, Lq, E)."""
+        self.check(call)
+        return self._prepared(self.function, call, options)
+
+    def weigh(self, call: Call, **options: Any) -> Tensor:
+        """The weights of a call, (..., H, Lq, Lk); options that only say how the output is computed are passed over."""
+        if self.row_weights is None:
+            raise ValueError(f"{self.name!r} has no weights to show")
+        self.check(call)
+        passed_over = {*self.function_options} - {*_own_options(self.row_weights)}
+        chosen = {name: value for name, value in options.items() if name not in passed_over}
+        return self._prepared(self.row_weights, call, chosen)
+
+    def _scores(self, query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
+        call, options = Call.split(query, key, key, arguments)
+        return self.weigh(call, **options)
+
+    def _prepared(self, function: Callable[..., Tensor], call: Call, options: Mapping[str, Any]) -> Tensor:
+        if self.raw:
+            return function(call, **options)
+        call = call.prepared()
+        with without_autocast(call.query.device.type):
+            return function(call, **options).to(call.query.dtype)
+
+    def check(self, call: Call) -> None:
         """Raises for a use of attention that this mechanism does not have, naming the nearest one that has it."""
-        if key_mask is not None and not self.key_mask:
+        if call.key_mask is not None and not self.key_mask:
             self._refuse("key_mask", "key_mask was given", "takes no key mask; pass key_mask=None")
-        if is_causal and not self.causal:
+        if call.is_causal and not self.causal:
             self._refuse("causal", "is_causal=True", "has no causal form; pass is_causal=False")
-        if not is_causal and not self.noncausal:
+        if not call.is_causal and not self.noncausal:
             self._refuse("noncausal", "is_causal=False", "has only a causal form; pass is_causal=True")
-        if enable_gqa and not self.grouped_queries:
+        if call.enable_gqa and not self.grouped_queries:
             self._refuse("grouped_queries", "enable_gqa=True", "has no grouped queries; repeat the key heads")
+        if call.dropout_p and not self.dropout:
+            self._refuse("dropout", f"dropout_p={call.dropout_p}", "forms no probabilities to drop; pass dropout_p=0")
+        if call.offset and not self.offset:
+            self._refuse("offset", f"offset={call.offset}", "has no offset; pass all queries from the first key on")
+        query, key = call.query, call.key
         if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.ndim < 2 or key.ndim < 2:
-            return  # the function says what is wrong with them
+            return  # what is wrong with them is said where tensors are checked
         if query.shape[-2] != key.shape[-2]:
             lengths = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
             if not self.cross:
                 self._refuse("cross", lengths, "has no cross attention; their numbers must agree")
-            if is_causal and not self.causal_cross:
+            if call.is_causal and not self.causal_cross:
                 self._refuse("causal_cross", f"is_causal=True with {lengths}", "has causal rows for equal numbers only")
 
     def require(self, capability: str) -> None:
@@ -182,7 +204,7 @@ class Mechanism:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A registered mechanism is stored by name: its function may be a closure, which cannot be pickled.
-        if _MECHANISMS.get(self.name) is self:
+        if _MECHANISMS.get(self.name.partition("+")[0]) is not None and get(self.name) is self:
             return get, (self.name,)
         return super().__reduce_ex__(protocol)
 
@@ -196,17 +218,39 @@ class Mechanism:
         device: Any = None,
         dtype: Any = None,
         **options: Any,
-    ) -> Callable[..., Tensor]:
-        """The callable a layer of width `dim` with `num_heads` heads holds; options are checked here, once.
+    ) -> Mix:
+        """What a layer of width `dim` with `num_heads` heads holds; options are checked here, once.
 
-        A mechanism with parameters of its own returns an `nn.Module` with the same call signature instead.
-        `grid_size` and `prefix` tell it the patch grid to expect and how many tokens stand before the patches.
+        `grid_size` and `prefix` tell a mechanism with parameters, an `nn.Module`, the patch grid to expect and how many
+        tokens stand before the patches.
         """
         self.check_options(options)
         if self.module is not None:
             place = {"device": device, "dtype": dtype}
-            return self.module(dim, num_heads, grid_size=grid_size, prefix=prefix, **place, **options)
-        return functools.partial(self, **options) if options else self
+            built: Any = self.module(dim, num_heads, grid_size=grid_size, prefix=prefix, **place, **options)
+            return built
+        return Bound(self, options)
+
+    def with_options(self, options: Mapping[str, Any]) -> Mechanism:
+        """The same with other defaults, under a name that says so: "cumulant3+full"."""
+        self.check_options(options)
+
+        def bound(function: Callable[..., Any] | None, shared: frozenset[str] = CALL) -> Any:
+            if function is None:
+                return None
+            known = _own_options(function, shared)
+            return functools.partial(function, **{key: value for key, value in options.items() if key in known})
+
+        packed = None if self.packed is None else functools.partial(self.packed, **options)
+        return replace(
+            self,
+            name=write(self.name, options),
+            function=bound(self.function),
+            row_weights=bound(self.row_weights),
+            module=bound(self.module, MODULE_ARGUMENTS),
+            stream=bound(self.stream),
+            packed=packed,
+        )
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises for an option that a layer with this mechanism does not take, naming those that it does."""
@@ -237,16 +281,19 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Mechanism:
-    """The mechanism of that name, e.g. `get("cumulant3")`."""
-    if name not in _MECHANISMS:
-        first = re.split("[+:,]", str(name))[0]
-        if first in _MECHANISMS:
-            raise ValueError(
-                f"unknown attention mechanism {name!r}; {first!r} is one: give its options apart (attention_options), "
-                "and further mechanisms as words of their own"
-            )
-        raise ValueError(f"unknown attention mechanism {name!r}; {suggest(name, names())}")
-    return _MECHANISMS[name]
+    """The mechanism of that name, e.g. `get("cumulant3")`, or with options, `get("cumulant3+around=mean")`."""
+    if name in _MECHANISMS:
+        return _MECHANISMS[name]
+    known, options = parse(name)
+    if known not in _MECHANISMS:
+        raise ValueError(f"unknown attention mechanism {known!r}; {suggest(known, names())}")
+    return _with_options(name) if options else _MECHANISMS[known]
+
+
+@functools.lru_cache(256)
+def _with_options(name: str) -> Mechanism:
+    known, options = parse(name)
+    return _MECHANISMS[known].with_options(options)
 
 
 def nearest(mechanism: Mechanism, capability: str) -> str | None:
@@ -265,6 +312,6 @@ def nearest(mechanism: Mechanism, capability: str) -> str | None:
     return max(others, key=kept).name
 
 
-def _own_options(function: Callable[..., Any], shared: frozenset[str] = SHARED_ARGUMENTS) -> tuple[str, ...]:
+def _own_options(function: Callable[..., Any], shared: frozenset[str] = CALL) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in shared)

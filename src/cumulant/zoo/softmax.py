@@ -5,76 +5,51 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..inputs import without_autocast
+from ..call import Call
+from ..tensors import log_weights, wide
 from .fused import fused_softmax
-from .inputs import fold_groups, prepare, wide
-from .masking import log_weights
-from .ragged import padded
+from .products import pair_weights
 from .registry import Mechanism, register
 
 
-def softmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def softmax_attention(call: Call) -> Tensor:
     """out_i = sum_l w_l exp(q_i.k_l) v_l / sum_l w_l exp(q_i.k_l), the query scaled by `scale` (D**-0.5).
 
-    query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E).
-    key_mask (..., Lk): bool, or weights w >= 0. A row without any key gives 0. Cost: Lq Lk (D + E).
+    Key weights w are 1 unless the call has a key mask. A row without any key gives 0. Cost: Lq Lk (D + E).
     """
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
+    query, key, value = call[:3]
     if key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    if key_mask is None:
-        return fused_softmax(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p
-        )
-    bias, empty = _logit_bias(query, key, key_mask, is_causal)
-    out = fused_softmax(query, key, value, attn_mask=bias, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p)
-    return out.masked_fill(empty, 0)
+    shared = {"scale": call.scale, "enable_gqa": call.enable_gqa, "dropout_p": call.dropout_p}
+    if call.key_mask is None:
+        return fused_softmax(query, key, value, is_causal=call.is_causal, **shared)
+    bias, empty = _logit_bias(call, query)
+    return fused_softmax(query, key, value, attn_mask=bias, **shared).masked_fill(empty, 0)
 
 
-def softmax_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def softmax_weights(call: Call) -> Tensor:
     """The probabilities, (..., H, Lq, Lk). Rows sum to 1, or are 0 where they see no key. Cost: Lq Lk D."""
-    query, key, _, key_mask = prepare(query, key, key, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    if key_mask is None:
-        key_mask = torch.ones((), dtype=torch.bool, device=key.device).expand(*key.shape[:-3], key.shape[-2])
-    dtype = query.dtype
-    with without_autocast(query.device.type):
-        query, key = wide(query) * (query.shape[-1] ** -0.5 if scale is None else scale), wide(key)
-        logits = fold_groups(query, key.shape[-3]) @ key.mT
-        bias, empty = _logit_bias(query, key, key_mask, is_causal)
-        logits = logits.reshape(*query.shape[:-1], key.shape[-2]) + bias
-        return logits.softmax(-1).masked_fill(empty, 0).to(dtype)
+    if call.key_mask is None:
+        key = call.key
+        every = torch.ones((), dtype=torch.bool, device=key.device).expand(*key.shape[:-3], key.shape[-2])
+        call = call._replace(key_mask=every)
+    query = wide(call.query) * call.softmax_scale
+    bias, empty = _logit_bias(call, query)
+    return (pair_weights(query, wide(call.key)) + bias).softmax(-1).masked_fill(empty, 0)
 
 
-def _logit_bias(query: Tensor, key: Tensor, key_mask: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _logit_bias(call: Call, like: Tensor) -> tuple[Tensor, Tensor]:
     """What is added to the logits, (..., 1, 1 or Lq, Lk), and which rows see no key, (..., 1, 1 or Lq, 1).
 
     Rows that see no key get no bias at all: softmax over -inf alone would be NaN, in the gradient too.
     """
+    key_mask, bias = call.key_mask, log_weights(call.key_mask, like)
+    assert key_mask is not None
+    assert bias is not None
     seen = (key_mask != 0)[..., None, None, :]
-    if is_causal:
-        triangle = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        seen = seen & triangle
+    if call.is_causal:
+        seen = seen & torch.ones(like.shape[-2], key_mask.shape[-1], dtype=torch.bool, device=like.device).tril()
     empty = ~seen.any(-1, keepdim=True)
-    bias = log_weights(key_mask, query)
-    assert bias is not None  # there is a mask
     return bias.unsqueeze(-3).masked_fill(~seen, float("-inf")).masked_fill(empty, 0), empty
 
 
@@ -87,8 +62,7 @@ SOFTMAX = register(
         arxiv="1706.03762",
         cost="L^2 (D + E)",
         function=softmax_attention,
-        scores=softmax_scores,
-        varlen=padded(softmax_attention),
+        row_weights=softmax_weights,
         causal=True,
         cross=True,
         causal_cross=True,

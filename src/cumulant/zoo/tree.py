@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grid import Grid
+from ..call import Grid
 
 
 class Level(NamedTuple):

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ... import zoo
+from ...around import check_around
+from ...call import Call
 from ...zoo.grammar import parse, suggest, write
 from ...zoo.registry import Mechanism
-from ...zoo.tilted import check_around
+from ..fold import unfolded
 
 SOFTMAX = "softmax"
 
@@ -58,6 +60,10 @@ class Choice:
         """The choice that "cumulant3+around=mean" stands for, with further options."""
         attention, own = parse(name)
         return cls(attention, None, {**own, **(options or {})})
+
+    @property
+    def for_all_heads(self) -> Choice:
+        return replace(self, heads=None)
 
     @property
     def around_mean(self) -> bool:
@@ -124,23 +130,6 @@ def check_fits(attention: str) -> None:
 KEPT = Choice(SOFTMAX)
 
 
-@dataclass(frozen=True)
-class Call:
-    """What one attention layer was asked to compute: query (B, H, Lq, D), key (B, Hk, Lk, D), value (B, Hk, Lk, E).
-
-    `grid` is how the tokens after the first `prefix` are laid out, where the layer says so, see `watching`.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    grid: tuple[int, ...] | None = None
-    prefix: int = 0
-
-
 _observers: list[Callable[[nn.Module, Call], None]] = []
 
 
@@ -149,7 +138,8 @@ def observing(observer: Callable[[nn.Module, Call], None]) -> Iterator[None]:
     """Within this, `observer(module, call)` is told of every converted layer that runs."""
     _observers.append(observer)
     try:
-        yield
+        with unfolded():  # query and key are there to be seen
+            yield
     finally:
         _observers.remove(observer)
 
@@ -159,73 +149,39 @@ def observed() -> bool:
     return bool(_observers) and not torch.compiler.is_compiling()
 
 
-def mix(
-    module: nn.Module,
-    choice: Choice,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    query_mask: Tensor | None = None,
-    grid: tuple[int, ...] | None = None,
-    prefix: int = 0,
-    offset: int = 0,
-) -> Tensor:
+def mix(module: nn.Module, choice: Choice, call: Call) -> Tensor:
     """Attention of a converted layer, (B, H, Lq, E). Cost: that of the mechanism, plus softmax for heads that keep it.
 
-    `dropout_p` acts on softmax heads only: the other mechanisms form no probabilities. For those that want to know,
-    `query_mask` (B, Lq) says which queries are there, and `grid` how the tokens after the first `prefix` are laid out.
-    `offset` is the place of the first query among the keys, for a mechanism that takes it, in all heads.
+    Dropout acts on softmax heads only: the other mechanisms form no probabilities.
     """
     if observed():
         for observer in tuple(_observers):
-            observer(module, Call(query, key, value, key_mask, is_causal, scale))
-    shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
-    told = _told(choice, query_mask, grid, prefix)
-    if offset:
-        told["offset"] = offset
+            observer(module, call)
     if choice.heads is None:
-        return _all_heads(choice, query, key, value, dropout_p, {**shared, **told})
-    groups = query.shape[-3] // key.shape[-3]
-    device = query.device
-    chosen = torch.tensor(choice.heads, dtype=torch.long, device=device)
-    others = torch.tensor([h for h in range(query.shape[-3]) if h not in choice.heads], dtype=torch.long, device=device)
+        return _all_heads(choice, call)
+    groups, device, heads = call.query.shape[-3] // call.key.shape[-3], call.query.device, range(call.query.shape[-3])
+    chosen, others = (
+        torch.tensor([h for h in heads if (h in choice.heads) is taken], dtype=torch.long, device=device)
+        for taken in (True, False)
+    )
 
-    def part(which: Choice, heads: Tensor, told: dict[str, Any]) -> Tensor:
-        k, v = (x.index_select(-3, heads // groups) for x in (key, value))
-        return _all_heads(which, query.index_select(-3, heads), k, v, dropout_p, {**shared, **told})
+    def part(which: Choice, heads: Tensor) -> Tensor:
+        k, v = (x.index_select(-3, heads // groups) for x in (call.key, call.value))
+        return _all_heads(which, call._replace(query=call.query.index_select(-3, heads), key=k, value=v))
 
-    out = torch.cat((part(Choice(choice.attention, None, choice.options), chosen, told), part(KEPT, others, {})), -3)
+    out = torch.cat((part(choice.for_all_heads, chosen), part(KEPT, others)), -3)
     return out.index_select(-3, torch.cat((chosen, others)).argsort())
 
 
-def weights(
-    choice: Choice,
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    query_mask: Tensor | None = None,
-    grid: tuple[int, ...] | None = None,
-    prefix: int = 0,
-) -> Tensor:
+def weights(choice: Choice, call: Call) -> Tensor:
     """The weights with which `mix` takes the values, (B, H, Lq, Lk); signed for cumulant mechanisms. Cost: Lq Lk D."""
-    key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
+    query = call.query
+    call = call._replace(key=call.key.repeat_interleave(query.shape[-3] // call.key.shape[-3], -3))
 
     def of(which: Choice) -> Tensor:
-        mechanism = zoo.get(which.attention)
-        assert mechanism.scores is not None
-        told = _told(which, query_mask, grid, prefix)
-        return mechanism.scores(query, key, **shared, **told, **mechanism.options_of_scores(which.options))
+        return zoo.get(which.attention).weigh(call._replace(value=call.key), **which.options)
 
-    A = of(Choice(choice.attention, None, choice.options))
+    A = of(choice.for_all_heads)
     if choice.heads is None:
         return A
     chosen = torch.zeros(query.shape[-3], dtype=torch.bool, device=query.device)
@@ -233,23 +189,15 @@ def weights(
     return torch.where(chosen[:, None, None], A, of(KEPT))
 
 
-def _told(choice: Choice, query_mask: Tensor | None, grid: tuple[int, ...] | None, prefix: int) -> dict[str, Any]:
-    """What the mechanism of this choice wants to know at a call."""
+def _all_heads(choice: Choice, call: Call) -> Tensor:
     mechanism = zoo.get(choice.attention)
-    told: dict[str, Any] = {"query_mask": query_mask} if mechanism.wants_query_mask else {}
-    return told | {"grid": grid, "prefix": prefix} if grid is not None and mechanism.wants_grid else told
-
-
-def _all_heads(
-    choice: Choice, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, shared: dict[str, Any]
-) -> Tensor:
-    mechanism = zoo.get(choice.attention)
-    options = dict(choice.options)
-    if mechanism.dropout and dropout_p:
-        options["dropout_p"] = dropout_p
-    if query.shape[-3] != key.shape[-3]:
+    if not mechanism.dropout:
+        call = call._replace(dropout_p=0.0)
+    if call.query.shape[-3] != call.key.shape[-3]:
         if mechanism.grouped_queries:
-            shared = {**shared, "enable_gqa": True}
+            call = call._replace(enable_gqa=True)
         else:
-            key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    return mechanism(query, key, value, **shared, **options)
+            times = call.query.shape[-3] // call.key.shape[-3]
+            key, value = (x.repeat_interleave(times, -3) for x in (call.key, call.value))
+            call = call._replace(key=key, value=value)
+    return mechanism.run(call, **choice.options)

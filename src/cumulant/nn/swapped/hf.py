@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import zoo
+from ...call import Call
 from ...optional import needed
 from .choice import Choice, fitting, mix, observed, weights
 from .masks import DenseMaskError, dense, key_mask_function, understood
@@ -217,16 +218,18 @@ def _converted(
         pattern = pattern._replace(is_causal=not zoo.get(choice.attention).order_free, offset=keys - 1)
     if pattern.key_mask is not None and pattern.key_mask.shape[-1] != keys:
         raise ValueError(f"the mask is for {pattern.key_mask.shape[-1]} keys, but {type(module).__name__} has {keys}")
-    shared: dict[str, Any] = {"key_mask": pattern.key_mask, "is_causal": pattern.is_causal, "scale": scaling}
-    shared["query_mask"] = pattern.key_mask if queries == keys else None  # self-attention: what is absent asks nothing
+    call = Call(query, key, value, pattern.key_mask, pattern.is_causal, scaling, dropout_p=dropout)
+    if queries == keys:  # self-attention: what is absent asks nothing
+        call = call._replace(query_mask=pattern.key_mask)
     offset = pattern.offset if pattern.is_causal else 0
     whole = choice.heads is None and not observed() and not _wants_weights(rest)
     if offset and whole and zoo.get(choice.attention).offset:
-        shared["offset"], offset = offset, 0
+        call, offset = call._replace(offset=offset), 0
     elif offset:  # causal rows are aligned at the first token: rows that are thrown away stand before ours
-        query = torch.cat((query.new_zeros(*query.shape[:2], offset, query.shape[3]), query), 2)
-    out = mix(module, choice, query, key, value, dropout_p=dropout, **shared)[:, :, offset:]
-    A = weights(choice, query, key, **shared)[:, :, offset:] if _wants_weights(rest) else None
+        before = query.new_zeros(*query.shape[:2], offset, query.shape[3])
+        call = call._replace(query=torch.cat((before, query), 2))
+    out = mix(module, choice, call)[:, :, offset:]
+    A = weights(choice, call)[:, :, offset:] if _wants_weights(rest) else None
     return out.transpose(1, 2).contiguous(), A
 
 

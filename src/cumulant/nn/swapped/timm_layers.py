@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...call import Call
 from ..cumulant import as_key_mask
-from ..fold import folded_attention, pays
-from .choice import Choice, mix, observed
+from ..fold import folded_attention, folds
+from .choice import Choice, mix
 
 # Classes whose formula is softmax(q k^T) v between projections. Matched by name, so that timm is never imported.
 SELF = {
@@ -122,17 +123,14 @@ class ConvertedAttention(nn.Module):
         key_mask = as_key_mask(attn_mask, x)
         bias = self._qkv_bias()
         if self._folds(x, rope, is_causal):
-            y = folded_attention(
-                x, self.qkv.weight, bias, self.proj.weight, self.proj.bias, self.num_heads,
-                (x.shape[-1] // self.num_heads) ** -0.5, key_mask,
-            )  # fmt: skip
-            return self.proj_drop(y)
+            W, last = self.qkv.weight, self.proj
+            return self.proj_drop(folded_attention(x, W, bias, last.weight, last.bias, self.num_heads, key_mask))
         q, k, v = self._project(x, bias)
         q, k = self._normed("q_norm", q), self._normed("k_norm", k)
         if rope is not None:
             q, k = (self._rotated(z, rope).type_as(v) for z in (q, k))
-        shared: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "query_mask": key_mask}
-        out = mix(self, self.choice, q, k, v, dropout_p=self._dropout(), **shared)
+        call = Call(q, k, v, key_mask, is_causal, query_mask=key_mask, dropout_p=self._dropout())
+        out = mix(self, self.choice, call)
         out = self._normed("norm", out.transpose(1, 2).flatten(2))
         gate = getattr(self, "gate", None)
         if gate is not None:
@@ -177,9 +175,8 @@ class ConvertedAttention(nn.Module):
         )
         second = self.choice.attention == "cumulant2" and self.choice.heads is None and not self.choice.options
         square = getattr(self, "qkv", None) is not None and self.qkv.weight.shape[0] == 3 * x.shape[-1]
-        if not (self.fold and second and plain and square and rope is None) or is_causal or observed():
-            return False
-        return pays(x.shape[1], x.shape[2], self.num_heads, x.device.type)
+        may = bool(self.fold and second and plain and square and rope is None)
+        return folds("auto" if may else False, x, self.num_heads, is_causal=is_causal)
 
 
 class ConvertedClassAttention(ConvertedAttention):
@@ -191,7 +188,7 @@ class ConvertedClassAttention(ConvertedAttention):
             layer(z).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for layer, z in ((self.q, x[:, :1]), (self.k, x), (self.v, x))
         )
-        out = mix(self, self.choice, q, k, v, dropout_p=self._dropout())
+        out = mix(self, self.choice, Call(q, k, v, dropout_p=self._dropout()))
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 

@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from cumulant import SlidingWindow, Stream, attention, attention_varlen, zoo
+from cumulant.around import around_weights
+from cumulant.call import Call
+from cumulant.expansion import Form
 from cumulant.kernels import launch
 from cumulant.nn import MultiheadAttention
-from cumulant.zoo.tilted import around_weights
 
 ORDERS = (1, 2, 3)
 
@@ -114,7 +116,8 @@ def test_gradients_of_the_weights_follow_from_those_of_the_values(order):
     inputs = [x.requires_grad_() for x in (d, k, v, logits)]
     shared = {"order": order, "scale": 0.7, "backend": "reference"}
     plain = attention(d, k, v, key_mask=logits.softmax(-1), **shared)
-    ours = around_weights(attention, d, k, v, logits=logits, w=logits.softmax(-1).detach(), **shared)
+    form = Form(order, backend="reference")
+    ours = around_weights(Call(d, k, v, scale=0.7), form, logits, logits.softmax(-1).detach())
     for found, wanted in zip(*(torch.autograd.grad(out, inputs, grad) for out in (ours, plain)), strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -192,16 +195,23 @@ def test_what_it_cannot_do_is_named():
         of_order(2)(q, k, v, around="mean", apart=5)
 
 
-def test_packed_sequences_and_streams_say_that_they_expand_around_0_and_why():
-    q, at = torch.randn(4, 1, 8), torch.tensor([0, 4])
-    for call in (attention_varlen, of_order(2).varlen):
-        with pytest.raises(ValueError, match=r"attention_varlen expands around 0, got around='mean': the mean query"):
-            call(q, q, q, at, at, around="mean")
-    streams = (Stream, of_order(3).stream, lambda **how: SlidingWindow(4, **how))
-    for make in streams:
-        with pytest.raises(ValueError, match=r"expands around 0, got around='mean': .* when the last has come"):
+@pytest.mark.parametrize("how", [{"around": "mean", "apart": 1}, {"closure": "tanh"}], ids=["around", "closure"])
+def test_packed_sequences_are_a_loop_over_them(how):
+    q, k, v = draw((7, 2, 4), (9, 2, 4), (9, 2, 3))
+    at_q, at_k = torch.tensor([0, 3, 7]), torch.tensor([0, 5, 9])
+    loop = [
+        attention(*(x[a:b].transpose(0, 1) for x, a, b in ((q, a, b), (k, c, d), (v, c, d))), order=2, **how)
+        for (a, b), (c, d) in (((0, 3), (0, 5)), ((3, 7), (5, 9)))
+    ]
+    packed = attention_varlen(q, k, v, at_q, at_k, order=2, **how)
+    torch.testing.assert_close(packed, torch.cat(loop, -2).transpose(0, 1))
+    torch.testing.assert_close(of_order(2).varlen(q, k, v, at_q, at_k, **how), packed)
+
+
+def test_a_stream_does_not_take_what_it_cannot_do():
+    for make in (Stream, of_order(3).stream, lambda **how: SlidingWindow(4, **how)):
+        with pytest.raises(TypeError, match="around"):
             make(around="mean")
-    torch.testing.assert_close(attention_varlen(q, q, q, at, at, around="zero"), attention_varlen(q, q, q, at, at))
 
 
 def test_a_temperature_of_each_order_is_refused():

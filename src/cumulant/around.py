@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import attention, path_for
-from ..inputs import without_autocast
-from .inputs import prepare, prepare_queries, wide
-from .masking import log_weights, repeat_heads, softmax_or_zero
+from .call import Call
+from .expansion import Form, expand, path_for
+from .tensors import log_weights, repeat_heads, softmax_or_zero, wide
+from .tracing import without_autocast
 
 AROUND = ("zero", "mean")
+Expansion = Callable[[Call, Form], Tensor]  # `expand`, or `weigh` for its weights
 
 
 def check_around(around: str, is_causal: bool) -> None:
@@ -37,41 +38,27 @@ def check_around(around: str, is_causal: bool) -> None:
         raise ValueError('around="mean" has no causal form: the mean would know later queries; pass around="zero"')
 
 
-def around_mean(
-    call: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    *values: Tensor,
-    apart: int = 0,
-    key_mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    **options: Any,
-) -> Tensor:
-    """call(query - q0, key, *values, key_mask=w, ...), `cumulant.attention` or `scores`, for q0 the mean query.
+def around_mean(what: Expansion, call: Call, form: Form) -> Tensor:
+    """`what`, `expand` or `weigh`, of the call with query - q0 and weights w of the keys, for q0 the mean query.
 
-    The first `apart` queries, class tokens say, have a mean of their own: they ask for something else than the others.
-    Queries that `query_mask` (..., L) leaves out are in no mean. One query alone is its own mean: it gets softmax.
+    The first `form.apart` queries, class tokens say, have a mean of their own: they ask for something else than the
+    others. Queries that `query_mask` leaves out are in no mean. One query alone is its own mean: it gets softmax.
     """
-    check_around("mean", is_causal)
-    value = values[0] if values else key
-    query, key, value, key_mask = prepare(query, key, value, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa)
-    query, present = prepare_queries(query, query_mask)
-    heads, D, lead = query.shape[-3], query.shape[-1], query.shape[:-3]
-    scale = D**-0.5 if scale is None else scale
-    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+    check_around("mean", call.is_causal)
+    call = call.prepared()
+    query, present = call.present_queries()
+    heads, lead, scale = query.shape[-3], query.shape[:-3], call.softmax_scale
+    key, value = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
     if not (query.shape[-2] and key.shape[-2]):
-        check_apart(apart, query.shape[-2])
-        return call(query, key, *((value,) if values else ()), scale=scale, **options)
-    added = log_weights(key_mask, wide(key[..., 0]))
+        check_apart(form.apart, query.shape[-2])
+        return what(Call(query, key, value, scale=scale), form)
+    added = log_weights(call.key_mask, wide(key[..., 0]))
     k, v = _fold(key), _fold(value)
     outs = []
-    for rows, mean in means(query, present, apart):
+    for rows, mean in means(query, present, form.apart):
         logits = mean_logits(mean, key, added, scale).reshape(-1, key.shape[-2])
         d = _fold((wide(rows) - mean).to(rows.dtype))
-        out = _tilted(call, d, k, (v,) if values else (), logits, scale, options)
+        out = _tilted(what, Call(d, k, v, scale=scale), logits, form)
         outs.append(out.reshape(*lead, heads, *out.shape[-2:]))
     return torch.cat(outs, -2)
 
@@ -103,45 +90,25 @@ def check_apart(apart: int, queries: int) -> None:
         raise ValueError(f"apart must lie between 0 and the {queries} queries, got {apart}")
 
 
-def _tilted(
-    call: Callable[..., Tensor],
-    d: Tensor,
-    key: Tensor,
-    values: tuple[Tensor, ...],
-    logits: Tensor,
-    scale: float,
-    options: dict[str, Any],
-) -> Tensor:
-    """d (N, 1, L, D), key (N, 1, S, D), logits (N, S) of the mean query -> (N, 1, L, E), or weights without values."""
+def _tilted(what: Expansion, call: Call, logits: Tensor, form: Form) -> Tensor:
+    """query (N, 1, L, D), key (N, 1, S, D), logits (N, S) of the mean query -> (N, 1, L, E or S)."""
     w = softmax_or_zero(logits)
-    if d.shape[-2] == 1:  # softmax itself
+    if call.query.shape[-2] == 1:  # softmax itself
         out = w[:, None, None, :]
-        with without_autocast(d.device.type):
-            return (out @ wide(values[0]) if values else out).to(d.dtype)
-    if call is attention and w.requires_grad and torch.is_grad_enabled() and _has_kernel(d, key, values[0], w, options):
-        return around_weights(call, d, key, values[0], logits=logits, w=w.detach(), scale=scale, **options)
-    return call(d, key, *values, key_mask=w, scale=scale, **options)
+        with without_autocast(w.device.type):
+            return (out @ wide(call.value) if what is expand else out).to(call.query.dtype)
+    if what is expand and w.requires_grad and torch.is_grad_enabled() and _has_kernel(call, w, form):
+        return around_weights(call, form, logits, w.detach())
+    return what(call._replace(key_mask=w), form)
 
 
-def _has_kernel(d: Tensor, key: Tensor, value: Tensor, w: Tensor, options: dict[str, Any]) -> bool:
+def _has_kernel(call: Call, w: Tensor, form: Form) -> bool:
     """Whether a Triton kernel takes these tokens. That of the CPU can be differentiated twice, which weights cannot."""
-    backend, order, full = (options[name] for name in ("backend", "order", "full"))
-    return path_for(backend, d, key, value, w.detach(), order, full, is_causal=False) == "triton"
+    return path_for(form, *call[:3], w.detach(), is_causal=False) == "triton"
 
 
-def around_weights(
-    call: Callable[..., Tensor],
-    d: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    logits: Tensor,
-    w: Tensor,
-    order: int,
-    scale: float,
-    **options: Any,
-) -> Tensor:
-    """call(d, key, value, key_mask=w) with gradients of the logits (N, S) whose softmax w is, by a call without them.
+def around_weights(call: Call, form: Form, logits: Tensor, w: Tensor) -> Tensor:
+    """The expansion under key weights w with gradients of the logits (N, S) whose softmax w is, by a call without them.
 
     With g_l the gradient of v_l, over w_l, that of log w_l is, but for what softmax takes away again,
 
@@ -151,10 +118,11 @@ def around_weights(
     since all else in the cumulants is as linear in w_l as in v_l. Cost: L E at order 2, 2 L D E at order 3. First
     derivatives only.
     """
-    out = call(d, key, _WeighedValues.apply(value, logits, w), key_mask=w, order=order, scale=scale, **options)
-    if order < 3:
+    d, key, value = call[:3]
+    out = expand(call._replace(value=_WeighedValues.apply(value, logits, w), key_mask=w), form)
+    if form.order < 3:
         return out
-    return _WeighedThird.apply(out, logits, *(x.detach() for x in (d, key, value)), w, scale)
+    return _WeighedThird.apply(out, logits, *(x.detach() for x in (d, key, value)), w, call.softmax_scale)
 
 
 class _WeighedValues(torch.autograd.Function):

@@ -1,28 +1,98 @@
-"""Argument checks that every mechanism shares: what is wrong, the value received, what is accepted.
+"""One attention call: its tensors, masks and layout, carried as one value and checked in one place.
 
-Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width, E value width.
+Shape legend: ... leading dimensions, H query heads, Hk key heads, Lq queries, Lk keys, D key width, E value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .tracing import in_autocast_dtype as in_autocast_dtype
-from .tracing import is_plain, transformed
-from .tracing import without_autocast as without_autocast
+from .tensors import wide
+from .tracing import in_autocast_dtype, is_plain, transformed
 
 NORMALIZATIONS = ("mean", "sum")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Grid = tuple[int, ...]
 
 
-def only_around_zero(name: str, around: str, reason: str, instead: str) -> None:
-    """Raises for a query to expand around that `name` does not have: it knows "zero" alone."""
-    if around != "zero":
-        raise ValueError(f'{name} expands around 0, got around={around!r}: {reason}; pass around="zero", or {instead}')
+class Call(NamedTuple):
+    """What an attention is asked to compute. A tuple, so that it passes through compile and pytrees.
+
+    A mechanism reads what it needs: `grid` and `prefix` say how tokens are laid out, `query_mask` which queries are
+    there for those whose rows look at other queries. `scale=None` is the mechanism's own default.
+    """
+
+    query: Tensor  # (..., H, Lq, D)
+    key: Tensor  # (..., Hk, Lk, D)
+    value: Tensor  # (..., Hk, Lk, E); the key again where only weights are wanted
+    key_mask: Tensor | None = None  # (..., Lk), bool or weights
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    query_mask: Tensor | None = None  # (..., Lq), bool or weights
+    grid: Grid | None = None  # (rows, cols) or (frames, rows, cols) of the tokens after the first `prefix`
+    prefix: int = 0
+    offset: int = 0  # place of the first causal query among the keys
+    dropout_p: float = 0.0  # on the probabilities, where there are any
+
+    @classmethod
+    def split(
+        cls, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]
+    ) -> tuple[Call, dict[str, Any]]:
+        """The call that keyword arguments describe, and those that are none of its own: options of a mechanism."""
+        own = {name: given for name, given in arguments.items() if name in cls._fields}
+        return cls(query, key, value, **own), {name: x for name, x in arguments.items() if name not in own}
+
+    @property
+    def lead(self) -> torch.Size:
+        """The leading dimensions, broadcast."""
+        return leading(self.query, self.key)
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on q.k, D**-0.5 unless given."""
+        return (self.query.shape[-1] ** -0.5 if self.query.shape[-1] else 1.0) if self.scale is None else self.scale
+
+    def checked(self) -> Call:
+        """The same in autocast's dtype; raises for tensors that do not belong together."""
+        query, key, value = in_autocast_dtype(self.query, self.key, self.value)
+        if not isinstance(self.is_causal, bool):
+            raise TypeError(f"is_causal must be True or False, got {self.is_causal!r}")
+        scale = check_tensors(query, key, value, self.key_mask, self.scale, self.enable_gqa)
+        return self._replace(query=query, key=key, value=value, scale=None if self.scale is None else scale)
+
+    def prepared(self) -> Call:
+        """Checked, with leading dimensions broadcast and 0 in absent keys and values, whatever they held (NaN too)."""
+        call = self.checked()
+        lead, mask = call.lead, call.key_mask
+        query, key, value = (x.expand(*lead, *x.shape[-3:]) for x in call[:3])
+        if mask is not None:
+            mask = mask.expand(*lead, key.shape[-2])
+            absent = (mask == 0)[..., None, :, None]
+            key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+        return call._replace(query=query, key=key, value=value, key_mask=mask)
+
+    def present_queries(self) -> tuple[Tensor, Tensor | None]:
+        """Query with absent rows set to 0, and the query mask, checked, as a factor (..., 1, Lq, 1)."""
+        query, query_mask = self.query, self.query_mask
+        if query_mask is None:
+            return query, None
+        wanted = (*query.shape[:-3], query.shape[-2])
+        if not isinstance(query_mask, Tensor) or query_mask.ndim < 1 or query_mask.shape[-1] != wanted[-1]:
+            got = tuple(query_mask.shape) if isinstance(query_mask, Tensor) else type(query_mask).__name__
+            raise ValueError(f"query_mask must have shape {wanted}, one entry for each query, got {got}")
+        factor = query_mask.expand(wanted)[..., None, :, None]
+        return query.masked_fill(factor == 0, 0), factor.to(wide(query).dtype)
+
+    def key_weights(self, dtype: torch.dtype) -> Tensor | None:
+        """The key mask as a factor (..., 1, Lk, 1), or None."""
+        return None if self.key_mask is None else self.key_mask.to(dtype)[..., None, :, None]
 
 
 def check_tensors(
@@ -70,6 +140,8 @@ def check_tensors(
         )
     if isinstance(scale, bool) or not hasattr(scale, "__float__"):
         raise TypeError(f"scale must be a number, got {scale!r}")
+    if not abs(scale) < math.inf:
+        raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
 

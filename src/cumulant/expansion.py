@@ -1,0 +1,183 @@
+"""The expansion around one query: which path computes it (kernels, tiles, plain torch), and its weights.
+
+Shape legend: ... leading dimensions, B all in one, H query heads, Lq queries, Lk keys, D, E widths of key and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import Call, check_order
+from .causal import causal_attention
+from .kernels import launch
+from .kernels.dense import cpu
+from .moments import Moments, full_third_by_pairs, ratio, statistics_dtype
+from .tracing import transformed, without_autocast
+
+if launch.INTERPRET or torch.cuda.is_available():  # registers the custom operators before anything is traced
+    with suppress(ImportError):  # without Triton, plain torch serves
+        from .kernels.causal import host as triton_causal  # noqa: F401
+        from .kernels.dense import host as triton_dense  # noqa: F401
+
+BACKENDS = ("auto", "reference", "triton", "cpu")
+LEAST_SCALE = 2.0**-12  # causal kernels of order 2 divide by the scale, and float16 ends at 65504
+
+
+class Form(NamedTuple):
+    """How softmax is expanded; `cumulant.attention` says what each means."""
+
+    order: int = 3
+    full: bool = False
+    normalization: str = "mean"
+    closure: str | None = None
+    around: str = "zero"
+    apart: int = 0
+    backend: str = "auto"
+
+    def checked(self) -> Form:
+        check_order(self.order, self.full, self.normalization)
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+        return self
+
+
+def expand(call: Call, form: Form) -> Tensor:
+    """Expansion around 0, (..., H, Lq, E), of a checked call; `closure` and `around` of the form are not looked at."""
+    query, key, value = call[:3]
+    if form.backend == "cpu" and query.device.type != "cpu":
+        raise ValueError(f'backend="cpu" needs tensors on the CPU, got {query.device}; use backend="auto"')
+    lead, scale, Lk = call.lead, call.softmax_scale, key.shape[-2]
+    q, k, v = (_one_batch(x, lead) for x in (query, key, value))
+    weights = None if call.key_mask is None else call.key_mask.expand(*lead, Lk).reshape(prod(lead), Lk)
+    plain = partial(
+        _reference, order=form.order, full=form.full, weights=weights, is_causal=call.is_causal, scale=scale
+    )
+    with without_autocast(query.device.type):  # statistics stay in float32
+        path = path_for(form, q, k, v, weights, call.is_causal, scale)
+        if path == "triton":
+            out = triton(call.is_causal)(q, k, v, weights, form.order, scale, form.normalization)
+        elif path == "cpu":
+            out = cpu.attention(q, k, v, weights, form.order, scale, reference=plain)
+            if form.normalization == "sum":
+                out = (out * _total_weight(k, weights)).to(query.dtype)
+        else:
+            out = plain(q, k, v, normalization=form.normalization)
+    return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
+
+
+def weigh(call: Call, form: Form, positions: Tensor | None = None) -> Tensor:
+    """The weights A (..., H, Lq, Lk) of `expand`; causal rows stand at `positions` (Lq,), or at 0, 1, ..."""
+    query, key, key_mask, order = call.query, call.key, call.key_mask, form.order
+    lead, scale = call.lead, call.softmax_scale
+    dtype, (heads, Lq, _), (groups, Lk, _) = statistics_dtype(query.dtype), query.shape[-3:], key.shape[-3:]
+    with without_autocast(query.device.type):
+        q = (query.to(dtype) * scale).expand(*lead, *query.shape[-3:])
+        q = q.unflatten(-3, (groups, heads // max(1, groups))).flatten(-3, -2)  # grouped heads share their keys
+        k, weights = key.to(dtype), q.new_ones(1, Lk)
+        if key_mask is not None:
+            weights = key_mask.to(dtype)[..., None, None, :]
+            k = k.masked_fill(weights.mT == 0, 0)
+        k = k - Moments.of(k, k, order=1, key_mask=weights.squeeze(-2)).key_mean.unsqueeze(-2)
+        if call.is_causal:
+            at = torch.arange(Lq, device=q.device) if positions is None else positions
+            seen = torch.arange(Lk, device=q.device) <= at[:, None]
+            weights = weights * seen.repeat(heads // max(1, groups), 1)
+        W = weights.sum(-1, keepdim=True)
+        share = ratio(weights, W)
+
+        def centred(x: Tensor) -> Tensor:
+            return x - (share * x).sum(-1, keepdim=True)
+
+        A = q.new_ones(*q.shape[:-1], 1)
+        if order > 1:
+            u = centred(q @ k.mT)
+            A = A + u
+            if order == 3 and form.full:
+                A = A + centred(0.5 * u * u)
+            elif order == 3:
+                A = A + centred((0.5 * q * q) @ (k * k).mT - (q * q * (share @ k)) @ k.mT)
+        A = A * (weights if form.normalization == "sum" else share)
+        return A.unflatten(-2, (heads // max(1, groups), Lq)).flatten(-4, -3).to(query.dtype)
+
+
+def _reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    order: int,
+    full: bool,
+    weights: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    normalization: str = "mean",
+) -> Tensor:
+    """Plain torch: differentiable any number of times, and what torch.compile and torch.export trace."""
+    heads = key.shape[-3]
+    q = query.unflatten(-3, (heads, query.shape[-3] // max(1, heads)))
+    w = None if weights is None else weights.unsqueeze(-2)
+    if is_causal and query.shape[-2] and key.shape[-2]:  # with nothing to see, or nobody to see it, all is 0
+        out = causal_attention(
+            q, key, value, order=order, full=full, weights=w, scale=scale, normalization=normalization
+        )
+        return out.flatten(-4, -3)
+    rows = q.flatten(-3, -2)
+    if full and rows.shape[-2] * key.shape[-2] <= key.shape[-1] ** 2 * value.shape[-1]:  # pairs are fewer than moments
+        out = full_third_by_pairs(rows, key, value, w, scale)
+    else:
+        out = Moments.of(key, value, order=order, full=full, key_mask=w).apply(rows, scale)
+    if normalization == "sum":
+        out = (out * _total_weight(key, weights)).to(query.dtype)
+    return out.unflatten(-2, q.shape[-3:-1]).flatten(-4, -3)
+
+
+def _total_weight(key: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of the weights (B, 1, 1, 1), in the statistics' precision."""
+    dtype = statistics_dtype(key.dtype)
+    if weights is None:
+        return torch.full((1, 1, 1, 1), float(key.shape[-2]), dtype=dtype, device=key.device)
+    return weights.sum(-1, dtype=dtype)[:, None, None, None]
+
+
+def _one_batch(x: Tensor, lead: torch.Size) -> Tensor:
+    """x (..., H, L, D) as (B, H, L, D). What has that shape stays itself: each view costs time in the backward pass."""
+    if len(lead) == 1 and x.shape[:-3] == lead:
+        return x
+    return x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:])
+
+
+def path_for(
+    form: Form, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, is_causal: bool, scale: float = 1.0
+) -> str:
+    """The path that computes this case: "triton", "cpu" or "reference" (plain torch, which computes all)."""
+    backend, order = form.backend, form.order
+    differentiable_only = transformed() or (weights is not None and weights.requires_grad)
+    if backend == "reference" or order == 1 or form.full or differentiable_only:
+        return "reference"
+    if not (q.numel() and k.numel() and v.numel()):
+        return "reference"
+    if is_causal and order == 2 and abs(scale) < LEAST_SCALE:
+        return "reference"
+    if backend == "triton" or (backend == "auto" and q.is_cuda):
+        obstacle = launch.obstacle(q, v, order, is_causal)
+        if obstacle is None:
+            return "triton"
+        if backend == "triton":
+            raise ValueError(f'backend="triton" cannot be used: {obstacle}; use backend="auto"')
+        return "reference"
+    return "cpu" if q.device.type == "cpu" and not is_causal and not torch.compiler.is_compiling() else "reference"
+
+
+def triton(is_causal: bool) -> Callable[..., Tensor]:
+    if is_causal:
+        from .kernels.causal.host import attention
+    else:
+        from .kernels.dense.host import attention
+    return attention

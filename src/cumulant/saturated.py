@@ -1,0 +1,60 @@
+"""Second order that cannot run away: its response closed by tanh or langevin.
+
+Shape legend: ... leading dimensions, H heads, L tokens, D, E widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .closures import gain
+from .expansion import Form
+from .moments import ratio, statistics_dtype
+from .tracing import without_autocast
+
+
+def saturated(what: Callable[[Call, Form], Tensor], call: Call, form: Form) -> Tensor:
+    """out = <v> + f(s) <(q.k~) v~> with s^2 = sum_i q_i^2 <k~_i^2>: order 2 whose response saturates as 1 / s.
+
+    `what` is `expand`, or `weigh` for the weights. The response is the difference of orders 2 and 1, so that every
+    kernel serves. Cost: that of order 2 and L D more.
+    """
+    second, mean = what(call, form), what(call, form._replace(order=1))
+    if form.closure in (None, "gauss") or not (call.query.numel() and call.key.numel()):
+        return second
+    with without_autocast(call.query.device.type):
+        f = gain(_variance(call), form.closure)
+        return (mean + f * (second.to(f.dtype) - mean)).to(call.query.dtype)
+
+
+def _variance(call: Call) -> Tensor:
+    """s^2 (..., H, Lq, 1) of each row over the keys that it sees, at least float32."""
+    query, key, key_mask, dtype = call.query, call.key, call.key_mask, statistics_dtype(call.query.dtype)
+    q = query.to(dtype) * call.softmax_scale
+    k, w = key.to(dtype), key.new_ones(key.shape[-2:-1], dtype=dtype).unsqueeze(-1)
+    if key_mask is not None:
+        w = key_mask.to(dtype)[..., None, :, None]
+        k = k.masked_fill(w == 0, 0)
+    first = (w > 0).int().argmax(-2, keepdim=True)
+    # Any origin near the keys will do. (take_along_dim would fix every size under torch.compile.)
+    k = k - k.detach().gather(-2, first.expand(*k.shape[:-2], 1, k.shape[-1]))
+    if call.is_causal:
+        # Running sums in float64: a difference of squares far from the first key costs digits.
+        wide = torch.float64 if k.device.type != "mps" else dtype
+        k, w = k.to(wide)[..., : q.shape[-2], :], w.to(wide)[..., : q.shape[-2], :]
+        W = w.cumsum(-2)
+        m, square = (ratio((w * x).cumsum(-2), W.expand_as(x)) for x in (k, k * k))
+        spread = (square - m * m).clamp(min=0).to(dtype)
+        missing = q.shape[-2] - spread.shape[-2]
+        if missing > 0:
+            spread = torch.cat((spread, spread[..., -1:, :].expand(*spread.shape[:-2], missing, -1)), -2)
+    else:
+        share = ratio(w, w.sum(-2, keepdim=True))
+        k = k - (share * k).sum(-2, keepdim=True)
+        spread = (share * k * k).sum(-2, keepdim=True)
+    groups = query.shape[-3] // max(1, key.shape[-3])
+    return (q * q * spread.repeat_interleave(groups, -3)).sum(-1, keepdim=True)

@@ -1,0 +1,54 @@
+"""What several rooms do with tensors of heads and tokens.
+
+Shape legend: ... leading dimensions, H query heads, Hk key heads, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ABSENT = float("-inf")
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in at least float32, in which sums are kept."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def fold_groups(query: Tensor, key_heads: int) -> Tensor:
+    """Query (..., H, Lq, D) as (..., Hk, G Lq, D): heads that share a key head become more rows of it."""
+    return query.unflatten(-3, (key_heads, query.shape[-3] // max(1, key_heads))).flatten(-3, -2)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Key heads (..., Hk, L, D) as (..., H, L, D): each serves H / Hk query heads in a row, as in SDPA."""
+    own = x.shape[-3]
+    if own in (heads, 0):
+        return x
+    return x.unsqueeze(-3).expand(*x.shape[:-2], heads // own, *x.shape[-2:]).flatten(-4, -3)
+
+
+def without_absent(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """x (..., H, L, D) with 0 in the tokens that a key mask (..., L) leaves out, whatever they hold."""
+    return x if key_mask is None else x.masked_fill((key_mask == 0)[..., None, :, None], 0)
+
+
+def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """What a key mask (..., Lk), bool or weights w >= 0, adds to the logits: log w, -inf where absent; (..., 1, Lk)."""
+    if key_mask is None:
+        return None
+    present = key_mask != 0
+    if key_mask.dtype == torch.bool:
+        added = torch.zeros((), dtype=like.dtype, device=like.device)
+    else:
+        # In the wider of both dtypes: a small weight is 0 in float16, its logarithm is not.
+        weight = torch.where(present, key_mask, 1)
+        added = weight.to(torch.promote_types(key_mask.dtype, like.dtype)).log().to(like.dtype)
+    return torch.where(present, added, ABSENT).unsqueeze(-2)
+
+
+def softmax_or_zero(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
+    empty = (logits == ABSENT).all(-1, keepdim=True)
+    return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)

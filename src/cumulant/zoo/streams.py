@@ -1,0 +1,61 @@
+"""Attention by features, token by token: sums of constant size that queries read.
+
+Shape legend: ... leading dimensions, H heads, Hk key heads, L tokens, D width of the features, E value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..tensors import fold_groups, wide
+from ..tracing import outside_autocast
+
+
+class Sums(NamedTuple):
+    """Over the tokens so far, in at least float32: phi(k) v^T, phi(k) and v, and their number."""
+
+    KV: Tensor  # (..., D, E)
+    K: Tensor  # (..., D, 1)
+    V: Tensor  # (..., 1, E)
+    tokens: Tensor  # ()
+
+
+class FeatureStream:
+    """Attention by features `phi` from sums: `append` takes tokens in, `read` answers queries, `step` does both.
+
+    Steps of one token are causal attention. For decoding against a fixed memory (cross attention), append it once and
+    read it for each query. Cost: D E for each token and for each query.
+    """
+
+    state: Sums | None = None
+
+    def phi(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def rows(self, features: Tensor, sums: Sums) -> Tensor:
+        """The output (..., L, E) for features of queries (..., L, D)."""
+        raise NotImplementedError
+
+    @outside_autocast
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Takes in key (..., Hk, L, D) and value (..., Hk, L, E)."""
+        features, value = self.phi(wide(key)), wide(value)
+        K, V = features.sum(-2).unsqueeze(-1), value.sum(-2, keepdim=True)
+        new = Sums(features.mT @ value, K, V, value.new_full((), key.shape[-2]))
+        self.state = new if self.state is None else Sums(*(a + b for a, b in zip(self.state, new, strict=True)))
+
+    @outside_autocast
+    def read(self, query: Tensor) -> Tensor:
+        """query (..., H, L, D) -> (..., H, L, E)."""
+        if self.state is None:
+            raise ValueError("there is nothing to read yet: append keys and values first")
+        heads, _, width = self.state.KV.shape[-3:]
+        out = self.rows(fold_groups(self.phi(wide(query)), heads), self.state)
+        return out.reshape(*query.shape[:-1], width).to(query.dtype)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (..., H, 1, D), key (..., Hk, 1, D), value (..., Hk, 1, E) -> (..., H, 1, E)."""
+        self.append(key, value)
+        return self.read(query)
