@@ -102,7 +102,7 @@ def measure(L: int, order: int, speed: float, peers: bool) -> dict[str, Any]:
     q, k, v, grad = inputs(L)
     arguments = (None, None, None, L, L, order, WIDTH**-0.5, False)
     size = q.numel() * q.element_size()
-    forward, backward = triton_dense.OPERATOR.forward, triton_dense.OPERATOR.backward
+    forward, backward = triton_dense.attention.forward, triton_dense.attention.backward
     _, *state = forward(q, k, v, *arguments, True)
     row: dict[str, Any] = {
         "L": L, "B": q.shape[0], "order": order,

@@ -120,7 +120,7 @@ def test_tiles_with_a_query_that_is_not_a_number_still_list_clusters_that_exist(
     q, k, v = tokens(1, 1, 64, 16), tokens(1, 1, 140, 16, mean=1), tokens(1, 1, 140, 16)
     q[0, 0, 3] = float("nan")
     starts = [-(-c * 140 // clusters) for c in range(clusters + 1)]
-    state = triton_cluster.OPERATOR.forward(q, k, v, None, starts, 0.25, 32, 2, 3, "tanh", rank, False)
+    state = triton_cluster.attention.forward(q, k, v, None, starts, 0.25, 32, 2, 3, "tanh", rank, False)
     near, responding = (x[0].tolist() for x in state if x.dtype == torch.int32)
     assert [len({*tile} & {*range(clusters)}) for tile in near] == [2, 2]
     assert [len({*tile} & {*range(clusters)}) for tile in responding] == [3, 3]
@@ -153,7 +153,7 @@ def test_near_clusters_may_be_given() -> None:
     q, k, v = (tokens(1, 1, 32, 16, seed=i) for i in range(3))
     which = torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE)
     starts = [0, 8, 16, 24, 32]
-    out = triton_cluster.attention(q, k, v, starts, scale=0.25, tile=32, near=2, which=which)
+    out = triton_cluster.attention(q, k, v, which, starts, 0.25, tile=32, near=2)
     ids = torch.arange(32, device=DEVICE) // 8
     alone = ids.clone()
     alone[8:16] = 4 + torch.arange(8, device=DEVICE)  # every token of cluster 1 its own cluster: exact
@@ -170,7 +170,7 @@ def test_gradients_leave_out_the_holes_of_given_lists() -> None:
         inputs = [x.requires_grad_() for x in inputs]
         which = torch.tensor(listed, dtype=torch.int32, device=DEVICE)
         starts = [0, 32, 64, 96, 128]
-        out = triton_cluster.attention(*inputs, starts, scale=0.25, tile=32, near=len(listed[0]), which=which)
+        out = triton_cluster.attention(*inputs, which, starts, 0.25, tile=32, near=len(listed[0]))
         grads.append(torch.autograd.grad(out.square().sum(), inputs))
     for x, y in zip(*grads, strict=True):
         assert error(x, y) < FLOAT32
@@ -220,7 +220,7 @@ def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v = (tokens(1, 1, 20, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3))
     numbers = ([0, 7, 14, 20], 0.25, 32, 1, 1, "tanh", "mass")
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    operator = triton_cluster.OPERATOR
+    operator = triton_cluster.attention
     torch.library.opcheck(operator.forward, (q, k, v, None, *numbers, True), test_utils=names)
     with torch.no_grad():
         out, *state = operator.forward(q, k, v, None, *numbers, True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import error, poisoned_memory, tokens  # noqa: F401
 
-from cumulant.kernels.fold import covariance as triton_covariance
+from cumulant.kernels.fold import host as triton_covariance
 
 
 @pytest.mark.parametrize(("B", "L", "C"), [(1, 1, 5), (3, 40, 130), (2, 2100, 20)])

@@ -140,7 +140,7 @@ def test_the_custom_ops_keep_their_promises(monkeypatch):
     q, k, v, ridge = draw(17, 19, 16, 16)
     numbers = (0.25, True, 16, 1e-12)
     monkeypatch.undo()  # opcheck compares memory that nobody has written
-    operator = triton_lla.OPERATOR
+    operator = triton_lla.attention
     out, *state = operator.forward(q, k, v, None, ridge, *numbers, True)
     torch.library.opcheck(operator.backward, (torch.ones_like(out), q, k, v, None, ridge, *state, *numbers))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]

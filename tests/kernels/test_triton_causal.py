@@ -211,7 +211,7 @@ def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.undo()  # opcheck compares memory bit by bit, and NaN differs from itself
     q, k, v = (tokens(1, 2, 20, 16, seed=i).requires_grad_() for i in range(3))
     weights = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
-    rest, operator = (20, 20, 3, 0.25, False), triton_causal.OPERATOR
+    rest, operator = (20, 20, 3, 0.25, False), triton_causal.attention
     inputs = (q, k, v, weights, None, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with torch.no_grad():

@@ -201,7 +201,7 @@ def test_two_runs_are_bitwise_equal() -> None:
 
 def test_no_state_is_kept_without_gradients() -> None:
     q, k, v = (tokens(1, 1, 8, 16, seed=i) for i in range(3))
-    _, matrices, vectors = triton_dense.OPERATOR.forward(q, k, v, None, None, None, 8, 8, 3, 0.25, False, False)
+    _, matrices, vectors = triton_dense.attention.forward(q, k, v, None, None, None, 8, 8, 3, 0.25, False, False)
     assert matrices.numel() == 0
     assert vectors.numel() == 0
 
@@ -222,12 +222,12 @@ def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v = (tokens(1, 2, 20, 16, seed=i).requires_grad_() for i in range(3))
     weights = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
     arguments = (q, k, v, weights, None, None, 20, 20, 3, 0.25, False, True)
-    torch.library.opcheck(triton_dense.OPERATOR.forward, arguments)
+    torch.library.opcheck(triton_dense.attention.forward, arguments)
     with torch.no_grad():
-        out, matrices, vectors = triton_dense.OPERATOR.forward(*arguments)
+        out, matrices, vectors = triton_dense.attention.forward(*arguments)
     state = (out, q, k, v, weights, None, None, matrices, vectors, 20, 20, 3, 0.25, False)
     state = tuple(x.detach() if isinstance(x, Tensor) else x for x in state)
-    torch.library.opcheck(triton_dense.OPERATOR.backward, state)
+    torch.library.opcheck(triton_dense.attention.backward, state)
 
 
 def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

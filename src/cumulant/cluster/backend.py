@@ -208,6 +208,7 @@ def _run_clusters(case: Case) -> Tensor:
         query,
         key,
         value,
+        None,
         starts,
         scale=case.call.softmax_scale,
         tile=form.near_rows if choosing and form.near_rows in TILES else _tile(query.shape[-2]),

@@ -17,6 +17,6 @@ if launch.INTERPRET or torch.cuda.is_available():  # registers the operators bef
         from .causal import host as _causal  # noqa: F401
         from .cluster import host as _cluster  # noqa: F401
         from .dense import host as _dense  # noqa: F401
-        from .fold import covariance as _fold  # noqa: F401
+        from .fold import host as _fold  # noqa: F401
         from .lla import host as _lla  # noqa: F401
         from .short import host as _short  # noqa: F401

@@ -29,18 +29,20 @@ Function = Callable[..., Tensors]
 
 
 class Operator:
-    """operator(call) is `out`; torch.ops.cumulant.NAME_forward and NAME_backward are `forward` and `backward`.
+    """Calling it gives `out`; torch.ops.cumulant.NAME_forward and NAME_backward are `forward` and `backward`.
 
-    They take the fields of the call one by one: (*call, keep), and (grad, *tensors, *state, *numbers). `states`: how
-    many tensors a state has; `reads_out`: the backward pass is given (out, *state) as its state.
+    It is called as the NamedTuple `call` is made, or as `make`, which returns one. These two operators take its fields
+    one by one: (*call, keep), and (grad, *tensors, *state, *numbers). `states`: how many tensors a state has;
+    `reads_out`: the backward pass is given (out, *state) as its state.
     """
 
     def __init__(
         self, name: str, call: Callable[..., Any], run: Function, back: Function, empty: Function,
-        *, states: int, reads_out: bool = False, differentiable: Sequence[int] = (0, 1, 2),
+        *, states: int, make: Callable[..., Any] | None = None, reads_out: bool = False,
+        differentiable: Sequence[int] = (0, 1, 2),
     ) -> None:  # fmt: skip
         fields = get_type_hints(call)
-        self.call, self.run, self.back, self.differentiable = call, run, back, differentiable
+        self.call, self.make, self.run, self.back, self.differentiable = call, make or call, run, back, differentiable
         self.first, self.tensors = int(not reads_out), sum(Tensor in (x, *get_args(x)) for x in fields.values())
         self.kept = self.tensors + states + reads_out
         inputs = list(fields.items())
@@ -53,7 +55,8 @@ class Operator:
         self.forward.register_autograd(partial(self._gradients, self.backward), setup_context=self._setup_context)
         self.direct = _direct(self)
 
-    def __call__(self, call: Any) -> Tensor:
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
+        call = self.make(*inputs, **options)
         wanted = torch.is_grad_enabled() and any(call[i].requires_grad for i in self.differentiable)
         if not is_plain(call[0]):
             out: Tensor = self.forward(*call, wanted)[0]

@@ -173,10 +173,10 @@ class _TokenMoments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        from ..kernels.fold import covariance as triton_covariance
+        from ..kernels.fold.host import covariance
 
         x = x if x.stride(-1) == 1 else x.contiguous()
-        G, mean = triton_covariance.covariance(x)
+        G, mean = covariance(x)
         ctx.save_for_backward(x, mean)
         return G, mean, x.view_as(x)
 

@@ -28,8 +28,6 @@ the sums before each part, and ubar, 4 bytes for each row and head. No atomics: 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -38,14 +36,6 @@ from ..launch import empty_like_rows, like_rows, stride_unit, strides
 from ..operator import Operator
 from . import backward, forward
 from .plan import ROWS, SCAN_WARPS, Plan
-
-
-def attention(*inputs: Any, **options: Any) -> Tensor:
-    """Causal cumulant attention, (B, Hq, Lq, E), ragged (Tq, Hq, E), differentiable; inputs as of `batch_of`.
-
-    Cost: L (tile + 2 E) D a head, O(L) memory.
-    """
-    return OPERATOR(batch_of(*inputs, **options))
 
 
 def _float32(like: Tensor, *shape: int) -> Tensor:
@@ -126,4 +116,5 @@ def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor) -> tu
     return dq, dk, dv
 
 
-OPERATOR = Operator("causal", Batch, run_forward, run_backward, empty, states=2)
+# (B, Hq, Lq, E), ragged (Tq, Hq, E). Cost: L (tile + 2 E) D a head, O(L) memory.
+attention = Operator("causal", Batch, run_forward, run_backward, empty, states=2, make=batch_of)

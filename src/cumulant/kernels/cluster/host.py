@@ -23,21 +23,6 @@ from .plan import Call, Plan, no_numbers, plan_for, tables
 _ROWS = ("CLOSURE", "NEAR", "D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION")
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int],
-    *, scale: float, tile: int = 128, near: int = 0, response: int = -1, closure: str = "tanh", rank: str = "mass",
-    which: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Cluster attention, differentiable in query, key and value.
-
-    query (B, H, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E) -> (B, H, Lq, E). Cluster c holds the keys from
-    starts[c] to starts[c + 1] (K + 1 numbers, the first 0, the last Lk). `tile` queries in a row share their `near`
-    clusters, the heaviest, or those of `which` (tiles, near), -1 for none; `response` clusters answer with their
-    covariance, -1: all, -2: all with one, the mean of theirs by size. `rank`: as of `cluster_attention`.
-    """
-    return OPERATOR(Call(query, key, value, which, list(starts), scale, tile, near, response, closure, rank))
-
-
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
     """out, and lse (B H, Lq), vectors (B H, KP, 2 BD + BE), factors (B H, KP, 4 BD + 2 BE), matrices (B H, KP, BD, BE),
     near (B H, tiles, T), responding (B H, tiles, R), and rounding (B, H, Lq, E).
@@ -249,4 +234,4 @@ def _backward_keys(
     )  # fmt: skip
 
 
-OPERATOR = Operator("cluster", Call, run_forward, run_backward, empty, states=7, reads_out=True)
+attention = Operator("cluster", Call, run_forward, run_backward, empty, states=7, reads_out=True)

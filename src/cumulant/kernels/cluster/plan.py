@@ -43,19 +43,19 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
 
 
 class Call(NamedTuple):
-    """One call: what `attention` of the host is given."""
+    """One call -> (B, H, Lq, E)."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    which: Tensor | None
-    starts: Sequence[int]
+    query: Tensor  # (B, H, Lq, D)
+    key: Tensor  # (B, H, Lk, D)
+    value: Tensor  # (B, H, Lk, E)
+    which: Tensor | None  # near clusters of each tile, (tiles, near), -1 for none; None: the heaviest
+    starts: Sequence[int]  # cluster c holds the keys from starts[c] to starts[c + 1]: K + 1 numbers, the last Lk
     scale: float
-    tile: int
-    near: int
-    response: int
-    closure: str
-    rank: str
+    tile: int = 128  # queries in a row that share their near clusters
+    near: int = 0
+    response: int = -1  # clusters that answer with their covariance; -1: all, -2: all with the mean of theirs by size
+    closure: str = "tanh"
+    rank: str = "mass"  # as of `cluster_attention`
 
 
 class Shape(NamedTuple):

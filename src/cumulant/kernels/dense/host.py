@@ -9,8 +9,6 @@ dq, dk, dv. Cost: 2 L D E products a head forward at order 2, twice that at orde
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,14 +17,6 @@ from ..launch import cdiv, empty_like_rows, like_rows, stride_unit, strides
 from ..operator import Operator
 from . import backward, forward
 from .plan import CELLS, FUSED, MERGED, Plan, plan_for
-
-
-def attention(*inputs: Any, **options: Any) -> Tensor:
-    """Cumulant attention of order 2 or 3 (diagonal), differentiable in query, key and value; inputs as of `batch_of`.
-
-    (B, Hq, Lq, E), ragged (Tq, Hq, E).
-    """
-    return OPERATOR(batch_of(*inputs, **options))
 
 
 def _state(batch: Batch, keep: bool) -> tuple[Tensor, Tensor]:
@@ -163,4 +153,5 @@ def _backward_keys(
     )  # fmt: skip
 
 
-OPERATOR = Operator("dense", Batch, run_forward, run_backward, empty, states=2)
+# Order 2 or 3 (diagonal): (B, Hq, Lq, E), ragged (Tq, Hq, E).
+attention = Operator("dense", Batch, run_forward, run_backward, empty, states=2, make=batch_of)

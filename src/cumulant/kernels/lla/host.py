@@ -17,14 +17,6 @@ from . import backward, forward
 from .plan import Call, blocks, resources
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, ridge: Tensor,
-    *, scale: float, is_causal: bool = False, iterations: int = 32, tolerance: float = 1e-12,
-) -> Tensor:  # fmt: skip
-    """out (B, H, L, E), differentiable in query, key, value and ridge."""
-    return OPERATOR(Call(query, key, value, added, ridge, scale, is_causal, iterations, tolerance))
-
-
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
     """out, and for a backward pass log2 of the sums (B, H, L), means of keys and slopes (B, H, L, D)."""
     query = call.query
@@ -66,4 +58,4 @@ def run_backward(call: Call, do: Tensor, lse: Tensor, mean: Tensor, slope: Tenso
     return dq, dk, dv, -numbers[:, :, 2]
 
 
-OPERATOR = Operator("lla", Call, run_forward, run_backward, empty, states=3, differentiable=(0, 1, 2, 4))
+attention = Operator("lla", Call, run_forward, run_backward, empty, states=3, differentiable=(0, 1, 2, 4))

@@ -18,7 +18,7 @@ WIDE = Config(32, 8, 1)
 
 
 class Call(NamedTuple):
-    """One call. B batch, H heads, L queries, S keys, D, E widths."""
+    """One call -> (B, H, L, E). B batch, H heads, L queries, S keys, D, E widths."""
 
     query: Tensor  # (B, H, L, D)
     key: Tensor  # (B, H, S, D)
@@ -26,9 +26,9 @@ class Call(NamedTuple):
     added: Tensor | None  # (B, S) float32, added to the logits of each key
     ridge: Tensor  # (B, H, L) float32
     scale: float
-    is_causal: bool
-    iterations: int
-    tolerance: float
+    is_causal: bool = False
+    iterations: int = 32
+    tolerance: float = 1e-12
 
 
 def obstacle(query: Tensor, value: Tensor) -> str | None:

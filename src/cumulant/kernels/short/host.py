@@ -10,8 +10,6 @@ these only a number for each query and means and variances of the clusters, 2 K 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,19 +17,6 @@ from ..launch import cdiv, empty_like_rows, like_rows, stride_unit, strides
 from ..operator import Operator
 from . import backward, forward
 from .plan import Call, plan_for, tables
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, places: Sequence[int], slots: int,
-    *, scale: float, prefix: int = 0, closure: str = "tanh", full: bool = False,
-) -> Tensor:  # fmt: skip
-    """Cluster attention, differentiable in query, key and value.
-
-    query (B, H, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E) -> (B, H, Lq, E). The first `prefix` keys are exact.
-    places: the keys of the clusters, `slots` (a power of two up to 64) for each cluster, -1 in those that are empty;
-    every other key appears once. Cost a query: Lk (D + E).
-    """
-    return OPERATOR(Call(query, key, value, list(places), slots, prefix, scale, closure, full))
 
 
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
@@ -106,4 +91,4 @@ def run_backward(
     return dq, dk, dv
 
 
-OPERATOR = Operator("short", Call, run_forward, run_backward, empty, states=5, reads_out=True)
+attention = Operator("short", Call, run_forward, run_backward, empty, states=5, reads_out=True)

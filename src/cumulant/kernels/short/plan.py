@@ -27,17 +27,17 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
 
 
 class Call(NamedTuple):
-    """One call: what `attention` of the host is given."""
+    """One call -> (B, H, Lq, E). Cost a query: Lk (D + E)."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    places: Sequence[int]
-    slots: int
-    prefix: int
+    query: Tensor  # (B, H, Lq, D)
+    key: Tensor  # (B, H, Lk, D)
+    value: Tensor  # (B, H, Lk, E)
+    places: Sequence[int]  # keys of the clusters, each in `slots` of them, -1 in those that are empty
+    slots: int  # a power of two up to 64
     scale: float
-    closure: str
-    full: bool
+    prefix: int = 0  # the first keys, which are exact
+    closure: str = "tanh"
+    full: bool = False
 
 
 class Plan(NamedTuple):
