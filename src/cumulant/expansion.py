@@ -6,7 +6,6 @@ Shape legend: ... leading dimensions, B all in one, H query heads, Lq queries, L
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -20,11 +19,6 @@ from .kernels import launch
 from .kernels.dense import cpu
 from .moments import Moments, full_third_by_pairs, ratio, statistics_dtype
 from .tracing import transformed, without_autocast
-
-if launch.INTERPRET or torch.cuda.is_available():  # registers the custom operators before anything is traced
-    with suppress(ImportError):  # without Triton, plain torch serves
-        from .kernels.causal import host as triton_causal  # noqa: F401
-        from .kernels.dense import host as triton_dense  # noqa: F401
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
 LEAST_SCALE = 2.0**-12  # causal kernels of order 2 divide by the scale, and float16 ends at 65504
