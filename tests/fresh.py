@@ -5,15 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-# conftest's own setting; what pytest and pytest-xdist tell their processes
+# conftest's own setting, and what pytest tells its processes
 NOT_A_STRANGERS = ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "PYTEST_VERSION")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # other tests have the other cores
 
 
-def python(*words: str, folder: Path, seconds: float = 600) -> str:
+def environment() -> dict[str, str]:
+    """Of one thread: other tests have the other cores."""
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_A_STRANGERS}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def python(*words: str, folder: Path) -> str:
     """What `python WORDS` prints in that folder; an AssertionError with all it said where it fails."""
-    env = {name: value for name, value in os.environ.items() if name not in NOT_A_STRANGERS}
-    command, options = [sys.executable, *words], dict(capture_output=True, text=True, timeout=seconds)
-    done = subprocess.run(command, cwd=folder, env={**env, **ONE_THREAD}, **options)
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
