@@ -6,6 +6,6 @@ from . import cosformer, flow, focused_linear, rala, mala  # noqa: F401
 from . import agent, combiner, aaren, lla, hierarchical  # noqa: F401
 from . import cluster  # noqa: F401
 from .probes import capabilities
-from .registry import Mechanism, get, names, nearest, register
+from .registry import Mechanism, can, get, names, nearest, register
 
-__all__ = ["Mechanism", "capabilities", "get", "names", "nearest", "register"]
+__all__ = ["Mechanism", "can", "capabilities", "get", "names", "nearest", "register"]

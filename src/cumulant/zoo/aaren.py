@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import Call, Grid
+from ..call import Call
 from ..moments import ratio
 from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
 from ..tracing import outside_autocast
 from .mixing import Mixer
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 CHUNK = 64
 
@@ -186,21 +186,10 @@ class AarenAttention(Mixer):
     and as many extra parameters (`dim`). It starts at normal(0, `query_std`); the paper's start is not known.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        grid_size: Grid | None = None,
-        prefix: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-        chunk: int = CHUNK,
-        query_std: float = 0.02,
-    ) -> None:
-        super().__init__(grid_size, prefix)
+    def __init__(self, dim: int, num_heads: int, *, chunk: int = CHUNK, query_std: float = 0.02, **layer: Any) -> None:
+        super().__init__(dim, num_heads, **layer)
         self.chunk, self.query_std = chunk, query_std
-        self.query = nn.Parameter(torch.empty(num_heads, 1, dim // num_heads, device=device, dtype=dtype))
+        self.query = nn.Parameter(torch.empty(num_heads, 1, dim // num_heads, **self.place))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -249,16 +238,10 @@ AAREN = register(
         row_weights=aaren_weights,
         module=AarenAttention,
         stream=AarenStream,
-        causal=True,
-        cross=True,
-        causal_cross=True,
         independent_rows=False,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        streaming=True,
-        ragged=True,
-        key_shift=True,
-        wants_query_mask=True,
+        **can(
+            "causal cross causal_cross key_mask grouped_queries subquadratic "
+            "streaming ragged key_shift wants_query_mask"
+        ),
     )
 )

@@ -18,7 +18,7 @@ from .fused import fused_softmax
 from .grid import GridConv, resolve_grid
 from .mixing import Mixer
 from .products import multiplies_narrow, one_hot_weights, pair_products, product, written_down
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 AGENTS = 49
 READ_EXPONENT, RESIDUAL = 0.3, 0.075  # of the training-free form
@@ -132,16 +132,14 @@ class AgentAttention(Mixer):
         dim: int,
         num_heads: int,
         *,
-        grid_size: Grid | None = None,
-        prefix: int = 0,
-        device: Any = None,
-        dtype: Any = None,
         agents: int | tuple[int, ...] = AGENTS,
         position_bias: bool | None = None,
         conv: bool | None = None,
         training_free: bool = False,
+        **layer: Any,
     ) -> None:
-        super().__init__(grid_size, prefix)
+        super().__init__(dim, num_heads, **layer)
+        grid_size, prefix, place = self.grid_size, self.prefix, self.place
         known = grid_size is not None and not training_free
         position_bias, conv = (known if x is None else x for x in (position_bias, conv))
         if training_free and (position_bias or conv):
@@ -151,7 +149,6 @@ class AgentAttention(Mixer):
         self.agents, self.training_free = agents, training_free
         agent_grid(agents, grid_size or (1, 1))
         self.position_bias = bool(position_bias)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
         if grid_size is not None and position_bias:
             H, n, (rows, cols) = num_heads, math.prod(agent_grid(agents, grid_size)), grid_size[-2:]
             shapes = {
@@ -296,15 +293,8 @@ AGENT = register(
         function=agent_attention,
         row_weights=one_hot_weights(agent_attention),  # of rank at most n
         module=AgentAttention,
-        cross=True,
-        independent_rows=False,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        dropout=True,
-        key_shift=True,
-        wants_grid=True,
-        wants_query_mask=True,
         pattern_options={"cross": {"position_bias": False, "conv": False}},
+        independent_rows=False,
+        **can("cross key_mask grouped_queries subquadratic dropout key_shift wants_grid wants_query_mask"),
     )
 )

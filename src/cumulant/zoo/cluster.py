@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..cluster import Blocks, ClusterStream, cluster_attention, cluster_scores
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 COUNTS = (4, 16, 64)
 # A block of one token is softmax at more than its price: the mechanisms make blocks of two tokens at least.
@@ -75,18 +75,8 @@ def _mechanism(count: int) -> Mechanism:
         function=function,
         row_weights=weights,
         stream=partial(_stream, count),
-        causal=True,
-        cross=True,
-        causal_cross=True,
-        offset=True,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        ragged=True,
-        raw=True,
         order_free=False,
-        key_shift=True,
-        wants_grid=True,
+        **can("causal cross causal_cross offset key_mask grouped_queries subquadratic ragged raw key_shift wants_grid"),
     )
 
 

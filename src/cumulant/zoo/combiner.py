@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, Grid
+from ..call import Call
 from ..tensors import log_weights, repeat_heads, softmax_or_zero, wide, without_absent
 from ..tracing import outside_autocast
 from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, segmented, summarise
 from .grid import resolve_grid
 from .mixing import Mixer
 from .products import one_hot_weights
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 VARIANTS = ("fixed", "logsparse", "axial")
 SummaryKey = str | Callable[[Tensor], Tensor] | None
@@ -128,28 +128,24 @@ class CombinerAttention(Mixer):
         dim: int,
         num_heads: int,
         *,
-        grid_size: Grid | None = None,
-        prefix: int = 0,
-        device: Any = None,
-        dtype: Any = None,
         variant: str = "fixed",
         segment: int | None = None,
         pooling: str = "max",
         exclude_own: bool = True,
         summary_key: str | None = "proj",
+        **layer: Any,
     ) -> None:
-        super().__init__(grid_size, prefix)
+        super().__init__(dim, num_heads, **layer)
         if summary_key not in ("proj", *SUMMARY_KEYS):
             raise ValueError(f"summary_key must be 'proj', 'wsum' or 'none', got {summary_key!r}")
         _check(variant, pooling, segment, "wsum")
-        self.num_heads, self.learned = num_heads, variant == "axial" and summary_key == "proj"
+        self.learned = variant == "axial" and summary_key == "proj"
         self.options: dict[str, Any] = {"variant": variant, "segment": segment, "pooling": pooling}
         self.options |= {"exclude_own": exclude_own, "summary_key": "wsum" if summary_key == "proj" else summary_key}
         if self.learned:
-            place: dict[str, Any] = {"device": device, "dtype": dtype}
-            self.summary_value = nn.Linear(dim, dim, **place)
-            self.summary_norm = nn.LayerNorm(dim, eps=1e-6, **place)
-            self.summary_proj = nn.Linear(dim, dim, **place)
+            self.summary_value = nn.Linear(dim, dim, **self.place)
+            self.summary_norm = nn.LayerNorm(dim, eps=1e-6, **self.place)
+            self.summary_proj = nn.Linear(dim, dim, **self.place)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -230,15 +226,9 @@ COMBINER = register(
         row_weights=one_hot_weights(combiner_attention),
         module=CombinerAttention,
         stream=CombinerStream,
-        causal=True,
-        independent_rows=False,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        order_free=False,
-        key_shift=True,
-        wants_grid=True,
-        wants_input=True,
         length_option="segment",
+        independent_rows=False,
+        order_free=False,
+        **can("causal key_mask grouped_queries subquadratic key_shift wants_grid wants_input"),
     )
 )

@@ -24,7 +24,7 @@ from .products import (
     weighted,
     written_down,
 )
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -128,15 +128,8 @@ COSFORMER = register(
         function=cosformer_attention,
         row_weights=one_hot_weights(cosformer_attention),
         stream=CosformerStream,
-        causal=True,
-        cross=True,
-        causal_cross=True,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        streaming=True,
-        ragged=True,
-        order_free=False,
         length_option="max_len",
+        order_free=False,
+        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged"),
     )
 )

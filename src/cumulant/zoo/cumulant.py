@@ -15,7 +15,7 @@ from ..streaming import Stream
 from ..tensors import repeat_heads, wide
 from ..tracing import transformed
 from .products import for_every_token, sum_of_tokens
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 SUMMARIES = {
     1: "the mean of the values: no query takes part, the floor for the others",
@@ -83,17 +83,8 @@ def _mechanism(order: int) -> Mechanism:
         row_weights=weights,
         stream=partial(Stream, order=order),
         packed=partial(attention_varlen, order=order),
-        causal=True,
-        cross=True,
-        causal_cross=True,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        streaming=True,
-        ragged=True,
-        raw=True,
-        key_shift=True,
         wants_query_mask=True,  # for around="mean": padded queries are not in the mean
+        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged raw key_shift"),
     )
 
 

@@ -14,7 +14,7 @@ from ..call import Call
 from ..tensors import wide
 from ..tracing import outside_autocast
 from .products import TINY, count_of, factor, feature_product, one_hot_weights, ones_for, weighted
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 EPS = 1e-6
 
@@ -144,14 +144,8 @@ FLOW = register(
         function=flow_attention,
         row_weights=one_hot_weights(flow_attention),
         stream=FlowStream,
-        causal=True,
-        cross=True,
         independent_rows=False,
-        key_mask=True,
-        subquadratic=True,
-        streaming=True,
-        ragged=True,
         value_shift=False,
-        wants_query_mask=True,
+        **can("causal cross key_mask subquadratic streaming ragged wants_query_mask"),
     )
 )

@@ -17,7 +17,7 @@ from ..tensors import wide
 from .grid import GridConv, check_one_grid, resize_table, resolve_grid
 from .mixing import Mixer
 from .products import TINY, fraction, one_hot_weights, ones_for, sums_seen, weighted, written_down
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -104,21 +104,17 @@ class FocusedLinearAttention(Mixer):
         dim: int,
         num_heads: int,
         *,
-        grid_size: Grid | None = None,
-        prefix: int = 0,
         power: float = 3.0,
         kernel: int = 5,
         use_conv: bool = True,
         use_position: bool = True,
         chunk: int = 128,
-        device: Any = None,
-        dtype: Any = None,
+        **layer: Any,
     ) -> None:
-        super().__init__(grid_size, prefix)
-        place = {"device": device, "dtype": dtype}
-        self.dim, self.num_heads, self.power, self.chunk = dim, num_heads, power, chunk
+        super().__init__(dim, num_heads, **layer)
+        self.power, self.chunk, place = power, chunk, self.place
         self.gain = nn.Parameter(torch.zeros(dim, **place))
-        slots = prefix + math.prod(grid_size) if grid_size is not None else 0
+        slots = 0 if self.grid_size is None else self.prefix + math.prod(self.grid_size)
         self.position = nn.Parameter(torch.zeros(1, slots, dim, **place)) if use_position and slots else None
         self.conv = GridConv(dim, num_heads, kernel, per_head=True, **place) if use_conv else None
 
@@ -178,14 +174,7 @@ FOCUSED = register(
         row_weights=one_hot_weights(focused_linear_attention),
         module=FocusedLinearAttention,
         stream=FocusedStream,
-        causal=True,
-        cross=True,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        streaming=True,
-        ragged=True,
-        wants_grid=True,
         pattern_options={"causal": {"use_conv": False}, "cross": {"use_conv": False, "use_position": False}},
+        **can("causal cross key_mask grouped_queries subquadratic streaming ragged wants_grid"),
     )
 )

@@ -27,7 +27,7 @@ from ..tensors import ABSENT, repeat_heads, wide
 from .grid import resolve_grid
 from .mixing import Mixer
 from .products import factor, one_hot_weights, pair_products
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 from .tree import Level, Tree
 
 ENERGIES = ("dot", "l2")
@@ -221,17 +221,14 @@ class HierarchicalAttention(Mixer):
         dim: int,
         num_heads: int,
         *,
-        grid_size: Grid | None = None,
-        prefix: int = 0,
-        device: Any = None,
-        dtype: Any = None,
         branching: int | tuple[int, ...] | None = None,
         levels: int | None = None,
         tree: Tree | Sequence[Any] | None = None,
         energy: str = "dot",
         position: int = 0,
+        **layer: Any,
     ) -> None:
-        super().__init__(grid_size, prefix)
+        super().__init__(dim, num_heads, **layer)
         _check_energy(energy)
         if position < 0:
             raise ValueError(f"position must be 0 (none) or the width of the tables, got {position}")
@@ -240,11 +237,10 @@ class HierarchicalAttention(Mixer):
         self.options: dict[str, Any] = {"branching": branching, "levels": levels, "tree": tree, "energy": energy}
         tables = []
         if position:
-            if grid_size is None and tree is None:
+            if self.grid_size is None and tree is None:
                 raise ValueError("position needs to know the tree: pass grid_size to the layer, or the option tree")
-            built = tree or Tree.windows(grid_size or (1,), branching, prefix=prefix, levels=levels)
-            place = {"device": device, "dtype": dtype}
-            tables = [nn.Parameter(torch.empty(num_heads, width, position, **place)) for width in built.widths]
+            built = tree or Tree.windows(self.grid_size or (1,), branching, prefix=self.prefix, levels=levels)
+            tables = [nn.Parameter(torch.empty(num_heads, width, position, **self.place)) for width in built.widths]
         self.position = nn.ParameterList(tables)
         self.reset_parameters()
 
@@ -271,12 +267,7 @@ HIERARCHICAL = register(
         row_weights=one_hot_weights(hierarchical_attention),
         module=HierarchicalAttention,
         independent_rows=False,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        ragged=True,
         order_free=False,
-        key_shift=True,
-        wants_grid=True,
+        **can("key_mask grouped_queries subquadratic ragged key_shift wants_grid"),
     )
 )

@@ -5,12 +5,13 @@ Shape legend: ... leading dimensions, H heads, L tokens, D head width, C = H D.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, Grid
+from ..call import Call
 from .grid import GridConv, check_one_grid, resolve_grid, rotary_angles, rotate
 from .mixing import Mixer
 from .registry import get
@@ -38,30 +39,27 @@ class LepeGate(Mixer):
     none. All weights start from a truncated normal of std 0.02, biases from 0. Cost: 25 L C + L C^2 for the gate.
     """
 
+    mechanism: str
+
     def __init__(
         self,
         dim: int,
         num_heads: int,
-        mechanism: str,
-        grid_size: Grid | None,
-        prefix: int,
-        use_rope: bool,
-        use_lepe: bool,
-        use_gate: bool,
-        device: Any,
-        dtype: Any,
-        **operator: Any,
+        *,
+        use_rope: bool = True,
+        use_lepe: bool = True,
+        use_gate: bool = True,
+        operator: Mapping[str, Any],
+        **layer: Any,
     ) -> None:
-        super().__init__(grid_size, prefix)
+        super().__init__(dim, num_heads, **layer)
         if use_rope and (dim // num_heads) % 4:
             raise ValueError(
                 f"use_rope=True needs a head width that is a multiple of 4, got {dim // num_heads}; pass use_rope=False"
             )
-        place = {"device": device, "dtype": dtype}
-        self.num_heads, self.mechanism, self.use_rope = num_heads, mechanism, use_rope
-        self.operator_options = {**operator, "use_rope": use_rope}
-        self.lepe = GridConv(dim, num_heads, KERNEL, std=INIT_STD, **place) if use_lepe else None
-        self.gate = nn.Linear(dim, dim, **place) if use_gate else None
+        self.use_rope, self.operator_options = use_rope, {**operator, "use_rope": use_rope}
+        self.lepe = GridConv(dim, num_heads, KERNEL, std=INIT_STD, **self.place) if use_lepe else None
+        self.gate = nn.Linear(dim, dim, **self.place) if use_gate else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import Call
 from ..tensors import wide
 from .products import fraction, multiplies_narrow, pair_weights, weighted
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -73,13 +73,6 @@ LINEAR = register(
         function=linear_attention,
         row_weights=linear_weights,
         stream=LinearStream,
-        causal=True,
-        cross=True,
-        causal_cross=True,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        streaming=True,
-        ragged=True,
+        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged"),
     )
 )

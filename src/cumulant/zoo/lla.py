@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import Call, Grid
+from ..call import Call
 from ..kernels.lla import plan
 from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
 from ..tracing import transformed
 from .lla_solver import Settings, solver_of
 from .mixing import Mixer
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 RIDGE = 10.0
 SOLVERS = ("auto", "direct", "cg")
@@ -207,10 +207,6 @@ class LocalLinearAttention(Mixer):
         dim: int,
         num_heads: int,
         *,
-        grid_size: Grid | None = None,
-        prefix: int = 0,
-        device: Any = None,
-        dtype: Any = None,
         ridge: float = RIDGE,
         learn_ridge: bool = False,
         solver: str = "auto",
@@ -219,15 +215,15 @@ class LocalLinearAttention(Mixer):
         precondition: bool = False,
         qk_norm: bool = False,
         block: int = 128,
+        **layer: Any,
     ) -> None:
-        super().__init__(grid_size, prefix)
+        super().__init__(dim, num_heads, **layer)
         _check_ridge(ridge)
         _check(solver, iterations, tolerance, block)
         self.start = float(ridge)
         self.options: dict[str, Any] = {"solver": solver, "iterations": iterations, "tolerance": tolerance}
         self.options |= {"precondition": precondition, "qk_norm": qk_norm, "block": block}
-        place = {"device": device, "dtype": dtype}
-        self.raw_ridge = nn.Parameter(torch.empty(num_heads, 1, **place)) if learn_ridge else None
+        self.raw_ridge = nn.Parameter(torch.empty(num_heads, 1, **self.place)) if learn_ridge else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -301,11 +297,6 @@ LLA = register(
         function=lla_attention,
         row_weights=lla_weights,
         module=LocalLinearAttention,
-        causal=True,
-        cross=True,
-        causal_cross=True,
-        key_mask=True,
-        grouped_queries=True,
-        ragged=True,
+        **can("causal cross causal_cross key_mask grouped_queries ragged"),
     )
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import Call, Grid
+from ..call import Call
 from ..tensors import fold_groups, repeat_heads, wide
 from ..tracing import transformed
 from .lepe_gate import LepeGate, rotated
@@ -27,7 +27,7 @@ from .products import (
     sum_of_tokens,
     sums_seen,
 )
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -134,23 +134,22 @@ class MagnitudeAwareAttention(LepeGate):
         scaled: the released form; False: the printed one, see `mala_attention`.
     """
 
+    mechanism = "mala"
+
     def __init__(
         self,
         dim: int,
         num_heads: int,
         *,
-        grid_size: Grid | None = None,
-        prefix: int = 0,
+        scaled: bool = True,
+        chunk: int = 128,
         use_rope: bool = True,
         use_lepe: bool = True,
         use_gate: bool = True,
-        scaled: bool = True,
-        chunk: int = 128,
-        device: Any = None,
-        dtype: Any = None,
+        **layer: Any,
     ) -> None:
-        parts = (use_rope, use_lepe, use_gate)
-        super().__init__(dim, num_heads, "mala", grid_size, prefix, *parts, device, dtype, scaled=scaled, chunk=chunk)
+        parts = {"use_rope": use_rope, "use_lepe": use_lepe, "use_gate": use_gate}
+        super().__init__(dim, num_heads, **parts, operator={"scaled": scaled, "chunk": chunk}, **layer)
 
 
 MALA = register(
@@ -165,16 +164,9 @@ MALA = register(
         row_weights=one_hot_weights(mala_attention),
         module=MagnitudeAwareAttention,
         stream=MalaStream,
-        causal=True,
-        cross=True,
-        causal_cross=True,
-        key_mask=True,
-        grouped_queries=True,
-        subquadratic=True,
-        streaming=True,
-        ragged=True,
-        wants_grid=True,
-        wants_input=True,
         pattern_options={"causal": {"use_lepe": False}, "cross": {"use_lepe": False, "use_rope": False}},
+        **can(
+            "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged wants_grid wants_input"
+        ),
     )
 )

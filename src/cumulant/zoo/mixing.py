@@ -47,12 +47,23 @@ class Bound:
 class Mixer(nn.Module):
     """Base of the modules with parameters: they define `run(call, x)` and `weigh(call, x)` around their mechanism.
 
-    Calls that name no grid have the `grid_size` and `prefix` that the layer was built for.
+    A layer tells its width and heads, the grid and prefix to expect, which hold for calls that name no grid, and the
+    `place` where parameters are made.
     """
 
-    def __init__(self, grid_size: Grid | None = None, prefix: int = 0) -> None:
+    def __init__(
+        self,
+        dim: int = 0,
+        num_heads: int = 1,
+        *,
+        grid_size: Grid | None = None,
+        prefix: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
         super().__init__()
-        self.grid_size, self.prefix = grid_size, prefix
+        self.dim, self.num_heads, self.grid_size, self.prefix = dim, num_heads, grid_size, prefix
+        self.place: dict[str, Any] = {"device": device, "dtype": dtype}
 
     def run(self, call: Call, x: Tensor | None = None) -> Tensor:
         raise NotImplementedError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call, Grid
+from ..call import Call
 from ..tensors import wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
@@ -24,7 +24,7 @@ from .products import (
     weighted,
     written_down,
 )
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 EPS = 1e-6
 
@@ -84,22 +84,21 @@ class RankAugmentedAttention(LepeGate):
         use_gate: the gate, a Linear of the layer's input without activation.
     """
 
+    mechanism = "rala"
+
     def __init__(
         self,
         dim: int,
         num_heads: int,
         *,
-        grid_size: Grid | None = None,
-        prefix: int = 0,
         use_alpha: bool = True,
         use_rope: bool = True,
         use_lepe: bool = True,
         use_gate: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        **layer: Any,
     ) -> None:
-        parts = (use_rope, use_lepe, use_gate)
-        super().__init__(dim, num_heads, "rala", grid_size, prefix, *parts, device, dtype, use_alpha=use_alpha)
+        parts = {"use_rope": use_rope, "use_lepe": use_lepe, "use_gate": use_gate}
+        super().__init__(dim, num_heads, **parts, operator={"use_alpha": use_alpha}, **layer)
 
 
 RALA = register(
@@ -113,14 +112,8 @@ RALA = register(
         function=rala_attention,
         row_weights=one_hot_weights(rala_attention),
         module=RankAugmentedAttention,
-        cross=True,
-        independent_rows=False,
-        key_mask=True,
-        subquadratic=True,
-        ragged=True,
-        wants_grid=True,
-        wants_input=True,
-        wants_query_mask=True,
         pattern_options={"cross": {"use_lepe": False, "use_rope": False}},
+        independent_rows=False,
+        **can("cross key_mask subquadratic ragged wants_grid wants_input wants_query_mask"),
     )
 )

@@ -262,6 +262,11 @@ class Mechanism:
             raise ValueError(f"unknown option {unknown[0]!r} of mechanism {self.name!r}; accepted: {accepted}{hint}")
 
 
+def can(words: str) -> dict[str, Any]:
+    """Fields of a `Mechanism` that are True, by name: `Mechanism(..., **can("causal cross key_mask"))`."""
+    return dict.fromkeys(words.split(), True)
+
+
 _MECHANISMS: dict[str, Mechanism] = {}
 
 

@@ -9,7 +9,7 @@ from ..call import Call
 from ..tensors import log_weights, wide
 from .fused import fused_softmax
 from .products import pair_weights
-from .registry import Mechanism, register
+from .registry import Mechanism, can, register
 
 
 def softmax_attention(call: Call) -> Tensor:
@@ -63,13 +63,6 @@ SOFTMAX = register(
         cost="L^2 (D + E)",
         function=softmax_attention,
         row_weights=softmax_weights,
-        causal=True,
-        cross=True,
-        causal_cross=True,
-        key_mask=True,
-        grouped_queries=True,
-        ragged=True,
-        dropout=True,
-        key_shift=True,
+        **can("causal cross causal_cross key_mask grouped_queries ragged dropout key_shift"),
     )
 )
