@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 import cumulant
+from cumulant.lazy import lazy
 
 HEAVY = ("torch._dynamo", "triton", "transformers", "timm", "matplotlib", "PIL", "sklearn", "kornia", "fastapi")
 
@@ -53,3 +54,15 @@ def test_rooms_are_there_without_an_import_of_their_own_and_others_are_not():
 def test_what_moved_out_of_the_cluster_room_answers_there_with_a_warning():
     with pytest.warns(DeprecationWarning, match="import it from cumulant.conversion"):
         assert cumulant.cluster.choose_layers is cumulant.conversion.choose_layers
+
+
+def test_a_copy_without_source_files_is_told_so(monkeypatch):
+    class Compiled:
+        def get_source(self, name):
+            return None
+
+    bare = ModuleType("bare")
+    bare.__loader__ = Compiled()
+    monkeypatch.setitem(sys.modules, "bare", bare)
+    with pytest.raises(ImportError, match="bare was installed without its source files"):
+        lazy("bare")

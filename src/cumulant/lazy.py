@@ -48,6 +48,8 @@ def lazy(package: str) -> None:
     """Make a room of the package that is being imported, with the names under its `if TYPE_CHECKING:`."""
     room = sys.modules[package]
     source = room.__loader__.get_source(package)  # type: ignore[union-attr]
+    if source is None:
+        raise ImportError(f"{package} was installed without its source files, which it reads its names from")
     blocks = [x for x in ast.parse(source).body if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]
     lines = [line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)]
     homes = {one.name: "." * line.level + line.module for line in lines for one in line.names if line.module}
