@@ -128,13 +128,20 @@ def test_an_unknown_mechanism_ends_with_the_names_there_are(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [["train", "digits", "--attention", "cumulant3+full"], ["reproduce", "--attention", "softmax,cumulant3"]],
-    ids=["options", "commas"],
+    [["train", "digits", "--attention", "softmax,cumulant3"], ["reproduce", "--attention", "softmax,cumulant3"]],
+    ids=["train", "reproduce"],
 )
-def test_what_is_no_part_of_a_name_is_told(capsys, tmp_path, words):
+def test_several_mechanisms_with_commas_are_told_apart(capsys, tmp_path, words):
     assert cli.main([*words, "--out", str(tmp_path / "x")]) == 2
+    assert "'softmax,cumulant3'; give several as words, without commas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train", "digits"], ["reproduce"]], ids=" ".join)
+def test_an_option_that_a_mechanism_does_not_have_is_told(capsys, tmp_path, words):
+    assert cli.main([*words, "--attention", "cumulant3+fulll", "--out", str(tmp_path / "x")]) == 2
     message = capsys.readouterr().err
-    assert "is one: give its options apart (attention_options), and further mechanisms as words" in message
+    assert "'fulll'" in message
+    assert "did you mean 'full'?" in message
 
 
 def test_a_value_out_of_range_ends_with_its_name(capsys):

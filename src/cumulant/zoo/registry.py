@@ -291,7 +291,8 @@ def get(name: str) -> Mechanism:
         return _MECHANISMS[name]
     known, options = parse(name)
     if known not in _MECHANISMS:
-        raise ValueError(f"unknown attention mechanism {known!r}; {suggest(known, names())}")
+        several = "give several as words, without commas; " if "," in known else ""
+        raise ValueError(f"unknown attention mechanism {known!r}; {several}{suggest(known, names())}")
     return _with_options(name) if options else _MECHANISMS[known]
 
 
