@@ -61,7 +61,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_a_model_without_such_layers_is_refused():
-    with pytest.raises(ValueError, match="MultiheadAttention layers, got a Linear"):
+    with pytest.raises(ValueError, match="Linear has no attention layer that can be looked into"):
         capture(torch.nn.Linear(2, 2), torch.zeros(1, 2))
 
 

@@ -5,9 +5,6 @@ Shape legend: B inputs, H heads, L tokens, D head width.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..inspect.batches import evaluating
 from ..inspect.items import labelled_items, pixels_of
 from ..inspect.opening import open_model
+from ..inspect.seen import Seen
+from ..inspect.sites import Site, find_sites
+from ..inspect.watching import watching
+from ..nn import AxialAttention
 
 
 @dataclass(frozen=True)
@@ -40,41 +42,23 @@ class Captured:
 
 @torch.no_grad()
 def capture(model: nn.Module, images: Tensor) -> list[Captured]:
-    """Query, key and value of every `MultiheadAttention` of the model, in the order in which they are called.
+    """Query, key and value of every attention layer of the model, in the order in which they are called.
 
     The model runs once in evaluation mode and is left as it was. Cost: one forward pass and its projections again.
     """
-    from cumulant.nn import MultiheadAttention
-    from cumulant.nn.axial import AxialAttention
-    from cumulant.nn.cumulant import as_key_mask
+    sites, found = find_sites(model), list[Captured]()
+    for site in sites:
+        if isinstance(site.module, AxialAttention):
+            raise ValueError(
+                f"{site.name} attends along two axes in turn: one set of q, k, v does not say what it does"
+            )
 
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MultiheadAttention)}
-    if not layers:
-        raise ValueError(f"model must hold cumulant.nn.MultiheadAttention layers, got a {type(model).__name__}")
-    axial = [name for name, layer in layers.items() if isinstance(layer, AxialAttention)]
-    if axial:
-        raise ValueError(f"{axial[0]} attends along two axes in turn: one set of q, k, v does not say what it does")
-    found: list[Captured] = []
+    def see(site: Site, seen: Seen, _: Any) -> None:
+        made = seen.call
+        how: dict[str, Any] = {"key_mask": made.key_mask, "grid": made.grid, "prefix": made.prefix}
+        found.append(Captured(site.name, *made[:3], made.is_causal, **how))
 
-    def before(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-            x, context = given["x"], given.get("context")
-            query, key, value = layer.project(x, context)
-            grid, prefix = given.get("grid"), given.get("prefix", 0)
-            if grid is None and context is None:
-                grid, prefix = layer.grid_size, layer.prefix
-            mask = given.get("key_mask", as_key_mask(given.get("attn_mask"), x))
-            found.append(Captured(name, query, key, value, given.get("is_causal", False), mask, grid, prefix))
-
-        return hook
-
-    training = model.training
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            stack.callback(layer.register_forward_pre_hook(before(name), with_kwargs=True).remove)
-        stack.callback(model.train, training)
-        model.eval()
+    with evaluating(model), watching(model, sites, see):
         model(images)
     return found
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -16,11 +15,9 @@ from ..call import Call
 from ..models import ViViT
 from ..nn.swapped.choice import KEPT, Choice, observing
 from ..nn.swapped.plan import TRANSFORMERS, applied, library_of
-from .seen import ConvertedCall, FusedCall, OwnCall
-from .sites import CONVERTED, FUSED, OWN, Site
+from .seen import Seen, seen_converted, seen_fused, seen_in
+from .sites import FUSED, OWN, Site
 from .tokens import TokenLayout, layout_of
-
-Seen = OwnCall | FusedCall | ConvertedCall
 
 
 def softmax_sites(found: Sequence[Site]) -> list[Site]:
@@ -69,19 +66,31 @@ def watching(model: nn.Module, sites: list[Site], see: Callable[[Site, Seen, Tok
     Our own layers tell by their input; fused softmax by the arguments it is called with; converted layers by what
     they report to `nn.swapped`.
     """
-    thread, active, clips = threading.get_ident(), [], _ClipGrids()
+    thread, active = threading.get_ident(), list[Site]()
     by_module = {site.module: site for site in sites}
+    clip = TokenLayout(0, ())  # the one on its way, for layers that see only a part of it
 
     def here() -> bool:
         return threading.get_ident() == thread
 
+    def tell(site: Site, seen: Seen) -> None:
+        layout = layout_of(seen.queries, model)
+        if site.axes != "all":
+            layout = clip
+        elif seen.call.grid is not None:
+            layout = TokenLayout(seen.call.prefix, tuple(seen.call.grid))
+        see(site, seen, layout)
+
     def own(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if here():
-            call = OwnCall(module, *args, **kwargs)
-            site = by_module[module]
-            see(site, call, clips.layout(site, call) or layout_of(call.queries, model))
+            tell(by_module[module], seen_in(module, *args, **kwargs))
 
-    def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def reported(module: nn.Module, call: Call) -> None:
+        site = by_module.get(module)
+        if here() and site is not None and site.choice is not None:
+            tell(site, seen_converted(site.choice, call))
+
+    def begin(module: Any, _: Any) -> None:
         if here():
             active.append(by_module[module])
 
@@ -90,39 +99,26 @@ def watching(model: nn.Module, sites: list[Site], see: Callable[[Site, Seen, Tok
             active.pop()
 
     def fused(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if here() and active and active[-1].kind == FUSED and active[-1].choice is None:
-            call = FusedCall(*arguments, **options)
-            see(active[-1], call, layout_of(call.queries, model))
+        if here() and active:
+            tell(active[-1], seen_fused(*arguments, **options))
 
-    def reported(module: nn.Module, report: Any) -> None:
-        site = by_module.get(module)
-        if site is not None and here() and site.kind == FUSED:
-            call = ConvertedCall(site.choice, report)
-            see(site, call, layout_of(call.queries, model))
-
-    def aside(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The layer may run folded, where nobody is told of query and key; so it runs once more, beside the pass.
-        if not here():
-            return
-        reports: list[Any] = []
-        keep_random = torch.random.fork_rng() if module.training else nullcontext()
-        with torch.no_grad(), keep_random, observing(lambda m, report: reports.append(report) if m is module else None):
-            module.forward(*args, **kwargs)
-        call = ConvertedCall(module.choice, reports[-1])
-        see(by_module[module], call, layout_of(call.queries, model))
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        nonlocal clip
+        clip = TokenLayout(module.num_prefix_tokens, tuple(module.patch_embed.grid(*args[0].shape[2:])))
 
     with ExitStack() as stack:
         for site in sites:
-            before = {OWN: own, CONVERTED: aside, FUSED: begin}[site.kind]
-            stack.callback(site.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            if site.kind == FUSED:
+            if site.kind == OWN:
+                stack.callback(site.module.register_forward_pre_hook(own, with_kwargs=True).remove)
+            elif site.choice is None:
+                stack.callback(site.module.register_forward_pre_hook(begin).remove)
                 stack.callback(site.module.register_forward_hook(end, always_call=True).remove)
         for module in model.modules():
             if isinstance(module, ViViT):
-                stack.callback(module.register_forward_pre_hook(clips.note).remove)
-        if any(site.kind == FUSED for site in sites):
+                stack.callback(module.register_forward_pre_hook(note).remove)
+        if any(site.kind == FUSED and site.choice is None for site in sites):
             stack.enter_context(_Fused(fused))
-        if any(site.kind == FUSED and site.choice is not None for site in sites):
+        if any(site.choice is not None for site in sites):
             stack.enter_context(observing(reported))
         yield
 
@@ -139,19 +135,3 @@ class _Fused(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.told(args, kwargs)
         return func(*args, **kwargs)
-
-
-class _ClipGrids:
-    """The grid of the clip that is on its way, for layers that see only a part of it."""
-
-    def __init__(self) -> None:
-        self.grid: tuple[int, ...] = ()
-        self.prefix = 0
-
-    def note(self, module: Any, args: tuple[Any, ...]) -> None:
-        self.grid, self.prefix = module.patch_embed.grid(*args[0].shape[2:]), module.num_prefix_tokens
-
-    def layout(self, site: Site, call: OwnCall) -> TokenLayout | None:
-        if site.axes != "all":
-            return TokenLayout(self.prefix, tuple(self.grid))
-        return None if call.grid is None else TokenLayout(call.prefix, tuple(call.grid))

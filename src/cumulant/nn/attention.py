@@ -230,7 +230,11 @@ class MultiheadAttention(nn.Module):
 
         Temperatures are in them; a convolution of the values and a gate are not.
         """
-        return self.weights(self.mix, self.call(x, context, key_mask, is_causal, grid, prefix), x)
+        return self.scores_of(self.call(x, context, key_mask, is_causal, grid, prefix), x, context)
+
+    def scores_of(self, call: Call, x: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """The same for the call of x (..., L, C) and its context; mechanisms that look at x need it."""
+        return self.weights(self.mix, call, x)
 
     def weights(self, mix: Mix, call: Call, x: Tensor | None = None, heads: slice = slice(None)) -> Tensor:
         """Weights of some heads for their call, as `call` makes it."""

@@ -48,17 +48,8 @@ class AxialAttention(MultiheadAttention):
             parts.append(_tokens(self.mix_in_mean(out, part, heads), call.grid or (), axis))
         return torch.cat(parts, 1)
 
-    def scores(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
-    ) -> Tensor:
+    def scores_of(self, call: Call, x: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """The weights (B, H, L, L), zero where a head does not look. Cost: L^2 H."""
-        call = self.call(x, context, key_mask, is_causal, grid, prefix)
         maps = []
         for axis, mix, heads, part in self._parts(call, context):
             grid = call.grid or ()
@@ -94,9 +85,9 @@ class AxialAttention(MultiheadAttention):
         half = self.num_heads // 2
         return slice(axis * half, (axis + 1) * half)
 
-    def _input_of(self, x: Tensor, grid: Grid, axis: int) -> Tensor:
+    def _input_of(self, x: Tensor | None, grid: Grid, axis: int) -> Tensor | None:
         """Half of the channels of x (B, L, C) as sequences along an axis, for a mechanism that looks at them."""
-        if not self.mechanism.wants_input:
+        if x is None or not self.mechanism.wants_input:
             return x
         return _rows(x.unflatten(-1, (2, -1))[..., axis, :].unsqueeze(1), grid, axis).squeeze(1)
 
