@@ -17,7 +17,7 @@ from ..inspect.sites import Site
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn import AxialAttention
 from ..nn.swapped import plan as plans
-from ..nn.swapped.choice import KEPT, SOFTMAX, Choice, fitting
+from ..nn.swapped.choice import SOFTMAX, Choice, fitting
 from .conversion import find_sites
 from .dial import ModelDial, choose_layers
 from .settings import CANDIDATES
@@ -290,7 +290,7 @@ def select(
     if heads and not all(layer.head_effect for layer in found.layers):
         raise ValueError("heads=True needs a diagnosis of single heads: diagnose(model, data, heads=True)")
     wanted = answers(model, batches, output)
-    kept = {site.name: KEPT for site in find_sites(model, batches[0])} if _tags(model) else {}
+    kept = kept_plan(model, find_sites(model, batches[0]))
     plan: dict[str, Choice] = {}
     squares = 0.0
 
@@ -340,10 +340,6 @@ def _linear(module: nn.Module) -> int:
     """Weights of a linear layer; 0 for other modules."""
     weight = getattr(module, "weight", None)
     return weight.numel() if plans.is_linear(module) and isinstance(weight, Tensor) else 0
-
-
-def _tags(model: nn.Module) -> bool:
-    return plans.library_of(model) == plans.TRANSFORMERS
 
 
 def _record(

@@ -5,7 +5,9 @@ Shape legend: B batch, H query heads, Lk keys, m sampled queries, D key width, E
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,33 +34,19 @@ class HeadSums:
     largest: Tensor  # |logit - mean| at its largest
 
     def add(self, other: HeadSums) -> HeadSums:
-        return HeadSums(
-            self.queries + other.queries,
-            self.size + other.size,
-            {n: self.error[n] + other.error[n] for n in ORDERS},
-            {n: self.mean_error[n] + other.mean_error[n] for n in self.mean_error},
-            {n: self.left_out[n] + other.left_out[n] for n in ORDERS},
-            {n: self.negative[n] + other.negative[n] for n in ORDERS},
-            self.variance + other.variance,
-            torch.maximum(self.largest, other.largest),
-        )
+        """The sums over the queries of both."""
+        return self._with(other, lambda name, a, b: torch.maximum(a, b) if name == "largest" else a + b)
 
     def beside(self, other: HeadSums) -> HeadSums:
         """The heads of both, those of `other` last."""
+        return self._with(other, lambda _, a, b: torch.cat((a, b)))
 
-        def joined(a: dict[int, Tensor], b: dict[int, Tensor]) -> dict[int, Tensor]:
-            return {n: torch.cat((a[n], b[n])) for n in a}
-
-        return HeadSums(
-            torch.cat((self.queries, other.queries)),
-            torch.cat((self.size, other.size)),
-            joined(self.error, other.error),
-            joined(self.mean_error, other.mean_error),
-            joined(self.left_out, other.left_out),
-            joined(self.negative, other.negative),
-            torch.cat((self.variance, other.variance)),
-            torch.cat((self.largest, other.largest)),
-        )
+    def _with(self, other: HeadSums, both: Callable[[str, Tensor, Tensor], Tensor]) -> HeadSums:
+        made: dict[str, Any] = {}
+        for name, a in vars(self).items():
+            b = getattr(other, name)
+            made[name] = {n: both(name, a[n], b[n]) for n in a} if isinstance(a, dict) else both(name, a, b)
+        return HeadSums(**made)
 
     def spread(self) -> list[float]:
         """Root mean variance of the logits over the keys: the small parameter of the expansion."""
