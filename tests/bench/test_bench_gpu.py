@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 def test_every_mechanism_is_measured(pattern):
     settings = Efficiency(lengths=(128, 256, 512), heads=2, batch=1, device="cuda", pattern=pattern)
     result = efficiency.run(settings, progress=lambda _: None)
-    # Options of a mechanism (written behind a colon) need not go together with every pattern; its own form must.
-    rows = [row for row in result["rows"] if ":" not in row["name"]]
+    # Options of a mechanism, written behind its name, need not go together with every pattern; its own form must.
+    rows = [row for row in result["rows"] if not {*":+"} & {*row["name"]}]
     assert [(row["name"], row["length"], row["note"]) for row in rows if row["note"]] == []
     for row in rows:
         assert set(row["milliseconds"]) == {"forward", "both"}
