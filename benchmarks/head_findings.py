@@ -6,7 +6,7 @@
 Reports the findings that section 6 of the study asks for (importance under five measures and how far they agree,
 distance profiles, pattern clusters, pruning curves, signed maps) and says of each ordering of section 8 whether it was
 confirmed. Importance is measured on one half of the test images and the pruning curves on the other. Models are trained
-here with `cumulant.train.DIGITS`, or read: `--checkpoint` may be given several times and takes safetensors of
+here with the recipe `digits`, or read: `--checkpoint` may be given several times and takes safetensors of
 `cumulant.train`, folders of its runs, and folders that hold several of either; those of one mechanism count as its
 seeds. With --out the numbers go to a JSON file (written anew after each model), with --figures the figures to a folder
 (those show images of the data: do not commit them).
@@ -22,16 +22,15 @@ import sys
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 
-import cumulant
 from cumulant import explain
 from cumulant.bench.provenance import provenance
-from cumulant.data import digits
 from cumulant.explain import figures
-from cumulant.train import DIGITS, evaluate, fit
+from cumulant.train import read_recipe, train
 
 MECHANISMS = ("softmax", "cumulant3", "cumulant2", "linear")
 MAPPED = 128  # images whose maps are kept
@@ -40,11 +39,10 @@ DISTANCES = ("distance", "distance_positive", "distance_signed")
 
 def train_digits(attention: str, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     """A trained model and the test images and labels."""
-    split = digits(0)
-    torch.manual_seed(seed)
-    model = cumulant.create_model("vit_nano_patch2_8", attention=attention, num_classes=10, init_std=0.1)
-    fit(model, split, replace(DIGITS, seed=seed))
-    return model.eval(), split.test_images, split.test_labels
+    recipe = replace(read_recipe("digits"), attention=attention, seed=seed)
+    with TemporaryDirectory() as folder:
+        train(recipe, folder, device="cpu")
+        return from_checkpoint(Path(folder) / "last.safetensors", "digits", 450)
 
 
 def checkpoint_files(words: list[str]) -> list[Path]:
@@ -303,7 +301,7 @@ def main() -> None:
                 model, images, labels = train_digits(attention, seed)
                 found = findings(model, images, labels)
                 results.setdefault(attention, []).append(found)
-                print(f"{attention}, seed {seed}: {evaluate(model, images, labels):.4f}", file=sys.stderr, flush=True)
+                print(f"{attention}, seed {seed}: {found['accuracy']:.4f}", file=sys.stderr, flush=True)
                 if options.figures and seed == 0:
                     draw(options.figures, attention, found, images)
                 if options.out:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from cumulant.data import colour
-from cumulant.data.augment_operations import GEOMETRIC, NOTHING, OPERATION, RANDAUGMENT
+from cumulant.data.augmentation import GEOMETRIC, NOTHING, OPERATION, RANDAUGMENT
 from cumulant.optional import install
 
 FACTORS = (0.1, 0.55, 1.0, 1.37, 1.9)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cumulant.data.augmentation import DEIT, PRESETS, Augment
+from cumulant.data.augment import Augment
+from cumulant.data.augmentation import DEIT, PRESETS
 
 pytestmark = pytest.mark.gpu
 MEAN, STD = (0.48, 0.46, 0.41), (0.23, 0.22, 0.225)

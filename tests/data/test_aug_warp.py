@@ -5,7 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cumulant.data.augment_operations import GEOMETRIC, NOTHING, OPERATION, arguments
+from cumulant.data.augment_draws import arguments
+from cumulant.data.augmentation import GEOMETRIC, NOTHING, OPERATION
 from cumulant.data.warp import distortion_map, view_map, warp
 
 SIDE = 32

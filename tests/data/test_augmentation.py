@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from cumulant.data.augment import Augment
 from cumulant.data.augment_draws import crop_sides, draws, erasing, part, rows
-from cumulant.data.augment_operations import GEOMETRIC, OPERATION, RANDAUGMENT
-from cumulant.data.augmentation import DEIT, PRESETS, SMALL_DATA, VIDEO, Augment, Augmentation
+from cumulant.data.augmentation import DEIT, GEOMETRIC, OPERATION, PRESETS, RANDAUGMENT, SMALL_DATA, VIDEO, Augmentation
 
 SIDE, CLASSES = 16, 5
 MEAN, STD = (0.48, 0.46, 0.41), (0.23, 0.22, 0.225)

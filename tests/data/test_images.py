@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from samples import encode, image_cells, picture, write_images, write_table
 
-from cumulant.data import TensorImages, digits, digits_source, open_source, rows
+from cumulant.data import TensorImages, open_source, rows
 
 
 def as_tensor(levels):
@@ -255,18 +255,6 @@ def test_names_are_looked_up_in_the_data_folder_of_the_environment(tmp_path, mon
     write_images(tmp_path / "cifar10")
     monkeypatch.setenv("CUMULANT_DATA", str(tmp_path))
     assert len(open_source("cifar10").train) == 12
-
-
-def test_the_digits_as_a_source_are_the_same_split_in_three_channels():
-    source, split = open_source("digits"), digits()
-    assert torch.equal(source.train.labels, split.train_labels)
-    assert torch.equal(source.test.labels, split.test_labels)
-    pixels = torch.stack([source.test.decode(i, 8) for i in range(450)]).float()
-    assert torch.equal(pixels[:, 0], pixels[:, 2])
-    levels = split.test_images[:, 0]
-    assert torch.corrcoef(torch.stack([pixels[:, 0].flatten(), levels.flatten()]))[0, 1] > 0.9999
-    assert pixels.max() == 255
-    assert not torch.equal(digits_source(1).test.labels, source.test.labels)
 
 
 def test_tensors_are_a_part_too_and_are_resized_like_files():

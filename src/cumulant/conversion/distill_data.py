@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ..data.augmentation import Augment, Augmentation
+from ..data.augment import Augment
+from ..data.augmentation import Augmentation
 from ..data.loader import Loader
 from ..data.order import epoch_order, mix
 from ..data.part import Source

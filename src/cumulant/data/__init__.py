@@ -1,38 +1,28 @@
 """Readers for images and video, clip sampling, loading, augmentation."""
 
-from .augment import random_shift
-from .augmentation import DEIT, PRESETS, SMALL_DATA, VIDEO, Augment, Augmentation
-from .clips import ClipPart, ClipSampling, TensorVideos
-from .digits import digits
-from .images import ImageFiles, ImageRows, TensorImages
-from .loader import BadItem, Loader
-from .part import DataError, DecodeError, Part, Source
-from .source import ALIASES, digits_source, open_source
-from .split import Split
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ALIASES",
-    "DEIT",
-    "PRESETS",
-    "SMALL_DATA",
-    "VIDEO",
-    "Augment",
-    "Augmentation",
-    "BadItem",
-    "ClipPart",
-    "ClipSampling",
-    "DataError",
-    "DecodeError",
-    "ImageFiles",
-    "ImageRows",
-    "Loader",
-    "Part",
-    "Source",
-    "Split",
-    "TensorImages",
-    "TensorVideos",
-    "digits",
-    "digits_source",
-    "open_source",
-    "random_shift",
-]
+from ..lazy import lazy
+
+if TYPE_CHECKING:
+    from .augment import Augment as Augment
+    from .augmentation import DEIT as DEIT
+    from .augmentation import PRESETS as PRESETS
+    from .augmentation import SMALL_DATA as SMALL_DATA
+    from .augmentation import VIDEO as VIDEO
+    from .augmentation import Augmentation as Augmentation
+    from .clips import ClipPart as ClipPart
+    from .clips import ClipSampling as ClipSampling
+    from .clips import TensorVideos as TensorVideos
+    from .digits import digits_source as digits_source
+    from .images import TensorImages as TensorImages
+    from .loader import BadItem as BadItem
+    from .loader import Loader as Loader
+    from .part import DataError as DataError
+    from .part import DecodeError as DecodeError
+    from .part import Part as Part
+    from .part import Source as Source
+    from .source import ALIASES as ALIASES
+    from .source import open_source as open_source
+
+lazy(__name__)

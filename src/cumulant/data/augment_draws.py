@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .augment_operations import GEOMETRIC, NOTHING, arguments
+from .augmentation import GEOMETRIC, NOTHING, OPERATION, Augmentation
 from .mixing import beta_quantile
 from .warp import distortion_map, view_map
 
 if TYPE_CHECKING:
-    from .augmentation import Augmentation, Constants
+    from .augment import Constants
 
 ATTEMPTS = 10  # boxes tried per sample before giving up, as in the published recipes
 NOISE_STARTS = 1 << 16  # places at which a sample may begin to read the row of noise
@@ -108,6 +108,35 @@ def randaugment(uniform: Tensor, settings: Augmentation, constants: Constants) -
         magnitude = magnitude + settings.randaugment_std * normal_quantile(strength)
     signs = torch.where(sign < 0.5, -1.0, 1.0)
     return operation, arguments(operation, magnitude.clamp(0, 10), signs)
+
+
+def arguments(operation: Tensor, magnitude: Tensor, sign: Tensor) -> Tensor:
+    """The argument of each sample's operation, all of one shape; magnitude 0 is the weakest, 10 the strongest.
+
+    rotate: up to 30 degrees; shears up to 0.3; translations up to 0.45 of the side; the enhancing operations have the
+    factor 1 +- 0.9 (at least 0.1); posterize keeps 4 to 1 bits; solarize inverts from level 256 down to 0;
+    solarize_add adds up to 110. The others take no argument.
+    """
+    level = magnitude / 10
+    bounded = 1 + sign * 0.9 * level
+    meaning = {
+        "rotate": 30 * sign * level,
+        "shear_x": 0.3 * sign * level,
+        "shear_y": 0.3 * sign * level,
+        "translate_x": 0.45 * sign * level,
+        "translate_y": 0.45 * sign * level,
+        "saturation": bounded.clamp(min=0.1),
+        "contrast": bounded.clamp(min=0.1),
+        "brightness": bounded.clamp(min=0.1),
+        "sharpness": bounded.clamp(min=0.1),
+        "posterize": (4 - torch.floor(4 * level)).clamp(min=1),  # no bits would be a black image
+        "solarize": 256 - torch.floor(256 * level),
+        "solarize_add": torch.floor(110 * level),
+    }
+    chosen = torch.zeros_like(level)
+    for name, value in meaning.items():
+        chosen = torch.where(operation == OPERATION[name], value, chosen)
+    return chosen
 
 
 def jitter_factors(uniform: Tensor, settings: Augmentation) -> Tensor:

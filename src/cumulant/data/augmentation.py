@@ -1,30 +1,37 @@
-"""Augmentation of whole batches on their device: typed settings, presets, and `Augment`, which applies them.
-
-The order is that of the published recipes: crop, flip, shift and the geometric RandAugment operations (one resampling),
-colour operations, colour jitter, normalisation, erasing, mixup or cutmix. Two differences follow from doing
-the geometry at once: a colour operation drawn before a geometric one acts after it (so its statistics include the
-fill), and every sample draws its own mixing weight, not one per batch.
-"""
+"""What is done to training samples: typed settings and presets, which `Augment` applies. No heavy import."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+# The operations of RandAugment.
+RANDAUGMENT = (
+    "autocontrast",
+    "equalize",
+    "invert",
+    "rotate",
+    "posterize",
+    "solarize",
+    "solarize_add",
+    "saturation",  # called Color elsewhere
+    "contrast",
+    "brightness",
+    "sharpness",
+    "shear_x",
+    "shear_y",
+    "translate_x",
+    "translate_y",
+)
+GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+TABLES = ("autocontrast", "equalize", "invert", "posterize", "solarize", "solarize_add", "contrast", "brightness")
 
-from .augment_draws import NOISE_STARTS, Draws, draws, rows
-from .augment_operations import OPERATION, RANDAUGMENT
-from .colour import jitter, recolour
-from .mixing import beta_table, erase, mix, soft_targets
-from .warp import warp
+NOTHING = 0  # the id of a step that is not taken
+OPERATION = {name: number for number, name in enumerate(RANDAUGMENT, start=NOTHING + 1)}
 
 
-def _check(good: bool, name: str, value: object, accepted: str) -> None:
+def check(good: bool, name: str, value: object, accepted: str) -> None:
     if not good:
         raise ValueError(f"{name}: got {value}, expected {accepted}")
 
@@ -84,40 +91,38 @@ class Augmentation:
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
             if isinstance(field.default, float):
-                _check(_is_number(value), field.name, repr(value), "a number")
+                check(_is_number(value), field.name, repr(value), "a number")
             elif isinstance(value, list | tuple) and field.name != "randaugment_choices":
-                _check(all(map(_is_number, value)), field.name, value, "numbers")
+                check(all(map(_is_number, value)), field.name, value, "numbers")
         for name in ("flip", "randaugment_prob", "jitter_prob", "erase", "mix_prob", "switch_prob"):
-            _check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a probability from 0 to 1")
+            check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a probability from 0 to 1")
         for name in ("shift", "randaugment_ops"):
             value = getattr(self, name)
-            _check(isinstance(value, int) and value >= 0, name, value, "a whole number of at least 0")
+            check(isinstance(value, int) and value >= 0, name, value, "a whole number of at least 0")
         for name in ("randaugment_std", "mixup", "cutmix"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+            check(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
         for name in ("mixup", "cutmix"):
-            _check(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite alpha")
+            check(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite alpha")
         for name in ("crop_scale", "crop_ratio", "erase_scale", "erase_ratio"):
             value = getattr(self, name)
-            _check(isinstance(value, tuple) and len(value) == 2, name, value, "two numbers (smallest, largest)")
+            check(isinstance(value, tuple) and len(value) == 2, name, value, "two numbers (smallest, largest)")
         for name in ("crop_scale", "erase_scale"):
             low, high = getattr(self, name)
-            _check(0 < low <= high <= 1, name, (low, high), "(smallest, largest) with 0 < smallest <= largest <= 1")
+            check(0 < low <= high <= 1, name, (low, high), "(smallest, largest) with 0 < smallest <= largest <= 1")
         for name in ("crop_ratio", "erase_ratio"):
             low, high = getattr(self, name)
             good = 0 < low <= high < math.inf
-            _check(good, name, (low, high), "(smallest, largest) with 0 < smallest <= largest, finite")
+            check(good, name, (low, high), "(smallest, largest) with 0 < smallest <= largest, finite")
         magnitude, choices = self.randaugment_magnitude, self.randaugment_choices
-        _check(0 <= magnitude <= 10, "randaugment_magnitude", magnitude, "a number from 0 to 10")
+        check(0 <= magnitude <= 10, "randaugment_magnitude", magnitude, "a number from 0 to 10")
         unknown = tuple(name for name in choices if name not in OPERATION)
-        _check(
-            not unknown and len(choices) > 0, "randaugment_choices", unknown or choices, f"names among {RANDAUGMENT}"
-        )
+        check(not unknown and len(choices) > 0, "randaugment_choices", unknown or choices, f"names among {RANDAUGMENT}")
         good = isinstance(self.jitter, tuple) and len(self.jitter) == 4
         good = good and min(self.jitter) >= 0 and max(self.jitter) < math.inf and self.jitter[3] <= 0.5
-        _check(good, "jitter", self.jitter, "(brightness, contrast, saturation, hue), at least 0 and hue at most 0.5")
+        check(good, "jitter", self.jitter, "(brightness, contrast, saturation, hue), at least 0 and hue at most 0.5")
         modes = ("bilinear", "bicubic")
-        _check(self.interpolation in modes, "interpolation", self.interpolation, f"one of {modes}")
-        _check(0 < self.eval_crop <= 1, "eval_crop", self.eval_crop, "a number above 0, at most 1")
+        check(self.interpolation in modes, "interpolation", self.interpolation, f"one of {modes}")
+        check(0 < self.eval_crop <= 1, "eval_crop", self.eval_crop, "a number above 0, at most 1")
 
 
 DEIT = Augmentation(
@@ -147,160 +152,3 @@ VIDEO = Augmentation(
 """Small video sets from scratch (UCF-101): crop, flip, colour jitter, Mixup 0.8 and CutMix 1.0, alike in all frames."""
 
 PRESETS = {"none": Augmentation(), "deit": DEIT, "small-data": SMALL_DATA, "video": VIDEO}
-
-
-class Constants(NamedTuple):
-    """Tensors that do not change from step to step, on the device of the pixels."""
-
-    scale: Tensor  # (c, 1, 1, 1): normalised = level * scale + offset
-    offset: Tensor  # (c, 1, 1, 1)
-    fill: Tensor  # (c,), the mean colour as levels
-    choices: Tensor  # ids of the RandAugment operations
-    mixup: Tensor  # see beta_table
-    cutmix: Tensor
-
-
-class Augment:
-    """Training pixels and labels to network input and soft targets, on the device of the pixels.
-
-    pixels uint8 (b, c, h, w) or clips (b, c, t, h, w), labels (b,) -> float32 (b, c, [t,] size, size), (b, classes).
-    A pure function of its arguments: the same seed gives the same result, and rank r of `world` gets what a
-    single process would give to its slice of the global batch. Nothing waits for the device. `compile` passes the
-    part after the draws through torch.compile. Mixing exchanges samples 2i and 2i + 1, so it needs an even b.
-
-    A source much larger than `size` should be reduced when it is decoded: the resampling does not filter.
-    """
-
-    def __init__(
-        self,
-        settings: Augmentation,
-        *,
-        size: int,
-        classes: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        label_smoothing: float = 0.0,
-        compile: bool = False,
-    ) -> None:
-        _check(size >= 1, "size", size, "at least 1")
-        _check(classes >= 1, "classes", classes, "at least 1")
-        _check(0 <= label_smoothing < 1, "label_smoothing", label_smoothing, "at least 0, below 1")
-        lengths = (len(mean), len(std))
-        _check(len(mean) == len(std) > 0, "mean and std", lengths, "one number per channel each")
-        _check(min(std) > 0, "std", tuple(std), "positive numbers")
-        _check(
-            not settings.jitter[3] or len(mean) == 3, "jitter", settings.jitter, "no hue unless there are 3 channels"
-        )
-        self.settings = settings
-        self.size = size
-        self.classes = classes
-        self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
-        self.label_smoothing = label_smoothing
-        self._constants: dict[torch.device, Constants] = {}
-        self._transform = torch.compile(self.transform, fullgraph=True, dynamic=False) if compile else self.transform
-
-    @torch.no_grad()
-    def __call__(
-        self, pixels: Tensor, labels: Tensor, *, seed: int, rank: int = 0, world: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        self._check_pixels(pixels)
-        batch, mixes = pixels.shape[0], self.settings.mixup > 0 or self.settings.cutmix > 0
-        _check(labels.shape == (batch,), "labels", tuple(labels.shape), f"shape ({batch},), one label per sample")
-        _check(0 <= rank < world, "rank", rank, f"0 to world - 1 = {world - 1}")
-        _check(not mixes or batch % 2 == 0, "batch", batch, "an even number: mixing pairs samples 2i and 2i + 1")
-        uniform, noise = self.random(batch, seed, rank, world, pixels.device)
-        return self._transform(pixels, labels, uniform, noise, self.constants(pixels.device))
-
-    @torch.no_grad()
-    def evaluate(self, pixels: Tensor) -> Tensor:
-        """uint8 pixels normalised; resized and cut to the centre first if they have another size. Nothing is random."""
-        self._check_pixels(pixels)
-        clips = pixels if pixels.dim() == 5 else pixels.unsqueeze(2)
-        x = self._normalised(self._fitted(clips.float()), self.constants(pixels.device))
-        return x if pixels.dim() == 5 else x.squeeze(2)
-
-    def random(self, batch: int, seed: int, rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """All randomness of a step: uniform numbers (rows, batch) of this rank, and the noise all ranks share."""
-        generator = torch.Generator(device).manual_seed(seed)
-        uniform = torch.rand(rows(self.settings.randaugment_ops), batch * world, generator=generator, device=device)
-        length = NOISE_STARTS + len(self.mean) * self.size**2 if self.settings.erase else 0
-        noise = torch.randn(length, generator=generator, device=device)
-        return uniform[:, rank * batch : (rank + 1) * batch], noise
-
-    def transform(
-        self, pixels: Tensor, labels: Tensor, uniform: Tensor, noise: Tensor, constants: Constants
-    ) -> tuple[Tensor, Tensor]:
-        """The step with its randomness given: a pure function of tensors, whole under torch.compile."""
-        settings = self.settings
-        clips = pixels if pixels.dim() == 5 else pixels.unsqueeze(2)
-        levels = clips.float()
-        if settings.crop_scale == (1.0, 1.0):
-            levels = self._fitted(levels)
-        height, width = levels.shape[-2:]
-        drawn = draws(uniform, settings, constants, (height, width), self.size)
-        x = self._normalised(self._coloured(self._warped(levels, drawn, constants), drawn), constants)
-        targets = soft_targets(labels, self.classes, self.label_smoothing)
-        if drawn.erase is not None:
-            x = erase(x, drawn.erase[0], noise, drawn.erase[1])
-        if drawn.mix is not None:
-            x, targets = mix(x, targets, *drawn.mix)
-        return (x if pixels.dim() == 5 else x.squeeze(2)), targets
-
-    def constants(self, device: torch.device) -> Constants:
-        """Made once per device."""
-        if device not in self._constants:
-            mean, std = (torch.tensor(values)[:, None, None, None] for values in (self.mean, self.std))
-            settings = self.settings
-            made = Constants(
-                scale=1 / (255 * std),
-                offset=-mean / std,
-                fill=torch.round(torch.tensor(self.mean) * 255),
-                choices=torch.tensor([OPERATION[name] for name in settings.randaugment_choices]),
-                mixup=beta_table(settings.mixup) if settings.mixup else torch.empty(0),
-                cutmix=beta_table(settings.cutmix) if settings.cutmix else torch.empty(0),
-            )
-            self._constants[device] = Constants(*(tensor.to(device) for tensor in made))
-        return self._constants[device]
-
-    def _warped(self, levels: Tensor, drawn: Draws, constants: Constants) -> Tensor:
-        if drawn.view is None:
-            return levels
-        frames = levels.shape[2]
-        fill = constants.fill.repeat_interleave(frames)
-        mode = self.settings.interpolation
-        # One grid per sample moves all channels, and so all frames of a clip, alike.
-        warped = warp(levels.flatten(1, 2), drawn.view, self.size, drawn.distortions, fill, mode)
-        warped = warped.unflatten(1, (-1, frames))
-        return warped.clamp(0, 255) if mode == "bicubic" else warped  # at edges cubics leave the range of levels
-
-    def _coloured(self, levels: Tensor, drawn: Draws) -> Tensor:
-        if drawn.operations is None and drawn.jitter is None:
-            return levels
-        levels = torch.round(levels).clamp(0, 255)
-        if drawn.operations is not None:
-            for operation, argument in zip(*drawn.operations, strict=True):
-                levels = recolour(levels, operation, argument, self.settings.randaugment_choices)
-        return levels if drawn.jitter is None else jitter(levels, drawn.jitter, self.settings.jitter)
-
-    def _normalised(self, levels: Tensor, constants: Constants) -> Tensor:
-        return levels * constants.scale + constants.offset
-
-    def _fitted(self, levels: Tensor) -> Tensor:
-        """Short side to size / eval_crop (anti-aliased), then the central square; frames of the right size stay."""
-        height, width = levels.shape[-2:]
-        if (height, width) == (self.size, self.size):
-            return levels
-        short = max(self.size, math.floor(self.size / self.settings.eval_crop + 0.5))
-        side = (round(height * short / min(height, width)), round(width * short / min(height, width)))
-        if side != (height, width):
-            mode = self.settings.interpolation
-            frames = F.interpolate(levels.flatten(1, 2), side, mode=mode, align_corners=False, antialias=True)
-            levels = frames.clamp(0, 255).unflatten(1, levels.shape[1:3])
-        top, left = (side[0] - self.size) // 2, (side[1] - self.size) // 2
-        return levels[..., top : top + self.size, left : left + self.size]
-
-    def _check_pixels(self, pixels: Tensor) -> None:
-        channels = len(self.mean)
-        good = pixels.dtype == torch.uint8 and pixels.dim() in (4, 5) and pixels.shape[1] == channels
-        received = f"{pixels.dtype} {tuple(pixels.shape)}"
-        _check(good, "pixels", received, f"uint8 (b, {channels}, h, w) or (b, {channels}, t, h, w)")

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..optional import needed
-from .augment_operations import OPERATION, TABLES
+from .augmentation import OPERATION, TABLES
 
 # 2^16 times the weights of Rec. 601; every sum below stays under 2^24 and is therefore exact in float32.
 _LUMA = (19595.0, 38470.0, 7471.0)

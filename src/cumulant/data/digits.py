@@ -1,35 +1,29 @@
-"""Handwritten digits, 8 x 8 grey pixels: 1,797 real images that come with scikit-learn, no download."""
+"""Handwritten digits, 8 x 8 pixels: 1,797 real images that come with scikit-learn, no download."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from ..optional import needed
-from .split import Split
+from .images import TensorImages
+from .part import Source
 
 TEST_IMAGES = 450
 
 
-def digits(seed: int = 0) -> Split:
-    """1,347 training and 450 test images (N, 1, 8, 8), stratified by class.
+def digits_source(seed: int = 0) -> Source:
+    """1,347 training and 450 test images in three equal channels, stratified by class; `seed` chooses the split.
 
-    Pixels have mean 0 and std 1 over the training part; `seed` chooses the split. Needs scikit-learn, which
-    the extra `train` installs.
+    Needs scikit-learn, which the extra `train` installs.
     """
-    train_x, test_x, train_y, test_y = digit_levels(seed)
-    mean, std = train_x.mean(), train_x.std()
-    train_images, test_images = (
-        torch.tensor((x - mean) / std, dtype=torch.float32).reshape(-1, 1, 8, 8) for x in (train_x, test_x)
-    )
-    return Split(train_images, torch.tensor(train_y), test_images, torch.tensor(test_y), classes=10)
-
-
-def digit_levels(seed: int = 0) -> Any:
-    """The same split as arrays: grey levels 0 to 16, train (1347, 64) and test (450, 64), then the labels of both."""
     with needed("the digits need scikit-learn", "train"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
-    pixels, labels = load_digits(return_X_y=True)
-    return train_test_split(pixels, labels, test_size=TEST_IMAGES, random_state=seed, stratify=labels)
+    levels, labels = load_digits(return_X_y=True)  # grey levels from 0 to 16
+    pixels = (torch.from_numpy(levels) * 255 / 16).round().to(torch.uint8).reshape(-1, 1, 8, 8).expand(-1, 3, -1, -1)
+    both = train_test_split(range(len(labels)), test_size=TEST_IMAGES, random_state=seed, stratify=labels)
+    parts = [
+        TensorImages(pixels[places].contiguous(), torch.from_numpy(labels[places]), f"digits {title}")
+        for places, title in zip(both, ("train", "test"), strict=True)
+    ]
+    return Source("digits", "image", parts[0], parts[1], classes=tuple("0123456789"))

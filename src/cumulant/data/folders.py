@@ -14,10 +14,11 @@ from torch import Tensor
 
 from .clips import ClipPart, ClipSampling
 from .decode import IMAGE_SUFFIXES
-from .images import ImageFiles
+from .images import Images
 from .part import DataError, Part, Source, check_groups, shorten
+from .rows import Files
 from .tables import GROUP_IN_NAME, TEST_PARTS, TRAIN_PARTS, pick_parts
-from .video import VIDEO_SUFFIXES, ClipFiles
+from .video import VIDEO_SUFFIXES, EncodedVideos
 
 LIST_FOLDERS = ("", "ucfTrainTestlist", "splits")
 CLIP_FOLDERS = ("UCF-101", "UCF101", "videos", "")
@@ -41,7 +42,7 @@ def tree_source(folder: Path, sampling: ClipSampling, *, test_part: str | None =
             clip_part(folder, test, sampling, False),
             classes,
         )
-    parts: list[Part] = [ImageFiles(folder, [file for file, _ in part], label_tensor(part)) for part in (train, test)]
+    parts: list[Part] = [Images(listed(folder, part), label_tensor(part)) for part in (train, test)]
     return Source(folder.name, "image", parts[0], parts[1], classes)
 
 
@@ -159,7 +160,11 @@ def ucf_class_order(lists: Path, names: list[str]) -> list[str]:
 
 
 def clip_part(folder: Path, files: Sequence[tuple[str, int]], sampling: ClipSampling, jitter: bool) -> ClipPart:
-    return ClipPart(ClipFiles(folder, [file for file, _ in files], label_tensor(files)), sampling, jitter=jitter)
+    return ClipPart(EncodedVideos(listed(folder, files), label_tensor(files)), sampling, jitter=jitter)
+
+
+def listed(folder: Path, files: Sequence[tuple[str, int]]) -> Files:
+    return Files(folder, [file for file, _ in files])
 
 
 def label_tensor(files: Sequence[tuple[str, int]]) -> Tensor:

@@ -1,62 +1,37 @@
-"""Images as parts: rows of a table, files of a folder tree, tensors that are already there."""
+"""Images as parts: files or rows that are decoded, tensors that are already there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .decode import decode_image, fit, pillow_image, to_tensor
-from .identity import file_contents, tensor_contents
+from .identity import tensor_contents
 from .part import DecodeError
-from .rows import Rows, encoded
+from .rows import Items
 
 
-class ImageRows:
-    """Images in a column of a table; `picks` are the rows of this part."""
-
-    views = 1
-
-    def __init__(self, rows: Rows, picks: NDArray[np.int64], column: str, labels: Tensor) -> None:
-        self.rows, self.picks, self.column, self.labels = rows, picks, column, labels
-
-    def __len__(self) -> int:
-        return len(self.picks)
-
-    def name(self, index: int) -> str:
-        return self.rows.name(int(self.picks[index]))
-
-    def contents(self) -> Iterable[bytes]:
-        return (self.picks.tobytes(), *self.rows.contents(self.column))
-
-    def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
-        row, name = int(self.picks[index]), self.name(index)
-        return decode_image(encoded(self.rows.cell(row, self.column), self.rows.folder(row), name), size, name)
-
-
-class ImageFiles:
-    """Image files; `files` are relative to `folder`."""
+class Images:
+    """Encoded images with their labels."""
 
     views = 1
 
-    def __init__(self, folder: Path, files: Sequence[str], labels: Tensor) -> None:
-        self.folder, self.files, self.labels = folder, list(files), labels
+    def __init__(self, items: Items, labels: Tensor) -> None:
+        self.items, self.labels = items, labels
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.items)
 
     def name(self, index: int) -> str:
-        return str(self.folder / self.files[index])
+        return self.items.name(index)
 
     def contents(self) -> Iterable[bytes]:
-        return file_contents(self.folder, self.files)
+        return self.items.contents()
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
-        return decode_image(self.folder / self.files[index], size, self.name(index))
+        return decode_image(self.items.encoded(index), size, self.name(index))
 
 
 class TensorImages:

@@ -1,4 +1,4 @@
-"""Tables of rows, random access: parquet shards with plain pyarrow, and data sets of the Hub."""
+"""Encoded items, random access: files of a folder, and rows of parquet shards (plain pyarrow) or of the Hub."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..optional import needed
-from .identity import BLOCK, SAMPLES, beginning
+from .identity import BLOCK, SAMPLES, beginning, file_contents
 from .part import DataError, DecodeError, spread
 
 IN_MEMORY_BYTES = 1 << 30
@@ -172,6 +173,61 @@ class JoinedRows:
         return (
             self.first.cell(row, column) if row < len(self.first) else self.second.cell(row - len(self.first), column)
         )
+
+
+class Items(Protocol):
+    """Encoded images or videos: what a part decodes."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str: ...
+
+    def encoded(self, index: int) -> bytes | Path:
+        """The bytes of an item, or its file; raises DecodeError."""
+        ...
+
+    def contents(self) -> Iterable[bytes]:
+        """What tells these items from others, see `identity`."""
+        ...
+
+
+class Files:
+    """One file an item; `files` are relative to `folder`."""
+
+    def __init__(self, folder: Path, files: Sequence[str]) -> None:
+        self.folder, self.files = folder, list(files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def name(self, index: int) -> str:
+        return str(self.folder / self.files[index])
+
+    def encoded(self, index: int) -> Path:
+        return self.folder / self.files[index]
+
+    def contents(self) -> Iterable[bytes]:
+        return file_contents(self.folder, self.files)
+
+
+class Cells:
+    """One cell of a column an item; `picks` are the rows that take part."""
+
+    def __init__(self, rows: Rows, picks: NDArray[np.int64], column: str) -> None:
+        self.rows, self.picks, self.column = rows, picks, column
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def name(self, index: int) -> str:
+        return self.rows.name(int(self.picks[index]))
+
+    def encoded(self, index: int) -> bytes | Path:
+        row = int(self.picks[index])
+        return encoded(self.rows.cell(row, self.column), self.rows.folder(row), self.rows.name(row))
+
+    def contents(self) -> Iterable[bytes]:
+        return (self.picks.tobytes(), *self.rows.contents(self.column))
 
 
 def encoded(cell: Any, folder: Path | None, name: str) -> bytes | Path:

@@ -9,14 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..optional import needed
 from .clips import ClipSampling
-from .digits import digit_levels
+from .digits import digits_source
 from .folders import has_ucf_lists, tree_source, ucf_source
-from .images import TensorImages
 from .part import DataError, Source, shorten
 from .rows import HubRows
 from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, parquet_source, table_source
@@ -91,18 +87,6 @@ def refuse(what: str, **choices: Any) -> None:
     for name, value in choices.items():
         if value is not None:
             raise DataError(f"{what}: there is no choice of {name}, got {value!r}")
-
-
-def digits_source(seed: int = 0) -> Source:
-    """The embedded digits in three equal channels, 8 x 8, split as `digits(seed)` splits them."""
-    train, test, train_labels, test_labels = map(torch.from_numpy, digit_levels(seed))
-
-    def part(levels: Tensor, labels: Tensor, title: str) -> TensorImages:
-        grey = (levels * 255 / 16).round().to(torch.uint8).reshape(-1, 1, 8, 8)
-        return TensorImages(grey.expand(-1, 3, -1, -1).contiguous(), labels, title)
-
-    parts = part(train, train_labels, "digits train"), part(test, test_labels, "digits test")
-    return Source("digits", "image", *parts, classes=tuple("0123456789"))
 
 
 def local_folder(data: str | Path) -> Path | None:

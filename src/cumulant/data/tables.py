@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from .clips import ClipPart, ClipSampling, Videos
-from .images import ImageRows
+from .images import Images
 from .part import DataError, Part, Source, check_groups, shorten
-from .rows import JoinedRows, ParquetRows, Rows
-from .video import ClipRows, FrameLists, FrameRows
+from .rows import Cells, JoinedRows, ParquetRows, Rows
+from .video import EncodedVideos, FrameVideos
 
 TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("validation", "valid", "val", "test", "testing")
@@ -101,13 +101,14 @@ def table_source(
     def videos(picks: NDArray[np.int64]) -> Videos:
         chosen = torch.from_numpy(labels[picks])
         if kind == "video":
-            return ClipRows(rows, picks, column, chosen)
-        return FrameLists(rows, picks, column, chosen, [clips[pick] for pick in picks] if clips else None)
+            return EncodedVideos(Cells(rows, picks, column), chosen)
+        names = [clips[pick] for pick in picks] if clips else None
+        return FrameVideos(rows, [*picks[:, None]], column, chosen, names, listed=True)
 
     def part(testing: bool) -> Part:
         picks = np.flatnonzero(keep & (in_test == testing))
         if kind == "image":
-            return ImageRows(rows, picks, column, torch.from_numpy(labels[picks]))
+            return Images(Cells(rows, picks, column), torch.from_numpy(labels[picks]))
         return ClipPart(videos(picks), sampling, jitter=not testing)
 
     return Source(name, "image" if kind == "image" else "video", part(False), part(True), classes)
@@ -143,7 +144,8 @@ def frame_rows_source(
     def part(testing: bool) -> ClipPart:
         picks = np.flatnonzero(clip_test == testing)
         chosen = [frames[pick] for pick in picks], column, torch.from_numpy(clip_labels[picks])
-        return ClipPart(FrameRows(rows, *chosen, [names[pick] for pick in picks]), sampling, jitter=not testing)
+        videos = FrameVideos(rows, *chosen, [names[pick] for pick in picks], listed=False)
+        return ClipPart(videos, sampling, jitter=not testing)
 
     return Source(name, "video", part(False), part(True), classes)
 

@@ -15,122 +15,91 @@ from torch import Tensor
 from ..optional import needed
 from .clips import Choice
 from .decode import check_plain, fit, open_image, to_tensor
-from .identity import file_contents
 from .part import DecodeError
-from .rows import Rows, encoded
+from .rows import Items, Rows, encoded
 
-VIDEO_SUFFIXES = frozenset({".avi", ".mp4", ".m4v", ".mkv", ".webm", ".mov", ".mpg", ".mpeg", ".wmv"})
+# By container, with FFmpeg's names of those that the explorer opens too.
+CONTAINERS = {
+    "mp4": (".mp4", ".m4v", ".mov"),
+    "matroska": (".mkv", ".webm"),
+    "others": (".avi", ".mpg", ".mpeg", ".wmv"),
+}
+VIDEO_SUFFIXES = frozenset(suffix for suffixes in CONTAINERS.values() for suffix in suffixes)
 
 
-class FrameLists:
-    """One row a video: a column that holds the list of its encoded frames."""
+class FrameVideos:
+    """Videos whose frames are encoded images in a table: `picks[i]` are the rows of video i, one a frame in the order
+    of time, or with `listed` the one row that holds the list of them."""
 
     separate = True
 
     def __init__(
-        self, rows: Rows, picks: NDArray[np.int64], column: str, labels: Tensor, names: Sequence[str] | None = None
+        self,
+        rows: Rows,
+        picks: Sequence[NDArray[np.int64]],
+        column: str,
+        labels: Tensor,
+        names: Sequence[str] | None,
+        *,
+        listed: bool,
     ) -> None:
         self.rows, self.picks, self.column, self.labels, self.names = rows, picks, column, labels, names
+        self.listed = listed
 
     def name(self, index: int) -> str:
-        place = self.rows.name(int(self.picks[index]))
-        return f"{self.names[index]} ({place})" if self.names is not None else place
+        return self._named(index, int(self.picks[index][0]))
 
     def contents(self) -> Iterable[bytes]:
-        return (self.picks.tobytes(), *self.rows.contents(self.column))
+        return (np.concatenate(self.picks).tobytes(), *self.rows.contents(self.column))
 
     def length(self, index: int) -> int:
         return len(self._frames(index))
 
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
-        frames, name = self._frames(index), self.name(index)
+        frames = self._frames(index)
         if not frames:
-            raise DecodeError(name, "a video without frames")
+            raise DecodeError(self.name(index), "a video without frames")
         pictures: dict[int, Tensor] = {}
         chosen = choose(len(frames)).tolist()
         for number in sorted(set(chosen)):
-            content = encoded(frames[number], self.rows.folder(int(self.picks[index])), f"{name} frame {number}")
-            pictures[number] = to_tensor(fit(open_image(content, size, f"{name} frame {number}"), size, crop, crops))
-        return torch.stack([pictures[number] for number in chosen])
-
-    def _frames(self, index: int) -> list[Any]:
-        return self.rows.cell(int(self.picks[index]), self.column) or []
-
-
-class FrameRows:
-    """One row a frame: `frames[i]` are the rows of video i in the order of time."""
-
-    separate = True
-
-    def __init__(
-        self, rows: Rows, frames: Sequence[NDArray[np.int64]], column: str, labels: Tensor, names: Sequence[str]
-    ) -> None:
-        self.rows, self.frames, self.column, self.labels, self.names = rows, frames, column, labels, names
-
-    def name(self, index: int) -> str:
-        return f"{self.names[index]} ({self.rows.name(int(self.frames[index][0]))})"
-
-    def contents(self) -> Iterable[bytes]:
-        return (np.concatenate(self.frames).tobytes(), *self.rows.contents(self.column))
-
-    def length(self, index: int) -> int:
-        return len(self.frames[index])
-
-    def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
-        pictures: dict[int, Tensor] = {}
-        chosen = choose(len(self.frames[index])).tolist()
-        for number in sorted(set(chosen)):
-            row = int(self.frames[index][number])
-            name = f"{self.names[index]} ({self.rows.name(row)})"
-            content = encoded(self.rows.cell(row, self.column), self.rows.folder(row), name)
+            row, cell = frames[number]
+            name = f"{self.name(index)} frame {number}" if self.listed else self._named(index, row)
+            cell = cell if self.listed else self.rows.cell(row, self.column)
+            content = encoded(cell, self.rows.folder(row), name)
             pictures[number] = to_tensor(fit(open_image(content, size, name), size, crop, crops))
         return torch.stack([pictures[number] for number in chosen])
 
+    def _frames(self, index: int) -> list[tuple[int, Any]]:
+        """The row of each frame and, of a list, its cell."""
+        rows = self.picks[index].tolist()
+        if self.listed:
+            return [(rows[0], cell) for cell in self.rows.cell(rows[0], self.column) or []]
+        return [(row, None) for row in rows]
 
-class ClipFiles:
-    """Video files; `files` are relative to `folder`."""
-
-    separate = False
-
-    def __init__(self, folder: Path, files: Sequence[str], labels: Tensor) -> None:
-        self.folder, self.files, self.labels = folder, list(files), labels
-
-    def name(self, index: int) -> str:
-        return str(self.folder / self.files[index])
-
-    def contents(self) -> Iterable[bytes]:
-        return file_contents(self.folder, self.files)
-
-    def length(self, index: int) -> int:
-        return counted_frames(self.folder / self.files[index], self.name(index))
-
-    def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
-        return read_clip(self.folder / self.files[index], choose, size, crop, crops, self.name(index))
+    def _named(self, index: int, row: int) -> str:
+        place = self.rows.name(row)
+        return f"{self.names[index]} ({place})" if self.names is not None else place
 
 
-class ClipRows:
-    """One row a video: a column that holds the encoded video file (or the path of one)."""
+class EncodedVideos:
+    """Video files, or cells of a table that hold one each."""
 
     separate = False
 
-    def __init__(self, rows: Rows, picks: NDArray[np.int64], column: str, labels: Tensor) -> None:
-        self.rows, self.picks, self.column, self.labels = rows, picks, column, labels
+    def __init__(self, items: Items, labels: Tensor) -> None:
+        self.items, self.labels = items, labels
 
     def name(self, index: int) -> str:
-        return self.rows.name(int(self.picks[index]))
+        return self.items.name(index)
 
     def contents(self) -> Iterable[bytes]:
-        return (self.picks.tobytes(), *self.rows.contents(self.column))
+        return self.items.contents()
 
     def length(self, index: int) -> int:
-        return counted_frames(self._content(index), self.name(index))
+        return counted_frames(self.items.encoded(index), self.name(index))
 
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
-        return read_clip(self._content(index), choose, size, crop, crops, self.name(index))
-
-    def _content(self, index: int) -> bytes | Path:
-        row = int(self.picks[index])
-        return encoded(self.rows.cell(row, self.column), self.rows.folder(row), self.name(index))
+        return read_clip(self.items.encoded(index), choose, size, crop, crops, self.name(index))
 
 
 def read_clip(video: bytes | Path, choose: Choice, size: int, crop: int, crops: int, name: str) -> Tensor:

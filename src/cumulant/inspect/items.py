@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..data import open_source
-from ..data.augmentation import Augment, Augmentation
+from ..data.augment import Augment
+from ..data.augmentation import Augmentation
 from ..data.part import Source
 from ..train.build import augment_of, open_recipe_source
 from .batches import Batch, example_for

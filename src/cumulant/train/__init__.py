@@ -1,32 +1,22 @@
-"""Training: recipes, the trainer for data on disk, a small loop for data in memory, evaluation and checkpoints."""
+"""Training: recipes, the trainer, evaluation and checkpoints."""
 
-from .checkpoint import load, save
-from .evaluation import Predictions, evaluate_checkpoint, predict
-from .folder import RecipeError
-from .log import read_log
-from .loop import History, evaluate, fit
-from .recipe import DIGITS, Recipe
-from .recipe_files import parse_recipe, read_recipe, recipe_names
-from .train_recipe import TrainRecipe
-from .trainer import TrainResult, train
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DIGITS",
-    "History",
-    "Predictions",
-    "Recipe",
-    "RecipeError",
-    "TrainRecipe",
-    "TrainResult",
-    "evaluate",
-    "evaluate_checkpoint",
-    "fit",
-    "load",
-    "parse_recipe",
-    "predict",
-    "read_log",
-    "read_recipe",
-    "recipe_names",
-    "save",
-    "train",
-]
+from ..lazy import lazy
+
+if TYPE_CHECKING:
+    from .checkpoint import load as load
+    from .checkpoint import save as save
+    from .evaluation import Predictions as Predictions
+    from .evaluation import evaluate_checkpoint as evaluate_checkpoint
+    from .evaluation import predict as predict
+    from .folder import RecipeError as RecipeError
+    from .log import read_log as read_log
+    from .recipe_files import parse_recipe as parse_recipe
+    from .recipe_files import read_recipe as read_recipe
+    from .recipe_files import recipe_names as recipe_names
+    from .train_recipe import TrainRecipe as TrainRecipe
+    from .trainer import TrainResult as TrainResult
+    from .trainer import train as train
+
+lazy(__name__)

@@ -7,7 +7,7 @@ from typing import IO, Any, Literal
 import torch
 from torch import nn
 
-from ..data.augmentation import Augment
+from ..data.augment import Augment
 from ..data.loader import Loader
 from ..data.order import mix
 from ..data.part import Source

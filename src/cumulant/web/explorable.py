@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.decode import IMAGE_SUFFIXES, fit, pillow_image, to_tensor
+from ..data.video import CONTAINERS
 from .footage import evenly
 from .limits import Limits
 from .problems import UploadError
@@ -22,8 +23,6 @@ from .uploads import read_upload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm"})
 
 
 def frames_of(shown: Image | Sequence[Image]) -> tuple[Image, ...]:
@@ -107,7 +106,7 @@ def examples_of(data: str, count: int, size: int, **options: Any) -> list[Exampl
     from ..data import open_source
     from ..data.part import DecodeError
 
-    folder, known = Path(data), IMAGE_SUFFIXES | VIDEO_SUFFIXES
+    folder, known = Path(data), {*IMAGE_SUFFIXES, *CONTAINERS["mp4"], *CONTAINERS["matroska"]}
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in known) if folder.is_dir() else []
     if files:
         return _shown(files, count)
