@@ -66,3 +66,8 @@ def test_a_copy_without_source_files_is_told_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "bare", bare)
     with pytest.raises(ImportError, match="bare was installed without its source files"):
         lazy("bare")
+
+
+def test_the_earlier_name_of_the_list_of_models_answers_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="cumulant.models.names"):
+        assert cumulant.models.model_names() == cumulant.models.names()

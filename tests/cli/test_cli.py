@@ -81,7 +81,7 @@ def test_every_list_fits_a_terminal_of_100_columns(capsys, what):
 def test_models_are_listed_with_their_parameters_and_input(capsys):
     assert cli.main(["list", "models", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert list(rows) == cumulant.models.model_names()
+    assert list(rows) == cumulant.models.names()
     assert rows["vit_tiny_patch16_224"] == {
         "name": "vit_tiny_patch16_224", "parameters": 5_717_416, "input": [3, 224, 224],
     }  # fmt: skip
