@@ -30,8 +30,8 @@ from cumulant.cluster.dial import measure
 
 # Settings of the mechanisms that have a dial of their own, besides their defaults.
 MORE = (
-    "agent:agents=4", "agent:agents=16", "agent:agents=144", "combiner:variant=axial", "hierarchical:levels=1",
-    "hierarchical:branching=16", "cumulant3:full=true", "flow:clamp=10", "lla:iterations=4",
+    "agent+agents=4", "agent+agents=16", "agent+agents=144", "combiner+variant=axial", "hierarchical+levels=1",
+    "hierarchical+branching=16", "cumulant3+full", "flow+clamp=10", "lla+iterations=4",
 )  # fmt: skip
 SAME = 1.1  # costs up to so many times as large count as the same, see `verdicts`
 FAR = 10.0  # times the cost of softmax: what is dearer is in the table, not in the figure
@@ -142,7 +142,7 @@ def grid_points(layers: Sequence[Captured]) -> list[Point]:
 def mechanism_points(layers: Sequence[Captured], every: int, texts: Sequence[str] = ()) -> list[Point]:
     """Every sub-quadratic mechanism of the registry that is not ours by clusters, and the settings in MORE."""
     labels = texts or [n for n in zoo.names() if zoo.get(n).subquadratic and not n.startswith("cluster")]
-    more = [] if texts else [m for m in MORE if zoo.get(m.split(":")[0]).subquadratic]
+    more = [] if texts else [m for m in MORE if zoo.get(m.split("+")[0]).subquadratic]
     points = []
     for variant in map(parse, [*labels, *more]):
         errors = [_error(variant, layer, every) for layer in layers]

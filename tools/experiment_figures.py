@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cumulant.studies.command import Reproduce
-from cumulant.studies.outcome import records_of
-from cumulant.studies.plan import planned
-from cumulant.studies.records import Key
+from cumulant.studies.cumulant_vit import planned
+from cumulant.studies.plan import Key
+from cumulant.studies.records import records_of
 from cumulant.style import new_figure, palette, save, styled
 
 Record = dict[str, Any]

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from cumulant.studies.command import Reproduce
-from cumulant.studies.records import Key, read_records
+from cumulant.studies.plan import Key
+from cumulant.studies.records import by_name, key_of, read_records
+from cumulant.studies.training import key_by_name
 from tools.tables import fill, in_order, overview, planned, study_block
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +101,7 @@ def kept() -> dict[Key, dict[str, Any]]:
     found, unreadable = read_records(RECORDS)
     if unreadable:
         raise SystemExit(f"not records of this version in {RECORDS}: {', '.join(unreadable)}")
-    return found
+    return by_name(found)
 
 
 def add(places: list[Path]) -> None:
@@ -109,10 +111,11 @@ def add(places: list[Path]) -> None:
         if place.is_file():
             content = json.loads(place.read_text(encoding="utf-8"))
             several = content.get("runs", [content]) if isinstance(content, dict) else content
-            new |= {(record["fingerprint"], record["seed"]): record for record in several}
+            new |= {key_of(record): record for record in several}
         else:
             folder = place / "records" if (place / "records").is_dir() else place
             new |= read_records(folder)[0]
+    new = by_name(new)
     records = kept() | new
     RECORDS.mkdir(parents=True, exist_ok=True)
     for name, settings in EXPERIMENTS.items():
@@ -120,7 +123,7 @@ def add(places: list[Path]) -> None:
         if own:
             lines = ",\n".join(json.dumps(record, sort_keys=True, allow_nan=False) for record in own)
             (RECORDS / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    wanted = {(one["fingerprint"], one["seed"]) for one in in_order(records, list(EXPERIMENTS.values()))}
+    wanted = {key_by_name(one) for one in in_order(records, list(EXPERIMENTS.values()))}
     strange = [f"{one['configuration']} seed {one['seed']}" for key, one in new.items() if key not in wanted]
     print(f"{len(new) - len(strange)} runs taken over")
     if strange:

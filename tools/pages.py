@@ -23,9 +23,9 @@ COMMANDS = {
     "zoo_efficiency": "cumulant bench efficiency --time-limit 0.1",
     "zoo_efficiency_cpu": "OMP_NUM_THREADS=1 cumulant bench efficiency",
     "zoo_train_digits": "cumulant bench train --control 4\n"
-    "cumulant bench train --control 4 --seeds 5 --attention softmax linear flow mala agent agent:conv=false \\\n"
-    "    agent:agents=16 focused_linear focused_linear:use_conv=false rala rala:use_gate=false \\\n"
-    "    rala:use_alpha=false rala:use_gate=false:use_alpha=false",
+    "cumulant bench train --control 4 --seeds 5 --attention softmax linear flow mala agent agent+conv=false \\\n"
+    "    agent+agents=16 focused_linear focused_linear+use_conv=false rala rala+use_gate=false \\\n"
+    "    rala+use_alpha=false rala+use_alpha=false+use_gate=false",
     "zoo_train_tiny-imagenet-100": "cumulant bench train --recipe tiny-imagenet-100 --data FOLDER --epochs 50",
     "error_pareto": "python benchmarks/cluster_error.py --parts pareto --model MODEL --reviews REVIEWS \\\n"
     "    --vit CHECKPOINT --images FOLDER",
@@ -257,19 +257,19 @@ ORDERINGS: list[tuple[str, str, str, Judge]] = [
     ("cosformer", "without the cosine it is worse", TEXT,
      _apart("language", "cosformer", "cosformer without the cosine")),
     ("focused_linear", "focused_linear > linear", TRAIN, "focused_linear > linear"),
-    ("focused_linear", "with its convolution > without", TRAIN, "focused_linear > focused_linear:use_conv=false"),
+    ("focused_linear", "with its convolution > without", TRAIN, "focused_linear > focused_linear+use_conv=false"),
     ("focused_linear", "focused_linear > softmax (as reported)", TRAIN, "focused_linear > softmax"),
     ("rala", "rala > focused_linear", TRAIN, "rala > focused_linear"),
-    ("rala", "full > without the gate", TRAIN, "rala > rala:use_gate=false"),
-    ("rala", "without the gate > without alpha", TRAIN, "rala:use_gate=false > rala:use_alpha=false"),
-    ("rala", "without alpha > without both", TRAIN, "rala:use_alpha=false > rala:use_gate=false:use_alpha=false"),
+    ("rala", "full > without the gate", TRAIN, "rala > rala+use_gate=false"),
+    ("rala", "without the gate > without alpha", TRAIN, "rala+use_gate=false > rala+use_alpha=false"),
+    ("rala", "without alpha > without both", TRAIN, "rala+use_alpha=false > rala+use_alpha=false+use_gate=false"),
     ("mala", "mala > linear", TRAIN, "mala > linear"),
     ("mala", "mala >= rala with the same gate, LePE and rotary", TRAIN, "mala >= rala"),
     ("flow", "flow > linear in classification", TRAIN, "flow > linear"),
     ("flow", "flow below linear in language modelling", TEXT, _apart("language", "flow", "linear")),
     ("agent", "agent > softmax", TRAIN, "agent > softmax"),
-    ("agent", "with its convolution > without", TRAIN, "agent > agent:conv=false"),
-    ("agent", "16 agents do about as well as 49", TRAIN, "agent:agents=16 >= agent"),
+    ("agent", "with its convolution > without", TRAIN, "agent > agent+conv=false"),
+    ("agent", "16 agents do about as well as 49", TRAIN, "agent+agents=16 >= agent"),
     ("combiner", "fixed below its direct part alone in language modelling", TEXT,
      _apart("language", "combiner, fixed", "own segment alone")),
     ("combiner", "log-sparse below the segment alone", TEXT,

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cumulant.studies.command import Reproduce
-from cumulant.studies.outcome import outcome, records_of
-from cumulant.studies.plan import planned
-from cumulant.studies.records import Key
+from cumulant.studies.cumulant_vit import CLAIM, planned
+from cumulant.studies.outcome import outcome
+from cumulant.studies.plan import Key
+from cumulant.studies.records import records_of
 from cumulant.studies.verdict import signed
 from cumulant.studies.wording import collapses, failures, missing
 
@@ -29,7 +30,7 @@ def study_block(settings: Reproduce, records: Mapping[Key, dict[str, Any]]) -> s
         return f"{command}\nNot run yet: none of {len(plan)} runs.\n"
     if all("failed" in record for record in found):
         return f"{command}\nEvery run so far failed: {found[0]['failed']}\n"
-    results = outcome(found, plan, settings.attention, settings.baseline, {})
+    results = outcome(CLAIM, found, plan, settings.attention, settings.baseline, {})
     parts = [command, table(results), *filter(None, [words(results)]), origin(results)]
     parts += [f"Failed: {sentence}\n" for sentence in failures(results)]
     parts += [f"Diverged: {sentence}.\n" for sentence in collapses(results)]
@@ -46,7 +47,7 @@ def overview(studies: Mapping[str, Reproduce], records: Mapping[Key, dict[str, A
         found = records_of(plan, records)
         rows: list[dict[str, Any]] = []
         if any("failed" not in record for record in found):
-            rows = outcome(found, plan, settings.attention, settings.baseline, {})["summary"]
+            rows = outcome(CLAIM, found, plan, settings.attention, settings.baseline, {})["summary"]
         own = [row for row in rows if row["configuration"] == settings.baseline and row["role"] != "control"]
         others = [row for row in rows if row["configuration"] != settings.baseline]
         cells = [f"{len(found)} of {len(plan)}"]

@@ -46,7 +46,7 @@ COMMANDS = {  # name -> where its options are, and what it does, as the first pa
         "Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote.",
     ),
     "bench": (
-        "bench.command:Bench",
+        "studies.command:Bench",
         "Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe.",
     ),
     "diagnose": (

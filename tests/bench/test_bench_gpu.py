@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from cumulant.bench import efficiency, training
-from cumulant.bench.command import Efficiency, TrainBench
+from cumulant.bench import efficiency
+from cumulant.bench.command import Efficiency
+from cumulant.studies import mechanisms
+from cumulant.studies.command import TrainBench
 
 pytestmark = pytest.mark.gpu
 
@@ -13,8 +15,8 @@ pytestmark = pytest.mark.gpu
 def test_every_mechanism_is_measured(pattern):
     settings = Efficiency(lengths=(128, 256, 512), heads=2, batch=1, device="cuda", pattern=pattern)
     result = efficiency.run(settings, progress=lambda _: None)
-    # Options of a mechanism, written behind its name, need not go together with every pattern; its own form must.
-    rows = [row for row in result["rows"] if not {*":+"} & {*row["name"]}]
+    # Options of a mechanism (written behind a plus) need not go together with every pattern; its own form must.
+    rows = [row for row in result["rows"] if "+" not in row["name"]]
     assert [(row["name"], row["length"], row["note"]) for row in rows if row["note"]] == []
     for row in rows:
         assert set(row["milliseconds"]) == {"forward", "both"}
@@ -29,7 +31,7 @@ def test_the_peak_of_one_call_does_not_hold_that_of_the_one_before():
 
 def test_a_model_is_trained_and_its_step_measured_on_the_device(tmp_path):
     settings = TrainBench(attention=("softmax", "cumulant3"), epochs=1, control=1, device="cuda", out=tmp_path)
-    result = training.run(settings)
+    result = mechanisms.run(settings)
     assert not result["failed"]
     assert {run["device"] for run in result["runs"]} == {"cuda"}
     assert all(run["step_bytes"] > 1 << 20 for run in result["runs"])

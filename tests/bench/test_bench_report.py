@@ -8,11 +8,12 @@ import pytest
 from bench_records import baseline, record
 
 from cumulant.bench import report
-from cumulant.bench.command import Efficiency, Error, Speed, TrainBench
+from cumulant.bench.command import Efficiency, Error, Speed
 from cumulant.bench.plots import with_room
 from cumulant.bench.provenance import provenance
-from cumulant.bench.training import judged
 from cumulant.cli import main
+from cumulant.studies.command import TrainBench
+from cumulant.studies.mechanisms import judged
 
 
 @pytest.fixture(scope="module")

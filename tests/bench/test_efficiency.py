@@ -36,8 +36,8 @@ def exact_rows():
 
 
 def test_every_contender_is_measured_at_every_length_in_both_phases():
-    result = run(small(attention=("linear", "cumulant3:full=true")), progress=lambda _: None)
-    names = ["softmax", MATRIX_SOFTMAX, "linear", "cumulant3:full=true"]
+    result = run(small(attention=("linear", "cumulant3+full")), progress=lambda _: None)
+    names = ["softmax", MATRIX_SOFTMAX, "linear", "cumulant3+full"]
     assert [(r["name"], r["length"]) for r in result["rows"]] == [(n, length) for length in (16, 24, 40) for n in names]
     for row in result["rows"]:
         assert not row["note"]
@@ -45,7 +45,7 @@ def test_every_contender_is_measured_at_every_length_in_both_phases():
             median, low, high = row["milliseconds"][phase]
             assert 0 < low <= median <= high
         assert row["peak_bytes"]["both"] > row["peak_bytes"]["forward"] >= 2 * row["length"] * 8 * 4  # the output
-    assert {c["name"] for c in result["crossings"]} == {"linear", "cumulant3:full=true"}
+    assert {c["name"] for c in result["crossings"]} == {"linear", "cumulant3+full"}
     assert len(result["crossings"]) == 2 * 2 * 2 * 2  # names, quantities, phases, opponents
 
 
@@ -95,9 +95,9 @@ def test_a_contender_that_fails_is_reported_and_not_fatal():
 
 
 def test_options_that_do_not_go_together_are_reported_and_not_fatal():
-    result = run(small(attention=("hierarchical:levels=-1", "linear"), lengths=(16,)), progress=lambda _: None)
+    result = run(small(attention=("hierarchical+levels=-1", "linear"), lengths=(16,)), progress=lambda _: None)
     notes = {row["name"]: row["note"] for row in result["rows"]}
-    assert "did not run: levels must not be negative" in notes["hierarchical:levels=-1"]
+    assert "did not run: levels must not be negative" in notes["hierarchical+levels=-1"]
     assert notes["linear"] == ""
 
 

@@ -34,8 +34,8 @@ def test_softmax_has_no_error_and_the_mean_of_the_values_has_one(everything):
 
 
 def test_small_logits_are_where_the_orders_are_worth_their_cost(everything):
-    small = {name: row(everything["cases"][0], name)["centred"] for name in ("cumulant2", "cumulant3:full=true")}
-    assert small["cumulant3:full=true"] < 0.1 * small["cumulant2"] < 0.02
+    small = {name: row(everything["cases"][0], name)["centred"] for name in ("cumulant2", "cumulant3+full")}
+    assert small["cumulant3+full"] < 0.1 * small["cumulant2"] < 0.02
 
 
 def test_nothing_on_the_front_is_beaten_and_everything_off_it_is(everything):
@@ -67,7 +67,7 @@ def test_the_table_has_a_line_for_every_variant(everything):
 
 
 def test_a_mechanism_that_cannot_take_the_tokens_says_why_and_the_others_are_measured():
-    result = error_against_cost(("hierarchical:levels=-1", "linear"), sizes=(1.0,), length=12, dim=4)
+    result = error_against_cost(("hierarchical+levels=-1", "linear"), sizes=(1.0,), length=12, dim=4)
     broken, sound = result["cases"][0]["rows"]
     assert "levels must not be negative" in broken["note"]
     assert sound["centred"] > 0
@@ -113,7 +113,7 @@ def test_an_error_too_large_for_float64_is_a_note_and_no_number():
 
 
 def test_a_word_where_a_number_belongs_is_told_and_the_others_are_measured():
-    result = error_against_cost(("focused_linear:power=much", "linear"), sizes=(1.0,), length=8, dim=4)
+    result = error_against_cost(("focused_linear+power=much", "linear"), sizes=(1.0,), length=8, dim=4)
     wrong, right = result["cases"][0]["rows"]
     assert wrong["note"]
     assert right["centred"] > 0

@@ -16,7 +16,7 @@ def tokens(length=L, dim=D):
 
 
 @pytest.mark.parametrize(
-    "name", ["softmax", "linear", "cumulant2", "cumulant3", "cumulant3:full=true", "flow", "rala", "agent", "combiner"]
+    "name", ["softmax", "linear", "cumulant2", "cumulant3", "cumulant3+full", "flow", "rala", "agent", "combiner"]
 )
 def test_multiply_adds_are_half_of_what_torch_counts(name):
     variant = parse(name)

@@ -14,8 +14,8 @@ import torch
 import cumulant
 from cumulant import cli, zoo
 from cumulant.models.registry import input_shape
-from cumulant.studies import study
-from cumulant.studies.runs import RunError
+from cumulant.studies import cumulant_vit as study
+from cumulant.studies.runs import RunError, TimeOverError
 
 
 def output_of_help(capsys, *words):
@@ -215,7 +215,7 @@ def test_runs_left_for_want_of_time_end_with_a_status_of_their_own(monkeypatch, 
 
 def test_no_time_for_a_single_run_is_told_with_that_status_too(capsys, monkeypatch):
     def over(*_arguments, **_options):
-        raise study.TimeOverError("no run was finished within the 1 minutes")
+        raise TimeOverError("no run was finished within the 1 minutes")
 
     monkeypatch.setattr(study, "reproduce", over)
     assert cli.main(["reproduce", "--minutes", "1"]) == 3
@@ -236,7 +236,7 @@ def test_help_loads_nothing_that_only_running_a_command_needs(words):
             "tqdm",
         ),
         *("tqdm", "plotly", "jinja2", "scipy", "datasets", "pyarrow", "fastapi", "uvicorn", "PIL", "av"),
-        *("cumulant.attention", "cumulant.zoo", "cumulant.studies.study", "cumulant.bench.speed"),
+        *("cumulant.attention", "cumulant.zoo", "cumulant.studies.cumulant_vit", "cumulant.bench.speed"),
     )
     code = (
         "import sys, cumulant.cli\n"

@@ -5,7 +5,7 @@ import json
 import pytest
 from small_studies import SMALL, quickly
 
-from cumulant.studies import study as room
+from cumulant.studies import cumulant_vit as room
 from cumulant.studies.command import Reproduce
 
 

@@ -1,12 +1,12 @@
 """Small runs and studies on the digits: models that train for an epoch in a fraction of a second."""
 
 import importlib
+from dataclasses import replace
 
+from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.command import Reproduce
-from cumulant.studies.configuration import configured, parse
-from cumulant.studies.plan import recipe_of
-from cumulant.studies.records import Run
-from cumulant.studies.runs import Workshop
+from cumulant.studies.cumulant_vit import recipe_of
+from cumulant.studies.training import trainings
 
 SMALL = ("depth=2", "embed_dim=32", "num_heads=2", "batch_size=256")
 MADE = {
@@ -24,14 +24,15 @@ MADE = {
 def small_run(name="softmax", seed=0, epochs=1, role="compared", **changes):
     """A run of a small model."""
     change = (*SMALL, *(f"{key}={value}" for key, value in changes.items()))
-    return Run(name, seed, role, configured(recipe_of(Reproduce(epochs=epochs, change=change)), parse(name)))
+    (run,) = trainings(recipe_of(Reproduce(epochs=epochs, change=change)), [name], name, 1, 0)
+    return replace(run, seed=seed, role=role)
 
 
 def workshop(folder, **options):
     """An empty place for runs on the CPU."""
     for name in ("records", "runs"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    return Workshop(folder, "cpu", MADE, **options)
+    return Classifiers(folder, "cpu", MADE, **options)
 
 
 def quickly(monkeypatch):

@@ -3,8 +3,8 @@
 import pytest
 from small_studies import small_run, workshop
 
-from cumulant.studies import runs
 from cumulant.studies.budget import Budget
+from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.runs import train_all
 
 
@@ -45,11 +45,11 @@ def slow(monkeypatch):
     """Training takes 60 s of a clock that stands still otherwise, and ends at once."""
     clock = Clock()
 
-    def train_one(run, *_):
+    def make(_shop, run, *_):
         clock.now += 60
         return {"accuracy": 0.5, "epochs": run.recipe.epochs}
 
-    monkeypatch.setattr(runs, "train_one", train_one)
+    monkeypatch.setattr(Classifiers, "make", make)
     return clock
 
 

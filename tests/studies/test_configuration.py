@@ -2,7 +2,7 @@
 
 import pytest
 
-from cumulant.studies.configuration import changed, configured, parse
+from cumulant.studies.configuration import changed, configured
 from cumulant.train import read_recipe
 
 DIGITS, UCF = read_recipe("digits"), read_recipe("ucf101")
@@ -22,13 +22,13 @@ DIGITS, UCF = read_recipe("digits"), read_recipe("ucf101")
     ],
 )
 def test_an_extra_goes_where_it_belongs(name, table, value):
-    recipe = configured(DIGITS, parse(name))
+    recipe = configured(DIGITS, name)
     assert recipe.attention == name.split("+")[0]
     assert getattr(recipe, table) == value
 
 
 def test_patches_of_clips_keep_their_frames():
-    assert configured(UCF, parse("softmax+patch=16+variant=2")).model_options == {"tubelet": [2, 16, 16], "variant": 2}
+    assert configured(UCF, "softmax+patch=16+variant=2").model_options == {"tubelet": [2, 16, 16], "variant": 2}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_patches_of_clips_keep_their_frames():
         ("softmax+full", "'full' .* is an option of cumulant1, cumulant2, cumulant3, not of softmax"),
         ("sofmax+gate", "unknown attention mechanism 'sofmax'; did you mean 'softmax'"),
         ("+pool=gap", r"name a mechanism before the extras, e.g. cumulant3\+pool=gap"),
-        ("softmax+gate+gate=silu", "each extra can be given once"),
-        ("softmax+pool=", "extras are written"),
+        ("softmax+gate+gate=silu", "each option can be given once"),
+        ("softmax+pool=", "options are written"),
         ("softmax+patch=small", "patch must be the side of a patch in pixels, got 'small'"),
         ("softmax+lr=high", "lr .* must be float, got 'high'"),
         ("softmax+lr=none", "lr .* must be float, got None"),
@@ -51,7 +51,7 @@ def test_patches_of_clips_keep_their_frames():
 )
 def test_a_wrong_extra_is_refused_with_what_would_be_right(name, words):
     with pytest.raises(ValueError, match=words):
-        configured(DIGITS, parse(name))
+        configured(DIGITS, name)
 
 
 def test_changes_for_all_runs_reach_recipe_and_model_but_no_single_mechanism():
@@ -62,4 +62,4 @@ def test_changes_for_all_runs_reach_recipe_and_model_but_no_single_mechanism():
 
 
 def test_the_order_of_extras_makes_no_other_model():
-    assert parse("cumulant3+v_conv+gate").suffix == parse("cumulant3+gate+v_conv").suffix == "+gate+v_conv"
+    assert configured(DIGITS, "cumulant3+v_conv+gate") == configured(DIGITS, "cumulant3+gate+v_conv")

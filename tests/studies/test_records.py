@@ -7,7 +7,8 @@ import pytest
 import torch
 from small_studies import small_run
 
-from cumulant.studies.records import FORMAT, deciding, dense, epoch_losses, fingerprint, read_records, sparse
+from cumulant.studies.records import FORMAT, dense, epoch_losses, read_records, sparse
+from cumulant.studies.training import deciding, fingerprint
 from cumulant.train import read_recipe
 
 RECIPE = read_recipe("tiny-imagenet-100")

@@ -10,8 +10,9 @@ import plotly.graph_objects as go
 import pytest
 
 from cumulant.studies import figures, wording
+from cumulant.studies.cumulant_vit import CLAIM
 from cumulant.studies.outcome import confused, origins, outcome
-from cumulant.studies.plan import Planned
+from cumulant.studies.plan import Run
 from cumulant.studies.report import render
 
 
@@ -125,9 +126,9 @@ def test_class_names_in_figures_are_shown_as_they_are(study):
 def test_records_of_other_data_of_the_same_name_are_refused(study):
     runs = copy.deepcopy(study[1]["runs"])
     runs[1]["data"]["classes"][3] = "another"
-    plan = [Planned(run["configuration"], run["seed"], run["role"], run["fingerprint"]) for run in runs]
+    plan = [Run(run["configuration"], run["seed"], run["role"], run["fingerprint"]) for run in runs]
     with pytest.raises(ValueError, match=r"different data named digits: softmax, seed 0 has 10 classes, .*not all"):
-        outcome(runs, plan, study[1]["attention"], "softmax", {})
+        outcome(CLAIM, runs, plan, study[1]["attention"], "softmax", {})
 
 
 def test_a_study_without_softmax_with_one_seed_and_nothing_measured_still_has_a_page(study):
@@ -135,8 +136,8 @@ def test_a_study_without_softmax_with_one_seed_and_nothing_measured_still_has_a_
     only = [
         {**run, "trained": []} for run in results["runs"] if run["configuration"] == "cumulant3" and run["seed"] == 0
     ]
-    plan = [Planned(run["configuration"], run["seed"], run["role"], run["fingerprint"]) for run in only]
-    results |= outcome(only, plan, ["cumulant3"], "cumulant3", {})
+    plan = [Run(run["configuration"], run["seed"], run["role"], run["fingerprint"]) for run in only]
+    results |= outcome(CLAIM, only, plan, ["cumulant3"], "cumulant3", {})
     results |= {"error": None, "scaling": None}
     own = without_plotly(render(results))
     assert "cumulant3" in own

@@ -13,8 +13,8 @@ from small_studies import small_run, workshop
 
 from cumulant.data import ClipPart, ClipSampling, Source, TensorImages, TensorVideos
 from cumulant.studies.budget import Budget, epochs_done
-from cumulant.studies.runs import RunError, _decoded, _Team, train_all, train_one
-from cumulant.train import read_log
+from cumulant.studies.runs import RunError, _Team, train_all
+from cumulant.train import read_log, trainer
 
 
 def trained(folder, *wanted, workers=1, **options):
@@ -53,8 +53,6 @@ def test_a_record_tells_what_was_reached(tmp_path):
 
 def train_until_killed(folder, run, at_epoch):
     """Train and be killed one step into an epoch, by a signal that nothing can catch."""
-    import cumulant.train.trainer as trainer
-
     step = trainer._Run._step
 
     def killed(self, *arguments):
@@ -63,7 +61,7 @@ def train_until_killed(folder, run, at_epoch):
         step(self, *arguments)
 
     trainer._Run._step = killed
-    train_one(run, workshop(folder))
+    workshop(folder).make(run)
 
 
 def test_a_killed_run_goes_on_from_its_last_state_to_the_same_end(tmp_path):
@@ -106,6 +104,21 @@ def test_a_run_that_outlasts_the_time_is_stopped_with_its_state(tmp_path, worker
     _, records, _, left = trained(tmp_path, *wanted, workers=workers, budget=Budget(1, clock))
     assert (records, left) == ({}, wanted)
     assert min(map(epochs_done, folders)) >= 1
+
+
+def test_a_run_without_workers_that_is_stopped_is_kept_and_that_is_said(tmp_path, monkeypatch):
+    run = small_run("softmax", 0, epochs=10_000)
+    step = trainer._Run._step
+
+    def stopped(self, *arguments):
+        step(self, *arguments)
+        if self.done.step == self.steps + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(trainer._Run, "_step", stopped)
+    with pytest.raises(KeyboardInterrupt, match=r"^softmax, seed 0: kept after 1.\d\d epochs$"):
+        trained(tmp_path, run)
+    assert epochs_done(workshop(tmp_path).folder(run)) > 1
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_not_the_study(tmp_path):
@@ -152,7 +165,7 @@ def test_only_the_first_seed_keeps_maps_to_show(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_data_is_decoded_once_for_runs_that_follow_each_other(kind, monkeypatch):
+def test_data_is_decoded_once_for_runs_that_follow_each_other(kind, monkeypatch, tmp_path):
     pixels, labels = torch.arange(4 * 192).remainder(251).to(torch.uint8).view(4, 3, 8, 8), torch.tensor([0, 1])
     if kind == "image":
         train = test = TensorImages(pixels[:2], labels)
@@ -166,9 +179,9 @@ def test_data_is_decoded_once_for_runs_that_follow_each_other(kind, monkeypatch)
         return Source("few", kind, train, test, ("a", "b"))
 
     monkeypatch.setattr("cumulant.train.build.open_recipe_source", open_source)
-    run, kept = small_run(image_size=8), {}
-    held = _decoded(run, kept)
-    assert _decoded(replace(run, seed=1), kept) is held
+    run, shop = small_run(image_size=8), workshop(tmp_path)
+    held = shop.share(run)
+    assert shop.share(replace(run, seed=1)) is held
     assert len(opened) == 1
     for part, own in ((held.train, train), (held.test, test)):
         assert torch.equal(part.labels, own.labels)

@@ -127,5 +127,5 @@ def test_maps_of_clips_hold_every_frame_and_sum_to_one(variant):
 def test_a_mechanism_without_weights_has_nothing_to_look_at():
     model = create_model("vit_nano_patch2_8", attention="linear", num_classes=10, in_chans=3)
     for block in model.blocks:
-        block.attn.mechanism = replace(block.attn.mechanism, scores=None)
+        block.attn.mechanism = replace(block.attn.mechanism, row_weights=None)
     assert look(model, read_recipe("digits"), digits_source(), examples=True) is None

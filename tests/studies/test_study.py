@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from small_studies import SMALL, quickly
 
+from cumulant.studies import cumulant_vit as room
 from cumulant.studies import measured
-from cumulant.studies import study as room
 from cumulant.studies.budget import Budget
 from cumulant.studies.command import Reproduce
-from cumulant.studies.plan import CONTROL_SEED, planned, recipe_name
+from cumulant.studies.cumulant_vit import planned, recipe_name
+from cumulant.studies.plan import CONTROL_SEED
 from cumulant.studies.terminal import terminal_summary
 
 

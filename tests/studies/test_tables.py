@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cumulant.studies.command import Reproduce
-from cumulant.studies.plan import planned
-from cumulant.studies.records import read_records
+from cumulant.studies.cumulant_vit import planned
+from cumulant.studies.records import by_name, read_records
 from tools import experiments
 from tools.experiment_figures import draw
 from tools.tables import fill, overview, study_block
@@ -24,7 +24,7 @@ def test_a_study_without_records_is_said_to_be_not_run():
 
 def test_the_table_holds_mean_spread_verdict_and_origin(study):
     settings, results = study
-    block = study_block(settings, read_records(settings.out / "records")[0])
+    block = study_block(settings, by_name(read_records(settings.out / "records")[0]))
     for row in results["summary"]:
         assert f"| {100 * row['mean']:.2f}\u00a0±\u00a0{100 * row['std']:.2f} |" in block
     assert results["verdict"]["ordering"] in block
@@ -35,7 +35,7 @@ def test_the_table_holds_mean_spread_verdict_and_origin(study):
 
 def test_missing_runs_are_named(study):
     settings, _ = study
-    records = read_records(settings.out / "records")[0]
+    records = by_name(read_records(settings.out / "records")[0])
     gone = planned(settings)[3].key
     block = study_block(settings, {key: value for key, value in records.items() if key != gone})
     assert "Not finished: 5 of 6 runs; missing are 1 of cumulant3." in block
@@ -43,7 +43,7 @@ def test_missing_runs_are_named(study):
 
 def test_a_run_that_fell_apart_is_said_to_have_diverged(study):
     settings, _ = study
-    records = read_records(settings.out / "records")[0]
+    records = by_name(read_records(settings.out / "records")[0])
     assert "Diverged" not in study_block(settings, records)
     key = planned(settings)[3].key
     fallen = {**records[key], "best_accuracy": 0.6, "accuracy": 0.25}
@@ -55,7 +55,7 @@ def test_the_overview_names_the_baseline_and_the_best_of_the_others(study):
     settings, results = study
     means = {row["configuration"]: row for row in results["summary"] if row["role"] != "control"}
     best = max((name for name in means if name != "softmax"), key=lambda name: means[name]["mean"])
-    records = read_records(settings.out / "records")[0]
+    records = by_name(read_records(settings.out / "records")[0])
     *_, done, none = overview({"digits": settings, "not run": Reproduce(data="cifar10")}, records).splitlines()
     shown = [
         f"{100 * means[name]['mean']:.2f}\u00a0±\u00a0{100 * means[name]['std']:.2f}" for name in ("softmax", best)
@@ -67,7 +67,7 @@ def test_the_overview_names_the_baseline_and_the_best_of_the_others(study):
 
 def test_one_configuration_alone_has_no_verdict(study):
     settings, _ = study
-    records = read_records(settings.out / "records")[0]
+    records = by_name(read_records(settings.out / "records")[0])
     alone = replace(settings, attention=("softmax",), control=0)
     assert "| softmax | 2 |" in study_block(alone, records)
     assert "Found" not in study_block(alone, records)
@@ -79,7 +79,7 @@ def test_one_configuration_alone_has_no_verdict(study):
 def test_the_papers_claim_is_left_alone_where_its_mechanisms_did_not_take_part(study):
     settings, results = study
     assert results["verdict"]["claim"] == "untested"
-    block = study_block(settings, read_records(settings.out / "records")[0])
+    block = study_block(settings, by_name(read_records(settings.out / "records")[0]))
     assert "Found" in block
     assert "paper" not in block
 
@@ -98,7 +98,7 @@ def test_the_results_page_is_what_the_records_say():
 
 def test_the_figure_shows_every_run_of_a_study_and_nothing_of_one_configuration_alone(study, tmp_path):
     settings, results = study
-    records = read_records(settings.out / "records")[0]
+    records = by_name(read_records(settings.out / "records")[0])
     place = tmp_path / "figure.svg"
     assert draw(settings, records, place)
     drawn = place.read_text()

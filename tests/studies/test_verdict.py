@@ -5,7 +5,8 @@ import re
 import pytest
 from scipy.stats import ttest_ind
 
-from cumulant.studies.verdict import claim, compare, describe, ordering, pairs, summarise, verdict
+from cumulant.studies.cumulant_vit import CLAIM
+from cumulant.studies.verdict import compare, describe, judge, ordering, pairs, summarise, verdict
 
 FAR_APART = {
     "softmax": [0.990, 0.991, 0.989, 0.990],
@@ -27,7 +28,7 @@ def test_the_interval_is_that_of_welchs_test():
 
 
 def test_a_clear_ordering_reproduces_the_claim_with_a_tie_in_the_middle():
-    assert claim(FAR_APART, 0.0)[0] == "reproduced"
+    assert judge(CLAIM, FAR_APART, 0.0)[0] == "reproduced"
     assert ordering(FAR_APART, 0.0) == "softmax > cumulant3 ≈ cumulant2 > linear"
 
 
@@ -45,17 +46,17 @@ def test_of_many_pairs_that_differ_across_neighbours_the_first_are_named():
 
 
 def test_linear_above_cumulant_contradicts_the_claim():
-    keyword, sentence, _ = claim(changed(linear=[0.980, 0.981, 0.979, 0.980]), 0.0)
+    keyword, sentence, _ = judge(CLAIM, changed(linear=[0.980, 0.981, 0.979, 0.980]), 0.0)
     assert keyword == "contradicted"
     assert "linear came out above cumulant2" in sentence
 
 
 def test_the_second_order_above_the_third_contradicts_the_claim():
-    assert claim(changed(cumulant2=[0.985, 0.985, 0.986, 0.985]), 0.0)[0] == "contradicted"
+    assert judge(CLAIM, changed(cumulant2=[0.985, 0.985, 0.986, 0.985]), 0.0)[0] == "contradicted"
 
 
 def test_one_link_in_the_noise_reproduces_only_in_part():
-    keyword, sentence, _ = claim(changed(softmax=[0.97, 0.972, 0.968, 0.97]), 0.0)
+    keyword, sentence, _ = judge(CLAIM, changed(softmax=[0.97, 0.972, 0.968, 0.97]), 0.0)
     assert keyword == "partly"
     assert "cumulant2 > linear is seen" in sentence
     assert "softmax > cumulant3 is not" in sentence
@@ -63,14 +64,14 @@ def test_one_link_in_the_noise_reproduces_only_in_part():
 
 def test_the_same_numbers_everywhere_decide_nothing():
     noise = [0.97, 0.98, 0.96]
-    assert claim(dict.fromkeys(FAR_APART, noise), 0.0)[0] == "undecided"
+    assert judge(CLAIM, dict.fromkeys(FAR_APART, noise), 0.0)[0] == "undecided"
     assert ">" not in ordering(dict.fromkeys(FAR_APART, noise), 0.0)
 
 
 def test_ends_that_differ_while_no_neighbours_do_are_not_said_to_be_within_chance():
     steps = {"softmax": 0.98, "cumulant3": 0.97, "cumulant2": 0.96, "linear": 0.95}
     accuracies = {name: [mean - 0.01, mean, mean + 0.01] for name, mean in steps.items()}
-    keyword, sentence, _ = claim(accuracies, 0.0)
+    keyword, sentence, _ = judge(CLAIM, accuracies, 0.0)
     assert keyword == "undecided"
     assert "softmax > linear" in ordering(accuracies, 0.0)
     assert "from one mechanism to the next the differences are within chance" in sentence
@@ -88,34 +89,34 @@ def test_of_one_run_the_direction_is_told_and_that_it_may_be_chance():
 
 def test_one_seed_never_decides():
     single = {name: values[:1] for name, values in FAR_APART.items()}
-    words = verdict(single, [0.9], "softmax")
+    words = verdict(CLAIM, single, [0.9], "softmax")
     assert words["claim"] == "undecided"
     assert "one seed" in words["control_text"]
 
 
 def test_a_missing_mechanism_is_named():
-    keyword, sentence, _ = claim({"softmax": [0.9, 0.9], "linear": [0.8, 0.8]}, 0.0)
+    keyword, sentence, _ = judge(CLAIM, {"softmax": [0.9, 0.9], "linear": [0.8, 0.8]}, 0.0)
     assert keyword == "untested"
     assert "cumulant2, cumulant3" in sentence
 
 
 def test_a_control_that_differs_beyond_chance_is_a_warning():
-    fine = verdict(FAR_APART, [0.991, 0.989, 0.990, 0.990], "softmax")
-    odd = verdict(FAR_APART, [0.950, 0.951, 0.949, 0.950], "softmax")
+    fine = verdict(CLAIM, FAR_APART, [0.991, 0.989, 0.990, 0.990], "softmax")
+    odd = verdict(CLAIM, FAR_APART, [0.950, 0.951, 0.949, 0.950], "softmax")
     assert "doubt" not in fine["control_text"]
     assert "doubt" in odd["control_text"]
     assert odd["control_gap"] == pytest.approx(4.0)
 
 
 def test_without_a_control_that_is_said_and_seeds_alone_decide():
-    words = verdict(FAR_APART, [], "softmax")
+    words = verdict(CLAIM, FAR_APART, [], "softmax")
     assert words["control_text"].startswith("No control was run")
     assert words["claim"] == "reproduced"
 
 
 def test_extras_are_compared_with_the_plain_mechanism_and_with_softmax_with_the_same_extras():
     names = ("softmax", "cumulant3", "cumulant3+v_conv+gate", "softmax+gate+v_conv", "cumulant3+full")
-    found = pairs({name: [0.5, 0.6] for name in names}, 0.0)
+    found = pairs(CLAIM, {name: [0.5, 0.6] for name in names}, 0.0)
     assert [(one.first, one.second) for one in found] == [
         ("cumulant3+v_conv+gate", "cumulant3"),
         ("cumulant3+v_conv+gate", "softmax+gate+v_conv"),
@@ -126,7 +127,7 @@ def test_extras_are_compared_with_the_plain_mechanism_and_with_softmax_with_the_
 
 def test_a_mechanism_that_the_paper_does_not_speak_of_is_compared_with_softmax():
     names = ("softmax", "linear", "cluster4", "cluster4+variance=full")
-    found = pairs({name: [0.5, 0.6] for name in names}, 0.0)
+    found = pairs(CLAIM, {name: [0.5, 0.6] for name in names}, 0.0)
     assert [(one.first, one.second) for one in found] == [
         ("cluster4", "softmax"),
         ("cluster4+variance=full", "cluster4"),
@@ -161,7 +162,9 @@ def test_a_summary_row_holds_mean_spread_and_extremes():
 
 
 def test_one_run_each_gives_an_order_and_no_verdict_on_chance():
-    found = verdict({"softmax": [0.5], "linear": [0.51], "cumulant2": [0.52], "cumulant3": [0.53]}, [], "softmax")
+    found = verdict(
+        CLAIM, {"softmax": [0.5], "linear": [0.51], "cumulant2": [0.52], "cumulant3": [0.53]}, [], "softmax"
+    )
     assert found["ordering"] == "cumulant3, cumulant2, linear, softmax from best to worst in one run each"
     assert found["claim"] == "undecided"
     assert "chance cannot be judged" in found["claim_text"]

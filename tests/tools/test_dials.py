@@ -43,7 +43,7 @@ def test_more_near_blocks_are_closer_and_dearer():
 
 
 def test_every_subquadratic_mechanism_takes_part_and_clusters_are_the_dial():
-    names = {point.label.split(":")[0] for point in mechanism_points(layers(16)[:1], 1)}
+    names = {point.label.split("+")[0] for point in mechanism_points(layers(16)[:1], 1)}
     others = {n for n in zoo.names() if zoo.get(n).subquadratic and not n.startswith("cluster")}
     assert names == others
 

@@ -68,7 +68,7 @@ def test_claims_about_classification_come_from_the_training_runs():
 
 
 def test_every_claim_of_the_orderings_is_one_that_training_judges():
-    from cumulant.bench.training import CLAIMS
+    from cumulant.studies.mechanisms import CLAIMS
 
     known = {f"{above} {'>=' if tie else '>'} {below}" for above, below, tie in CLAIMS}
     assert {judge for *_, judge in pages.ORDERINGS if isinstance(judge, str) and judge} <= known

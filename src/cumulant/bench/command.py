@@ -1,4 +1,4 @@
-"""`cumulant bench`: what a user may choose, and what happens then. No heavy import: help is shown from this."""
+"""`cumulant bench speed`, `error` and `efficiency`: what a user may choose, and what happens then. No heavy import."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
-import tyro
+from ..command import check_least, show
 
-from ..command import check_least, failed, show, stopped, time_over
+
+class Measure(Protocol):
+    """What is measured, by the word behind `cumulant bench`, and where the result goes."""
+
+    what: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def out(self) -> Path: ...
+    @property
+    def json(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,7 @@ class Speed:
     Example: cumulant bench speed --lengths 1024 4096 --causal --out runs/speed
     """
 
+    what: ClassVar[str] = "speed"
     lengths: tuple[int, ...] = (256, 1024, 4096, 16384)
     """Sequence lengths."""
     numbers: int = 0
@@ -65,6 +76,7 @@ class Error:
     Example: cumulant bench error --attention all --checkpoint runs/digits-softmax-0
     """
 
+    what: ClassVar[str] = "error"
     sizes: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0)
     """Standard deviations of the scaled q.k over the keys."""
     length: int = 256
@@ -72,7 +84,7 @@ class Error:
     dim: int = 16
     """Width of a head."""
     attention: tuple[str, ...] = ()
-    """Mechanisms by name, with options as in cumulant3:full=true; all: every one."""
+    """Mechanisms by name, with options as in cumulant3+full; all: every one."""
     checkpoint: Path | None = None
     """Also measure on the q, k, v of this model: a file that `cumulant train` wrote, or the folder of a run."""
     data: str | None = None
@@ -127,8 +139,9 @@ class Efficiency:
     Example: cumulant bench efficiency --attention linear cumulant3 --lengths 512 1024 2048 4096 --pattern causal
     """
 
+    what: ClassVar[str] = "efficiency"
     attention: tuple[str, ...] = ("all",)
-    """Mechanisms by name, with options as in agent:agents=16; all: every one that has the pattern."""
+    """Mechanisms by name, with options as in agent+agents=16; all: every one that has the pattern."""
     lengths: tuple[int, ...] = ()
     """Numbers of tokens. By default 256 to 8192 on a GPU, 256 to 2048 elsewhere."""
     heads: int = 8
@@ -167,85 +180,7 @@ class Efficiency:
         return published(result, self, crossings.table)
 
 
-@dataclass(frozen=True)
-class TrainBench:
-    """Train one model per mechanism under one recipe: accuracy beside parameters, FLOPs, throughput and memory.
-
-    The baseline is trained again with other seeds: this A/A control shows what chance alone does. Finished runs are
-    kept, so a stopped command goes on where it was when it is given again.
-
-    Example: cumulant bench train
-
-    Example: cumulant bench train --recipe tiny-imagenet-100 --data FOLDER --epochs 50
-    """
-
-    recipe: str = "digits"
-    """Name of a built-in recipe, or path of a TOML file."""
-    data: str | None = None
-    """Name of a data set, or a folder; by default that of the recipe."""
-    attention: tuple[str, ...] = ("all",)
-    """Mechanisms by name, with options of their layers as in agent:conv=false; all: every one."""
-    epochs: int = 0
-    """Passes over the training part. 0: as in the recipe."""
-    seeds: int = 1
-    """Runs per mechanism."""
-    control: int = 2
-    """Further runs of the baseline, softmax unless it takes no part: the A/A control."""
-    device: str | None = None
-    """cpu or cuda; by default cuda where there is one."""
-    minutes: float | None = None
-    """Begin no run that would not end within so many minutes, and stop one that has not."""
-    out: Path = Path("runs/bench")
-    """Folder for the runs (below RECIPE), train.json, the plot and report.html."""
-    fresh: bool = False
-    """Train every run anew, also those that are finished."""
-    json: bool = False
-    """Print JSON instead of the table."""
-
-    def __post_init__(self) -> None:
-        check_least(self, epochs=0, seeds=1, control=1, minutes=0)
-
-    def run(self) -> int:
-        from ..studies.study import TimeOverError
-        from . import report, training
-
-        report.prepare(self.out)
-        try:
-            result = training.run(self, sys.stderr, minutes=self.minutes)
-        except TimeOverError as error:
-            return time_over(error)
-        return published(result, self, training.table)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe.
-
-    Example: cumulant bench speed --lengths 1024 4096
-    """
-
-    what: (
-        Annotated[Speed, tyro.conf.subcommand("speed")]
-        | Annotated[Error, tyro.conf.subcommand("error")]
-        | Annotated[Efficiency, tyro.conf.subcommand("efficiency")]
-        | Annotated[TrainBench, tyro.conf.subcommand("train")]
-    )
-
-    def run(self) -> int:
-        try:
-            return self.what.run()
-        except RuntimeError as error:
-            if "memory" not in str(error):
-                raise
-            return failed(RuntimeError(f"{str(error).splitlines()[0]} To take less: fewer tokens"))
-        except KeyboardInterrupt:
-            kept = "; finished runs are kept: give the same command again to go on"
-            return stopped(kept if isinstance(self.what, TrainBench) else "")
-
-
-def published(
-    result: dict[str, Any], settings: Error | Efficiency | TrainBench, table: Callable[[dict[str, Any]], str]
-) -> int:
+def published(result: dict[str, Any], settings: Measure, table: Callable[[dict[str, Any]], str]) -> int:
     """Write result, plot and page into --out and show the table; the exit status."""
     from . import report
 

@@ -13,7 +13,7 @@ import torch
 
 from cumulant import style
 from cumulant.bench import crossings, figures, plots
-from cumulant.bench.command import Efficiency, Error, Speed, TrainBench
+from cumulant.bench.command import Measure
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.optional import needed
 from cumulant.train.files import claim_room, write_atomically
@@ -45,10 +45,9 @@ def prepare(out: Path) -> None:
         read(out)  # the page shows them beside the new result
 
 
-def command(settings: Error | Efficiency | TrainBench | Speed) -> str:
+def command(settings: Measure) -> str:
     """The command line that gives these results; of paths only the last part is said."""
-    kinds = {Error: "error", Efficiency: "efficiency", TrainBench: "train", Speed: "speed"}
-    words = ["cumulant", "bench", kinds[type(settings)]]
+    words = ["cumulant", "bench", settings.what]
     for one in fields(settings):
         value = getattr(settings, one.name)
         if value == one.default or one.name in NOT_SAID:
@@ -62,14 +61,14 @@ def command(settings: Error | Efficiency | TrainBench | Speed) -> str:
     return shlex.join(words)
 
 
-def publish(result: dict[str, Any], settings: Error | Efficiency | TrainBench) -> dict[str, Any]:
+def publish(result: dict[str, Any], settings: Measure) -> dict[str, Any]:
     """Write NAME.json, NAME.svg, NAME.png and report.html into settings.out; the result with its provenance."""
     result = record(result, settings)
     redraw(settings.out, result["bench"])
     return result
 
 
-def record(result: dict[str, Any], settings: Error | Efficiency | TrainBench) -> dict[str, Any]:
+def record(result: dict[str, Any], settings: Measure) -> dict[str, Any]:
     """Write NAME.json alone, for machines without the packages of figures and page; see `redraw`."""
     result = {**result, **provenance(command(settings))}
     device = result.get("setting", {}).get("device") or next(

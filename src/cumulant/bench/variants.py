@@ -1,8 +1,7 @@
-"""What is measured: a mechanism with options of its own, written `name` or `name:option=value:option=value`."""
+"""What is measured: a mechanism with options of its own, written `agent+agents=16`."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,39 +9,26 @@ from typing import Any
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.zoo.grammar import json_or_word, suggest
+from cumulant.zoo import grammar
 from cumulant.zoo.registry import Mechanism
 
 ALL = "all"
 # Settings of a mechanism that are measured beside its default where all are asked for: the ends of its dial.
-DIALS = ("cumulant3:full=true", "agent:agents=16", "cluster16:near=2", "cluster64:near=2")
+DIALS = ("cumulant3+full", "agent+agents=16", "cluster16+near=2", "cluster64+near=2")
 PATTERNS = ("noncausal", "causal", "cross")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A mechanism with options, called as q, k, v -> out; `label` is how it was written."""
+    """A mechanism with options, called as q, k, v -> out."""
 
     label: str
     mechanism: Mechanism
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid: tuple[int, ...] | None = None,
-        prefix: int = 0,
-    ) -> Tensor:
-        """query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E)."""
-        # Some look at the grid in their module only (a convolution), not in the operator.
-        looks = "grid" in inspect.signature(self.mechanism.function).parameters
-        place: dict[str, Any] = {"grid": grid, "prefix": prefix} if looks else {}
-        return self.mechanism(query, key, value, key_mask=key_mask, is_causal=is_causal, **place, **self.options)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        """query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E); see `Call`."""
+        return self.mechanism(query, key, value, **arguments, **self.options)
 
     def plain(self) -> Variant:
         """The same result by ordinary tensor operations: what is counted, and the reference of a fused kernel."""
@@ -59,25 +45,15 @@ class Variant:
         return None
 
 
-def parse(text: str, *, layer: bool = False) -> Variant:
-    """`cumulant3:full=true` -> that mechanism with that option; values are JSON where they are JSON.
-
-    Options are those of the operator or, with `layer`, those of a layer that holds the mechanism.
-    """
-    name, *words = text.split(":")
-    if "+" in name:
-        raise ValueError(f"options of a mechanism are written name:option=value here, got {text!r}")
+def parse(text: str) -> Variant:
+    """`cumulant3+full` -> that mechanism with that option of its operator; the label has them in alphabetical order."""
+    name, options = grammar.parse(text)
     mechanism = zoo.get(name)
-    known = mechanism.options if layer else mechanism.function_options
-    options: dict[str, Any] = {}
-    for word in words:
-        option, sign, value = word.partition("=")
-        if not option or not sign:
-            raise ValueError(f"options of a mechanism are written name:option=value, got {text!r}")
-        if option not in known:
-            raise ValueError(f"unknown option {option!r} in {text!r}; {suggest(option, list(known))}")
-        options[option] = json_or_word(value)  # none is a word here: combiner has an option with that value
-    return Variant(text, mechanism, options)
+    for option in options:
+        if option not in mechanism.function_options:
+            known = grammar.suggest(option, mechanism.function_options)
+            raise ValueError(f"unknown option {option!r} in {text!r}; {known}")
+    return Variant(grammar.write(name, options), mechanism, options)
 
 
 def select(texts: Sequence[str], pattern: str = "noncausal") -> tuple[list[Variant], dict[str, str]]:
@@ -103,11 +79,11 @@ def select(texts: Sequence[str], pattern: str = "noncausal") -> tuple[list[Varia
         variant = parse(text)
         if reason := variant.lacks(pattern):
             raise ValueError(f"{text!r} cannot take part: {reason}")
-        chosen.setdefault(text, variant)
+        chosen.setdefault(variant.label, variant)
     return list(chosen.values()), left_out
 
 
 def _exists(dial: str) -> bool:
     """Whether the mechanism is registered and takes these options."""
-    name, *words = dial.split(":")
-    return name in zoo.names() and {w.split("=")[0] for w in words} <= set(zoo.get(name).function_options)
+    name, options = grammar.parse(dial)
+    return name in zoo.names() and options.keys() <= set(zoo.get(name).function_options)

@@ -1,4 +1,4 @@
-"""`cumulant reproduce`: what a user may choose, and what happens then. No heavy import: help is shown from this."""
+"""`cumulant reproduce` and `cumulant bench`: what a user may choose, and what happens then. No heavy import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, ClassVar
 
+import tyro
+
+from ..bench.command import Efficiency, Error, Speed
 from ..command import check_least, failed, show, stopped, time_over
 
 # What decides the results; where they go, and how quickly they are made, does not.
@@ -109,14 +113,15 @@ class Reproduce:
         return shlex.join(words)
 
     def run(self) -> int:
-        from . import study
+        from . import cumulant_vit as study
+        from .runs import RunError, TimeOverError
         from .terminal import terminal_summary
 
         try:
             results = study.remake_report(self) if self.report_only else study.reproduce(self, progress=sys.stderr)
-        except study.TimeOverError as error:
+        except TimeOverError as error:
             return time_over(error)
-        except study.RunError as error:
+        except RunError as error:
             return failed(error)
         except KeyboardInterrupt as stop:
             again = "the command without --fresh" if self.fresh else "the same command"
@@ -128,3 +133,82 @@ class Reproduce:
             page = f"open {self.folder / 'report.html'} in a browser to see the report"
             print(f"{terminal_summary(results)}\n\n{page}")
         return 3 if self.minutes is not None and results["missing"] else 0
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    """Train one model per mechanism under one recipe: accuracy beside parameters, FLOPs, throughput and memory.
+
+    The baseline is trained again with other seeds: this A/A control shows what chance alone does. Finished runs are
+    kept, so a stopped command goes on where it was when it is given again.
+
+    Example: cumulant bench train
+
+    Example: cumulant bench train --recipe tiny-imagenet-100 --data FOLDER --epochs 50
+    """
+
+    what: ClassVar[str] = "train"
+    recipe: str = "digits"
+    """Name of a built-in recipe, or path of a TOML file."""
+    data: str | None = None
+    """Name of a data set, or a folder; by default that of the recipe."""
+    attention: tuple[str, ...] = ("all",)
+    """Mechanisms by name, with options of their layers as in agent+conv=false; all: every one."""
+    epochs: int = 0
+    """Passes over the training part. 0: as in the recipe."""
+    seeds: int = 1
+    """Runs per mechanism."""
+    control: int = 2
+    """Further runs of the baseline, softmax unless it takes no part: the A/A control."""
+    device: str | None = None
+    """cpu or cuda; by default cuda where there is one."""
+    minutes: float | None = None
+    """Begin no run that would not end within so many minutes, and stop one that has not."""
+    out: Path = Path("runs/bench")
+    """Folder for the runs (below RECIPE), train.json, the plot and report.html."""
+    fresh: bool = False
+    """Train every run anew, also those that are finished."""
+    json: bool = False
+    """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        check_least(self, epochs=0, seeds=1, control=1, minutes=0)
+
+    def run(self) -> int:
+        from ..bench.command import published
+        from ..bench.report import prepare
+        from . import mechanisms
+        from .runs import TimeOverError
+
+        prepare(self.out)
+        try:
+            result = mechanisms.run(self, sys.stderr)
+        except TimeOverError as error:
+            return time_over(error)
+        except KeyboardInterrupt as stop:
+            kept = "Finished runs are kept: give the same command again to go on."
+            return stopped(f". {stop}".rstrip() + f"\n{kept}")
+        return published(result, self, mechanisms.table)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe.
+
+    Example: cumulant bench speed --lengths 1024 4096
+    """
+
+    what: (
+        Annotated[Speed, tyro.conf.subcommand("speed")]
+        | Annotated[Error, tyro.conf.subcommand("error")]
+        | Annotated[Efficiency, tyro.conf.subcommand("efficiency")]
+        | Annotated[TrainBench, tyro.conf.subcommand("train")]
+    )
+
+    def run(self) -> int:
+        try:
+            return self.what.run()
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            return failed(RuntimeError(f"{str(error).splitlines()[0]} To take less: fewer tokens"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,53 +23,27 @@ MANNERS = ("compile", "compile_mode", "cuda_graph", "workers", "in_memory", "max
            "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A mechanism with extras; `name` is as the user wrote it."""
-
-    name: str
-    mechanism: str
-    extras: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def suffix(self) -> str:
-        """The extras as they are written behind a mechanism: "+v_conv+pool=gap", in alphabetical order."""
-        return "".join(f"+{_word(key, value)}" for key, value in sorted(self.extras, key=lambda pair: pair[0]))
-
-
-def parse(name: str) -> Configuration:
-    """The configuration that `cumulant3+v_conv+pool=gap` stands for; the extras are checked by `configured`."""
+def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
+    """The recipe with the mechanism and the extras that `cumulant3+v_conv+pool=gap` stands for."""
     from cumulant import zoo
+    from cumulant.zoo import grammar
 
-    mechanism, *words = name.split("+")
+    mechanism, extras = grammar.parse(name)
     if not mechanism:
         raise ValueError(f"name a mechanism before the extras, e.g. cumulant3{name}; got {name!r}")
     zoo.get(mechanism)
-    extras = dict(pair(word, name) for word in words)
-    if len(extras) < len(words):
-        raise ValueError(f"each extra can be given once, got {name!r}")
-    return Configuration(name, mechanism, tuple(extras.items()))
-
-
-def pair(word: str, where: str) -> tuple[str, Any]:
-    """`v_conv` as ("v_conv", True), `patch=4` as ("patch", 4); values are JSON where they are JSON."""
-    from cumulant.zoo.grammar import read_option
-
-    return read_option(word, where, "extras")
-
-
-def configured(recipe: TrainRecipe, configuration: Configuration) -> TrainRecipe:
-    """The recipe with that mechanism and its extras."""
-    recipe = replace(recipe, attention=configuration.mechanism)
-    for key, value in configuration.extras:
-        recipe = with_extra(recipe, key, value, configuration.name)
+    recipe = replace(recipe, attention=mechanism)
+    for key, value in extras.items():
+        recipe = with_extra(recipe, key, value, name)
     return recipe
 
 
 def changed(recipe: TrainRecipe, words: Sequence[str]) -> TrainRecipe:
     """The recipe with `--change key=value ...`; options that belong to one mechanism alone have no place there."""
+    from cumulant.zoo.grammar import read_option
+
     for word in words:
-        key, value = pair(word, "--change")
+        key, value = read_option(word, "--change", "extras")
         recipe = with_extra(recipe, key, value, "--change", (*RECIPE_EXTRAS, *MANNERS), mechanism=False)
     return recipe
 
@@ -124,9 +98,3 @@ def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:
     usual = VIVIT_CONFIGS[recipe.model].get("tubelet", (2, 16, 16))
     frames = recipe.model_options.get("tubelet", usual)[0]
     return {"tubelet": [frames, side, side]}
-
-
-def _word(key: str, value: Any) -> str:
-    from cumulant.zoo.grammar import written
-
-    return key if value is True else f"{key}={written(value)}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from cumulant.studies.records import Key, dense
-from cumulant.studies.verdict import summarise, verdict
+from cumulant.studies.plan import Run
+from cumulant.studies.records import dense
+from cumulant.studies.verdict import Claim, summarise, verdict
 
 MANY_CLASSES = 20  # more than that are shown without a number in every cell
 CONFUSED_PAIRS = 12
@@ -15,38 +16,24 @@ CONFUSED_PAIRS = 12
 Record = dict[str, Any]
 
 
-class Part(Protocol):
-    """A run of the plan: `Run` or `Planned`."""
-
-    @property
-    def configuration(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def key(self) -> Key: ...
-
-
-def records_of(plan: Sequence[Part], kept: Mapping[Key, Record]) -> list[Record]:
-    """The records of the runs of a plan that have one, under the names that they have there."""
-    there = [part for part in plan if part.key in kept]
-    return [{**kept[part.key], "configuration": part.configuration, "role": part.role} for part in there]
-
-
 def outcome(
-    every: Sequence[Record], plan: Sequence[Part], attention: Sequence[str], baseline: str, maps: Mapping[str, Any]
+    paper: Claim,
+    every: Sequence[Record],
+    plan: Sequence[Run],
+    attention: Sequence[str],
+    baseline: str,
+    maps: Mapping[str, Any],
 ) -> dict[str, Any]:
     """All that results.json holds besides its origin and the measurements; not every record may be a failed one."""
     records = [record for record in every if "failed" not in record]
     names = [name for name in attention if any(_is(record, name) for record in records)]
-    there = {(record["fingerprint"], record["seed"]) for record in every}
+    there = {(record["configuration"], record["seed"], record["role"]) for record in every}
     accuracies = {name: [record["accuracy"] for record in records if _is(record, name)] for name in names}
     control = [record["accuracy"] for record in records if record["role"] == "control"]
     first = next((record for record in records if record["configuration"] == baseline), records[0])
     _check_classes(records, first)
     return {
-        "data": {**{key: first["data"][key] for key in ("name", "kind", "train", "test")}},
+        "data": {key: first["data"].get(key) for key in ("name", "kind", "train", "test", "digest")},
         "classes": first["data"]["classes"],
         "recipe": {key: value for key, value in first["recipe"].items() if not key.startswith("attention")},
         "baseline": baseline,
@@ -59,7 +46,7 @@ def outcome(
         "missing": [
             {"configuration": part.configuration, "seed": part.seed, "role": part.role}
             for part in plan
-            if part.key not in there
+            if (part.configuration, part.seed, part.role) not in there
         ],
         "failed": [
             {key: record[key] for key in ("configuration", "seed", "role", "failed")}
@@ -67,7 +54,7 @@ def outcome(
             if "failed" in record
         ],
         "summary": summarise(records),
-        "verdict": verdict(accuracies, control, baseline) if names else _nothing_compared(baseline),
+        "verdict": verdict(paper, accuracies, control, baseline) if names else _nothing_compared(paper, baseline),
         "per_class": {name: per_class(_of(records, name)) for name in names},
         "confusion": {name: confusion(_of(records, name)) for name in names},
         "maps": {
@@ -141,7 +128,7 @@ def origins(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _check_classes(records: Sequence[Record], first: Record) -> None:
-    """Records are merged by the name of their data: its classes must be the same ones too."""
+    """Records from before digests are merged by the name of their data: its classes must be the same ones too."""
     for record in records:
         mine, others = first["data"]["classes"], record["data"]["classes"]
         if mine != others:
@@ -160,6 +147,6 @@ def _of(records: Sequence[Record], name: str) -> list[Record]:
     return [record for record in records if _is(record, name)]
 
 
-def _nothing_compared(baseline: str) -> dict[str, Any]:
-    empty = verdict({baseline: [0.0]}, [], baseline)
+def _nothing_compared(paper: Claim, baseline: str) -> dict[str, Any]:
+    empty = verdict(paper, {baseline: [0.0]}, [], baseline)
     return {**empty, "ordering": "nothing yet: only control runs are finished"}

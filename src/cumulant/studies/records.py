@@ -1,83 +1,32 @@
 """Records of finished training runs: small JSON files that hold all a report says about a run.
 
-A run is known by its recipe and its seed, not by the place where it was trained: records from another machine or
-another day are merged by copying them into the folder. Which code, machine and versions made a run is in its record.
+Records from another machine or another day are merged by copying them into the folder. Which data, code, machine and
+versions made a run is in its record.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import cumulant
+from cumulant.studies.plan import Key, Run
+from cumulant.studies.training import Training, deciding, fingerprint, key_by_name, mark
 
 if TYPE_CHECKING:
     from cumulant.data.part import Source
-    from cumulant.train import TrainRecipe, TrainResult
+    from cumulant.train import TrainResult
 
 FORMAT = 2  # of records and results.json; raised when the report could not read an older file
 # What a training run depends on, under src/cumulant.
 SOURCES = ("*.py", "kernels/**/*.py", "zoo/*.py", "nn/*.py", "models/*.py", "data/*.py", "train/*.py")
 NOT_SOURCES = {"__init__.py", "cli.py", "command.py", "lazy.py", "listing.py", "style.py", "train/command.py"}
-# Fields of a recipe that do not decide what comes out of a run. The data counts by its name, wherever it lies.
-INDIFFERENT = {
-    "seed", "data", "workers", "in_memory", "max_bad", "parallel", "compile", "compile_mode", "cuda_graph",
-    "eval_epochs", "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard",
-}  # fmt: skip
-ALWAYS = {"model", "attention", "epochs", "batch_size", "lr", "image_size"}
 MAPS = ".maps.json"
-
-Key = tuple[str, int]  # fingerprint of the recipe, seed
-
-
-@dataclass(frozen=True)
-class Run:
-    """One model trained with one configuration from one seed; `role` is "compared" or "control"."""
-
-    configuration: str
-    seed: int
-    role: str
-    recipe: TrainRecipe = field(repr=False, compare=False, hash=False)
-
-    @property
-    def key(self) -> Key:
-        return fingerprint(self.recipe), self.seed
-
-    @property
-    def name(self) -> str:
-        """Name of its files: letters, digits, dots, dashes and underscores only, so that any place takes it."""
-        data = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(self.recipe.data).name)
-        plain = re.sub(r"[^A-Za-z0-9.]+", "_", self.configuration).strip("_")
-        return f"{data}-{plain}{_mark(*self.key)}"
-
-
-def _mark(fingerprint: str, seed: int) -> str:
-    """The end of the name of a run's own files."""
-    return f"-{seed}-{fingerprint[:8]}"
-
-
-def deciding(recipe: TrainRecipe) -> dict[str, Any]:
-    """The values of a recipe that decide a run besides its seed: some always, the others where not the usual ones."""
-    usual, own = asdict(type(recipe)()), asdict(recipe.scaled())
-    deciding = own.keys() - INDIFFERENT
-    values = {key: own[key] for key in deciding if key in ALWAYS or own[key] != usual[key]}
-    if "augmentation" in values:
-        off = usual["augmentation"]
-        values["augmentation"] = {key: v for key, v in own["augmentation"].items() if v != off[key]}
-    values["data"] = Path(recipe.data).name
-    return json.loads(json.dumps(values, sort_keys=True, default=list))
-
-
-def fingerprint(recipe: TrainRecipe) -> str:
-    """Digest of all that decides the outcome of a run besides its seed and the code."""
-    return hashlib.sha256(json.dumps(deciding(recipe), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def source_digest() -> str:
@@ -97,7 +46,9 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if torch.device(device).type == "cuda" else cpu_model()
 
 
-def make_record(run: Run, result: TrainResult, source: Source, device: str, made: dict[str, Any]) -> dict[str, Any]:
+def make_record(
+    run: Training, result: TrainResult, source: Source, device: str, made: dict[str, Any]
+) -> dict[str, Any]:
     """The record of a run finished on `device`; `made` says where it comes from: provenance and digest of the code."""
     from cumulant.train import read_log
 
@@ -108,7 +59,7 @@ def make_record(run: Run, result: TrainResult, source: Source, device: str, made
     return {
         **_head(run, device, made),
         "data": {
-            "name": Path(run.recipe.data).name,
+            **data_of(run),
             "kind": source.kind,
             "train": len(source.train),
             "test": len(predictions.labels),
@@ -143,25 +94,31 @@ def epoch_losses(log: Iterable[dict[str, Any]]) -> list[float]:
     return [sum(loss * steps for loss, steps in one) / sum(steps for _, steps in one) for one in losses if one]
 
 
-def failed_record(run: Run, why: str, device: str, made: dict[str, Any]) -> dict[str, Any]:
+def failed_record(run: Training, why: str, device: str, made: dict[str, Any]) -> dict[str, Any]:
     """The record of a run whose loss became no number: a result too, and one that would be the same again."""
     return {**_head(run, device, made), "failed": why}
 
 
-def _head(run: Run, device: str, made: dict[str, Any]) -> dict[str, Any]:
+def _head(run: Training, device: str, made: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "configuration": run.configuration,
         "mechanism": run.recipe.attention,
         "seed": run.seed,
         "role": run.role,
-        "fingerprint": fingerprint(run.recipe),
+        "fingerprint": run.fingerprint,
         "recipe": deciding(run.recipe),
-        "epochs": run.recipe.epochs,
+        "data": data_of(run),
+        "epochs": run.epochs,
         "device": device_name(device),
         "device_kind": torch.device(device).type,
         **made,
     }
+
+
+def data_of(run: Training) -> dict[str, Any]:
+    """What a record says about the data of its run: what it is called, and what tells it from data of that name."""
+    return {"name": Path(run.recipe.data).name, "digest": run.data}
 
 
 def sparse(counts: torch.Tensor) -> list[list[int]]:
@@ -179,6 +136,10 @@ def dense(rows: Iterable[list[int]], classes: int) -> list[list[int]]:
             line[column] = count
         whole.append(line)
     return whole
+
+
+def key_of(record: Mapping[str, Any]) -> Key:
+    return record["fingerprint"], record["seed"]
 
 
 def read_records(folder: Path) -> tuple[dict[Key, dict[str, Any]], list[str]]:
@@ -203,9 +164,49 @@ def read_records(folder: Path) -> tuple[dict[Key, dict[str, Any]], list[str]]:
         if not records:
             unreadable.append(path.name)
         for record in records:
-            key = record["fingerprint"], record["seed"]
-            (own if path.stem.endswith(_mark(*key)) else found).setdefault(key, record)
+            key = key_of(record)
+            (own if path.stem.endswith(mark(*key)) else found).setdefault(key, record)
     return found | own, unreadable
+
+
+def by_name(kept: Mapping[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+    """The records by what a plan without its data at hand knows them by, see `training.key_by_name`."""
+    found: dict[Key, dict[str, Any]] = {}
+    for one in kept.values():
+        other = found.setdefault(key_by_name(one), one)
+        digests = [_data_digest(record) for record in (other, one)]
+        if None not in digests and digests[0] != digests[1]:
+            raise ValueError(
+                f"there are records of different data named {one['recipe']['data']}; say with --data where it lies"
+            )
+        found[key_by_name(one)] = one if digests[1] else other
+    return found
+
+
+def records_of(plan: Sequence[Run], kept: Mapping[Key, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of the runs of a plan that have one, under the names that they have there."""
+    there = [run for run in plan if run.key in kept]
+    return [{**kept[run.key], "configuration": run.configuration, "role": run.role} for run in there]
+
+
+def strangers(runs: Sequence[Training], kept: Mapping[Key, dict[str, Any]]) -> list[str]:
+    """What is said of records that would belong to these runs if data of one name were the same: they are not used."""
+    names = {(fingerprint(run.recipe), run.seed) for run in runs}
+    wanted = {run.key for run in runs}
+    like = [one for key, one in kept.items() if key not in wanted and "recipe" in one and key_by_name(one) in names]
+    if not like:
+        return []
+    old = sum(_data_digest(one) is None for one in like)
+    told = (
+        (old, "from an earlier version, which did not write down what their data held"),
+        (len(like) - old, f"of other data that is also named {Path(runs[0].recipe.data).name}"),
+    )
+    return [f"records that are left alone and not used: {count} {why}" for count, why in told if count]
+
+
+def _data_digest(record: Mapping[str, Any]) -> str | None:
+    """What tells its data from others of that name; None in records of versions that knew no digests."""
+    return record.get("data", {}).get("digest")
 
 
 def _is_record(value: Any) -> bool:

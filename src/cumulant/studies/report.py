@@ -34,6 +34,7 @@ def render(results: dict[str, Any]) -> str:
         title=wording.title(results),
         noun=noun,
         class_token=wording.class_token(results),
+        about_data=wording.about_data(results),
         missing=wording.missing(results),
         failures=wording.failures(results),
         collapses=wording.collapses(results),

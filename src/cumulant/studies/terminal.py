@@ -13,8 +13,9 @@ def terminal_summary(results: dict[str, Any]) -> str:
     labels = [row["configuration"] + (" (control)" if row["role"] == "control" else "") for row in results["summary"]]
     width = max(18, *map(len, labels))
     lines = [
+        wording.about_data(results),
         f"{'attention':{width}}  {'runs':>4}  {'test accuracy':16}  {'lowest .. highest':18}  {'parameters':>10}  "
-        f"{'s/epoch':>7}  {'s/run':>7}"
+        f"{'s/epoch':>7}  {'s/run':>7}",
     ]
     for label, row in zip(labels, results["summary"], strict=True):
         spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"

@@ -10,15 +10,22 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Morimoto, Wang, Yasuda: ViT on ImageNet-100, top-1 in percent.
-PAPER_ACCURACY = {"softmax": 69.1, "cumulant3": 64.0, "cumulant2": 63.6, "linear": 43.0}
-# softmax > cumulant3 >= cumulant2 > linear: (above, below, whether a tie also agrees with the claim)
-PAPER_CLAIM = (("softmax", "cumulant3", False), ("cumulant3", "cumulant2", True), ("cumulant2", "linear", False))
-
 NAMED = 3  # pairs that differ across neighbours that do not
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says: an ordering as links (above, below, whether a tie agrees), and accuracies in %."""
+
+    links: tuple[tuple[str, str, bool], ...]
+    reported: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        return {name for link in self.links for name in link[:2]}
 
 
 @dataclass(frozen=True)
@@ -108,16 +115,18 @@ def ordering(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> s
     return text + (f", yet {' and '.join(hidden)}" if hidden else "")
 
 
-def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tuple[str, str, list[Comparison]]:
-    """Whether softmax > cumulant3 >= cumulant2 > linear holds: a keyword, a sentence, the comparisons behind it.
+def judge(
+    paper: Claim, accuracies: Mapping[str, Sequence[float]], control_gap: float
+) -> tuple[str, str, list[Comparison]]:
+    """Whether the ordering of a paper holds: a keyword, a sentence, the comparisons behind it.
 
     'reproduced': every '>' is seen and '>=' is not reversed; 'contradicted': some link is reversed; 'partly': some
     '>' is seen and none reversed; 'undecided': no '>' is seen and none reversed; 'untested': a mechanism is missing.
     """
-    links = [link for link in PAPER_CLAIM if link[0] in accuracies and link[1] in accuracies]
+    links = [link for link in paper.links if link[0] in accuracies and link[1] in accuracies]
     results = [compare(first, second, accuracies, control_gap) for first, second, _ in links]
-    if len(links) < len(PAPER_CLAIM):
-        missing = sorted({name for link in PAPER_CLAIM for name in link[:2]} - set(accuracies))
+    if len(links) < len(paper.links):
+        missing = sorted(paper.names - set(accuracies))
         return "untested", f"The paper's ordering is not tested: {', '.join(missing)} did not take part.", results
     reversed_ = [r for r in results if r.outcome == "below"]
     strict = [r for r, (_, _, tie) in zip(results, links, strict=True) if not tie]
@@ -142,18 +151,17 @@ def claim(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> tupl
     return "undecided", text, results
 
 
-def pairs(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> list[Comparison]:
+def pairs(paper: Claim, accuracies: Mapping[str, Sequence[float]], control_gap: float) -> list[Comparison]:
     """Configurations with extras against their mechanism alone and against softmax with the same extras; mechanisms of
     which the paper says nothing against softmax, plain where it was not run with their extras."""
     plain = {_sorted(name): name for name in accuracies}
-    claimed = {name for link in PAPER_CLAIM for name in link[:2]}
     found: list[Comparison] = []
     for name in accuracies:
         mechanism, *extras = name.split("+")
         others = [mechanism] if extras else []
-        if mechanism != "softmax" and (extras or mechanism not in claimed):
+        if mechanism != "softmax" and (extras or mechanism not in paper.names):
             alike = "+".join(["softmax", *extras])
-            others.append(alike if mechanism in claimed or _sorted(alike) in plain else "softmax")
+            others.append(alike if mechanism in paper.names or _sorted(alike) in plain else "softmax")
         there = [plain[_sorted(other)] for other in others if _sorted(other) in plain]
         found += [compare(name, other, accuracies, control_gap) for other in there]
     return found
@@ -164,11 +172,13 @@ def _sorted(name: str) -> tuple[str, ...]:
     return (mechanism, *sorted(extras))
 
 
-def verdict(accuracies: Mapping[str, Sequence[float]], control: Sequence[float], baseline: str) -> dict[str, Any]:
+def verdict(
+    paper: Claim, accuracies: Mapping[str, Sequence[float]], control: Sequence[float], baseline: str
+) -> dict[str, Any]:
     """The summary of a study: final accuracies (fractions) by configuration, the control's, and whom it repeats."""
     gap, control_text = judge_control(accuracies.get(baseline, ()), control, baseline)
-    keyword, sentence, links = claim(accuracies, gap)
-    ties = {(first, second): tie for first, second, tie in PAPER_CLAIM}
+    keyword, sentence, links = judge(paper, accuracies, gap)
+    ties = {(first, second): tie for first, second, tie in paper.links}
     return {
         "claim": keyword,
         "claim_text": sentence,
@@ -183,8 +193,8 @@ def verdict(accuracies: Mapping[str, Sequence[float]], control: Sequence[float],
             }
             for result in links
         ],
-        "pairs": [_values(result) for result in pairs(accuracies, gap)],
-        "paper_accuracy": PAPER_ACCURACY,
+        "pairs": [_values(result) for result in pairs(paper, accuracies, gap)],
+        "paper_accuracy": dict(paper.reported),
     }
 
 

@@ -37,6 +37,12 @@ def noun(results: dict[str, Any]) -> str:
     return "clip" if results["data"]["kind"] == "video" else "image"
 
 
+def about_data(results: dict[str, Any]) -> str:
+    """What was found where the data lies."""
+    data, classes = results["data"], len(results["classes"])
+    return f"{data['name']}: {data['train']:,} training and {data['test']:,} test {noun(results)}s of {classes} classes"
+
+
 def missing(results: dict[str, Any]) -> str:
     """The runs that are not finished, by configuration."""
     counts: dict[str, int] = {}

@@ -22,7 +22,10 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         warnings.warn(f"options are written {new!r}, no longer {text!r}", DeprecationWarning, stacklevel=2)
         text = new
     name, *words = text.split("+")
-    return name, dict(read_option(word, text) for word in words)
+    options = dict(read_option(word, text) for word in words)
+    if len(options) < len(words):
+        raise ValueError(f"each option can be given once, got {text!r}")
+    return name, options
 
 
 def write(name: str, options: Mapping[str, Any]) -> str:

@@ -9,10 +9,12 @@ from bench_records import baseline, record
 
 from cumulant.bench import training
 from cumulant.bench.capture import from_checkpoint
-from cumulant.bench.command import TrainBench
-from cumulant.bench.training import chosen, earlier, judged, planned, run, table
 from cumulant.cli import main
-from cumulant.studies.study import TimeOverError
+from cumulant.data import open_source
+from cumulant.studies import mechanisms
+from cumulant.studies.command import TrainBench
+from cumulant.studies.mechanisms import chosen, digest, earlier, judged, planned, run, table
+from cumulant.studies.runs import TimeOverError
 from cumulant.train import read_recipe
 
 
@@ -23,7 +25,7 @@ def outcome(result, claim):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     settings = TrainBench(
-        attention=("softmax", "linear", "lla:ridge=-1.0"), epochs=1, control=1, device="cpu",
+        attention=("softmax", "linear", "lla+ridge=-1.0"), epochs=1, control=1, device="cpu",
         out=tmp_path_factory.mktemp("bench"),
     )  # fmt: skip
     return settings, run(settings)
@@ -35,7 +37,7 @@ def test_every_mechanism_and_the_control_are_trained_and_kept(trained):
         ("softmax", 0, "compared"),
         ("softmax", 1, "control"),
         ("linear", 0, "compared"),
-        ("lla:ridge=-1.0", 0, "compared"),
+        ("lla+ridge=-1.0", 0, "compared"),
     ]
     for run_ in result["runs"][:3]:
         kept = json.loads((settings.out / "digits" / f"{run_['variant']}-{run_['seed']}" / "bench.json").read_text())
@@ -45,9 +47,9 @@ def test_every_mechanism_and_the_control_are_trained_and_kept(trained):
 
 def test_a_mechanism_that_fails_is_told_and_the_others_are_not_lost(trained):
     _, result = trained
-    assert "ridge must be positive" in result["failed"]["lla:ridge=-1.0"]
+    assert "ridge must be positive" in result["failed"]["lla+ridge=-1.0"]
     assert [row["variant"] for row in result["ranking"]] != []
-    assert "failed: lla:ridge=-1.0: ValueError" in table(result)
+    assert "failed: lla+ridge=-1.0: ValueError" in table(result)
 
 
 def test_costs_stand_beside_accuracy(trained):
@@ -63,7 +65,7 @@ def test_costs_stand_beside_accuracy(trained):
 
 def test_the_same_command_again_trains_nothing(trained, monkeypatch):
     settings, result = trained
-    monkeypatch.setattr(training, "costs", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(mechanisms, "costs", lambda *_: pytest.fail("measured again"))
     screen = io.StringIO()
     again = run(settings, screen)
     assert again["runs"][:3] == result["runs"][:3]
@@ -90,9 +92,8 @@ def test_flops_of_cumulant_layers_are_not_hidden_by_a_fused_kernel():
 
 
 def test_the_baseline_comes_first_with_its_control_then_seed_by_seed():
-    variants = chosen(("linear", "softmax"))
-    runs = planned(variants, variants[1], TrainBench(seeds=2, control=1))
-    assert [(r.variant.label, r.seed, r.role) for r in runs] == [
+    runs = planned(read_recipe("digits"), ("linear", "softmax"), "softmax", TrainBench(seeds=2, control=1))
+    assert [(r.configuration, r.seed, r.role) for r in runs] == [
         ("softmax", 0, "compared"),
         ("softmax", 1, "compared"),
         ("softmax", 2, "control"),
@@ -116,8 +117,8 @@ def test_as_many_test_items_as_the_spread_are_not_beyond_it():
     share = {name: count / 450 for name, count in counts.items()}
     difference, spread = 100 * (share["above"] - share["below"]), 100 * (share["high"] - share["low"])
     assert difference > spread  # by rounding alone
-    assert not training.beyond(difference, spread)
-    assert training.beyond(100 * 8 / 450, spread)
+    assert not mechanisms.beyond(difference, spread)
+    assert mechanisms.beyond(100 * 8 / 450, spread)
 
 
 def test_claims_are_refuted_when_the_other_side_is_beyond_the_spread():
@@ -165,14 +166,14 @@ def test_settings_that_mean_nothing_are_refused(given, message):
 
 
 def test_a_baseline_that_fails_ends_it(tmp_path):
-    settings = TrainBench(attention=("lla:ridge=-1.0", "linear"), epochs=1, device="cpu", out=tmp_path)
-    with pytest.raises(ValueError, match=r"the baseline lla:ridge=-1.0 failed: ValueError: ridge must be positive"):
+    settings = TrainBench(attention=("lla+ridge=-1.0", "linear"), epochs=1, device="cpu", out=tmp_path)
+    with pytest.raises(ValueError, match=r"the baseline lla\+ridge=-1.0 failed: ValueError: ridge must be positive"):
         run(settings)
 
 
 def test_an_unknown_option_of_a_layer_is_refused_before_training():
-    with pytest.raises(ValueError, match="unknown option 'cone'"):
-        chosen(("agent:cone=false",))
+    with pytest.raises(ValueError, match="unknown extra 'cone'"):
+        planned(read_recipe("digits"), chosen(("agent+cone=false",)), "agent+cone=false", TrainBench())
 
 
 def test_a_kept_run_gives_real_queries_keys_and_values(trained):
@@ -186,7 +187,7 @@ def test_records_alone_are_enough_to_go_on_with(trained, tmp_path, monkeypatch):
     """What a visit to another machine brings back is one train.json; the runs in it are not trained again."""
     settings, result = trained
     (tmp_path / "train.json").write_text(json.dumps(result))
-    monkeypatch.setattr(training, "train_one", lambda *_, **__: pytest.fail("a run was trained again"))
+    monkeypatch.setattr(mechanisms.Bench, "make", lambda *_, **__: pytest.fail("a run was trained again"))
     again = run(replace(settings, attention=("softmax", "linear"), out=tmp_path))
     assert [one["top1"] for one in again["runs"]] == [one["top1"] for one in result["runs"][:3]]
     assert again["missing"] == []
@@ -195,7 +196,7 @@ def test_records_alone_are_enough_to_go_on_with(trained, tmp_path, monkeypatch):
 def test_runs_that_a_later_command_does_not_name_stay_in_the_table(trained, tmp_path, monkeypatch):
     settings, result = trained
     (tmp_path / "train.json").write_text(json.dumps(result))
-    monkeypatch.setattr(training, "train_one", lambda *_, **__: pytest.fail("a run was trained again"))
+    monkeypatch.setattr(mechanisms.Bench, "make", lambda *_, **__: pytest.fail("a run was trained again"))
     again = run(replace(settings, attention=("softmax",), out=tmp_path))
     assert [(one["variant"], one["role"]) for one in again["runs"]] == [
         ("softmax", "compared"), ("softmax", "control"), ("linear", "compared"),
@@ -205,19 +206,22 @@ def test_runs_that_a_later_command_does_not_name_stay_in_the_table(trained, tmp_
 def test_records_of_another_recipe_do_not_count(trained, tmp_path):
     settings, result = trained
     (tmp_path / "train.json").write_text(json.dumps(result))
-    recipe = read_recipe(settings.recipe)
-    assert len(earlier(tmp_path, replace(recipe.lasting(1), attention="linear", seed=7))) == 3
-    assert earlier(tmp_path, replace(recipe, epochs=2)) == {}
-    assert earlier(tmp_path / "none", recipe) == {}
+    recipe, data = read_recipe(settings.recipe), open_source("digits").identity()["digest"]
+    own = digest(replace(recipe.lasting(1), attention="linear", seed=7), data)
+    kept, strange = earlier(tmp_path, [], own)
+    assert (len(kept), strange) == (3, 0)
+    assert earlier(tmp_path, [], digest(replace(recipe, epochs=2), data)) == ({}, 3)
+    assert earlier(tmp_path, [], digest(recipe.lasting(1), "other content")) == ({}, 3)
+    assert earlier(tmp_path / "none", [], own) == ({}, 0)
 
 
 def test_without_time_nothing_is_begun_and_what_is_left_is_named(trained, tmp_path):
     settings, _ = trained
-    more = run(replace(settings, attention=("softmax", "linear", "flow")), minutes=1e-9)
+    more = run(replace(settings, attention=("softmax", "linear", "flow"), minutes=1e-9))
     assert more["missing"] == ["flow, seed 0"]
     assert "no time was left for flow, seed 0" in table(more)
     with pytest.raises(TimeOverError, match="no run was finished within the 1e-09 minutes"):
-        run(replace(settings, out=tmp_path), minutes=1e-9)
+        run(replace(settings, out=tmp_path, minutes=1e-9))
 
 
 def test_the_control_of_another_baseline_is_no_run_of_this_one():

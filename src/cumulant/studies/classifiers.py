@@ -1,0 +1,77 @@
+"""Trained classifiers: every run leaves a model, a record of accuracies and confusions, and maps of its attention."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from cumulant.bench.scaling import threads
+from cumulant.studies.records import MAPS, failed_record, make_record
+from cumulant.studies.runs import Record
+from cumulant.studies.training import Training, Trainings
+from cumulant.train.files import write_atomically
+
+if TYPE_CHECKING:
+    from cumulant.data.part import Source
+    from cumulant.train import TrainRecipe
+
+
+class Classifiers(Trainings):
+    """Trains one model a run into runs/ and keeps what is said about it in records/."""
+
+    def folder(self, run: Training) -> Path:
+        return self.out / "runs" / run.name
+
+    def record(self, run: Training) -> Path:
+        return self.out / "records" / f"{run.name}.json"
+
+    def maps(self, run: Training) -> Path:
+        return self.out / "records" / f"{run.name}{MAPS}"
+
+    def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
+        """Train one model, look at its maps and keep the record.
+
+        On a CPU it has one thread, so that the result does not depend on how many run beside it. A loss that is no
+        number ends the run, not the study: its record says so.
+        """
+        from cumulant.train.build import open_recipe_source
+        from cumulant.train.stepping import room_for_compiled_code
+
+        recipe, start = replace(run.recipe, seed=run.seed), time.perf_counter()
+        with ExitStack() as stack:
+            if self.device == "cpu":
+                stack.enter_context(threads(1))
+            if recipe.compile:
+                stack.enter_context(room_for_compiled_code())
+            if shared is not None or multiprocessing.current_process().daemon:
+                # There is nothing to decode, or this may have no processes of its own.
+                recipe = replace(recipe, workers=0)
+            source = shared or open_recipe_source(recipe)
+            # By name only: the run goes on, and its files say the same, wherever the data lies.
+            recipe = replace(recipe, data=Path(recipe.data).name)
+            try:
+                record = self._trained(run, recipe, source, progress)
+            except FloatingPointError as error:
+                record = failed_record(run, str(error), self.device, self.made)
+            # With start and evaluation; of a run that went on, at least all its training.
+            record["wall_seconds"] = round(max(time.perf_counter() - start, record.get("seconds", 0.0)), 2)
+        write_atomically(self.record(run), json.dumps(record, allow_nan=False).encode())
+        return record
+
+    def _trained(self, run: Training, recipe: TrainRecipe, source: Source, progress: IO[str] | None) -> Record:
+        from cumulant.studies.maps import look
+        from cumulant.train import load, train
+
+        result = train(recipe, self.folder(run), source=source, device=self.device, fresh=self.fresh, progress=progress)
+        record = make_record(run, result, source, self.device, self.made)
+        seen = look(load(result.out / "last.safetensors"), recipe, source, examples=run.seed == 0) or {}
+        record["locality"] = seen.get("locality")
+        record["trained"] = seen.get("trained", [])
+        if "maps" in seen:
+            write_atomically(self.maps(run), json.dumps(seen["maps"], allow_nan=False).encode())
+        return record

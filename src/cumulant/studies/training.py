@@ -1,0 +1,137 @@
+"""Runs that train a model on a data set as a recipe says: what tells them apart, and the data they share.
+
+A run is known by its recipe, the content of its data and its seed, not by the place where it was trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cumulant.studies.configuration import configured
+from cumulant.studies.plan import CONTROL_SEED, Key, Run, seeded
+from cumulant.studies.runs import Workshop
+
+if TYPE_CHECKING:
+    from cumulant.data.part import Source
+    from cumulant.train import TrainRecipe
+
+# Fields of a recipe that do not decide what comes out of a run.
+INDIFFERENT = {
+    "seed", "data", "workers", "in_memory", "max_bad", "parallel", "compile", "compile_mode", "cuda_graph",
+    "eval_epochs", "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard",
+}  # fmt: skip
+ALWAYS = {"model", "attention", "epochs", "batch_size", "lr", "image_size"}
+
+
+@dataclass(frozen=True)
+class Training(Run):
+    """One model trained with one configuration from one seed, on data with that digest of its content."""
+
+    recipe: TrainRecipe = field(repr=False, compare=False, hash=False)
+    data: str | None = None
+
+    @property
+    def epochs(self) -> int:
+        return self.recipe.epochs
+
+    @property
+    def name(self) -> str:
+        """Name of its files: letters, digits, dots, dashes and underscores only, so that any place takes it."""
+        data = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(self.recipe.data).name)
+        plain = re.sub(r"[^A-Za-z0-9.]+", "_", self.configuration).strip("_")
+        return f"{data}-{plain}{mark(*self.key)}"
+
+
+def mark(fingerprint: str, seed: int) -> str:
+    """The end of the name of a run's own files."""
+    return f"-{seed}-{fingerprint[:8]}"
+
+
+def trainings(
+    base: TrainRecipe,
+    names: Sequence[str],
+    baseline: str,
+    seeds: int,
+    controls: int,
+    *,
+    data: str | None = None,
+    first_control: int = CONTROL_SEED,
+) -> list[Training]:
+    """The plan of a study that trains each configuration under the same recipe; `data`: the digest of its data.
+
+    Without it runs are known by the name of their data, as in records that were made before digests.
+    """
+    recipes = {name: configured(base, name) for name in names}
+    marks = {name: fingerprint(recipe, data) for name, recipe in recipes.items()}
+    same: dict[str, str] = {}
+    for name in names:
+        if same.setdefault(marks[name], name) != name:
+            raise ValueError(f"{same[marks[name]]} and {name} in attention are the same model; name one")
+    order = seeded(names, baseline, seeds, controls, first_control)
+    return [Training(name, seed, role, marks[name], recipes[name], data) for name, seed, role in order]
+
+
+def deciding(recipe: TrainRecipe) -> dict[str, Any]:
+    """The values of a recipe that decide a run besides its seed: some always, the others where not the usual ones."""
+    usual, own = asdict(type(recipe)()), asdict(recipe.scaled())
+    deciding = own.keys() - INDIFFERENT
+    values = {key: own[key] for key in deciding if key in ALWAYS or own[key] != usual[key]}
+    if "augmentation" in values:
+        off = usual["augmentation"]
+        values["augmentation"] = {key: v for key, v in own["augmentation"].items() if v != off[key]}
+    values["data"] = Path(recipe.data).name
+    return json.loads(json.dumps(values, sort_keys=True, default=list))
+
+
+def fingerprint(recipe: TrainRecipe, data: str | None = None) -> str:
+    """Digest of all that decides the outcome of a run besides its seed and the code; `data`: that of the data's
+    content, which then counts instead of its name."""
+    return _digest(deciding(recipe) | ({} if data is None else {"data": data}))
+
+
+def key_by_name(record: Mapping[str, Any]) -> Key:
+    """What a record would be known by if data of one name were the same: for records without their data at hand."""
+    return _digest(record["recipe"]), record["seed"]
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_models(runs: Sequence[Training], source: Source) -> None:
+    """Build every model once: a wrong value of an extra is told before anything is trained."""
+    from cumulant.train.build import build_model
+
+    for name, recipe in {run.configuration: run.recipe for run in runs}.items():
+        try:
+            build_model(recipe, source)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Trainings(Workshop):
+    """A workshop whose runs follow each other on the same data, which is decoded once."""
+
+    held: dict[tuple[Any, ...], Source] = field(default_factory=dict, repr=False, compare=False)
+
+    def share(self, run: Training) -> Source | None:
+        from cumulant.data.held import hold
+        from cumulant.train.build import open_recipe_source
+
+        recipe = run.recipe
+        reading = (recipe.frames, recipe.stride, recipe.views, recipe.crops, recipe.split, str(recipe.data_options))
+        key = (recipe.data, recipe.loaded_size, *reading)
+        if key not in self.held:
+            held = None if recipe.in_memory == "no" else hold(open_recipe_source(recipe), recipe.loaded_size)
+            if held is None:
+                return None
+            self.held.clear()
+            self.held[key] = held
+        return self.held[key]

@@ -1,0 +1,115 @@
+"""Data is known by what it holds: two folders of one name share nothing, one data set in two places shares all."""
+
+import io
+import json
+import shutil
+
+import pytest
+import torch
+from small_studies import SMALL, quickly
+
+from cumulant.cli import main
+from cumulant.studies import cumulant_vit as room
+from cumulant.studies import mechanisms
+from cumulant.studies.command import Reproduce, TrainBench
+from cumulant.studies.terminal import terminal_summary
+
+
+def write_images(folder, count, shade=0):
+    """A few grey squares of two classes: `count` training images of each."""
+    from PIL import Image
+
+    for part, many in (("train", count), ("test", 2)):
+        for label, name in enumerate("ab"):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(many):
+                pixels = torch.full((8, 8, 3), 40 * label + shade + number, dtype=torch.uint8).numpy()
+                Image.fromarray(pixels).save(folder / part / name / f"{number}.png")
+    return folder
+
+
+def study(data, out, **more):
+    settings = {"attention": ("softmax",), "seeds": 1, "control": 0, "epochs": 1, "workers": 1, "recipe": "digits"}
+    change = (*SMALL[:-1], "batch_size=4")
+    return Reproduce(**(settings | {"data": str(data), "out": out, "change": change, "device": "cpu"} | more))
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A study of A/data, and other data of the same name, as many images of the same classes."""
+    quickly(monkeypatch)
+    data = write_images(tmp_path / "A" / "data", 6), write_images(tmp_path / "B" / "data", 6, shade=120)
+    room.reproduce(study(data[0], tmp_path / "out"))
+    return *data, tmp_path / "out"
+
+
+def test_other_data_of_the_same_name_is_trained_anew_and_keeps_what_was_there(trained):
+    a, b, out = trained
+    screen = io.StringIO()
+    first, second = room.reproduce(study(a, out)), room.reproduce(study(b, out), progress=screen)
+    assert first["data"]["digest"] != second["data"]["digest"]
+    assert first["runs"][0]["fingerprint"] != second["runs"][0]["fingerprint"]
+    said = screen.getvalue()
+    assert "data: 12 train and 4 test images of 2 classes" in said
+    assert "records that are left alone and not used: 1 of other data that is also named data" in said
+    assert room.reproduce(study(a, out))["runs"] == first["runs"]
+    assert len(list((out / "records").glob("*-0-????????.json"))) == 2
+
+
+def test_the_same_data_elsewhere_and_of_another_name_goes_on_with_its_records(trained, tmp_path, monkeypatch):
+    a, _, out = trained
+    monkeypatch.setattr(room, "train_all", lambda missing, *_, **__: pytest.fail("trained again") if missing else [])
+    moved = shutil.copytree(a, tmp_path / "moved" / "renamed")
+    assert room.reproduce(study(moved, out))["data"]["digest"] == room.reproduce(study(a, out))["data"]["digest"]
+
+
+def test_records_that_do_not_say_which_data_they_are_of_are_not_used_and_that_is_said(trained):
+    a, _, out = trained
+    (path,) = (out / "records").glob("*-0-????????.json")
+    old = json.loads(path.read_text())
+    old["fingerprint"] = room.planned(study(a, out))[0].fingerprint  # as it was before data was known by its content
+    del old["data"]["digest"]
+    path.write_text(json.dumps(old))
+    screen = io.StringIO()
+    again = room.reproduce(study(a, out), progress=screen)
+    assert "not used: 1 from an earlier version, which did not write down what their data held" in screen.getvalue()
+    assert again["runs"][0]["data"]["digest"]
+
+
+def test_a_report_without_the_data_at_hand_is_made_where_its_name_is_enough(trained):
+    a, b, out = trained
+    wanted = study("gone/data", out, report_only=True)
+    (out / "results.json").unlink()
+    assert room.remake_report(wanted)["missing"] == []
+    room.reproduce(study(b, out))
+    (out / "results.json").unlink()
+    with pytest.raises(ValueError, match="there are records of different data named data; say with --data where"):
+        room.remake_report(wanted)
+    assert room.remake_report(study(a, out, report_only=True))["missing"] == []
+
+
+def test_terminal_and_page_say_what_data_was_found(trained):
+    a, _, out = trained
+    found = "data: 12 training and 4 test images of 2 classes"
+    assert found in terminal_summary(room.remake_report(study(a, out)))
+    assert found in (out / "report.html").read_text()
+
+
+def test_a_bench_of_other_data_of_the_same_name_takes_no_run_of_it(tmp_path, capsys):
+    a, b = write_images(tmp_path / "A" / "data", 6), write_images(tmp_path / "B" / "data", 5)
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(
+        'model = "vit_nano_patch2_8"\nimage_size = 8\nepochs = 1\nwarmup_epochs = 0.0\nbatch_size = 4\n'
+        "[model_options]\ndepth = 1\nembed_dim = 32\nnum_heads = 2\nin_chans = 3\n"
+    )
+    common = {"recipe": str(recipe), "attention": ("softmax",), "control": 1, "device": "cpu", "out": tmp_path / "out"}
+    result = mechanisms.run(TrainBench(data=str(a), **common))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "train.json").write_text(json.dumps(result))
+    screen = io.StringIO()
+    other = mechanisms.run(TrainBench(data=str(b), **common | {"out": tmp_path / "new"}), screen)
+    assert "not used: 2 runs of another recipe, of other data, or of an earlier version" in screen.getvalue()
+    assert {run["recipe_digest"] for run in other["runs"]}.isdisjoint(run["recipe_digest"] for run in result["runs"])
+    words = ["bench", "train", "--recipe", str(recipe), "--data", str(b), "--out", str(tmp_path / "out")]
+    assert main([*words, "--attention", "softmax", "--control", "1", "--device", "cpu"]) == 2
+    assert "holds a run on other data" in capsys.readouterr().err
