@@ -73,6 +73,15 @@ def test_texts_are_tokenised_for_a_model_of_transformers(tmp_path):
     assert load(tmp_path / "out")(torch.tensor([[2, 5, 3]])).last_hidden_state.isfinite().all()
 
 
+def test_a_converted_folder_has_the_tokenizer_and_the_preprocessing_of_the_model(tmp_path):
+    folder, out = encoder_of_few_words(tmp_path), tmp_path / "out"
+    (folder / "preprocessor_config.json").write_text("{}")
+    run_convert(Convert(str(folder), layers=("0",), out=out))
+    words = transformers().AutoTokenizer.from_pretrained(out)
+    assert words("a good film")["input_ids"] == [2, 5, 6, 7, 3]
+    assert (out / "preprocessor_config.json").is_file()
+
+
 def test_the_dial_is_set_from_the_command_line(tmp_path, capsys):
     folder, texts, out = encoder_of_few_words(tmp_path), tmp_path / "texts.txt", tmp_path / "out"
     texts.write_text("a good bad film " * 63 + "\n" + "good film " * 80 + "\n")  # 254 and 162 tokens with the two ends

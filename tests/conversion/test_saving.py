@@ -27,7 +27,7 @@ def test_loading_a_hybrid_without_us_fails_and_never_answers_with_softmax(tmp_pa
     convert(model, layers=PLAN)
     model.save_pretrained(tmp_path)
     loaded = transformers().AutoModel.from_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match=r"loaded with load"):
+    with pytest.raises(RuntimeError, match=r"loaded with cumulant\.convert\.load"):
         loaded(**padded())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -195,54 +196,33 @@ class Run:
 
     def _watch_teacher(self, batch: Batch, see: Callable[[nn.Module, tuple, dict[str, Any], Any], None]) -> Any:
         """The teacher's answer; `see(student layer, args, kwargs, output)` hears what passes each replaced layer."""
-        handles = []
-        for student, layer in self.pairs.values():
-            handles.append(
-                layer.register_forward_hook(
-                    lambda _, args, kwargs, output, student=student: see(student, args, kwargs, output),
-                    with_kwargs=True,
-                )
-            )
-        try:
-            with torch.no_grad(), self._autocast():
-                return call(self.teacher, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack, torch.no_grad(), self._autocast():
+            for student, layer in self.pairs.values():
+
+                def told(_: Any, args: tuple, kwargs: dict[str, Any], output: Any, own: nn.Module = student) -> None:
+                    see(own, args, kwargs, output)
+
+                stack.callback(layer.register_forward_hook(told, with_kwargs=True).remove)
+            return call(self.teacher, batch)
 
     def _answers(self, batch: Batch) -> Tensor:
         """The loss between both models' answers, plus `layer_weight` times that of the replaced layers' outputs."""
         recipe, mask = self.recipe, present(batch)
-        wanted: dict[int, list[Tensor]] = {}
-        found: dict[int, list[Tensor]] = {}
-        handles = []
-        if recipe.layer_weight:
-            said = self._watch_teacher(
-                batch, lambda student, args, kwargs, output: wanted.setdefault(id(student), []).append(_first(output))
-            )
+        wanted: dict[nn.Module, list[Tensor]] = defaultdict(list)
+        found: dict[nn.Module, list[Tensor]] = defaultdict(list)
+        said = self._watch_teacher(batch, lambda student, _, __, output: wanted[student].append(_first(output)))
+        with ExitStack() as stack, self._autocast():
             for student, _ in self.pairs.values():
-                handles.append(
-                    student.register_forward_hook(
-                        lambda module, args, output: found.setdefault(id(module), []).append(_first(output))
-                    )
-                )
-        else:
-            with torch.no_grad(), self._autocast():
-                said = call(self.teacher, batch)
-        try:
-            with self._autocast():
-                answered = call(self.model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+                hook = student.register_forward_hook(lambda module, _, output: found[module].append(_first(output)))
+                stack.callback(hook.remove)
+            answered = call(self.model, batch)
         read = self.output or answer
         if self.kind == "auto":
             self.kind = usual_loss(self.teacher, said, self.output is not None)
         loss = answer_loss(self.kind, read(answered, batch), read(said, batch), mask, recipe.temperature)
         if recipe.layer_weight:
-            missed = [
-                unexplained(a, b, mask) for key, there in wanted.items() for a, b in zip(found[key], there, strict=True)
-            ]
+            pairs = ((a, b) for one in wanted for a, b in zip(found[one], wanted[one], strict=True))
+            missed = [unexplained(a, b, mask) for a, b in pairs]
             loss = loss + recipe.layer_weight * torch.stack(missed).mean()
         loss.backward()
         return loss.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,24 @@ from ..train.checkpoint import save as save_weights
 from ..train.files import write_atomically
 from .conversion import count_calls
 
+# What stands beside the weights of a model of transformers: files of its tokenizer and of its preprocessing.
+BESIDE = (
+    "*token*.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*processor_config.json",
+    "chat_template*",
+    "*.tiktoken",
+)
+
 
 def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a converted model to a folder: weights as safetensors, and which layer computes what.
 
-    A model of transformers is written by its own save_pretrained; its config.json carries the plan. What `cumulant
+    A model of transformers is written by its own save_pretrained, with the tokenizer and preprocessor files of the
+    folder it came from; its config.json carries the plan. What `cumulant
     train` made keeps its recipe and classes: `cumulant evaluate` takes the folder. A module of your own around a model
     is loaded with `load(folder, model=fresh)`.
     """
@@ -28,8 +42,9 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     library = plans.library_of(model)
     folder.mkdir(parents=True, exist_ok=True)  # save_pretrained writes nothing where a file stands, and only logs it
     if library == plans.TRANSFORMERS and plans.config_of(model) is not None:
-        write: Any = model.save_pretrained
-        write(folder)
+        writer: Any = model
+        writer.save_pretrained(folder)
+        _copy_beside(Path(str(writer.name_or_path or "")), folder)
         return folder
     known: dict[str, Any] = {"library": library, "layers": {name: choice.to_json() for name, choice in plan.items()}}
     if library == plans.OURS:
@@ -41,6 +56,15 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     save_weights(model, folder / WEIGHTS_FILE)
     write_atomically(folder / PLAN_FILE, json.dumps(known, indent=1).encode())
     return folder
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Tokenizer and preprocessor of the folder that a model was read from: without them texts and pictures would be
+    prepared otherwise, and transformers makes up an empty tokenizer without a word."""
+    files = [file for pattern in BESIDE for file in source.glob(pattern)] if source.is_dir() else []
+    for file in files:
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder / file.name)
 
 
 def load(

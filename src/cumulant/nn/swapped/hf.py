@@ -6,7 +6,7 @@ Shape legend: B batch, H query heads, Hk key heads, Lq queries, Lk keys, D key w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,9 +48,9 @@ def register_transformers(*names: str) -> list[str]:
     attention_interface, mask_interface = _registries()
     choices = {name: Choice.named(name) for name in (*fitting(), *names)}
     for name, choice in choices.items():
-        attention_interface.register(name, _uniform(choice))
+        attention_interface.register(name, _entry(choice))
         mask_interface.register(name, key_mask_function)
-    attention_interface.register(MIXED, _by_layer)
+    attention_interface.register(MIXED, _entry(None))
     mask_interface.register(MIXED, key_mask_function)
     return list(choices)
 
@@ -61,15 +61,11 @@ def _registries() -> tuple[Any, Any]:
     return AttentionInterface, AttentionMaskInterface
 
 
-class _uniform:  # noqa: N801  # an instance is a function of the registry
-    """Attention of every layer by one mechanism; anything that it cannot honour is an error."""
+def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """An entry of the attention registry: one mechanism for every layer, where anything that it cannot honour is an
+    error; or (None) what each layer is tagged with, where a layer without a tag is an error: it was never converted."""
 
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-        self.__name__ = choice.name
-
-    def __call__(
-        self,
+    def attend(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -80,47 +76,33 @@ class _uniform:  # noqa: N801  # an instance is a function of the registry
         is_causal: bool | None = None,
         **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if dropout:
+        choice = getattr(module, TAG, None) if fixed is None else fixed
+        if fixed is not None and dropout:
             raise ValueError(
-                f"dropout={dropout} on attention probabilities, but {self.choice.attention!r} forms none; set the "
-                "attention dropout of the config to 0, or use cumulant.convert, which switches it off and reports it"
+                f"dropout={dropout} on attention probabilities, but {fixed.attention!r} forms none; set the attention "
+                "dropout of the config to 0, or use cumulant.convert, which switches it off and reports it"
             )
-        return _converted(module, self.choice, query, key, value, attention_mask, scaling, is_causal, rest)
-
-
-def _by_layer(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **rest: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention by what the layer is tagged with; a layer without a tag was never converted, which is an error."""
-    choice = getattr(module, TAG, None)
-    if _discovery is not None and not torch.compiler.is_compiling():
-        reason = obstacle(module, query, key, attention_mask, is_causal, rest)
-        causal = _causal(module, is_causal) and (attention_mask is None or attention_mask.ndim == 3)
-        pattern = "causal" if causal else "self" if query.shape[2] == key.shape[2] else "cross"
-        _discovery.append(Found(module, query.shape[1], reason, pattern))
-    elif choice is None:
-        raise RuntimeError(
-            f"{type(module).__name__} runs under {MIXED!r} but carries no choice of mechanism; a converted model is "
-            "loaded with load(folder) of cumulant.convert, and a model that was not converted needs a config object of "
-            "its own"
-        )
-    if choice is None or choice.attention == "softmax":
-        reason = obstacle(module, query, key, attention_mask, is_causal, rest)
-        if choice is None or reason is not None:
+        reason = None
+        if fixed is None and (choice is None or choice.attention == "softmax" or _discovery is not None):
+            reason = obstacle(module, query, key, attention_mask, is_causal, rest)
+        if fixed is None and _discovery is not None and not torch.compiler.is_compiling():
+            causal = _causal(module, is_causal) and (attention_mask is None or attention_mask.ndim == 3)
+            pattern = "causal" if causal else "self" if query.shape[2] == key.shape[2] else "cross"
+            _discovery.append(Found(module, query.shape[1], reason, pattern))
+        elif choice is None:
+            raise RuntimeError(
+                f"{type(module).__name__} runs under {MIXED!r} but carries no choice of mechanism; a converted model "
+                "is loaded with cumulant.convert.load(folder), and a model that was not converted needs a config "
+                "object of its own"
+            )
+        if choice is None or (choice.attention == "softmax" and reason is not None):
             shared: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
             return _softmax(module, query, key, value, attention_mask, shared)
-        # Through our own softmax, so that observers see the layer; the answer is the same.
-        return _converted(module, choice, query, key, value, attention_mask, scaling, is_causal, rest, dropout)
-    kept = dropout if choice.heads is not None else 0.0
-    return _converted(module, choice, query, key, value, attention_mask, scaling, is_causal, rest, kept)
+        # A layer that stays softmax goes through our own, so that observers see it; the answer is the same.
+        kept = dropout if choice.drops else 0.0
+        return _converted(module, choice, query, key, value, attention_mask, scaling, is_causal, rest, kept)
+
+    return attend
 
 
 class Found(NamedTuple):
