@@ -113,6 +113,14 @@ def test_an_indivisible_batch_is_refused_with_the_number_of_processes(tmp_path, 
     assert "got batch_size=18, 2 processes, accumulate=6" in capfd.readouterr().err
 
 
+def test_what_the_first_process_refuses_is_told_by_both(tmp_path, capfd):
+    assert train_with_two(RECIPE, tmp_path, dies_at=9) == [-9, -9]
+    assert train_with_two(replace(RECIPE, lr=1e-4), tmp_path) == [1, 1]
+    said = capfd.readouterr().err
+    assert said.count("RecipeError: ") == said.count("holds a run with another recipe (lr: 0.002 -> 0.0001)") == 2
+    assert "Connection" not in said
+
+
 def test_torchrun_starts_the_command_on_two_processes(tmp_path):
     recipe = tmp_path / "short.toml"
     recipe.write_text(

@@ -15,7 +15,7 @@ from torch import Tensor
 from .clips import ClipPart, ClipSampling
 from .decode import IMAGE_SUFFIXES
 from .images import Images
-from .part import DataError, Part, Source, check_groups, shorten
+from .part import DataError, Source, check_groups, shorten
 from .rows import Files
 from .tables import GROUP_IN_NAME, TEST_PARTS, TRAIN_PARTS, pick_parts
 from .video import VIDEO_SUFFIXES, EncodedVideos
@@ -35,15 +35,10 @@ def tree_source(folder: Path, sampling: ClipSampling, *, test_part: str | None =
         raise DataError(f"{folder}: images and videos in one tree ({shorten(sorted(suffixes))}); expected one kind")
     if suffixes & VIDEO_SUFFIXES:
         check_groups(folder.name, name_groups(train), name_groups(test))
-        return Source(
-            folder.name,
-            "video",
-            clip_part(folder, train, sampling, True),
-            clip_part(folder, test, sampling, False),
-            classes,
-        )
-    parts: list[Part] = [Images(listed(folder, part), label_tensor(part)) for part in (train, test)]
-    return Source(folder.name, "image", parts[0], parts[1], classes)
+        clips = [clip_part(folder, part, sampling, jitter) for part, jitter in ((train, True), (test, False))]
+        return Source(folder.name, "video", clips[0], clips[1], classes)
+    images = [Images(*labelled(folder, part)) for part in (train, test)]
+    return Source(folder.name, "image", images[0], images[1], classes)
 
 
 def class_folders(part: Path) -> tuple[str, ...]:
@@ -97,21 +92,16 @@ def media_files(folder: str | Path, above: frozenset[str] | None = None) -> Iter
             yield from media_files(entry.path, above | {here})
 
 
-def has_ucf_lists(folder: Path) -> bool:
-    return ucf_list_folder(folder) is not None
-
-
-def ucf_list_folder(folder: Path) -> Path | None:
+def ucf_lists(folder: Path) -> Path | None:
+    """Where UCF-101's split lists are, if there are any."""
     places = (folder / name for name in LIST_FOLDERS)
     return next((place for place in places if any(place.glob("trainlist0[123].txt"))), None)
 
 
-def ucf_source(folder: Path, sampling: ClipSampling, *, split: int = 1) -> Source:
+def ucf_source(folder: Path, lists: Path, sampling: ClipSampling, *, split: int = 1) -> Source:
     """UCF-101: clips in UCF-101/<class>/ or <class>/; trainlist0k.txt, testlist0k.txt and classInd.txt beside them."""
     if split not in (1, 2, 3):
         raise ValueError(f"split must be 1, 2 or 3, got {split!r}")
-    lists = ucf_list_folder(folder)
-    assert lists is not None
     listed = [read_ucf_list(lists / f"{part}list0{split}.txt") for part in ("train", "test")]
     names = sorted({file.split("/")[0] for part in listed for file in part})
     places = [folder / place for place in CLIP_FOLDERS]
@@ -160,15 +150,11 @@ def ucf_class_order(lists: Path, names: list[str]) -> list[str]:
 
 
 def clip_part(folder: Path, files: Sequence[tuple[str, int]], sampling: ClipSampling, jitter: bool) -> ClipPart:
-    return ClipPart(EncodedVideos(listed(folder, files), label_tensor(files)), sampling, jitter=jitter)
+    return ClipPart(EncodedVideos(*labelled(folder, files)), sampling, jitter=jitter)
 
 
-def listed(folder: Path, files: Sequence[tuple[str, int]]) -> Files:
-    return Files(folder, [file for file, _ in files])
-
-
-def label_tensor(files: Sequence[tuple[str, int]]) -> Tensor:
-    return torch.tensor([label for _, label in files], dtype=torch.int64)
+def labelled(folder: Path, files: Sequence[tuple[str, int]]) -> tuple[Files, Tensor]:
+    return Files(folder, [file for file, _ in files]), torch.tensor([label for _, label in files], dtype=torch.int64)
 
 
 def name_groups(files: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:

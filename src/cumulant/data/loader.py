@@ -85,11 +85,10 @@ class Loader:
         max_bad: int | None = None,
         progress: bool | None = None,
     ) -> None:
-        check_arguments(part, batch_size, size, repeats, rank, world, drop_last)
-        check_options(seed, shuffle, repeats, workers, in_memory, max_bad)
         self.part, self.batch_size, self.size, self.seed = part, batch_size, size, seed
         self.shuffle, self.repeats, self.drop_last = shuffle, repeats, drop_last
         self.rank, self.world, self.device = rank, world, torch.device(device)
+        check_arguments(self, workers, in_memory, max_bad)
         items = len(part) // part.views
         self.max_bad = min(max(10, items // 100), items // 2) if max_bad is None else max_bad
         self.bad: list[BadItem] = []
@@ -231,31 +230,27 @@ def open_files(part: Part, size: int) -> None:
         part.decode(0, size)
 
 
-def check_arguments(
-    part: Part, batch_size: int, size: int, repeats: int, rank: int, world: int, drop_last: bool
-) -> None:
-    for name, value in (("batch_size", batch_size), ("size", size), ("repeats", repeats), ("world", world)):
+def check_arguments(loader: Loader, workers: int | None, in_memory: bool | str, max_bad: int | None) -> None:
+    """Refuse what makes no sense, by name."""
+    for name in ("batch_size", "size", "repeats", "world"):
+        value = getattr(loader, name)
         if value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
         if not isinstance(value, int):
             raise ValueError(f"{name} must be a whole number, got {value!r}")
-    if not isinstance(rank, int) or not 0 <= rank < world:
-        raise ValueError(f"rank must be between 0 and world - 1 = {world - 1}, got {rank}")
-    if batch_size % world:
-        raise ValueError(f"batch_size must be a multiple of world={world}, got {batch_size}")
-    if drop_last and batch_size > len(part):
-        raise ValueError(f"batch_size {batch_size} is larger than the part ({len(part)} items); use drop_last=False")
-
-
-def check_options(
-    seed: int, shuffle: bool, repeats: int, workers: int | None, in_memory: bool | str, max_bad: int | None
-) -> None:
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit into 64 bits, got {seed}")
-    if repeats > 1 and not shuffle:
-        raise ValueError(f"repeats must be 1 without shuffle, got {repeats}: in order every item comes once")
+    if not isinstance(loader.rank, int) or not 0 <= loader.rank < loader.world:
+        raise ValueError(f"rank must be between 0 and world - 1 = {loader.world - 1}, got {loader.rank}")
+    if loader.batch_size % loader.world:
+        raise ValueError(f"batch_size must be a multiple of world={loader.world}, got {loader.batch_size}")
+    items = len(loader.part)
+    if loader.drop_last and loader.batch_size > items:
+        raise ValueError(f"batch_size {loader.batch_size} is larger than the part ({items} items); use drop_last=False")
+    if not -(2**63) <= loader.seed < 2**63:
+        raise ValueError(f"seed must fit into 64 bits, got {loader.seed}")
+    if loader.repeats > 1 and not loader.shuffle:
+        raise ValueError(f"repeats must be 1 without shuffle, got {loader.repeats}: in order every item comes once")
     if not isinstance(in_memory, bool) and in_memory != "auto":  # "no" would count as true
         raise ValueError(f'in_memory must be True, False or "auto", got {in_memory!r}')
-    for name, value in (("workers", workers), ("max_bad", max_bad)):
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise ValueError(f"{name} must be None or a whole number of at least 0, got {value!r}")
+    for name, given in (("workers", workers), ("max_bad", max_bad)):
+        if given is not None and (not isinstance(given, int) or given < 0):
+            raise ValueError(f"{name} must be None or a whole number of at least 0, got {given!r}")

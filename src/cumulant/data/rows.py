@@ -44,68 +44,63 @@ class Rows(Protocol):
         ...
 
 
-class ParquetRows:
-    """Shards, one after the other. The column that is asked for cell by cell is read at the first question."""
+class ParquetShard:
+    """One file. The column that is asked for cell by cell is read at the first question: into memory where `small`."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = list(files)
-        footers = [parquet_file(file) for file in self.files]
-        self.schema = footers[0].schema_arrow
-        for file, footer in zip(self.files, footers, strict=True):
-            if footer.schema_arrow.names != self.schema.names:
-                raise DataError(
-                    f"{file}: wrong columns {footer.schema_arrow.names}, {self.files[0].name} has {self.schema.names}"
-                )
-        self.starts = np.cumsum([0, *(footer.metadata.num_rows for footer in footers)])
-        self._chunks: dict[str, tuple[list[Any], np.ndarray]] = {}
+    def __init__(self, file: Path, small: bool) -> None:
+        self.file, self.small = file, small
+        footer = parquet_file(file)
+        self.schema, self.count = footer.schema_arrow, footer.metadata.num_rows
+        self._chunks: dict[str, tuple[list[Any], NDArray[np.int64]]] = {}
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.count
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_chunks": {}}  # another process reads the files itself
+        return {**self.__dict__, "_chunks": {}}  # another process reads the file itself
 
     def folder(self, row: int) -> Path | None:
-        return self.files[self._shard(row)].parent
-
-    def contents(self, column: str) -> Iterable[bytes]:
-        """Rows, size, beginning and end of every shard: at the end is the footer, with the place of every column."""
-        yield repr((self.schema.names, self.starts.tolist())).encode()
-        for file in self.files:
-            with file.open("rb") as content:
-                size = content.seek(0, os.SEEK_END)
-                content.seek(max(0, size - BLOCK))
-                yield b"%d " % size + content.read()
-            yield beginning(file)
+        return self.file.parent
 
     def name(self, row: int) -> str:
-        shard = self._shard(row)
-        return f"{self.files[shard].name} row {row - int(self.starts[shard])}"
+        return f"{self.file.name} row {row}"
 
-    def _shard(self, row: int) -> int:
-        return int(np.searchsorted(self.starts, row, side="right")) - 1
+    def contents(self, column: str) -> Iterable[bytes]:
+        """Rows, size, beginning and end: at the end is the footer, with the place of every column."""
+        with self.file.open("rb") as content:
+            size = content.seek(0, os.SEEK_END)
+            content.seek(max(0, size - BLOCK))
+            yield repr((self.schema.names, len(self), size)).encode() + content.read()
+        yield beginning(self.file)
 
     def column(self, name: str) -> list[Any]:
-        return [value for file in self.files for value in self._read(file, name).to_pylist()]
+        return self._read(name).to_pylist()
 
     def cell(self, row: int, column: str) -> Any:
         if column not in self._chunks:
-            self._chunks[column] = self._load(column)
+            read = self._read(column).chunks if self.small else mapped_column(self.file, column)
+            chunks = [chunk for chunk in read if len(chunk)]
+            self._chunks[column] = chunks, np.cumsum([0, *map(len, chunks)])
         chunks, starts = self._chunks[column]
         chunk = int(np.searchsorted(starts, row, side="right")) - 1
         return chunks[chunk][row - int(starts[chunk])].as_py()
 
-    def _load(self, column: str) -> tuple[list[Any], np.ndarray]:
-        small = sum(file.stat().st_size for file in self.files) <= IN_MEMORY_BYTES
-        parts = [self._read(file, column).chunks if small else mapped_column(file, column) for file in self.files]
-        chunks = [chunk for part in parts for chunk in part if len(chunk)]
-        return chunks, np.cumsum([0, *(len(chunk) for chunk in chunks)])
-
-    def _read(self, file: Path, column: str) -> Any:
+    def _read(self, column: str) -> Any:
         try:
-            return parquet_file(file).read(columns=[column]).column(column)
+            return parquet_file(self.file).read(columns=[column]).column(column)
         except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-            raise DataError(f"{file}: column {column!r} cannot be read, the file is damaged: {error}") from error
+            raise DataError(f"{self.file}: column {column!r} cannot be read, the file is damaged: {error}") from error
+
+
+def parquet_rows(files: Sequence[Path]) -> JoinedRows:
+    """Shards, one after the other."""
+    small = sum(file.stat().st_size for file in files) <= IN_MEMORY_BYTES
+    shards = [ParquetShard(file, small) for file in files]
+    names = shards[0].schema.names
+    for shard in shards:
+        if shard.schema.names != names:
+            raise DataError(f"{shard.file}: wrong columns {shard.schema.names}, {files[0].name} has {names}")
+    return JoinedRows(*shards)
 
 
 class HubRows:
@@ -149,30 +144,36 @@ class HubRows:
 
 
 class JoinedRows:
-    """Two tables with the same columns, one after the other."""
+    """Tables with the same columns, one after the other."""
 
-    def __init__(self, first: Rows, second: Rows) -> None:
-        self.first, self.second, self.schema = first, second, first.schema
+    def __init__(self, *tables: Rows) -> None:
+        self.tables, self.schema = tables, tables[0].schema
+        self.starts = np.cumsum([0, *map(len, tables)])
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.second)
+        return int(self.starts[-1])
 
     def folder(self, row: int) -> Path | None:
-        return self.first.folder(row) if row < len(self.first) else self.second.folder(row - len(self.first))
+        table, row = self._at(row)
+        return table.folder(row)
 
     def contents(self, column: str) -> Iterable[bytes]:
-        return (*self.first.contents(column), *self.second.contents(column))
+        return (piece for table in self.tables for piece in table.contents(column))
 
     def column(self, name: str) -> list[Any]:
-        return self.first.column(name) + self.second.column(name)
+        return [value for table in self.tables for value in table.column(name)]
 
     def name(self, row: int) -> str:
-        return self.first.name(row) if row < len(self.first) else self.second.name(row - len(self.first))
+        table, row = self._at(row)
+        return table.name(row)
 
     def cell(self, row: int, column: str) -> Any:
-        return (
-            self.first.cell(row, column) if row < len(self.first) else self.second.cell(row - len(self.first), column)
-        )
+        table, row = self._at(row)
+        return table.cell(row, column)
+
+    def _at(self, row: int) -> tuple[Rows, int]:
+        number = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.tables[number], row - int(self.starts[number])
 
 
 class Items(Protocol):

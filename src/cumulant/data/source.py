@@ -12,7 +12,7 @@ from typing import Any
 from ..optional import needed
 from .clips import ClipSampling
 from .digits import digits_source
-from .folders import has_ucf_lists, tree_source, ucf_source
+from .folders import tree_source, ucf_lists, ucf_source
 from .part import DataError, Source, shorten
 from .rows import HubRows
 from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, parquet_source, table_source
@@ -114,9 +114,10 @@ def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dic
     columns = [name for name in ("image_column", "label_column") if choices[name] is not None]
     if columns:
         raise DataError(f"{folder}: {columns[0]}={choices[columns[0]]!r} is for parquet tables; there are none here")
-    if has_ucf_lists(folder):
+    lists = ucf_lists(folder)
+    if lists is not None:
         refuse(f"{folder} (UCF-101's lists)", test_part=choices["test_part"])
-        return ucf_source(folder, sampling, split=split)
+        return ucf_source(folder, lists, sampling, split=split)
     if split != 1:
         raise DataError(f"{folder}: split {split} needs UCF-101's split lists or a parquet table with groups")
     if any((folder / part).is_dir() for part in (*TRAIN_PARTS, *TEST_PARTS)):

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .clips import ClipPart, ClipSampling, Videos
+from .clips import ClipPart, ClipSampling
 from .images import Images
 from .part import DataError, Part, Source, check_groups, shorten
-from .rows import Cells, JoinedRows, ParquetRows, Rows
+from .rows import Cells, JoinedRows, Rows, parquet_rows
 from .video import EncodedVideos, FrameVideos
 
 TRAIN_PARTS = ("train", "training")
@@ -52,7 +52,7 @@ def warn_of_missing_shards(files: Sequence[Path]) -> None:
 
 
 def parquet_source(folder: Path, sampling: ClipSampling, **choices: Any) -> Source:
-    parts = {name: ParquetRows(files) for name, files in find_shards(folder).items()}
+    parts = {name: parquet_rows(files) for name, files in find_shards(folder).items()}
     return table_source(folder.name, parts, sampling, class_names=names_from_tsv(folder / "classes.tsv"), **choices)
 
 
@@ -87,67 +87,51 @@ def table_source(
     rows: Rows = JoinedRows(train, test)
     in_test = np.arange(len(rows)) >= len(train)
 
+    videos: list[NDArray[np.int64]] | None = None
+    names = rows.column("clip") if "clip" in rows.schema.names else None
     if kind == "frame":
-        return frame_rows_source(name, rows, column, labels, classes, in_test, split, sampling)
-    groups = row_groups(name, rows) if kind != "image" else None  # of images a column "group" may mean anything
-    in_test = resplit(name, split, labels, groups, in_test)
-    if every > 1:
-        keep = (labels % every == 0) | (labels < 0)
-        labels, classes = np.where(labels < 0, labels, labels // every), classes[::every]
+        videos, names = clips_of_frames(name, rows, labels, in_test)
+        head = np.asarray([its[0] for its in videos])
+        labels, in_test, groups = labels[head], in_test[head], groups_in_names(names)
+    elif kind == "image":
+        groups = None  # of images a column "group" may mean anything
     else:
-        keep = np.ones(len(rows), dtype=bool)
-    clips = rows.column("clip") if "clip" in rows.schema.names else None
-
-    def videos(picks: NDArray[np.int64]) -> Videos:
-        chosen = torch.from_numpy(labels[picks])
-        if kind == "video":
-            return EncodedVideos(Cells(rows, picks, column), chosen)
-        names = [clips[pick] for pick in picks] if clips else None
-        return FrameVideos(rows, [*picks[:, None]], column, chosen, names, listed=True)
+        groups = row_groups(name, rows)
+    in_test = resplit(name, split, labels, groups, in_test)
+    keep = (labels % every == 0) | (labels < 0)  # of unlabelled items the source tells
+    labels, classes = np.where(labels < 0, labels, labels // every), classes[::every]
 
     def part(testing: bool) -> Part:
         picks = np.flatnonzero(keep & (in_test == testing))
+        chosen = torch.from_numpy(labels[picks])
         if kind == "image":
-            return Images(Cells(rows, picks, column), torch.from_numpy(labels[picks]))
-        return ClipPart(videos(picks), sampling, jitter=not testing)
+            return Images(Cells(rows, picks, column), chosen)
+        if kind == "video":
+            return ClipPart(EncodedVideos(Cells(rows, picks, column), chosen), sampling, jitter=not testing)
+        places = [*picks[:, None]] if videos is None else [videos[pick] for pick in picks]
+        called = None if names is None else [names[pick] for pick in picks]
+        found = FrameVideos(rows, places, column, chosen, called, listed=videos is None)
+        return ClipPart(found, sampling, jitter=not testing)
 
     return Source(name, "image" if kind == "image" else "video", part(False), part(True), classes)
 
 
-def frame_rows_source(
-    name: str,
-    rows: Rows,
-    column: str,
-    labels: NDArray[np.int64],
-    classes: tuple[str, ...],
-    in_test: NDArray[np.bool_],
-    split: int,
-    sampling: ClipSampling,
-) -> Source:
-    """One row a frame (columns clip_id and frame): the rows of a clip, sorted by frame, are its video."""
+def clips_of_frames(
+    name: str, rows: Rows, labels: NDArray[np.int64], in_test: NDArray[np.bool_]
+) -> tuple[list[NDArray[np.int64]], list[str]]:
+    """One row a frame (columns clip_id and frame): the rows of each clip, sorted by frame, and the clips' names."""
     given = rows.column("clip_id")
     if None in given:
         raise DataError(f"{name}: wrong columns, {rows.name(given.index(None))} has no clip_id")
     ids, clip_of_row = np.unique(np.asarray(given), return_inverse=True)
     order = np.lexsort((whole_numbers(name, rows, "frame"), clip_of_row))
-    first = np.flatnonzero(np.diff(clip_of_row[order], prepend=-1))
-    frames = np.split(order, first[1:])
-    head = order[first]
+    frames = np.split(order, np.flatnonzero(np.diff(clip_of_row[order], prepend=-1))[1:])
     names = [str(clip) for clip in ids]
     for column_of, what in ((in_test, "rows in train and in test"), (labels, "rows of several classes")):
         mixed = [clip for clip, its in zip(names, frames, strict=True) if (column_of[its] != column_of[its[0]]).any()]
         if mixed:
             raise DataError(f"{name}: a clip has one class and is in one part, but these have {what}: {shorten(mixed)}")
-    clip_labels, clip_test = labels[head], in_test[head]
-    clip_test = resplit(name, split, clip_labels, groups_in_names(names), clip_test)
-
-    def part(testing: bool) -> ClipPart:
-        picks = np.flatnonzero(clip_test == testing)
-        chosen = [frames[pick] for pick in picks], column, torch.from_numpy(clip_labels[picks])
-        videos = FrameVideos(rows, *chosen, [names[pick] for pick in picks], listed=False)
-        return ClipPart(videos, sampling, jitter=not testing)
-
-    return Source(name, "video", part(False), part(True), classes)
+    return frames, names
 
 
 def pick_parts(name: str, available: Mapping[str, Any], test_part: str | None) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
-from torch import nn
+from torch import Tensor, nn
 
 from ..models import create_model
 from ..nn.swapped.plan import count_own, put_back
@@ -20,16 +21,23 @@ PLAN_FILE, WEIGHTS_FILE = "cumulant.json", "model.safetensors"  # of a folder wi
 TRAINED = ("recipe", "classes")  # entries of the header that say how the weights came about
 
 
-def save(model: nn.Module, path: str | Path, *, notes: dict[str, str] | None = None) -> Path:
+def save(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    notes: Mapping[str, str] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> Path:
     """Write the model's weights and its `config` to `path`, whole or not at all; `notes` join the header.
 
-    Recipe and classes of a model that was loaded stay with it.
+    Recipe and classes of a model that was loaded stay with it. `tensors`: its weights, where they are at hand.
     """
     path = Path(path)
     known = {**getattr(model, "trained", {}), **(notes or {})}
     header = {**known, "format": "pt", "config": json.dumps(getattr(model, "config", None))}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    write_atomically(path, to_bytes(tensors, metadata=header))
+    weights = model.state_dict() if tensors is None else tensors
+    content = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    write_atomically(path, to_bytes(content, metadata=header))
     return path
 
 

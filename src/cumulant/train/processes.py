@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,22 @@ class Processes:
         """Until every process is here."""
         if self.world > 1:
             dist.barrier()
+
+    def lead(self, work: Callable[[], Answer]) -> Answer | None:
+        """Let the first process do the work, whose answer it gets, while the others wait; its error is everyone's."""
+        if self.world == 1:
+            return work()
+        answer: Answer | None = None
+        told: list[Exception | None] = [None]
+        if self.first:
+            try:
+                answer = work()
+            except Exception as error:
+                told = [error]
+        dist.broadcast_object_list(told, device=self.device if self.device.type == "cuda" else None)
+        if told[0] is not None:
+            raise told[0]
+        return answer
 
     def spread(self, model: nn.Module, how: str) -> nn.Module:
         """The module to call in training: the model itself, DDP around it, or the model cut into FSDP2 shards."""

@@ -19,7 +19,6 @@ from typing import IO, Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..data.jobs import telling_of_killed_workers
@@ -28,6 +27,7 @@ from ..data.part import Source
 from . import optimise
 from .average import Average
 from .build import AUGMENT, DROPOUT, augment_of, build_model, build_optimizer, loader_of, open_recipe_source
+from .checkpoint import save
 from .evaluation import Predictions, predict
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
 from .folder import bytes_held, check_data, check_recipe, claim, clear, read_result
@@ -80,21 +80,24 @@ def train(
     out, settings = Path(out), recipe.scaled()
     with ExitStack() as stack:
         team = stack.enter_context(processes(device))
-        if team.first:
+
+        def prepare() -> Source | None:
             claim_room(out, 0)
             stack.enter_context(sole_owner(out))
             remove_leftovers(out)
             if fresh:
                 clear(out)
-            compare = check_recipe(out, settings) or source is not None
-            finished = (out / "result.json").is_file()
-            if compare or not finished:  # the data of a finished run may be gone
-                source = source or open_recipe_source(settings)
-                check_data(out, source)
+            renamed, finished, opened = check_recipe(out, settings), (out / "result.json").is_file(), source
+            if opened is None and (renamed or not finished):  # the data of a finished run may be gone
+                opened = open_recipe_source(settings)
+            if opened is not None:
+                check_data(out, opened)
             if not finished:
                 mend_state(out)
-            claim(out, settings, source)
-        team.wait()
+            claim(out, settings, opened)
+            return opened
+
+        source = team.lead(prepare) or source
         done = read_result(out, [field.name for field in fields(TrainResult) if field.name != "out"])
         if done is not None:
             if team.first:  # one that was killed when only this was left to do
@@ -135,8 +138,7 @@ class _Run:
         self.share, self.classes = share, len(source.classes)
         self.model = build_model(recipe, source).to(team.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        if team.first:
-            claim_room(out, bytes_needed(self.model, recipe.ema > 0, bytes_held(out)))
+        team.lead(lambda: claim_room(out, bytes_needed(self.model, recipe.ema > 0, bytes_held(out))))
         self.core = team.spread(self.model, recipe.parallel)
         alone = team.device.type == "cuda" and team.world == 1 and recipe.accumulate == 1
         graph = recipe.cuda_graph and alone and recipe.compile_mode in ("default", "max-autotune-no-cudagraphs")
@@ -301,17 +303,10 @@ class _Run:
         """Write the weights that the model has now, with all that evaluation needs to know."""
         tensors = whole_weights(self.model)
         if self.team.first:
-            notes = {
-                "format": "pt",
-                "config": json.dumps(self.model.config),
-                "recipe": to_json(self.recipe),
-                "classes": json.dumps(self.source.classes),
-                "epoch": str(epoch),
-                "top1": repr(top1),
-                "weights": "average" if self.average else "plain",
-            }
+            notes = {"recipe": to_json(self.recipe), "classes": json.dumps(self.source.classes), "epoch": str(epoch)}
+            notes |= {"top1": repr(top1), "weights": "average" if self.average else "plain"}
             with naming(str(self.out / name)):
-                write_atomically(self.out / name, to_bytes(tensors, metadata=notes))
+                save(self.model, self.out / name, notes=notes, tensors=tensors)
 
     def _finish(self, found: Predictions, epoch_seconds: float) -> TrainResult:
         with self.average.in_place() if self.average else nullcontext():
