@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from cumulant import zoo
-from cumulant.bench.capture import Captured, from_checkpoint
+from cumulant.bench.capture import from_checkpoint
 from cumulant.bench.provenance import provenance
+from cumulant.call import Call
 from cumulant.inspect.items import labelled_items
 from cumulant.inspect.opening import open_model
 
@@ -35,7 +36,7 @@ def options_for(options: dict[str, Any], prefix: int) -> dict[str, Any]:
     return options | {"apart": prefix} if options.get("around") == "mean" else options
 
 
-def error(layer: Captured, name: str, options: dict[str, Any]) -> float:
+def error(layer: Call, name: str, options: dict[str, Any]) -> float:
     q, k, v = layer.query, layer.key, layer.value
     exact = F.scaled_dot_product_attention(q, k, v)
     out = zoo.get(name)(q, k, v, **options_for(options, layer.prefix))
@@ -66,7 +67,7 @@ def main() -> None:
     results = provenance("python benchmarks/around_mean.py CHECKPOINT IMAGES") | {"model": words, "images": len(labels)}
     results["rows"] = []
     for label, (name, options) in SETTINGS.items():
-        errors = [error(layer, name, options) for layer in layers]
+        errors = [error(layer, name, options) for layer in layers.values()]
         changed = replaced(model, name, options)
         answers = torch.cat([changed(part).argmax(-1) for part in pixels.split(100)])
         top1 = (answers == labels).float().mean().item()

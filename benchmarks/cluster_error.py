@@ -42,8 +42,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cumulant
 from cumulant import zoo
-from cumulant.bench.capture import Captured, from_checkpoint
+from cumulant.bench.capture import from_checkpoint
 from cumulant.bench.provenance import provenance
+from cumulant.call import Call
 from cumulant.cluster import Choice, Dial, KMeans, choose, cluster_attention, multiply_adds, softmax_multiply_adds
 from cumulant.cluster.attention import kmeans_assignment
 from cumulant.cluster.dial import measure, near_tokens
@@ -384,9 +385,10 @@ def figure(found: dict[str, list[tuple[float, float, str]]], dialled: list[dict[
 
 def pareto(encoded: Activations, checkpoint: Path | None, images: str | None) -> None:
     """Prints, for each model and mechanism, the best setting of the dial that costs no more."""
-    found = {"MiniLM, 4,096 tokens": ([Captured(f"layer {i}", *x) for i, x in enumerate(encoded)], 64)}
+    found = {"MiniLM, 4,096 tokens": ([Call(*x) for x in encoded], 64)}
     if checkpoint is not None:
-        layers, words = from_checkpoint(checkpoint, data=images, images=16)
+        captured, words = from_checkpoint(checkpoint, data=images, images=16)
+        layers = list(captured.values())
         found[f"{words}, {layers[0].key.shape[-2]} tokens"] = layers, 1
     results = provenance("python benchmarks/cluster_error.py --parts pareto --model MODEL --reviews REVIEWS --vit VIT")
     results["models"] = {}

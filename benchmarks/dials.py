@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.bench.capture import Captured
 from cumulant.bench.variants import Variant, parse
 from cumulant.bench.work import work_of
+from cumulant.call import Call
 from cumulant.cluster import Choice, KMeans, cluster_attention, multiply_adds, softmax_multiply_adds
 from cumulant.cluster.dial import measure
 
@@ -68,7 +68,7 @@ def name_of(choice: Choice) -> str:
 
 
 @torch.no_grad()
-def dial_points(layers: Sequence[Captured], every: int, choices: Sequence[Choice] | None = None) -> list[Point]:
+def dial_points(layers: Sequence[Call], every: int, choices: Sequence[Choice] | None = None) -> list[Point]:
     """The choices, or every setting there is, on every `every`-th query of each layer.
 
     Settings are also blocks that ask once, and blocks of the patch grid where the layers have one. Cost: R L D a layer
@@ -87,13 +87,13 @@ def dial_points(layers: Sequence[Captured], every: int, choices: Sequence[Choice
     return points
 
 
-def _patches(layers: Sequence[Captured]) -> tuple[int, ...] | None:
+def _patches(layers: Sequence[Call]) -> tuple[int, ...] | None:
     """Rows and columns of the patches of an image, None for other tokens."""
     grid = layers[0].grid
     return grid if grid is not None and len(grid) == 2 else None
 
 
-def shared_points(layers: Sequence[Captured], every: int) -> list[Point]:
+def shared_points(layers: Sequence[Call], every: int) -> list[Point]:
     """Blocks whose queries ask once, with their mean: of the sequence, or of the patches with prefix tokens exact."""
     L = layers[0].key.shape[-2]
     grid = _patches(layers)
@@ -115,7 +115,7 @@ def shared_points(layers: Sequence[Captured], every: int) -> list[Point]:
     return points
 
 
-def grid_points(layers: Sequence[Captured]) -> list[Point]:
+def grid_points(layers: Sequence[Call]) -> list[Point]:
     """Blocks of an image's patches, prefix tokens exact, with near blocks and with or without covariances."""
     grid, prefix, (L, D), E = layers[0].grid, layers[0].prefix, layers[0].key.shape[-2:], layers[0].value.shape[-1]
     assert grid is not None
@@ -139,7 +139,7 @@ def grid_points(layers: Sequence[Captured]) -> list[Point]:
 
 
 @torch.no_grad()
-def mechanism_points(layers: Sequence[Captured], every: int, texts: Sequence[str] = ()) -> list[Point]:
+def mechanism_points(layers: Sequence[Call], every: int, texts: Sequence[str] = ()) -> list[Point]:
     """Every sub-quadratic mechanism of the registry that is not ours by clusters, and the settings in MORE."""
     labels = texts or [n for n in zoo.names() if zoo.get(n).subquadratic and not n.startswith("cluster")]
     more = [] if texts else [m for m in MORE if zoo.get(m.split("+")[0]).subquadratic]
@@ -151,11 +151,11 @@ def mechanism_points(layers: Sequence[Captured], every: int, texts: Sequence[str
     return points
 
 
-def _error(variant: Variant, layer: Captured, every: int) -> float:
+def _error(variant: Variant, layer: Call, every: int) -> float:
     """NaN where the options do not fit the tokens."""
     asked = layer.query[..., every // 2 :: every, :]
     try:
-        out = variant.plain()(layer.query, layer.key, layer.value, **layer.call)[..., every // 2 :: every, :]
+        out = variant.plain().run(layer)[..., every // 2 :: every, :]
     except ValueError:
         return float("nan")
     return _distance(out, F.scaled_dot_product_attention(asked, layer.key, layer.value), layer.value)
@@ -167,10 +167,10 @@ def _distance(out: Tensor, exact: Tensor, value: Tensor) -> float:
 
 
 def _cost(variant: Variant) -> Any:
-    def share(layer: Captured) -> float:
-        one = [x[:1, :1] for x in (layer.query, layer.key, layer.value)]
-        whole = softmax_multiply_adds(one[1].shape[-2], one[1].shape[-1], one[2].shape[-1])
-        return work_of(variant, *one, **{**layer.call, "key_mask": None}).multiply_adds / whole
+    def share(layer: Call) -> float:
+        query, key, value = (x[:1, :1] for x in layer[:3])
+        one = layer._replace(query=query, key=key, value=value, key_mask=None, query_mask=None)
+        return work_of(variant, one).multiply_adds / softmax_multiply_adds(*key.shape[-2:], value.shape[-1])
 
     return share
 
@@ -196,7 +196,7 @@ def verdicts(points: Sequence[Point]) -> list[dict[str, Any]]:
     return rows
 
 
-def compare(layers: Sequence[Captured], every: int) -> dict[str, Any]:
+def compare(layers: Sequence[Call], every: int) -> dict[str, Any]:
     """Points and verdicts of one model's layers, as they go into a results file."""
     points = [*mechanism_points(layers, every), *dial_points(layers, every)]
     tokens, dim = layers[0].key.shape[-2:]

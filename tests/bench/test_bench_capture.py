@@ -33,14 +33,14 @@ def test_the_layer_is_its_mechanism_on_what_was_captured(options):
     layers = capture(model, images)
     for hook in hooks:
         hook.remove()
-    assert [layer.layer for layer in layers] == [f"blocks.{i}.attn" for i in range(4)]
-    for block, layer, output in zip(model.blocks, layers, outputs, strict=True):
+    assert list(layers) == [f"blocks.{i}.attn" for i in range(4)]
+    for block, layer, output in zip(model.blocks, layers.values(), outputs, strict=True):
         mixed = block.attn.mechanism(layer.query, layer.key, layer.value)
         torch.testing.assert_close(block.attn.proj(mixed.transpose(1, 2).flatten(2)), output)
 
 
 def test_grid_and_prefix_are_captured():
-    first = capture(nano(), torch.randn(1, 1, 8, 8))[0]
+    first = capture(nano(), torch.randn(1, 1, 8, 8))["blocks.0.attn"]
     assert (first.grid, first.prefix, first.is_causal, first.key_mask) == ((4, 4), 1, False, None)
 
 
@@ -48,7 +48,7 @@ def test_a_folded_layer_gives_its_queries_keys_values_and_mask_too():
     layer = CumulantAttention(16, 2, order=2, fold=True)
     x, mask = torch.randn(2, 6, 16), torch.arange(6).lt(4).expand(2, 6)
     model = Masked(layer, mask)
-    (found,) = capture(model, x)
+    (found,) = capture(model, x).values()
     mixed = layer.mechanism(found.query, found.key, found.value, key_mask=found.key_mask)
     torch.testing.assert_close(layer.proj(mixed.transpose(1, 2).flatten(2)), model(x))
 
@@ -74,7 +74,7 @@ def test_layers_over_two_axes_are_refused():
 def test_a_checkpoint_without_recipe_is_shown_the_digits_it_is_made_for(tmp_path):
     save(nano("cumulant3"), tmp_path / "model.safetensors")
     layers, words = from_checkpoint(tmp_path / "model.safetensors", images=5)
-    assert layers[0].query.shape == (5, 4, 17, 16)
+    assert layers["blocks.0.attn"].query.shape == (5, 4, 17, 16)
     assert words == "vit_nano_patch2_8 trained with cumulant3, 5 of digits"
 
 

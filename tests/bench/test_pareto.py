@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from cumulant.bench.capture import Captured
 from cumulant.bench.error import logit_size
 from cumulant.bench.pareto import error_against_cost, mark_front, random_tokens, table
 
@@ -13,7 +12,7 @@ from cumulant.bench.pareto import error_against_cost, mark_front, random_tokens,
 @pytest.fixture(scope="module")
 def everything():
     layers = [random_tokens(size, length=24, dim=8, seed=1) for size in (0.5, 1.5)]
-    captured = [Captured(f"blocks.{i}.attn", x.query, x.key, x.value) for i, x in enumerate(layers)]
+    captured = {f"blocks.{i}.attn": x for i, x in enumerate(layers)}
     return error_against_cost(sizes=(0.1, 1.0), length=24, dim=8, captured=captured, captured_from="a model")
 
 
@@ -82,12 +81,12 @@ def test_causal_rows_are_compared_with_causal_softmax():
 
 def test_masked_keys_take_no_part():
     tokens = random_tokens(0.5, length=10, dim=4)
-    masked = Captured(
-        "layer", tokens.query, tokens.key, tokens.value, key_mask=torch.arange(10).expand(2, 10) < 6
-    )  # fmt: skip
-    result = error_against_cost(("cumulant2",), sizes=(), captured=[masked])
-    without = [x[..., :6, :] for x in (tokens.key, tokens.value)]
-    cut = error_against_cost(("cumulant2",), sizes=(), captured=[Captured("layer", tokens.query, *without)])
+    masked = tokens._replace(key_mask=torch.arange(10).expand(2, 10) < 6)
+    key, value = (x[..., :6, :] for x in (tokens.key, tokens.value))
+    result, cut = (
+        error_against_cost(("cumulant2",), sizes=(), captured={"layer": call})
+        for call in (masked, tokens._replace(key=key, value=value))
+    )
     assert row(result["cases"][0], "cumulant2")["centred"] == pytest.approx(
         row(cut["cases"][0], "cumulant2")["centred"]
     )
@@ -121,7 +120,7 @@ def test_a_word_where_a_number_belongs_is_told_and_the_others_are_measured():
 
 def test_the_work_of_a_model_is_that_of_all_its_layers():
     """As in a factorised video model, whose second encoder sees other tokens than the first."""
-    layers = [random_tokens(1.0, length=length, dim=4) for length in (8, 32)]
+    layers = {f"{length} tokens": random_tokens(1.0, length=length, dim=4) for length in (8, 32)}
     result = error_against_cost(("linear",), sizes=(), captured=layers)
     own = [row(case, "linear")["total"] for case in result["cases"]]
     softmax = [total / row(case, "linear")["of_softmax"] for total, case in zip(own, result["cases"], strict=True)]

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cumulant.bench.variants import parse
 from cumulant.bench.work import WorkCounter, work_of
+from cumulant.call import Call
 
 L, D = 48, 8
 
@@ -22,17 +23,17 @@ def test_multiply_adds_are_half_of_what_torch_counts(name):
     variant = parse(name)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as torchs:
         variant.plain()(*tokens())
-    assert 2 * work_of(variant, *tokens()).multiply_adds == torchs.get_total_flops() > 0
+    assert 2 * work_of(variant, Call(*tokens())).multiply_adds == torchs.get_total_flops() > 0
 
 
 @pytest.mark.parametrize(("name", "formula"), [("softmax", L * L * 2 * D), ("cumulant2", 2 * L * D * D)])
 def test_multiply_adds_follow_the_formula(name, formula):
-    assert work_of(parse(name), *tokens()).multiply_adds == formula
+    assert work_of(parse(name), Call(*tokens())).multiply_adds == formula
 
 
 @pytest.mark.parametrize(("name", "factor"), [("softmax", 4), ("linear", 2), ("cumulant3", 2), ("hierarchical", 2)])
 def test_twice_the_tokens_are_twice_or_four_times_the_work(name, factor):
-    short, long = (work_of(parse(name), *tokens(n)).total for n in (256, 512))
+    short, long = (work_of(parse(name), Call(*tokens(n))).total for n in (256, 512))
     assert long / short == pytest.approx(factor, rel=0.05)
 
 

@@ -179,7 +179,7 @@ def test_an_unknown_option_of_a_layer_is_refused_before_training():
 def test_a_kept_run_gives_real_queries_keys_and_values(trained):
     settings, _ = trained
     layers, words = from_checkpoint(settings.out / "digits" / "linear-0", images=6)
-    assert [layer.query.shape for layer in layers] == [(6, 4, 17, 16)] * 4
+    assert [call.query.shape for call in layers.values()] == [(6, 4, 17, 16)] * 4
     assert words == "vit_nano_patch2_8 trained with linear, 6 of digits"
 
 

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from dials import Point, compare, dial_points, mechanism_points, name_of, settings, shared_points, verdicts
 
 from cumulant import zoo
-from cumulant.bench.capture import Captured
+from cumulant.call import Call
 from cumulant.cluster import Choice, KMeans
 
 
 def layers(tokens=32, dim=8, grid=None, prefix=0):
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, tokens, dim, generator=generator)
-    return [Captured("one", 2 * q, k, v, grid=grid, prefix=prefix), Captured("two", q, k, v, grid=grid, prefix=prefix)]
+    return [Call(2 * q, k, v, grid=grid, prefix=prefix), Call(q, k, v, grid=grid, prefix=prefix)]
 
 
 def test_a_mechanism_is_held_against_the_best_setting_that_costs_no_more():

@@ -7,7 +7,6 @@ from ..lazy import lazy
 if TYPE_CHECKING:
     from .cab import compositional_index as compositional_index
     from .cab import efficiency_length as efficiency_length
-    from .capture import Captured as Captured
     from .capture import capture as capture
     from .error import softmax_error as softmax_error
     from .pareto import error_against_cost as error_against_cost

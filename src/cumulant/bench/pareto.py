@@ -11,18 +11,19 @@ the error says what happens where they replace it without training.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import IO, Any
 
 import torch
 from tqdm import tqdm
 
-from cumulant.bench.capture import Captured, from_checkpoint
+from cumulant.bench.capture import from_checkpoint
 from cumulant.bench.command import Error
 from cumulant.bench.error import logit_size, relative_error
 from cumulant.bench.variants import Variant, parse, select
 from cumulant.bench.work import work_of
+from cumulant.call import Call
 
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
 LARGEST = 1e100  # of the logits: their squares are finite in float64
@@ -37,7 +38,7 @@ def random_tokens(
     batch: int = 2,
     seed: int = 0,
     causal: bool = False,
-) -> Captured:
+) -> Call:
     """Independent normal q, k, v (B, H, L, D); the standard deviation of the scaled q.k over keys is `size`."""
     if not 0 < size <= LARGEST:
         raise ValueError(f"sizes must be positive and at most {LARGEST:g}, got {size:g}")
@@ -48,25 +49,26 @@ def random_tokens(
     query, key, value = torch.randn(3, batch, heads, length, dim, generator=generator, dtype=torch.float64)
     if length > 1:
         query = query * (size / logit_size(query, key))
-    return Captured(f"random, logit size {size:g}", query, key, value, is_causal=causal)
+    return Call(query, key, value, is_causal=causal)
 
 
 @torch.no_grad()
-def case(tokens: Captured, variants: Sequence[Variant], kind: str) -> dict[str, Any]:
+def case(name: str, call: Call, variants: Sequence[Variant], kind: str) -> dict[str, Any]:
     """Error and work of every variant on the same tokens; `of_softmax` is its work over that of softmax."""
-    query, key, value = (x.double() for x in (tokens.query, tokens.key, tokens.value))
+    query, key, value = (x.double() for x in call[:3])
+    call = call._replace(query=query, key=key, value=value)
     softmax, plain_mean = parse("softmax"), parse("cumulant1").plain()
-    expected = softmax(query, key, value, **tokens.call)
-    spread = (expected - plain_mean(query, key, value, **tokens.call)).norm().item()
-    one = tuple(x[:1, :1] for x in (query, key, value))  # the work is that of one head
-    first = {**tokens.call, "key_mask": None}
-    exact = work_of(softmax, *one, **first).total
+    expected = softmax.run(call)
+    spread = (expected - plain_mean.run(call)).norm().item()
+    query, key, value = (x[:1, :1] for x in call[:3])  # the work is that of one head
+    one = call._replace(query=query, key=key, value=value, key_mask=None, query_mask=None)
+    exact = work_of(softmax, one).total
     rows = []
     for variant in variants:
         row: dict[str, Any] = {"variant": variant.label, "note": ""}
         try:
-            out = variant.plain()(query, key, value, **tokens.call)
-            work = work_of(variant, *one, **first)
+            out = variant.plain().run(call)
+            work = work_of(variant, one)
         except (ValueError, TypeError) as error:  # a number was asked for, and a word given: an option of the variant
             rows.append({**row, "note": str(error)})
             continue
@@ -82,13 +84,13 @@ def case(tokens: Captured, variants: Sequence[Variant], kind: str) -> dict[str, 
         rows.append(row)
     mark_front(rows)
     return {
-        "name": tokens.layer,
+        "name": name,
         "kind": kind,
-        "logit_size": logit_size(query, key),
-        "heads": query.shape[-3],
-        "tokens": query.shape[-2],
-        "dim": query.shape[-1],
-        "is_causal": tokens.is_causal,
+        "logit_size": logit_size(call.query, call.key),
+        "heads": call.query.shape[-3],
+        "tokens": call.query.shape[-2],
+        "dim": call.query.shape[-1],
+        "is_causal": call.is_causal,
         "rows": rows,
     }
 
@@ -115,7 +117,7 @@ def error_against_cost(
     dim: int = 64,
     seed: int = 0,
     causal: bool = False,
-    captured: Sequence[Captured] = (),
+    captured: Mapping[str, Call] | None = None,
     captured_from: str = "",
     on_case: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -125,12 +127,13 @@ def error_against_cost(
     """
     variants, left_out = select(texts, "causal" if causal else "noncausal")
     cases = []
-    drawn = [random_tokens(size, length=length, dim=dim, seed=seed, causal=causal) for size in sizes]
-    for kind, group in (("random", drawn), ("captured", captured)):
-        for tokens in group:
-            cases.append(case(tokens, variants, kind))
+    shape: dict[str, Any] = {"length": length, "dim": dim, "seed": seed, "causal": causal}
+    drawn = {f"random, logit size {size:g}": random_tokens(size, **shape) for size in sizes}
+    for kind, group in (("random", drawn), ("captured", captured or {})):
+        for name, call in group.items():
+            cases.append(case(name, call, variants, kind))
             if on_case is not None:
-                on_case(tokens.layer)
+                on_case(name)
     if not cases:
         raise ValueError("there is nothing to measure: give sizes, or a checkpoint")
     return {
@@ -146,7 +149,7 @@ def error_against_cost(
 
 def run(settings: Error, progress: IO[str] | None = None) -> dict[str, Any]:
     """What `cumulant bench error` measures when mechanisms or a checkpoint are named; `progress` gets a bar."""
-    captured: Sequence[Captured] = ()
+    captured: Mapping[str, Call] = {}
     words = ""
     if settings.checkpoint is not None:
         captured, words = from_checkpoint(settings.checkpoint, data=settings.data, images=settings.images)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cumulant import zoo
+from cumulant.call import Call
 from cumulant.zoo import grammar
 from cumulant.zoo.registry import Mechanism
 
@@ -29,6 +30,10 @@ class Variant:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         """query (..., H, Lq, D), key (..., H, Lk, D), value (..., H, Lk, E) -> (..., H, Lq, E); see `Call`."""
         return self.mechanism(query, key, value, **arguments, **self.options)
+
+    def run(self, call: Call) -> Tensor:
+        """The output for a call, (..., H, Lq, E)."""
+        return self.mechanism.run(call, **self.options)
 
     def plain(self) -> Variant:
         """The same result by ordinary tensor operations: what is counted, and the reference of a fused kernel."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from cumulant.bench.variants import Variant
+from cumulant.call import Call
 
 MOVES = {
     "_linalg_check_errors", "_local_scalar_dense", "_to_copy", "_unsafe_view", "arange", "cat", "clone",
@@ -69,10 +70,10 @@ class WorkCounter(TorchDispatchMode):
         return out
 
 
-def work_of(variant: Variant, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Work:
+def work_of(variant: Variant, call: Call) -> Work:
     """Work of one forward call in its plain form; fused kernels do the same arithmetic, or a little more."""
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), WorkCounter() as counter:
-        variant.plain()(query, key, value, **call)
+        variant.plain().run(call)
     return counter.work
 
 

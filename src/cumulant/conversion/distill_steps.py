@@ -210,9 +210,15 @@ class Run:
         recipe, mask = self.recipe, present(batch)
         wanted: dict[nn.Module, list[Tensor]] = defaultdict(list)
         found: dict[nn.Module, list[Tensor]] = defaultdict(list)
-        said = self._watch_teacher(batch, lambda student, _, __, output: wanted[student].append(_first(output)))
+        compared = [student for student, _ in self.pairs.values()] if recipe.layer_weight else []
+
+        def keep(student: nn.Module, _: tuple, __: dict[str, Any], output: Any) -> None:
+            if compared:
+                wanted[student].append(_first(output))
+
+        said = self._watch_teacher(batch, keep)
         with ExitStack() as stack, self._autocast():
-            for student, _ in self.pairs.values():
+            for student in compared:
                 hook = student.register_forward_hook(lambda module, _, output: found[module].append(_first(output)))
                 stack.callback(hook.remove)
             answered = call(self.model, batch)
