@@ -6,11 +6,21 @@ Text and grid colours are left to the page, which sets them for light or dark wh
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from html import escape
 from typing import Any
 
-from cumulant.style import DASHES, MARKS, colour, layout, logarithmic, mark, palette, transparent
+from cumulant.studies.outcome import MANY_CLASSES
+from cumulant.style import COLOURS, DASHES, MARKS, colour, layout, logarithmic, mark, palette, transparent
 
 Figure = dict[str, Any]
+POWERS = ["0.0001 %", "0.001 %", "0.01 %", "0.1 %", "1 %", "10 %", "100 %", "1000 %", "10⁴ %", "10⁵ %"]
+
+
+def scatter(mode: str, x: Sequence[Any], y: Sequence[Any], hover: str, **more: Any) -> dict[str, Any]:
+    """A trace of points or lines; without a name it is no part of the legend."""
+    hidden = {} if "name" in more else {"showlegend": False}
+    return {"type": "scatter", "mode": mode, "x": x, "y": y, "hovertemplate": hover, **hidden, **more}
 
 
 def groups(results: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
@@ -25,86 +35,42 @@ def groups(results: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]
 
 def accuracy_points(results: dict[str, Any]) -> Figure:
     """Every run as a point, the mean as a bar across: the spread is seen before any statistic."""
-    data = []
-    colours = palette(results["attention"])
+    data, colours = [], palette(results["attention"])
     for row, (label, key, runs) in enumerate(groups(results)):
         values = [100 * run["accuracy"] for run in runs]
+        mean, extra = statistics.mean(values), f"<extra>{label}</extra>"
         # Runs of the same accuracy would hide each other: spread them a little around their row.
         offsets = [row + 0.3 * (i / (len(runs) - 1) - 0.5) if len(runs) > 1 else row for i in range(len(runs))]
+        points = {"color": transparent(colours[key], 0.55), "size": 10}
+        seeds = [f"seed {run['seed']}" for run in runs]
+        bar, upright = {"color": colours[key], "width": 4}, [row - 0.34, row + 0.34]
         data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": label,
-                "x": values,
-                "y": offsets,
-                "text": [f"seed {run['seed']}" for run in runs],
-                "hovertemplate": "%{x:.2f} %<br>%{text}<extra>" + label + "</extra>",
-                "marker": {"color": transparent(colours[key], 0.55), "size": 10},
-                "showlegend": False,
-            }
-        )
-        mean = statistics.mean(values)
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": [mean, mean],
-                "y": [row - 0.34, row + 0.34],
-                "line": {"color": colours[key], "width": 4},
-                "hovertemplate": f"mean {mean:.2f} %<extra>{label}</extra>",
-                "showlegend": False,
-            }
-        )
+            scatter("markers", values, offsets, "%{x:.2f} %<br>%{text}" + extra, text=seeds, marker=points, name=label,
+                    showlegend=False)
+        )  # fmt: skip
+        data.append(scatter("lines", [mean, mean], upright, f"mean {mean:.2f} %{extra}", line=bar))
     labels = [label.replace(" (", "<br>(") for label, _, _ in groups(results)]
-    rows = {
-        "tickvals": list(range(len(labels))),
-        "ticktext": labels,
-        "range": [len(labels) - 0.5, -0.5],
-        "title": {"text": ""},
-        "showgrid": False,
-        "automargin": True,
-    }
-    return {
-        "data": data,
-        "layout": layout("test accuracy, %", "", height=90 + 46 * len(labels), hovermode="closest", yaxis=rows),
-    }
+    rows = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.5, -0.5],
+            "title": {"text": ""}, "showgrid": False, "automargin": True}  # fmt: skip
+    shape = layout("test accuracy, %", "", height=90 + 46 * len(labels), hovermode="closest", yaxis=rows)
+    return {"data": data, "layout": shape}
 
 
 def curves(results: dict[str, Any], field: str, y: str, factor: float = 1.0) -> Figure:
     """Mean over seeds against epochs, with a band from the lowest to the highest seed."""
-    data = []
+    data: list[dict[str, Any]] = []
     colours = palette(results["attention"])
     for label, key, runs in groups(results):
         by_run = [dict(zip(epochs_of(run, field), run[field], strict=True)) for run in runs]
         epochs = [epoch for epoch in by_run[0] if all(epoch in run for run in by_run)]
         by_epoch = [[factor * run[epoch] for run in by_run] for epoch in epochs]
         low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
-        data.append(
-            {
-                "type": "scatter",
-                "x": epochs + epochs[::-1],
-                "y": high + low[::-1],
-                "fill": "toself",
-                "mode": "none",
-                "fillcolor": transparent(colours[key], 0.15),
-                "hoverinfo": "skip",
-                "showlegend": False,
-                "legendgroup": label,
-            }
-        )
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines" if len(epochs) > 1 else "markers",
-                "name": label,
-                "legendgroup": label,
-                "x": epochs,
-                "y": [statistics.mean(v) for v in by_epoch],
-                "line": {"color": colours[key], "width": 2.2, "dash": DASHES.get(key, "solid")},
-                "hovertemplate": "%{y:.2f}",
-            }
-        )
+        mean, mode = [statistics.mean(v) for v in by_epoch], "lines" if len(epochs) > 1 else "markers"
+        line = {"color": colours[key], "width": 2.2, "dash": DASHES.get(key, "solid")}
+        band = {"type": "scatter", "x": epochs + epochs[::-1], "y": high + low[::-1], "fill": "toself", "mode": "none",
+                "fillcolor": transparent(colours[key], 0.15), "hoverinfo": "skip", "showlegend": False}  # fmt: skip
+        data += [{**band, "legendgroup": label}]
+        data += [scatter(mode, epochs, mean, "%{y:.2f}", name=label, legendgroup=label, line=line)]
     whole = {"dtick": 1} if max((len(run["loss"]) for run in results["runs"]), default=0) <= 10 else {}
     return {"data": data, "layout": layout("epoch", y, xaxis=whole)}
 
@@ -117,96 +83,123 @@ def epochs_of(run: dict[str, Any], field: str) -> list[int]:
 def error_by_order(results: dict[str, Any]) -> Figure:
     """Relative error against the size of the logits, lines for random data, points for the trained softmax model."""
     error, trained = results["error"], results["trained"]
-    data = []
+    data, sizes = [], [layer["logit_size"] for layer in trained]
     for name, values in error["relative_error"].items():
+        line = {"color": colour(name), "width": 2.4, "dash": DASHES.get(name, "solid")}
         data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "legendgroup": name,
-                "x": error["logit_sizes"],
-                "y": values,
-                "line": {"color": colour(name), "width": 2.4, "dash": DASHES.get(name, "solid")},
-                "hovertemplate": "%{y:.2~%} at %{x}",
-            }
+            scatter("lines", error["logit_sizes"], values, "%{y:.2~%} at %{x}", name=name, legendgroup=name, line=line)
         )
         if trained:
+            ring = {"color": colour(name), "size": 9, "symbol": "circle-open", "line": {"width": 2}}
+            here, layers = f"{name}, trained model", [f"layer {layer['layer']}" for layer in trained]
+            reached = [layer["relative_error"][name] for layer in trained]
+            hover = "%{text}: %{y:.2~%} at %{x:.2f}<extra>" + here + "</extra>"
             data.append(
-                {
-                    "type": "scatter",
-                    "mode": "markers",
-                    "name": f"{name}, trained model",
-                    "legendgroup": name,
-                    "showlegend": False,
-                    "x": [layer["logit_size"] for layer in trained],
-                    "y": [layer["relative_error"][name] for layer in trained],
-                    "text": [f"layer {layer['layer']}" for layer in trained],
-                    "marker": {"color": colour(name), "size": 9, "symbol": "circle-open", "line": {"width": 2}},
-                    "hovertemplate": "%{text}: %{y:.2~%} at %{x:.2f}<extra>" + name + ", trained model</extra>",
-                }
-            )
-    ticks = {"tickvals": [0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10], "type": "log"}
-    shape = layout(
-        "logit size (standard deviation of q·k)",
-        "relative error",
-        height=420,
-        hovermode="closest",
-        xaxis=ticks,
-        yaxis={
-            "type": "log",
-            "tickvals": [10.0**power for power in range(-6, 4)],
-            "ticktext": ["0.0001 %", "0.001 %", "0.01 %", "0.1 %", "1 %", "10 %", "100 %", "1000 %", "10⁴ %", "10⁵ %"],
-        },
-    )
+                scatter("markers", sizes, reached, hover, name=here, legendgroup=name, showlegend=False, text=layers,
+                        marker=ring)
+            )  # fmt: skip
+    across = {"tickvals": [0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10], "type": "log"}
+    up = {"type": "log", "tickvals": [10.0**power for power in range(-6, 4)], "ticktext": POWERS}
+    about = "logit size (standard deviation of q·k)"
+    shape = layout(about, "relative error", height=420, hovermode="closest", xaxis=across, yaxis=up)
     return {"data": data, "layout": shape}
 
 
 def cost_by_length(results: dict[str, Any], field: str, y: str, factor: float) -> Figure:
     """Time or memory of every mechanism against the number of tokens, both axes logarithmic."""
-    measurements = results["scaling"]["measurements"]
-    data = []
-    colours = palette(list(dict.fromkeys(one["name"] for one in measurements)))
-    for name in dict.fromkeys(one["name"] for one in measurements):
-        own = [one for one in measurements if one["name"] == name]
-        trace: dict[str, Any] = {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": name,
-            "x": [one["length"] for one in own],
-            "y": [factor * one[field] for one in own],
-            "line": {"color": colours[name], "width": 2.2, "dash": DASHES.get(name, "solid")},
-            "marker": {"size": 7, "symbol": MARKS[mark(name)]},
-            "hovertemplate": "%{y:.3~g}",
-        }
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for one in results["scaling"]["measurements"]:
+        by_name.setdefault(one["name"], []).append(one)
+    data, colours = [], palette(by_name)
+    for name, own in by_name.items():
+        line = {"color": colours[name], "width": 2.2, "dash": DASHES.get(name, "solid")}
+        marker, values = {"size": 7, "symbol": MARKS[mark(name)]}, [factor * one[field] for one in own]
+        spread = {}
         if field.startswith("seconds"):
-            trace["error_y"] = {
-                "type": "data",
-                "symmetric": False,
-                "array": [factor * (one["seconds_high"] - one[field]) for one in own],
-                "arrayminus": [factor * (one[field] - one["seconds_low"]) for one in own],
-                "thickness": 1,
-                "width": 2,
-                "visible": field == "seconds",
-            }
-        data.append(trace)
-    lengths = sorted({one["length"] for one in measurements})
-    ticks = {"type": "log", "tickvals": lengths[:: 1 if len(lengths) < 6 else 2], "tickformat": ",d"}
+            up, down = ([factor * abs(one[end] - one[field]) for one in own] for end in ("seconds_high", "seconds_low"))
+            spread["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1,
+                                 "width": 2, "visible": field == "seconds"}  # fmt: skip
+        lengths = [one["length"] for one in own]
+        data.append(
+            scatter("lines+markers", lengths, values, "%{y:.3~g}", name=name, line=line, marker=marker, **spread)
+        )
+    every = sorted({one["length"] for own in by_name.values() for one in own})
+    ticks = {"type": "log", "tickvals": every[:: 1 if len(every) < 6 else 2], "tickformat": ",d"}
     return {"data": data, "layout": layout("tokens L", y, height=380, xaxis=ticks, yaxis=logarithmic(tickformat="~g"))}
+
+
+def short(name: str) -> str:
+    """A class name for a narrow place: the first of several synonyms."""
+    return (name.split(",")[0].strip() or name.strip())[:28]
+
+
+def drawn(name: str) -> str:
+    """A class name in a figure, where plotly would take what stands in angle brackets for markup."""
+    return escape(short(name), quote=False)
+
+
+def by_accuracy(results: dict[str, Any]) -> list[int]:
+    """Classes in the order in which they are shown: as they are if few, else by the first configuration's accuracy."""
+    classes = range(len(results["classes"]))
+    if len(classes) <= MANY_CLASSES:
+        return list(classes)
+    shares = results["per_class"][results["attention"][0]]
+    return sorted(classes, key=lambda i: -1 if shares[i] is None else shares[i], reverse=True)
+
+
+def class_accuracy(results: dict[str, Any]) -> Figure:
+    """Mean accuracy of every class, one mark per configuration."""
+    order, colours, data = by_accuracy(results), palette(results["attention"]), []
+    few, places = len(order) <= MANY_CLASSES, list(range(len(order)))
+    names = [drawn(results["classes"][i]) for i in order]
+    for one in results["attention"]:
+        shares = [results["per_class"][one][i] for i in order]
+        marker = {"color": colours[one], "size": 9 if few else 6, "opacity": 0.85, "symbol": MARKS[mark(one)]}
+        values, hover = [None if x is None else 100 * x for x in shares], "%{y:.1f} %" + " %{text}" * (not few)
+        data.append(scatter("markers", places, values, hover, name=one, text=names, marker=marker))
+    axis = {"showticklabels": False, "ticks": "", "showgrid": False, "range": [-1, len(order)]}
+    if few:
+        axis = {"tickvals": places, "ticktext": names, "automargin": True}
+    title = "class" if few else f"{len(order)} classes, by the accuracy of {results['attention'][0]}"
+    return {"data": data, "layout": layout(title, "test accuracy, %", height=380, xaxis=axis)}
+
+
+def confusion(results: dict[str, Any]) -> Figure:
+    """One heat map per configuration, of which the page shows one: share of a label's items by prediction."""
+    names = [drawn(name) for name in results["classes"]]
+    few = len(names) <= MANY_CLASSES
+    places = [f"{name} ({i})" for i, name in enumerate(names)]  # short names may coincide
+    # Mistakes are rare: most of the colours go to small shares. The numbers are read on all of them.
+    strength = ((0, 0), (0.02, 0.18), (0.1, 0.35), (0.4, 0.55), (1, 0.8))
+    scale = [[share, transparent(COLOURS["cumulant3"], alpha)] for share, alpha in strength]
+    data = []
+    for one in results["attention"]:
+        shares = [[round(100 * cell / max(sum(row), 1), 2) for cell in row] for row in results["confusion"][one]]
+        trace: dict[str, Any] = {
+            "type": "heatmap", "name": one, "x": places, "y": places, "z": shares, "zmin": 0, "zmax": 100,
+            "colorscale": scale, "showscale": False,
+            "hovertemplate": f"%{{z:.1f}} % of %{{y}}<br>taken for %{{x}}<extra>{one}</extra>",
+        }  # fmt: skip
+        if few:
+            trace["text"] = [[f"{cell:.0f}" if cell >= 0.5 else "" for cell in row] for row in shares]
+            trace["texttemplate"] = "%{text}"
+        data.append(trace)
+    ticks = {"tickvals": places, "ticktext": names} if few else {"showticklabels": False, "ticks": ""}
+    axis = {"type": "category", "showgrid": False, "constrain": "domain", "automargin": True, **ticks}
+    upright = {**axis, "autorange": "reversed", "scaleanchor": "x"}
+    shape = layout("taken for", "label", height=560, hovermode="closest", xaxis=axis, yaxis=upright)
+    return {"data": data, "layout": shape}
 
 
 def figures(results: dict[str, Any]) -> dict[str, Figure]:
     """All figures of the report by the id of their place on the page; none of what was not measured."""
-    from cumulant.studies import class_figures
-
     found = {
         "accuracy-points": accuracy_points(results),
         "loss-curves": curves(results, "loss", "training loss"),
         "accuracy-curves": curves(results, "test_accuracy", "test accuracy, %", 100.0),
     }
     if results["attention"]:
-        found["class-accuracy"] = class_figures.class_accuracy(results)
-        found["confusion"] = class_figures.confusion(results)
+        found |= {"class-accuracy": class_accuracy(results), "confusion": confusion(results)}
     if results["error"]:
         found["error-by-order"] = error_by_order(results)
     if results["scaling"]:

@@ -22,7 +22,7 @@ def check_packages() -> None:
 
 def render(results: dict[str, Any]) -> str:
     """The page as text."""
-    from cumulant.studies import class_figures, figures, wording
+    from cumulant.studies import figures, wording
     from cumulant.studies.outcome import confused
 
     noun, names = wording.noun(results), results["attention"]
@@ -41,12 +41,12 @@ def render(results: dict[str, Any]) -> str:
         on_cpu=any(run["device_kind"] == "cpu" for run in results["runs"]),
         colours=style.palette(names),
         confused={name: confused(results["confusion"][name], results["classes"]) for name in names},
-        class_order=class_figures.by_accuracy(results) if names else [],
+        class_order=figures.by_accuracy(results) if names else [],
         page={
             "figures": figures.figures(results),
             "maps": results["maps"],
             "attention": names,
-            "classes": [class_figures.short(name) for name in results["classes"]],
+            "classes": [figures.short(name) for name in results["classes"]],
             "noun": noun,
             "signs": {"below": style.NEGATIVE, "above": style.POSITIVE},
         },
