@@ -8,6 +8,7 @@ import torch
 
 from cumulant import zoo
 from cumulant.data.source import digits_source
+from cumulant.explain.metrics import negative_mass, tokens_used
 from cumulant.models import create_model
 from cumulant.studies.maps import (
     clip_grid,
@@ -16,12 +17,10 @@ from cumulant.studies.maps import (
     locality,
     look,
     mapped_layers,
-    negative_mass,
     projections,
     row_of,
     score_maps,
     striking_patch,
-    tokens_used,
 )
 from cumulant.train import read_recipe
 from cumulant.train.build import augment_of

@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cumulant.explain.metrics import negative_mass, tokens_used
+from cumulant.inspect.seen import Seen
+from cumulant.inspect.sites import find_sites
+from cumulant.inspect.watching import watching
+
 if TYPE_CHECKING:
     from cumulant.data.part import Part, Source
     from cumulant.train import TrainRecipe
@@ -25,52 +30,32 @@ WEIGHTS_AT_ONCE = 2**26  # of one layer; as many items take part in an average
 
 
 @torch.no_grad()
-def attention_inputs(model: nn.Module, images: Tensor) -> list[tuple[Any, Tensor, dict[str, Any]]]:
-    """Every attention layer of the (first) encoder with the tokens it receives for these images, and their layout."""
-    captured: list[tuple[Any, Tensor, dict[str, Any]]] = []
-
-    def capture(layer: nn.Module, inputs: tuple[Tensor, ...], layout: dict[str, Any]) -> None:
-        captured.append((layer, inputs[0], layout))
-
+def calls(model: nn.Module, images: Tensor) -> list[Seen]:
+    """What every attention layer of the (first) encoder is asked to compute for these images."""
+    seen: list[Seen] = []
     blocks: Any = model.blocks
-    hooks = [block.attn.register_forward_pre_hook(capture, with_kwargs=True) for block in blocks]
-    try:
+    own = {block.attn for block in blocks}
+    with watching(model, [s for s in find_sites(model) if s.module in own], lambda _, call, __: seen.append(call)):
         model.eval()
         model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return captured
+    return seen
 
 
-@torch.no_grad()
 def projections(model: nn.Module, images: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Query, key and value (B, H, L, D) of every layer, as the mechanism receives them."""
-    return [layer.project(tokens) for layer, tokens, _ in attention_inputs(model, images)]
+    return [(seen.call.query, seen.call.key, seen.call.value) for seen in calls(model, images)]
 
 
 @torch.no_grad()
 def score_maps(model: nn.Module, images: Tensor) -> Iterator[Tensor]:
     """Weights (B, H, L, L) of the layers in `mapped_layers`, one after the other; (B T, H, L, L) within frames."""
-    inputs = attention_inputs(model, images)
-    for number in mapped_layers(model):
-        layer, tokens, layout = inputs[number]
-        yield layer.scores(tokens, **layout)
+    seen = calls(model, images)
+    yield from (seen[number].weights() for number in mapped_layers(model))
 
 
 def mapped_layers(model: Any) -> range:
     """Numbers of the layers with maps: all, but for the last where only the class token's query reaches the output."""
     return range(len(model.blocks) - (model.pool == "cls"))
-
-
-def negative_mass(scores: Tensor) -> Tensor:
-    """Sum of the sizes of the negative weights, (..., L) -> (...). The weights sum to 1, so 0 means none."""
-    return scores.clamp(max=0).sum(-1).neg()
-
-
-def tokens_used(scores: Tensor) -> Tensor:
-    """Over how many tokens a map is spread: (sum |a|)^2 / sum a^2, between 1 (one token) and L (all alike)."""
-    return scores.abs().sum(-1).square() / scores.square().sum(-1)
 
 
 def locality(model: Any, images: Tensor) -> dict[str, float]:
@@ -142,29 +127,23 @@ def pixels_of(part: Part, items: list[int], size: int) -> Tensor:
     return torch.stack(found)
 
 
-def has_weights(layer: Any) -> bool:
-    """Whether the mechanism of a layer has weights to show."""
-    if isinstance(layer.mix, nn.Module):
-        return hasattr(layer.mix, "scores")
-    return layer.mechanism.weights
-
-
 def look(model: Any, recipe: TrainRecipe, source: Source, *, examples: bool) -> dict[str, Any] | None:
     """Locality of a trained model's maps and, with `examples`, maps to show; None for a mechanism without weights."""
     from cumulant.train.build import augment_of
 
-    if not has_weights(model.blocks[0].attn):
+    layer = model.blocks[0].attn
+    if not (hasattr(layer.mix, "scores") if isinstance(layer.mix, nn.Module) else layer.mechanism.weights):
         return None
     part, size = source.test, recipe.loaded_size
     augment = augment_of(recipe, len(source.classes))
-    heads, tokens = model.blocks[0].attn.num_heads, 1 + math.prod(clip_grid(model))
+    heads, tokens = layer.num_heads, 1 + math.prod(clip_grid(model))
     count = max(1, min(200 if tokens < 20 else 64, len(part), WEIGHTS_AT_ONCE // (heads * tokens**2)))
     some = augment.evaluate(pixels_of(part, [i * len(part) // count for i in range(count)], size))
     found: dict[str, Any] = {"locality": locality(model, some)}
     if examples:
         shown = first_of_classes(part, len(source.classes), ITEMS_SHOWN[source.kind])
         found["maps"] = example_maps(model, part, shown, size, augment)
-        plain = model.blocks[0].attn.mechanism.name == "softmax" and not recipe.attention_extras
+        plain = layer.mechanism.name == "softmax" and not recipe.attention_extras
         found["trained"] = softmax_layers(model, some if tokens < 20 else some[:16]) if plain else []
     return found
 
@@ -190,29 +169,22 @@ def example_maps(model: Any, part: Part, items: list[int], size: int, augment: A
                 scores[i].append(_rounded(row_of(weights, i, frame, query, grid, prefix), digits))
     with torch.no_grad():
         predicted = model(inputs).argmax(-1).tolist()
+    shown = [
+        {
+            "item": item, "label": int(part.labels[item]), "predicted": predicted[i], "query": queries[i],
+            "size": list(pictures.shape[-2:]), "pixels": _bytes(pictures[i][:, times].permute(1, 2, 3, 0)),
+        }
+        for i, item in enumerate(items)
+    ]  # fmt: skip
     return {
-        "grid": list(grid),
-        "prefix": prefix,
-        "frame": frame,
-        "layers": [number + 1 for number in layers],
-        "depth": len(model.blocks),
-        "heads": model.blocks[0].attn.num_heads,
-        "items": [
-            {
-                "item": item,
-                "label": int(part.labels[item]),
-                "predicted": predicted[i],
-                "query": queries[i],
-                "size": list(pictures.shape[-2:]),
-                # (T, H, W, 3) bytes
-                "pixels": base64.b64encode(
-                    pictures[i][:, times].permute(1, 2, 3, 0).contiguous().numpy().tobytes()
-                ).decode(),
-            }
-            for i, item in enumerate(items)
-        ],
-        "scores": scores,
-    }
+        "grid": list(grid), "prefix": prefix, "frame": frame, "layers": [number + 1 for number in layers],
+        "depth": len(model.blocks), "heads": model.blocks[0].attn.num_heads, "items": shown, "scores": scores,
+    }  # fmt: skip
+
+
+def _bytes(pictures: Tensor) -> str:
+    """(T, H, W, 3) bytes in base 64."""
+    return base64.b64encode(pictures.contiguous().numpy().tobytes()).decode()
 
 
 def softmax_layers(model: nn.Module, images: Tensor) -> list[dict[str, Any]]:
