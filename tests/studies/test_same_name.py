@@ -11,6 +11,7 @@ from small_studies import SMALL, quickly
 from cumulant.cli import main
 from cumulant.studies import cumulant_vit as room
 from cumulant.studies import mechanisms
+from cumulant.studies import study as flow
 from cumulant.studies.command import Reproduce, TrainBench
 from cumulant.studies.terminal import terminal_summary
 
@@ -58,7 +59,7 @@ def test_other_data_of_the_same_name_is_trained_anew_and_keeps_what_was_there(tr
 
 def test_the_same_data_elsewhere_and_of_another_name_goes_on_with_its_records(trained, tmp_path, monkeypatch):
     a, _, out = trained
-    monkeypatch.setattr(room, "train_all", lambda missing, *_, **__: pytest.fail("trained again") if missing else [])
+    monkeypatch.setattr(flow, "train_all", lambda missing, *_, **__: pytest.fail("trained again") if missing else [])
     moved = shutil.copytree(a, tmp_path / "moved" / "renamed")
     assert room.reproduce(study(moved, out))["data"]["digest"] == room.reproduce(study(a, out))["data"]["digest"]
 
@@ -86,6 +87,17 @@ def test_a_report_without_the_data_at_hand_is_made_where_its_name_is_enough(trai
     with pytest.raises(ValueError, match="there are records of different data named data; say with --data where"):
         room.remake_report(wanted)
     assert room.remake_report(study(a, out, report_only=True))["missing"] == []
+
+
+def test_a_report_made_again_is_of_the_data_that_is_named(trained):
+    a, b, out = trained
+    room.reproduce(study(b, out))  # its results.json lies in the folder now
+    common = {"recipe": "digits", "out": out, "report_only": True}
+    digests = [room.remake_report(study(data, out, report_only=True))["data"]["digest"] for data in (a, b)]
+    assert len(set(digests)) == 2
+    assert room.remake_report(Reproduce(data=str(b), **common))["data"]["digest"] == digests[1]
+    with pytest.raises(FileNotFoundError, match=r"no record .* belongs to a run of this study"):
+        room.remake_report(Reproduce(data=str(a), **common))  # not the results of the other that lie there
 
 
 def test_terminal_and_page_say_what_data_was_found(trained):

@@ -9,10 +9,12 @@ from small_studies import SMALL, quickly
 
 from cumulant.studies import cumulant_vit as room
 from cumulant.studies import measured
+from cumulant.studies import study as flow
 from cumulant.studies.budget import Budget
 from cumulant.studies.command import Reproduce
 from cumulant.studies.cumulant_vit import planned, recipe_name
 from cumulant.studies.plan import CONTROL_SEED
+from cumulant.studies.runs import TimeOverError
 from cumulant.studies.terminal import terminal_summary
 
 
@@ -24,7 +26,7 @@ def no_training(monkeypatch):
         assert not missing, "something was trained"
         return []
 
-    monkeypatch.setattr(room, "train_all", refuse)
+    monkeypatch.setattr(flow, "train_all", refuse)
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def wanted(monkeypatch):
         asked.extend((run.configuration, run.seed) for run in missing)
         raise InterruptedError
 
-    monkeypatch.setattr(room, "train_all", ask)
+    monkeypatch.setattr(flow, "train_all", ask)
     return asked
 
 
@@ -124,7 +126,7 @@ def test_a_budget_that_is_used_up_leaves_runs_for_another_time(study, tmp_path, 
         budgets.append(budget)
         return missing
 
-    monkeypatch.setattr(room, "train_all", nothing_but_what_is_there)
+    monkeypatch.setattr(flow, "train_all", nothing_but_what_is_there)
     (tmp_path / "records").mkdir()
     for path in (settings.out / "records").glob("*-0-*.json"):
         shutil.copy(path, tmp_path / "records")
@@ -142,17 +144,17 @@ def test_a_budget_that_is_used_up_leaves_runs_for_another_time(study, tmp_path, 
     assert "1 of cumulant3" in (tmp_path / "report.html").read_text()
     assert "not finished: 1 of softmax" in terminal_summary(part)
     assert "No control was run" in part["verdict"]["control_text"]
-    with pytest.raises(room.TimeOverError, match=r"no run was finished within the 0\.5 minutes"):
+    with pytest.raises(TimeOverError, match=r"no run was finished within the 0\.5 minutes"):
         room.reproduce(replace(settings, out=tmp_path / "empty", minutes=0.5))
 
 
 def test_the_time_of_other_recipes_in_the_folder_says_nothing_about_a_run(study, tmp_path, monkeypatch):
     settings, _ = study
     budgets = []
-    monkeypatch.setattr(room, "train_all", lambda *_, budget, **__: budgets.append(budget) or [])
+    monkeypatch.setattr(flow, "train_all", lambda *_, budget, **__: budgets.append(budget) or [])
     shutil.copytree(settings.out / "records", tmp_path / "records")
     other = replace(settings, out=tmp_path, minutes=0.5, change=(*SMALL, "lr=0.5"))
-    with pytest.raises(room.TimeOverError):
+    with pytest.raises(TimeOverError):
         room.reproduce(other)
     assert budgets[0].per_epoch == {}
 
@@ -180,7 +182,7 @@ def test_a_busy_machine_is_measured_again_on_one_thread(study, monkeypatch):
         return {**results["scaling"], "disturbed": True, "threads": num_threads or 2}
 
     monkeypatch.setattr("cumulant.bench.scaling", busy)
-    found = measured.measured(results, lambda what, total, unit: room._bar(what, total, unit, None))
+    found = measured.measured(results, lambda what, total, unit: flow.bar_of(what, total, unit, None))
     assert asked == [None, 1]
     assert found["scaling"]["disturbed_on"] == 2
 

@@ -6,34 +6,23 @@ seeds, the A/A control. On the digits (four layers, 136,650 parameters, 20 epoch
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from cumulant.studies.budget import Budget
 from cumulant.studies.classifiers import Classifiers
-from cumulant.studies.command import DECISIVE, Reproduce
+from cumulant.studies.command import Reproduce
 from cumulant.studies.configuration import changed
-from cumulant.studies.outcome import outcome
 from cumulant.studies.plan import Run
-from cumulant.studies.records import (
-    FORMAT,
-    MAPS,
-    by_name,
-    device_name,
-    read_records,
-    records_of,
-    source_digest,
-    strangers,
-)  # fmt: skip
-from cumulant.studies.runs import RunError, TimeOverError, train_all
+from cumulant.studies.records import by_name, read_records, source_digest
+from cumulant.studies.runs import TimeOverError
+from cumulant.studies.study import earlier_results, train_missing, write_results
 from cumulant.studies.training import Training, check_models, trainings
 from cumulant.studies.verdict import Claim
-from cumulant.train.files import claim_room, write_atomically
+from cumulant.train.files import claim_room
 
 if TYPE_CHECKING:
     from cumulant.train import TrainRecipe
@@ -108,14 +97,15 @@ def reproduce(
     shop = Classifiers(out, device, made, settings.fresh)
     for place in ("records", "runs"):
         (out / place).mkdir(exist_ok=True)
-    _train(settings, runs, shop, budget, progress)
+    train_missing(settings, runs, shop, budget, progress)
     kept, _ = read_records(out / "records")
     if not any(run.key in kept for run in runs):
         raise TimeOverError(
             f"no run was finished within the {settings.minutes:g} minutes; give the same command again to go on"
         )
     spare = budget.left is None or budget.left > 60
-    return _write(settings, runs, out, made["provenance"], measure=device == "cpu" and spare, progress=progress)
+    measure = device == "cpu" and spare
+    return write_results(CLAIM, settings, runs, out, made["provenance"], measure=measure, progress=progress)
 
 
 def remake_report(settings: Reproduce) -> dict[str, Any]:
@@ -126,158 +116,34 @@ def remake_report(settings: Reproduce) -> dict[str, Any]:
     from cumulant.studies import report
 
     report.check_packages()
-    out = settings.folder
-    before = _earlier(out)
-    choices = ("attention", "seeds", "control", "epochs", "change")
-    chosen = any(getattr(settings, name) != getattr(Reproduce, name) for name in choices)
+    out, data = settings.folder, _digest_of_data(settings)
+    before = earlier_results(out)
     if before is None and not (out / "records").is_dir():
         raise FileNotFoundError(f"there are no records in {out}; run `cumulant reproduce --out {out}` first")
+    choices = ("attention", "seeds", "control", "epochs", "change")
+    chosen = any(getattr(settings, name) != getattr(Reproduce, name) for name in choices)
+    if settings.data != Reproduce.data and before is not None:  # the results may be of other data of that name
+        chosen |= data is not None and before["data"].get("digest") not in (None, data)
     if before is None or chosen:
-        return _write(settings, _planned_again(settings), out, None, measure=False, progress=None)
+        return write_results(CLAIM, settings, _planned_again(settings, data), out, None)
+    stored: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in before["settings"].items()
+    }
     runs = [Run(**one) for one in before["plan"]]
-    stored = Reproduce(**{name: _tuple(value) for name, value in before["settings"].items()}, out=out)
-    return _write(stored, runs, out, before["provenance"], measure=False, progress=None)
+    return write_results(CLAIM, Reproduce(**stored, out=out), runs, out, before["provenance"])
 
 
-def _planned_again(settings: Reproduce) -> Sequence[Run]:
-    """The runs of the settings; where their data is not at hand, those with the records of data of that name."""
+def _digest_of_data(settings: Reproduce) -> str | None:
+    """What tells the data from others of its name; None where it is not at hand."""
     from cumulant.train.build import open_recipe_source
 
     with suppress(OSError, ValueError, ImportError):
-        return planned(settings, open_recipe_source(recipe_of(settings)).identity()["digest"])
-    known = by_name(read_records(settings.folder / "records")[0])
-    return [
-        replace(run, fingerprint=known[run.key]["fingerprint"]) if run.key in known else run
-        for run in planned(settings)
-    ]
+        return open_recipe_source(recipe_of(settings)).identity()["digest"]
+    return None
 
 
-def _train(
-    settings: Reproduce, runs: Sequence[Training], shop: Classifiers, budget: Budget, progress: IO[str] | None
-) -> None:
-    """Train the runs that have no record yet."""
-    kept, unreadable = read_records(shop.out / "records")
-    if progress is not None:
-        if unreadable:
-            print(f"left out, not records of this version: {', '.join(unreadable)}", file=progress)
-        for sentence in strangers(runs, kept):
-            print(sentence, file=progress)
-    missing = [run for run in runs if settings.fresh or run.key not in kept]
-    for run in missing:
-        shop.record(run).unlink(missing_ok=True)
-    here = device_name(shop.device)
-    names = {run.key[0]: run.configuration for run in runs}
-    for one in kept.values():
-        # Times of another machine say nothing about this one, nor do those of other recipes in the same folder.
-        if one["fingerprint"] in names and one["device"] == here and "failed" not in one:
-            budget.saw(names[one["fingerprint"]], one["epochs"], one["wall_seconds"])
-    if progress is not None and len(missing) < len(runs):
-        print(f"{len(runs) - len(missing)} of {len(runs)} runs are finished already", end="", file=progress)
-        print(" (--fresh trains them anew)", file=progress)
-        others = {record["source"] for run in runs if (record := kept.get(run.key))} - {source_digest()}
-        if others:
-            print("some of them were made with another version of the code; the report says which", file=progress)
-    side_by_side = shop.device == "cpu" and min(settings.workers, len(missing)) > 1
-    total = sum(run.epochs for run in missing)
-    finished = len(runs) - len(missing)
-    with _bar("training", total, "epoch", progress if side_by_side else None) as bar:
-
-        def report(run: Training, record: dict[str, Any] | None) -> None:
-            nonlocal finished
-            if record is None:
-                bar.update()
-                return
-            finished += 1
-            reached = "failed" if "failed" in record else f"{record['accuracy']:.1%}"
-            last = f"{run}: {reached}"
-            bar.set_postfix_str(f"{finished}/{len(runs)} runs, {last}")
-
-        left = train_all(
-            missing, shop, workers=settings.workers, report=report, budget=budget,
-            progress=None if side_by_side else progress, before=finished,
-        )  # fmt: skip
-    if left and progress is not None:
-        print(f"no time was left for {len(left)} of {len(runs)} runs", file=progress)
-
-
-def _write(
-    settings: Reproduce,
-    runs: Sequence[Run],
-    out: Path,
-    origin: dict[str, Any] | None,
-    *,
-    measure: bool,
-    progress: IO[str] | None,
-) -> dict[str, Any]:
-    """Results of the runs that have a record, with what was measured now or before; both files are written."""
-    from cumulant.studies import report
-
-    kept, _ = read_records(out / "records")
-    records = records_of(runs, kept)
-    if not records:
-        planned = [run for run in runs if isinstance(run, Training)]
-        why = "; ".join([f"no record in {out / 'records'} belongs to a run of this study", *strangers(planned, kept)])
-        raise FileNotFoundError(why)
-    if all("failed" in record for record in records):
-        raise RunError(f"every run failed, the first with: {records[0]['failed']}")
-    before = _earlier(out) or {}
-    results = {
-        "format": FORMAT,
-        "provenance": origin or before.get("provenance") or records[0]["provenance"],
-        "settings": {name: getattr(settings, name) for name in DECISIVE}
-        | {"data": settings.data_name, "recipe": settings.recipe and Path(settings.recipe).name},
-        "plan": [
-            {name: getattr(run, name) for name in ("configuration", "seed", "role", "fingerprint")} for run in runs
-        ],
-        **outcome(CLAIM, records, runs, settings.attention, settings.baseline, _maps(out, before, records)),
-    }
-    if measure:
-        from cumulant.studies.measured import measured
-
-        results |= measured(results, lambda what, total, unit: _bar(what, total, unit, progress))
-    else:
-        results |= {"error": before.get("error"), "scaling": before.get("scaling")}
-    write_atomically(out / "results.json", json.dumps(results, allow_nan=False).encode())
-    report.write(results, out / "report.html")
-    return json.loads(json.dumps(results))
-
-
-def _maps(out: Path, before: dict[str, Any], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Example maps by configuration: those beside the records, else those of an earlier results.json."""
-    found: dict[str, Any] = {}
-    for record in records:
-        name, mark = record["configuration"], record["fingerprint"][:8]
-        for path in sorted((out / "records").glob(f"*-{record['seed']}-{mark}{MAPS}")):
-            found.setdefault(name, json.loads(path.read_text(encoding="utf-8")))
-    earlier = (before.get("maps") or {}).get("models", {})
-    return {name: value for name, value in earlier.items() if name not in found} | found
-
-
-def _earlier(out: Path) -> dict[str, Any] | None:
-    """The results.json in the folder, if this version can read it."""
-    path = out / "results.json"
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return results if results.get("format") == FORMAT else None
-
-
-def _bar(what: str, total: int, unit: str, progress: IO[str] | None) -> Any:
-    """A progress bar that redraws often on a terminal and seldom in a log file."""
-    from tqdm import tqdm
-
-    often = progress is not None and progress.isatty()
-    return tqdm(
-        total=total,
-        desc=what,
-        unit=unit,
-        file=progress,
-        disable=progress is None,
-        dynamic_ncols=True,
-        mininterval=0.1 if often else 10,
-    )
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _planned_again(settings: Reproduce, data: str | None) -> Sequence[Run]:
+    """The runs of the settings; where their data is not at hand, those with the records of data of that name."""
+    runs = planned(settings, data)
+    known = by_name(read_records(settings.folder / "records")[0]) if data is None else {}
+    return [replace(run, fingerprint=known[run.key]["fingerprint"]) if run.key in known else run for run in runs]

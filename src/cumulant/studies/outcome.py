@@ -26,12 +26,14 @@ def outcome(
 ) -> dict[str, Any]:
     """All that results.json holds besides its origin and the measurements; not every record may be a failed one."""
     records = [record for record in every if "failed" not in record]
-    names = [name for name in attention if any(_is(record, name) for record in records)]
-    there = {(record["configuration"], record["seed"], record["role"]) for record in every}
-    accuracies = {name: [record["accuracy"] for record in records if _is(record, name)] for name in names}
+    names = [name for name in attention if _of(records, name)]
+    there = [(record["configuration"], record["seed"], record["role"]) for record in every]
+    wanted = [(run.configuration, run.seed, run.role) for run in plan]
+    accuracies = {name: [record["accuracy"] for record in _of(records, name)] for name in names}
     control = [record["accuracy"] for record in records if record["role"] == "control"]
     first = next((record for record in records if record["configuration"] == baseline), records[0])
     _check_classes(records, first)
+    head = ("configuration", "seed", "role")
     return {
         "data": {key: first["data"].get(key) for key in ("name", "kind", "train", "test", "digest")},
         "classes": first["data"]["classes"],
@@ -43,16 +45,8 @@ def outcome(
             for role in ("compared", "control")
         },
         "runs": list(records),
-        "missing": [
-            {"configuration": part.configuration, "seed": part.seed, "role": part.role}
-            for part in plan
-            if (part.configuration, part.seed, part.role) not in there
-        ],
-        "failed": [
-            {key: record[key] for key in ("configuration", "seed", "role", "failed")}
-            for record in every
-            if "failed" in record
-        ],
+        "missing": [dict(zip(head, one, strict=True)) for one in wanted if one not in there],
+        "failed": [{key: record[key] for key in (*head, "failed")} for record in every if "failed" in record],
         "summary": summarise(records),
         "verdict": verdict(paper, accuracies, control, baseline) if names else _nothing_compared(paper, baseline),
         "per_class": {name: per_class(_of(records, name)) for name in names},
@@ -93,18 +87,14 @@ def confused(matrix: Sequence[Sequence[int]], classes: Sequence[str]) -> list[di
 
 def localities(records: Sequence[Record], names: Sequence[str]) -> dict[str, Any]:
     """Tokens used and negative mass of every configuration: mean, lowest and highest over its seeds."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in names:
         each = [record["locality"] for record in _of(records, name) if record["locality"]]
         if each:
-            found[name] = {
-                key: {
-                    "mean": statistics.mean(one[key] for one in each),
-                    "low": min(one[key] for one in each),
-                    "high": max(one[key] for one in each),
-                }
-                for key in ("tokens_used", "negative_mass")
-            } | {"tokens": each[0]["tokens"]}
+            found[name] = {"tokens": each[0]["tokens"]}
+            for key in ("tokens_used", "negative_mass"):
+                values = [one[key] for one in each]
+                found[name][key] = {"mean": statistics.mean(values), "low": min(values), "high": max(values)}
     return found
 
 
@@ -139,12 +129,8 @@ def _check_classes(records: Sequence[Record], first: Record) -> None:
             )
 
 
-def _is(record: Record, name: str) -> bool:
-    return record["configuration"] == name and record["role"] == "compared"
-
-
 def _of(records: Sequence[Record], name: str) -> list[Record]:
-    return [record for record in records if _is(record, name)]
+    return [record for record in records if record["configuration"] == name and record["role"] == "compared"]
 
 
 def _nothing_compared(paper: Claim, baseline: str) -> dict[str, Any]:

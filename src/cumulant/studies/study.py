@@ -1,0 +1,140 @@
+"""What a study of classifiers goes through, whatever it compares: train what is missing, judge, write it down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from cumulant.studies.budget import Budget
+from cumulant.studies.classifiers import Classifiers
+from cumulant.studies.command import DECISIVE, Reproduce
+from cumulant.studies.outcome import outcome
+from cumulant.studies.plan import Run
+from cumulant.studies.records import FORMAT, MAPS, device_name, read_records, records_of, source_digest, strangers
+from cumulant.studies.runs import RunError, train_all
+from cumulant.studies.training import Training
+from cumulant.studies.verdict import Claim
+from cumulant.train.files import write_atomically
+
+
+def train_missing(
+    settings: Reproduce, runs: Sequence[Training], shop: Classifiers, budget: Budget, progress: IO[str] | None
+) -> None:
+    """Train the runs that have no record yet."""
+    kept, unreadable = read_records(shop.out / "records")
+    if progress is not None:
+        if unreadable:
+            print(f"left out, not records of this version: {', '.join(unreadable)}", file=progress)
+        for sentence in strangers(runs, kept):
+            print(sentence, file=progress)
+    missing = [run for run in runs if settings.fresh or run.key not in kept]
+    for run in missing:
+        shop.record(run).unlink(missing_ok=True)
+    here = device_name(shop.device)
+    names = {run.key[0]: run.configuration for run in runs}
+    for one in kept.values():
+        # Times of another machine say nothing about this one, nor do those of other recipes in the same folder.
+        if one["fingerprint"] in names and one["device"] == here and "failed" not in one:
+            budget.saw(names[one["fingerprint"]], one["epochs"], one["wall_seconds"])
+    if progress is not None and len(missing) < len(runs):
+        print(f"{len(runs) - len(missing)} of {len(runs)} runs are finished already", end="", file=progress)
+        print(" (--fresh trains them anew)", file=progress)
+        others = {record["source"] for run in runs if (record := kept.get(run.key))} - {source_digest()}
+        if others:
+            print("some of them were made with another version of the code; the report says which", file=progress)
+    side_by_side = shop.device == "cpu" and min(settings.workers, len(missing)) > 1
+    finished = len(runs) - len(missing)
+    with bar_of("training", sum(run.epochs for run in missing), "epoch", progress if side_by_side else None) as bar:
+
+        def report(run: Training, record: dict[str, Any] | None) -> None:
+            nonlocal finished
+            if record is None:
+                bar.update()
+                return
+            finished += 1
+            reached = "failed" if "failed" in record else f"{record['accuracy']:.1%}"
+            bar.set_postfix_str(f"{finished}/{len(runs)} runs, {run}: {reached}")
+
+        left = train_all(
+            missing, shop, workers=settings.workers, report=report, budget=budget,
+            progress=None if side_by_side else progress, before=finished,
+        )  # fmt: skip
+    if left and progress is not None:
+        print(f"no time was left for {len(left)} of {len(runs)} runs", file=progress)
+
+
+def write_results(
+    claim: Claim,
+    settings: Reproduce,
+    runs: Sequence[Run],
+    out: Path,
+    origin: dict[str, Any] | None,
+    *,
+    measure: bool = False,
+    progress: IO[str] | None = None,
+) -> dict[str, Any]:
+    """results.json and report.html of the runs that have a record, with what was measured now or before."""
+    from cumulant.studies import report
+
+    kept, _ = read_records(out / "records")
+    records = records_of(runs, kept)
+    if not records:
+        planned = [run for run in runs if isinstance(run, Training)]
+        why = "; ".join([f"no record in {out / 'records'} belongs to a run of this study", *strangers(planned, kept)])
+        raise FileNotFoundError(why)
+    if all("failed" in record for record in records):
+        raise RunError(f"every run failed, the first with: {records[0]['failed']}")
+    before = earlier_results(out) or {}
+    results = {
+        "format": FORMAT,
+        "provenance": origin or before.get("provenance") or records[0]["provenance"],
+        "settings": {name: getattr(settings, name) for name in DECISIVE}
+        | {"data": settings.data_name, "recipe": settings.recipe and Path(settings.recipe).name},
+        "plan": [
+            {name: getattr(run, name) for name in ("configuration", "seed", "role", "fingerprint")} for run in runs
+        ],
+        **outcome(claim, records, runs, settings.attention, settings.baseline, _maps(out, before, records)),
+    }
+    if measure:
+        from cumulant.studies.measured import measured
+
+        results |= measured(results, lambda what, total, unit: bar_of(what, total, unit, progress))
+    else:
+        results |= {"error": before.get("error"), "scaling": before.get("scaling")}
+    write_atomically(out / "results.json", json.dumps(results, allow_nan=False).encode())
+    report.write(results, out / "report.html")
+    return json.loads(json.dumps(results))
+
+
+def _maps(out: Path, before: dict[str, Any], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Example maps by configuration: those beside the records, else those of an earlier results.json."""
+    found: dict[str, Any] = {}
+    for record in records:
+        name, mark = record["configuration"], record["fingerprint"][:8]
+        for path in sorted((out / "records").glob(f"*-{record['seed']}-{mark}{MAPS}")):
+            found.setdefault(name, json.loads(path.read_text(encoding="utf-8")))
+    same_data = before.get("data", {}).get("digest") == records[0].get("data", {}).get("digest")
+    return (before["maps"]["models"] if before.get("maps") and same_data else {}) | found
+
+
+def earlier_results(out: Path) -> dict[str, Any] | None:
+    """The results.json in the folder, if this version can read it."""
+    path = out / "results.json"
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return results if results.get("format") == FORMAT else None
+
+
+def bar_of(what: str, total: int, unit: str, progress: IO[str] | None) -> Any:
+    """A progress bar that redraws often on a terminal and seldom in a log file."""
+    from tqdm import tqdm
+
+    often = progress is not None and progress.isatty()
+    return tqdm(
+        total=total, desc=what, unit=unit, file=progress, disable=progress is None, dynamic_ncols=True,
+        mininterval=0.1 if often else 10,
+    )  # fmt: skip

@@ -1,0 +1,17 @@
+"""Studies are found by name, and each has what a study has."""
+
+import pytest
+
+from cumulant import studies
+
+
+@pytest.mark.parametrize("name", studies.names())
+def test_a_study_has_a_plan_and_a_claim(name):
+    module = studies.get(name)
+    assert callable(module.planned)
+    assert getattr(module, "CLAIM", None) or module.CLAIMS
+
+
+def test_a_wrong_name_is_answered_with_the_right_ones():
+    with pytest.raises(ValueError, match="unknown study 'mechanism'; did you mean 'mechanisms'"):
+        studies.get("mechanism")
