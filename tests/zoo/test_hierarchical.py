@@ -249,9 +249,9 @@ def test_places_of_children_add_products_of_their_embeddings():
     logits = query @ key.mT / math.sqrt(3)
     for table in (e, f):
         wanted = (logits + table @ table.mT).softmax(-1) @ value
-        torch.testing.assert_close(HSA(query, key, value, levels=0, position=[table]), wanted)
-    with pytest.raises(ValueError, match=r"position must hold a table for each level.*\(4, 2\) children, got \(6,\)"):
-        HSA(query, key, value, position=[e])
+        torch.testing.assert_close(HSA(query, key, value, levels=0, tables=[table]), wanted)
+    with pytest.raises(ValueError, match=r"tables must hold a table for each level.*\(4, 2\) children, got \(6,\)"):
+        HSA(query, key, value, tables=[e])
 
 
 def test_gradcheck_with_a_mask():

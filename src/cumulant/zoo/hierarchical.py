@@ -40,7 +40,7 @@ def hierarchical_attention(
     levels: int | None = None,
     tree: Tree | Sequence[Any] | None = None,
     energy: str = "dot",
-    position: Sequence[Tensor] | None = None,
+    tables: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """out_i = sum_j theta_ij v_j with the block weights theta of the tree, by one pass up and one down.
 
@@ -48,7 +48,7 @@ def hierarchical_attention(
     windows and so on; after `levels` groupings the root takes all that is left, e.g. levels=1 makes 14 x 14 patches 49
     groups of 4 under one root. The first `prefix` tokens are children of the root. Or `tree`, a `Tree` or nested
     sequences of token indices. `energy` "dot" assumes normalised queries and keys; "l2" is s_BC = -scale / 2 times the
-    mean of |q_i - k_j|^2, the form before that assumption. `position` holds a table (b, F) or (H, b, F) for each level:
+    mean of |q_i - k_j|^2, the form before that assumption. `tables` holds a table (b, F) or (H, b, F) for each level:
     e of a child among its siblings, with e_B.e_C added to s_BC (its exact form is not known from the paper).
     Key weights count as so many equal leaves; a token of weight 0 is not in the tree and its row gives 0.
     theta is positive, its rows sum to 1, and it is constant on sibling blocks. Cost: N b (D + E) for b children, over
@@ -59,8 +59,8 @@ def hierarchical_attention(
     if query.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], call.value.shape[-1]))
     nodes = _tree_of(call, branching=branching, levels=levels, tree=tree)
-    leaves = _leaves(call, energy, nodes, position)
-    steps, _ = _up(leaves, nodes, call.softmax_scale, position, dtype)
+    leaves = _leaves(call, energy, nodes, tables)
+    steps, _ = _up(leaves, nodes, call.softmax_scale, tables, dtype)
     mass, out = leaves.phi.new_ones(1), leaves.phi.new_zeros(1, 1)
     for level, (u, child_values) in zip(reversed(nodes.levels), reversed(steps), strict=True):
         keep = u.diagonal(dim1=-2, dim2=-1)  # (..., H, P, b)
@@ -74,7 +74,7 @@ def hierarchical_attention(
 
 
 def hierarchical_energy(
-    call: Call, *, energy: str = "dot", position: Sequence[Tensor] | None = None, **layout: Any
+    call: Call, *, energy: str = "dot", tables: Sequence[Tensor] | None = None, **layout: Any
 ) -> Tensor:
     """phi(root), (..., H), of at least one token; `layout` is branching, levels and tree.
 
@@ -84,9 +84,7 @@ def hierarchical_energy(
     _check_energy(energy)
     call = call.prepared()
     nodes = _tree_of(call, **layout)
-    return _up(_leaves(call, energy, nodes, position), nodes, call.softmax_scale, position, torch.float32)[1].squeeze(
-        -1
-    )
+    return _up(_leaves(call, energy, nodes, tables), nodes, call.softmax_scale, tables, torch.float32)[1].squeeze(-1)
 
 
 class Nodes(NamedTuple):
@@ -101,7 +99,7 @@ class Nodes(NamedTuple):
 
 
 def _up(
-    nodes: Nodes, tree: Tree, scale: float, position: Sequence[Tensor] | None, dtype: torch.dtype
+    nodes: Nodes, tree: Tree, scale: float, tables: Sequence[Tensor] | None, dtype: torch.dtype
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """For each level u (..., H, P, b, b) and the children's values (..., H, P, b, E); and phi of the root.
 
@@ -109,7 +107,7 @@ def _up(
     """
     steps = []
     for index, level in enumerate(tree.levels):
-        u, values, nodes = _parents(nodes, level, scale, None if position is None else position[index], dtype)
+        u, values, nodes = _parents(nodes, level, scale, None if tables is None else tables[index], dtype)
         steps.append((u, values))
     return steps, nodes.phi
 
@@ -153,10 +151,10 @@ def _products(e: Tensor, like: Tensor) -> Tensor:
     return (e @ e.mT).unsqueeze(-3)
 
 
-def _leaves(call: Call, energy: str, tree: Tree, position: Sequence[Tensor] | None) -> Nodes:
-    if position is not None and tuple(e.shape[-2] for e in position) != tree.widths:
-        got = tuple(e.shape[-2] for e in position)
-        raise ValueError(f"position must hold a table for each level of the tree, of {tree.widths} children, got {got}")
+def _leaves(call: Call, energy: str, tree: Tree, tables: Sequence[Tensor] | None) -> Nodes:
+    if tables is not None and tuple(e.shape[-2] for e in tables) != tree.widths:
+        got = tuple(e.shape[-2] for e in tables)
+        raise ValueError(f"tables must hold a table for each level of the tree, of {tree.widths} children, got {got}")
     q, scale = call.query, call.softmax_scale
     k, v = (repeat_heads(x, q.shape[-3]) for x in (call.key, call.value))
     if call.key_mask is None:
@@ -169,8 +167,8 @@ def _leaves(call: Call, energy: str, tree: Tree, position: Sequence[Tensor] | No
     if energy == "l2":
         norms = torch.stack((wide(q).square().sum(-1), wide(k).square().sum(-1)), -1) * (scale / 2)
         s = s - norms.sum(-1)
-    if position is not None:
-        e = position[0].to(s.dtype)
+    if tables is not None:
+        e = tables[0].to(s.dtype)
         s = s + e.square().sum(-1)[..., tree.levels[0].place % e.shape[-2]]
     phi = -(s + torch.where(count > 0, count, 1).log()).masked_fill(count == 0, 0)
     return Nodes(count, q, k, v, norms, phi)
@@ -249,10 +247,10 @@ class HierarchicalAttention(Mixer):
             nn.init.trunc_normal_(table, std=0.02)
 
     def run(self, call: Call, x: Tensor | None = None) -> Tensor:
-        return HIERARCHICAL.run(self.on_grid(call), position=list(self.position) or None, **self.options)
+        return HIERARCHICAL.run(self.on_grid(call), tables=list(self.position) or None, **self.options)
 
     def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
-        return HIERARCHICAL.weigh(self.on_grid(call), position=list(self.position) or None, **self.options)
+        return HIERARCHICAL.weigh(self.on_grid(call), tables=list(self.position) or None, **self.options)
 
 
 HIERARCHICAL = register(

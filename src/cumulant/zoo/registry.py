@@ -232,8 +232,8 @@ class Mechanism:
         return Bound(self, options)
 
     def with_options(self, options: Mapping[str, Any]) -> Mechanism:
-        """The same with other defaults, under a name that says so: "cumulant3+full"."""
-        self.check_options(options)
+        """The same with other defaults, of a call or of a layer, under a name that says so: "cumulant3+full"."""
+        self.check_options({key: value for key, value in options.items() if key not in self.function_options})
 
         def bound(function: Callable[..., Any] | None, shared: frozenset[str] = CALL) -> Any:
             if function is None:
