@@ -139,7 +139,8 @@ class Run:
         own = {id(p) for student, _ in self.pairs.values() for p in student.parameters()}
         for parameter in self.model.parameters():
             parameter.requires_grad_(part.name == "answers" or id(parameter) in own)
-        self.optimizer = optimise.adamw(self.model, lr=part.lr, weight_decay=self.recipe.weight_decay, beta2=0.999)
+        groups = optimise.decay_groups(self.model, self.recipe.weight_decay)
+        self.optimizer = optimise.adamw(groups, lr=part.lr, beta2=0.999)
 
     def go(self) -> DistillResult:
         recipe, done = self.recipe, self.done

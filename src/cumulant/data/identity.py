@@ -84,10 +84,9 @@ def beginning(file: Path) -> bytes:
 
 def tensor_contents(items: Sequence[Tensor] | Tensor) -> Iterator[bytes]:
     """Shapes, and the bytes of as many items, spread evenly, as make up about `TENSOR_BYTES`."""
-    yield repr([tuple(item.shape) for item in items[:1]] if isinstance(items, Tensor) else
-               [tuple(item.shape) for item in items]).encode()  # fmt: skip
-    size = max(1, items[0].nbytes if len(items) else 1)
-    for i in spread(len(items), max(1, TENSOR_BYTES // size)):
+    yield repr(items.shape if isinstance(items, Tensor) else [item.shape for item in items]).encode()
+    size = items[0].nbytes if len(items) else 0
+    for i in spread(len(items), max(1, TENSOR_BYTES // max(size, 1))):
         yield items[i].contiguous().numpy().tobytes()
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from .clips import ClipPart
 from .part import DataError, DecodeError, Part
@@ -87,26 +87,16 @@ class Decoder(Dataset[Decoded]):
             return error.why, {}
 
 
-class Plan(Sampler[Job]):
-    """The jobs of the epoch at hand: set before each pass, so that the worker processes live on between epochs."""
-
-    def __init__(self) -> None:
-        self.jobs: Sequence[Job] = ()
-
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self.jobs)
-
-    def __len__(self) -> int:
-        return len(self.jobs)
-
-
 def keep(decoded: Any) -> Any:
     """Collation has nothing to do: a job is a chunk already."""
     return decoded
 
 
-def worker_loader(decoder: Decoder, plan: Plan, workers: int, *, pin: bool, ahead: int = 2) -> DataLoader[Decoded]:
-    """Jobs of the plan in order; each worker works `ahead` jobs ahead."""
+def worker_loader(
+    decoder: Decoder, plan: Sequence[Job], workers: int, *, pin: bool, ahead: int = 2
+) -> DataLoader[Decoded]:
+    """Jobs of the plan in order; each worker works `ahead` jobs ahead. Workers live on between passes, for which the
+    plan may be changed in place."""
     options: dict[str, Any] = {}
     if workers:
         options = dict(prefetch_factor=ahead, persistent_workers=True, worker_init_fn=apart)
@@ -128,9 +118,7 @@ def run_once(decoder: Decoder, jobs: Sequence[Job], workers: int) -> Iterator[De
     """All jobs in order: in worker processes, or in threads (Pillow and PyAV let go of the interpreter while most
     codecs work; WebP's does not, and small pictures spend their time in Python)."""
     if workers:
-        plan = Plan()
-        plan.jobs = jobs
-        yield from worker_loader(decoder, plan, workers, pin=False)
+        yield from worker_loader(decoder, jobs, workers, pin=False)
         return
     with ThreadPoolExecutor(cores()) as pool:
         yield from pool.map(decoder.__getitem__, jobs)

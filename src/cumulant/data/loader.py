@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .jobs import Decoded, Decoder, Job, Plan, chunk_length, cores, telling_of_killed_workers, worker_loader
+from .jobs import Decoded, Decoder, Job, chunk_length, cores, telling_of_killed_workers, worker_loader
 from .memory import Memory, allowed_bytes, item_bytes, needed_bytes
 from .order import epoch_order, rank_slice
 from .part import DataError, DecodeError, Part, shorten
@@ -107,7 +107,7 @@ class Loader:
                 )
             self._report(self._memory.flaws().items())
         else:
-            self._plan = Plan()
+            self._plan: list[Job] = []
             self._chunk = chunk_length(item_bytes(part, size))
             decoder = Decoder(part, size, replace=drop_last, attempts=attempts)
             per_batch = -(-batch_size // world // self._chunk)
@@ -170,7 +170,7 @@ class Loader:
             for a, b in pairwise(cuts):
                 jobs.append(Job(positions[a:b], None if seeds is None else seeds[a:b]))
             jobs_of_step.append(len(cuts) - 1)
-        self._plan.jobs = jobs
+        self._plan[:] = jobs
         with telling_of_killed_workers():
             decoded = iter(self._jobs)
         for count in jobs_of_step:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,17 @@ from .clips import ClipSampling
 from .digits import digits_source
 from .folders import tree_source, ucf_lists, ucf_source
 from .part import DataError, Source, shorten
-from .rows import HubRows
-from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, parquet_source, table_source
+from .rows import HubRows, parquet_rows
+from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, names_from_tsv, table_source
 
-
-@dataclass(frozen=True)
-class HubName:
-    """A data set on the Hugging Face Hub; `every` = 2 keeps every second class."""
-
-    repository: str
-    every: int = 1
-
-
-ALIASES = {
-    "tiny-imagenet": HubName("zh-plus/tiny-imagenet"),
-    "tiny-imagenet-100": HubName("zh-plus/tiny-imagenet", every=2),
-    "imagenet-100": HubName("clane9/imagenet-100"),
-    "cifar10": HubName("uoft-cs/cifar10"),
-    "cifar100": HubName("uoft-cs/cifar100"),
-    "ucf101": HubName("flwrlabs/ucf101"),
+ALIASES = {  # data sets on the Hugging Face Hub; 2: every second class of it
+    "tiny-imagenet": ("zh-plus/tiny-imagenet", 1),
+    "tiny-imagenet-100": ("zh-plus/tiny-imagenet", 2),
+    "imagenet-100": ("clane9/imagenet-100", 1),
+    "cifar10": ("uoft-cs/cifar10", 1),
+    "cifar100": ("uoft-cs/cifar100", 1),
+    "ucf101": ("flwrlabs/ucf101", 1),
 }
-
-
 LOCALLY = "data that is on a disk is given by its folder, or by name where $CUMULANT_DATA is the folder above"
 
 
@@ -109,8 +97,11 @@ def local_folder(data: str | Path) -> Path | None:
 
 
 def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dict[str, Any]) -> Source:
-    if find_shards(folder):
-        return parquet_source(folder, sampling, split=split, **choices)
+    shards = find_shards(folder)
+    if shards:
+        parts = {name: parquet_rows(files) for name, files in shards.items()}
+        names = names_from_tsv(folder / "classes.tsv")
+        return table_source(folder.name, parts, sampling, class_names=names, split=split, **choices)
     columns = [name for name in ("image_column", "label_column") if choices[name] is not None]
     if columns:
         raise DataError(f"{folder}: {columns[0]}={choices[columns[0]]!r} is for parquet tables; there are none here")
@@ -134,13 +125,13 @@ def hub_source(name: str, sampling: ClipSampling, **choices: Any) -> Source:
     as_hub = "as a name of the Hugging Face Hub it needs the package datasets"
     with needed(f"{name!r} is no folder here ({LOCALLY}); {as_hub}", "data"):
         import datasets
-    known = ALIASES.get(name, HubName(name))
+    repository, every = ALIASES.get(name, (name, 1))
     try:
-        loaded = datasets.load_dataset(known.repository)
+        loaded = datasets.load_dataset(repository)
     except (OSError, ValueError) as error:  # no network, no such data set, not for everyone
         raise OSError(
-            f"{name!r} is no folder here, and the Hugging Face Hub does not give {known.repository} "
+            f"{name!r} is no folder here, and the Hugging Face Hub does not give {repository} "
             f"({type(error).__name__}: {error}); {LOCALLY}"
         ) from error
-    parts = {part: HubRows(table, f"{known.repository} {part}") for part, table in loaded.items()}
-    return table_source(name, parts, sampling, every=known.every, **choices)
+    parts = {part: HubRows(table, f"{repository} {part}") for part, table in loaded.items()}
+    return table_source(name, parts, sampling, every=every, **choices)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .clips import ClipPart, ClipSampling
 from .images import Images
 from .part import DataError, Part, Source, check_groups, shorten
-from .rows import Cells, JoinedRows, Rows, parquet_rows
+from .rows import Cells, JoinedRows, Rows
 from .video import EncodedVideos, FrameVideos
 
 TRAIN_PARTS = ("train", "training")
@@ -40,20 +40,11 @@ def find_shards(folder: Path) -> dict[str, list[Path]]:
             found = sorted(named) or sorted(below)
             if found:
                 shards[part] = found
-                warn_of_missing_shards(found)
+                count = re.search(r"-of-0*(\d+)$", found[0].stem)
+                if count and int(count[1]) != len(found):
+                    warnings.warn(f"{place}: {len(found)} of {count[1]} shards like {found[0].name}", stacklevel=4)
                 break
     return shards
-
-
-def warn_of_missing_shards(files: Sequence[Path]) -> None:
-    count = re.search(r"-of-0*(\d+)$", files[0].stem)
-    if count and int(count[1]) != len(files):
-        warnings.warn(f"{files[0].parent}: {len(files)} of {count[1]} shards like {files[0].name}", stacklevel=4)
-
-
-def parquet_source(folder: Path, sampling: ClipSampling, **choices: Any) -> Source:
-    parts = {name: parquet_rows(files) for name, files in find_shards(folder).items()}
-    return table_source(folder.name, parts, sampling, class_names=names_from_tsv(folder / "classes.tsv"), **choices)
 
 
 def table_source(

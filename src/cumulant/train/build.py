@@ -16,7 +16,7 @@ from ..models import create_model, names
 from ..models.registry import takes_clips
 from ..zoo.grammar import suggest
 from .muon import Muon, muon_groups
-from .optimise import adamw, of_groups, set_drop_path
+from .optimise import adamw, decay_groups, set_drop_path
 from .processes import Processes
 from .train_recipe import TrainRecipe
 
@@ -59,9 +59,10 @@ def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
 
 def build_optimizer(model: nn.Module, recipe: TrainRecipe, recordable: bool) -> torch.optim.Optimizer:
     """The optimizer of a recipe; `recordable` as of `adamw`."""
-    if recipe.optimizer == "muon":
-        return of_groups(Muon, muon_groups(model, recipe.weight_decay), recipe.lr, recipe.beta2, recordable)
-    return adamw(model, lr=recipe.lr, weight_decay=recipe.weight_decay, beta2=recipe.beta2, recordable=recordable)
+    muon = recipe.optimizer == "muon"
+    groups = (muon_groups if muon else decay_groups)(model, recipe.weight_decay)
+    how = {"kind": Muon} if muon else {}
+    return adamw(groups, lr=recipe.lr, beta2=recipe.beta2, recordable=recordable, **how)
 
 
 def loader_of(

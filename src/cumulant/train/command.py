@@ -134,17 +134,9 @@ class Evaluate:
             if self.predictions.is_dir():
                 raise ValueError(f"--predictions must be a file to write, got the folder {self.predictions}")
             claim_room(self.predictions.parent, 0)
-        found, classes = evaluate_checkpoint(
-            self.checkpoint,
-            self.data,
-            data_options=self.data_options,
-            views=self.views,
-            crops=self.crops,
-            batch_size=self.batch_size,
-            workers=self.workers,
-            device=self.device,
-            progress=sys.stderr,
-        )
+        names = ("data_options", "views", "crops", "batch_size", "workers", "device")
+        options = {name: getattr(self, name) for name in names}
+        found, classes = evaluate_checkpoint(self.checkpoint, self.data, progress=sys.stderr, **options)
         if not speaks():
             return 0
         if self.predictions is not None:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from ..data.augment import Augment
 from ..data.jobs import telling_of_killed_workers
 from ..data.loader import Loader
 from ..data.part import Source, shorten
@@ -26,12 +27,6 @@ from .files import write_atomically
 from .processes import Processes, processes
 from .progress import Bar
 from .recipe_files import from_json
-
-
-class Normalise(Protocol):
-    """The part of `Augment` that evaluation needs: uint8 pixels to what the model takes."""
-
-    def evaluate(self, pixels: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class Predictions:
 def predict(
     model: nn.Module,
     loader: Loader,
-    normalise: Normalise,
+    normalise: Augment,
     *,
     classes: int,
     team: Processes | None = None,
@@ -89,6 +84,7 @@ def predict(
 ) -> Predictions:
     """The model's probabilities for the part that `loader` goes through, the same in every process.
 
+    Of `normalise` only `evaluate` is used, which makes of uint8 pixels what the model takes.
     `on_batch` hears how many items were done. Nothing waits for the device before the end.
     """
     part = loader.part

@@ -6,7 +6,6 @@ import json
 import os
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .files import write_atomically
@@ -68,9 +67,7 @@ class Log:
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         # What the disk had no room for is still in the buffer: that it has none now either is told already.
         with nullcontext() if error is None else suppress(OSError):
             self.file.close()

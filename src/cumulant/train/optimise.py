@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.optim import AdamW
 
 # Learned tables and factors, by the end of their name: they are no matrices, whatever their shape.
 TABLES = ("cls_token", "dist_token", "pos_embed", "temperature", "bias")
@@ -46,20 +47,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
-def adamw(
-    model: nn.Module, *, lr: float, weight_decay: float, beta2: float, recordable: bool = False
-) -> torch.optim.AdamW:
-    """AdamW over the decay groups of the model, as one fused kernel where there is one.
+def adamw(groups: list[dict], *, lr: float, beta2: float, recordable: bool = False, kind: type[AdamW] = AdamW) -> AdamW:
+    """AdamW, or a `kind` of it, over parameter groups, as one fused kernel where there is one.
 
     `recordable`: on a GPU, in such a way that a step can be part of a CUDA graph; the rate then lies on the device.
     """
-    return of_groups(torch.optim.AdamW, decay_groups(model, weight_decay), lr, beta2, recordable)
-
-
-def of_groups(
-    kind: type[torch.optim.AdamW], groups: list[dict], lr: float, beta2: float, recordable: bool
-) -> torch.optim.AdamW:
-    """An optimizer over those groups, see `adamw`."""
     rate = torch.tensor(lr, device=groups[0]["params"][0].device) if recordable else lr
     return kind(groups, lr=rate, betas=(0.9, beta2), fused=True, capturable=recordable)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any
 
 from .processes import Agreement, Processes
@@ -67,9 +67,7 @@ class Stop:
             self.agreement = Agreement()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         if self.active:
             for number, handler in self.before.items():
                 signal.signal(number, handler)

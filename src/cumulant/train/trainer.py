@@ -183,7 +183,8 @@ class _Run:
             print(self._about(), file=self.screen)
         began, times = time.perf_counter() - done.seconds, []
         with ExitStack() as stack:
-            self.log = stack.enter_context(self._log()) if self.team.first else None
+            log = Log(self.out, after=done.step, tensorboard=recipe.tensorboard) if self.team.first else None
+            self.log = log and stack.enter_context(log)
             stop = stack.enter_context(Stop(self.team))
             self.bar = stack.enter_context(Bar(self.screen, total, done.step, recipe.batch_size))
             found: Predictions | None = None
@@ -333,9 +334,6 @@ class _Run:
             remove_states(self.out)
         self.team.wait()
         return result
-
-    def _log(self) -> Log:
-        return Log(self.out, after=self.done.step, tensorboard=self.recipe.tensorboard)
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.log is not None:
