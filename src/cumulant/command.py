@@ -7,8 +7,12 @@ room and imports the room inside `run`, so that help is shown at once.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from collections.abc import Container
+from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 
@@ -40,6 +44,21 @@ def _choices(kind: type) -> dict[str, tuple[str, ...]]:
     """The fields of a dataclass that take one of a few words, with these words."""
     hints = get_type_hints(kind)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def command_line(name: str, settings: Any, left_out: Container[str]) -> str:
+    """The words that give these settings to a command, without those at their defaults; of paths the last part."""
+    words = ["cumulant", *name.split()]
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if value == one.default or one.name in left_out:
+            continue
+        words.append(f"--{one.name.replace('_', '-')}")
+        if value is not True:
+            parts = value if isinstance(value, tuple) else (value,)
+            is_path = one.name in ("checkpoint", "data", "recipe")
+            words += [Path(part).name if is_path else str(part) for part in parts]
+    return shlex.join(words)
 
 
 def show(values: Any, text: object, as_json: bool) -> None:

@@ -215,7 +215,7 @@ def test_runs_left_for_want_of_time_end_with_a_status_of_their_own(monkeypatch, 
 
 def test_no_time_for_a_single_run_is_told_with_that_status_too(capsys, monkeypatch):
     def over(*_arguments, **_options):
-        raise TimeOverError("no run was finished within the 1 minutes")
+        raise TimeOverError(1)
 
     monkeypatch.setattr(study, "reproduce", over)
     assert cli.main(["reproduce", "--minutes", "1"]) == 3

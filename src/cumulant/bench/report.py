@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from cumulant import style
 from cumulant.bench import crossings, figures, plots
 from cumulant.bench.command import Measure
 from cumulant.bench.provenance import provenance, read_result
+from cumulant.command import command_line
 from cumulant.optional import needed
 from cumulant.train.files import claim_room, write_atomically
 
@@ -46,19 +45,8 @@ def prepare(out: Path) -> None:
 
 
 def command(settings: Measure) -> str:
-    """The command line that gives these results; of paths only the last part is said."""
-    words = ["cumulant", "bench", settings.what]
-    for one in fields(settings):
-        value = getattr(settings, one.name)
-        if value == one.default or one.name in NOT_SAID:
-            continue
-        words.append(f"--{one.name.replace('_', '-')}")
-        if value is True:
-            continue
-        parts = value if isinstance(value, tuple) else (value,)
-        is_path = one.name in ("checkpoint", "data", "recipe")
-        words += [Path(part).name if is_path else str(part) for part in parts]
-    return shlex.join(words)
+    """The command line that gives these results."""
+    return command_line(f"bench {settings.what}", settings, NOT_SAID)
 
 
 def publish(result: dict[str, Any], settings: Measure) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 from ..bench.command import Efficiency, Error, Speed
-from ..command import check_least, failed, show, stopped, time_over
+from ..command import check_least, command_line, failed, show, stopped, time_over
 
 # What decides the results; where they go, and how quickly they are made, does not.
 DECISIVE = ("data", "recipe", "attention", "seeds", "control", "epochs", "change", "workers")
@@ -100,17 +99,8 @@ class Reproduce:
         return self.out or Path("runs") / Path(self.recipe or self.data).stem
 
     def command(self) -> str:
-        """The command line that gives these results. Where data and results lie does not belong to it."""
-        words = ["cumulant", "reproduce"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default or field.name not in DECISIVE:
-                continue
-            words.append(f"--{field.name}")
-            if field.name in ("data", "recipe"):
-                value = Path(value).name
-            words.extend(value if isinstance(value, tuple) else [str(value)])
-        return shlex.join(words)
+        """The command line that gives these results. Where they go, and how quickly, does not belong to it."""
+        return command_line("reproduce", self, {field.name for field in fields(self)} - {*DECISIVE})
 
     def run(self) -> int:
         from . import cumulant_vit as study

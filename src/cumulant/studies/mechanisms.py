@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cumulant.train import TrainRecipe
 
 RECORD = "bench.json"
+REACHED = ("top1", "top5", "loss", "best_top1", "parameters", "seconds")
 # What the pages of the mechanisms (docs/zoo) report for image classification: (above, below, whether a tie agrees).
 CLAIMS = (
     ("softmax", "linear", False),
@@ -74,15 +75,8 @@ class Bench(Trainings):
         try:
             with room_for_compiled_code() if recipe.compile else nullcontext():
                 result = train(recipe, folder, source=source, device=self.device, fresh=self.fresh, progress=progress)
-            found = ("top1", "top5", "loss", "best_top1", "parameters", "seconds")
-            record = {
-                **head,
-                "failure": "",
-                **{name: getattr(result, name) for name in found},
-                "throughput": throughput(result, recipe),
-                **costs(recipe, source, self.device),
-                **self.made,
-            }
+            reached = {name: getattr(result, name) for name in REACHED} | {"throughput": throughput(result, recipe)}
+            record = {**head, "failure": "", **reached, **costs(recipe, source, self.device), **self.made}
         except (RecipeError, OSError, ImportError):
             raise
         except Exception as error:
@@ -136,27 +130,14 @@ def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]
     found = [records[run] for run in runs if run in records]
     found += kept.values()  # runs of earlier commands that this one does not name stay in the table
     if not found:
-        raise TimeOverError(
-            f"no run was finished within the {settings.minutes:g} minutes; give the same command again to go on"
-        )
-    result = {
-        "bench": "train",
-        "recipe": stem,
-        "data": Path(source.name).name,
-        "data_digest": data,
-        "classes": len(source.classes),
-        "train_items": len(source.train),
-        "model": recipe.model,
-        "epochs": recipe.epochs,
-        "batch_size": recipe.batch_size,
-        "precision": recipe.precision,
-        "test_items": len(source.test),
-        "baseline": baseline,
-        "seeds": settings.seeds,
-        "missing": [str(run) for run in left],
-        "runs": found,
-    }
-    return {**result, **judged(found, baseline)}
+        raise TimeOverError(settings.minutes)
+    return {
+        "bench": "train", "recipe": stem, "data": Path(source.name).name, "data_digest": data,
+        "classes": len(source.classes), "train_items": len(source.train), "test_items": len(source.test),
+        **{key: getattr(recipe, key) for key in ("model", "epochs", "batch_size", "precision")},
+        "baseline": baseline, "seeds": settings.seeds, "missing": [str(run) for run in left], "runs": found,
+        **judged(found, baseline),
+    }  # fmt: skip
 
 
 def chosen(texts: Sequence[str]) -> list[str]:
@@ -210,44 +191,38 @@ def judged(records: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, Any
             again.append(record["top1"])
         else:  # the control of an earlier command with another baseline is compared like any other run
             accuracies.setdefault(record["variant"], []).append(record["top1"])
-    gap = 0.0
-    if accuracies.get(baseline) and again:
-        gap = 100 * abs(statistics.mean(accuracies[baseline]) - statistics.mean(again))
-    own = accuracies.get(baseline, []) + again  # every run of the baseline counts where others are compared with it
+    first, gap = accuracies.get(baseline, []), 0.0
+    if first and again:
+        gap = 100 * abs(statistics.mean(first) - statistics.mean(again))
+    own = first + again  # every run of the baseline counts where others are compared with it
     if own:
         accuracies[baseline] = own
     spread = 100 * (max(own) - min(own)) if len(own) > 1 else None
     ranking = []
     for name in sorted(accuracies, key=lambda name: -statistics.mean(accuracies[name])):
-        first = next(record for record in done if record["variant"] == name)
+        cost = next(record for record in done if record["variant"] == name)
         values = accuracies[name]
         difference = 100 * (statistics.mean(values) - statistics.mean(own)) if own else None
-        row = {
-            "variant": name,
-            "mean": statistics.mean(values),
-            "low": min(values),
-            "high": max(values),
-            "seeds": len(values),
-            "difference": difference,
-            "beyond_chance": None,
-            **{key: first.get(key) for key in ("parameters", "flops", "throughput", "step_bytes")},
-        }
-        if spread is not None and difference is not None and name != baseline:
-            row["beyond_chance"] = beyond(difference, spread)
-        ranking.append(row)
-    failed = {r["variant"]: r["failure"] for r in records if r["failure"]}
+        ranking.append(
+            {
+                "variant": name, "mean": statistics.mean(values), "low": min(values), "high": max(values),
+                "seeds": len(values), "difference": difference,
+                "beyond_chance": None if name == baseline else beyond(difference, spread),
+                **{key: cost.get(key) for key in ("parameters", "flops", "throughput", "step_bytes")},
+            }
+        )  # fmt: skip
+    extremes = {"low": min(own, default=None), "high": max(own, default=None)}
     return {
         "ranking": ranking,
-        "control": {"runs": len(own), "spread": spread, "gap": gap, "low": min(own, default=None),
-                    "high": max(own, default=None)},
+        "control": {"runs": len(own), "spread": spread, "gap": gap, **extremes},
         "claims": [claim(*one, accuracies, spread, gap) for one in CLAIMS],
-        "failed": failed,
-    }  # fmt: skip
+        "failed": {record["variant"]: record["failure"] for record in records if record["failure"]},
+    }
 
 
-def beyond(difference: float, spread: float) -> bool:
-    """Larger than the spread: as many test items are not, whatever their shares round to."""
-    return abs(difference) > spread + 1e-9
+def beyond(difference: float | None, spread: float | None) -> bool | None:
+    """Larger than the spread: as many test items are not, whatever their shares round to. None: not known."""
+    return None if difference is None or spread is None else abs(difference) > spread + 1e-9
 
 
 def claim(

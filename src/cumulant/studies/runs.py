@@ -39,6 +39,9 @@ class RunError(RuntimeError):
 class TimeOverError(RunError):
     """The time given was over before the first run was finished."""
 
+    def __init__(self, minutes: float | None) -> None:
+        super().__init__(f"no run was finished within the {minutes:g} minutes; give the same command again to go on")
+
 
 @dataclass(frozen=True)
 class Workshop(ABC):
