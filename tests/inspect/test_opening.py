@@ -57,6 +57,16 @@ def test_what_was_converted_is_opened_converted_with_its_recipe_and_classes(run)
     torch.testing.assert_close(load(run / "swapped").eval()(x), model(x))
 
 
+def test_the_explorer_names_a_converted_run_by_its_folder_and_claims_no_accuracy_for_it(run):
+    model = load(run).eval()
+    cumulant.convert(model, "cumulant2")
+    cumulant.convert.save(model, run / "swapped")
+    models, _ = open_models([str(run), str(run / "swapped"), f"{run}@cumulant3"])
+    assert {name: one.accuracy for name, one in models.items()} == {
+        "softmax": 0.8, "swapped": None, f"{run.name} cumulant3": None
+    }  # fmt: skip
+
+
 def test_test_items_are_prepared_as_in_evaluation(run):
     pytest.importorskip("sklearn", reason="needs the digits: pip install 'cumulant[train]'")
     opened = open_model(run)

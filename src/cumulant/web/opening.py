@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..inspect.opening import Opened, open_model
+from ..nn.swapped.plan import is_converted
 from .explorable import Explorable
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def open_models(words: Sequence[str], device: str = "cpu") -> tuple[dict[str, Ex
             from ..conversion import convert
 
             convert(one.model, swapped)
+            one = replace(one, accuracy=None)  # that of the original
             short = longer = f"{longer} {swapped}"
         opened.append((short, longer, explorable(one)))
     names = [short for short, _, _ in opened]
@@ -48,7 +51,9 @@ def _names(one: Opened) -> tuple[str, str]:
     if path.is_file():
         path = path.parent if path.stem in ("best", "last") else path.with_suffix("")
     longer = path.resolve().name if path.exists() else path.name
-    return one.recipe.attention if one.recipe is not None else longer, longer
+    if one.recipe is None or is_converted(one.model):
+        return longer, longer
+    return one.recipe.attention, longer
 
 
 def explorable(one: Opened) -> Explorable:
