@@ -22,8 +22,7 @@ from cumulant import zoo
 from cumulant.bench.capture import from_checkpoint
 from cumulant.bench.provenance import provenance
 from cumulant.call import Call
-from cumulant.inspect.items import labelled_items
-from cumulant.inspect.opening import open_model
+from cumulant.inspect import labelled_items, open_model
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {"softmax": ("softmax", {})} | {
     f"order {order}, around {around}": (f"cumulant{order}", {"around": around})

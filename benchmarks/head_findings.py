@@ -68,8 +68,7 @@ def checkpoint_files(words: list[str]) -> list[Path]:
 
 def from_checkpoint(path: Path, data: str, count: int) -> tuple[nn.Module, Tensor, Tensor]:
     """A checkpoint of the trainer, with test images prepared as its recipe says."""
-    from cumulant.inspect.items import labelled_items
-    from cumulant.inspect.opening import open_model
+    from cumulant.inspect import labelled_items, open_model
 
     opened = open_model(path)
     images, labels, _ = labelled_items(opened, data, count)

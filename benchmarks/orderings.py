@@ -235,8 +235,7 @@ def recall(seeds: int = 2, steps: int = 800, pairs: int = 8, kinds: int = 16) ->
 @torch.no_grad()
 def late_layers(checkpoint: Path, folder: str, name: str = "hierarchical", images: int = 500) -> dict[str, float]:
     """Top-1 of a softmax model on test images, as it is and with three layers replaced: the first, middle and last."""
-    from cumulant.inspect.items import labelled_items
-    from cumulant.inspect.opening import open_model
+    from cumulant.inspect import labelled_items, open_model
 
     opened = open_model(checkpoint)
     model: Any = opened.model.float()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import cumulant
-from cumulant.inspect.items import labelled_items
-from cumulant.inspect.opening import open_model
+from cumulant.inspect import labelled_items, open_model
 from cumulant.train import TrainRecipe, evaluate_checkpoint, load, save
 from cumulant.train.recipe_files import to_json
 from cumulant.web.opening import open_models

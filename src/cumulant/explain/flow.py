@@ -5,20 +5,17 @@ Shape legend: B images, H heads, L tokens, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..inspect.sites import Site, find_sites, output_projection
+from ..inspect.sites import Site, find_sites
 from ..inspect.tokens import TokenLayout
 from ..inspect.watching import Seen, watching
-from ..nn.fold import unfolded
 from ..tracing import without_autocast
 from .capture import NO_WEIGHTS, Captured
-from .heads import plain_output
+from .heads import before_projection, plain_output
 
 SIGNS = ("absolute", "positive", "signed")
 EVIDENCE = ("for", "against")
@@ -92,18 +89,10 @@ def relevance(
     def see(site: Site, call: Seen, layout: TokenLayout) -> None:
         calls[site.number] = call
 
-    def joined_of(number: int) -> Callable[..., None]:
-        def note(_: Any, args: tuple[Any, ...]) -> None:
-            outputs[number] = args[0]
+    def note(site: Site, joined: Tensor) -> None:
+        outputs[site.number] = joined
 
-        return note
-
-    with ExitStack() as stack, torch.enable_grad():
-        for site in sites:
-            stack.enter_context(unfolded())
-            hook = output_projection(model, site).register_forward_pre_hook(joined_of(site.number))
-            stack.callback(hook.remove)
-        stack.enter_context(watching(model, sites, see))
+    with watching(model, sites, see), before_projection(model, sites, note), torch.enable_grad():
         logits = logits_of(model(images.detach().requires_grad_(images.is_floating_point())))
         chosen = logits.argmax(-1) if target is None else _classes(target, logits)
         score = logits.gather(-1, chosen[:, None]).sum()

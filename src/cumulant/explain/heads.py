@@ -6,7 +6,7 @@ Shape legend: B images, H heads, L queries, M keys, D head width.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,20 +35,34 @@ def head_off(
     for layer, head in heads:
         (layer,) = numbered("layer of a head", [layer], len(sites))
         by_layer[layer] += numbered(f"head of layer {layer}", [head], sites[layer].heads)
-    with ExitStack() as stack:
-        for layer, off in by_layer.items():
-            site = sites[layer]
-            given = {head: (means or {}).get((layer, head)) for head in off}
 
-            def cut(_: Any, args: tuple[Any, ...], site: Site = site, given: dict[int, Any] = given) -> tuple[Any, ...]:
-                joined = args[0].unflatten(-1, (site.heads, -1)).clone()
-                for head, mean in given.items():
-                    joined[..., head, :] = 0 if mean is None else mean.to(joined)
-                return joined.flatten(-2), *args[1:]
+    def cut(site: Site, joined: Tensor) -> Tensor:
+        heads = joined.unflatten(-1, (site.heads, -1)).clone()
+        for head in by_layer[site.number]:
+            mean = (means or {}).get((site.number, head))
+            heads[..., head, :] = 0 if mean is None else mean.to(heads)
+        return heads.flatten(-2)
 
-            stack.enter_context(unfolded())
-            stack.callback(output_projection(model, site).register_forward_pre_hook(cut).remove)
+    with before_projection(model, [sites[layer] for layer in by_layer], cut):
         yield model
+
+
+@contextmanager
+def before_projection(
+    model: nn.Module, sites: Iterable[Site], told: Callable[[Site, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Within this, told(site, x) hears what enters a layer's output projection: the heads' outputs x (..., L, H D) side
+    by side. What it returns, if anything, enters in their place. Layers that fold form their heads."""
+    with ExitStack() as stack:
+        stack.enter_context(unfolded())
+        for site in sites:
+
+            def hook(_: Any, args: tuple[Any, ...], site: Site = site) -> tuple[Any, ...] | None:
+                changed = told(site, args[0])
+                return None if changed is None else (changed, *args[1:])
+
+            stack.callback(output_projection(model, site).register_forward_pre_hook(hook).remove)
+        yield
 
 
 @contextmanager
@@ -81,16 +95,12 @@ def block_off(
             lost.append(A.sum(-1)[..., 0, :])
         pending.append((A @ call.value()[..., [head], :, :].to(A.dtype))[..., 0, :, :])
 
-    def subtract(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        joined = args[0].unflatten(-1, (site.heads, -1)).clone()
-        part = pending.pop()
-        joined[..., head, :] -= part.to(joined.dtype)
-        return joined.flatten(-2), *args[1:]
+    def subtract(site: Site, joined: Tensor) -> Tensor:
+        heads = joined.unflatten(-1, (site.heads, -1)).clone()
+        heads[..., head, :] -= pending.pop().to(heads.dtype)
+        return heads.flatten(-2)
 
-    with ExitStack() as stack:
-        stack.enter_context(unfolded())
-        stack.enter_context(watching(model, [site], see))
-        stack.callback(output_projection(model, site).register_forward_pre_hook(subtract).remove)
+    with watching(model, [site], see), before_projection(model, [site], subtract):
         yield model
 
 
@@ -124,16 +134,13 @@ def head_means(model: nn.Module, batches: Sequence[Tensor]) -> dict[tuple[int, i
     sites = find_sites(model)
     sums: dict[int, Tensor] = {}
     counts: dict[int, int] = defaultdict(int)
-    with ExitStack() as stack, torch.no_grad():
-        for site in sites:
 
-            def add(_: Any, args: tuple[Any, ...], site: Site = site) -> None:
-                joined = args[0].unflatten(-1, (site.heads, -1)).flatten(0, -3)
-                sums[site.number] = sums.get(site.number, 0) + joined.sum(0, dtype=torch.float64)
-                counts[site.number] += joined.shape[0]
+    def add(site: Site, joined: Tensor) -> None:
+        heads = joined.unflatten(-1, (site.heads, -1)).flatten(0, -3)
+        sums[site.number] = sums.get(site.number, 0) + heads.sum(0, dtype=torch.float64)
+        counts[site.number] += heads.shape[0]
 
-            stack.enter_context(unfolded())
-            stack.callback(output_projection(model, site).register_forward_pre_hook(add).remove)
+    with before_projection(model, sites, add), torch.no_grad():
         for batch in batches:
             model(batch)
     return {(n, h): sums[n][h] / counts[n] for n in sums for h in range(sums[n].shape[0])}
