@@ -27,9 +27,16 @@ def test_importing_the_library_does_not_import_torch():
     assert found.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize(
-    "room", ["cumulant", "cumulant.bench", "cumulant.conversion", "cumulant.explain", "cumulant.web"]
-)
+def test_reading_a_recipe_does_not_import_torch():
+    code = "import sys; from cumulant.train import read_recipe; read_recipe('ucf101'); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+ROOMS = ("bench", "conversion", "data", "explain", "train", "web")
+
+
+@pytest.mark.parametrize("room", ["cumulant", *(f"cumulant.{name}" for name in ROOMS)])
 def test_every_name_of_a_room_can_be_had_and_is_listed(room):
     module = importlib.import_module(room)
     for name in module.__all__:

@@ -125,7 +125,7 @@ def plain_warnings() -> Iterator[None]:
 
 def read_none(words: list[str]) -> None:
     """None from the one word given; the next type that the option may have is tried where it says something else."""
-    from cumulant.zoo.grammar import says_none
+    from cumulant.grammar import says_none
 
     if not says_none(words[0]):
         raise ValueError(f"not the word none: {words[0]!r}")

@@ -8,9 +8,9 @@ import torch
 import cumulant
 from cumulant import cli, zoo
 from cumulant.conversion import fitting
+from cumulant.grammar import parse, write
 from cumulant.nn.swapped.choice import Choice
 from cumulant.train.recipe_files import from_json, read_recipe, to_json
-from cumulant.zoo.grammar import parse, write
 
 # A value other than the default for each option; where the option depends on another, that one comes along.
 VALUES = {

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from cumulant import zoo
+from cumulant.grammar import json_or_word, read_option
 from cumulant.zoo import Mechanism
-from cumulant.zoo.grammar import json_or_word, read_option
 from cumulant.zoo.registry import _MECHANISMS
 
 

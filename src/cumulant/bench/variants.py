@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cumulant import zoo
+from cumulant import grammar, zoo
 from cumulant.call import Call
-from cumulant.zoo import grammar
 from cumulant.zoo.registry import Mechanism
 
 ALL = "all"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..zoo.grammar import suggest
+from ..grammar import suggest
 from .vit import VisionTransformer
 from .vivit import ViViT
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .. import zoo
 from ..call import Call, Grid, check_mask
+from ..grammar import parse, suggest
 from ..tensors import without_absent
-from ..zoo.grammar import parse, suggest
 from ..zoo.mixing import Mix
 from .extras import (
     GATES,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..zoo.grammar import suggest
+from ..grammar import suggest
 from .attention import MultiheadAttention
 from .axial import AxialAttention
 

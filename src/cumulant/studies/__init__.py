@@ -23,7 +23,7 @@ def names() -> list[str]:
 def get(name: str) -> ModuleType:
     """The module of the study of that name."""
     if name not in STUDIES:
-        from cumulant.zoo.grammar import suggest
+        from cumulant.grammar import suggest
 
         raise ValueError(f"unknown study {name!r}; {suggest(name, STUDIES)}")
     return import_module(f"cumulant.studies.{STUDIES[name]}")

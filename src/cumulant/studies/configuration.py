@@ -25,8 +25,7 @@ MANNERS = ("compile", "compile_mode", "cuda_graph", "workers", "in_memory", "max
 
 def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
     """The recipe with the mechanism and the extras that `cumulant3+v_conv+pool=gap` stands for."""
-    from cumulant import zoo
-    from cumulant.zoo import grammar
+    from cumulant import grammar, zoo
 
     mechanism, extras = grammar.parse(name)
     if not mechanism:
@@ -40,7 +39,7 @@ def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
 
 def changed(recipe: TrainRecipe, words: Sequence[str]) -> TrainRecipe:
     """The recipe with `--change key=value ...`; options that belong to one mechanism alone have no place there."""
-    from cumulant.zoo.grammar import read_option
+    from cumulant.grammar import read_option
 
     for word in words:
         key, value = read_option(word, "--change", "extras")
@@ -53,9 +52,9 @@ def with_extra(
 ) -> TrainRecipe:
     """The recipe with one extra: an option of the mechanism, of every layer, of the model or of the recipe itself."""
     from cumulant import zoo
+    from cumulant.grammar import suggest
     from cumulant.nn.attention import EXTRAS
     from cumulant.train.recipe_files import check_value
-    from cumulant.zoo.grammar import suggest
 
     options = zoo.get(recipe.attention).options if mechanism else ()
     if key in options:

@@ -20,13 +20,13 @@ from cumulant import zoo
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.bench.training import costs
 from cumulant.bench.variants import ALL
+from cumulant.grammar import parse, write
 from cumulant.studies.budget import Budget
 from cumulant.studies.command import TrainBench
 from cumulant.studies.runs import Record, TimeOverError, train_all
 from cumulant.studies.training import Training, Trainings, fingerprint, trainings
 from cumulant.studies.verdict import compare
 from cumulant.train.files import write_atomically
-from cumulant.zoo.grammar import parse, write
 
 if TYPE_CHECKING:
     from cumulant.data.part import Source

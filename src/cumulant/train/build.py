@@ -12,9 +12,9 @@ from ..data.loader import Loader
 from ..data.order import mix
 from ..data.part import Source
 from ..data.source import open_source
+from ..grammar import suggest
 from ..models import create_model, names
 from ..models.registry import takes_clips
-from ..zoo.grammar import suggest
 from .muon import Muon, muon_groups
 from .optimise import adamw, decay_groups, set_drop_path
 from .processes import Processes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..data.augmentation import PRESETS
-from ..zoo.grammar import says_none, suggest
+from ..grammar import says_none, suggest
 from .train_recipe import TrainRecipe
 
 Settings = TypeVar("Settings")

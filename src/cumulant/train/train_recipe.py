@@ -10,7 +10,7 @@ import tyro
 
 from ..command import check_choices, check_least
 from ..data.augmentation import Augmentation
-from ..zoo.grammar import json_or_word, says_none
+from ..grammar import json_or_word, says_none
 
 OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..call import Call
+from ..grammar import parse, suggest, write
 from ..tracing import without_autocast
-from .grammar import parse, suggest, write
 from .mixing import Bound, Mix
 from .ragged import padded
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ... import zoo
 from ...around import check_around
 from ...call import Call
-from ...zoo.grammar import parse, suggest, write
+from ...grammar import parse, suggest, write
 from ...zoo.registry import Mechanism
 from ..fold import unfolded
 

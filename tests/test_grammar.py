@@ -2,7 +2,7 @@
 
 import pytest
 
-from cumulant.zoo.grammar import parse, write
+from cumulant.grammar import parse, write
 
 
 @pytest.mark.parametrize(
