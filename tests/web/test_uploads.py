@@ -19,7 +19,7 @@ from small_explorer import encoded, noise, png_claiming
 from cumulant.web import Limits, create_app
 from cumulant.web.engine import Engine
 from cumulant.web.problems import UploadError
-from cumulant.web.uploads import UploadStore, read_picture, read_upload
+from cumulant.web.uploads import UploadStore, read_upload
 
 SVG = (
     b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"><script>alert(1)</script>'
@@ -84,7 +84,7 @@ def test_a_bomb_is_refused_before_its_pixels_are_decoded(monkeypatch):
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
     with pytest.raises(UploadError, match="1,000,000 pixels, got 3000 x 3000"):
-        read_picture(bomb, Limits(pixels=1_000_000))
+        read_upload(bomb, Limits(pixels=1_000_000))
 
 
 def test_a_body_without_announced_length_is_cut_off_at_the_limit(client):
@@ -136,7 +136,7 @@ def test_nothing_is_written_to_disk(client, monkeypatch):
 
 
 def test_only_the_centre_square_is_kept_and_only_so_large():
-    picture = read_picture(encoded(noise(0, 900).resize((900, 600))), Limits())
+    (picture,) = read_upload(encoded(noise(0, 900).resize((900, 600))), Limits())
     assert picture.size == (448, 448)
 
 
@@ -146,7 +146,7 @@ def test_inverting_exchanges_light_and_dark():
 
 
 def test_transparent_parts_become_white_paper():
-    picture = read_picture(encoded(Image.new("RGBA", (9, 9), (0, 0, 0, 0))), Limits())
+    (picture,) = read_upload(encoded(Image.new("RGBA", (9, 9), (0, 0, 0, 0))), Limits())
     assert picture.getpixel((4, 4)) == (255, 255, 255)
 
 
@@ -155,7 +155,7 @@ def test_the_orientation_that_a_camera_notes_is_followed():
     picture.putpixel((0, 0), (255, 255, 255))
     exif = Image.Exif()
     exif[0x0112] = 3  # turned by half
-    turned = read_picture(encoded(picture, "PNG", exif=exif), Limits())
+    (turned,) = read_upload(encoded(picture, "PNG", exif=exif), Limits())
     assert turned.getpixel((8, 8)) == (255, 255, 255)
 
 
@@ -212,7 +212,7 @@ def test_a_wrong_address_gives_people_a_page_and_programs_json(client):
 
 def test_sixteen_bits_of_grey_are_scaled_and_not_clipped():
     deep = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
-    kept = np.asarray(read_picture(encoded(Image.fromarray(deep)), Limits()))
+    kept = np.asarray(read_upload(encoded(Image.fromarray(deep)), Limits())[0])
     assert kept[..., 0].tolist() == (deep >> 8).tolist()
 
 
@@ -221,9 +221,9 @@ def test_a_transparent_picture_is_turned_too_and_a_damaged_note_turns_nothing():
     picture.paste((255, 0, 0, 200), (0, 0, 20, 5))  # red above
     note = Image.Exif()
     note[0x0112] = 6  # to be turned by 90 degrees: red to the right
-    turned = read_picture(encoded(picture, exif=note.tobytes()), Limits())
+    (turned,) = read_upload(encoded(picture, exif=note.tobytes()), Limits())
     assert turned.getpixel((19, 10))[0] > turned.getpixel((0, 10))[0]
-    kept = read_picture(encoded(picture, exif=b"Exif\0\0garbage"), Limits())
+    (kept,) = read_upload(encoded(picture, exif=b"Exif\0\0garbage"), Limits())
     assert kept.getpixel((10, 0))[0] > kept.getpixel((10, 19))[0]
 
 

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..optional import needed
 
 with needed("the explorer needs FastAPI", "web"):
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import FileResponse, JSONResponse, Response
+    from fastapi.responses import FileResponse, Response
     from fastapi.staticfiles import StaticFiles
     from starlette.exceptions import HTTPException
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from .. import __version__
 from .engine import Engine
-from .engine_values import NotFiniteError
 from .explorable import Example, Explorable
-from .guards import BodyLimit, SafeHeaders, SameSite
+from .guards import BodyLimit, SafeHeaders, SameSite, problem
 from .limits import Limits
 from .plotly import router as plotly_router
-from .problems import NotFoundError, UploadError
-from .routes import router
-
-if TYPE_CHECKING:
-    from starlette.types import ExceptionHandler
+from .problems import Refusal
+from .routes import interface
 
 STATIC = Path(__file__).with_name("static")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "testserver")
@@ -54,21 +49,15 @@ def create_app(
         redoc_url=None,
     )
     app.state.engine = Engine(models, examples, limits)
-    app.include_router(router)
+    app.include_router(interface(app.state.engine))
     app.include_router(plotly_router)
     app.add_middleware(BodyLimit, limit=limits.upload_bytes)
     app.add_middleware(SameSite)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
     app.add_middleware(SafeHeaders)
-    handlers: dict[type[Exception], ExceptionHandler] = {
-        NotFoundError: _not_found,  # type: ignore[dict-item]
-        UploadError: _bad_upload,  # type: ignore[dict-item]
-        NotFiniteError: _not_finite,
-        RequestValidationError: _bad_request,  # type: ignore[dict-item]
-        HTTPException: _http_error,  # type: ignore[dict-item]
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(Refusal, _refused)  # type: ignore[arg-type]
+    app.add_exception_handler(RequestValidationError, _bad_request)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
 
     @app.get("/", include_in_schema=False)
     def page() -> FileResponse:
@@ -78,21 +67,8 @@ def create_app(
     return app
 
 
-def problem(status: int, kind: str, message: str) -> JSONResponse:
-    """A `schemas.Problem` as an answer."""
-    return JSONResponse({"error": kind, "message": message}, status_code=status)
-
-
-def _not_found(_: Request, error: NotFoundError) -> Response:
-    return problem(404, error.kind, error.message)
-
-
-def _bad_upload(_: Request, error: UploadError) -> Response:
-    return problem(error.status, "bad_upload", str(error))
-
-
-def _not_finite(_: Request, error: Exception) -> Response:
-    return problem(500, "not_finite", str(error))
+def _refused(_: Request, error: Refusal) -> Response:
+    return problem(error.status, error.kind, str(error))
 
 
 def _bad_request(_: Request, error: RequestValidationError) -> Response:

@@ -7,27 +7,28 @@ the rows that it asks for and no more. Shape legend: N layers, H heads, L tokens
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from .. import explain, zoo
 from ..attention import scores
 from ..explain.importance import feature_change
-from . import looking
+from . import looking, schemas
 from .explorable import Example, Explorable, frames_of
 from .limits import Limits
 from .memory import Memory
-from .metrics import METRICS, describe
+from .metrics import described, plain
 from .problems import NotFoundError
 from .uploads import UploadStore, read_upload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Pair = tuple[int, int]
+Made = TypeVar("Made")
 LENS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("cumulant1", "order 1: mean", {"order": 1}),
     ("cumulant2", "order 2", {"order": 2}),
@@ -35,10 +36,11 @@ LENS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("cumulant3_full", "order 3, full", {"order": 3, "full": True}),
 )
 ANSWERS_BYTES = 2**25
+SHOWN_CLASSES = 5
 
 
 class Engine:
-    """Models, example images, uploads and a bounded memory of passes.
+    """Models, example images, uploads and a bounded memory of passes; each question of the interface is a method.
 
     One pass at a time per model: switching heads off changes the model while it runs. Rows need no lock.
     """
@@ -51,10 +53,10 @@ class Engine:
         self.uploads = UploadStore(limits)
         # A decoded picture may take 100 MB for a moment, and the thread that did it keeps them: two do it for all.
         self._decoders = ThreadPoolExecutor(2, thread_name_prefix="decoder")
-        self.facts = {name: looking.facts(one.model, one.blank()) for name, one in self.models.items()}
+        self.facts = {name: looking.facts(name, one) for name, one in self.models.items()}
         self._locks = {name: threading.Lock() for name in self.models}
-        self._recordings: Memory[explain.Recording] = Memory(limits.recorded_bytes)
-        self._answers: Memory[dict[str, Tensor]] = Memory(ANSWERS_BYTES)
+        self._recordings = Memory[explain.Recording](limits.recorded_bytes, lambda one: one.nbytes)
+        self._answers = Memory[dict[str, Tensor]](ANSWERS_BYTES, lambda one: sum(x.nbytes for x in one.values()))
 
     def model(self, name: str) -> Explorable:
         if name not in self.models:
@@ -76,11 +78,12 @@ class Engine:
         """One frame as a model sees it at a step in time of its tokens (the middle one, where a step covers several);
         or as it is kept."""
         frames = self.frames(image)
-        count = len(frames) if name is None else self.facts[self.checked(name)].times
+        one = None if name is None else self.model(name)
+        count = len(frames) if name is None else self.facts[name].times
         if time >= count:
             raise NotFoundError("unknown_time", f"time must be below {count}, got {time}")
-        if name is not None:
-            frames = self.model(name).seen(frames)
+        if one is not None:
+            frames = one.seen(frames)
         return frames[(2 * time + 1) * len(frames) // (2 * count)]
 
     def receive(self, content: bytes, invert: bool) -> tuple[str, tuple[Image, ...]]:
@@ -88,72 +91,102 @@ class Engine:
         frames = self._decoders.submit(read_upload, content, self.limits, invert=invert).result()
         return self.uploads.add(frames), frames
 
-    def check_whole(self, name: str) -> None:
-        """Raises NotFoundError where all maps of an image at once would take too much memory."""
-        weights, most = self.facts[name].weights, self.limits.whole_maps_at_once
-        if weights > most:
-            raise NotFoundError("too_many_tokens", f"{name} has {weights:,} weights; at most {most:,} are summed up")
-
-    def checked(self, name: str, off: Sequence[Pair] = (), query: int = 0, layer: int = 0) -> str:
-        """The name; raises NotFoundError for a model, head, layer or token that is not there."""
-        self.model(name)
-        facts = self.facts[name]
-        for which, value, count in (("query", query, facts.tokens), ("layer", layer, facts.layers)):
+    def checked(self, asked: schemas.OneImage, *, whole: bool = False) -> schemas.ModelInfo:
+        """The model asked about; raises NotFoundError where it, a head, layer or token is not there, or where the
+        `whole` of its maps at once would take too much memory."""
+        self.model(asked.model)
+        facts = self.facts[asked.model]
+        for which, count in (("query", facts.tokens), ("layer", facts.layers)):
+            value = getattr(asked, which, 0)
             if value >= count:
-                raise NotFoundError(f"unknown_{which}", f"{which} must be below {count} for {name}, got {value}")
-        for pair in off:
-            if pair[0] >= facts.layers or pair[1] >= facts.heads:
+                raise NotFoundError(f"unknown_{which}", f"{which} must be below {count} for {facts.name}, got {value}")
+        for off in asked.off:
+            if off.layer >= facts.layers or off.head >= facts.heads:
                 raise NotFoundError(
                     "unknown_head",
-                    f"{name} has {facts.layers} layers of {facts.heads} heads, got layer {pair[0]} head {pair[1]}",
+                    f"{facts.name} has {facts.layers} layers of {facts.heads} heads, "
+                    f"got layer {off.layer} head {off.head}",
                 )
-        return name
+        most = self.limits.whole_maps_at_once
+        if whole and facts.weights > most:
+            raise NotFoundError(
+                "too_many_tokens", f"{facts.name} has {facts.weights:,} weights; at most {most:,} are summed up"
+            )
+        return facts
 
-    def recording(self, name: str, image: str, off: Sequence[Pair] = ()) -> explain.Recording:
-        """The pass of a model over an image with these heads off: made by whoever asks first, and kept."""
-        self.checked(name, off)
-        key = (name, image, tuple(sorted(set(off))))
-        found = self._recordings.get(key)
+    def _kept(
+        self,
+        memory: Memory[Made],
+        make: Callable[[Explorable, Tensor, looking.Heads], Made],
+        asked: schemas.OneImage,
+        off: looking.Heads,
+    ) -> Made:
+        """What a pass with these heads off gives: made by whoever asks first, and kept."""
+        key = (asked.model, asked.image, off)
+        found = memory.get(key)
         if found is None:
-            one, frames = self.model(name), self.frames(image)
-            with self._locks[name]:
-                found = self._recordings.get(key)  # another question may have made it while this one waited
+            one, frames = self.model(asked.model), self.frames(asked.image)
+            with self._locks[asked.model]:
+                found = memory.get(key)  # another question may have made it while this one waited
                 if found is None:
-                    found = looking.record(one.model, one.images(frames), sorted(set(off)))
-                    self._recordings.put(key, found, found.nbytes)
+                    found = make(one, one.images(frames), off)
+                    memory.put(key, found)
         return found
 
-    def row(self, name: str, image: str, query: int, off: Sequence[Pair] = ()) -> Tensor:
-        """Signed weights (N, H, L) of one query. Cost: N H L D, without a pass once the image is known."""
-        self.checked(name, off, query)
-        return looking.row(self.recording(name, image, off), query)
+    def recording(self, asked: schemas.OneImage, off: looking.Heads | None = None) -> explain.Recording:
+        """The pass with the heads off that were asked for, or these."""
+        return self._kept(self._recordings, looking.record, asked, asked.heads if off is None else off)
 
-    def predict(self, name: str, image: str, off: Sequence[Pair]) -> tuple[Tensor, Tensor] | None:
-        """Class probabilities (K,) with all heads on, and with these off; None for a model without a classifier."""
-        self.checked(name, off)
-        if not self.model(name).classes:
-            return None
-        before, after = (self.recording(name, image, heads).output for heads in ((), off))
-        return looking.probabilities(before), looking.probabilities(after)
+    def attention(self, asked: schemas.OneQuery) -> schemas.Maps:
+        """Signed weights of one token in every layer and head."""
+        self.checked(asked)
+        recording = self.recording(asked)
+        rows = [recording.maps(layer, queries=[asked.query])[0, :, 0].float() for layer in recording.layers]
+        weights = torch.stack(rows).cpu()  # (N, H, L). Cost: N H L D, without a pass once the image is known
+        return schemas.Maps.to(
+            asked,
+            weights=plain(weights),
+            negative_mass=plain(explain.negative_mass(weights)),
+            tokens_used=plain(explain.tokens_used(weights), 3),
+        )
 
-    def answer(self, name: str, image: str, off: Sequence[Pair]) -> dict[str, Tensor]:
-        """Probabilities and features with these heads off, for those who will not ask for maps."""
-        key = (name, image, tuple(sorted(set(off))))
-        found = self._answers.get(key)
-        if found is None:
-            one, frames = self.model(name), self.frames(image)
-            with self._locks[name]:
-                found = looking.answer(one.model, one.images(frames), sorted(set(off)), bool(one.classes))
-            self._answers.put(key, found, sum(value.nbytes for value in found.values()))
-        return found
+    def prediction(self, asked: schemas.OneImage) -> schemas.Prediction:
+        """What the model says with all heads on, and with some switched off."""
+        self.checked(asked)
+        classes = self.model(asked.model).classes
+        if not classes:
+            return schemas.Prediction.to(asked, choices=[], divergence=0.0)
+        before, after = (looking.probabilities(self.recording(asked, off).output) for off in ((), asked.heads))
+        count = min(SHOWN_CLASSES, len(before))
+        shown = {*before.topk(count).indices.tolist(), *after.topk(count).indices.tolist()}
+        first, second = plain(before), plain(after)
+        choices = [
+            schemas.Choice(index=i, name=classes[i] if i < len(classes) else str(i), before=first[i], after=second[i])
+            for i in sorted(shown, key=lambda i: -max(first[i], second[i]))
+        ]
+        return schemas.Prediction.to(asked, choices=choices, divergence=float(explain.jensen_shannon(before, after)))
 
-    def importance(self, name: str, image: str, layer: int, off: Sequence[Pair]) -> dict[str, list[float]]:
-        """For each head of a layer, switched off alone: "divergence" of the answer and "drop" of the predicted class
-        for a classifier, and "feature", 1 - cosine of the features."""
-        self.checked(name, off, layer=layer)
-        before = self.answer(name, image, off)
-        after = [self.answer(name, image, [*off, (layer, head)]) for head in range(self.facts[name].heads)]
-        found: dict[str, list[float]] = {}
+    def summary(self, asked: schemas.OneImage) -> schemas.Summary:
+        """What kind of map each head makes of this image: distance, spread, negative mass and more."""
+        self.checked(asked, whole=True)
+        captured = self.recording(asked).captured()
+        tokens = captured.tokens
+        with torch.no_grad():
+            rings = [explain.ring_profile(captured.maps(layer), tokens).per_neighbour[0] for layer in captured.layers]
+            profile = torch.stack(rings).cpu() * tokens.count  # (N, H, hops); 1 is uniform
+            metrics = described(explain.summary(captured), tokens)
+        return schemas.Summary.to(asked, metrics=metrics, profile=plain(profile, 4))
+
+    def importance(self, asked: schemas.OneLayer) -> schemas.Importance:
+        """How much the answer changes when each head of one layer is switched off alone."""
+        facts = self.checked(asked)
+
+        def answer(*also: tuple[int, int]) -> dict[str, Tensor]:
+            off = tuple(sorted({*asked.heads, *also}))
+            return self._kept(self._answers, looking.answer, asked, off)
+
+        before, after = answer(), [answer((asked.layer, head)) for head in range(facts.heads)]
+        found: dict[str, list[float] | None] = dict.fromkeys(("divergence", "drop", "feature"))
         if "probabilities" in before:
             p = before["probabilities"]
             top = int(p.argmax())
@@ -161,51 +194,51 @@ class Engine:
             found["drop"] = [float(p[top] - a["probabilities"][top]) for a in after]
         if "features" in before:
             found["feature"] = [float(feature_change(before["features"], a["features"])) for a in after]
-        return found
+        return schemas.Importance.to(asked, **found)
 
-    def summary(self, name: str, image: str, off: Sequence[Pair]) -> tuple[list[dict[str, Any]], Tensor]:
-        """Every metric of `explain.summary` by layer and head with its name for people, and ring profiles."""
-        self.checked(name, off)
-        self.check_whole(name)
-        values, profile = looking.summary(self.recording(name, image, off))
-        facts = self.facts[name]
-        grid = facts.grid if facts.times == 1 else (facts.times, *facts.grid)
-        order = [*METRICS, *(metric for metric in values if metric not in METRICS)]
-        told = [metric for metric in order if metric in values and not bool(values[metric].isnan().all())]
-        return [describe(metric, values[metric], facts.tokens, grid) for metric in told], profile
+    def flow(self, asked: schemas.FlowQuery) -> schemas.Flow:
+        """Attention followed through all layers: rollout (signed), or relevance for the predicted class."""
+        self.checked(asked, whole=True)
+        if asked.kind == "rollout":
+            found = explain.rollout(self.recording(asked).captured(), sign="signed")
+        else:
+            found = self._relevance(asked)
+        return schemas.Flow.to(asked, weights=plain(found[0, asked.query].cpu()))
 
-    def flow(self, name: str, image: str, query: int, kind: str, off: Sequence[Pair]) -> Tensor:
-        """What reaches one token through all layers, (L,): "rollout", or "relevance" for the predicted class."""
-        self.checked(name, off, query)
-        self.check_whole(name)
-        if kind == "rollout":
-            return explain.rollout(self.recording(name, image, off).captured(), sign="signed")[0, query].cpu()
-        one = self.model(name)
+    def _relevance(self, asked: schemas.FlowQuery) -> Tensor:
+        one, refused = self.model(asked.model), f"{asked.model} has no relevance"
         if not one.classes:
-            raise NotFoundError("no_relevance", f"{name} has no relevance: it has no classifier")
-        images = one.images(self.frames(image))
-        with self._locks[name]:
+            raise NotFoundError("no_relevance", f"{refused}: it has no classifier")
+        images = one.images(self.frames(asked.image))
+        with self._locks[asked.model]:
             try:
-                with explain.head_off(one.model, off):
-                    return explain.relevance(one.model, images)[0, query].cpu()
+                with explain.head_off(one.model, asked.heads):
+                    return explain.relevance(one.model, images)
             except ValueError as error:  # layers with a gate or a norm after mixing, or that see parts of a clip
-                raise NotFoundError("no_relevance", f"{name} has no relevance: {error}") from error
+                raise NotFoundError("no_relevance", f"{refused}: {error}") from error
 
-    def lens(
-        self, name: str, image: str, query: int, layer: int, temperature: float, off: Sequence[Pair]
-    ) -> tuple[Tensor, list[tuple[str, str, Tensor]]]:
-        """Logits (H, L) of one query in one layer, and the weights (H, L) that each order and softmax make of them."""
-        self.checked(name, off, query, layer)
-        if not self.facts[name].lens:
+    def lens(self, asked: schemas.LensQuery) -> schemas.Lens:
+        """One layer's queries and keys, weighed by every order of the expansion and by softmax, at any temperature."""
+        facts = self.checked(asked)
+        if not facts.lens:
             raise NotFoundError(
-                "no_lens", f"{name} has layers that see parts of a clip; other orders are not tried there"
+                "no_lens", f"{facts.name} has layers that see parts of a clip; other orders are not tried there"
             )
-        query_key = self.recording(name, image, off).query_key(layer)
+        query_key = self.recording(asked).query_key(asked.layer)
         q, k = (z[0].float().cpu() for z in query_key[:2])
-        scale = temperature * query_key[2]
-        asked = q[:, query : query + 1]
-        maps = [(key, title, scores(asked, k, scale=scale, **options)[:, 0]) for key, title, options in LENS]
-        softmax = zoo.get("softmax").scores
-        assert softmax is not None
-        maps.append(("softmax", "softmax", softmax(asked, k, scale=scale)[:, 0]))
-        return (asked @ k.mT)[:, 0] * scale, maps
+        scale = asked.temperature * query_key[2]
+        q = q[:, asked.query : asked.query + 1]
+        exact = zoo.get("softmax").scores
+        assert exact is not None
+        softmax = exact(q, k, scale=scale)[:, 0]  # (H, L)
+        maps = [(key, title, scores(q, k, scale=scale, **options)[:, 0]) for key, title, options in LENS]
+        return schemas.Lens.to(
+            asked,
+            logit_size=plain(((q @ k.mT)[:, 0] * scale).std(-1, correction=0), 4),
+            maps=[
+                schemas.LensMap(
+                    name=key, title=title, weights=plain(weights), distance=plain((weights - softmax).abs().sum(-1) / 2)
+                )
+                for key, title, weights in [*maps, ("softmax", "softmax", softmax)]
+            ],
+        )

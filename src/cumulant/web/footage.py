@@ -42,14 +42,9 @@ class Decimated:
 
     def wants(self, width: int, height: int) -> bool:
         """Whether a further frame of that size is within the limits; a frame that is too large is an error."""
-        if width * height > self.limits.frame_pixels:
-            raise UploadError(
-                f"a frame must have at most {self.limits.frame_pixels:,} pixels, got {width} x {height}", 413
-            )
+        _check_frame(width, height, self.limits)
         self.pixels += width * height
-        if self.seen == 0:
-            return True
-        return (
+        return self.seen == 0 or (
             self.seen < self.limits.decoded_frames
             and self.pixels <= self.limits.decoded_pixels
             and time.monotonic() < self._end
@@ -106,15 +101,16 @@ def _stream(opened: Any, limits: Limits) -> Any:
     context = stream.codec_context
     if context.name not in CODECS:
         raise UploadError(f"videos of codec {context.name} are not read; expected H.264, HEVC, VP8, VP9, AV1 or MPEG-4")
-    if context.width * context.height > limits.frame_pixels:
-        raise UploadError(
-            f"a frame must have at most {limits.frame_pixels:,} pixels, got {context.width} x {context.height}", 413
-        )
+    _check_frame(context.width, context.height, limits)
     context.thread_count = 1
-    context.options = {
-        "max_pixels": str(limits.frame_pixels)
-    }  # frames may grow on the way: FFmpeg refuses before it allocates
+    # Frames may grow on the way: FFmpeg refuses before it allocates.
+    context.options = {"max_pixels": str(limits.frame_pixels)}
     return stream
+
+
+def _check_frame(width: int, height: int, limits: Limits) -> None:
+    if width * height > limits.frame_pixels:
+        raise UploadError(f"a frame must have at most {limits.frame_pixels:,} pixels, got {width} x {height}", 413)
 
 
 def _square(frame: Any, side: int) -> Image:

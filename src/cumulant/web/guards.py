@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,9 +33,10 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        too_large = problem(413, "too_large", f"a request may have at most {self.limit:,} bytes")
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self.limit:
-            await _refuse(send, 413, "too_large", f"a request may have at most {self.limit:,} bytes")
+            await too_large(scope, receive, send)
             return
         parts, size, more = [], 0, True
         while more:  # bodies are small: held whole, so that the limit is checked before anything is parsed
@@ -43,7 +46,7 @@ class BodyLimit:
             parts.append(message.get("body", b""))
             size, more = size + len(parts[-1]), message.get("more_body", False)
             if size > self.limit:
-                await _refuse(send, 413, "too_large", f"a request may have at most {self.limit:,} bytes")
+                await too_large(scope, receive, send)
                 return
         body: Message | None = {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
@@ -69,7 +72,8 @@ class SameSite:
             origin = headers.get(b"origin")
             foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc.encode() != headers.get(b"host")
             if foreign or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-                await _refuse(send, 403, "foreign_page", "requests from pages of another origin are refused")
+                refused = problem(403, "foreign_page", "requests from pages of another origin are refused")
+                await refused(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -83,18 +87,13 @@ class SafeHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                present = {key.lower() for key, _ in message["headers"]}
-                extra = [
-                    (key.encode(), value.encode()) for key, value in HEADERS.items() if key.encode() not in present
-                ]
-                message = {**message, "headers": [*message["headers"], *extra]}
+                for key, value in HEADERS.items():
+                    MutableHeaders(scope=message).setdefault(key, value)
             await send(message)
 
         await self.app(scope, receive, with_headers)
 
 
-async def _refuse(send: Send, status: int, kind: str, message: str) -> None:
-    content = json.dumps({"error": kind, "message": message}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+def problem(status: int, kind: str, message: str) -> JSONResponse:
+    """A `schemas.Problem` as an answer."""
+    return JSONResponse({"error": kind, "message": message}, status_code=status)

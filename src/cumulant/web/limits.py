@@ -40,8 +40,3 @@ class Limits:
             value = getattr(self, field.name)
             if value < 1:
                 raise ValueError(f"{field.name} must be 1 or more, got {value}")
-
-    @property
-    def stored_pixels(self) -> int:
-        """Pixels of all uploads kept."""
-        return self.images * self.stored_side**2

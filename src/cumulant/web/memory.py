@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
 
 
 class Memory(Generic[Value]):
-    """A bounded map. The newest value is kept even where it alone is larger than `limit`."""
+    """A bounded map. The newest value is kept even where it alone is larger than `limit`, by the size of each."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.size = limit, 0
-        self._kept: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+    def __init__(self, limit: int, size: Callable[[Value], int]) -> None:
+        self.limit, self._size_of, self._size = limit, size, 0
+        self._kept: OrderedDict[Hashable, Value] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Value | None:
         with self._lock:
-            if key not in self._kept:
-                return None
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
-
-    def put(self, key: Hashable, value: Value, size: int) -> None:
-        with self._lock:
             if key in self._kept:
-                self.size -= self._kept.pop(key)[1]
-            self._kept[key] = value, size
-            self.size += size
-            while self.size > self.limit and len(self._kept) > 1:
-                self.size -= self._kept.popitem(last=False)[1][1]
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: Hashable, value: Value) -> None:
+        """Keep a value under a key that has none."""
+        with self._lock:
+            self._kept[key] = value
+            self._size += self._size_of(value)
+            while self._size > self.limit and len(self._kept) > 1:
+                self._size -= self._size_of(self._kept.popitem(last=False)[1])
 
     def __len__(self) -> int:
         return len(self._kept)

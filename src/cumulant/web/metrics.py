@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import explain
-from .engine_values import plain
+from . import schemas
+from .problems import NotFiniteError
 
 # name: (title, meaning)
 METRICS: dict[str, tuple[str, str]] = {
@@ -29,25 +31,28 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 
 
-def describe(name: str, values: Tensor, tokens: int, grid: tuple[int, ...]) -> dict[str, Any]:
-    """A metric (layers, heads) as the page shows it, with its value for a map that is the same everywhere."""
-    title, meaning = METRICS.get(name, (name.replace("_", " "), ""))
-    uniform = explain.uniform_distance(grid)
+def plain(values: Tensor, digits: int = 6) -> Any:
+    """Nested lists of rounded numbers."""
+    if not bool(torch.isfinite(values).all()):
+        raise NotFiniteError
+    return values.double().mul(10**digits).round().div(10**digits).tolist()
+
+
+def described(found: dict[str, Tensor], tokens: explain.TokenLayout) -> list[schemas.Metric]:
+    """Metrics (layers, heads) as the page shows them, each with its value for a map that is the same everywhere."""
+    uniform = explain.uniform_distance(tokens.grid)
     references = {
-        "negative_mass": 0.0,
-        "distance": uniform,
-        "distance_positive": uniform,
-        "distance_signed": uniform,
-        "tokens_used": float(tokens),
+        **dict.fromkeys(("negative_mass", "gini"), 0.0),
+        **dict.fromkeys(("distance", "distance_positive", "distance_signed"), uniform),
+        **dict.fromkeys(("class_share", "self_share"), 1 / tokens.count),
+        "tokens_used": float(tokens.count),
         "largest": 1.0,
-        "class_share": 1 / tokens,
-        "self_share": 1 / tokens,
-        "gini": 0.0,
     }
-    return {
-        "name": name,
-        "title": title,
-        "meaning": meaning,
-        "values": plain(values, 4),
-        "reference": references.get(name),
-    }
+    words = {**METRICS, **{name: (name.replace("_", " "), "") for name in found if name not in METRICS}}
+    return [
+        schemas.Metric(
+            name=name, title=title, meaning=meaning, values=plain(found[name], 4), reference=references.get(name)
+        )
+        for name, (title, meaning) in words.items()
+        if name in found and not bool(found[name].isnan().all())
+    ]

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 
-class UploadError(ValueError):
+class Refusal(Exception):  # noqa: N818  # what a request meets with; each kind below is an error
+    """A request that is not served: a word for programs, a message for people and the HTTP status."""
+
+    def __init__(self, kind: str, message: str, status: int) -> None:
+        super().__init__(message)
+        self.kind, self.status = kind, status
+
+
+class UploadError(Refusal):
     """A file that is not taken: `status` is the HTTP status that says why."""
 
     def __init__(self, message: str, status: int = 415) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__("bad_upload", message, status)
 
 
-class NotFoundError(LookupError):
-    """A model, image, layer, head or token that is not there; `kind` is one word for programs."""
+class NotFoundError(Refusal):
+    """A model, image, layer, head or token that is not there."""
 
     def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind, self.message = kind, message
+        super().__init__(kind, message, 404)
+
+
+class NotFiniteError(Refusal):
+    """A model that answers with NaN or infinity, for which JSON has no word."""
+
+    def __init__(self) -> None:
+        message = "the model gives values that are not finite for this image; it may have diverged"
+        super().__init__("not_finite", message, 500)

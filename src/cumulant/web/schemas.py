@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -22,6 +22,14 @@ class Strict(BaseModel):
     """A request: unknown fields are an error, numbers are numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Answer(BaseModel):
+    """An answer, which repeats what was asked about."""
+
+    @classmethod
+    def to(cls, asked: OneImage, **values: Any) -> Self:
+        return cls(**{name: getattr(asked, name) for name in cls.model_fields if hasattr(asked, name)}, **values)
 
 
 class Problem(BaseModel):
@@ -47,6 +55,15 @@ class ModelInfo(BaseModel):
     classes: int = Field(ge=0, description="Number of classes; 0 for a model without a classifier.")
     accuracy: float | None = Field(description="Top-1 accuracy on the test part, from 0 to 1, where it is known.")
     lens: bool = Field(description="Whether `/api/lens` can show this model.")
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.times * self.grid[0] * self.grid[1]
+
+    @property
+    def weights(self) -> int:
+        """Weights in all maps of one image."""
+        return self.layers * self.heads * self.tokens**2
 
 
 class ExampleInfo(BaseModel):
@@ -91,6 +108,11 @@ class OneImage(Strict):
     image: Name = Field(description="A name from `/api/info` or of an upload.")
     off: list[Head] = Field(default=[], max_length=1024)
 
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """(layer, head) of those that are off, each once and in order."""
+        return tuple(sorted({(one.layer, one.head) for one in self.off}))
+
 
 class OneQuery(OneImage):
     query: Whole = Field(ge=0, lt=10**6, description="Token that asks: prefix first, then patches frame by frame.")
@@ -109,7 +131,7 @@ class LensQuery(OneQuery):
     temperature: float = Field(default=1.0, ge=0.0, le=16.0, description="Factor on the logits.")
 
 
-class Maps(BaseModel):
+class Maps(Answer):
     """What one token takes from every token, in every layer and head."""
 
     model: str
@@ -126,7 +148,7 @@ class Choice(BaseModel):
     after: float = Field(description="Probability with the given heads off.")
 
 
-class Prediction(BaseModel):
+class Prediction(Answer):
     model: str
     choices: list[Choice] = Field(
         description="The most probable classes before or after, best first; none for a model without a classifier."
@@ -142,7 +164,7 @@ class Metric(BaseModel):
     reference: float | None = Field(description="Value of a map that is the same everywhere, where that is known.")
 
 
-class Summary(BaseModel):
+class Summary(Answer):
     model: str
     metrics: list[Metric]
     profile: list[Grid] = Field(
@@ -150,7 +172,7 @@ class Summary(BaseModel):
     )
 
 
-class Importance(BaseModel):
+class Importance(Answer):
     """Effect of switching off each head of one layer alone."""
 
     model: str
@@ -160,7 +182,7 @@ class Importance(BaseModel):
     feature: list[float] | None = Field(description="1 - cosine of the features before the classifier, by head.")
 
 
-class Flow(BaseModel):
+class Flow(Answer):
     """Attention followed through all layers back to the image."""
 
     model: str
@@ -176,7 +198,7 @@ class LensMap(BaseModel):
     distance: list[float] = Field(description="Sum of |w - softmax| / 2 by head: share of the mass that is elsewhere.")
 
 
-class Lens(BaseModel):
+class Lens(Answer):
     """One layer's own queries and keys, weighed by softmax and by each order of its expansion."""
 
     model: str

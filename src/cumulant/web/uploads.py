@@ -26,12 +26,12 @@ def read_upload(content: bytes, limits: Limits, *, invert: bool = False) -> tupl
 
     `invert` turns dark ink on white paper into light on dark.
     """
-    _check_size(content, limits)
+    if not content:
+        raise UploadError("the request is empty; expected the bytes of a picture or a short video", 400)
+    if len(content) > limits.upload_bytes:
+        raise UploadError(f"the file must have at most {limits.upload_bytes:,} bytes, got {len(content):,}", 413)
     kind = container_of(content)
-    if kind is None:
-        frames = _animation(content, limits) or (read_picture(content, limits),)
-    else:
-        frames = read_video(content, kind, limits)
+    frames = _pictures(content, limits) if kind is None else read_video(content, kind, limits)
     if invert:
         from PIL import ImageOps
 
@@ -39,29 +39,19 @@ def read_upload(content: bytes, limits: Limits, *, invert: bool = False) -> tupl
     return frames
 
 
-def read_picture(content: bytes, limits: Limits) -> Image:
-    """The centre square of an encoded picture as RGB, at most `stored_side` wide; of an animation the first frame.
+def _pictures(content: bytes, limits: Limits) -> tuple[Image, ...]:
+    """A picture, at most `stored_side` wide, or the frames of an animated GIF, WebP or PNG spread evenly over it.
 
     The size in the header is checked before any pixel is decoded, so that a file of a few kilobytes cannot claim
     gigabytes.
     """
-    _check_size(content, limits)
-    image = _opened(content, limits)
-    try:
-        if image.format == "JPEG":
-            image.draft("RGB", (2 * limits.stored_side, 2 * limits.stored_side))
-        image.load()
-        return _square(image, limits.stored_side)
-    except Exception as error:
-        raise UploadError(f"the {image.format or 'picture'} file is damaged or incomplete", 422) from error
-
-
-def _animation(content: bytes, limits: Limits) -> tuple[Image, ...] | None:
-    """Frames of an animated GIF, WebP or PNG spread evenly over it; None for a picture that stands still."""
     image = _opened(content, limits)
     try:
         if not getattr(image, "is_animated", False):
-            return None
+            if image.format == "JPEG":
+                image.draft("RGB", (2 * limits.stored_side, 2 * limits.stored_side))
+            image.load()
+            return (_square(image, limits.stored_side),)
         kept = Decimated(limits)
         for number in range(image.n_frames):
             image.seek(number)
@@ -72,14 +62,7 @@ def _animation(content: bytes, limits: Limits) -> tuple[Image, ...] | None:
     except UploadError:
         raise
     except Exception as error:
-        raise UploadError(f"the {image.format} file is damaged or incomplete", 422) from error
-
-
-def _check_size(content: bytes, limits: Limits) -> None:
-    if not content:
-        raise UploadError("the request is empty; expected the bytes of a picture or a short video", 400)
-    if len(content) > limits.upload_bytes:
-        raise UploadError(f"the file must have at most {limits.upload_bytes:,} bytes, got {len(content):,}", 413)
+        raise UploadError(f"the {image.format or 'picture'} file is damaged or incomplete", 422) from error
 
 
 def _opened(content: bytes, limits: Limits) -> Any:
@@ -115,23 +98,18 @@ def _square(image: Any, side: int) -> Image:
     return fit(image, min(*image.size, side))
 
 
-class UploadStore:
+class UploadStore(Memory["tuple[Image, ...]"]):
     """The last few uploads, each under a random name that only its sender knows. Nothing is written to disk."""
 
     def __init__(self, limits: Limits) -> None:
         # A picture counts as stored_side^2 pixels whatever its size, so that `images` is their number.
-        self._least = limits.stored_side**2
-        self._kept: Memory[tuple[Image, ...]] = Memory(limits.stored_pixels)
+        least = limits.stored_side**2
+        super().__init__(
+            limits.images * least, lambda frames: max(least, sum(frame.width * frame.height for frame in frames))
+        )
 
     def add(self, frames: tuple[Image, ...]) -> str:
         """Keep a picture or clip and return its name; what was not used for longest makes room."""
         name = f"upload-{secrets.token_urlsafe(16)}"
-        self._kept.put(name, frames, max(self._least, sum(frame.width * frame.height for frame in frames)))
+        self.put(name, frames)
         return name
-
-    def get(self, name: str) -> tuple[Image, ...] | None:
-        """The frames of that name, if they are still here."""
-        return self._kept.get(name)
-
-    def __len__(self) -> int:
-        return len(self._kept)
