@@ -87,7 +87,7 @@ def tensor_contents(items: Sequence[Tensor] | Tensor) -> Iterator[bytes]:
     yield repr(items.shape if isinstance(items, Tensor) else [item.shape for item in items]).encode()
     size = items[0].nbytes if len(items) else 0
     for i in spread(len(items), max(1, TENSOR_BYTES // max(size, 1))):
-        yield items[i].contiguous().numpy().tobytes()
+        yield items[i].cpu().contiguous().numpy().tobytes()
 
 
 def _size(file: Path) -> int:

@@ -52,7 +52,7 @@ class Processes:
                 answer = work()
             except Exception as error:
                 told = [error]
-        dist.broadcast_object_list(told, device=self.device if self.device.type == "cuda" else None)
+        dist.broadcast_object_list(told, src=0, device=self.device if self.device.type == "cuda" else None)
         if told[0] is not None:
             raise told[0]
         return answer
