@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .. import zoo
-from ..attention import attention
+from ..call import Call
 from ..cluster import ClusterStream
 from ..moments import Moments
 from ..nn.swapped.choice import Choice
 from ..nn.swapped.hf import CARRIED, MIXED, TAG
+from ..tensors import fold_groups
 
 STREAMED = {"block", "recent", "closure", "variance", "response"}  # options of clusters that a stream knows
 
@@ -67,23 +68,27 @@ class StateLayer(CacheLayerMixin):
             )
         self._unread = False
         if self.tokens == 0:
-            out = self._first(query, key, value, mask, scale)
+            self._take(key, value, mask, scale)
+            mechanism, grouped = zoo.get(self.choice.attention), query.shape[1] != key.shape[1]
+            causal = query.shape[2] > 1 or not mechanism.order_free
+            call = Call(query, key, value, mask, causal, scale, enable_gqa=grouped)
+            out = mechanism.run(call, **self.choice.options)
         else:
             rows = []
             for at in range(key.shape[2]):
                 here = slice(at, at + 1)
-                seen = None if mask is None else mask[:, here]
-                rows.append(self._next(query[:, :, here], key[:, :, here], value[:, :, here], seen, scale))
+                self._take(key[:, :, here], value[:, :, here], None if mask is None else mask[:, here], scale)
+                rows.append(self._read(query[:, :, here], scale))
             out = torch.cat(rows, 2)
         self.tokens += key.shape[2]
         return out
 
-    def _first(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        """The first tokens, taken in and answered."""
+    def _take(self, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> None:
+        """Takes further tokens of every sequence in."""
         raise NotImplementedError
 
-    def _next(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        """One further token of every sequence, taken in and answered."""
+    def _read(self, query: Tensor, scale: float | None) -> Tensor:
+        """Answers one query of every sequence from all tokens so far."""
         raise NotImplementedError
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -136,19 +141,14 @@ class MomentsLayer(StateLayer):
         assert choice.order is not None
         self.form: dict[str, Any] = {"order": choice.order, "full": bool(choice.options.get("full", False))}
 
-    def _first(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        self.state = self._of(key, value, mask)
-        how: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "is_causal": query.shape[2] > 1}
-        return attention(query, key, value, key_mask=mask, scale=scale, **how, **self.form)
+    def _take(self, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> None:
+        new = Moments.of(key, value, key_mask=None if mask is None else mask[:, None, :], **self.form)
+        self.state = new if self.state is None else self.state.merge(new)
 
-    def _next(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def _read(self, query: Tensor, scale: float | None) -> Tensor:
         assert self.state is not None
-        self.state = self.state.merge(self._of(key, value, mask))
-        row = self.state.apply(query.unflatten(1, (key.shape[1], -1)).flatten(2, 3), scale)
-        return row.reshape(*query.shape[:2], 1, value.shape[-1])
-
-    def _of(self, key: Tensor, value: Tensor, mask: Tensor | None) -> Moments:
-        return Moments.of(key, value, key_mask=None if mask is None else mask[:, None, :], **self.form)
+        heads, width = self.state.key_mean.shape[1], self.state.value_mean.shape[-1]
+        return self.state.apply(fold_groups(query, heads), scale).reshape(*query.shape[:3], width)
 
     def numel(self) -> int:
         return 0 if self.state is None else sum(x.numel() for x in self.state if x is not None)
@@ -169,22 +169,21 @@ class StreamLayer(StateLayer):
         super().__init__(choice)
         self.stream: ClusterStream | None = None
 
-    def _first(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        _check_whole(mask)
-        mechanism = zoo.get(self.choice.attention)
-        made = mechanism.stream
-        assert made is not None
-        stream = made(scale=scale, **self.choice.options)
-        assert isinstance(stream, ClusterStream)
-        self.stream = stream
+    def _take(self, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> None:
+        if mask is not None and not bool((mask != 0).all()):
+            raise ValueError(
+                "the blocks of a cluster layer in a MomentsCache are those of unpadded texts; generate with texts of "
+                "one length, or with the default cache"
+            )
+        if self.stream is None:
+            made = zoo.get(self.choice.attention).stream
+            assert made is not None
+            self.stream = made(scale=scale, **self.choice.options)
         self.stream.append(key, value)
-        shared: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-        return mechanism(query, key, value, **shared, **self.choice.options)
 
-    def _next(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        _check_whole(mask)
+    def _read(self, query: Tensor, scale: float | None) -> Tensor:
         assert self.stream is not None
-        return self.stream.step(query, key, value)
+        return self.stream.apply(query)
 
     def numel(self) -> int:
         held = None if self.stream is None else self.stream.state
@@ -197,14 +196,6 @@ class StreamLayer(StateLayer):
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.stream is not None:
             self.stream.each(change)
-
-
-def _check_whole(mask: Tensor | None) -> None:
-    if mask is not None and not bool((mask != 0).all()):
-        raise ValueError(
-            "the blocks of a cluster layer in a MomentsCache are those of unpadded texts; generate with texts of one "
-            "length, or with the default cache"
-        )
 
 
 class MomentsCache(Cache):
