@@ -15,6 +15,7 @@ No query, key or value is ever formed. Multiply-adds a sequence: plain layer
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -43,17 +44,20 @@ def pays(length: int, dim: int, num_heads: int, device: str) -> bool:
 
 
 _plain_layers = 0
+_counting = threading.Lock()  # the explorer watches several models at once
 
 
 @contextmanager
 def unfolded() -> Iterator[None]:
     """Within this, layers form query, key and value: for those who watch them, or export one graph for any length."""
     global _plain_layers
-    _plain_layers += 1
+    with _counting:
+        _plain_layers += 1
     try:
         yield
     finally:
-        _plain_layers -= 1
+        with _counting:
+            _plain_layers -= 1
 
 
 def folds(fold: str | bool, x: Tensor, num_heads: int, *, is_causal: bool = False, length: int | None = None) -> bool:
