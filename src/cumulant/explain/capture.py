@@ -90,7 +90,8 @@ class capture:  # noqa: N801  # used like a function: `with capture(model) as ca
 
     Args:
         images: run `model(images)` at once, without gradients, on entering the block.
-        layers, heads: numbers from 0, or None for all.
+        layers: numbers from 0, or None for all.
+        heads: likewise.
         queries: tokens whose rows are wanted, counted from 0 with the class token first; None or "all" for all. For
             clips the number is prefix + frame * rows * cols + place, in every layer, whatever part of the clip it sees.
         max_bytes: refuse to keep more than this; an error says what was asked.

@@ -90,8 +90,9 @@ class ViViT(nn.Module):
     | "average" | each frame by itself, features averaged: sees no order in time, a control | S |
 
     Args:
-        frames, img_size: clip that the positional tables are made for. Others whose sides are multiples of the
-            tubelet's work too: tables are then resized, bicubically in space and linearly in time.
+        frames: of the clip that the positional tables are made for. Others whose sides are multiples of the tubelet's
+            work too: tables are then resized, bicubically in space and linearly in time.
+        img_size: side, or height and width, of that clip.
         tubelet: frames, height and width of a token.
         sample_frames: embed that many frames spread evenly over the clip instead ("uniform frame sampling");
             needs a tubelet of one frame.
@@ -107,8 +108,10 @@ class ViViT(nn.Module):
             leaves variant 3 alone, as the released code does.
         init_std: None initialises as released (Xavier-uniform matrices, each of query, key and value by itself; MLP
             biases N(0, 1e-6), positions N(0, 0.02), class tokens 0); a number as DeiT, with that deviation.
-        attention, attention_options, attention_extras, layer: as in `VisionTransformer`, for every attention here. A
-            `v_conv` (k_t, k, k) becomes k x k in attention within frames and k_t in attention over time.
+        attention: as in `VisionTransformer`, for every attention here, like the next three.
+        attention_options: options of that mechanism.
+        attention_extras: a `v_conv` (k_t, k, k) becomes k x k within frames and k_t over time.
+        layer: name of an attention layer.
     """
 
     takes_clips = True
