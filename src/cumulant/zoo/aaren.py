@@ -19,7 +19,7 @@ from ..moments import ratio
 from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
 from ..tracing import outside_autocast
 from .mixing import Mixer
-from .registry import Mechanism, can, register
+from .registry import Mechanism, can, options_of, register
 
 CHUNK = 64
 
@@ -178,6 +178,7 @@ class AarenStream:
         return Triple(*self.state[1:]).read().unsqueeze(-2).to(query.dtype)
 
 
+@options_of(aaren_attention)
 class AarenAttention(Mixer):
     """Aaren with its learned query, for a layer that projects keys and values (and queries, which are not used).
 
@@ -186,28 +187,25 @@ class AarenAttention(Mixer):
     and as many extra parameters (`dim`). It starts at normal(0, `query_std`); the paper's start is not known.
     """
 
-    def __init__(self, dim: int, num_heads: int, *, chunk: int = CHUNK, query_std: float = 0.02, **layer: Any) -> None:
-        super().__init__(dim, num_heads, **layer)
-        self.chunk, self.query_std = chunk, query_std
+    mechanism = "aaren"
+
+    def __init__(self, dim: int, num_heads: int, *, query_std: float = 0.02, **rest: Any) -> None:
+        super().__init__(dim, num_heads, **rest)
+        self.query_std = query_std
         self.query = nn.Parameter(torch.empty(num_heads, 1, dim // num_heads, **self.place))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.query, std=self.query_std)
 
-    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
-        """As `aaren_attention`, with the learned query in place of the call's, whose rows are only counted."""
-        return AAREN.run(self._learned(call), chunk=self.chunk)
-
-    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
-        return AAREN.weigh(self._learned(call))
+    def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
+        """The learned query takes the place of the call's, whose rows are only counted."""
+        learned = self.query.to(call.query.dtype).expand_as(call.query)
+        return call._replace(query=learned, query_mask=None), self.options
 
     def stream(self, scale: float | None = None) -> AarenStream:
         """A stream with the learned query."""
         return AarenStream(query=self.query, scale=scale)
-
-    def _learned(self, call: Call) -> Call:
-        return call._replace(query=self.query.to(call.query.dtype).expand_as(call.query), query_mask=None)
 
 
 def _prefixes(leaves: Triple, detach: bool) -> Triple:

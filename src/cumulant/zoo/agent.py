@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call, Grid
-from ..tensors import ABSENT, log_weights, repeat_heads, wide, without_absent
+from ..tensors import ABSENT, log_weights, repeat_heads, wide
 from .fused import fused_softmax
 from .grid import GridConv, resolve_grid
 from .mixing import Mixer
@@ -118,6 +118,7 @@ class AgentAttention(Mixer):
         training_free: the form without parameters for trained softmax layers, see `agent_attention`.
     """
 
+    mechanism = "agent"
     an: Tensor
     ah: Tensor
     aw: Tensor
@@ -167,26 +168,18 @@ class AgentAttention(Mixer):
             self.dwc.reset_parameters()
 
     def run(self, call: Call, x: Tensor | None = None) -> Tensor:
-        call = self.on_grid(call)
-        out = AGENT.run(call, **self._options(call))
-        if self.dwc is None:
-            return out
-        value = repeat_heads(without_absent(call.value, call.key_mask), call.query.shape[-3])
-        return out + self.dwc(value, resolve_grid(value.shape[-2], call.grid, call.prefix), call.prefix)
+        out = super().run(call, x)
+        return out if self.dwc is None else out + self.dwc.of(self.on_grid(call))
 
-    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
-        call = self.on_grid(call)
-        return AGENT.weigh(call, **self._options(call))
-
-    def _options(self, call: Call) -> dict[str, Any]:
-        queries, keys = call.query.shape[-2], call.key.shape[-2]
+    def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
+        call, queries, keys = self.on_grid(call), call.query.shape[-2], call.key.shape[-2]
         if (self.position_bias or self.dwc is not None) and queries != keys:
             raise ValueError(
                 f"got {queries} queries and {keys} keys, but the position biases and the convolution of this layer "
                 "need one grid for both; build it with position_bias=False and conv=False"
             )
         biases = self._biases(call.query, call.grid, call.prefix)
-        return {"agents": self.agents, "training_free": self.training_free, **biases}
+        return call, {"agents": self.agents, "training_free": self.training_free, **biases}
 
     def _biases(self, query: Tensor, grid: Grid | None, prefix: int) -> dict[str, Tensor]:
         """key_bias (H, n, L) and query_bias (H, L, n) for a grid, or nothing."""

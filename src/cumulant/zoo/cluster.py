@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..cluster import Blocks, ClusterStream, cluster_attention, cluster_scores
-from .registry import Mechanism, can, register
+from .registry import Mechanism, can, options_of, register
 
 COUNTS = (4, 16, 64)
 # A block of one token is softmax at more than its price: the mechanisms make blocks of two tokens at least.
@@ -27,44 +26,43 @@ def _stream(count: int, *, block: int = BLOCK, recent: int = 0, **options: Any) 
     return ClusterStream(past_blocks(count, block=block, recent=recent), **options)
 
 
-def _options(count: int, call: Call, block: int, recent: int, more: dict[str, Any]) -> dict[str, Any]:
+def _options(
+    count: int,
+    call: Call,
+    *,
+    near: int | str = 0,
+    closure: str = "tanh",
+    variance: str = "diagonal",
+    response: int | str | None = None,
+    near_rows: int = 1,
+    rank: str = "mass",
+    block: int = BLOCK,
+    recent: int = 0,
+) -> dict[str, Any]:
     """Arguments of `cluster_attention`: the blocks are a grid's, a sequence's, or past ones.
 
     A grid is that of the queries; where keys are others it says nothing of them.
     """
     shared = {name: getattr(call, name) for name in ("key_mask", "is_causal", "scale", "enable_gqa", "offset")}
+    shared |= {"near": near, "closure": closure, "variance": variance}
+    shared |= {"response": response, "near_rows": near_rows, "rank": rank}
     if call.is_causal:
-        return {"clusters": past_blocks(count, block=block, recent=recent), **shared, **more}
+        return {"clusters": past_blocks(count, block=block, recent=recent), **shared}
     query, key = call.query, call.key
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim > 1 and key.ndim > 1
     if tensors and query.shape[-2] == key.shape[-2]:  # what is no tensor is named by the function
         shared |= {"grid": call.grid, "prefix": call.prefix}
-    return {"clusters": count, "least": LEAST, **shared, **more}
+    return {"clusters": count, "least": LEAST, **shared}
 
 
 def _mechanism(count: int) -> Mechanism:
-    def form(
-        *,
-        near: int | str = 0,
-        closure: str = "tanh",
-        variance: str = "diagonal",
-        response: int | str | None = None,
-        near_rows: int = 1,
-        rank: str = "mass",
-        block: int = BLOCK,
-        recent: int = 0,
-    ) -> tuple[int, int, dict[str, Any]]:
-        more = {"near": near, "closure": closure, "variance": variance}
-        return block, recent, {**more, "response": response, "near_rows": near_rows, "rank": rank}
-
+    @options_of(_options)
     def function(call: Call, **options: Any) -> Tensor:
-        return cluster_attention(*call[:3], **_options(count, call, *form(**options)))
+        return cluster_attention(*call[:3], **_options(count, call, **options))
 
+    @options_of(_options)
     def weights(call: Call, **options: Any) -> Tensor:
-        return cluster_scores(*call[:2], **_options(count, call, *form(**options)))
-
-    for made in (function, weights):  # the options are those of `form`
-        made.__signature__ = inspect.signature(form)  # type: ignore[attr-defined]
+        return cluster_scores(*call[:2], **_options(count, call, **options))
 
     return Mechanism(
         name=f"cluster{count}",

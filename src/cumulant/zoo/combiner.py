@@ -20,7 +20,7 @@ from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, se
 from .grid import resolve_grid
 from .mixing import Mixer
 from .products import one_hot_weights
-from .registry import Mechanism, can, register
+from .registry import Mechanism, can, options_of, register
 
 VARIANTS = ("fixed", "logsparse", "axial")
 SummaryKey = str | Callable[[Tensor], Tensor] | None
@@ -48,7 +48,7 @@ def combiner_attention(
     Every pair has a positive weight, and rows sum to 1.
     Cost: L (c + L / c)(D + E), that is 2 L^1.5 (D + E) for c = sqrt(L); "logsparse" L log2(L) (D + E).
     """
-    _check(variant, pooling, segment, summary_key)
+    _check(variant, segment, pooling, exclude_own, summary_key)
     if variant == "logsparse" and not call.is_causal:
         raise ValueError("variant='logsparse' is causal only: pass is_causal=True, or variant='fixed' or 'axial'")
     (*_, heads, tokens, _), dtype = call.query.shape, call.query.dtype
@@ -85,7 +85,7 @@ class CombinerStream:
     def __init__(self, *, segment: int | None = None, pooling: str = "max", scale: float | None = None) -> None:
         if segment is None:
             raise ValueError("segment=None is the root of a length that a stream does not know; pass segment=c")
-        _check("fixed", pooling, segment, "wsum")
+        _check(segment=segment, pooling=pooling)
         self.segment, self.pooling, self.scale = segment, pooling, scale
         self.state: StreamState | None = None
 
@@ -115,6 +115,7 @@ class CombinerStream:
         return StreamState(q, k, v, torch.cat((state.region_key, K), -2), torch.cat((state.region_value, V), -2))
 
 
+@options_of(combiner_attention)
 class CombinerAttention(Mixer):
     """Combiner for a layer. Parameters only for the axial variant with `summary_key="proj"`, the published default:
 
@@ -123,25 +124,15 @@ class CombinerAttention(Mixer):
     Other arguments are the options of `combiner_attention`. Weights start at normal(0, 0.02), biases at 0.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        variant: str = "fixed",
-        segment: int | None = None,
-        pooling: str = "max",
-        exclude_own: bool = True,
-        summary_key: str | None = "proj",
-        **layer: Any,
-    ) -> None:
-        super().__init__(dim, num_heads, **layer)
+    mechanism = "combiner"
+
+    def __init__(self, dim: int, num_heads: int, *, summary_key: str | None = "proj", **rest: Any) -> None:
+        super().__init__(dim, num_heads, **rest)
         if summary_key not in ("proj", *SUMMARY_KEYS):
             raise ValueError(f"summary_key must be 'proj', 'wsum' or 'none', got {summary_key!r}")
-        _check(variant, pooling, segment, "wsum")
-        self.learned = variant == "axial" and summary_key == "proj"
-        self.options: dict[str, Any] = {"variant": variant, "segment": segment, "pooling": pooling}
-        self.options |= {"exclude_own": exclude_own, "summary_key": "wsum" if summary_key == "proj" else summary_key}
+        _check(**self.options)
+        self.learned = self.options.get("variant") == "axial" and summary_key == "proj"
+        self.options["summary_key"] = "wsum" if summary_key == "proj" else summary_key
         if self.learned:
             self.summary_value = nn.Linear(dim, dim, **self.place)
             self.summary_norm = nn.LayerNorm(dim, eps=1e-6, **self.place)
@@ -155,35 +146,34 @@ class CombinerAttention(Mixer):
                 nn.init.zeros_(linear.bias)
             self.summary_norm.reset_parameters()
 
-    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
-        """As `combiner_attention`; x (..., L, C) is the input of the layer, which "proj" needs."""
+    def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
+        """x (..., L, C) is the input of the layer, which "proj" needs."""
         call = self.on_grid(call)
-        key = {"summary_key": self._summary_key(call, x)} if self.learned else {}
-        return COMBINER.run(call, **self.options | key)
+        return call, self.options | ({"summary_key": self._summary_key(call, x)} if self.learned else {})
 
     def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
         """The weights, (..., H, L, L). With "proj" they depend on the values and on x."""
-        call = self.on_grid(call)
         if not self.learned:
-            return COMBINER.weigh(call, **self.options)
+            return super().weigh(call, x)
         kept: list[Tensor] = []
-        learned = self._summary_key(call, x)
+        call, options = self.asked(call, x)
+        learned = options["summary_key"]
 
         def keep(V: Tensor) -> Tensor:
             kept.append(learned(V))
             return kept[0]
 
-        COMBINER.run(call, **self.options | {"summary_key": keep})
-        return COMBINER.weigh(call, **self.options | {"summary_key": lambda V: kept[0].to(V.dtype)})
+        COMBINER.run(call, **options | {"summary_key": keep})
+        return COMBINER.weigh(call, **options | {"summary_key": lambda V: kept[0].to(V.dtype)})
 
-    def scores(self, query: Tensor, key: Tensor, *, value: Tensor | None = None, **arguments: Any) -> Tensor:
+    def scores(self, query: Tensor, key: Tensor, *, x: Tensor | None = None, **fields: Any) -> Tensor:
         """As `weigh`."""
-        if value is None and self.learned:
+        if fields.get("value") is None and self.learned:
             raise ValueError(
                 "value=None, but with summary_key='proj' the weights depend on the values; pass value= and x=, or "
                 "build the layer with summary_key='wsum'"
             )
-        return super().scores(query, key, value=value, **arguments)
+        return super().scores(query, key, x=x, **fields)
 
     def _summary_key(self, call: Call, x: Tensor | None) -> Callable[[Tensor], Tensor]:
         if x is None:
@@ -203,7 +193,13 @@ class CombinerAttention(Mixer):
         return keys
 
 
-def _check(variant: str, pooling: str, segment: int | None, summary_key: SummaryKey) -> None:
+def _check(
+    variant: str = "fixed",
+    segment: int | None = None,
+    pooling: str = "max",
+    exclude_own: bool = True,
+    summary_key: SummaryKey = "wsum",
+) -> None:
     for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
         if given not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}")

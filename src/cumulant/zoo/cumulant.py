@@ -15,7 +15,7 @@ from ..streaming import Stream
 from ..tensors import repeat_heads, wide
 from ..tracing import transformed
 from .products import for_every_token, sum_of_tokens
-from .registry import Mechanism, can, register
+from .registry import Mechanism, can, options_of, register
 
 SUMMARIES = {
     1: "the mean of the values: no query takes part, the floor for the others",
@@ -47,31 +47,16 @@ class _Unused(torch.autograd.Function):
 
 
 def _mechanism(order: int) -> Mechanism:
-    def function(
-        call: Call,
-        *,
-        full: bool = False,
-        normalization: str = "mean",
-        closure: str | None = None,
-        around: str = "zero",
-        apart: int = 0,
-        backend: str = "auto",
-    ) -> Tensor:
-        form = Form(order, full, normalization, closure, around, apart, backend)
+    @options_of(partial(Form, order))
+    def function(call: Call, **options: Any) -> Tensor:
+        form = Form(order, **options)
         if form == Form(1) and call.key_mask is None and not call.is_causal and not transformed():
             return mean_of_values(call)
         return attend(call, form)
 
-    def weights(
-        call: Call,
-        *,
-        full: bool = False,
-        normalization: str = "mean",
-        closure: str | None = None,
-        around: str = "zero",
-        apart: int = 0,
-    ) -> Tensor:
-        return attend(call, Form(order, full, normalization, closure, around, apart), weigh)
+    @options_of(partial(Form, order))
+    def weights(call: Call, **options: Any) -> Tensor:
+        return attend(call, Form(order, **options | {"backend": "auto"}), weigh)
 
     return Mechanism(
         name=f"cumulant{order}",

@@ -99,6 +99,8 @@ class FocusedLinearAttention(Mixer):
         use_position: the learned positions of the keys.
     """
 
+    mechanism = "focused_linear"
+
     def __init__(
         self,
         dim: int,
@@ -111,8 +113,8 @@ class FocusedLinearAttention(Mixer):
         chunk: int = 128,
         **layer: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **layer)
-        self.power, self.chunk, place = power, chunk, self.place
+        super().__init__(dim, num_heads, chunk=chunk, **layer)
+        self.power, place = power, self.place
         self.gain = nn.Parameter(torch.zeros(dim, **place))
         slots = 0 if self.grid_size is None else self.prefix + math.prod(self.grid_size)
         self.position = nn.Parameter(torch.zeros(1, slots, dim, **place)) if use_position and slots else None
@@ -128,15 +130,10 @@ class FocusedLinearAttention(Mixer):
     def run(self, call: Call, x: Tensor | None = None) -> Tensor:
         if self.conv is not None:
             check_one_grid(call, FOCUSED)
-        call, options = self._prepared(call)
-        out = FOCUSED.run(call, **options, chunk=self.chunk)
-        return out if self.conv is None else out + self.conv.of(call)
+        out = super().run(call, x)
+        return out if self.conv is None else out + self.conv.of(self.on_grid(call))
 
-    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
-        call, options = self._prepared(call)
-        return FOCUSED.weigh(call, **options)
-
-    def _prepared(self, call: Call) -> tuple[Call, dict[str, Any]]:
+    def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
         """The call on its grid, its keys with their positions, and the options of the operator."""
         heads, key = call.query.shape[-3], call.key
         if key.shape[-3] != heads:
@@ -147,7 +144,7 @@ class FocusedLinearAttention(Mixer):
             assert call.grid is not None
             call = call._replace(key=key + self._slots(call.grid, call.prefix).to(key.dtype))
         channel_scale = F.softplus(self.gain).unflatten(0, (self.num_heads, 1, -1))
-        return call, {"power": self.power, "channel_scale": channel_scale}
+        return call, {"power": self.power, "channel_scale": channel_scale, **self.options}
 
     def _slots(self, grid: Grid, prefix: int) -> Tensor:
         """P of this grid, by head: (H, n, D)."""

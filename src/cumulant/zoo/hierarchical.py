@@ -214,6 +214,8 @@ class HierarchicalAttention(Mixer):
     need to know the tree beforehand, from `grid_size` or `tree`, and serve that tree only.
     """
 
+    mechanism = "hierarchical"
+
     def __init__(
         self,
         dim: int,
@@ -226,19 +228,19 @@ class HierarchicalAttention(Mixer):
         position: int = 0,
         **layer: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **layer)
+        super().__init__(dim, num_heads, branching=branching, levels=levels, energy=energy, **layer)
         _check_energy(energy)
         if position < 0:
             raise ValueError(f"position must be 0 (none) or the width of the tables, got {position}")
         if tree is not None and not isinstance(tree, Tree):
             tree = Tree.nested(tree, device="cpu")  # it is no parameter: on the meta device it would be lost
-        self.options: dict[str, Any] = {"branching": branching, "levels": levels, "tree": tree, "energy": energy}
         tables = []
         if position:
             if self.grid_size is None and tree is None:
                 raise ValueError("position needs to know the tree: pass grid_size to the layer, or the option tree")
             built = tree or Tree.windows(self.grid_size or (1,), branching, prefix=self.prefix, levels=levels)
             tables = [nn.Parameter(torch.empty(num_heads, width, position, **self.place)) for width in built.widths]
+        self.options["tree"] = tree
         self.position = nn.ParameterList(tables)
         self.reset_parameters()
 
@@ -246,11 +248,8 @@ class HierarchicalAttention(Mixer):
         for table in self.position:
             nn.init.trunc_normal_(table, std=0.02)
 
-    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
-        return HIERARCHICAL.run(self.on_grid(call), tables=list(self.position) or None, **self.options)
-
-    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
-        return HIERARCHICAL.weigh(self.on_grid(call), tables=list(self.position) or None, **self.options)
+    def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
+        return self.on_grid(call), {"tables": list(self.position) or None, **self.options}
 
 
 HIERARCHICAL = register(

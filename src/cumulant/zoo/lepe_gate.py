@@ -5,7 +5,6 @@ Shape legend: ... leading dimensions, H heads, L tokens, D head width, C = H D.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from ..call import Call
 from .grid import GridConv, check_one_grid, resolve_grid, rotary_angles, rotate
 from .mixing import Mixer
-from .registry import get
 
 KERNEL = 5
 INIT_STD = 0.02
@@ -37,9 +35,13 @@ class LepeGate(Mixer):
 
     LePE is a depthwise 5 x 5 convolution with bias over the C channels of the values, in grid form; prefix tokens get
     none. All weights start from a truncated normal of std 0.02, biases from 0. Cost: 25 L C + L C^2 for the gate.
-    """
+    The released code takes q, k, v and the gate from one projection C -> 4 C; here the gate is a Linear of its own.
 
-    mechanism: str
+    Args:
+        use_rope: 2-D rotary positions; needs a head width that is a multiple of 4. Off for cross attention.
+        use_lepe: the convolution. Off for causal and cross attention.
+        use_gate: the gate, a Linear of the layer's input without activation.
+    """
 
     def __init__(
         self,
@@ -49,15 +51,13 @@ class LepeGate(Mixer):
         use_rope: bool = True,
         use_lepe: bool = True,
         use_gate: bool = True,
-        operator: Mapping[str, Any],
-        **layer: Any,
+        **rest: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **layer)
+        super().__init__(dim, num_heads, use_rope=use_rope, **rest)
         if use_rope and (dim // num_heads) % 4:
             raise ValueError(
                 f"use_rope=True needs a head width that is a multiple of 4, got {dim // num_heads}; pass use_rope=False"
             )
-        self.use_rope, self.operator_options = use_rope, {**operator, "use_rope": use_rope}
         self.lepe = GridConv(dim, num_heads, KERNEL, std=INIT_STD, **self.place) if use_lepe else None
         self.gate = nn.Linear(dim, dim, **self.place) if use_gate else None
         self.reset_parameters()
@@ -72,24 +72,20 @@ class LepeGate(Mixer):
     def run(self, call: Call, x: Tensor | None = None) -> Tensor:
         """The layer's output before its projection, (..., H, Lq, D), for x (..., Lq, C), the layer's input."""
         if self.lepe is not None:
-            check_one_grid(call, get(self.mechanism))
-        call = self._on_grid(call)
-        out = get(self.mechanism).run(call, **self.operator_options)
+            check_one_grid(call, self.operator)
+        out = super().run(call, x)
         if self.lepe is not None:
-            out = out + self.lepe.of(call)
+            out = out + self.lepe.of(self.on_grid(call))
         if self.gate is not None:
             if x is None:
                 raise ValueError(f"use_gate=True of {self.mechanism!r} needs x=, the tokens the queries come from")
             out = out * self.gate(x).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
         return out
 
-    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
-        return get(self.mechanism).weigh(self._on_grid(call), **self.operator_options)
-
-    def _on_grid(self, call: Call) -> Call:
-        if not self.use_rope and self.lepe is None:
+    def on_grid(self, call: Call) -> Call:
+        if not self.options["use_rope"] and self.lepe is None:
             return call
         return call._replace(grid=resolve_grid(call.key.shape[-2], call.grid, call.prefix, self.grid_size))
 
     def extra_repr(self) -> str:
-        return f"{self.mechanism!r}, {self.operator_options}"
+        return f"{self.mechanism!r}, {self.options}"

@@ -28,24 +28,14 @@ from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
 from ..tracing import transformed
 from .lla_solver import Settings, solver_of
 from .mixing import Mixer
-from .registry import Mechanism, can, register
+from .registry import Mechanism, can, options_of, register
 
 RIDGE = 10.0
-SOLVERS = ("auto", "direct", "cg")
 DIRECT_UP_TO = 32  # width above which "auto" takes conjugate gradients: the direct solve costs D times as much a step
 
 
-def lla_attention(
-    call: Call,
-    *,
-    ridge: float | Tensor = RIDGE,
-    solver: str = "auto",
-    iterations: int = 32,
-    tolerance: float = 1e-12,
-    precondition: bool = False,
-    qk_norm: bool = False,
-    block: int = 128,
-) -> Tensor:
+@options_of(Settings)
+def lla_attention(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = False, **solving: Any) -> Tensor:
     """out_i = c_i of min_{c,W} sum_j w_ij |v_j - c - W (k_j - q_i)|^2 + ridge |W|^2, w_i = softmax_j(scale q_i.k_j).
 
     Weights may be negative; a row without any key gives 0. The ridge acts on normalised weights (the released code; the
@@ -60,7 +50,7 @@ def lla_attention(
     Cost: L S (3 D + E), and 2 T L S D for T steps or L S D^2 + L D^3 direct; memory (L + S)(D + E) + b S (+ b D^2
     direct).
     """
-    settings = _settings(call, solver, iterations, tolerance, precondition, block)
+    settings = _settings(call, **solving)
     query, key, value = call[:3]
     if query.shape[-2] == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
@@ -102,19 +92,10 @@ def by_kernels(call: Call, ridge: float | Tensor, qk_norm: bool, settings: Setti
     return out.reshape(*lead, *out.shape[1:])
 
 
-def lla_weights(
-    call: Call,
-    *,
-    ridge: float | Tensor = RIDGE,
-    solver: str = "auto",
-    iterations: int = 32,
-    tolerance: float = 1e-12,
-    precondition: bool = False,
-    qk_norm: bool = False,
-    block: int = 128,
-) -> Tensor:
+@options_of(Settings)
+def lla_weights(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = False, **solving: Any) -> Tensor:
     """The signed weights s_ij, (..., H, L, S); rows sum to 1. Cost: as the attention."""
-    settings = _settings(call, solver, iterations, tolerance, precondition, block)
+    settings = _settings(call, **solving)
     rows, keys = call.query.shape[:-1], call.key.shape[-2]
     if rows[-1] == 0 or keys == 0:
         return call.query.new_zeros((*rows, keys))
@@ -196,33 +177,22 @@ class _LocalLinear(torch.autograd.Function):
         return torch.cat(dq, -2), dk, dv, torch.cat(d_lam, -1), None, None
 
 
+@options_of(lla_attention)
 class LocalLinearAttention(Mixer):
     """LLA for a layer, with a fixed ridge or one learned for each head, softplus(parameter) (ours, not published).
 
     Arguments are the options of `lla_attention`; `learn_ridge` starts at `ridge`.
     """
 
+    mechanism = "lla"
+
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        ridge: float = RIDGE,
-        learn_ridge: bool = False,
-        solver: str = "auto",
-        iterations: int = 32,
-        tolerance: float = 1e-12,
-        precondition: bool = False,
-        qk_norm: bool = False,
-        block: int = 128,
-        **layer: Any,
+        self, dim: int, num_heads: int, *, ridge: float = RIDGE, learn_ridge: bool = False, **rest: Any
     ) -> None:
-        super().__init__(dim, num_heads, **layer)
+        super().__init__(dim, num_heads, **rest)
         _check_ridge(ridge)
-        _check(solver, iterations, tolerance, block)
+        Settings(1.0, False, **{name: given for name, given in self.options.items() if name != "qk_norm"}).checked()
         self.start = float(ridge)
-        self.options: dict[str, Any] = {"solver": solver, "iterations": iterations, "tolerance": tolerance}
-        self.options |= {"precondition": precondition, "qk_norm": qk_norm, "block": block}
         self.raw_ridge = nn.Parameter(torch.empty(num_heads, 1, **self.place)) if learn_ridge else None
         self.reset_parameters()
 
@@ -235,11 +205,8 @@ class LocalLinearAttention(Mixer):
         """The ridge in use: a number, or (H, 1) where it is learned."""
         return self.start if self.raw_ridge is None else F.softplus(wide(self.raw_ridge))
 
-    def run(self, call: Call, x: Tensor | None = None) -> Tensor:
-        return LLA.run(call, ridge=self.ridge, **self.options)
-
-    def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
-        return LLA.weigh(call, ridge=self.ridge, **self.options)
+    def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
+        return call, {"ridge": self.ridge, **self.options}
 
 
 def _rows(call: Call, ridge: float | Tensor, qk_norm: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -268,22 +235,12 @@ def _check_ridge(ridge: float | Tensor) -> None:
         raise ValueError(f"ridge must be positive and finite, got {ridge!r}: without it a few keys leave the fit open")
 
 
-def _check(solver: str, iterations: int, tolerance: float, block: int) -> None:
-    if solver not in SOLVERS:
-        raise ValueError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, got {solver!r}")
-    for name, count in (("iterations", iterations), ("block", block)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance must not be negative, got {tolerance}")
-
-
-def _settings(call: Call, solver: str, iterations: int, tolerance: float, precondition: bool, block: int) -> Settings:
-    _check(solver, iterations, tolerance, block)
-    if solver == "auto":
-        on_chip = call.query.is_cuda and call.query.dtype != torch.float64
-        solver = "direct" if call.query.shape[-1] <= DIRECT_UP_TO and not on_chip else "cg"
-    return Settings(call.softmax_scale, call.is_causal, solver, iterations, tolerance, precondition, block)
+def _settings(call: Call, **solving: Any) -> Settings:
+    settings = Settings(call.softmax_scale, call.is_causal, **solving).checked()
+    if settings.solver != "auto":
+        return settings
+    on_chip = call.query.is_cuda and call.query.dtype != torch.float64
+    return settings._replace(solver="direct" if call.query.shape[-1] <= DIRECT_UP_TO and not on_chip else "cg")
 
 
 LLA = register(

@@ -13,17 +13,29 @@ from torch import Tensor
 
 from ..tracing import transformed
 
+SOLVERS = ("auto", "direct", "cg")
+
 
 class Settings(NamedTuple):
     """How the fit is computed; none of it changes the answer beyond `tolerance`."""
 
     scale: float
     is_causal: bool
-    solver: str
-    iterations: int
-    tolerance: float
-    precondition: bool
-    block: int
+    solver: str = "auto"
+    iterations: int = 32
+    tolerance: float = 1e-12
+    precondition: bool = False
+    block: int = 128
+
+    def checked(self) -> Settings:
+        if self.solver not in SOLVERS:
+            raise ValueError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, got {self.solver!r}")
+        for name in ("iterations", "block"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.tolerance >= 0:
+            raise ValueError(f"tolerance must not be negative, got {self.tolerance}")
+        return self
 
 
 def solver_of(w: Tensor, k: Tensor, key_mean: Tensor, lam: Tensor, settings: Settings) -> Callable[[Tensor], Tensor]:

@@ -27,7 +27,7 @@ from .products import (
     sum_of_tokens,
     sums_seen,
 )
-from .registry import Mechanism, can, register
+from .registry import Mechanism, can, options_of, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -122,34 +122,11 @@ class MalaStream(FeatureStream):
         return features @ sums.KV * scale * (1 + 1 / (total + self.eps)) - total * (sums.V / sums.tokens)
 
 
+@options_of(mala_attention)
 class MagnitudeAwareAttention(LepeGate):
-    """MALA as published in a layer: (attention with rotary turns + LePE(v)) * (W_g x + b_g), then the projection.
-
-    The released code takes q, k, v and the gate from one projection C -> 4 C; here the gate is a Linear of its own.
-
-    Args:
-        use_rope: 2-D rotary positions; needs a head width that is a multiple of 4. Off for cross attention.
-        use_lepe: depthwise 5 x 5 convolution of the values on the patch grid. Off for causal and cross attention.
-        use_gate: the gate, a Linear of the layer's input without activation.
-        scaled: the released form; False: the printed one, see `mala_attention`.
-    """
+    """MALA as published in a layer; options are those of `LepeGate` and of `mala_attention`."""
 
     mechanism = "mala"
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        scaled: bool = True,
-        chunk: int = 128,
-        use_rope: bool = True,
-        use_lepe: bool = True,
-        use_gate: bool = True,
-        **layer: Any,
-    ) -> None:
-        parts = {"use_rope": use_rope, "use_lepe": use_lepe, "use_gate": use_gate}
-        super().__init__(dim, num_heads, **parts, operator={"scaled": scaled, "chunk": chunk}, **layer)
 
 
 MALA = register(

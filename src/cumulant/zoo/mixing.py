@@ -45,11 +45,13 @@ class Bound:
 
 
 class Mixer(nn.Module):
-    """Base of the modules with parameters: they define `run(call, x)` and `weigh(call, x)` around their mechanism.
+    """Base of the modules with parameters, which stand around the operator of their `mechanism`.
 
     A layer tells its width and heads, the grid and prefix to expect, which hold for calls that name no grid, and the
-    `place` where parameters are made.
+    `place` where parameters are made. All other `options` are the operator's.
     """
+
+    mechanism: str
 
     def __init__(
         self,
@@ -60,45 +62,39 @@ class Mixer(nn.Module):
         prefix: int = 0,
         device: Any = None,
         dtype: Any = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.dim, self.num_heads, self.grid_size, self.prefix = dim, num_heads, grid_size, prefix
         self.place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.options = options
+
+    @property
+    def operator(self) -> Mechanism:
+        from .registry import get  # which imports this file
+
+        return get(self.mechanism)
+
+    def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
+        """What the operator gets for a call of the layer, and with which options."""
+        return self.on_grid(call), self.options
 
     def run(self, call: Call, x: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
+        call, options = self.asked(call, x)
+        return self.operator.run(call, **options)
 
     def weigh(self, call: Call, x: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
+        call, options = self.asked(call, x)
+        return self.operator.weigh(call, **options)
 
     def on_grid(self, call: Call) -> Call:
         """The call with the layer's grid where it names none."""
         return call._replace(grid=self.grid_size) if call.grid is None else call
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        x: Tensor | None = None,
-        prefix: int | None = None,
-        **arguments: Any,
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, x: Tensor | None = None, **fields: Any) -> Tensor:
         """query (..., H, Lq, D), key and value (..., H, Lk, D) and fields of `Call` -> (..., H, Lq, D)."""
-        prefix = self.prefix if prefix is None else prefix
-        return self.run(Call(query, key, value, prefix=prefix, **arguments), x)
+        return self.run(Call(query, key, value, **{"prefix": self.prefix, **fields}), x)
 
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        value: Tensor | None = None,
-        x: Tensor | None = None,
-        prefix: int | None = None,
-        **arguments: Any,
-    ) -> Tensor:
+    def scores(self, query: Tensor, key: Tensor, *, x: Tensor | None = None, **fields: Any) -> Tensor:
         """The weights with which the operator mixes the values, (..., H, Lq, Lk); what comes after is not in them."""
-        prefix = self.prefix if prefix is None else prefix
-        return self.weigh(Call(query, key, key if value is None else value, prefix=prefix, **arguments), x)
+        return self.weigh(Call(query, key, **{"value": key, "prefix": self.prefix, **fields}), x)

@@ -202,16 +202,4 @@ def _work(mechanism: Mechanism, length: int) -> tuple[int, int]:
     return flops.get_total_flops(), largest.elements
 
 
-_PROBES: dict[str, Callable[[Mechanism], bool]] = {
-    "noncausal": _noncausal,
-    "causal": _causal,
-    "cross": _cross,
-    "causal_cross": _causal_cross,
-    "independent_rows": _independent_rows,
-    "key_mask": _key_mask,
-    "grouped_queries": _grouped_queries,
-    "weights": _weights,
-    "subquadratic": _subquadratic,
-    "streaming": _streaming,
-    "ragged": _ragged,
-}
+_PROBES: dict[str, Callable[[Mechanism], bool]] = {name: globals()[f"_{name}"] for name in CAPABILITIES}

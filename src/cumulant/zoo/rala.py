@@ -5,8 +5,6 @@ Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ from .products import (
     weighted,
     written_down,
 )
-from .registry import Mechanism, can, register
+from .registry import Mechanism, can, options_of, register
 
 EPS = 1e-6
 
@@ -72,33 +70,11 @@ def alpha(
     return kernel, torch.where(mass > 0, mass, 1.0)
 
 
+@options_of(rala_attention)
 class RankAugmentedAttention(LepeGate):
-    """RALA as published in a layer: (attention with rotary turns + LePE(v)) * (W_g x + b_g), then the projection.
-
-    The released code takes q, k, v and the gate from one projection C -> 4 C; here the gate is a Linear of its own.
-
-    Args:
-        use_alpha: weights of the key-value pairs; False: plain linear attention in their place.
-        use_rope: 2-D rotary positions; needs a head width that is a multiple of 4. Off for cross attention.
-        use_lepe: depthwise 5 x 5 convolution of the values on the patch grid. Off for cross attention.
-        use_gate: the gate, a Linear of the layer's input without activation.
-    """
+    """RALA as published in a layer; options are those of `LepeGate` and of `rala_attention`."""
 
     mechanism = "rala"
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        use_alpha: bool = True,
-        use_rope: bool = True,
-        use_lepe: bool = True,
-        use_gate: bool = True,
-        **layer: Any,
-    ) -> None:
-        parts = {"use_rope": use_rope, "use_lepe": use_lepe, "use_gate": use_gate}
-        super().__init__(dim, num_heads, **parts, operator={"use_alpha": use_alpha}, **layer)
 
 
 RALA = register(

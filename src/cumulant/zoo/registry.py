@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -22,23 +22,14 @@ from .mixing import Bound, Mix
 from .ragged import padded
 
 # What a layer, not its user, tells the constructor of a mechanism with parameters.
-MODULE_ARGUMENTS = frozenset({"dim", "num_heads", "grid_size", "prefix", "device", "dtype"})
+LAYER = {"grid_size": None, "prefix": 0, "device": None, "dtype": None}
+MODULE_ARGUMENTS = frozenset({"dim", "num_heads", *LAYER})
 CALL = frozenset({"call", *Call._fields})
-
-
+Kind = TypeVar("Kind", bound=Callable[..., Any])
 CAPABILITIES = (
-    "noncausal",
-    "causal",
-    "cross",
-    "causal_cross",
-    "independent_rows",
-    "key_mask",
-    "grouped_queries",
-    "weights",
-    "subquadratic",
-    "streaming",
-    "ragged",
-)
+    "noncausal", "causal", "cross", "causal_cross", "independent_rows", "key_mask", "grouped_queries", "weights",
+    "subquadratic", "streaming", "ragged",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -208,28 +199,18 @@ class Mechanism:
             return get, (self.name,)
         return super().__reduce_ex__(protocol)
 
-    def build(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        grid_size: tuple[int, ...] | None = None,
-        prefix: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-        **options: Any,
-    ) -> Mix:
+    def build(self, dim: int, num_heads: int, **arguments: Any) -> Mix:
         """What a layer of width `dim` with `num_heads` heads holds; options are checked here, once.
 
-        `grid_size` and `prefix` tell a mechanism with parameters, an `nn.Module`, the patch grid to expect and how many
-        tokens stand before the patches.
+        Besides them the arguments are those of LAYER: `grid_size` and `prefix` tell a mechanism with parameters, an
+        `nn.Module`, the patch grid to expect and how many tokens stand before the patches.
         """
+        options = {name: given for name, given in arguments.items() if name not in LAYER}
         self.check_options(options)
-        if self.module is not None:
-            place = {"device": device, "dtype": dtype}
-            built: Any = self.module(dim, num_heads, grid_size=grid_size, prefix=prefix, **place, **options)
-            return built
-        return Bound(self, options)
+        if self.module is None:
+            return Bound(self, options)
+        built: Any = self.module(dim, num_heads, **{**LAYER, **arguments})
+        return built
 
     def with_options(self, options: Mapping[str, Any]) -> Mechanism:
         """The same with other defaults, of a call or of a layer, under a name that says so: "cumulant3+full"."""
@@ -260,6 +241,19 @@ class Mechanism:
             accepted = ", ".join(self.options) or "none"
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(f"unknown option {unknown[0]!r} of mechanism {self.name!r}; accepted: {accepted}{hint}")
+
+
+def options_of(form: Callable[..., Any]) -> Callable[[Kind], Kind]:
+    """Decorator for a function or class with `**rest`: among its options are those of `form` that have a default."""
+
+    def say(made: Kind) -> Kind:
+        own = {p.name: p for p in inspect.signature(made).parameters.values() if p.kind is not p.VAR_KEYWORD}
+        more = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(form).parameters.values()}
+        more = {name: p for name, p in more.items() if name not in own and p.default is not p.empty}
+        made.__signature__ = inspect.Signature([*own.values(), *more.values()])  # type: ignore[attr-defined]
+        return made
+
+    return say
 
 
 def can(words: str) -> dict[str, Any]:
