@@ -16,19 +16,11 @@ from torch import Tensor, nn
 
 from .. import zoo
 from ..call import Call, Grid, check_mask
+from ..expansion import weigh
 from ..grammar import parse, suggest
 from ..tensors import without_absent
 from ..zoo.mixing import Mix
-from .extras import (
-    GATES,
-    Temperature,
-    ValueConv,
-    check_temperature,
-    conv_kernel,
-    gate_name,
-    toward_mean,
-    weights_toward_mean,
-)
+from .extras import GATES, Temperature, ValueConv, check_temperature, conv_kernel, gate_name
 from .fold import folded_attention, folds
 
 LAYER_NORM = partial(nn.LayerNorm, eps=1e-6)
@@ -193,8 +185,7 @@ class MultiheadAttention(nn.Module):
 
     def mix_in_mean(self, out: Tensor, call: Call, heads: slice = slice(None)) -> Tensor:
         """The mechanism's output for some heads with `temperature="order"`; as it is with any other."""
-        gain = None if self.temperature is None else self.temperature.gain()
-        return out if gain is None else toward_mean(out, gain[heads], call, self.normalization)
+        return out if self.temperature is None else self.temperature.mean_in(out, call, self.normalization, heads)
 
     @property
     def normalization(self) -> str:
@@ -217,20 +208,12 @@ class MultiheadAttention(nn.Module):
         query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
         return query if self.temperature is None else self.temperature.scale(query), key, value
 
-    def scores(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
-    ) -> Tensor:
+    def scores(self, x: Tensor, context: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         """The weights with which the mechanism of this layer mixes the values, (..., H, L, M). Cost: L M C.
 
-        Temperatures are in them; a convolution of the values and a gate are not.
+        Arguments are those of `forward`. Temperatures are in them; a convolution of the values and a gate are not.
         """
-        return self.scores_of(self.call(x, context, key_mask, is_causal, grid, prefix), x, context)
+        return self.scores_of(self.call(x, context, *args, **kwargs), x, context)
 
     def scores_of(self, call: Call, x: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """The same for the call of x (..., L, C) and its context; mechanisms that look at x need it."""
@@ -239,8 +222,7 @@ class MultiheadAttention(nn.Module):
     def weights(self, mix: Mix, call: Call, x: Tensor | None = None, heads: slice = slice(None)) -> Tensor:
         """Weights of some heads for their call, as `call` makes it."""
         A = mix.weigh(call, x)
-        gain = None if self.temperature is None else self.temperature.gain()
-        return A if gain is None else weights_toward_mean(A, gain[heads], call, self.normalization)
+        return A if self.temperature is None else self.temperature.mean_in(A, call, self.normalization, heads, weigh)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, num_heads={self.num_heads}, attention={self.mechanism.name!r}"
@@ -267,7 +249,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"{name} must have shape (..., tokens, {self.dim}), got {tuple(x.shape)}")
 
 
-def check_extras(extras: Mapping[str, Any], known: tuple[str, ...] = (*EXTRAS, "grid_size", "prefix")) -> None:
+def check_extras(extras: Mapping[str, Any], known: tuple[str, ...] = EXTRAS) -> None:
     """Raises for an argument that is none of the layer's extras."""
     for name in extras:
         if name not in known:

@@ -65,25 +65,17 @@ class AxialAttention(MultiheadAttention):
         """For time and for space: the axis, its mechanism, its heads, and their call over sequences of that axis."""
         grid = self._check(call, context)
         for axis, mix in enumerate(self.mixers()):
-            heads = self._heads_of(axis)
+            heads = slice(axis * self.num_heads // 2, (axis + 1) * self.num_heads // 2)
             q, k, v = (_rows(z[:, heads], grid, axis) for z in call[:3])
             mask = _row_mask(call.key_mask, call.key, grid, axis)
-            yield (
-                axis,
-                mix,
-                heads,
-                call._replace(query=q, key=k, value=v, key_mask=mask, query_mask=mask, grid=_axis_grid(grid, axis)),
-            )
+            along: dict[str, Any] = {"key_mask": mask, "query_mask": mask, "grid": _axis_grid(grid, axis)}
+            yield axis, mix, heads, call._replace(query=q, key=k, value=v, **along)
 
     def _half(self, place: dict[str, Any], grid: Grid | None, axis: int) -> Mix:
         size = None if grid is None else _axis_grid(grid, axis)
         return self.mechanism.build(
             self.dim // 2, self.num_heads // 2, grid_size=size, prefix=0, **place, **self.attention_options
         )
-
-    def _heads_of(self, axis: int) -> slice:
-        half = self.num_heads // 2
-        return slice(axis * half, (axis + 1) * half)
 
     def _input_of(self, x: Tensor | None, grid: Grid, axis: int) -> Tensor | None:
         """Half of the channels of x (B, L, C) as sequences along an axis, for a mechanism that looks at them."""

@@ -5,26 +5,25 @@ Shape legend: B batch, L tokens, T packed tokens, C width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention import attention_varlen
 from ..call import check_order, offsets
-from .attention import MultiheadAttention, check_extras
+from .attention import EXTRAS, MultiheadAttention, check_extras
 from .fold import folds
 
 UNFOLDABLE = ("v_conv", "gate", "temperature")
+KNOWN = (*EXTRAS, "grid_size", "prefix", "proj_bias", "attn_drop", "proj_drop", "norm_layer", "device", "dtype")
 
 
 class CumulantAttention(MultiheadAttention):
     """Cumulant attention with the arguments and state-dict names of timm's `Attention`: an `attn_layer`.
 
-    Arguments that are not explained here are those of `MultiheadAttention`; `extras` are its grid_size, prefix, v_conv,
-    v_conv_init, gate and temperature.
+    Arguments that are not explained here, and all of `layer`, are those of `MultiheadAttention`.
 
     Args:
         order: 1, 2 or 3; `full=True` takes the whole third cumulant instead of its diagonal.
@@ -45,27 +44,21 @@ class CumulantAttention(MultiheadAttention):
         fold: str | bool = "auto",
         full: bool = False,
         normalization: str = "mean",
-        proj_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        norm_layer: Callable[..., nn.Module] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
         scale_norm: bool = False,
-        **extras: Any,
+        **layer: Any,
     ) -> None:
         check_order(order, full)
         if fold not in ("auto", True, False):
             raise ValueError(f'fold must be "auto", True or False, got {fold!r}')
-        check_extras(extras)
-        active = sorted(name for name, value in extras.items() if name in UNFOLDABLE and value)
+        check_extras(layer, KNOWN)
+        active = sorted(name for name, value in layer.items() if name in UNFOLDABLE and value)
         foldable = order == 2 and normalization == "mean" and not qk_norm and not scale_norm and not active
         if fold is True and not foldable:
             raise ValueError(
                 "fold=True needs order=2, normalization='mean', qk_norm=False, scale_norm=False and none of "
                 f"{', '.join(UNFOLDABLE)}, got order={order}, normalization={normalization!r}, qk_norm={qk_norm}, "
-                f"scale_norm={scale_norm}" + "".join(f", {name}={extras[name]!r}" for name in active)
+                f"scale_norm={scale_norm}" + "".join(f", {name}={layer[name]!r}" for name in active)
             )
         if normalization not in ("mean", "sum"):
             raise ValueError(f'normalization must be "mean" or "sum", got {normalization!r}')
@@ -77,13 +70,7 @@ class CumulantAttention(MultiheadAttention):
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
             scale_norm=scale_norm,
-            proj_bias=proj_bias,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            norm_layer=norm_layer,
-            device=device,
-            dtype=dtype,
-            **extras,
+            **layer,
         )
         self.order, self.fold = order, fold if foldable else False
         self.packs_not = active

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..attention import attend
 from ..call import Call
-from ..expansion import Form, weigh
+from ..expansion import Form, expand
 from ..tensors import wide
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
@@ -128,21 +128,19 @@ class Temperature(nn.Module):
         t = (self.second if self.third is None else self.third - self.second).exp()
         return (query * t[:, None, None]).to(query.dtype)
 
-    def gain(self) -> Tensor | None:
-        """g (H, 1, 1), or None where no mean is mixed in."""
-        return None if self.third is None else (2 * self.second - self.third).exp()[:, None, None]
+    def mean_in(
+        self, out: Tensor, call: Call, normalization: str, heads: slice, what: Callable[..., Tensor] = expand
+    ) -> Tensor:
+        """g out + (1 - g) <v> of some heads, the mean over the same keys as `out` (..., h, L, D); `out` per head.
 
-
-def toward_mean(out: Tensor, gain: Tensor, call: Call, normalization: str) -> Tensor:
-    """g out + (1 - g) <v>, with the mean over the same keys as `out` (..., H, L, D)."""
-    value = call.value
-    if call.key_mask is None and not call.is_causal and normalization == "mean" and value.shape[-2]:
-        mean = wide(value).mean(-2, keepdim=True)
-    else:
-        mean = attend(call, Form(1, normalization=normalization))
-    return (gain * out + (1 - gain) * mean).to(out.dtype)
-
-
-def weights_toward_mean(A: Tensor, gain: Tensor, call: Call, normalization: str) -> Tensor:
-    """The same for the weights A (..., H, L, M)."""
-    return (gain * A + (1 - gain) * attend(call, Form(1, normalization=normalization), weigh)).to(A.dtype)
+        With `what=weigh` the same for weights (..., h, L, M).
+        """
+        if self.third is None:
+            return out
+        gain, value = (2 * self.second - self.third).exp()[heads, None, None], call.value
+        everything = call.key_mask is None and not call.is_causal and normalization == "mean" and value.shape[-2]
+        if what is expand and everything:
+            mean = wide(value).mean(-2, keepdim=True)
+        else:
+            mean = attend(call, Form(1, normalization=normalization), what)
+        return (gain * out + (1 - gain) * mean).to(out.dtype)

@@ -71,6 +71,11 @@ class Choice:
         return self.options.get("around") == "mean"
 
     @property
+    def foldable(self) -> bool:
+        """Whether the covariance of the tokens is all that it needs of a layer without norms and extras."""
+        return self.attention == "cumulant2" and self.heads is None and not self.options
+
+    @property
     def drops(self) -> bool:
         """Whether some head still forms probabilities that attention dropout acts on."""
         return self.heads is not None or zoo.get(self.attention).dropout

@@ -99,8 +99,8 @@ def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
             shared: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
             return _softmax(module, query, key, value, attention_mask, shared)
         # A layer that stays softmax goes through our own, so that observers see it; the answer is the same.
-        kept = dropout if choice.drops else 0.0
-        return _converted(module, choice, query, key, value, attention_mask, scaling, is_causal, rest, kept)
+        call = Call(query, key, value, scale=scaling, dropout_p=dropout if choice.drops else 0.0)
+        return _converted(module, choice, call, attention_mask, is_causal, rest)
 
     return attend
 
@@ -135,15 +135,22 @@ def obstacle(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None, rest: dict[str, Any]
 ) -> str | None:
     """Why this layer must stay softmax, or None."""
-    for name, reason in UNSUPPORTED.items():
-        if rest.get(name) is not None:
-            return f"{type(module).__name__} {reason} ({name})"
+    reason = _unsupported(module, rest)
+    if reason is not None:
+        return reason
     try:
         understood(mask, _causal(module, is_causal), query.shape[2], key.shape[2])
     except DenseMaskError:
         kind = "a position bias, a window, packed sequences or a static cache"
         return f"{type(module).__name__} has a mask that differs from head to head or from query to query ({kind})"
     return None
+
+
+def _unsupported(module: nn.Module, rest: dict[str, Any]) -> str | None:
+    """What a layer is called with that moments cannot honour, or None."""
+    found = (f"{why} ({name})" for name, why in UNSUPPORTED.items() if rest.get(name) is not None)
+    first = next(found, None)
+    return None if first is None else f"{type(module).__name__} {first}"
 
 
 def _softmax(
@@ -166,43 +173,37 @@ def _softmax(
 
 
 def _converted(
-    module: nn.Module,
-    choice: Choice,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    is_causal: bool | None,
-    rest: dict[str, Any],
-    dropout: float = 0.0,
+    module: nn.Module, choice: Choice, call: Call, mask: Tensor | None, is_causal: bool | None, rest: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Output (B, Lq, H, E) as transformers wants it, and the weights (B, H, Lq, Lk) where they are asked for."""
-    for name, reason in UNSUPPORTED.items():
-        if rest.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} {reason} ({name}), which {choice.attention!r} cannot honour; keep softmax in "
-                "this layer: cumulant.convert(model, layers=...)"
-            )
+    """Output (B, Lq, H, E) as transformers wants it, and the weights (B, H, Lq, Lk) where they are asked for.
+
+    What the layer masks is not yet in the call.
+    """
+    reason = _unsupported(module, rest)
+    if reason is not None:
+        raise ValueError(
+            f"{reason}, which {choice.attention!r} cannot honour; keep softmax in this layer: "
+            "cumulant.convert(model, layers=...)"
+        )
+    query, key, value = call[:3]
     state = getattr(key, CARRIED, None)
     if state is not None:
-        mask = None if attention_mask is None else _new_tokens(attention_mask, key.shape[2])
         if _wants_weights(rest):
             raise ValueError(
                 "output_attentions=True needs every key, which a MomentsCache does not keep; generate "
                 "with the default cache to see weights"
             )
-        return state.attend(query, key, value, mask, choice, scaling).transpose(1, 2).contiguous(), None
+        new = None if mask is None else _new_tokens(mask, key.shape[2])
+        return state.attend(query, key, value, new, choice, call.scale).transpose(1, 2).contiguous(), None
     queries, keys = query.shape[2], key.shape[2]
-    pattern = understood(attention_mask, _causal(module, is_causal), queries, keys)
-    if queries == 1 < keys and _causal(module, is_causal) and (attention_mask is None or attention_mask.ndim == 3):
+    pattern = understood(mask, _causal(module, is_causal), queries, keys)
+    if queries == 1 < keys and _causal(module, is_causal) and (mask is None or mask.ndim == 3):
         # The last row of causal attention is plain attention over all keys only where their order does not matter.
         pattern = pattern._replace(is_causal=not zoo.get(choice.attention).order_free, offset=keys - 1)
     if pattern.key_mask is not None and pattern.key_mask.shape[-1] != keys:
         raise ValueError(f"the mask is for {pattern.key_mask.shape[-1]} keys, but {type(module).__name__} has {keys}")
-    call = Call(query, key, value, pattern.key_mask, pattern.is_causal, scaling, dropout_p=dropout)
-    if queries == keys:  # self-attention: what is absent asks nothing
-        call = call._replace(query_mask=pattern.key_mask)
+    asking = pattern.key_mask if queries == keys else None  # self-attention: what is absent asks nothing
+    call = call._replace(key_mask=pattern.key_mask, is_causal=pattern.is_causal, query_mask=asking)
     offset = pattern.offset if pattern.is_causal else 0
     whole = choice.heads is None and not observed() and not _wants_weights(rest)
     if offset and whole and zoo.get(choice.attention).offset:

@@ -84,7 +84,7 @@ def key_mask_function(
     present = hf.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if present is not None:
         present = present[:, kv_offset : kv_offset + kv_length].bool()
-        if not torch.compiler.is_compiling() and bool(present.all()):
+        if not compiling() and bool(present.all()):
             present = None
     if both_ways:
         return None if present is None else present[:, None, None, :]

@@ -51,7 +51,7 @@ def swap(name: str, module: nn.Module, choice: Choice) -> Callable[[], None]:
         "mechanism": mechanism,
         "attention_options": dict(choice.options),
         "attn_drop": module.attn_drop if choice.drops else 0.0,
-        "fold": "auto" if _foldable(module, choice) else False,
+        "fold": "auto" if choice.foldable and not axial and _plain(module) else False,
         **{key: HeadMix(choice, module) for key in mixers},
     }
     _put(module, after)
@@ -65,9 +65,6 @@ def _put(module: nn.Module, values: dict[str, Any]) -> None:
         setattr(module, key, value)
 
 
-def _foldable(module: MultiheadAttention, choice: Choice) -> bool:
-    if isinstance(module, AxialAttention):
-        return False
+def _plain(module: MultiheadAttention) -> bool:
     norms = all(isinstance(norm, nn.Identity) for norm in (module.q_norm, module.k_norm, module.norm))
-    extras = any(part is not None for part in (module.v_conv, module.gate, module.temperature))
-    return choice.attention == "cumulant2" and choice.heads is None and not choice.options and norms and not extras
+    return norms and module.v_conv is module.gate is module.temperature is None

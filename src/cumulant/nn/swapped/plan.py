@@ -81,20 +81,20 @@ def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], No
     """
     setattr(model, PLAN, dict(plan))
     model.__dict__["_cumulant_undo"] = undo
+    one = _one_choice(plan) if whole else None
     if library_of(model) == TRANSFORMERS:
         config = config_of(model)
         if config is not None:
             config.cumulant = {"layers": {name: choice.to_json() for name, choice in plan.items()}}
             # Read by from_pretrained: without `register_transformers` it fails there, and never falls back to softmax.
-            config.attn_implementation = _one_name(plan) if whole else hf.MIXED
+            named = one is not None and not one.options and one.attention != SOFTMAX
+            config.attn_implementation = one.attention if one is not None and named else hf.MIXED
     elif isinstance(getattr(model, "config", None), dict):
         # `cumulant.train.save` writes the config: it must make this model, or none.
         stated: Any = model.config
         model.__dict__["_cumulant_config"] = stated
-        first = next(iter(plan.values()))
-        same = whole and first.heads is None and all(choice == first for choice in plan.values())
-        made = {**stated, "attention": first.attention, "attention_options": dict(first.options)}
-        model.__dict__["config"] = made if same else None
+        made = None if one is None else {"attention": one.attention, "attention_options": dict(one.options)}
+        model.__dict__["config"] = None if made is None else {**stated, **made}
 
 
 def put_back(model: nn.Module, stored: Mapping[str, dict[str, Any]], whole: bool) -> None:
@@ -133,11 +133,10 @@ def original_config(model: nn.Module) -> Any:
     return model.__dict__.get("_cumulant_config", getattr(model, "config", None))
 
 
-def _one_name(plan: Mapping[str, Choice]) -> str:
-    """The registered implementation that computes this plan: a mechanism's own where all layers agree."""
+def _one_choice(plan: Mapping[str, Choice]) -> Choice | None:
+    """The choice of all heads of all layers, or None where they differ."""
     first = next(iter(plan.values()))
-    same = all(choice == first for choice in plan.values()) and first.heads is None and not first.options
-    return first.attention if same and first.attention != SOFTMAX else hf.MIXED
+    return first if first.heads is None and all(choice == first for choice in plan.values()) else None
 
 
 def forget(model: nn.Module) -> None:

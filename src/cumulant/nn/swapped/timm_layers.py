@@ -173,9 +173,8 @@ class ConvertedAttention(nn.Module):
         plain = all(
             isinstance(getattr(self, name, None), nn.Identity | None) for name in ("q_norm", "k_norm", "norm", "gate")
         )
-        second = self.choice.attention == "cumulant2" and self.choice.heads is None and not self.choice.options
         square = getattr(self, "qkv", None) is not None and self.qkv.weight.shape[0] == 3 * x.shape[-1]
-        may = bool(self.fold and second and plain and square and rope is None)
+        may = bool(self.fold and self.choice.foldable and plain and square and rope is None)
         return folds("auto" if may else False, x, self.num_heads, is_causal=is_causal)
 
 
