@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..attention import attend
 from ..call import Call
 from ..expansion import Form, expand
 from ..tensors import wide
+from ..zoo.grid import convolved
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 TEMPERATURES = (None, "head", "order")
@@ -52,14 +54,9 @@ class ValueConv(nn.Module):
         kernel = self.weight.shape[2:]
         if len(kernel) > len(grid):
             raise ValueError(f"v_conv={tuple(kernel)} moves over frames, rows and columns, got grid={grid}")
-        patches = tokens[..., prefix:, :]
-        # Without a kernel over time, frames are further images of the batch.
-        images = patches.reshape(-1, *grid[len(grid) - len(kernel) :], patches.shape[-1])
-        convolution = F.conv2d if len(kernel) == 2 else F.conv3d
-        out = convolution(
-            images.movedim(-1, 1), self.weight, padding=[size // 2 for size in kernel], groups=self.weight.shape[0]
-        )
-        return F.pad(out.movedim(1, -1).reshape(patches.shape), (0, 0, prefix, 0))
+        how: dict[str, Any] = {"padding": [size // 2 for size in kernel], "groups": self.weight.shape[0]}
+        convolution = partial(F.conv2d if len(kernel) == 2 else F.conv3d, weight=self.weight, **how)
+        return convolved(convolution, tokens, grid[len(grid) - len(kernel) :], prefix)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kernel={tuple(self.weight.shape[2:])}"

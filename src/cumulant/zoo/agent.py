@@ -228,15 +228,6 @@ def _pooled_by_product(x: Tensor, grid: Grid, target: Grid) -> Tensor:
     return wide(sums) / member.sum(-1, keepdim=True)
 
 
-def _added(bias: Tensor | None, absent: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What is added to the logits: the bias and -inf where absent (..., 1, n); and which rows have nothing left."""
-    if absent is None:
-        return bias, None
-    empty = (absent == ABSENT).all(-1, keepdim=True).unsqueeze(-1)
-    absent = absent.unsqueeze(-2).masked_fill(empty, 0)
-    return (absent if bias is None else bias + absent), empty
-
-
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -247,18 +238,19 @@ def _attend(
     dropout_p: float,
 ) -> Tensor:
     """softmax(scale q.k + bias) v over the keys that are not absent; value heads serve groups of query heads."""
-    added, empty = _added(bias, absent)
-    if multiplies_narrow(query, query.dtype) and _wants_gradients(query, key, value, added):
+    added, empty = bias, None
+    if absent is not None:  # (..., 1, n), -inf where absent; rows that have nothing left get 0
+        empty = (absent == ABSENT).all(-1, keepdim=True).unsqueeze(-1)
+        absent = absent.unsqueeze(-2).masked_fill(empty, 0)
+        added = absent if bias is None else bias + absent
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, added))
+    if learns and multiplies_narrow(query, query.dtype):
         out = _by_products(query, key, value, scale, added, dropout_p)
     else:
         added = None if added is None else added.to(query.dtype)  # biases may be wider than autocast's tokens
         options = {"scale": scale, "dropout_p": dropout_p, "enable_gqa": key.shape[-3] != query.shape[-3]}
         out = fused_softmax(query, key, value, attn_mask=added, **options)
     return out if empty is None else out.masked_fill(empty, 0)
-
-
-def _wants_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _by_products(

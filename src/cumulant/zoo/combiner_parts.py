@@ -79,17 +79,31 @@ def segmented(
 
     With `own` the own segment is a region too, if not causal: its tokens then count twice. Cost: L (c + L / c)(D + E).
     """
-    first, rest = _split_prefix(q, k, v, bias, prefix, is_causal)
-    q, k, v, bias, length = tokens = _segments(*rest, c)
-    near = pair_products(q, k, dtype) + bias.unsqueeze(-2)
+    first_k, first_v = (wide(x[..., :prefix, :]) for x in (k, v))
+    tokens = _segments(q[..., prefix:, :], k[..., prefix:, :], v[..., prefix:, :], bias[..., prefix:], c)
+    near = pair_products(tokens.q, tokens.k, dtype) + tokens.bias.unsqueeze(-2)
     far, read = regions(tokens, near)
-    empty = (bias == ABSENT).all(-1)
-    hidden = empty[..., None, None, :] | _hidden_regions(q.shape[-3], is_causal, own, q.device)[:, None, :]
+    empty = (tokens.bias == ABSENT).all(-1)
+    hidden = empty[..., None, None, :] | _hidden_regions(near.shape[-3], is_causal, own, q.device)[:, None, :]
     if is_causal:
         near = near.masked_fill(_later(c, c, q.device), ABSENT)
-    (a, b, *d), total = joint_exponentials((near, far.masked_fill(hidden, ABSENT), *first.logits(q)))
-    out = _quotient(product(a, v, dtype) + read(b) + first.read(d), total, dtype)
-    return first.before(out.flatten(-3, -2)[..., :length, :])
+    logits = [near, far.masked_fill(hidden, ABSENT)]
+    if prefix:  # tokens before the grid: direct keys of all queries
+        logits.append(tokens.q @ first_k.mT.unsqueeze(-3) + bias[..., None, None, :prefix])
+    (a, b, *d), total = joint_exponentials(logits)
+    out = product(a, tokens.v, dtype) + read(b)
+    if prefix:
+        out = out + d[0] @ first_v.unsqueeze(-3)
+    out = _quotient(out, total, dtype).flatten(-3, -2)[..., : tokens.length, :]
+    return torch.cat((_direct(q[..., :prefix, :], k, v, bias, is_causal), out), -2) if prefix else out
+
+
+def _direct(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, is_causal: bool) -> Tensor:
+    """The rows of the tokens before the grid, which see every key directly, (..., p, E)."""
+    logits = q @ wide(k).mT + bias.unsqueeze(-2)
+    if is_causal:
+        logits = logits.masked_fill(_later(q.shape[-2], k.shape[-2], q.device), ABSENT)
+    return softmax_or_zero(logits) @ wide(v)
 
 
 def fixed(pooling: str, dtype: torch.dtype) -> Regions:
@@ -178,36 +192,6 @@ class _Quotient(torch.autograd.Function):
         out, total = ctx.saved_tensors
         grad = ratio(grad, total)
         return grad, -(grad * out).sum(-1, keepdim=True), None
-
-
-class _Prefix:
-    """Tokens before the grid: direct keys of all queries; as queries they see every key directly."""
-
-    def __init__(self, k: Tensor, v: Tensor, bias: Tensor, out: Tensor) -> None:
-        self.k, self.v, self.bias, self.out = k, v, bias, out
-
-    def logits(self, q: Tensor) -> list[Tensor]:
-        """Of queries (..., m, c, D), (..., m, c, p)."""
-        return [q @ wide(self.k).mT.unsqueeze(-3) + self.bias[..., None, None, :]] if self.k.shape[-2] else []
-
-    def before(self, out: Tensor) -> Tensor:
-        return torch.cat((self.out, out), -2) if self.k.shape[-2] else out
-
-    def read(self, weights: list[Tensor]) -> Tensor | float:
-        return weights[0] @ wide(self.v).unsqueeze(-3) if weights else 0.0
-
-
-def _split_prefix(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, prefix: int, is_causal: bool
-) -> tuple[_Prefix, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    out = v[..., :prefix, :]
-    if prefix:
-        logits = q[..., :prefix, :] @ wide(k).mT + bias.unsqueeze(-2)
-        if is_causal:
-            logits = logits.masked_fill(_later(prefix, k.shape[-2], q.device), ABSENT)
-        out = softmax_or_zero(logits) @ wide(v)
-    first = _Prefix(k[..., :prefix, :], v[..., :prefix, :], bias[..., :prefix], out)
-    return first, (q[..., prefix:, :], k[..., prefix:, :], v[..., prefix:, :], bias[..., prefix:])
 
 
 def _segments(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, c: int) -> Segments:

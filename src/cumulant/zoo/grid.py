@@ -7,6 +7,7 @@ L = p + N tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,18 +90,20 @@ class GridConv(nn.Conv2d):
     def forward(self, value: Tensor, grid: Grid, prefix: int = 0) -> Tensor:  # type: ignore[override]
         if not value[..., prefix:, :].numel():
             return torch.zeros_like(value)
-        lead, (heads, _, width) = value.shape[:-3], value.shape[-3:]
-        rows, cols = grid[-2:]
-        frames = math.prod(grid[:-2])
-        patches = value[..., prefix:, :].unflatten(-2, (frames, rows, cols))  # (..., H, f, r, c, D)
-        patches = patches if self.per_head else patches.movedim(-5, -2)  # (..., f, r, c, H, D): heads are channels
-        # Channels last, as the tokens lie: GPUs have quick depthwise kernels for that layout only.
-        images = patches.reshape(-1, rows, cols, self.in_channels).movedim(-1, 1)
-        out = super().forward(images)
-        out = out.movedim(1, -1).reshape(patches.shape)
-        out = out if self.per_head else out.movedim(-2, -5)
-        out = out.reshape(*lead, heads, frames * rows * cols, width)
-        return F.pad(out, (0, 0, prefix, 0))
+        tokens = value if self.per_head else value.transpose(-3, -2).flatten(-2)  # heads are channels
+        out = convolved(super().forward, tokens, grid[-2:], prefix)
+        return out if self.per_head else out.unflatten(-1, value.shape[-3::2]).transpose(-3, -2)
+
+
+def convolved(convolution: Callable[[Tensor], Tensor], tokens: Tensor, grid: Grid, prefix: int) -> Tensor:
+    """A convolution of images (n, C, *grid) for tokens (..., L, C), of which the first `prefix` get 0.
+
+    Where `grid` is one frame of a clip, its frames are so many images. Channels stay last, as the tokens lie: GPUs have
+    quick depthwise kernels for that layout only.
+    """
+    patches = tokens[..., prefix:, :]
+    images = patches.reshape(-1, *grid, patches.shape[-1]).movedim(-1, 1)
+    return F.pad(convolution(images).movedim(1, -1).reshape(patches.shape), (0, 0, prefix, 0))
 
 
 def rotary_angles(grid: Grid, prefix: int, dim: int, *, device: Any = None, dtype: Any = None) -> Tensor:

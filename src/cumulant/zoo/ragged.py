@@ -5,7 +5,6 @@ Shape legend: T tokens of all sequences in a row, N sequences, M the longest of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,45 +17,39 @@ if TYPE_CHECKING:
     from .registry import Mechanism
 
 
-def padded(mechanism: Mechanism) -> Callable[..., Tensor]:
-    """The packed form of a mechanism that knows key masks: `varlen(query, key, value, cu_seq_q, ...)`.
+def padded(
+    mechanism: Mechanism,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """query (T, H, D), key (S, H, D), value (S, H, E) -> (T, H, E); cu_seq = [0, end of first, ..., T].
 
     Mechanisms whose rows look at other queries get a mask of the queries too; one with a `length_option`, which the
     unpacked form would set to max(Lq, Lk), gets it for each sequence. Cost: that of N sequences of the longest length.
     """
-
-    def varlen(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int | None = None,
-        max_k: int | None = None,
-        **arguments: Any,
-    ) -> Tensor:
-        """query (T, H, D), key (S, H, D), value (S, H, E) -> (T, H, E); cu_seq = [0, end of first, ..., T]."""
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor) or x.ndim != 3:
-                shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name} must be packed, (tokens, heads, width), got {shape}")
-        at_q = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
-        at_k = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
-        if len(at_q) != len(at_k):
-            raise ValueError(
-                f"cu_seq_q and cu_seq_k must hold as many sequences, got {len(at_q) - 1} and {len(at_k) - 1}"
-            )
-        place_q, mask_q = _places(at_q, query.device)
-        place_k, mask_k = _places(at_k, key.device)
-        length = mechanism.length_option
-        if length is not None and arguments.get(length) is None:
-            arguments[length] = torch.maximum(mask_q.sum(-1), mask_k.sum(-1)).clamp(min=1)
-        # Padding repeats some token of the pack: it is masked, so that it does not matter which.
-        rows = (x[place].transpose(1, 2) for x, place in ((query, place_q), (key, place_k), (value, place_k)))
-        out = mechanism(*rows, key_mask=mask_k, query_mask=mask_q, **arguments)
-        return out.transpose(1, 2)[mask_q]
-
-    return varlen
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be packed, (tokens, heads, width), got {shape}")
+    at_q = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
+    at_k = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
+    if len(at_q) != len(at_k):
+        raise ValueError(f"cu_seq_q and cu_seq_k must hold as many sequences, got {len(at_q) - 1} and {len(at_k) - 1}")
+    place_q, mask_q = _places(at_q, query.device)
+    place_k, mask_k = _places(at_k, key.device)
+    length = mechanism.length_option
+    if length is not None and arguments.get(length) is None:
+        arguments[length] = torch.maximum(mask_q.sum(-1), mask_k.sum(-1)).clamp(min=1)
+    # Padding repeats some token of the pack: it is masked, so that it does not matter which.
+    rows = (x[place].transpose(1, 2) for x, place in ((query, place_q), (key, place_k), (value, place_k)))
+    out = mechanism(*rows, key_mask=mask_k, query_mask=mask_q, **arguments)
+    return out.transpose(1, 2)[mask_q]
 
 
 def _places(at: list[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -127,7 +127,7 @@ class Mechanism:
         """varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **arguments) for packed (T, H, D), or None."""
         if not self.ragged:
             return None
-        return padded(self) if self.packed is None else self.packed
+        return functools.partial(padded, self) if self.packed is None else self.packed
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         """Arguments are the fields of `Call` (key_mask, is_causal, scale, ...) and the mechanism's own options."""

@@ -17,6 +17,7 @@ from ... import zoo
 from ...around import check_around
 from ...call import Call
 from ...grammar import parse, suggest, write
+from ...tensors import repeat_heads
 from ...zoo.registry import Mechanism
 from ..fold import unfolded
 
@@ -181,7 +182,7 @@ def mix(module: nn.Module, choice: Choice, call: Call) -> Tensor:
 def weights(choice: Choice, call: Call) -> Tensor:
     """The weights with which `mix` takes the values, (B, H, Lq, Lk); signed for cumulant mechanisms. Cost: Lq Lk D."""
     query = call.query
-    call = call._replace(key=call.key.repeat_interleave(query.shape[-3] // call.key.shape[-3], -3))
+    call = call._replace(key=repeat_heads(call.key, query.shape[-3]))
 
     def of(which: Choice) -> Tensor:
         return zoo.get(which.attention).weigh(call._replace(value=call.key), **which.options)
@@ -202,7 +203,6 @@ def _all_heads(choice: Choice, call: Call) -> Tensor:
         if mechanism.grouped_queries:
             call = call._replace(enable_gqa=True)
         else:
-            times = call.query.shape[-3] // call.key.shape[-3]
-            key, value = (x.repeat_interleave(times, -3) for x in (call.key, call.value))
+            key, value = (repeat_heads(x, call.query.shape[-3]) for x in (call.key, call.value))
             call = call._replace(key=key, value=value)
     return mechanism.run(call, **choice.options)
