@@ -204,11 +204,11 @@ def test_the_loss_is_handed_over_in_order_and_counted_anew():
     meter, heard = Meter(Processes(torch.device("cpu")), lambda step, loss: FloatingPointError(step)), []
     for step, loss in enumerate([1.0, 3.0, 5.0], 1):
         meter.add(torch.tensor(loss))
-        meter.look(step, heard.append if step != 2 else None)
+        meter.request(step, heard.append if step != 2 else None)
     assert heard == [1.0, 4.0]
     meter.add(torch.tensor(float("nan")))
     with pytest.raises(FloatingPointError):
-        meter.look(4)
+        meter.request(4)
 
 
 def test_too_large_or_indivisible_batches_are_refused_by_name(tmp_path):

@@ -19,7 +19,7 @@ from ..nn.swapped.plan import plan_of
 from ..train import optimise
 from ..train.files import claim_room, naming, read_json, write_atomically
 from ..train.log import Log
-from ..train.meter import CHECK_STEPS, Meter
+from ..train.meter import Meter
 from ..train.processes import Processes
 from ..train.progress import Bar, Stop
 from ..train.state import (
@@ -159,13 +159,13 @@ class Run:
                 for batch in self.batches.epoch(epoch, done.step - epoch * steps):
                     self._step(batch)
                     done.seconds = time.perf_counter() - began
-                    self._look()
+                    self._log_loss()
                     self.bar.update()
                     due = recipe.checkpoint_steps and done.step % recipe.checkpoint_steps == 0
                     if done.step < self.total and (stop.asked or due):
                         self._save()
                         stop.obey()
-            self.meter.answers(wait=True)
+            self.meter.deliver(wait=True)
         return self._finish()
 
     def _step(self, batch: Batch) -> None:
@@ -237,16 +237,13 @@ class Run:
     def _autocast(self, **how: Any) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16", **how)
 
-    def _look(self) -> None:
+    def _log_loss(self) -> None:
         """Log the mean loss now and then, and change to the next part where this one ends."""
         part, step, seconds = self.part, self.done.step, self.done.seconds
         at_end = step == part.end
         every = max(1, min(LOGGED, part.epochs // 4))
         if not at_end and (step - part.first) % every:
-            if step % CHECK_STEPS == 0:
-                self.meter.look(step)
-            else:
-                self.meter.answers()
+            self.meter.check(step)
             return
         rate = optimise.learning_rate(part, step - part.first)
 
@@ -258,7 +255,7 @@ class Run:
                 with naming(str(self.log.path)):
                     self.log.write({"kind": part.name, "step": step, "loss": loss, "lr": rate, "seconds": seconds})
 
-        self.meter.look(step, write)
+        self.meter.request(step, write)
         if at_end and part is not self.parts[-1]:
             for name, missed in self._missed().items():
                 self.notes["layers"][name][1] = missed
@@ -286,8 +283,8 @@ class Run:
         """The state to go on from: only with a loss that is a number, and after log and notes are on the disk."""
         if self.folder is None:
             return
-        self.meter.look(self.done.step)
-        self.meter.answers(wait=True)
+        self.meter.request(self.done.step)
+        self.meter.deliver(wait=True)
         if self.log is not None:
             self.log.settle()
         with naming(f"the state after step {self.done.step} into {self.folder}"):

@@ -15,7 +15,7 @@ CHECK_STEPS = 16  # a loss that is no number is noticed about so many steps late
 
 
 class Meter:
-    """Mean loss since the last reading. `look` copies it to the host in the background; `answers` arrive in order.
+    """Mean loss since the last reading. `request` copies it to the host in the background; `deliver` hands it over.
 
     A value that is not finite raises FloatingPointError as soon as it arrives.
     """
@@ -31,7 +31,14 @@ class Meter:
         self.total += loss
         self.steps += 1
 
-    def look(self, step: int, then: Callable[[float], None] | None = None) -> None:
+    def check(self, step: int) -> None:
+        """Every `CHECK_STEPS` steps, have it seen whether the loss is still a number."""
+        if step % CHECK_STEPS == 0:
+            self.request(step)
+        else:
+            self.deliver()
+
+    def request(self, step: int, then: Callable[[float], None] | None = None) -> None:
         """Have the mean so far checked and, with `then`, handed over and counted from 0 again."""
         value = self.processes.sum(self.total.detach().clone()) / self.processes.world
         event = None
@@ -45,9 +52,9 @@ class Meter:
         if then is not None:
             self.total.zero_()
             self.steps = 0
-        self.answers()
+        self.deliver()
 
-    def answers(self, *, wait: bool = False) -> None:
+    def deliver(self, *, wait: bool = False) -> None:
         """Hand over what has arrived; with `wait`, everything that was asked for."""
         while self.waiting:
             step, steps, value, event, then = self.waiting[0]

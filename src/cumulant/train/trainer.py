@@ -32,7 +32,7 @@ from .evaluation import Predictions, predict
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
 from .folder import bytes_held, check_data, check_recipe, claim, clear, read_result
 from .log import Log
-from .meter import CHECK_STEPS, Meter
+from .meter import Meter
 from .processes import Processes, local, processes
 from .progress import Bar, Stop
 from .recipe_files import to_json
@@ -195,7 +195,7 @@ class _Run:
                     self._step(pixels, labels)
                     done.seconds = time.perf_counter() - began
                     at_end = done.step % self.steps == 0
-                    self._look(at_end)
+                    self._log_loss(at_end)
                     self.bar.update()
                     stop.poll()
                     if not at_end and (stop.asked or _due(done.step, recipe.checkpoint_steps)):
@@ -244,14 +244,11 @@ class _Run:
         optimise.apply(self.optimizer, self.model.parameters(), recipe.clip)
         return loss / recipe.accumulate
 
-    def _look(self, at_end: bool) -> None:
+    def _log_loss(self, at_end: bool) -> None:
         """Log the loss where the recipe wants it, and look now and then whether it is still a number."""
         recipe, step, seconds = self.recipe, self.done.step, self.done.seconds
         if not at_end and not _due(step, recipe.log_steps):
-            if step % CHECK_STEPS == 0:
-                self.meter.look(step)
-            else:
-                self.meter.answers()
+            self.meter.check(step)
             return
         epoch = step / self.steps
         rate = optimise.learning_rate(recipe, epoch)
@@ -261,7 +258,7 @@ class _Run:
             self.bar.say(loss=f"{loss:.3f}")
             self._write("train", step=step, epoch=epoch, loss=loss, lr=rate, seconds=seconds)
 
-        self.meter.look(step, write)
+        self.meter.request(step, write)
 
     def _evaluate(self, epoch: int) -> Predictions:
         """Top-1 and top-5 on the test part; the best weights are kept."""
@@ -283,7 +280,7 @@ class _Run:
 
     def _save(self) -> None:
         """The state to go on from, after the log is on the disk."""
-        self.meter.look(self.done.step)
+        self.meter.request(self.done.step)
         self._check_numbers()
         with naming(f"the state after step {self.done.step} into {self.out}"):
             if self.log is not None:
@@ -293,7 +290,7 @@ class _Run:
     def _check_numbers(self) -> None:
         """Nothing is evaluated or kept with a loss or weights that are no numbers. A gradient that is none spoils the
         weights; the loss shows it one step later."""
-        self.meter.answers(wait=True)
+        self.meter.deliver(wait=True)
         weights = [part for p in self.model.parameters() if (part := local(p)).numel()]  # a shard may be empty
         sizes = [size.float() for size in torch._foreach_norm(weights, math.inf)] if weights else []
         good = torch.stack([torch.zeros((), device=self.team.device), *sizes]).isfinite()
