@@ -94,37 +94,24 @@ def folded_attention(
     mask = None if key_mask is None else key_mask.expand(x.shape[:-1]).reshape(rows.shape[:-1])
     scale = (x.shape[-1] // num_heads) ** -0.5
     with without_autocast(x.device.type):
-        y = _folded(rows, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, mask)
+        G, mean, present, rows = _token_moments(rows, mask)
+        dtype, C = G.dtype, x.shape[-1]
+        qkv_weight, proj_weight, mean = qkv_weight.to(dtype), proj_weight.to(dtype), mean.to(dtype)
+        Wq, Wk, Wv = qkv_weight.split(C)
+        # Every head's S_h lies on the diagonal of Wv G Wk^T. The other blocks are computed only to be dropped: that
+        # costs less time than gathering the heads from strided memory.
+        plain = type(rows) is Tensor and not torch.compiler.is_compiling() and not transformed()
+        blocks = _kept_blocks if plain else _diagonal_blocks
+        S = (_times(Wv, G) @ Wk.mT) * blocks(C, num_heads, scale, dtype, x.device)  # (B, C, C): value, key
+        M = _times(proj_weight, S @ Wq)
+        inner = F.linear(mean, Wv)
+        if qkv_bias is not None:
+            bq, _, bv = qkv_bias.to(dtype).split(C)
+            inner = inner + S @ bq + bv * present
+        c = F.linear(inner, proj_weight, None if proj_bias is None else proj_bias.to(dtype))
+        M, c = M.to(x.dtype), c.to(x.dtype)
+        y = torch.baddbmm(c.unsqueeze(-2), rows, M.mT) if transformed() else _Affine.apply(rows, M, c)
     return y if x.ndim == 3 else y.reshape(x.shape)
-
-
-def _folded(
-    x: Tensor,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor | None,
-    proj_weight: Tensor,
-    proj_bias: Tensor | None,
-    num_heads: int,
-    scale: float,
-    weights: Tensor | None,
-) -> Tensor:
-    G, mean, present, x = _token_moments(x, weights)
-    dtype, C = G.dtype, x.shape[-1]
-    qkv_weight, proj_weight, mean = qkv_weight.to(dtype), proj_weight.to(dtype), mean.to(dtype)
-    Wq, Wk, Wv = qkv_weight.split(C)
-    # Every head's S_h lies on the diagonal of Wv G Wk^T. The other blocks are computed only to be dropped: that
-    # costs less time than gathering the heads from strided memory.
-    plain = type(x) is Tensor and not torch.compiler.is_compiling() and not transformed()
-    blocks = _kept_blocks if plain else _diagonal_blocks
-    S = (_times(Wv, G) @ Wk.mT) * blocks(C, num_heads, scale, dtype, x.device)  # (B, C, C): value, key
-    M = _times(proj_weight, S @ Wq)
-    inner = F.linear(mean, Wv)
-    if qkv_bias is not None:
-        bq, _, bv = qkv_bias.to(dtype).split(C)
-        inner = inner + S @ bq + bv * present
-    c = F.linear(inner, proj_weight, None if proj_bias is None else proj_bias.to(dtype))
-    M, c = M.to(x.dtype), c.to(x.dtype)
-    return torch.baddbmm(c.unsqueeze(-2), x, M.mT) if transformed() else _Affine.apply(x, M, c)
 
 
 def _times(W: Tensor, X: Tensor) -> Tensor:
