@@ -12,17 +12,8 @@ from torch import Tensor
 
 from ..inspect.tokens import TokenLayout
 
-RowsOf = Callable[[list[int]], Tensor]
 
-
-def local_rows(axes: str, layout: TokenLayout, queries: list[int]) -> list[int]:
-    """The rows of a layer's own sequences that these queries of the clip stand for."""
-    p, places = layout.prefix, layout.grid[-2] * layout.grid[-1]
-    local = [g if g < p else _local(axes, g - p, places, p) for g in queries]
-    return sorted(set(local))
-
-
-def over_clip(axes: str, layout: TokenLayout, queries: list[int], rows: RowsOf) -> Tensor:
+def over_clip(axes: str, layout: TokenLayout, queries: list[int], rows: Callable[[list[int]], Tensor]) -> Tensor:
     """Maps (B, h, n, L) of a layer along `axes`; zero where it does not look.
 
     rows(local) gives (B', h, len(local), keys) with B' = B T within frames ("space"), B S at places ("time").
@@ -31,11 +22,18 @@ def over_clip(axes: str, layout: TokenLayout, queries: list[int], rows: RowsOf) 
     Either keeps the sum of a row.
     """
     frames, places, p = layout.grid[0], layout.grid[-2] * layout.grid[-1], layout.prefix
-    local = local_rows(axes, layout, queries)
-    at = {row: i for i, row in enumerate(local)}
+
+    def own(query: int) -> int:
+        """The row of the layer's own sequences that a query of the clip stands for."""
+        t, s = divmod(query - p, places)
+        return query if query < p else {"space": p + s, "time": t, "frames": p + t}[axes]
+
+    local = sorted({own(g) for g in queries})
+    order = {row: i for i, row in enumerate(local)}
+    at = {g: order[own(g)] for g in queries}
     A = rows(local)
     if axes == "frames":
-        picked = A[:, :, [at[g if g < p else _local(axes, g - p, places, p)] for g in queries]]
+        picked = A[:, :, [at[g] for g in queries]]
         first, later = picked[..., :p], picked[..., p:]
         return torch.cat([first, (later / places).repeat_interleave(places, -1)], -1)
     A = A.unflatten(0, (-1, frames if axes == "space" else places))  # (B, T or S, h, len(local), keys)
@@ -47,14 +45,9 @@ def over_clip(axes: str, layout: TokenLayout, queries: list[int], rows: RowsOf) 
             out[:, :, n, :p] = every[..., :p].mean(1)
             out[:, :, n, p:] = (every[..., p:] / frames).transpose(1, 2).flatten(2)
         elif axes == "space":
-            row = A[:, t, :, at[p + s]]
+            row = A[:, t, :, at[g]]
             out[:, :, n, :p] = row[..., :p]
             out[:, :, n, p + t * places : p + (t + 1) * places] = row[..., p:]
         else:
-            out[:, :, n, p + s :: places] = A[:, s, :, at[t]]
+            out[:, :, n, p + s :: places] = A[:, s, :, at[g]]
     return out
-
-
-def _local(axes: str, patch: int, places: int, prefix: int) -> int:
-    t, s = divmod(patch, places)
-    return {"space": prefix + s, "time": t, "frames": prefix + t}[axes]

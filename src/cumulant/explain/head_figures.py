@@ -92,11 +92,10 @@ def importance_map(importance: Mapping[str, Tensor]) -> Any:
                 dark = abs(share) > 0.6 if signed else share < 0.55
                 place.text(h, i, int(order[i, h]), ha="center", va="center", fontsize=6, color="white" if dark else INK)
         place.set_title(name, color=INK)
-        place.set(xticks=range(heads), xticklabels=range(1, heads + 1), yticks=range(layers))
-        place.set_yticklabels(range(1, layers + 1))
+        place.set(xticks=range(heads), xticklabels=range(1, heads + 1))
+        place.set(yticks=range(layers), yticklabels=range(1, layers + 1))
         place.tick_params(length=0, labelsize=7)
-        for side in place.spines.values():
-            side.set_visible(False)
+        place.spines[:].set_visible(False)
         found = figure.colorbar(shown, ax=place, location="bottom", shrink=0.85, aspect=18, pad=0.03)
         found.outline.set_visible(False)
         found.ax.tick_params(labelsize=6, length=2, colors=SOFT)
@@ -119,11 +118,10 @@ def pruning_figure(
         removed = several[0].removed
         accuracy = 100 * torch.tensor([curve.accuracy for curve in several]).numpy()
         area = sum(curve.area for curve in several) / len(several)
-        label = f"{name} (area {area:.2f})"
         if len(several) > 1:
             place.fill_between(removed, accuracy.min(0), accuracy.max(0), color=ink, alpha=0.15, linewidth=0)
         place.plot(removed, accuracy.mean(0), color=ink, linestyle=line, marker=mark, markersize=3.2, linewidth=1.4,
-                   label=label)  # fmt: skip
+                   label=f"{name} (area {area:.2f})")  # fmt: skip
     if chance is not None:
         place.axhline(100 * chance, color=RULE, linewidth=1)
         place.annotate("chance", (0, 100 * chance), (2, 2), textcoords="offset points", fontsize=7, color=SOFT)
@@ -152,8 +150,7 @@ def pattern_figure(patterns: Patterns, importance: Tensor | None = None) -> Any:
             mean = importance[patterns.owner[mine, 1], patterns.owner[mine, 2]].nanmean()
             note += f"\nimportance {float(mean):.3f}"
         place.set_xlabel(note, fontsize=7.5, color=SOFT)
-        for side in place.spines.values():
-            side.set(visible=True, color=inks[k], linewidth=1.2)
+        place.spines[:].set(visible=True, color=inks[k], linewidth=1.2)
     plane = axes[0, -1]
     for k in range(clusters):
         points = patterns.plane[patterns.labels == k].numpy()
@@ -177,8 +174,7 @@ def correlation_figure(names: Sequence[str], matrix: Tensor) -> Any:
     place.tick_params(length=0, labelsize=8)
     for label in place.get_xticklabels():
         label.set(rotation=35, ha="right")
-    for side in place.spines.values():
-        side.set_visible(False)
+    place.spines[:].set_visible(False)
     return figure
 
 

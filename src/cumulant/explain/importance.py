@@ -6,8 +6,8 @@ Shape legend: B images, N all images, K classes. Definitions are ours, in the sp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +38,11 @@ class Answers:
 def answers(model: nn.Module, images: Tensor, batch_size: int = 256) -> Answers:
     """Logits and features of all images, batch by batch, in evaluation mode."""
     head, kept = _classifier(model), list[Tensor]()
-    hook = head.register_forward_pre_hook(lambda _, args: kept.append(args[0])) if head is not None else None
-    try:
-        with evaluating(model):
-            logits = torch.cat([logits_of(model(part)).float() for part in images.split(batch_size)])
-    finally:
-        if hook is not None:
-            hook.remove()
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        if head is not None:
+            stack.callback(head.register_forward_pre_hook(lambda _, args: kept.append(args[0])).remove)
+        logits = torch.cat([logits_of(model(part)).float() for part in images.split(batch_size)])
     return Answers(logits, torch.cat(kept).float() if kept else None)
 
 
@@ -75,11 +73,12 @@ def changes(before: Answers, after: Answers, labels: Tensor) -> dict[str, Tensor
         feature = torch.full_like(p[:, 0], math.nan)
     else:
         feature = feature_change(before.features, after.features)
+    loss = [F.cross_entropy(x.logits.double(), labels, reduction="none") for x in (before, after)]
     right = [(x.logits.argmax(-1) == labels).double() for x in (before, after)]
     return {
         "probability": (p.gather(-1, true) - q.gather(-1, true))[:, 0],
         "js": jensen_shannon(p, q),
-        "loss": _loss(after, labels) - _loss(before, labels),
+        "loss": loss[1] - loss[0],
         "accuracy": right[0] - right[1],
         "feature": feature,
     }
@@ -105,8 +104,7 @@ def head_importance(
     before = answers(model, images, batch_size)
     labels = before.logits.argmax(-1) if labels is None else labels
     _check_labels(labels, before.logits)
-    width = max(site.heads for site in sites)
-    shape = (len(sites), width, len(images))
+    shape = (len(sites), max(site.heads for site in sites), len(images))
     found = {name: torch.full(shape, math.nan, dtype=torch.float64, device=labels.device) for name in IMPORTANCE}
     for site in sites:
         for head in range(site.heads):
@@ -194,22 +192,23 @@ def pruning_curves(
 ) -> dict[str, list[PruningCurve]]:
     """Curves by falling importance (layers, heads), by rising importance, and in one random order for each seed."""
     first = ranked(importance)
-    curves = {"important first": [pruning_curve(model, images, labels, first, steps=steps)]}
-    curves["random"] = []
-    for seed in seeds:
-        mixed = torch.randperm(len(first), generator=torch.Generator().manual_seed(seed)).tolist()
-        curves["random"].append(pruning_curve(model, images, labels, [first[i] for i in mixed], steps=steps))
-    curves["least important first"] = [pruning_curve(model, images, labels, first[::-1], steps=steps)]
-    return curves
+    mixed = [torch.randperm(len(first), generator=torch.Generator().manual_seed(seed)).tolist() for seed in seeds]
+    orders = {
+        "important first": [first],
+        "random": [[first[i] for i in places] for places in mixed],
+        "least important first": [first[::-1]],
+    }
+    return {
+        name: [pruning_curve(model, images, labels, order, steps=steps) for order in several]
+        for name, several in orders.items()
+    }
 
 
 def ranked(importance: Tensor) -> list[Head]:
     """Heads (layer, head) by falling importance (layers, heads); nan is no head."""
-    return [
-        (int(i) // importance.shape[1], int(i) % importance.shape[1])
-        for i in importance.flatten().nan_to_num(-math.inf).argsort(descending=True, stable=True)
-        if not math.isnan(float(importance.flatten()[i]))
-    ]
+    order = importance.flatten().nan_to_num(-math.inf).argsort(descending=True, stable=True).tolist()
+    places = [divmod(i, importance.shape[1]) for i in order]
+    return [place for place in places if not bool(importance[place].isnan())]
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
@@ -239,17 +238,7 @@ def _check_labels(labels: Tensor, logits: Tensor) -> None:
         raise ValueError(f"labels must be ({logits.shape[0]},), one for each image, got {tuple(labels.shape)}")
 
 
-def _loss(said: Answers, labels: Tensor) -> Tensor:
-    return F.cross_entropy(said.logits.double(), labels, reduction="none")
-
-
 def _classifier(model: nn.Module) -> nn.Module | None:
     """The last linear layer, whose input is what the model knows of an image."""
-
-    def candidates() -> Iterator[nn.Module]:
-        for name in ("head", "classifier", "fc"):
-            module = getattr(model, name, None)
-            if isinstance(module, nn.Linear):
-                yield module
-
-    return next(candidates(), None)
+    candidates = (getattr(model, name, None) for name in ("head", "classifier", "fc"))
+    return next((module for module in candidates if isinstance(module, nn.Linear)), None)

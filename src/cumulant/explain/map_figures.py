@@ -42,8 +42,7 @@ def draw_map(
     values = tiled((row[tokens.prefix :].detach().float().cpu() * tokens.count).reshape(tokens.grid))
     limit = scale_end(values) if limit is None else limit
     colours = ScalarMappable(Normalize(-limit, limit), DIVERGING)
-    rows, columns = values.shape
-    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    extent = _extent(tokens)
     if image is None:
         axes.imshow(values.numpy(), cmap=DIVERGING, norm=colours.norm, interpolation="nearest", extent=extent)
     else:
@@ -52,11 +51,7 @@ def draw_map(
         paint = colours.to_rgba(values.numpy())
         paint[..., 3] = (values.abs() / limit).clamp(0, 1).sqrt().numpy() * 0.85
         axes.imshow(paint, extent=extent, interpolation="nearest")
-    if query is not None and query >= tokens.prefix:
-        _frame(axes, query - tokens.prefix, tokens)
-    axes.set(xticks=[], yticks=[], xlim=extent[:2], ylim=extent[2:])
-    for side in axes.spines.values():
-        side.set(visible=True, color=SOFT, linewidth=0.6)
+    _finish(axes, tokens, query)
     return colours
 
 
@@ -66,11 +61,10 @@ def overlay(
 ) -> Any:
     """The image beside what one query takes from it, in one layer and head."""
     tokens = captured.tokens
-    row = one_row(captured, layer, head, query, item)
+    row = _rows(captured, layer, query, item)[head]
     wide = 1 if len(tokens.grid) == 2 else tokens.grid[0] * 0.5
     figure, axes = new_figure(1, 2, (size * (2 * wide + 0.3), size * 1.08))
     draw_image(axes[0, 0], image, tokens, query)
-    axes[0, 0].set_title(token_name(query, tokens), color=INK)
     colours = draw_map(axes[0, 1], row, tokens, image=image, query=query)
     axes[0, 1].set_title(f"layer {layer + 1}, head {head + 1}{_minus(row)}", color=INK)
     bar(figure, colours, axes)
@@ -86,8 +80,7 @@ def layer_grid(
     Each layer has a colour scale of its own, as deeper layers are often sharper; `shared_scale` takes one for all.
     """
     tokens, layers = captured.tokens, captured.layers
-    at = _row_of(captured, query)
-    rows = [captured.maps(layer)[item, :, at] for layer in layers]
+    rows = [_rows(captured, layer, query, item) for layer in layers]
     heads = max(len(row) for row in rows)
     negative = any(float(row.min()) < 0 for row in rows)
     lying = len(layers) > 2 * heads  # a deep model with few heads lies on its side: a column for each layer
@@ -97,9 +90,9 @@ def layer_grid(
     step = tile * height / width + (0.22 if negative else 0.06)
     figure, axes = new_figure(down, across, (tile * across + 0.9, step * down + (1.0 if lying else 0.5)))
     places = axes.T if lying else axes
-    common = max(scale_end(row[:, tokens.prefix :] * tokens.count) for row in rows) if shared_scale else None
+    common = max(_end(row, tokens) for row in rows) if shared_scale else None
     for i, (layer, row) in enumerate(zip(layers, rows, strict=True)):
-        limit = common or scale_end(row[:, tokens.prefix :] * tokens.count)
+        limit = common or _end(row, tokens)
         for h, place in enumerate(places[i]):
             if h >= len(row):
                 place.axis("off")
@@ -131,10 +124,7 @@ def compare_mechanisms(
     size = 2.1 if len(tokens.grid) == 2 else 4.2
     figure, axes = new_figure(1, len(rows) + 1, (size * (len(rows) + 1), size * 1.3))
     draw_image(axes[0, 0], image, tokens, query)
-    axes[0, 0].set_title(token_name(query, tokens), color=INK)
-    limit = None
-    if shared_scale:
-        limit = max(scale_end(row[tokens.prefix :] * tokens.count) for row in rows.values())
+    limit = max(_end(row, tokens) for row in rows.values()) if shared_scale else None
     for place, (name, row) in zip(axes[0, 1:], rows.items(), strict=True):
         colours = draw_map(place, row, tokens, image=image, query=query, limit=limit)
         place.set_title(f"{name}{_minus(row)}", color=INK)
@@ -142,10 +132,9 @@ def compare_mechanisms(
             bar(figure, colours, place, location="bottom", label="")
     if limit is None:  # a bar that is not seen keeps the image level with the maps
         bar(figure, colours, axes[0, 0], location="bottom", label="").ax.set_visible(False)
-    if limit is not None:
-        bar(figure, colours, axes)
-    else:
         figure.supxlabel("weight × tokens (1 = uniform)", fontsize=8, color=SOFT)
+    else:
+        bar(figure, colours, axes)
     return figure
 
 
@@ -154,8 +143,7 @@ def signed_parts(row: Tensor, tokens: TokenLayout, *, image: Tensor, query: int,
     """How to read a signed map: the image, the positive part, the negative part, and both."""
     figure, axes = new_figure(1, 4, (8.6, 2.5))
     draw_image(axes[0, 0], image, tokens, query)
-    axes[0, 0].set_title(token_name(query, tokens), color=INK)
-    limit = scale_end(row[tokens.prefix :] * tokens.count)
+    limit = _end(row, tokens)
     parts = {
         f"added: {float(row.clamp(min=0).sum()):.2f}": row.clamp(min=0),
         f"subtracted: {float(row.clamp(max=0).sum().abs()):.2f}": row.clamp(max=0),
@@ -170,32 +158,28 @@ def signed_parts(row: Tensor, tokens: TokenLayout, *, image: Tensor, query: int,
     return figure
 
 
-def draw_image(axes: Any, image: Tensor, tokens: TokenLayout, query: int | None = None) -> None:
-    """The image itself, with a frame around the query's patch."""
-    rows, columns = tiled(torch.zeros(tokens.grid)).shape
-    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
-    axes.imshow(picture(image), extent=extent, interpolation="nearest")
-    if query is not None and query >= tokens.prefix:
-        _frame(axes, query - tokens.prefix, tokens)
-    axes.set(xticks=[], yticks=[], xlim=extent[:2], ylim=extent[2:])
-    for side in axes.spines.values():
-        side.set(visible=True, color=SOFT, linewidth=0.6)
+def draw_image(axes: Any, image: Tensor, tokens: TokenLayout, query: int) -> None:
+    """The image itself, with a frame around the query's patch, under the name of the query."""
+    axes.imshow(picture(image), extent=_extent(tokens), interpolation="nearest")
+    _finish(axes, tokens, query)
+    axes.set_title(token_name(query, tokens), color=INK)
 
 
-def one_row(captured: Captured, layer: int, head: int, query: int, item: int = 0) -> Tensor:
-    """Weights (L,) of a captured query."""
-    return captured.maps(layer)[item, head, _row_of(captured, query)]
-
-
-def _row_of(captured: Captured, query: int) -> int:
+def _rows(captured: Captured, layer: int, query: int, item: int) -> Tensor:
+    """Weights (H, L) of a captured query."""
     if query not in captured.queries:
         raise ValueError(f"query must be one that was captured, {captured.queries[:8]}..., got {query}")
-    return captured.queries.index(query)
+    return captured.maps(layer)[item, :, captured.queries.index(query)]
 
 
 def scale_end(values: Tensor) -> float:
     """End of a colour scale for these weights: nearly their largest size, and at least LEAST_END."""
     return max(LEAST_END, float(torch.quantile(values.detach().float().abs().flatten()[:1_000_000], QUANTILE)))
+
+
+def _end(row: Tensor, tokens: TokenLayout) -> float:
+    """The end for rows (..., L) of maps, by their patches."""
+    return scale_end(row[..., tokens.prefix :] * tokens.count)
 
 
 def token_name(query: int, tokens: TokenLayout) -> str:
@@ -229,14 +213,24 @@ def _minus(row: Tensor) -> str:
     return f"  (−{mass:.2f})" if mass > 0.005 else ""
 
 
-def _frame(axes: Any, patch: int, tokens: TokenLayout) -> None:
+def _extent(tokens: TokenLayout) -> tuple[float, float, float, float]:
+    rows, columns = tiled(torch.zeros(tokens.grid)).shape
+    return (-0.5, columns - 0.5, rows - 0.5, -0.5)
+
+
+def _finish(axes: Any, tokens: TokenLayout, query: int | None) -> None:
+    """A thin edge without marks, and a frame around the query's patch."""
     from matplotlib.patches import Rectangle
 
-    rows, columns = tokens.grid[-2:]
-    frame, place = divmod(patch, rows * columns)
-    corner = (frame * columns + place % columns - 0.5, place // columns - 0.5)
-    for width, ink in ((2.6, "white"), (1.3, "black")):  # seen on dark and on light
-        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=ink, linewidth=width))
+    if query is not None and query >= tokens.prefix:
+        rows, columns = tokens.grid[-2:]
+        frame, place = divmod(query - tokens.prefix, rows * columns)
+        corner = (frame * columns + place % columns - 0.5, place // columns - 0.5)
+        for width, ink in ((2.6, "white"), (1.3, "black")):  # seen on dark and on light
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=ink, linewidth=width))
+    extent = _extent(tokens)
+    axes.set(xticks=[], yticks=[], xlim=extent[:2], ylim=extent[2:])
+    axes.spines[:].set(visible=True, color=SOFT, linewidth=0.6)
 
 
 def picture(image: Tensor) -> Any:

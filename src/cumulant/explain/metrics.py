@@ -46,8 +46,9 @@ def patch_distances(grid: tuple[int, ...], metric: str = "hop", axes: str = "all
     return difference.amax(-1) if metric == "hop" else difference.double().square().sum(-1).sqrt().float()
 
 
-def patch_rows(maps: Tensor, tokens: TokenLayout, queries: list[int]) -> tuple[Tensor, Tensor]:
-    """The rows of patches alone, (..., n', L), and which patches they are, (n',)."""
+def patch_rows(maps: Tensor, tokens: TokenLayout, queries: list[int] | None) -> tuple[Tensor, Tensor]:
+    """The rows of patches alone, (..., n', L), and which patches they are, (n',). queries: None for all tokens."""
+    queries = list(range(tokens.count)) if queries is None else queries
     if maps.shape[-2] != len(queries):
         raise ValueError(f"queries must name the {maps.shape[-2]} rows of the maps, got {len(queries)}")
     kept = [i for i, q in enumerate(queries) if q >= tokens.prefix]
@@ -59,16 +60,14 @@ def patch_rows(maps: Tensor, tokens: TokenLayout, queries: list[int]) -> tuple[T
 def ring_profile(maps: Tensor, tokens: TokenLayout, queries: list[int] | None = None, axes: str = "all") -> Profile:
     """R(k) and C(k) of maps (..., n, L): mean weight per neighbour at hop k, and weight of the whole ring, mean over
     patch queries. A ring that no query has is nan in R and 0 in C. Uniform maps have R(k) = 1 / L. Cost: n L K."""
-    queries = list(range(tokens.count)) if queries is None else queries
     rows, patches = patch_rows(maps, tokens, queries)
-    hops = patch_distances(tokens.grid, "hop", axes).to(maps.device)[patches]
-    rings = torch.arange(int(patch_distances(tokens.grid, "hop", axes).max()) + 1, device=maps.device)
-    member = (hops[:, None] == rings[:, None]).to(maps.dtype)  # (n, K + 1, P)
+    hops = patch_distances(tokens.grid, "hop", axes).to(maps.device)
+    rings = torch.arange(int(hops.max()) + 1, device=maps.device)
+    member = (hops[patches, None] == rings[:, None]).to(maps.dtype)  # (n, K + 1, P)
     sums = torch.einsum("...np,nkp->...nk", rows[..., tokens.prefix :], member)
     counts = member.sum(-1)
     some = counts > 0
-    present = some.sum(0)
-    per = (sums / counts.clamp(min=1)).masked_fill(~some, 0).sum(-2) / present
+    per = (sums / counts.clamp(min=1)).masked_fill(~some, 0).sum(-2) / some.sum(0)
     return Profile(per, sums.mean(-2), counts.mean(0), 1 / tokens.count)
 
 
@@ -86,7 +85,6 @@ def mean_distance(
     sign="signed" is that formula with the weights as they are: a net distance, which negative far weights shorten and
     which has no bounds. "absolute" and "positive" take the sizes, or the positive part, and lie within the grid.
     """
-    queries = list(range(tokens.count)) if queries is None else queries
     rows, patches = patch_rows(maps, tokens, queries)
     rows = rows[..., tokens.prefix :]
     rows = {"signed": rows, "absolute": rows.abs(), "positive": rows.clamp(min=0)}[sign]
@@ -101,7 +99,6 @@ def uniform_distance(grid: tuple[int, ...], metric: str = "hop", axes: str = "al
 
 def shares(maps: Tensor, tokens: TokenLayout, queries: list[int] | None = None) -> dict[str, Tensor]:
     """Mean weight of patches on the class token (nan without one) and on themselves, (..., n, L) -> (...)."""
-    queries = list(range(tokens.count)) if queries is None else queries
     rows, patches = patch_rows(maps, tokens, queries)
     own = rows[..., torch.arange(len(patches), device=maps.device), patches + tokens.prefix].mean(-1)
     to_class = rows[..., 0].mean(-1) if tokens.prefix else torch.full_like(own, math.nan)
@@ -164,12 +161,11 @@ def summary(captured: Captured) -> dict[str, Tensor]:
     largest (greatest |weight| times the number of tokens, so 1 for a uniform map), sink_patch, sink_class (received
     by the strongest patch and by the class token), gini. Rows of patches only where a place matters.
     """
-    tokens, queries = captured.tokens, captured.queries
+    tokens, queries, p = captured.tokens, captured.queries, captured.tokens.prefix
     rows: dict[str, list[Tensor]] = {}
     for layer in captured.layers:
         A = captured.maps(layer)
         a = received(A)
-        p = tokens.prefix
         found = {
             "distance": mean_distance(A, tokens, queries),
             "distance_signed": mean_distance(A, tokens, queries, sign="signed"),

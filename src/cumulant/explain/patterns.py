@@ -58,8 +58,7 @@ def flat_maps(captured: Captured, side: int = SIDE) -> tuple[Tensor, Tensor]:
         A = captured.maps(layer)[..., p:, p:].float()
         batch, heads = A.shape[:2]
         maps.append(resized(A.flatten(0, 1), side, captured.tokens.grid))
-        index = torch.cartesian_prod(torch.arange(batch), torch.tensor([place]), torch.arange(heads))
-        owners.append(index)
+        owners.append(torch.cartesian_prod(torch.arange(batch), torch.tensor([place]), torch.arange(heads)))
     return torch.cat(maps), torch.cat(owners)
 
 
@@ -72,11 +71,10 @@ def resized(maps: Tensor, side: int = SIDE, grid: tuple[int, ...] | None = None)
     part = math.isqrt(side)
     if grid is not None and len(grid) == 2 and part * part == side and maps.shape[-1] != side:
         mode = "area" if min(grid) >= part else "nearest"
-        both = maps
+        count = len(maps)
         for _ in range(2):  # the keys, then, transposed, the queries
-            both = F.interpolate(both.unflatten(-1, grid).flatten(0, 1)[:, None], (part, part), mode=mode)
-            both = both.flatten(1).unflatten(0, (len(maps), -1)).mT
-        maps = both
+            maps = F.interpolate(maps.unflatten(-1, grid).flatten(0, 1)[:, None], (part, part), mode=mode)
+            maps = maps.flatten(1).unflatten(0, (count, -1)).mT
     elif maps.shape[-1] != side:
         mode = "area" if maps.shape[-1] > side else "nearest"
         maps = F.interpolate(maps[:, None], (side, side), mode=mode)[:, 0]
@@ -159,8 +157,7 @@ def kmeans(x: Tensor, clusters: int, *, starts: int = 10, steps: int = 50, seed:
         centres = _spread_centres(x, clusters, generator)
         labels = torch.zeros(len(x), dtype=torch.long)
         for _ in range(steps):
-            distance = torch.cdist(x, centres)
-            new = distance.argmin(-1)
+            new = torch.cdist(x, centres).argmin(-1)
             if torch.equal(new, labels) and _ > 0:
                 break
             labels = new
@@ -204,12 +201,9 @@ def find_patterns(
         return float((back - tested).square().mean()) / variance if variance > TINY else 0.0
 
     _, components, mean = pca(fitted.flatten(1), code)
-
-    def back(x: Tensor) -> Tensor:
-        return ((x.flatten(1) - mean) @ components.mT @ components + mean).reshape(x.shape)
-
-    pca_error = lost(back(tested))
-    error, codes = pca_error, (maps.flatten(1) - mean) @ components.mT
+    back = (tested.flatten(1) - mean) @ components.mT @ components + mean
+    error = pca_error = lost(back.reshape(tested.shape))
+    codes = (maps.flatten(1) - mean) @ components.mT
     if method == "autoencoder":
         coder = train_coder(fitted, code, seed=seed, steps=steps)
         with torch.no_grad():
