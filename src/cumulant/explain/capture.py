@@ -5,7 +5,8 @@ Shape legend: B images or clips, H heads, n queries asked for, L tokens.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +77,15 @@ class Captured:
         self._maps.setdefault(site.number, []).append(maps)
 
 
-class capture:  # noqa: N801  # used like a function: `with capture(model) as captured:`
+def capture(
+    model: nn.Module,
+    images: Any = None,
+    *,
+    layers: list[int] | None = None,
+    heads: list[int] | None = None,
+    queries: list[int] | str | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> AbstractContextManager[Captured]:
     """Keep attention maps of the forward passes inside a `with` block; the model and its output stay as they are.
 
         with explain.capture(model, layers=[3], queries=[0]) as captured:
@@ -96,64 +105,43 @@ class capture:  # noqa: N801  # used like a function: `with capture(model) as ca
             clips the number is prefix + frame * rows * cols + place, in every layer, whatever part of the clip it sees.
         max_bytes: refuse to keep more than this; an error says what was asked.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        images: Any = None,
-        *,
-        layers: list[int] | None = None,
-        heads: list[int] | None = None,
-        queries: list[int] | str | None = None,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
-        if isinstance(queries, str) and queries != "all":
-            raise ValueError(f'queries must be a list of tokens, None or "all", got {queries!r}')
-        sites = find_sites(model)
-        numbers = list(dict.fromkeys(numbered("layers", layers, len(sites))))
-        self.model, self.images, self.heads, self.max_bytes = model, images, heads, max_bytes
-        self.sites = [sites[number] for number in numbers]
-        for site in self.sites:
-            numbered(f"heads of layer {site.number}", heads, site.heads)
-        asked = (
-            None
-            if queries is None or isinstance(queries, str)
-            else [q if isinstance(q, float) else int(q) for q in queries]
-        )
-        self.captured = Captured(numbers, asked)
-        self._stack = ExitStack()
-        self._kept = 0
-
-    def __enter__(self) -> Captured:
-        with ExitStack() as stack:
-            stack.enter_context(watching(self.model, self.sites, self._keep))
-            if self.images is not None:
-                with torch.no_grad():
-                    self.model(self.images)
-            self._stack = stack.pop_all()
-        return self.captured
-
-    def __exit__(self, *_: Any) -> None:
-        self._stack.close()
+    if isinstance(queries, str) and queries != "all":
+        raise ValueError(f'queries must be a list of tokens, None or "all", got {queries!r}')
+    sites = find_sites(model)
+    numbers = list(dict.fromkeys(numbered("layers", layers, len(sites))))
+    for number in numbers:
+        numbered(f"heads of layer {number}", heads, sites[number].heads)
+    asked: list[Any] | None = None
+    if queries is not None and not isinstance(queries, str):
+        asked = [q if isinstance(q, float) else int(q) for q in queries]
+    captured = Captured(numbers, asked)
+    kept = 0
 
     @torch.no_grad()
-    def _keep(self, site: Site, call: Seen, layout: TokenLayout) -> None:
-        asked = self.captured._asked
-        rows = None if asked is None else numbered("queries", asked, layout.count)
-        self.captured._asked = rows  # counted from the start from here on
-        heads = None if self.heads is None else [h % site.heads for h in self.heads]
+    def keep(site: Site, call: Seen, layout: TokenLayout) -> None:
+        nonlocal kept
+        rows = None if captured._asked is None else numbered("queries", captured._asked, layout.count)
+        captured._asked = rows  # counted from the start from here on
+        chosen = None if heads is None else [h % site.heads for h in heads]
         parts = {"space": layout.grid[0], "time": layout.grid[-2] * layout.grid[-1]}.get(site.axes, 1)
         count = layout.count if rows is None else len(rows)
-        self._check_size(call.batch // parts * (site.heads if heads is None else len(heads)) * count * layout.count)
-        self.captured._store(site, layout, rows_of(site, call, layout, rows, heads).detach())
-
-    def _check_size(self, numbers: int) -> None:
-        self._kept += 4 * numbers
-        if self._kept > self.max_bytes:
+        kept += 4 * (call.batch // parts * (site.heads if chosen is None else len(chosen)) * count * layout.count)
+        if kept > max_bytes:
             raise ValueError(
-                f"the maps asked for take more than max_bytes={self.max_bytes}; ask for fewer rows, e.g. queries=[0], "
+                f"the maps asked for take more than max_bytes={max_bytes}; ask for fewer rows, e.g. queries=[0], "
                 "or for some layers or heads"
             )
+        captured._store(site, layout, rows_of(site, call, layout, rows, chosen).detach())
+
+    @contextmanager
+    def capturing() -> Iterator[Captured]:
+        with watching(model, [sites[number] for number in numbers], keep):
+            if images is not None:
+                with torch.no_grad():
+                    model(images)
+            yield captured
+
+    return capturing()
 
 
 def rows_of(site: Site, call: Seen, layout: TokenLayout, rows: list[int] | None, heads: list[int] | None) -> Tensor:

@@ -6,8 +6,9 @@ Shape legend: C channels, T frames, S side of the model's images.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +88,13 @@ class Example:
     label: str = ""
 
 
-def _shown(files: Sequence[Path], count: int) -> list[Example]:
-    """The first `count` files that can be shown; the others before them are named in a warning."""
-    examples: list[Example] = []
+def _shown(files: Sequence[Path]) -> Iterator[Example]:
+    """The files that can be shown; the others are named in a warning."""
     for file in files:
-        if len(examples) == count:
-            break
         try:
-            examples.append(Example(read_upload(file.read_bytes(), Limits()), file.stem))
+            yield Example(read_upload(file.read_bytes(), Limits()), file.stem)
         except UploadError as error:
             warnings.warn(f"{file} is left out: {error}", stacklevel=2)
-    return examples
 
 
 def examples_of(data: str, count: int, size: int, **options: Any) -> list[Example]:
@@ -109,7 +106,7 @@ def examples_of(data: str, count: int, size: int, **options: Any) -> list[Exampl
     folder, known = Path(data), {*IMAGE_SUFFIXES, *CONTAINERS["mp4"], *CONTAINERS["matroska"]}
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in known) if folder.is_dir() else []
     if files:
-        return _shown(files, count)
+        return list(islice(_shown(files), count))
 
     source = open_source(data, **options)
     size = 8 if data == "digits" else size

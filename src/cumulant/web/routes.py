@@ -17,17 +17,17 @@ from .plotly import find_plotly
 from .uploads import FORMATS
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    403: {"model": schemas.Problem, "description": "The request comes from a page of another origin."},
-    404: {"model": schemas.Problem, "description": "No such model, image, layer, head or token."},
-    413: {"model": schemas.Problem, "description": "The request or the picture is too large."},
-    422: {"model": schemas.Problem, "description": "The request is not well formed."},
+    status: {"model": schemas.Problem, "description": text}
+    for status, text in {
+        400: "The body could not be read.",
+        403: "The request comes from a page of another origin.",
+        404: "No such model, image, layer, head or token.",
+        413: "The request or the picture is too large.",
+        422: "The request is not well formed.",
+    }.items()
 }
-BODY_PROBLEMS: dict[int | str, dict[str, Any]] = {
+UPLOAD_PROBLEMS = {
     **PROBLEMS,
-    400: {"model": schemas.Problem, "description": "The body could not be read."},
-}
-UPLOAD_PROBLEMS: dict[int | str, dict[str, Any]] = {
-    **BODY_PROBLEMS,
     415: {"model": schemas.Problem, "description": "Not a picture or video of a known kind."},
 }
 PNG: dict[int | str, dict[str, Any]] = {
@@ -88,5 +88,5 @@ def interface(engine: Engine) -> APIRouter:
         return Response(content.getvalue(), media_type="image/png")
 
     for question in questions:
-        router.add_api_route(f"/{question.__name__}", question, methods=["POST"], responses=BODY_PROBLEMS)
+        router.add_api_route(f"/{question.__name__}", question, methods=["POST"], responses=PROBLEMS)
     return router
