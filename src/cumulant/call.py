@@ -6,7 +6,7 @@ Shape legend: ... leading dimensions, H query heads, Hk key heads, Lq queries, L
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -143,6 +143,11 @@ def check_tensors(
     if not abs(scale) < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
+
+
+def check_choice(name: str, choice: object, known: Iterable[object]) -> None:
+    if choice not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}")
 
 
 def check_order(order: int, full: bool, normalization: str = "mean") -> None:

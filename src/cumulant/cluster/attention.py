@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Call, Grid
+from ..call import Call, Grid, check_choice
 from ..closures import check_closure
 from ..moments import ratio, statistics_dtype
 from ..tracing import without_autocast
@@ -21,9 +21,9 @@ from .backend import Case, Form, kernels_for, run_kernels
 from .build import Clusters, Field, Packed, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .choice import RANKS
-from .fields import mix
+from .fields import Seen, mix
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Layout, check_grid
+from .layout import Blocks, Layout, check_grid, whole
 from .short import answers_by_token, token_responses
 from .statistics import VARIANCES
 
@@ -105,8 +105,9 @@ def cluster_attention(
     (query, key, value), Lk = call[:3], key.shape[-2]
     check_clusters(clusters)
     form = check_form(near, closure, rank, variance, response, near_rows, backend, queries)
-    least = _check_least(least, Lk)
-    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0 or (offset and not is_causal):
+    if not whole(least, 1):
+        raise ValueError(f"least must be a number of tokens, 1 or more, got {least!r}")
+    if not whole(offset) or (offset and not is_causal):
         raise ValueError(f"offset must be a place, 0 or more, of causal queries, got {offset!r} with {is_causal=}")
     if not is_causal or grid is not None:
         call = call._replace(grid=check_grid(Lk, grid, prefix))
@@ -117,7 +118,7 @@ def cluster_attention(
     if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
         clusters, call = 1, call._replace(grid=None, prefix=0)
         form = form._replace(near=1, near_rows=1, together=False)
-    case = Case(call, clusters, form, least)
+    case = Case(call, clusters, form, min(least, Lk))  # more than all tokens is all of them
     kernels = kernels_for(backend, case)
     with without_autocast(query.device.type):
         q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]) for x in (query, key, value))
@@ -141,8 +142,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
     k = k - origin(k, weights, call.is_causal)
     if call.is_causal:
-        blocks = _causal_blocks(case, call.offset + q.shape[-2])
-        return causal_clusters(q, k, v, weights, blocks=blocks, offset=call.offset, **_causal_form(form, blocks))
+        return causal_clusters(q, k, v, weights, _causal_blocks(case, call.offset + q.shape[-2]), form, call.offset)
     asking, layout = _means(q, k, weights, case) if form.together else (q, None)
     out = _noncausal(asking, pack(q, k, v, weights, case), form, prefix, Lk, given)
     if layout is None:
@@ -199,9 +199,8 @@ def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtyp
     """q (B, Hk, G, Lq, D) -> (B, Hk, G, Lq, E), for inputs of `dtype`."""
     G, Lq = q.shape[2:4]
     if answers_by_token(packed, form):
-        return token_responses(q, packed, closure=form.closure, full=form.full, dtype=dtype)
+        return token_responses(q, packed, form, dtype)
     layout, far, tokens, exact = Field.of(packed, form)
-    options: dict[str, Any] = {"closure": form.closure, "rank": form.rank, "most": form.response}
     if form.near == "neighbours":
         if layout.adjacent is None:
             raise ValueError(
@@ -212,17 +211,17 @@ def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtyp
         first, rest = q[..., :prefix, :], q[..., prefix:, :]
         outs = []
         if prefix:  # prefix tokens stand nowhere: all blocks are far from them
-            outs.append(mix(first.flatten(2, 3).unsqueeze(-2), far, None, exact, near=0, **options).squeeze(-2))
-            outs[0] = outs[0].unflatten(2, (G, prefix))
+            out = mix(first.flatten(2, 3).unsqueeze(-2), far, None, Seen(exact), form)
+            outs.append(out.squeeze(-2).unflatten(2, (G, prefix)))
         length = rest.shape[-2]
         if layout.place is None:
             rows = torch.stack([layout.pack(x) for x in rest.unbind(2)], 2)  # (B, Hk, G, K, m, D)
             which = layout.adjacent.repeat(G, 1)[None, None]
-            out = mix(rows.flatten(2, 3), far, tokens, exact, near=which, **options).unflatten(2, (G, -1))
+            out = mix(rows.flatten(2, 3), far, tokens, Seen(exact, which), form).unflatten(2, (G, -1))
             outs.append(layout.unpack(out, length))
         else:
             which = layout.adjacent[layout.place].repeat(1, G, 1)[:, None]
-            out = mix(rest.flatten(2, 3).unsqueeze(-2), far, tokens, exact, near=which, **options)
+            out = mix(rest.flatten(2, 3).unsqueeze(-2), far, tokens, Seen(exact, which), form)
             outs.append(out.squeeze(-2).unflatten(2, (G, length)))
         return torch.cat(outs, -2)
     assert isinstance(form.near, int)
@@ -236,7 +235,7 @@ def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtyp
         q = F.pad(q, (0, 0, 0, blocks * n - Lq))
         present = (torch.arange(blocks * n, device=q.device) < Lq).view(blocks, n).repeat(G, 1)
     rows = q.unflatten(3, (blocks, n)).flatten(2, 3)  # (B, Hk, G blocks, n, D)
-    out = mix(rows, far, tokens, exact, near=near, rows=present, **options)
+    out = mix(rows, far, tokens, Seen(exact, near, present), form)
     return out.flatten(2, 3).unflatten(2, (G, -1))[..., :Lq, :]
 
 
@@ -269,46 +268,32 @@ def check_form(
 ) -> Form:
     """The options that need no tensors, checked."""
     check_closure(closure)
-    if near != "neighbours" and (isinstance(near, bool) or not isinstance(near, int) or near < 0):
+    if near != "neighbours" and not whole(near):
         raise ValueError(f'near must be a number of clusters, 0 or more, or "neighbours", got {near!r}')
-    if rank not in RANKS:
-        raise ValueError(f"rank must be one of {', '.join(map(repr, RANKS))}, got {rank!r}")
-    if variance not in VARIANCES:
-        raise ValueError(f"variance must be one of {', '.join(map(repr, VARIANCES))}, got {variance!r}")
+    check_choice("rank", rank, RANKS)
+    check_choice("variance", variance, VARIANCES)
+    check_choice("backend", backend, BACKENDS)
+    check_choice("queries", queries, QUERIES)
     pooled = response == "pooled"
     count = None if pooled else response
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+    if count is not None and not whole(count):
         raise ValueError(f'response must be None (all clusters), a number, 0 or more, or "pooled", got {response!r}')
-    if isinstance(near_rows, bool) or not isinstance(near_rows, int) or near_rows < 1:
+    if not whole(near_rows, 1):
         raise ValueError(f"near_rows must be at least 1, got {near_rows!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    if queries not in QUERIES:
-        raise ValueError(f"queries must be one of {', '.join(map(repr, QUERIES))}, got {queries!r}")
     return Form(near, closure, rank, variance == "full", count, near_rows, pooled, queries == "mean")
 
 
-def _check_least(least: int, tokens: int) -> int:
-    """More than all tokens is all of them."""
-    if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-        raise ValueError(f"least must be a number of tokens, 1 or more, got {least!r}")
-    return min(least, max(1, tokens))
-
-
 def _causal_blocks(case: Case, Lq: int) -> Blocks:
-    clusters, call = case.clusters, case.call
+    """The blocks of causal attention; raises for what has no causal form."""
+    blocks, call, form = case.clusters, case.call, case.form
     if call.grid is not None or call.prefix:
         got = f"{call.grid}, {call.prefix}"
         raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, prefix=0, got {got}")
-    if isinstance(clusters, Blocks):
-        return clusters
-    if not isinstance(clusters, int):
-        kind = type(clusters).__name__
+    if isinstance(blocks, int):
+        blocks = Blocks(max(1, -(-Lq // blocks)))
+    if not isinstance(blocks, Blocks):
+        kind = type(blocks).__name__
         raise TypeError(f"clusters must be an int or Blocks(size, keep, recent) when is_causal, got {kind}")
-    return Blocks(max(1, -(-Lq // clusters)))
-
-
-def _causal_form(form: Form, blocks: Blocks) -> dict[str, Any]:
     if form.near == "neighbours":
         raise ValueError('near="neighbours" has no causal form; Blocks(size, recent=1) makes the block before exact')
     if form.near and blocks.keep is not None:
@@ -321,4 +306,4 @@ def _causal_form(form: Form, blocks: Blocks) -> dict[str, Any]:
         raise ValueError('response="pooled" has no causal form: it would know later clusters; pass a number or None')
     if form.near_rows != 1:
         raise ValueError(f"near_rows={form.near_rows} would let a row choose for earlier ones; pass 1 when is_causal")
-    return {"near": form.near, "closure": form.closure, "rank": form.rank, "full": form.full, "response": form.response}
+    return blocks

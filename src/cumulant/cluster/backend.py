@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..call import Call, Grid
 from ..kernels import launch
 from ..tracing import transformed
-from .layout import Blocks, divide, on_grid
+from .layout import Blocks, cuts, divide, on_grid
 
 T = TypeVar("T")
 TILES = (32, 64, 128)  # queries that can share their near clusters in a kernel
@@ -109,7 +109,7 @@ def _general_obstacle(case: Case) -> str | None:
         return f"kernels take blocks of a sequence or a grid, got clusters of type {type(clusters).__name__}"
     if isinstance(clusters, Blocks) and (clusters.keep is not None or clusters.recent):
         return f"keep and recent of {clusters} belong to is_causal=True"
-    if isinstance(clusters, tuple) and (call.grid is None or not _cuts(clusters, call.grid)):
+    if isinstance(clusters, tuple) and (call.grid is None or not cuts(clusters, call.grid)):
         return f"clusters={clusters} do not cut grid={call.grid}"
     if case.form.together:
         return 'kernels take queries="each"'
@@ -171,13 +171,6 @@ def _unknown(*sizes: int) -> bool:
     return not all(has_static_value(n) for n in sizes)
 
 
-def _cuts(clusters: tuple[Any, ...], grid: Grid) -> bool:
-    return len(clusters) == len(grid) and all(
-        isinstance(b, int) and not isinstance(b, bool) and 1 <= b <= max(1, side)
-        for b, side in zip(clusters, grid, strict=True)
-    )
-
-
 def run_kernels(kernels: str, case: Case) -> Tensor:
     """(B, H, Lq, E) of query (B, H, Lq, D), key (B, H, Lk, D) and value (B, H, Lk, E), by `kernels`."""
     return _run_short(case) if kernels == "short" else _run_clusters(case)
@@ -211,7 +204,7 @@ def _run_clusters(case: Case) -> Tensor:
         None,
         starts,
         scale=case.call.softmax_scale,
-        tile=form.near_rows if choosing and form.near_rows in TILES else _tile(query.shape[-2]),
+        tile=form.near_rows if choosing and form.near_rows in TILES else 128 if query.shape[-2] > 64 else 64,
         near=form.near,
         response=-2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,
         closure=form.closure,
@@ -220,27 +213,27 @@ def _run_clusters(case: Case) -> Tensor:
 
 
 def _constant(function: Callable[..., T]) -> Callable[..., T]:
-    """What `torch.compiler.assume_constant_result` does; that one imports the compiler first, for a second."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+    """Kept, and to torch.compile a constant.
+
+    `torch.compiler.assume_constant_result` does the latter, but imports the compiler first, for a second.
+    """
+    kept = lru_cache(64)(function)
+
+    @wraps(function)
+    def constant(*arguments: Any) -> T:
+        return kept(*arguments)
+
+    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return constant
 
 
 @_constant
 def _slots(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int) -> tuple[tuple[int, ...], int]:
     """Keys of the clusters, each in as many slots, a power of two, -1 in those that are empty; and that number."""
-    return _cached_slots(starts, order, prefix)
-
-
-@lru_cache(64)
-def _cached_slots(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int) -> tuple[tuple[int, ...], int]:
     slots = launch.padded(max(b - a for a, b in pairwise(starts)), 1)
     tokens = range(starts[-1]) if order is None else order
     rows = ([prefix + x for x in tokens[a:b]] + [-1] * (slots - (b - a)) for a, b in pairwise(starts))
     return tuple(x for row in rows for x in row), slots
-
-
-def _tile(Lq: int) -> int:
-    return 128 if Lq > 64 else 64
 
 
 def _blocks(
@@ -259,11 +252,6 @@ def _blocks(
 
 @_constant
 def _grid_blocks(grid: Grid, blocks: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return _cached_grid_blocks(grid, blocks)
-
-
-@lru_cache(64)
-def _cached_grid_blocks(grid: Grid, blocks: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
     layout = on_grid(grid, blocks, torch.device("cpu"))
     assert layout.places is not None
     places = layout.places[0, 0]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..tracing import transformed
 from .backend import Case, Form
-from .fields import ABSENT, Exact, Far, Tokens
+from .fields import Exact, Far, Tokens
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Layout, assigned, consecutive, divide, on_grid
-from .statistics import merge_pieces, moments_of
+from .layout import Blocks, Layout, assigned, consecutive, cuts, divide, of_size, on_grid
+from .statistics import log, merge_pieces, moments_of
 
 Clusters = int | tuple[int, ...] | Blocks | KMeans | Tensor
 
@@ -92,16 +92,13 @@ def make_layout(q: Tensor, k: Tensor, weights: Tensor | None, case: Case, near: 
     if isinstance(clusters, Blocks):
         if clusters.keep is not None or clusters.recent:
             raise ValueError(f"keep and recent of {clusters} belong to is_causal=True; pass Blocks({clusters.size})")
-        return _blocks_of(clusters.size, L, k.device)
+        return of_size(clusters.size, L, k.device)
     if isinstance(clusters, tuple):
         if grid is None:
             raise ValueError(
                 f"clusters={clusters} are blocks of a grid: pass grid=(rows, cols) or (frames, rows, cols)"
             )
-        if len(clusters) != len(grid) or any(
-            isinstance(b, bool) or not isinstance(b, int) or not 1 <= b <= max(1, side)
-            for b, side in zip(clusters, grid, strict=False)
-        ):
+        if not cuts(clusters, grid):
             raise ValueError(f"clusters={clusters} must cut each side of grid={grid} into 1 to that many blocks")
         return on_grid(grid, clusters, k.device)
     if grid is not None:
@@ -116,23 +113,6 @@ def check_clusters(clusters: Clusters) -> None:
         raise TypeError(f"clusters must be {kinds}, got {type(clusters).__name__}")
     if isinstance(clusters, int) and clusters < 1:
         raise ValueError(f"clusters must be at least 1, got {clusters}")
-
-
-def log(weights: Tensor) -> Tensor:
-    """-inf, with a gradient of 0, for a weight of 0."""
-    there = weights > 0
-    return torch.where(there, torch.where(there, weights, 1).log(), ABSENT)
-
-
-def _blocks_of(size: int, L: int, device: torch.device) -> Layout:
-    """Blocks of exactly `size` tokens, the last one as long as the rest."""
-    count = max(1, -(-L // size))
-    place = torch.arange(count * size, device=device).view(1, 1, count, size)
-    beside = torch.arange(count, device=device)[:, None] + torch.tensor((-1, 0, 1), device=device)
-    adjacent = beside.masked_fill((beside < 0) | (beside >= count), -1)
-    if count * size == L:
-        return Layout(count, size, count, adjacent=adjacent)
-    return Layout(count, size, count, place.clamp(max=max(0, L - 1)), place < L, adjacent=adjacent)
 
 
 def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int, device: torch.device) -> tuple[Tensor, int]:

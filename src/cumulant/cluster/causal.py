@@ -15,24 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..moments import Moments
-from .fields import ABSENT, Exact, Far, Tokens, mix
+from ..tensors import ABSENT
+from .backend import Form
+from .fields import Exact, Far, Seen, Tokens, mix
 from .layout import Blocks
-from .statistics import merge, moments_of
+from .statistics import joined, log, merge, moments_of
 
 
 def causal_clusters(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor | None,
-    *,
-    blocks: Blocks,
-    near: int,
-    closure: str,
-    rank: str,
-    full: bool,
-    response: int | None,
-    offset: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, blocks: Blocks, form: Form, offset: int = 0
 ) -> Tensor:
     """q (B, H, G, Lq, D) scaled, k (B, H, Lk, D), v (B, H, Lk, E), weights (B, 1, Lk) -> (B, H, G, Lq, E).
 
@@ -52,8 +43,7 @@ def causal_clusters(
     rows = F.pad(q, (0, 0, before, N * C - L)).unflatten(-2, (N - first, C))
     rows = rows.transpose(2, 3).flatten(3, 4)  # (B, H, blocks of rows, G C, D)
 
-    there = weights > 0
-    log_weight = torch.where(there, torch.where(there, weights, 1).log(), ABSENT)  # (B, 1, N, C)
+    log_weight = log(weights)  # (B, 1, N, C)
     recent = min(blocks.recent, N - 1)
     window = [_delay(log_weight, j, first, ABSENT) for j in range(recent, 0, -1)]
     seen = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
@@ -65,28 +55,18 @@ def causal_clusters(
         exact_weight.repeat(1, 1, 1, G, 1),
     )
 
-    moments = moments_of(k, v, weights.expand(k.shape[:-1]), full=full, response=response != 0)
+    moments = moments_of(k, v, weights.expand(k.shape[:-1]), full=form.full, response=form.response != 0)
     block = torch.arange(N, device=q.device)
     hidden = table = tokens = None
     if blocks.keep is None:
         hidden = block >= block[first:, None] - recent
-        tokens = Tokens(k, v, log_weight) if near else None
+        tokens = Tokens(k, v, log_weight) if form.near else None
     else:
         moments, table = merged_lists(moments, N, blocks.keep, recent)
         table = table[first:]
-    out = mix(
-        rows,
-        Far.of(moments),
-        tokens,
-        exact,
-        near=min(near, N),
-        closure=closure,
-        rank=rank,
-        most=response,
-        by_row=True,
-        hidden=hidden,
-        table=table,
-    )
+    assert isinstance(form.near, int)
+    field = Seen(exact, min(form.near, N), hidden=hidden, table=table)
+    out = mix(rows, Far.of(moments), tokens, field, form, by_row=True)
     return out.unflatten(3, (G, C)).transpose(2, 3).flatten(3, 4)[..., before : before + q.shape[3], :]
 
 
@@ -98,7 +78,9 @@ def merged_lists(blocks: Moments, N: int, keep: int, recent: int) -> tuple[Momen
     levels, level = [blocks], blocks
     while level.weight.shape[2] > keep + 1:
         pairs = level.weight.shape[2] // 2
-        even, odd = (_select(level, slice(start, 2 * pairs, 2)) for start in (0, 1))
+        even, odd = (
+            Moments._make(None if x is None else x[:, :, start : 2 * pairs : 2] for x in level) for start in (0, 1)
+        )
         level = merge(even, odd)
         levels.append(level)
     offset, lists = 0, []
@@ -108,13 +90,7 @@ def merged_lists(blocks: Moments, N: int, keep: int, recent: int) -> tuple[Momen
         which = 2 * later.unsqueeze(-1) + torch.arange(keep + 1, device=past.device)
         lists.append(torch.where(which < past.unsqueeze(-1), which + offset, -1))
         offset, past = offset + level.weight.shape[2], later
-    fields = zip(*levels, strict=True)
-    joined = Moments._make(None if x[0] is None else torch.cat(x, 2) for x in fields)
-    return joined, torch.cat(lists, -1)
-
-
-def _select(moments: Moments, at: slice) -> Moments:
-    return Moments._make(None if x is None else x[:, :, at] for x in moments)
+    return joined(levels), torch.cat(lists, -1)
 
 
 def _fit(x: Tensor, length: int, seen: int) -> Tensor:

@@ -23,8 +23,9 @@ from .backend import Case, Form
 from .build import Clusters, Field, check_clusters, pack
 from .choice import heaviest
 from .cost import multiply_adds, softmax_multiply_adds
-from .fields import mix
+from .fields import Seen, mix
 from .kmeans import KMeans
+from .layout import whole
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,11 @@ class Choice:
             raise TypeError(f"clusters of a Choice must be an int or KMeans, got {type(self.clusters).__name__}")
         if isinstance(self.near, str):
             raise ValueError(f"near of a Choice must be a number of clusters, got {self.near!r}")
-        check_form(self.near, self.closure, self.rank, "diagonal", self.response)
+        _ = self.form  # raises for options that do not exist
+
+    @property
+    def form(self) -> Form:
+        return check_form(self.near, self.closure, self.rank, "diagonal", self.response)
 
     def options(self) -> dict[str, Any]:
         names = ("clusters", "near", "response", "rank", "closure")
@@ -101,7 +106,7 @@ def check_target(target: float, name: str = "target") -> None:
 def check_counts(**counts: int) -> None:
     """Raises for what is no whole number, 1 or more, naming it."""
     for name, number in counts.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if not whole(number, 1):
             raise ValueError(f"{name} must be a whole number, 1 or more, got {number!r}")
 
 
@@ -135,7 +140,7 @@ def choose(
         raise ValueError(f"candidates must be a sequence of Choice, at least one, got {candidates!r}")
     step = max(1, query.shape[-2] // samples)
     rows = query[..., step // 2 :: step, :]
-    error, cost, size = _measure(query, rows, key, value, candidates, length, scale)
+    error, cost, size = _measure(rows, Call(query, key, value, scale=scale), candidates, length)
     which = _cheapest(error, cost, target**2 * size.sum())
     heads = torch.arange(error.shape[1], device=error.device)
     relative, share = ratio(error[which, heads], size).sqrt().tolist(), cost[which, heads].tolist()
@@ -151,21 +156,14 @@ def measure(
     rows: Tensor, query: Tensor, key: Tensor, value: Tensor, candidates: Sequence[Choice], scale: float | None = None
 ) -> list[Choice]:
     """The candidates with the error and cost of the whole layer, for rows (B, H, R, D) of query (B, H, L, D)."""
-    error, cost, size = _measure(query, rows, key, value, candidates, key.shape[-2], scale)
+    error, cost, size = _measure(rows, Call(query, key, value, scale=scale), candidates, key.shape[-2])
     layer = (error.sum(1) / size.sum()).sqrt().tolist()
     return [replace(c, error=e, cost=s) for c, e, s in zip(candidates, layer, cost.mean(1).tolist(), strict=True)]
 
 
-def _measure(
-    query: Tensor,
-    rows: Tensor,
-    key: Tensor,
-    value: Tensor,
-    candidates: Sequence[Choice],
-    length: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _measure(rows: Tensor, call: Call, candidates: Sequence[Choice], length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Squared errors (C, H), shares of softmax's cost (C, H) and the size of what is approximated (H,)."""
+    (query, key, value), scale = call[:3], call.scale
     # One cluster that is near is softmax, also of these rows.
     exact = cluster_attention(rows, key, value, clusters=1, near=1, scale=scale).double()
     size = (exact - value.double().mean(-2, keepdim=True)).square().sum((0, 2, 3))
@@ -224,13 +222,12 @@ def _answer(q: Tensor, field: Field, choice: Choice) -> Tensor | None:
     """Output of a choice for rows q (B, H, R, D), as `cluster_attention` gives it; None for softmax."""
     if choice.near >= field.layout.clusters:
         return None
-    far, most = field.far, choice.response
-    if most == 0:
+    far, form = field.far, choice.form
+    if form.pooled:
+        far = far.pooled()
+    elif form.response == 0:
         far = far._replace(response=None)
-    elif isinstance(most, str):
-        far, most = far.pooled(), None
-    how: dict[str, Any] = {"closure": choice.closure, "rank": choice.rank, "most": most}
-    return mix(q.unsqueeze(-2), far, field.tokens, None, near=choice.near, **how).squeeze(-2)
+    return mix(q.unsqueeze(-2), far, field.tokens, Seen(near=choice.near), form).squeeze(-2)
 
 
 def _near_tokens(q: Tensor, field: Field, near: int, rank: str, closure: str) -> Tensor:

@@ -11,7 +11,6 @@ t near clusters, p exact tokens, D, E widths. Queries carry the scale.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,10 @@ from ..closures import gain, log_mass
 from ..moments import Moments, ratio
 from ..tensors import ABSENT, softmax_or_zero
 from ..tracing import transformed
+from .backend import Form
 from .choice import heaviest, largest, responding
 from .grouped import groups, near_answers
+from .statistics import log
 
 
 def room(q: Tensor) -> int:
@@ -47,10 +48,9 @@ class Far(NamedTuple):
         W, k, v, S, P, _ = moments
         assert P is not None
         over_W = ratio(torch.ones_like(W), W)
-        log_weight = torch.where(W > 0, torch.where(W > 0, W, 1).log(), ABSENT)
         matrix = over_W[..., None, None]
         spread = P * (matrix if moments.full else over_W.unsqueeze(-1))
-        return cls(log_weight, k, v, spread, None if S is None else S * matrix)
+        return cls(log(W), k, v, spread, None if S is None else S * matrix)
 
     @property
     def shares(self) -> Tensor:
@@ -109,37 +109,39 @@ class Far(NamedTuple):
         linear = self.log_weight.unsqueeze(-2) + mean @ self.key_mean.mT
         return linear + 0.5 * variance @ away.square().mT + log_mass(s2, closure)
 
-    def block_values(self, q: Tensor, w: Tensor, variance: Tensor, closure: str, which: Tensor) -> Tensor:
-        """The same, (B, H, N, n, E), with responses of the clusters `which` (B, H, N, r) of each block of rows."""
+    def values(self, q: Tensor, w: Tensor, variance: Tensor, form: Form, which: Tensor | None = None) -> Tensor:
+        """sum_c w_c (v_mean_c + f_c S_c^T q), (..., n, E), responses of the heaviest clusters of each row only.
+
+        Or of the clusters `which` (B, H, N, r) of each block of rows, with q (B, H, N, n, D).
+        """
+        out = w @ (self.value_mean if which is None else self.value_mean.unsqueeze(2))
+        if self.pool is None and self.response is None:
+            return out
+        g = w * gain(variance, form.closure)
+        if self.pool is not None:
+            return out + g.sum(-1, keepdim=True) * (q @ self.pool)
+        assert self.response is not None
+        if which is not None:
+            g = g.gather(-1, which.unsqueeze(-2).expand(*w.shape[:-1], which.shape[-1]))
+            return out + _outer(g, q) @ self._picked(which)  # (B, H, N, n, r D) @ (B, H, N, r D, E)
+        if form.response is None or form.response >= w.shape[-1]:
+            return out + _outer(g, q) @ self.response.flatten(-3, -2)
+        g, own = g.topk(form.response, -1)
+        return out + (_outer(g, q).unsqueeze(-2) @ self._picked(own)).squeeze(-2)
+
+    def _picked(self, which: Tensor) -> Tensor:
+        """Responses of clusters `which` (..., x, r), stacked: (..., x, r D, E)."""
         assert self.response is not None
         K, D, E = self.response.shape[-3:]
-        out = w @ self.value_mean.unsqueeze(2)
-        index = which.unsqueeze(-2).expand(*w.shape[:-1], which.shape[-1])
-        g = (w * gain(variance, closure)).gather(-1, index)
-        features = (g.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)  # (B, H, N, n, r D)
-        flat = self.response.expand(*w.shape[:2], K, D, E).flatten(-2)
-        picked = flat.gather(-2, which.flatten(-2).unsqueeze(-1).expand(*which.shape[:2], -1, D * E))
-        return out + features @ picked.unflatten(-1, (D, E)).unflatten(2, which.shape[-2:]).flatten(3, 4)
+        flat = self.response.flatten(-2).expand(*which.shape[:-2], K, D * E)
+        index = which.flatten(-2).unsqueeze(-1)
+        picked = flat.gather(-2, index.expand(*index.shape[:-1], D * E))
+        return picked.unflatten(-1, (D, E)).unflatten(-3, which.shape[-2:]).flatten(-3, -2)
 
-    def values(self, q: Tensor, w: Tensor, variance: Tensor, closure: str, most: int | None) -> Tensor:
-        """sum_c w_c (v_mean_c + f_c S_c^T q), (..., n, E), responses of the `most` heaviest clusters only."""
-        out = w @ self.value_mean
-        if self.pool is not None:
-            return out + (w * gain(variance, closure)).sum(-1, keepdim=True) * (q @ self.pool)
-        if self.response is None:
-            return out
-        g = w * gain(variance, closure)
-        K, D, E = self.response.shape[-3:]
-        if most is None or most >= K:
-            features = (g.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)  # (..., n, K D)
-            return out + features @ self.response.flatten(-3, -2)
-        g, which = g.topk(most, -1)
-        lead = torch.broadcast_shapes(self.response.shape[:-3], which.shape[:-2])
-        flat = self.response.flatten(-2).expand(*lead, K, D * E)
-        picked = flat.gather(-2, which.flatten(-2).unsqueeze(-1).expand(*lead, -1, D * E))
-        picked = picked.unflatten(-1, (D, E)).unflatten(-3, which.shape[-2:])  # (..., n, most, D, E)
-        features = (g.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2).unsqueeze(-2)
-        return out + (features @ picked.flatten(-3, -2)).squeeze(-2)
+
+def _outer(g: Tensor, q: Tensor) -> Tensor:
+    """g (..., K) times q (..., D), as (..., K D)."""
+    return (g.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)
 
 
 class Tokens(NamedTuple):
@@ -203,29 +205,30 @@ class Exact(NamedTuple):
     log_weight: Tensor  # (B, H or 1, N or 1, n or 1, p), -inf for what a row may not see
 
 
-def mix(
-    q: Tensor,
-    far: Far,
-    tokens: Tokens | None,
-    exact: Exact | None,
-    *,
-    near: int | Tensor,
-    closure: str,
-    rank: str,
-    most: int | None,
-    by_row: bool = False,
-    rows: Tensor | None = None,
-    hidden: Tensor | None = None,
-    table: Tensor | None = None,
-) -> Tensor:
+class Seen(NamedTuple):
+    """What blocks of rows meet beside the clusters, and which of those."""
+
+    exact: Exact | None = None
+    near: int | Tensor = 0  # so many clusters, or their numbers (.., .., N, t)
+    rows: Tensor | None = None  # (N, n) bool, rows that exist
+    hidden: Tensor | None = None  # (N, K) bool, clusters that a block may not see
+    table: Tensor | None = None  # (N, A), the clusters of each block instead of all, -1 for none
+
+    def part(self, at: slice, N: int) -> Seen:
+        """For some of the N blocks of rows."""
+        exact = None if self.exact is None else Exact(*(_cut(x, at, N) for x in self.exact))
+        near = self.near if isinstance(self.near, int) else _cut(self.near, at, N)
+        return Seen(exact, near, *(None if x is None else x[at] for x in self[2:]))
+
+
+def mix(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by_row: bool = False) -> Tensor:
     """Attention of rows q (B, H, N, n, D) over clusters and tokens, (B, H, N, n, E), in blocks of rows.
 
-    `near`: so many clusters, chosen for each block of n rows (for each row of it if `by_row`), or their numbers
-    (.., .., N, t). `most`: so many clusters respond, chosen likewise, by each row where `near` are numbers of clusters.
-    rows (N, n) bool are rows that exist; hidden (N, K) bool are clusters that a block may not see; table (N, A) lists
-    those of each block instead, -1 for none.
-    Cost a row: 2 K D + K E + (most or K) D E + t u m (D + E); memory O(L (D + E)).
+    A number of near clusters is chosen for each block of n rows (for each row of it if `by_row`), those that respond
+    likewise, by each row where `near` are numbers of clusters.
+    Cost a row: 2 K D + K E + (response or K) D E + t u m (D + E); memory O(L (D + E)).
     """
+    near, table, exact, most = seen.near, seen.table, seen.exact, form.response
     B, H, N, n, D = q.shape
     E, K = far.value_mean.shape[-1], far.log_weight.shape[-1] if table is None else table.shape[-1]
     count = near if isinstance(near, int) else near.shape[-1]
@@ -249,17 +252,13 @@ def mix(
             of_row += beside * (1 + (D + E if by_row else 0))
             of_block += 0 if by_row else beside * (D + E)
     step = max(1, room(q) // max(1, B * H * (n * of_row + of_block)))
-    block = partial(_rows, closure=closure, rank=rank, most=most, by_row=by_row)
     if step >= N:
-        return block(q, far, tokens, exact, near, rows, hidden, table)
+        return _rows(q, far, tokens, seen, form, by_row)
     outs = []
     for start in range(0, N, step):
         at = slice(start, start + step)
-        own = None if exact is None else Exact(*(_cut(x, at, N) for x in exact))
-        chosen = near if isinstance(near, int) else _cut(near, at, N)
-        cuts = (None if x is None else x[at] for x in (rows, hidden, table))
-        parts: tuple[Any, ...] = (q[:, :, at], far, tokens, own, chosen, *cuts)
-        outs.append(recomputed(block, *parts))  # what a block holds grows with K D and t m D
+        # What a block holds grows with K D and t m D.
+        outs.append(recomputed(_rows, q[:, :, at], far, tokens, seen.part(at, N), form, by_row))
     return torch.cat(outs, 2)
 
 
@@ -274,21 +273,9 @@ def _cut(x: Tensor, at: slice, N: int) -> Tensor:
     return x if x.shape[2] != N else x[:, :, at]
 
 
-def _rows(
-    q: Tensor,
-    far: Far,
-    tokens: Tokens | None,
-    exact: Exact | None,
-    near: int | Tensor,
-    rows: Tensor | None,
-    hidden: Tensor | None,
-    table: Tensor | None,
-    *,
-    closure: str,
-    rank: str,
-    most: int | None,
-    by_row: bool,
-) -> Tensor:
+def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by_row: bool) -> Tensor:
+    exact, near, rows, hidden, table = seen
+    closure, most = form.closure, form.response
     B, H, N, n, _ = q.shape
     shared = table is None  # one set of clusters for all rows: one matmul over all of them
     if table is not None:
@@ -303,11 +290,11 @@ def _rows(
     taken = None
     which = near if isinstance(near, Tensor) else None
     if isinstance(near, int) and near:
-        if rank == "mean" and n > 1 and not by_row:
+        if form.rank == "mean" and n > 1 and not by_row:
             which = largest(far.mean_masses(q.detach(), rows, closure).detach(), near)
         else:
             pooled = far.pool is not None
-            which = heaviest(log_Z.detach(), variance.detach(), near, rank, rows, by_row, pooled)
+            which = heaviest(log_Z.detach(), variance.detach(), near, form.rank, rows, by_row, pooled)
     if which is not None and tokens is not None and which.shape[-1]:
         which = which.expand(B, H, *which.shape[2:])
         # Near clusters leave the far field; a -1 goes to a column beyond the last, which is cut off again.
@@ -344,12 +331,12 @@ def _rows(
     each = by_row or isinstance(near, Tensor)  # who is given a near field still chooses alone who responds
     if far.response is not None and most is not None and _by_block(most, K, n, shared, each):
         chosen = responding(log_Z.detach(), variance.detach(), most, closure, rows, taken)
-        out = far.block_values(q, far_w, variance, closure, chosen)
+        out = far.values(q, far_w, variance, form, chosen)
     elif shared:
         q_flat, w_flat, s_flat = (x.flatten(2, 3) for x in (q, far_w, variance))
-        out = far.values(q_flat, w_flat, s_flat, closure, most).unflatten(2, (N, n))
+        out = far.values(q_flat, w_flat, s_flat, form).unflatten(2, (N, n))
     else:
-        out = far.values(q, far_w, variance, closure, most)
+        out = far.values(q, far_w, variance, form)
     for weight, value in zip(parts[1:], values, strict=True):
         if value.ndim > weight.ndim:  # tokens of each row's own
             out = out + (weight.unsqueeze(-2) @ value).squeeze(-2)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..tensors import ABSENT
 from ..tracing import transformed
 
-ABSENT = float("-inf")
 SLICE = 4  # rows of a cluster in one product, in units of what a cluster gets on average
 
 
@@ -51,9 +51,8 @@ def near_answers(q: Tensor, which: Tensor, key: Tensor, value: Tensor, log_weigh
         at = (starts[..., active].unsqueeze(-1) + place).clamp(max=pairs - 1)
         pair = order.gather(-1, at.flatten(2))  # (B, H, A P)
         rows = q.flatten(3).gather(2, (pair // t).unsqueeze(-1).expand(-1, -1, -1, n * D))
-        logits = rows.view(B, H, len(active), len(place) * n, D) @ key[:, :, active].mT + log_weight[
-            :, :, active
-        ].unsqueeze(-2)
+        logits = rows.view(B, H, len(active), len(place) * n, D) @ key[:, :, active].mT
+        logits = logits + log_weight[:, :, active].unsqueeze(-2)
         mass, mean = _read(logits, value[:, :, active])
         owners.append(torch.where((place < counts[..., active].unsqueeze(-1)).flatten(2), pair, pairs))
         masses.append(mass.view(B, H, -1, n))

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..call import check_choice
+from .layout import whole
+
 METRICS = ("full", "diagonal", "none")
 STARTS = ("even", "random")
 
@@ -39,12 +42,10 @@ class KMeans:
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("iterations", 0), ("sample", 1)):
             number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            if not whole(number, least):
                 raise ValueError(f"{name} of KMeans must be an integer of at least {least}, got {number!r}")
-        if self.metric not in METRICS:
-            raise ValueError(f"metric of KMeans must be one of {', '.join(map(repr, METRICS))}, got {self.metric!r}")
-        if self.start not in STARTS:
-            raise ValueError(f"start of KMeans must be one of {', '.join(map(repr, STARTS))}, got {self.start!r}")
+        check_choice("metric of KMeans", self.metric, METRICS)
+        check_choice("start of KMeans", self.start, STARTS)
 
     def multiply_adds(self, L: int, D: int) -> float:
         """Multiply-adds for L keys of width D: the second moment of the queries, the change of metric, the steps."""

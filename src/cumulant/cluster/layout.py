@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,11 @@ from torch import Tensor
 from ..call import Grid
 from ..moments import ratio
 from ..tracing import transformed
+
+
+def whole(number: object, least: int = 0) -> TypeGuard[int]:
+    """Whether it is a whole number, `least` or more."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,7 @@ class Blocks:
     def __post_init__(self) -> None:
         for name, least in (("size", 1), ("keep", 0), ("recent", 0)):
             number = getattr(self, name)
-            if name == "keep" and number is None:
-                continue
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            if not whole(number, least) and not (name == "keep" and number is None):
                 raise ValueError(f"{name} of Blocks must be an integer of at least {least}, got {number!r}")
 
 
@@ -106,14 +109,11 @@ class Layout(NamedTuple):
             if self.present is None:
                 return key.new_ones(1, 1, self.pieces, self.size)
             return self.present.to(key.dtype)
-        packed = self.pack(weights.to(key.dtype).unsqueeze(-1)) if self._shared_heads() else None
-        if packed is None:
-            packed = self.pack(weights.to(key.dtype).expand(*key.shape[:-1]).unsqueeze(-1))
-        packed = packed.squeeze(-1)
+        weights = weights.to(key.dtype)
+        if self.places is not None and self.places.shape[1] != 1:  # each head has clusters of its own
+            weights = weights.expand(*key.shape[:-1])
+        packed = self.pack(weights.unsqueeze(-1)).squeeze(-1)
         return packed if self.present is None else torch.where(self.present, packed, 0)
-
-    def _shared_heads(self) -> bool:
-        return self.places is None or self.places.shape[1] == 1
 
 
 def consecutive(
@@ -124,24 +124,17 @@ def consecutive(
     With weights (B, L) the blocks are those of the tokens that take part: absent tokens move the borders, exactly as
     if they had been taken out.
     """
-    most = max(1, -(-L // least))
-    K = min(count, most)
-    offsets = torch.tensor((-1, 0, 1), device=device)
-    beside = torch.arange(K, device=device)[:, None] + offsets
-    adjacent = beside.masked_fill((beside < 0) | (beside >= K), -1)
+    K = min(count, max(1, -(-L // least)))
+    adjacent = _beside((K,), device)
     if weights is None and L % K == 0 and L:
         return Layout(K, L // K, K, adjacent=adjacent)
-    clusters = torch.arange(K + 1, device=device)
     if weights is None:
-        starts = -(-clusters * L // K)
-        size = max(1, -(-L // K))
-        place = (starts[:-1, None] + torch.arange(size, device=device))[None, None]
-        present = place < starts[1:, None]
-        return Layout(K, size, K, place.clamp(max=max(0, L - 1)), present, adjacent=adjacent)
+        places, there = _cut(L, K, device)
+        return Layout(K, places.shape[1], K, places[None, None], there[None, None], adjacent=adjacent)
     taking = weights > 0
     number = taking.sum(-1, keepdim=True)  # (B, 1)
     blocks = (-(-number // least)).clamp(min=1, max=K)
-    starts = torch.minimum(-(-clusters * number // blocks), number)
+    starts = torch.minimum(-(-torch.arange(K + 1, device=device) * number // blocks), number)
     size = max(least, -(-L // K))
     rank = starts[:, :-1, None] + torch.arange(size, device=device)  # (B, K, m)
     present = rank < starts[:, 1:, None]
@@ -151,6 +144,16 @@ def consecutive(
     standing = torch.minimum((taking.cumsum(-1) - 1).clamp(min=0), (number - 1).clamp(min=0))
     place = standing * blocks // number.clamp(min=1)
     return Layout(K, size, K, index[:, None], present[:, None], adjacent=adjacent, place=place)
+
+
+def of_size(size: int, L: int, device: torch.device) -> Layout:
+    """Blocks of exactly `size` tokens, the last one as long as the rest."""
+    count = max(1, -(-L // size))
+    adjacent = _beside((count,), device)
+    if count * size == L:
+        return Layout(count, size, count, adjacent=adjacent)
+    place = torch.arange(count * size, device=device).view(1, 1, count, size)
+    return Layout(count, size, count, place.clamp(max=max(0, L - 1)), place < L, adjacent=adjacent)
 
 
 def on_grid(grid: Grid, blocks: Grid, device: torch.device | None = None) -> Layout:
@@ -228,15 +231,21 @@ def _shared_out(grid: Grid, count: int, least: int) -> tuple[Grid, int]:
     return tuple(blocks), left_out
 
 
+def cuts(blocks: Grid, grid: Grid) -> bool:
+    """Whether `blocks` are as many numbers as the grid has sides, each of 1 to that many parts of it."""
+    fits = (whole(b, 1) and b <= max(1, side) for b, side in zip(blocks, grid, strict=False))
+    return len(blocks) == len(grid) and all(fits)
+
+
 def check_grid(tokens: int, grid: Sequence[int] | None, prefix: int) -> Grid | None:
     """The grid as a tuple; raises if it and the prefix do not make the tokens."""
-    if isinstance(prefix, bool) or not isinstance(prefix, int) or not 0 <= prefix <= tokens:
+    if not whole(prefix) or prefix > tokens:
         raise ValueError(f"prefix must lie between 0 and the {tokens} tokens, got {prefix!r}")
     if grid is None:
         return None
     if not isinstance(grid, Sequence) or len(grid) not in (2, 3):
         raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols), got {grid!r}")
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in grid):
+    if not all(map(whole, grid)):
         raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols) in whole numbers, got {grid!r}")
     if math.prod(grid) != tokens - prefix:
         raise ValueError(

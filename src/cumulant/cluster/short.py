@@ -18,8 +18,9 @@ from ..closures import gain, log_mass
 from ..moments import ratio
 from ..tensors import softmax_or_zero
 from .backend import Form, cheaper_by_token
-from .build import Packed, log
+from .build import Packed
 from .fields import recomputed, room
+from .statistics import log
 
 
 def answers_by_token(packed: Packed, form: Form) -> bool:
@@ -38,7 +39,7 @@ def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
     return dtype if dtype == torch.bfloat16 and device.type == "cuda" else None
 
 
-def token_responses(q: Tensor, packed: Packed, *, closure: str, full: bool, dtype: torch.dtype) -> Tensor:
+def token_responses(q: Tensor, packed: Packed, form: Form, dtype: torch.dtype) -> Tensor:
     """q (B, H, G, L, D) -> (B, H, G, L, E), for inputs of `dtype`, in blocks of rows.
 
     Cost a row: 2 K D + K m (D + E).
@@ -50,14 +51,14 @@ def token_responses(q: Tensor, packed: Packed, *, closure: str, full: bool, dtyp
     share = ratio(packed.weight, weight.unsqueeze(-1))  # (B, H or 1, K, m)
     mean = (share.unsqueeze(-1) * packed.key).sum(-2)
     centred = packed.key - mean.unsqueeze(-2)
-    spread = None if full else (share.unsqueeze(-1) * centred * centred).sum(-2)
+    spread = None if form.full else (share.unsqueeze(-1) * centred * centred).sum(-2)
     parts = (log(weight), mean, centred, spread, share)
     held = 2 if torch.compiler.is_compiling() else 4  # numbers for each pair of row and token at the peak
     step = max(1, room(q) // max(1, B * H * held * packed.key.shape[2] * packed.key.shape[3]))
     step = -(-G * L // -(-G * L // step))  # blocks of equal size
     if step >= G * L:
-        return _rows(rows, packed, *parts, closure, narrow).unflatten(2, (G, L))
-    outs = [recomputed(_rows, block, packed, *parts, closure, narrow) for block in rows.split(step, 2)]
+        return _rows(rows, packed, *parts, form.closure, narrow).unflatten(2, (G, L))
+    outs = [recomputed(_rows, block, packed, *parts, form.closure, narrow) for block in rows.split(step, 2)]
     return torch.cat(outs, 2).unflatten(2, (G, L))
 
 

@@ -8,9 +8,13 @@ Of each cluster: W, k_mean, v_mean, S = sum w k~ v~^T and P, either sum w k~^2 (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from ..moments import Moments, ratio
+from ..tensors import ABSENT
 
 VARIANCES = ("diagonal", "full")
 
@@ -35,6 +39,17 @@ def merge(a: Moments, b: Moments) -> Moments:
     assert a.P is not None
     assert b.P is not None
     return merged._replace(P=a.P + b.P + _square(both, dk, a.full))
+
+
+def joined(parts: Sequence[Moments]) -> Moments:
+    """Clusters (B, H, K) side by side."""
+    return Moments._make(None if x[0] is None else torch.cat(x, 2) for x in zip(*parts, strict=True))
+
+
+def log(weights: Tensor) -> Tensor:
+    """-inf, with a gradient of 0, for a weight of 0."""
+    there = weights > 0
+    return torch.where(there, torch.where(there, weights, 1).log(), ABSENT)
 
 
 def merge_pieces(pieces: Moments, owner: Tensor, count: int) -> Moments:

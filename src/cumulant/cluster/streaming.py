@@ -6,16 +6,17 @@ Shape legend: B batch, H key heads, G query heads of each, L tokens appended at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call import check_choice
 from ..closures import check_closure
 from ..moments import Moments, statistics_dtype
-from .fields import Exact, Far, mix
-from .layout import Blocks
-from .statistics import VARIANCES, merge, moments_of
+from .backend import Form
+from .fields import Exact, Far, Seen, mix
+from .layout import Blocks, whole
+from .statistics import VARIANCES, joined, merge, moments_of
 
 
 class ClusterStream:
@@ -43,19 +44,13 @@ class ClusterStream:
         if not isinstance(blocks, Blocks):
             raise TypeError(f"blocks must be Blocks(size, keep, recent), got {type(blocks).__name__}")
         check_closure(closure)
-        if variance not in VARIANCES:
-            raise ValueError(f"variance must be one of {', '.join(map(repr, VARIANCES))}, got {variance!r}")
-        if response is not None and (isinstance(response, bool) or not isinstance(response, int) or response < 0):
+        check_choice("variance", variance, VARIANCES)
+        if response is not None and not whole(response):
             raise ValueError(f"response must be None (all clusters) or a number, 0 or more, got {response!r}")
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
             raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-        self.blocks, self.closure, self.full, self.most, self.scale = (
-            blocks,
-            closure,
-            variance == "full",
-            response,
-            scale,
-        )
+        self.blocks, self.scale = blocks, scale
+        self.form = Form(0, closure, "mass", variance == "full", response, near_rows=1)
         self.levels: list[list[Moments]] = []  # of each size the clusters still apart, the oldest first
         self.key: Tensor | None = None  # tokens of the recent blocks and the current one, (B, H, l, D)
         self.value: Tensor | None = None
@@ -104,7 +99,7 @@ class ClusterStream:
         # The last block, whole or not, is the current one: it becomes a past block when a token follows it.
         leaving = (self.key.shape[-2] - 1) // C - self.blocks.recent
         for _ in range(max(0, leaving)):
-            self._push(moments_of(*self._block(C), full=self.full, response=self.most != 0))
+            self._push(moments_of(*self._block(C), full=self.form.full, response=self.form.response != 0))
             self.key, self.value, self._far = self.key[..., C:, :], self.value[..., C:, :], None
 
     @torch.no_grad()
@@ -128,8 +123,7 @@ class ClusterStream:
         scale = D**-0.5 if self.scale is None else self.scale
         rows = (query.to(self.key.dtype) * scale).unflatten(1, (H, -1)).flatten(2, 3).unsqueeze(2)  # (B, H, 1, G Q, D)
         exact = Exact(self.key.unsqueeze(2), self.value.unsqueeze(2), self.key.new_zeros(1, 1, 1, 1, 1))
-        how: dict[str, Any] = {"closure": self.closure, "rank": "mass", "most": self.most}
-        out = mix(rows, self._clusters(), None, exact, near=0, by_row=True, **how)  # each row, as in a batch
+        out = mix(rows, self._clusters(), None, Seen(exact), self.form, by_row=True)  # each row, as in a batch
         return out.reshape(B, *query.shape[1:3], self.value.shape[-1]).to(query.dtype)
 
     def _check_tokens(self, key: Tensor, value: Tensor) -> None:
@@ -177,9 +171,8 @@ class ClusterStream:
         if self._far is None:
             together = [cluster for level in reversed(self.levels) for cluster in level]
             if not together:
-                together = [moments_of(*self._block(0), full=self.full, response=self.most != 0)]
-            fields = zip(*together, strict=True)
-            self._far = Far.of(Moments._make(None if x[0] is None else torch.cat(x, 2) for x in fields))
+                together = [moments_of(*self._block(0), full=self.form.full, response=self.form.response != 0)]
+            self._far = Far.of(joined(together))
         return self._far
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .tubelet import check_method, over_time
+from ..call import check_choice
+from .tubelet import TUBELET_INITS, over_time
 from .vit import VisionTransformer, resize_positions
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def load_image_weights(video: ViViT, image: VisionTransformer, tubelet_init: str
     - blocks, norm, and the head if the classes are as many, by name; variant 2 fills its spatial encoder;
     - variant 3: attention over time starts at zero output, so that the model begins as the image model on each frame.
     """
-    check_method(tubelet_init)
+    check_choice("tubelet_init", tubelet_init, TUBELET_INITS)
     _check_alike(video, image)
     embed = video.patch_embed
     copied = {"pos_embed", *_copy(embed.proj, image.patch_embed.proj, "patch_embed.proj.", ("bias",))}
@@ -46,9 +47,8 @@ def load_image_weights(video: ViViT, image: VisionTransformer, tubelet_init: str
     if video.variant == 3:
         for name, module in video.named_modules():
             if name.endswith("temporal_attn.proj") and isinstance(module, nn.Linear):
-                nn.init.zeros_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                for parameter in module.parameters():
+                    nn.init.zeros_(parameter)
     return [name for name, _ in video.named_parameters() if name not in copied]
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .vit import resize_positions
+from ..call import check_choice
+from .vit import as_product, resize_positions
 
 Grid = tuple[int, int, int]
 TUBELET_INITS = ("random", "inflate", "central")
@@ -22,8 +23,7 @@ TUBELET_INITS = ("random", "inflate", "central")
 class TubeletEmbed(nn.Module):
     """Clips (B, channels, T, H, W) to tokens (B, n_t n_h n_w, C), frame by frame: a 3-D convolution, kernel = stride.
 
-    The weight has the shape of a convolution, (C, channels, t, h, w), but is applied as one matrix product to the
-    tubelets laid out as rows: N t h w channels x C multiply-adds, without im2col.
+    Cost: N t h w channels x C multiply-adds.
 
     Args:
         sample_frames: embed that many frames, spread evenly over the clip, in place of tubelets; needs t = 1.
@@ -60,25 +60,16 @@ class TubeletEmbed(nn.Module):
     def forward(self, clips: Tensor) -> Tensor:
         if self.sample_frames is not None:
             clips = clips[:, :, evenly_spaced(clips.shape[2], self.sample_frames)]
-        n_t, n_h, n_w = (side // part for side, part in zip(clips.shape[2:], self.tubelet, strict=True))
-        t, h, w = self.tubelet
-        cut = clips.reshape(*clips.shape[:2], n_t, t, n_h, h, n_w, w)
-        rows = cut.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(clips.shape[0], n_t * n_h * n_w, -1)
-        return F.linear(rows, self.proj.weight.flatten(1), self.proj.bias)
+        return as_product(self.proj, clips)
 
     @torch.no_grad()
     def reset_parameters(self, method: str = "random") -> None:
         """PyTorch's default for a convolution; "inflate" and "central" draw a 2-D kernel and spread it over time."""
-        check_method(method)
+        check_choice("tubelet_init", method, TUBELET_INITS)
         self.proj.reset_parameters()
         if method != "random":
             flat = nn.Conv2d(self.in_chans, self.proj.out_channels, self.tubelet[1:], device=self.proj.weight.device)
             self.proj.weight.copy_(over_time(flat.weight, self.tubelet[0], method))
-
-
-def check_method(method: str) -> None:
-    if method not in TUBELET_INITS:
-        raise ValueError(f"tubelet_init must be one of {', '.join(map(repr, TUBELET_INITS))}, got {method!r}")
 
 
 def over_time(kernel: Tensor, frames: int, method: str) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..call import check_choice
 from ..nn import create_layer
 from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
 
@@ -22,11 +23,7 @@ POOLINGS = ("cls", "gap")
 
 
 class PatchEmbed(nn.Module):
-    """Images (B, channels, H, W) to patch tokens (B, N, C): a convolution with kernel = stride = P.
-
-    The weight has the shape of a convolution, but is applied as one matrix product to the patches laid out as rows: no
-    layout of a convolution library comes between.
-    """
+    """Images (B, channels, H, W) to patch tokens (B, N, C): a convolution with kernel = stride = P."""
 
     def __init__(self, patch_size: int, in_chans: int, dim: int, **place: Any) -> None:
         super().__init__()
@@ -42,11 +39,19 @@ class PatchEmbed(nn.Module):
         return height // self.patch_size, width // self.patch_size
 
     def forward(self, images: Tensor) -> Tensor:
-        rows, cols = self.grid(*images.shape[-2:])
-        side = self.patch_size
-        cut = images.reshape(*images.shape[:2], rows, side, cols, side)
-        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(images.shape[0], rows * cols, -1)
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+        self.grid(*images.shape[-2:])
+        return as_product(self.proj, images)
+
+
+def as_product(proj: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+    """A convolution with kernel = stride as one matrix product: x (B, channels, ...) to tokens (B, N, C).
+
+    The cells are laid out as rows; neither im2col nor a layout of a convolution library comes between.
+    """
+    cells = [(side // part, part) for side, part in zip(x.shape[2:], proj.kernel_size, strict=True)]
+    cut = x.reshape(*x.shape[:2], *(size for cell in cells for size in cell))
+    rows = cut.permute(0, *range(2, cut.ndim, 2), 1, *range(3, cut.ndim, 2))
+    return F.linear(rows.reshape(x.shape[0], math.prod([n for n, _ in cells]), -1), proj.weight.flatten(1), proj.bias)
 
 
 class Mlp(nn.Module):
@@ -122,7 +127,93 @@ class Block(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
-class VisionTransformer(nn.Module):
+class Backbone(nn.Module):
+    """What image and video models share: tables, initialisation, blocks in a row, pooling and head.
+
+    A subclass makes `patch_embed`, `grid_size`, `pos_embed` and `blocks`, then calls `_finish`.
+    """
+
+    patch_embed: Any
+    grid_size: Any
+    pos_embed: nn.Parameter
+    pos_drop: nn.Module
+    blocks: nn.Sequential
+    forward_features: Any
+    forward_head: Any
+
+    def __init__(self, num_classes: int, embed_dim: int, pool: str, prefix: int, **counts: int) -> None:
+        super().__init__()
+        self.config: dict[str, Any] | None = None  # set by create_model
+        check_choice("pool", pool, POOLINGS)
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if num_classes < 0:
+            raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes}")
+        self.num_classes, self.embed_dim, self.pool, self.num_prefix_tokens = num_classes, embed_dim, pool, prefix
+
+    def _table(self, rows: int, place: dict[str, Any]) -> nn.Parameter:
+        return nn.Parameter(torch.empty(1, rows, self.embed_dim, **place))
+
+    def _head(self, place: dict[str, Any]) -> nn.Module:
+        return nn.Linear(self.embed_dim, self.num_classes, **place) if self.num_classes else nn.Identity()
+
+    def _finish(self, drop_path: float, init_std: float | None) -> None:
+        self.set_drop_path(drop_path)
+        self.reset_parameters(init_std)
+        self.register_load_state_dict_pre_hook(_resize_loaded_positions)
+
+    def reset_parameters(self, std: float | None = 0.02) -> None:
+        """DeiT: truncated normal of that std for linear weights, tokens and positions; biases 0, norms 1.
+
+        None is ViViT as released: Xavier-uniform matrices (each of those stacked in one by itself), MLP biases
+        N(0, 1e-6), positions N(0, 0.02), class tokens 0. The patch convolution keeps PyTorch's default.
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                _reset_linear(module, std, parts=3 if name.endswith(".qkv") else 1)
+                if std is None and name.endswith((".fc1", ".fc2")):
+                    nn.init.normal_(module.bias, std=1e-6)
+            elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
+                module.reset_parameters()
+        for module in self.modules():  # after the linear layers inside them
+            reset = getattr(module, "reset_extras", None)
+            if callable(reset):
+                reset()
+        for name, table in self.named_parameters(recurse=False):
+            if std is not None:
+                nn.init.trunc_normal_(table, std=std)
+            elif name.endswith("pos_embed"):
+                nn.init.normal_(table, std=0.02)
+            else:
+                nn.init.zeros_(table)
+
+    def set_drop_path(self, rate: float) -> None:
+        """Stochastic depth that grows linearly from 0 in the first block to `rate` in the last."""
+        spread_drop_path(self.blocks, rate)
+
+    def _with_positions(self, x: Tensor, tokens: Iterable[Tensor | None], positions: Tensor) -> Tensor:
+        """x (B, N, C) behind those of the tokens that there are, with their positions."""
+        prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
+        return self.pos_drop(torch.cat([*prefix, x], dim=1) + positions)
+
+    def _encode(self, x: Tensor, grid: tuple[int, ...], blocks: Iterable[nn.Module]) -> Tensor:
+        for block in blocks:
+            x = block(x, grid=grid, prefix=self.num_prefix_tokens)
+        return x
+
+    def _fitted(self, table: Tensor) -> Tensor:
+        """The positional table of a checkpoint made for another (square) size, resized to this one's."""
+        return resize_positions(table, square_grid(table.shape[1], self.num_prefix_tokens), self.grid_size)
+
+    def _pooled(self, tokens: Tensor) -> Tensor:
+        return tokens[:, 0] if self.pool == "cls" else tokens[:, self.num_prefix_tokens :].mean(1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.forward_head(self.forward_features(x))
+
+
+class VisionTransformer(Backbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
     Args:
@@ -171,81 +262,33 @@ class VisionTransformer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.config: dict[str, Any] | None = None  # set by create_model
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
         class_token = pool == "cls" if class_token is None else class_token
-        _check_tokens(pool, class_token, distilled)
-        for name, count in (("patch_size", patch_size), ("in_chans", in_chans), ("depth", depth)):
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        if num_classes < 0:
-            raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes}")
-        self.num_classes, self.embed_dim, self.pool = num_classes, embed_dim, pool
+        prefix = int(class_token) + int(distilled)
+        super().__init__(num_classes, embed_dim, pool, prefix, patch_size=patch_size, in_chans=in_chans, depth=depth)
+        if pool == "cls" and not class_token:
+            raise ValueError('pool="cls" reads the class token, but class_token=False; use pool="gap"')
+        if distilled and pool != "cls":
+            raise ValueError(f'distilled=True needs pool="cls", got pool={pool!r}')
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.distilled_training = distilled_training
-        extras = dict(attention_extras or {})
-        if layer is None:
-            check_extras(extras, EXTRAS)
-        self.num_prefix_tokens = int(class_token) + int(distilled)
-
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
         self.grid_size = self.patch_embed.grid(*pair(img_size))
-        tokens = self.num_prefix_tokens + math.prod(self.grid_size)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if class_token else None
-        self.dist_token = nn.Parameter(torch.empty(1, 1, embed_dim, **place)) if distilled else None
-        self.pos_embed = nn.Parameter(torch.empty(1, tokens, embed_dim, **place))
+        self.cls_token = self._table(1, place) if class_token else None
+        self.dist_token = self._table(1, place) if distilled else None
+        self.pos_embed = self._table(prefix + math.prod(self.grid_size), place)
         self.pos_drop = nn.Dropout(drop_rate)
 
-        def attn() -> nn.Module:
-            return create_layer(
-                layer or "multihead",
-                embed_dim,
-                num_heads,
-                attention=attention,
-                attention_options=attention_options,
-                qkv_bias=qkv_bias,
-                qk_norm=qk_norm,
-                attn_drop=attn_drop,
-                proj_drop=drop_rate,
-                grid_size=self.grid_size,
-                prefix=self.num_prefix_tokens,
-                **extras,
-                **place,
-            )
-
-        hidden = int(embed_dim * mlp_ratio)
-        self.blocks = nn.Sequential(*(Block(attn(), embed_dim, hidden, drop_rate, gelu, **place) for _ in range(depth)))
+        given: dict[str, Any] = {"attention": attention, "attention_options": attention_options, "qkv_bias": qkv_bias}
+        given |= {"qk_norm": qk_norm, "attn_drop": attn_drop, "proj_drop": drop_rate, **place}
+        given |= {"grid_size": self.grid_size, "prefix": prefix, **checked_extras(attention_extras, layer)}
+        inner = embed_dim, int(embed_dim * mlp_ratio), drop_rate, gelu
+        layers = (create_layer(layer or "multihead", embed_dim, num_heads, **given) for _ in range(depth))
+        self.blocks = nn.Sequential(*(Block(attn, *inner, **place) for attn in layers))
         self.norm = LAYER_NORM(embed_dim, **place)
-        self.head = nn.Linear(embed_dim, num_classes, **place) if num_classes else nn.Identity()
+        self.head = self._head(place)
         if distilled:
-            self.head_dist = nn.Linear(embed_dim, num_classes, **place) if num_classes else nn.Identity()
-        self.set_drop_path(drop_path)
-        self.reset_parameters(init_std)
-        self.register_load_state_dict_pre_hook(_resize_loaded_positions)
-
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """DeiT: truncated normal of that std for linear weights, tokens and positions; biases 0, norms 1.
-
-        The patch convolution keeps PyTorch's default.
-        """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
-                module.reset_parameters()
-        for module in self.modules():  # after the linear layers inside them
-            reset = getattr(module, "reset_extras", None)
-            if callable(reset):
-                reset()
-        for table in (self.cls_token, self.dist_token, self.pos_embed):
-            if table is not None:
-                nn.init.trunc_normal_(table, std=std)
-
-    def set_drop_path(self, rate: float) -> None:
-        """Stochastic depth that grows linearly from 0 in the first block to `rate` in the last."""
-        spread_drop_path(self.blocks, rate)
+            self.head_dist = self._head(place)
+        self._finish(drop_path, init_std)
 
     def embed(self, images: Tensor) -> Tensor:
         """Tokens with their positions, (B, T, C)."""
@@ -253,33 +296,23 @@ class VisionTransformer(nn.Module):
             raise ValueError(
                 f"images must have shape (batch, {self.patch_embed.in_chans}, height, width), got {tuple(images.shape)}"
             )
-        grid = self.patch_embed.grid(*images.shape[-2:])
-        x = self.patch_embed(images)
-        prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token) if t is not None]
-        positions = resize_positions(self.pos_embed, self.grid_size, grid)
-        return self.pos_drop(torch.cat([*prefix, x], dim=1) + positions)
+        positions = resize_positions(self.pos_embed, self.grid_size, self.patch_embed.grid(*images.shape[-2:]))
+        return self._with_positions(self.patch_embed(images), (self.cls_token, self.dist_token), positions)
 
     def forward_features(self, images: Tensor) -> Tensor:
         """All tokens after the last block and norm, (B, T, C)."""
         x, grid = self.embed(images), self.patch_embed.grid(*images.shape[-2:])
-        for block in self.blocks:
-            x = block(x, grid=grid, prefix=self.num_prefix_tokens)
-        return self.norm(x)
+        return self.norm(self._encode(x, grid, self.blocks))
 
     def forward_head(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Pooling and classification of tokens (B, T, C)."""
-        if self.pool == "gap":
-            return self.head(tokens[:, self.num_prefix_tokens :].mean(1))
-        logits = self.head(tokens[:, 0])
+        logits = self.head(self._pooled(tokens))
         if self.dist_token is None:
             return logits
         distilled = self.head_dist(tokens[:, 1])
         if self.distilled_training and self.training:
             return logits, distilled
         return (logits + distilled) / 2
-
-    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.forward_head(self.forward_features(images))
 
 
 def spread_drop_path(blocks: Iterable[nn.Module], rate: float, rescale: bool = True) -> None:
@@ -307,13 +340,22 @@ def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) 
     return torch.cat([prefix, image.flatten(2).mT.to(table.dtype)], dim=1)
 
 
-def _resize_loaded_positions(model: VisionTransformer, state: dict[str, Any], name: str, *_: Any) -> None:
-    """Before loading: fit the positional table of a checkpoint made for another (square) image size."""
+def _resize_loaded_positions(model: Backbone, state: dict[str, Any], name: str, *_: Any) -> None:
+    """Before loading: fit the positional table of a checkpoint made for another size."""
     table = state.get(f"{name}pos_embed")
-    if table is None or table.shape == model.pos_embed.shape or table.shape[-1] != model.embed_dim:
-        return
-    old = square_grid(table.shape[1], model.num_prefix_tokens)
-    state[f"{name}pos_embed"] = resize_positions(table, old, model.grid_size)
+    if table is not None and table.shape != model.pos_embed.shape and table.shape[-1] == model.embed_dim:
+        state[f"{name}pos_embed"] = model._fitted(table)
+
+
+def _reset_linear(linear: nn.Linear, std: float | None, parts: int) -> None:
+    """Truncated normal, or Xavier-uniform for each of the matrices stacked in this one; biases 0."""
+    if std is not None:
+        nn.init.trunc_normal_(linear.weight, std=std)
+    else:
+        for part in linear.weight.chunk(parts):
+            nn.init.xavier_uniform_(part)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
 
 
 def square_grid(rows: int, prefix: int) -> tuple[int, int]:
@@ -334,14 +376,8 @@ def pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return height, width
 
 
-def check_pool(pool: str) -> None:
-    if pool not in POOLINGS:
-        raise ValueError(f"pool must be one of {', '.join(map(repr, POOLINGS))}, got {pool!r}")
-
-
-def _check_tokens(pool: str, class_token: bool, distilled: bool) -> None:
-    check_pool(pool)
-    if pool == "cls" and not class_token:
-        raise ValueError('pool="cls" reads the class token, but class_token=False; use pool="gap"')
-    if distilled and pool != "cls":
-        raise ValueError(f'distilled=True needs pool="cls", got pool={pool!r}')
+def checked_extras(extras: dict[str, Any] | None, layer: str | None) -> dict[str, Any]:
+    """The extras, which are those of "multihead" unless another layer is named: that one checks its own."""
+    if layer is None:
+        check_extras(extras or {}, EXTRAS)
+    return dict(extras or {})

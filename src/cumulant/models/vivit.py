@@ -7,23 +7,24 @@ State-dict names are those of `VisionTransformer`; what the image model lacks is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..call import check_choice
 from ..nn import create_layer
-from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
+from ..nn.attention import LAYER_NORM
 from ..nn.extras import conv_kernel
 from .from_image import load_image_weights
-from .tubelet import TubeletEmbed, check_method, guess_grid, resize_clip_positions, resize_time
+from .tubelet import TUBELET_INITS, TubeletEmbed, guess_grid, resize_clip_positions, resize_time
 from .vit import (
+    Backbone,
     Block,
     DropPath,
     Mlp,
     VisionTransformer,
-    check_pool,
+    checked_extras,
     pair,
     resize_positions,
     spread_drop_path,
@@ -78,7 +79,7 @@ class FactorisedBlock(nn.Module):
         return out.unflatten(0, places.shape[:2]).transpose(1, 2).flatten(1, 2)
 
 
-class ViViT(nn.Module):
+class ViViT(Backbone):
     """Clips (B, in_chans, T, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
     | variant | attention | sequences of |
@@ -150,35 +151,21 @@ class ViViT(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.config: dict[str, Any] | None = None  # set by create_model
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        extras = dict(attention_extras or {})
-        if layer is None:
-            check_extras(extras, EXTRAS)
-        self.variant = check_variant(variant)
-        if layer is not None and self.variant == 4:
+        variant = check_variant(variant)
+        if layer is not None and variant == 4:
             raise ValueError(f"layer={layer!r}, but variant 4 is made of axial layers; choose another variant")
-        check_method(tubelet_init)
-        pool = pool or ("gap" if self.variant in (3, 4) else "cls")
-        check_pool(pool)
-        if pool == "cls" and self.variant in (3, 4):
-            raise ValueError(f'pool="cls", but variant {self.variant} has no class token; use pool="gap"')
-        for name, choice, known in (
-            ("axis_order", axis_order, AXIS_ORDERS),
-            ("drop_path_style", drop_path_style, DROP_PATH_STYLES),
-        ):
-            if choice not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}")
-        sizes = (("in_chans", in_chans), ("depth", depth), ("temporal_depth", temporal_depth))
-        for name, count in sizes:
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        if num_classes < 0:
-            raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes}")
-        self.num_classes, self.embed_dim, self.pool = num_classes, embed_dim, pool
-        self.zero_head, self.tubelet_init, self.drop_path_style = zero_head, tubelet_init, drop_path_style
-        self.num_prefix_tokens = int(pool == "cls")
+        pool = pool or ("gap" if variant in (3, 4) else "cls")
+        counts = {"in_chans": in_chans, "depth": depth, "temporal_depth": temporal_depth}
+        super().__init__(num_classes, embed_dim, pool, int(pool == "cls"), **counts)
+        if pool == "cls" and variant in (3, 4):
+            raise ValueError(f'pool="cls", but variant {variant} has no class token; use pool="gap"')
+        check_choice("tubelet_init", tubelet_init, TUBELET_INITS)
+        check_choice("axis_order", axis_order, AXIS_ORDERS)
+        check_choice("drop_path_style", drop_path_style, DROP_PATH_STYLES)
+        extras = checked_extras(attention_extras, layer)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.variant, self.zero_head, self.tubelet_init = variant, zero_head, tubelet_init
+        self.drop_path_style = drop_path_style
 
         self.patch_embed = TubeletEmbed(tubelet, in_chans, embed_dim, sample_frames, **place)
         self.grid_size = self.patch_embed.grid(frames, *pair(img_size))
@@ -211,31 +198,13 @@ class ViViT(nn.Module):
             self.temporal_pos_embed = self._table(self.num_prefix_tokens + n_t, place)
             self.temporal_blocks = nn.Sequential(*(block("time") for _ in range(temporal_depth)))
             self.temporal_norm = LAYER_NORM(embed_dim, **place)
-        self.head = nn.Linear(embed_dim, num_classes, **place) if num_classes else nn.Identity()
-        self.set_drop_path(drop_path)
-        self.reset_parameters(init_std)
-        self.register_load_state_dict_pre_hook(_resize_loaded_positions)
+        self.head = self._head(place)
+        self._finish(drop_path, init_std)
+        self.register_load_state_dict_pre_hook(_resize_loaded_times)
 
     def reset_parameters(self, std: float | None = None) -> None:
         """The initialisation that `init_std` and the options of the model describe."""
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                _reset_linear(module, std, parts=3 if name.endswith(".qkv") else 1)
-                if std is None and name.endswith((".fc1", ".fc2")):
-                    nn.init.normal_(module.bias, std=1e-6)
-            elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
-                module.reset_parameters()
-        for module in self.modules():  # after the linear layers inside them
-            reset = getattr(module, "reset_extras", None)
-            if callable(reset):
-                reset()
-        for name, table in self.named_parameters(recurse=False):
-            if std is not None:
-                nn.init.trunc_normal_(table, std=std)
-            elif name.endswith("pos_embed"):
-                nn.init.normal_(table, std=0.02)
-            else:
-                nn.init.zeros_(table)
+        super().reset_parameters(std)
         self.patch_embed.reset_parameters(self.tubelet_init)
         if self.zero_head and isinstance(self.head, nn.Linear):
             nn.init.zeros_(self.head.weight)
@@ -268,7 +237,7 @@ class ViViT(nn.Module):
             positions = resize_positions(self.pos_embed, self.grid_size[1:], grid[1:])
         else:
             positions = resize_clip_positions(self.pos_embed, self.grid_size, grid)
-        return self.pos_drop(_with_prefix(self.cls_token, x) + positions)
+        return self._with_positions(x, (self.cls_token,), positions)
 
     def forward_features(self, clips: Tensor) -> Tensor:
         """Tokens after the last block and norm: (B, prefix + N, C) in variants 1, 3 and 4.
@@ -276,31 +245,26 @@ class ViViT(nn.Module):
         In variant 2 these are the tokens over time, (B, prefix + n_t, C); for "average", each frame's pooled
         features, (B, n_t, C).
         """
-        x = self.embed(clips)
-        grid = self.patch_embed.grid(*clips.shape[2:])
-        x = _encode(self.blocks, x, grid[1:] if self.per_frame else grid, self.num_prefix_tokens)
-        x = self.norm(x)
+        x, grid = self.embed(clips), self.patch_embed.grid(*clips.shape[2:])
+        x = self.norm(self._encode(x, grid[1:] if self.per_frame else grid, self.blocks))
         if not self.per_frame:
             return x
         x = self._pooled(x).unflatten(0, (-1, grid[0]))
         if self.variant == "average":
             return x
         positions = resize_time(self.temporal_pos_embed, self.num_prefix_tokens, grid[0])
-        x = self.pos_drop(_with_prefix(self.temporal_cls_token, x) + positions)
-        return self.temporal_norm(_encode(self.temporal_blocks, x, (grid[0], 1), self.num_prefix_tokens))
+        x = self._with_positions(x, (self.temporal_cls_token,), positions)
+        return self.temporal_norm(self._encode(x, (grid[0], 1), self.temporal_blocks))
 
     def forward_head(self, tokens: Tensor) -> Tensor:
         """Pooling and classification of what `forward_features` gives."""
         return self.head(tokens.mean(1) if self.variant == "average" else self._pooled(tokens))
 
-    def forward(self, clips: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(clips))
-
-    def _pooled(self, tokens: Tensor) -> Tensor:
-        return tokens[:, 0] if self.pool == "cls" else tokens.mean(1)
-
-    def _table(self, rows: int, place: dict[str, Any]) -> nn.Parameter:
-        return nn.Parameter(torch.empty(1, rows, self.embed_dim, **place))
+    def _fitted(self, table: Tensor) -> Tensor:
+        if self.per_frame:
+            return resize_positions(table, square_grid(table.shape[1], self.num_prefix_tokens), self.grid_size[1:])
+        clip = guess_grid(table.shape[1] - self.num_prefix_tokens, self.grid_size)
+        return resize_clip_positions(table, clip, self.grid_size)
 
 
 def check_variant(variant: int | str) -> int | str:
@@ -321,38 +285,8 @@ def extras_along(axes: str, extras: dict[str, Any]) -> dict[str, Any]:
     return {**extras, "v_conv": (kernel[0], 1) if len(kernel) == 3 else False}
 
 
-def _encode(blocks: Iterable[nn.Module], x: Tensor, grid: tuple[int, ...], prefix: int) -> Tensor:
-    for block in blocks:
-        x = block(x, grid=grid, prefix=prefix)
-    return x
-
-
-def _with_prefix(token: Tensor | None, x: Tensor) -> Tensor:
-    return x if token is None else torch.cat([token.expand(x.shape[0], -1, -1), x], dim=1)
-
-
-def _reset_linear(linear: nn.Linear, std: float | None, parts: int) -> None:
-    """Truncated normal, or Xavier-uniform for each of the matrices stacked in this one; biases 0."""
-    if std is not None:
-        nn.init.trunc_normal_(linear.weight, std=std)
-    else:
-        for part in linear.weight.chunk(parts):
-            nn.init.xavier_uniform_(part)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-
-
-def _resize_loaded_positions(model: ViViT, state: dict[str, Any], name: str, *_: Any) -> None:
-    """Before loading: fit the tables of a checkpoint made for another clip size."""
-    prefix = model.num_prefix_tokens
-    table = state.get(f"{name}pos_embed")
-    if table is not None and table.shape != model.pos_embed.shape and table.shape[-1] == model.embed_dim:
-        if model.per_frame:
-            old = square_grid(table.shape[1], prefix)
-            state[f"{name}pos_embed"] = resize_positions(table, old, model.grid_size[1:])
-        else:
-            clip = guess_grid(table.shape[1] - prefix, model.grid_size)
-            state[f"{name}pos_embed"] = resize_clip_positions(table, clip, model.grid_size)
+def _resize_loaded_times(model: ViViT, state: dict[str, Any], name: str, *_: Any) -> None:
+    """Before loading: fit the temporal table of a checkpoint made for another number of frames."""
     times = state.get(f"{name}temporal_pos_embed")
     if times is not None and model.variant == 2 and times.shape[-1] == model.embed_dim:
-        state[f"{name}temporal_pos_embed"] = resize_time(times, prefix, model.grid_size[0])
+        state[f"{name}temporal_pos_embed"] = resize_time(times, model.num_prefix_tokens, model.grid_size[0])
