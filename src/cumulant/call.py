@@ -173,15 +173,20 @@ def leading(query: Tensor, key: Tensor) -> torch.Size:
         ) from None
 
 
+def expands_to(x: Tensor, wanted: tuple[int, ...]) -> bool:
+    """Whether x broadcasts to that shape, with an entry of its own for each token at the end."""
+    try:
+        fits = x.ndim >= 1 and torch.broadcast_shapes(x.shape, wanted) == torch.Size(wanted)
+    except RuntimeError:
+        return False
+    return fits and x.shape[-1] == wanted[-1]
+
+
 def check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size) -> None:
     if not isinstance(key_mask, Tensor):
         raise TypeError(f"key_mask must be a torch.Tensor, got {type(key_mask).__name__}")
     wanted = (*lead, key.shape[-2])
-    try:
-        fits = key_mask.ndim >= 1 and torch.broadcast_shapes(key_mask.shape, wanted) == torch.Size(wanted)
-    except RuntimeError:
-        fits = False
-    if not fits or key_mask.shape[-1] != key.shape[-2]:
+    if not expands_to(key_mask, wanted):
         raise ValueError(
             f"key_mask must have shape {wanted}, one entry for each key, got {tuple(key_mask.shape)}; masks that "
             "differ from query to query cannot be honoured in linear time (is_causal is the one exception)"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import expands_to
 from ..tracing import transformed
 from .backend import Case, Form
 from .fields import Exact, Far, Tokens
@@ -119,11 +120,7 @@ def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int, device: to
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex():
         raise TypeError(f"clusters as an assignment must hold integers, got {ids.dtype}")
     wanted = (*lead, Hk, L)
-    try:
-        fits = ids.ndim >= 1 and ids.shape[-1] == L and torch.broadcast_shapes(ids.shape, wanted) == torch.Size(wanted)
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not expands_to(ids, wanted):
         raise ValueError(
             f"clusters as an assignment must have shape {wanted}, one number for each key (after the prefix), "
             f"got {tuple(ids.shape)}"

@@ -22,6 +22,8 @@ from .build import Packed
 from .fields import recomputed, room
 from .statistics import log
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]  # log W, k_mean, k~, spread (None: full) and shares
+
 
 def answers_by_token(packed: Packed, form: Form) -> bool:
     """Whether all clusters respond, none is near, each is one piece, and their tokens are the cheaper way."""
@@ -57,23 +59,14 @@ def token_responses(q: Tensor, packed: Packed, form: Form, dtype: torch.dtype) -
     step = max(1, room(q) // max(1, B * H * held * packed.key.shape[2] * packed.key.shape[3]))
     step = -(-G * L // -(-G * L // step))  # blocks of equal size
     if step >= G * L:
-        return _rows(rows, packed, *parts, form.closure, narrow).unflatten(2, (G, L))
-    outs = [recomputed(_rows, block, packed, *parts, form.closure, narrow) for block in rows.split(step, 2)]
+        return _rows(rows, packed, parts, form.closure, narrow).unflatten(2, (G, L))
+    outs = [recomputed(_rows, block, packed, parts, form.closure, narrow) for block in rows.split(step, 2)]
     return torch.cat(outs, 2).unflatten(2, (G, L))
 
 
-def _rows(
-    q: Tensor,
-    packed: Packed,
-    log_weight: Tensor,
-    mean: Tensor,
-    centred: Tensor,
-    spread: Tensor | None,
-    share: Tensor,
-    closure: str,
-    narrow: torch.dtype | None,
-) -> Tensor:
+def _rows(q: Tensor, packed: Packed, parts: Parts, closure: str, narrow: torch.dtype | None) -> Tensor:
     """Rows q (B, H, n, D) -> (B, H, n, E)."""
+    log_weight, mean, centred, spread, share = parts
     exact, K = packed.exact, mean.shape[-2]
     share = share.unsqueeze(2)  # (B, H or 1, 1, K, m)
     within = _product(q, centred.flatten(2, 3).mT, narrow).unflatten(-1, centred.shape[2:4])  # q.k~, (B, H, n, K, m)

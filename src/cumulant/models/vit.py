@@ -166,8 +166,7 @@ class Backbone(nn.Module):
     def reset_parameters(self, std: float | None = 0.02) -> None:
         """DeiT: truncated normal of that std for linear weights, tokens and positions; biases 0, norms 1.
 
-        None is ViViT as released: Xavier-uniform matrices (each of those stacked in one by itself), MLP biases
-        N(0, 1e-6), positions N(0, 0.02), class tokens 0. The patch convolution keeps PyTorch's default.
+        None is as ViViT was released. The patch convolution keeps PyTorch's default.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
