@@ -90,10 +90,10 @@ def models() -> tuple[list[dict[str, Any]], str]:
 
 
 def studies() -> tuple[list[dict[str, Any]], str]:
-    """The comparison that `cumulant reproduce` makes."""
-    from .studies.command import Reproduce
+    """What is compared in each, and the command that does it."""
+    from . import studies
 
-    rows = [{"name": "reproduce", "summary": brief(Reproduce)}]
+    rows = [{"name": name, "summary": brief(studies.get(name))} for name in studies.names()]
     return rows, "\n".join(f"{row['name']}\n{under(0, row['summary'])}" for row in rows)
 
 

@@ -13,7 +13,8 @@ from small_studies import small_run, workshop
 
 from cumulant.data import ClipPart, ClipSampling, Source, TensorImages, TensorVideos
 from cumulant.studies.budget import Budget, epochs_done
-from cumulant.studies.runs import RunError, _Team, train_all
+from cumulant.studies.plan import Run, seeded
+from cumulant.studies.runs import RunError, Workshop, _Team, complete, train_all
 from cumulant.train import read_log, trainer
 
 
@@ -61,7 +62,7 @@ def train_until_killed(folder, run, at_epoch):
         step(self, *arguments)
 
     trainer._Run._step = killed
-    workshop(folder).make(run)
+    workshop(folder).kept(run)
 
 
 def test_a_killed_run_goes_on_from_its_last_state_to_the_same_end(tmp_path):
@@ -149,6 +150,22 @@ def test_a_finished_run_without_its_record_takes_no_time_of_the_budget(tmp_path)
     run = small_run()
     shop, _, _, _ = trained(tmp_path, run)
     assert epochs_done(shop.folder(run)) == 1.0
+
+
+class Coins(Workshop):
+    """A study without training: each run tosses a coin ten times."""
+
+    def make(self, run, shared=None, progress=None):
+        return {"heads": int((torch.rand(10, generator=torch.Generator().manual_seed(run.seed)) < 0.5).sum())}
+
+
+def test_a_study_of_any_kind_is_completed_from_what_is_kept(tmp_path, monkeypatch):
+    runs = [Run(*one, fingerprint="fair") for one in seeded(["coin"], "coin", seeds=3, controls=2)]
+    shop = Coins(tmp_path, "cpu", {})
+    first = complete(runs[:4], shop)
+    assert list(first) == runs[:4]
+    monkeypatch.setattr(Coins, "make", lambda *_: {"heads": 99})
+    assert complete(runs, shop) == first | {runs[4]: {"heads": 99}}
 
 
 def test_the_number_of_threads_is_left_as_it_was(tmp_path):

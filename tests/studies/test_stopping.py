@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from small_studies import SMALL
@@ -52,7 +53,14 @@ def ended(child):
     child.terminate()
 
 
-@pytest.mark.parametrize("stop", [ctrl_c, ended])
+def everyone(child):
+    """A batch system ends all processes of a job, each by itself."""
+    for number in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split():
+        os.kill(int(number), signal.SIGTERM)
+    child.terminate()
+
+
+@pytest.mark.parametrize("stop", [ctrl_c, ended, everyone])
 def test_a_stop_keeps_every_running_run_and_says_so(tmp_path, stop):
     child = reproduce(tmp_path)
     there = wait_until_both_train(child, tmp_path)

@@ -24,17 +24,11 @@ if TYPE_CHECKING:
 class Classifiers(Trainings):
     """Trains one model a run into runs/ and keeps what is said about it in records/."""
 
-    def folder(self, run: Training) -> Path:
-        return self.out / "runs" / run.name
-
-    def record(self, run: Training) -> Path:
-        return self.out / "records" / f"{run.name}.json"
-
     def maps(self, run: Training) -> Path:
         return self.out / "records" / f"{run.name}{MAPS}"
 
     def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
-        """Train one model, look at its maps and keep the record.
+        """Train one model and look at its maps.
 
         On a CPU it has one thread, so that the result does not depend on how many run beside it. A loss that is no
         number ends the run, not the study: its record says so.
@@ -60,7 +54,6 @@ class Classifiers(Trainings):
                 record = failed_record(run, str(error), self.device, self.made)
             # With start and evaluation; of a run that went on, at least all its training.
             record["wall_seconds"] = round(max(time.perf_counter() - start, record.get("seconds", 0.0)), 2)
-        write_atomically(self.record(run), json.dumps(record, allow_nan=False).encode())
         return record
 
     def _trained(self, run: Training, recipe: TrainRecipe, source: Source, progress: IO[str] | None) -> Record:

@@ -7,7 +7,6 @@ again with other seeds: the range of its runs is what chance alone makes, and it
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from cumulant.studies.command import TrainBench
 from cumulant.studies.runs import Record, TimeOverError, train_all
 from cumulant.studies.training import Training, Trainings, fingerprint, trainings
 from cumulant.studies.verdict import compare
-from cumulant.train.files import write_atomically
 
 if TYPE_CHECKING:
     from cumulant.data.part import Source
@@ -63,8 +61,11 @@ class Bench(Trainings):
     def folder(self, run: Training) -> Path:
         return self.out / f"{re.sub(r'[^A-Za-z0-9_.=-]+', '+', run.configuration)}-{run.seed}"
 
+    def record(self, run: Training) -> Path:
+        return self.folder(run) / RECORD
+
     def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
-        """A failure is told, not kept: whatever is wrong with one mechanism must not cost the runs of the others."""
+        """Whatever is wrong with one mechanism must not cost the runs of the others: it is told, and tried anew."""
         from cumulant.train import RecipeError, train
         from cumulant.train.build import open_recipe_source
         from cumulant.train.stepping import room_for_compiled_code
@@ -76,14 +77,12 @@ class Bench(Trainings):
             with room_for_compiled_code() if recipe.compile else nullcontext():
                 result = train(recipe, folder, source=source, device=self.device, fresh=self.fresh, progress=progress)
             reached = {name: getattr(result, name) for name in REACHED} | {"throughput": throughput(result, recipe)}
-            record = {**head, "failure": "", **reached, **costs(recipe, source, self.device), **self.made}
+            return {**head, "failure": "", **reached, **costs(recipe, source, self.device), **self.made}
         except (RecipeError, OSError, ImportError):
             raise
         except Exception as error:
             reason = ": ".join([type(error).__name__, *(line[:160] for line in str(error).splitlines()[:1])])
             return {**head, "failure": reason, "failed": reason}
-        write_atomically(folder / RECORD, json.dumps(record, indent=1, allow_nan=False).encode())
-        return record
 
 
 def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]:

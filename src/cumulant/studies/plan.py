@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,18 @@ class Run:
         """How long it is, for the budget of time: in whatever `budget.epochs_done` counts."""
         return 1
 
+    @property
+    def name(self) -> str:
+        """Name of its files: letters, digits, dots, dashes and underscores only, so that any place takes it."""
+        return re.sub(r"[^A-Za-z0-9.]+", "_", self.configuration).strip("_") + mark(*self.key)
+
     def __str__(self) -> str:
         return f"{self.configuration}, seed {self.seed}"
+
+
+def mark(fingerprint: str, seed: int) -> str:
+    """The end of the name of a run's own files."""
+    return f"-{seed}-{fingerprint[:8]}"
 
 
 def seeded(

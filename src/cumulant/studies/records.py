@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import cumulant
-from cumulant.studies.plan import Key, Run
-from cumulant.studies.training import Training, deciding, fingerprint, key_by_name, mark
+from cumulant.studies.plan import Key, Run, mark
+from cumulant.studies.training import Training, deciding, fingerprint, key_by_name
 
 if TYPE_CHECKING:
     from cumulant.data.part import Source

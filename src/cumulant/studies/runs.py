@@ -7,6 +7,7 @@ on from its last saved state, a stopped one from the step at which it was stoppe
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import queue
@@ -26,6 +27,7 @@ import torch
 from cumulant.data.jobs import apart
 from cumulant.studies.budget import Budget, epochs_done
 from cumulant.studies.plan import Run
+from cumulant.train.files import read_json, write_atomically
 
 R = TypeVar("R", bound=Run)
 Record = dict[str, Any]
@@ -45,7 +47,7 @@ class TimeOverError(RunError):
 
 @dataclass(frozen=True)
 class Workshop(ABC):
-    """Where and how the runs of a study are made; a kind of study says what is done for a run, in `make`."""
+    """Where and how the runs of a study are made; a study says what is done for a run, in `make`."""
 
     out: Path
     device: str
@@ -53,12 +55,22 @@ class Workshop(ABC):
     fresh: bool = False
 
     @abstractmethod
-    def folder(self, run: Any) -> Path:
-        """What a run writes, and goes on from."""
-
-    @abstractmethod
     def make(self, run: Any, shared: Any = None, progress: IO[str] | None = None) -> Record:
-        """Do the run and keep its record; one of a run that came to nothing has "failed", with the reason."""
+        """Do the run; its record. One of a run that came to nothing has "failed", with the reason."""
+
+    def folder(self, run: Any) -> Path:
+        """Where a run may write what it goes on from."""
+        return self.out / "runs" / run.name
+
+    def record(self, run: Any) -> Path:
+        """Where its record is kept."""
+        return self.out / "records" / f"{run.name}.json"
+
+    def kept(self, run: Any, shared: Any = None, progress: IO[str] | None = None) -> Record:
+        """Do the run and keep its record."""
+        record = self.make(run, shared, progress)
+        write_atomically(self.record(run), json.dumps(record, allow_nan=False).encode())
+        return record
 
     def share(self, run: Any) -> Any:
         """What this run can take from the one before it in the same process, such as decoded data; None for nothing."""
@@ -98,7 +110,7 @@ def train_all(
         started = budget.clock()
         try:
             with sigterm_stops(), time_limit(budget) as over:
-                record = shop.make(run, shop.share(run), progress)
+                record = shop.kept(run, shop.share(run), progress)
         except KeyboardInterrupt:
             if not over.is_set():
                 raise KeyboardInterrupt(how_far([run], shop)) from None
@@ -114,6 +126,19 @@ def train_all(
             budget.saw(run.configuration, to_do, budget.clock() - started)
         report(run, record)
     return left
+
+
+def complete(runs: Sequence[R], shop: Workshop, **options: Any) -> dict[R, Record]:
+    """The records of these runs: those that are kept, and of the others those made now; `options` as of `train_all`."""
+    paths = {run: shop.record(run) for run in runs}
+    found = {run: read_json(path) for run, path in paths.items() if path.is_file() and not shop.fresh}
+
+    def report(run: R, record: Record | None) -> None:
+        if record is not None:
+            found[run] = record
+
+    train_all([run for run in runs if run not in found], shop, report=report, before=len(found), **options)
+    return {run: found[run] for run in runs if run in found}
 
 
 @contextmanager
@@ -254,7 +279,7 @@ def _work(tasks: Any, events: Any, shop: Workshop) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while (run := tasks.get()) is not None:
         try:
-            events.put((run, shop.make(run), None))
+            events.put((run, shop.kept(run), None))
         except KeyboardInterrupt:
             return
         except Exception as error:

@@ -42,15 +42,8 @@ class Training(Run):
 
     @property
     def name(self) -> str:
-        """Name of its files: letters, digits, dots, dashes and underscores only, so that any place takes it."""
-        data = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(self.recipe.data).name)
-        plain = re.sub(r"[^A-Za-z0-9.]+", "_", self.configuration).strip("_")
-        return f"{data}-{plain}{mark(*self.key)}"
-
-
-def mark(fingerprint: str, seed: int) -> str:
-    """The end of the name of a run's own files."""
-    return f"-{seed}-{fingerprint[:8]}"
+        """With that of its data first."""
+        return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', Path(self.recipe.data).name)}-{super().name}"
 
 
 def trainings(
