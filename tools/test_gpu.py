@@ -24,6 +24,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+NONE_FOUND = 5  # pytest's status for a file that only names the mark
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider")
 
 
@@ -60,7 +61,7 @@ def tests_of(path: Path, limit: float) -> tuple[list[str], str]:
     done = _pytest("--collect-only", str(path), "-o", "addopts=", limit=limit)
     found = [line.partition("::")[2] for line in done.stdout.splitlines() if not line.startswith("ERROR")]
     names = [f"{path}::{name}" for name in found if name]  # pytest's own begin at the root that it found
-    return names, "" if names else _last_line(done)
+    return names, "" if names or done.returncode == NONE_FOUND else _last_line(done)
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -107,7 +108,8 @@ def run_all(files: list[Path], jobs: int, most: int, limit: float) -> dict[str, 
     return dict(sorted(outcomes.items()))
 
 
-def setting() -> dict[str, Any]:
+def setting(places: list[Path], commit: str | None) -> dict[str, Any]:
+    """What was run where; a copy of the tree on a borrowed machine is told its commit."""
     import torch
 
     try:
@@ -116,10 +118,10 @@ def setting() -> dict[str, Any]:
         version = triton.__version__
     except ImportError:
         version = None
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    here = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "command": "python -m tools.test_gpu " + " ".join(sys.argv[1:]),
-        "commit": commit or None,
+        "command": "python -m tools.test_gpu " + " ".join(map(str, places)),
+        "commit": commit or here or None,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "no GPU",
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -132,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="*", type=Path, default=[Path("tests")], help="files or folders")
     parser.add_argument("--out", type=Path, help="where to write the record, JSON")
+    parser.add_argument("--commit", help="what the record calls this tree; by default what git says")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at a time")
     parser.add_argument("--most", type=int, default=8, help="tests of a process")
     parser.add_argument("--limit", type=float, default=450, help="seconds of a process")
@@ -149,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{time.monotonic() - start:.0f} s")
     if options.out is not None:
         files = {path: vars(outcome) for path, outcome in outcomes.items()}
-        record = {**setting(), "seconds": time.monotonic() - start, "files": files}
+        record = {**setting(options.places, options.commit), "seconds": time.monotonic() - start, "files": files}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     return int(total.failed > 0 or not outcomes)
 
