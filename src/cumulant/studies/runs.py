@@ -28,6 +28,7 @@ from cumulant.data.jobs import apart
 from cumulant.studies.budget import Budget, epochs_done
 from cumulant.studies.plan import Run
 from cumulant.train.files import read_json, write_atomically
+from cumulant.train.progress import ONE_STOP
 
 R = TypeVar("R", bound=Run)
 Record = dict[str, Any]
@@ -109,7 +110,7 @@ def train_all(
             print(f"[{number}/{before + len(runs)}] {run}, {run.role}", file=progress)
         started = budget.clock()
         try:
-            with sigterm_stops(), time_limit(budget) as over:
+            with one_stop(), time_limit(budget) as over:
                 record = shop.kept(run, shop.share(run), progress)
         except KeyboardInterrupt:
             if not over.is_set():
@@ -157,7 +158,7 @@ def time_limit(budget: Budget) -> Iterator[threading.Event]:
                 return
 
     watcher = threading.Thread(target=watch, daemon=True)
-    with sigterm_stops():
+    with one_stop():
         watcher.start()
         try:
             yield over
@@ -167,20 +168,26 @@ def time_limit(budget: Budget) -> Iterator[threading.Event]:
 
 
 @contextmanager
-def sigterm_stops() -> Iterator[None]:
-    """A SIGTERM to this process is what Ctrl-C is; else it would end without a word, and its workers with it."""
+def one_stop() -> Iterator[None]:
+    """A SIGTERM to this process is what Ctrl-C is, else it would end without a word, and its workers with it; signals
+    that follow at once, as `timeout` and batch systems send them, are the same stop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    heard = -ONE_STOP
 
     def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
+        nonlocal heard
+        if time.monotonic() > heard + ONE_STOP:
+            heard = time.monotonic()
+            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def how_far(runs: Iterable[Run], shop: Workshop) -> str:
@@ -206,7 +213,7 @@ class _Team:
         self.running: dict[Any, tuple[float, float, int]] = {}  # when it began, epochs to do, epochs told
 
     def train(self, runs: Sequence[R]) -> list[R]:
-        with sigterm_stops():
+        with one_stop():
             try:
                 return self._train(runs)
             except KeyboardInterrupt:  # every worker has ended by now, and saved its state before
