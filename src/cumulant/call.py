@@ -65,12 +65,17 @@ class Call(NamedTuple):
         if not isinstance(self.is_causal, bool):
             raise TypeError(f"is_causal must be True or False, got {self.is_causal!r}")
         scale = check_tensors(query, key, value, self.key_mask, self.scale, self.enable_gqa)
+        as_given = query is self.query and key is self.key and value is self.value
+        if as_given and (self.scale is None or type(self.scale) is float):
+            return self  # each copy costs a microsecond
         return self._replace(query=query, key=key, value=value, scale=None if self.scale is None else scale)
 
     def prepared(self) -> Call:
         """Checked, with leading dimensions broadcast and 0 in absent keys and values, whatever they held (NaN too)."""
         call = self.checked()
         lead, mask = call.lead, call.key_mask
+        if mask is None and all(x.shape[:-3] == lead for x in call[:3]):
+            return call
         query, key, value = (x.expand(*lead, *x.shape[-3:]) for x in call[:3])
         if mask is not None:
             mask = mask.expand(*lead, key.shape[-2])
