@@ -44,7 +44,6 @@ def around_mean(what: Expansion, call: Call, form: Form) -> Tensor:
     The first `form.apart` queries, class tokens say, have a mean of their own: they ask for something else than the
     others. Queries that `query_mask` leaves out are in no mean. One query alone is its own mean: it gets softmax.
     """
-    check_around("mean", call.is_causal)
     call = call.prepared()
     query, present = call.present_queries()
     heads, lead, scale = query.shape[-3], query.shape[:-3], call.softmax_scale

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .around import around_mean, check_around
-from .call import Call, check_offsets, offsets, positions_of
+from .call import Call, check_offsets, offsets
 from .closures import check_closure
 from .expansion import Form, expand, path_for, triton, weigh
 from .saturated import saturated
@@ -178,5 +178,4 @@ def scores(
     The other arguments are those of `attention`.
     """
     call = Call(query, key, key, key_mask, is_causal, scale, enable_gqa, query_mask)
-    at = None if positions is None else positions_of(positions, query.shape[-2], query.device)
-    return attend(call, Form(order, full, normalization, closure, around, apart), partial(weigh, positions=at))
+    return attend(call, Form(order, full, normalization, closure, around, apart), partial(weigh, positions=positions))

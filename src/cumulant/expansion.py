@@ -5,7 +5,7 @@ Shape legend: ... leading dimensions, B all in one, H query heads, Lq queries, L
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, check_order
+from .call import Call, check_order, positions_of
 from .causal import causal_attention
 from .kernels import launch
 from .kernels.dense import cpu
@@ -66,7 +66,7 @@ def expand(call: Call, form: Form) -> Tensor:
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
 
 
-def weigh(call: Call, form: Form, positions: Tensor | None = None) -> Tensor:
+def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = None) -> Tensor:
     """The weights A (..., H, Lq, Lk) of `expand`; causal rows stand at `positions` (Lq,), or at 0, 1, ..."""
     query, key, key_mask, order = call.query, call.key, call.key_mask, form.order
     lead, scale = call.lead, call.softmax_scale
@@ -80,8 +80,7 @@ def weigh(call: Call, form: Form, positions: Tensor | None = None) -> Tensor:
             k = k.masked_fill(weights.mT == 0, 0)
         k = k - Moments.of(k, k, order=1, key_mask=weights.squeeze(-2)).key_mean.unsqueeze(-2)
         if call.is_causal:
-            at = torch.arange(Lq, device=q.device) if positions is None else positions
-            seen = torch.arange(Lk, device=q.device) <= at[:, None]
+            seen = torch.arange(Lk, device=q.device) <= positions_of(positions, Lq, q.device)[:, None]
             weights = weights * seen.repeat(heads // max(1, groups), 1)
         W = weights.sum(-1, keepdim=True)
         share = ratio(weights, W)

@@ -23,9 +23,11 @@ def saturated(what: Callable[[Call, Form], Tensor], call: Call, form: Form) -> T
     `what` is `expand`, or `weigh` for the weights. The response is the difference of orders 2 and 1, so that every
     kernel serves. Cost: that of order 2 and L D more.
     """
-    second, mean = what(call, form), what(call, form._replace(order=1))
-    if form.closure in (None, "gauss") or not (call.query.numel() and call.key.numel()):
+    second = what(call, form)
+    if not (call.query.numel() and call.key.numel()):
         return second
+    mean = what(call, form._replace(order=1))
+    assert form.closure is not None
     with without_autocast(call.query.device.type):
         f = gain(_variance(call), form.closure)
         return (mean + f * (second.to(f.dtype) - mean)).to(call.query.dtype)
