@@ -58,8 +58,8 @@ class Seen:
 
     def weights(self, rows: Some = None, heads: Some = None) -> Tensor:
         """(..., h, n, M) for some query rows and heads, or all."""
-        key = self._of_every_head(self.call.key)
-        return self._weigh(self.call._replace(key=key, enable_gqa=False), rows, heads)
+        key, value = self._of_every_head(self.call.key), self._of_every_head(self.call.value)
+        return self._weigh(self.call._replace(key=key, value=value, enable_gqa=False), rows, heads)
 
     def _of_every_head(self, z: Tensor) -> Tensor:
         return z.repeat_interleave(self.call.query.shape[-3] // z.shape[-3], -3)

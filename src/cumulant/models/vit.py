@@ -168,9 +168,10 @@ class Backbone(nn.Module):
 
         None is as ViViT was released. The patch convolution keeps PyTorch's default.
         """
+        stacked = {f"{name}.qkv": module.widths for name, module in self.named_modules() if hasattr(module, "widths")}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                _reset_linear(module, std, parts=3 if name.endswith(".qkv") else 1)
+                _reset_linear(module, std, stacked.get(name, (module.out_features,)))
                 if std is None and name.endswith((".fc1", ".fc2")):
                     nn.init.normal_(module.bias, std=1e-6)
             elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
@@ -228,7 +229,7 @@ class VisionTransformer(Backbone):
             a model of width 64 starts learning much sooner from about 64**-0.5.
         attention: name of a mechanism, see `cumulant.zoo.names()`; options may stand behind it, "cumulant3+full".
         attention_options: options of that mechanism.
-        attention_extras: further arguments of every layer: v_conv, v_conv_init, gate and temperature.
+        attention_extras: further arguments of every layer: num_kv_heads, v_conv, v_conv_init, gate and temperature.
         layer: name of an attention layer, see `cumulant.nn.layers()`; "multihead" unless given.
     """
 
@@ -346,12 +347,12 @@ def _resize_loaded_positions(model: Backbone, state: dict[str, Any], name: str, 
         state[f"{name}pos_embed"] = model._fitted(table)
 
 
-def _reset_linear(linear: nn.Linear, std: float | None, parts: int) -> None:
-    """Truncated normal, or Xavier-uniform for each of the matrices stacked in this one; biases 0."""
+def _reset_linear(linear: nn.Linear, std: float | None, parts: tuple[int, ...]) -> None:
+    """Truncated normal, or Xavier-uniform for each of the matrices of so many rows stacked in this one; biases 0."""
     if std is not None:
         nn.init.trunc_normal_(linear.weight, std=std)
     else:
-        for part in linear.weight.chunk(parts):
+        for part in linear.weight.split(parts):
             nn.init.xavier_uniform_(part)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

@@ -1,6 +1,6 @@
 """The multi-head attention layer for any registered mechanism.
 
-Shape legend: ... leading dimensions, L tokens, M context tokens, C width, H heads, D = C / H.
+Shape legend: ... leading dimensions, L tokens, M context tokens, C width, H heads, Hk key heads, D = C / H.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from .. import zoo
 from ..call import Call, Grid, check_mask
 from ..expansion import weigh
 from ..grammar import parse, suggest
-from ..tensors import without_absent
+from ..tensors import repeat_heads, without_absent
 from ..zoo.mixing import Mix
+from ..zoo.registry import Mechanism
 from .extras import GATES, Temperature, ValueConv, check_temperature, conv_kernel, gate_name
 from .fold import folded_attention, folds
 
 LAYER_NORM = partial(nn.LayerNorm, eps=1e-6)
-EXTRAS = ("v_conv", "v_conv_init", "gate", "temperature")  # what a model passes on to each of its layers
+EXTRAS = (
+    "num_kv_heads",
+    "v_conv",
+    "v_conv_init",
+    "gate",
+    "temperature",
+)  # what a model passes on to each of its layers
 
 
 class MultiheadAttention(nn.Module):
@@ -34,12 +41,14 @@ class MultiheadAttention(nn.Module):
 
     Names in the state dict are timm's: qkv, q_norm, k_norm, proj; then, each only where it is asked for, norm,
     v_conv, gate, temperature, and mix for a mechanism with parameters.
-    Cost: 4 L C^2 for the projections (5 with a gate), plus the mechanism's own.
+    Cost: 4 L C^2 for the projections (5 with a gate; 2 (1 + Hk / H) with fewer key heads), plus the mechanism's own.
 
     Args:
         dim: width C of the tokens; must be a multiple of num_heads.
         attention: name of a mechanism, see `cumulant.zoo.names()`; options may stand behind it, "cumulant3+full".
         attention_options: the same options as a mapping, `{"full": True}`.
+        num_kv_heads: key and value heads Hk, each of which serves num_heads / Hk query heads in a row (grouped queries;
+            1 is multi-query attention); as many as query heads unless given. `qkv` then has (H + 2 Hk) D rows.
         qk_norm: normalise queries and keys per head with `norm_layer` (LayerNorm unless given).
         scale_norm: normalise the mechanism's output before the last projection.
         attn_drop: dropout on the attention probabilities; an error for mechanisms that have none.
@@ -62,6 +71,7 @@ class MultiheadAttention(nn.Module):
         *,
         attention: str = "softmax",
         attention_options: dict[str, Any] | None = None,
+        num_kv_heads: int | None = None,
         qkv_bias: bool = True,
         qk_norm: bool = False,
         scale_norm: bool = False,
@@ -83,6 +93,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={num_heads}")
         name, own = parse(attention)
         self.mechanism = zoo.get(name)
+        self.num_kv_heads = check_kv_heads(num_kv_heads, num_heads, self.mechanism)
         if not 0 <= attn_drop <= 1:
             raise ValueError(f"attn_drop must be a probability between 0 and 1, got {attn_drop}")
         if attn_drop and not self.mechanism.dropout:
@@ -97,7 +108,7 @@ class MultiheadAttention(nn.Module):
         self.attention_options = {**own, **(attention_options or {})}
         check_temperature(temperature, name, self.attention_options.get("around", "zero"))
         kernel, self.gate_activation = conv_kernel(v_conv), gate_name(gate)
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **place)
+        self.qkv = nn.Linear(dim, sum(self.widths), bias=qkv_bias, **place)
         self.q_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
         self.k_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
         self.mix = self.build_mix(place)
@@ -114,6 +125,16 @@ class MultiheadAttention(nn.Module):
         return self.mechanism.build(
             self.dim, self.num_heads, grid_size=self.grid_size, prefix=self.prefix, **place, **self.attention_options
         )
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Of query, key and value: the rows of `qkv` that belong to each."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    @property
+    def enable_gqa(self) -> bool:
+        """Whether a key head serves several query heads."""
+        return self.num_kv_heads != self.num_heads
 
     def mixers(self) -> tuple[Mix, ...]:
         """Every callable that `build_mix` made."""
@@ -143,7 +164,7 @@ class MultiheadAttention(nn.Module):
         `grid` (rows, cols) or (frames, rows, cols) says how the tokens after the first `prefix` are laid out; without
         it, the layer's own `grid_size` and `prefix` hold.
         """
-        if context is None and folds(self.fold, x, self.num_heads, is_causal=is_causal):
+        if context is None and folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal):
             return self.proj_drop(self.folded(x, key_mask))
         call = self.call(x, context, key_mask, is_causal, grid, prefix)
         out = self.mix_tokens(call, x, context).transpose(-3, -2).flatten(-2)
@@ -177,7 +198,8 @@ class MultiheadAttention(nn.Module):
         dropout = self.attn_drop if self.training else 0.0
         there = key_mask if context is None else None
         query, key, value = self.project(x, context)
-        return Call(query, key, value, key_mask, is_causal, None, False, there, grid, prefix, dropout_p=dropout)
+        grouped = self.enable_gqa
+        return Call(query, key, value, key_mask, is_causal, None, grouped, there, grid, prefix, dropout_p=dropout)
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Output (..., H, L, D) of the mechanism for the call of x (..., L, C) and its context."""
@@ -193,17 +215,18 @@ class MultiheadAttention(nn.Module):
         return self.attention_options.get("normalization", "mean")
 
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Query (..., H, L, D) of x, and key and value (..., H, M, D) of the context, or of x itself."""
+        """Query (..., H, L, D) of x, and key and value (..., Hk, M, D) of the context, or of x itself."""
         self._check_width("x", x)
+        heads, kv_heads = self.num_heads, self.num_kv_heads
         if context is None:
-            query, key, value = self._heads(self.qkv(x))
+            query, key, value = self._heads(self.qkv(x), (heads, kv_heads, kv_heads))
         else:
             self._check_width("context", context)
-            bias = self.qkv.bias
-            own, other = (None, None) if bias is None else bias.split((self.dim, 2 * self.dim))
-            W_query, W_rest = self.qkv.weight.split((self.dim, 2 * self.dim))
-            (query,) = self._heads(F.linear(x, W_query, own))
-            key, value = self._heads(F.linear(context, W_rest, other))
+            bias, cut = self.qkv.bias, (self.widths[0], 2 * self.widths[1])
+            own, other = (None, None) if bias is None else bias.split(cut)
+            W_query, W_rest = self.qkv.weight.split(cut)
+            (query,) = self._heads(F.linear(x, W_query, own), (heads,))
+            key, value = self._heads(F.linear(context, W_rest, other), (kv_heads, kv_heads))
         # Under autocast a norm may answer in float32; all three must be of one dtype.
         query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
         return query if self.temperature is None else self.temperature.scale(query), key, value
@@ -225,12 +248,13 @@ class MultiheadAttention(nn.Module):
         return A if self.temperature is None else self.temperature.mean_in(A, call, self.normalization, heads, weigh)
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, num_heads={self.num_heads}, attention={self.mechanism.name!r}"
+        grouped = f", num_kv_heads={self.num_kv_heads}" if self.enable_gqa else ""
+        return f"{self.dim}, num_heads={self.num_heads}{grouped}, attention={self.mechanism.name!r}"
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(..., L, n C) as n tensors (..., H, L, D)."""
-        split = x.unflatten(-1, (-1, self.num_heads, self.head_dim))
-        return tuple(part.transpose(-3, -2) for part in split.unbind(-3))
+    def _heads(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """(..., L, sum of counts D) as tensors (..., count, L, D)."""
+        split = x.unflatten(-1, (-1, self.head_dim)).split(counts, -2)
+        return tuple(part.transpose(-3, -2) for part in split)
 
     def _convolved(self, v_conv: ValueConv, call: Call, context: Tensor | None) -> Tensor:
         """Convolution of the values (..., H, L, D) on the grid, (..., L, C); absent tokens count as 0."""
@@ -239,7 +263,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError("v_conv mixes neighbours on a grid: it needs context=None and is_causal=False")
         if grid is None:
             raise ValueError("v_conv needs to know the grid: pass grid=(rows, cols) here or grid_size to the layer")
-        tokens = without_absent(call.value, call.key_mask).transpose(-3, -2).flatten(-2)
+        value = repeat_heads(without_absent(call.value, call.key_mask), self.num_heads)
+        tokens = value.transpose(-3, -2).flatten(-2)
         if prefix + math.prod(grid) != tokens.shape[-2]:
             raise ValueError(f"grid={grid} with prefix={prefix} does not make {tokens.shape[-2]} tokens")
         return v_conv(tokens, grid, prefix)
@@ -247,6 +272,19 @@ class MultiheadAttention(nn.Module):
     def _check_width(self, name: str, x: Tensor) -> None:
         if x.ndim < 2 or x.shape[-1] != self.dim:
             raise ValueError(f"{name} must have shape (..., tokens, {self.dim}), got {tuple(x.shape)}")
+
+
+def check_kv_heads(num_kv_heads: int | None, num_heads: int, mechanism: Mechanism) -> int:
+    """The number of key heads of a layer; raises where query heads do not divide among them, or may not share them."""
+    if num_kv_heads is None or num_kv_heads == num_heads:
+        return num_heads
+    whole = isinstance(num_kv_heads, int) and not isinstance(num_kv_heads, bool) and num_kv_heads >= 1
+    if not whole or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads must be a whole number that divides num_heads={num_heads}, got {num_kv_heads!r}"
+        )
+    mechanism.require("grouped_queries", f"num_kv_heads={num_kv_heads} with num_heads={num_heads}")
+    return num_kv_heads
 
 
 def check_extras(extras: Mapping[str, Any], known: tuple[str, ...] = EXTRAS) -> None:

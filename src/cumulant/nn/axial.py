@@ -30,6 +30,8 @@ class AxialAttention(MultiheadAttention):
         if num_heads % 2:
             raise ValueError(f"num_heads must be even, half for time and half for space, got {num_heads}")
         super().__init__(dim, num_heads, **kw)
+        if self.num_kv_heads % 2:
+            raise ValueError(f"num_kv_heads must be even, half for time and half for space, got {self.num_kv_heads}")
         if self.prefix:
             raise ValueError(f"AxialAttention has no place for tokens outside the grid, got prefix={self.prefix}")
         self.mix_space = self._half({"device": kw.get("device"), "dtype": kw.get("dtype")}, self.grid_size, 1)
@@ -65,8 +67,8 @@ class AxialAttention(MultiheadAttention):
         """For time and for space: the axis, its mechanism, its heads, and their call over sequences of that axis."""
         grid = self._check(call, context)
         for axis, mix in enumerate(self.mixers()):
-            heads = slice(axis * self.num_heads // 2, (axis + 1) * self.num_heads // 2)
-            q, k, v = (_rows(z[:, heads], grid, axis) for z in call[:3])
+            heads, _, _ = halves = [_half_of(z.shape[1], axis) for z in call[:3]]
+            q, k, v = (_rows(z[:, half], grid, axis) for z, half in zip(call[:3], halves, strict=True))
             mask = _row_mask(call.key_mask, call.key, grid, axis)
             along: dict[str, Any] = {"key_mask": mask, "query_mask": mask, "grid": _axis_grid(grid, axis)}
             yield axis, mix, heads, call._replace(query=q, key=k, value=v, **along)
@@ -93,6 +95,11 @@ class AxialAttention(MultiheadAttention):
                 f"got {query.shape[-2]} tokens, {query.ndim - 2} dimensions before the width, and grid={grid}"
             )
         return grid
+
+
+def _half_of(heads: int, axis: int) -> slice:
+    """The heads, or key heads, that look along an axis."""
+    return slice(axis * heads // 2, (axis + 1) * heads // 2)
 
 
 def _axis_grid(grid: Grid, axis: int) -> Grid:

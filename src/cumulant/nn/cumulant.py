@@ -100,14 +100,14 @@ class CumulantAttention(MultiheadAttention):
                 f"packed sequences have no form with {', '.join(self.packs_not)}; pad them and pass a mask"
             )
         mean = x.shape[0] // max(1, cu_seq.numel() - 1)
-        if folds(self.fold, x, self.num_heads, is_causal=is_causal, length=mean):
+        if folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal, length=mean):
             at = offsets("cu_seq", cu_seq, x.shape[0], longest, "longest")
             parts = [self.folded(x[a:b].unsqueeze(0))[0] for a, b in pairwise(at) if a < b]
             return self.proj_drop(torch.cat(parts)) if parts else x.new_zeros(x.shape)
         query, key, value = (part.transpose(0, 1) for part in self.project(x))
         out = attention_varlen(
             query, key, value, cu_seq, cu_seq, longest, longest, order=self.order, is_causal=is_causal,
-            **self.attention_options,
+            enable_gqa=self.enable_gqa, **self.attention_options,
         )  # fmt: skip
         return self.proj_drop(self.proj(self.norm(out.flatten(-2))))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..attention import attend
 from ..call import Call
 from ..expansion import Form, expand
-from ..tensors import wide
+from ..tensors import repeat_heads, wide
 from ..zoo.grid import convolved
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
@@ -137,7 +137,7 @@ class Temperature(nn.Module):
         gain, value = (2 * self.second - self.third).exp()[heads, None, None], call.value
         everything = call.key_mask is None and not call.is_causal and normalization == "mean" and value.shape[-2]
         if what is expand and everything:
-            mean = wide(value).mean(-2, keepdim=True)
+            mean = repeat_heads(wide(value).mean(-2, keepdim=True), out.shape[-3])
         else:
             mean = attend(call, Form(1, normalization=normalization), what)
         return (gain * out + (1 - gain) * mean).to(out.dtype)

@@ -1,6 +1,6 @@
 """The folded second-order layer: attention cheaper than its own projections.
 
-Shape legend: B batch, L tokens, C width, H heads, D = C / H.
+Shape legend: B batch, L tokens, C width, H heads, Hk key heads, G = H / Hk, D = C / H, K = Hk D.
 
 With q = Wq x + bq, k = Wk x + bk, v = Wv x + bv and the token covariance G = <x~ x~^T> (C x C), second-order
 cumulant attention followed by the output projection is one affine map of each token:
@@ -8,8 +8,8 @@ cumulant attention followed by the output projection is one affine map of each t
     S_h = scale Wk_h G Wv_h^T        (key and value biases cancel)
     y = M x + c,   M = sum_h Wo_h S_h^T Wq_h,   c = Wo (Wv <x> + bv + [S_h^T bq_h]_h) + bo
 
-No query, key or value is ever formed. Multiply-adds a sequence: plain layer
-4 L C^2 + 2 L C D, folded 2 L C^2 + 4 C^3 (1.5 L C^2 where one triangle of G is computed).
+With grouped queries S_h is that of its key head. No query, key or value is ever formed. Multiply-adds a sequence: plain
+layer 2 L C (C + K) + 2 L C D, folded 2 L C^2 + C (C + K)^2 (1.5 L C^2 where one triangle of G is computed).
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ RELATIVE_COST = {"cpu": 1.1, "cuda": 1.48}
 LOOPED = 16  # sequences up to which the last product runs one by one, each adding its constant as it writes
 
 
-def pays(length: int, dim: int, num_heads: int, device: str) -> bool:
+def pays(length: int, dim: int, num_heads: int, device: str, num_kv_heads: int | None = None) -> bool:
     """Whether the folded layer is expected to be faster for sequences of this length."""
     head = dim // num_heads
-    plain = 4 * length * dim**2 + 2 * length * dim * head
-    folded = 2 * length * dim**2 + 4 * dim**3
+    keys = dim if num_kv_heads is None else num_kv_heads * head
+    plain = 2 * length * dim * (dim + keys) + 2 * length * dim * head
+    folded = 2 * length * dim**2 + dim * (dim + keys) ** 2
     return plain > RELATIVE_COST.get(device, 1.48) * folded
 
 
@@ -60,7 +61,15 @@ def unfolded() -> Iterator[None]:
             _plain_layers -= 1
 
 
-def folds(fold: str | bool, x: Tensor, num_heads: int, *, is_causal: bool = False, length: int | None = None) -> bool:
+def folds(
+    fold: str | bool,
+    x: Tensor,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    *,
+    is_causal: bool = False,
+    length: int | None = None,
+) -> bool:
     """Whether a layer of x (B, L, C), or of packed sequences of a mean `length`, is folded.
 
     `fold` is True, False, or "auto": where it is expected to be faster and nobody watches.
@@ -73,7 +82,7 @@ def folds(fold: str | bool, x: Tensor, num_heads: int, *, is_causal: bool = Fals
         return bool(fold)
     if is_causal or (length is None and x.ndim != 3):
         return False
-    return pays(x.shape[-2] if length is None else length, x.shape[-1], num_heads, x.device.type)
+    return pays(x.shape[-2] if length is None else length, x.shape[-1], num_heads, x.device.type, num_kv_heads)
 
 
 def folded_attention(
@@ -85,7 +94,7 @@ def folded_attention(
     num_heads: int,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """x (..., L, C), qkv_weight (3 C, C), proj_weight (C, C), key_mask (..., L) or None -> (..., L, C).
+    """x (..., L, C), qkv_weight (C + 2 K, C), proj_weight (C, C), key_mask (..., L) or None -> (..., L, C).
 
     Under autocast x takes its dtype, as it would in a projection; the statistics do not.
     """
@@ -97,17 +106,24 @@ def folded_attention(
         G, mean, present, rows = _token_moments(rows, mask)
         dtype, C = G.dtype, x.shape[-1]
         qkv_weight, proj_weight, mean = qkv_weight.to(dtype), proj_weight.to(dtype), mean.to(dtype)
-        Wq, Wk, Wv = qkv_weight.split(C)
+        K = (qkv_weight.shape[0] - C) // 2  # fewer than C with grouped queries
+        Wq, Wk, Wv = qkv_weight.split((C, K, K))
+        groups, kv_heads = C // K, K * num_heads // C
+        bq, _, bv = (None, None, None) if qkv_bias is None else qkv_bias.to(dtype).split((C, K, K))
+        if groups > 1:  # the first query head of every key head, then the second of each, ...
+            places = torch.arange(C, device=x.device).view(kv_heads, groups, -1).transpose(0, 1).flatten()
+            Wq, proj_weight, bq = Wq[places], proj_weight[:, places], None if bq is None else bq[places]
         # Every head's S_h lies on the diagonal of Wv G Wk^T. The other blocks are computed only to be dropped: that
         # costs less time than gathering the heads from strided memory.
         plain = type(rows) is Tensor and not torch.compiler.is_compiling() and not transformed()
         blocks = _kept_blocks if plain else _diagonal_blocks
-        S = (_times(Wv, G) @ Wk.mT) * blocks(C, num_heads, scale, dtype, x.device)  # (B, C, C): value, key
-        M = _times(proj_weight, S @ Wq)
-        inner = F.linear(mean, Wv)
-        if qkv_bias is not None:
-            bq, _, bv = qkv_bias.to(dtype).split(C)
-            inner = inner + S @ bq + bv * present
+        S = (_times(Wv, G) @ Wk.mT) * blocks(K, kv_heads, scale, dtype, x.device)  # (B, K, K): value, key
+        read = S @ Wq.unflatten(0, (groups, K)).transpose(0, 1).flatten(1)  # (B, K, groups C)
+        M = _times(proj_weight, read.unflatten(-1, (groups, C)).transpose(1, 2).flatten(1, 2))
+        inner = F.linear(mean, Wv).unsqueeze(1)
+        if bq is not None and bv is not None:
+            inner = inner + (S @ bq.view(groups, K).mT).mT + (bv * present).unsqueeze(-2)
+        inner = inner.expand(-1, groups, -1).flatten(1)
         c = F.linear(inner, proj_weight, None if proj_bias is None else proj_bias.to(dtype))
         M, c = M.to(x.dtype), c.to(x.dtype)
         y = torch.baddbmm(c.unsqueeze(-2), rows, M.mT) if transformed() else _Affine.apply(rows, M, c)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call, Grid
-from ..tensors import wide
+from ..tensors import repeat_heads, wide
 from .grid import GridConv, check_one_grid, resize_table, resolve_grid
 from .mixing import Mixer
 from .products import TINY, fraction, one_hot_weights, ones_for, sums_seen, weighted, written_down
@@ -135,9 +135,9 @@ class FocusedLinearAttention(Mixer):
 
     def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
         """The call on its grid, its keys with their positions, and the options of the operator."""
-        heads, key = call.query.shape[-3], call.key
-        if key.shape[-3] != heads:
-            raise ValueError(f"the layer form needs as many key heads as query heads, {heads}, got {key.shape[-3]}")
+        # Positions and scales are those of every query head; copies of a key head leave the norms of f as they are.
+        key, value = (repeat_heads(z, call.query.shape[-3]) for z in call[1:3])
+        call = call._replace(key=key, value=value)
         if self.position is not None or self.conv is not None:
             call = call._replace(grid=resolve_grid(key.shape[-2], call.grid, call.prefix, self.grid_size))
         if self.position is not None:

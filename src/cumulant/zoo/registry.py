@@ -183,10 +183,14 @@ class Mechanism:
             if call.is_causal and not self.causal_cross:
                 self._refuse("causal_cross", f"is_causal=True with {lengths}", "has causal rows for equal numbers only")
 
-    def require(self, capability: str) -> None:
-        """Raises unless the mechanism has `capability`, one of CAPABILITIES; the error names the nearest that has."""
+    def require(self, capability: str, received: str | None = None) -> None:
+        """Raises unless the mechanism has `capability`, one of CAPABILITIES; the error names the nearest that has.
+
+        `received` is what asked for it, with its value.
+        """
         if not getattr(self, capability):
-            self._refuse(capability, f"{capability.replace('_', ' ')} was asked for", "does not have it")
+            words = capability.replace("_", " ")
+            self._refuse(capability, received or f"{words} was asked for", f"does not have {words}")
 
     def _refuse(self, capability: str, received: str, verdict: str) -> None:
         near = nearest(self, capability)

@@ -173,7 +173,8 @@ def mix(module: nn.Module, choice: Choice, call: Call) -> Tensor:
 
     def part(which: Choice, heads: Tensor) -> Tensor:
         k, v = (x.index_select(-3, heads // groups) for x in (call.key, call.value))
-        return _all_heads(which, call._replace(query=call.query.index_select(-3, heads), key=k, value=v))
+        own = call._replace(query=call.query.index_select(-3, heads), key=k, value=v, enable_gqa=False)
+        return _all_heads(which, own)
 
     out = torch.cat((part(choice.for_all_heads, chosen), part(KEPT, others)), -3)
     return out.index_select(-3, torch.cat((chosen, others)).argsort())
@@ -182,7 +183,7 @@ def mix(module: nn.Module, choice: Choice, call: Call) -> Tensor:
 def weights(choice: Choice, call: Call) -> Tensor:
     """The weights with which `mix` takes the values, (B, H, Lq, Lk); signed for cumulant mechanisms. Cost: Lq Lk D."""
     query = call.query
-    call = call._replace(key=repeat_heads(call.key, query.shape[-3]))
+    call = call._replace(key=repeat_heads(call.key, query.shape[-3]), enable_gqa=False)
 
     def of(which: Choice) -> Tensor:
         return zoo.get(which.attention).weigh(call._replace(value=call.key), **which.options)
@@ -204,5 +205,5 @@ def _all_heads(choice: Choice, call: Call) -> Tensor:
             call = call._replace(enable_gqa=True)
         else:
             key, value = (repeat_heads(x, call.query.shape[-3]) for x in (call.key, call.value))
-            call = call._replace(key=key, value=value)
+            call = call._replace(key=key, value=value, enable_gqa=False)
     return mechanism.run(call, **choice.options)
