@@ -1,6 +1,6 @@
-"""The experiments of docs/results.md: what they are, their records, and the page made from them.
+"""The experiments of docs/lab/results.md: what they are, their records, and the pages made from them.
 
-    python -m tools.experiments                      # write docs/results.md and its figures anew from the records
+    python -m tools.experiments                      # write the pages and their figures anew from the records
     python -m tools.experiments --list               # name, runs done, command
     python -m tools.experiments --add runs/digits    # take over records: a folder of `cumulant reproduce`,
                                                           # a folder of records, or a results.json
@@ -25,7 +25,7 @@ from tools.tables import fill, in_order, overview, planned, study_block
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "experiments"
-PAGE = ROOT / "docs" / "results.md"
+OVERVIEW, PAGE = ROOT / "docs" / "results.md", ROOT / "docs" / "lab" / "results.md"  # one line a study; every run
 FIGURES = ROOT / "docs" / "figures"
 
 TINY, PATCH4 = "tiny-imagenet-100", "tiny-imagenet-100-patch4"
@@ -130,15 +130,17 @@ def add(places: list[Path]) -> None:
         print(f"not part of any experiment, left out: {', '.join(strange)}")
 
 
-def page() -> str:
-    """docs/results.md with the blocks that follow from the records."""
+def pages() -> dict[Path, str]:
+    """The two pages with the blocks that follow from the records."""
     records = kept()
     blocks = {name: study_block(settings, records) for name, settings in EXPERIMENTS.items()}
-    blocks["overview"] = overview({ABOUT[name]: settings for name, settings in EXPERIMENTS.items()}, records)
     for name in (name for name in blocks if (FIGURES / f"results-{name}.svg").exists()):
         shown = "Accuracy and spread of the maps against the rate" if "rates" in name else "Accuracy of every run"
-        blocks[name] += f"\n![{shown}](figures/results-{name}.svg)\n"
-    return fill(PAGE.read_text(encoding="utf-8"), blocks)
+        blocks[name] += f"\n![{shown}](../figures/results-{name}.svg)\n"
+    table = {"overview": overview({ABOUT[name]: settings for name, settings in EXPERIMENTS.items()}, records)}
+    return {
+        page: fill(page.read_text(encoding="utf-8"), filled) for page, filled in ((OVERVIEW, table), (PAGE, blocks))
+    }
 
 
 def figures() -> None:
@@ -165,8 +167,9 @@ def main() -> None:
             print(f"{name:18} {sum(run.key in records for run in runs):3} of {len(runs):3}  {settings.command()}")
         return
     figures()
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
+        print(f"wrote {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -328,11 +328,11 @@ BLOCKS: dict[str, Callable[[Result], str]] = {
     "cluster_stream": stream_block, "around_mean": around_block,
 }  # fmt: skip
 PAGES = {
-    "docs/benchmarks.md": (
+    "docs/lab/benchmarks.md": (
         "error_pareto", "zoo_efficiency_cpu", "zoo_efficiency", "zoo_gpu", "zoo_train_digits",
         "zoo_train_tiny-imagenet-100",
     ),
-    "docs/local-cumulants.md": ("cluster_error", "cluster_stream"),
+    "docs/lab/local-cumulants.md": ("cluster_error", "cluster_stream"),
     "docs/zoo/cumulant.md": ("around_mean",),
     "docs/zoo/orderings.md": ("zoo_orderings",),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""docs/results.md says what the records say, and nothing where there are none."""
+"""docs/results.md and docs/lab/results.md say what the records say, and nothing where there are none."""
 
 import json
 import shutil
@@ -93,7 +93,8 @@ def test_filling_a_page_leaves_the_words_around_the_blocks_alone():
 
 
 def test_the_results_page_is_what_the_records_say():
-    assert experiments.PAGE.read_text() == experiments.page(), "run python -m tools.experiments"
+    for page, text in experiments.pages().items():
+        assert page.read_text() == text, f"{page.name}: run python -m tools.experiments"
 
 
 def test_the_figure_shows_every_run_of_a_study_and_nothing_of_one_configuration_alone(study, tmp_path):

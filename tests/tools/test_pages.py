@@ -23,7 +23,7 @@ def test_what_has_no_results_is_said_to_be_not_run(tmp_path):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text("\n".join(f"<!-- results: {name} -->\n<!-- end -->" for name in names))
     written = pages.written(tmp_path)
-    assert written["docs/benchmarks.md"].count("Not run yet.") == len(pages.PAGES["docs/benchmarks.md"])
+    assert written["docs/lab/benchmarks.md"].count("Not run yet.") == len(pages.PAGES["docs/lab/benchmarks.md"])
     assert "not run yet" in written["docs/zoo/orderings.md"]
     assert "confirmed" not in written["docs/zoo/orderings.md"]
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # Of cuDNN, which torch takes first on an H200 (torch 2.11), all three gradients are noise at every length where that of
 # the output is laid out by heads and the output by tokens, as behind a projection. Keys that fill half of a last tile
 # of 128 give NaN where all logits of a row are very negative (pytorch issue 196678). benchmarks/gpu_softmax.py shows
-# both; a run of docs/results.md that diverged with cuDNN is sound without it.
+# both; a run of docs/lab/results.md that diverged with cuDNN is sound without it.
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
