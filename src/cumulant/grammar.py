@@ -1,15 +1,18 @@
 """Names with options, written one way everywhere: `cumulant3+full`, `agent+agents=16`, `cumulant3+around=mean+apart=1`.
 
 Python, command line, recipes, records and saved models all read and write this. A bare option is True; values are JSON
-where they are JSON, and words otherwise.
+where they are JSON, and words otherwise. Blocks of a model that have mechanisms of their own are written in
+their order, `4xagent,8xsoftmax`.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 
@@ -33,6 +36,32 @@ def write(name: str, options: Mapping[str, Any]) -> str:
     return name + "".join(
         f"+{key}" if value is True else f"+{key}={written(value)}" for key, value in sorted(options.items())
     )
+
+
+def read_blocks(attention: str | Sequence[str]) -> list[str]:
+    """The names in `4xagent,8xsoftmax`, twelve of them, or in a list; one name is a list of one."""
+    if not isinstance(attention, str):
+        if not isinstance(attention, Sequence) or not all(isinstance(name, str) for name in attention):
+            raise TypeError(
+                "attention must be a name such as 'cumulant3', a list of names, or several in one text such as "
+                f"'4xagent,8xsoftmax', got {attention!r}"
+            )
+        if not attention:
+            raise ValueError("attention names no mechanism: got an empty list")
+        return list(attention)
+    names: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", attention):  # not at the commas of a list among the options
+        count, name = re.fullmatch(r"(?:(\d+)x)?(.*)", part.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
+        if not name or count == "0":
+            raise ValueError(f"mechanisms of blocks are written 4xagent,8xsoftmax, got {attention!r}")
+        names += [name] * int(count or 1)
+    return names
+
+
+def write_blocks(names: Iterable[str]) -> str:
+    """Names as `read_blocks` reads them: one alone as it is, several with their counts."""
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    return ",".join(name if count == 1 else f"{count}x{name}" for name, count in runs)
 
 
 def read_option(word: str, where: str, what: str = "options") -> tuple[str, Any]:

@@ -111,7 +111,7 @@ def test_the_distilled_model_gives_both_answers_only_when_asked_while_training()
         (lambda: nano(img_size=7), r"multiple of the patch size 2, got 7 x 7"),
         (lambda: nano()(torch.zeros(2, 3, 8, 8)), r"images must have shape \(batch, 1, .*got \(2, 3, 8, 8\)"),
         (lambda: nano()(torch.zeros(1, 8, 8)), r"got \(1, 8, 8\)"),
-        (lambda: nano(pool="mean"), "pool must be one of 'cls', 'gap', got 'mean'"),
+        (lambda: nano(pool="mean"), "pool must be one of 'cls', 'gap', 'last', got 'mean'"),
         (lambda: nano(class_token=False), 'pool="cls" reads the class token'),
         (lambda: nano(pool="gap", distilled=True), 'distilled=True needs pool="cls"'),
         (lambda: nano(drop_path=1.0), "drop_path must be at least 0 and below 1, got 1.0"),

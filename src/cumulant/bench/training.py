@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cumulant import zoo
 from cumulant.bench.scaling import peak_memory
 from cumulant.bench.speed import peak_memory as cuda_peak
+from cumulant.grammar import read_blocks
 from cumulant.train.processes import chosen_device
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def flops(recipe: TrainRecipe, source: Source) -> int:
     """Floating-point operations (2 a multiply-add) of matrix products and convolutions for one item."""
     from cumulant.train.build import build_model
 
-    if "backend" in zoo.get(recipe.attention).options:  # a fused kernel hides its products from the counter
+    if any(
+        "backend" in zoo.get(name).options for name in read_blocks(recipe.attention)
+    ):  # a fused kernel hides its products from the counter
         recipe = replace(recipe, attention_options={**recipe.attention_options, "backend": "reference"})
     model = build_model(recipe, source).eval()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..grammar import suggest
+from ..grammar import read_blocks, suggest, write_blocks
 from .vit import VisionTransformer
 from .vivit import ViViT
 
@@ -98,14 +98,21 @@ def input_shape(name: str) -> tuple[int, ...]:
 
 
 def create_model(
-    name: str, *, attention: str = "softmax", layer: str | None = None, num_classes: int = 1000, **kw: Any
+    name: str,
+    *,
+    attention: str | Sequence[str] = "softmax",
+    layer: str | None = None,
+    num_classes: int = 1000,
+    **kw: Any,
 ) -> Any:
     """A freshly initialised model; `kw` are further arguments of its class: of `VisionTransformer` (img_size, pool,
     ...) or, for names that begin with "vivit", of `ViViT` (variant, frames, ...).
 
-    `attention` names a mechanism, with options behind it ("cumulant3+around=mean"), `layer` an attention layer. The
-    arguments are kept in `model.config`, from which `cumulant.train.load` rebuilds it.
+    `attention` names a mechanism, with options behind it ("cumulant3+around=mean"), or one for each block, in a list or
+    in one text ("4xagent,8xsoftmax"); `layer` names an attention layer. The arguments are kept in `model.config`, from
+    which `cumulant.train.load` rebuilds it.
     """
+    attention = attention if isinstance(attention, str) else write_blocks(read_blocks(attention))
     given = {"attention": attention, "num_classes": num_classes, **kw, **({} if layer is None else {"layer": layer})}
     known = model_arguments(name)
     unknown = [key for key in given if key not in known]

@@ -8,7 +8,7 @@ blocks.N.{norm1, attn.qkv, attn.proj, norm2, mlp.fc1, mlp.fc2}.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from ..call import check_choice
 from ..nn import create_layer
 from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
-
-POOLINGS = ("cls", "gap")
+from .mechanisms import by_block
 
 
 class PatchEmbed(nn.Module):
@@ -112,9 +111,17 @@ class Block(nn.Module):
     """Pre-norm block: x + DropPath(attn(norm1(x))), then x + DropPath(mlp(norm2(x)))."""
 
     def __init__(
-        self, attn: nn.Module, dim: int, hidden: int, drop: float = 0.0, gelu: str = "erf", **place: Any
+        self,
+        attn: nn.Module,
+        dim: int,
+        hidden: int,
+        drop: float = 0.0,
+        gelu: str = "erf",
+        is_causal: bool = False,
+        **place: Any,
     ) -> None:
         super().__init__()
+        self.causal = {"is_causal": True} if is_causal else {}
         self.norm1 = LAYER_NORM(dim, **place)
         self.attn = attn
         self.drop_path = DropPath()
@@ -123,7 +130,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, ...] | None = None, prefix: int = 0) -> Tensor:
         """x (B, prefix + patches, C), the patches laid out as `grid`."""
-        x = x + self.drop_path(self.attn(self.norm1(x), grid=grid, prefix=prefix))
+        x = x + self.drop_path(self.attn(self.norm1(x), grid=grid, prefix=prefix, **self.causal))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
@@ -133,6 +140,7 @@ class Backbone(nn.Module):
     A subclass makes `patch_embed`, `grid_size`, `pos_embed` and `blocks`, then calls `_finish`.
     """
 
+    poolings: tuple[str, ...] = ("cls", "gap")
     patch_embed: Any
     grid_size: Any
     pos_embed: nn.Parameter
@@ -144,7 +152,7 @@ class Backbone(nn.Module):
     def __init__(self, num_classes: int, embed_dim: int, pool: str, prefix: int, **counts: int) -> None:
         super().__init__()
         self.config: dict[str, Any] | None = None  # set by create_model
-        check_choice("pool", pool, POOLINGS)
+        check_choice("pool", pool, self.poolings)
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
@@ -207,7 +215,9 @@ class Backbone(nn.Module):
         return resize_positions(table, square_grid(table.shape[1], self.num_prefix_tokens), self.grid_size)
 
     def _pooled(self, tokens: Tensor) -> Tensor:
-        return tokens[:, 0] if self.pool == "cls" else tokens[:, self.num_prefix_tokens :].mean(1)
+        if self.pool == "gap":
+            return tokens[:, self.num_prefix_tokens :].mean(1)
+        return tokens[:, 0 if self.pool == "cls" else -1]
 
     def forward(self, x: Tensor) -> Any:
         return self.forward_head(self.forward_features(x))
@@ -219,7 +229,9 @@ class VisionTransformer(Backbone):
     Args:
         img_size: side (or height and width) that the positional table is made for. Other multiples of the
             patch size work too: the table is then resized bicubically on the way.
-        pool: "cls" reads the class token, "gap" the mean of the patch tokens.
+        pool: "cls" reads the class token, "gap" the mean of the patch tokens, "last" the last of them.
+        is_causal: each token sees itself and those before it, row by row of the image. The last one has then seen all
+            (`pool="last"`), the class token, which comes first, nothing but itself.
         class_token: whether there is a class token; by default only for pool="cls".
         distilled: DeiT's distillation token and second head. The answer is the mean of both heads, or
             the pair while training with `distilled_training=True`.
@@ -228,10 +240,13 @@ class VisionTransformer(Backbone):
         init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
             a model of width 64 starts learning much sooner from about 64**-0.5.
         attention: name of a mechanism, see `cumulant.zoo.names()`; options may stand behind it, "cumulant3+full".
-        attention_options: options of that mechanism.
+            Or one for each block: a list of names, or a text, "4xagent,8xsoftmax".
+        attention_options: options of that mechanism; of several, each takes those that it has.
         attention_extras: further arguments of every layer: num_kv_heads, v_conv, v_conv_init, gate and temperature.
         layer: name of an attention layer, see `cumulant.nn.layers()`; "multihead" unless given.
     """
+
+    poolings = ("cls", "gap", "last")
 
     def __init__(
         self,
@@ -244,12 +259,13 @@ class VisionTransformer(Backbone):
         depth: int = 12,
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
-        attention: str = "softmax",
+        attention: str | Sequence[str] = "softmax",
         attention_options: dict[str, Any] | None = None,
         attention_extras: dict[str, Any] | None = None,
         layer: str | None = None,
         qkv_bias: bool = True,
         qk_norm: bool = False,
+        is_causal: bool = False,
         pool: str = "cls",
         class_token: bool | None = None,
         distilled: bool = False,
@@ -267,6 +283,10 @@ class VisionTransformer(Backbone):
         super().__init__(num_classes, embed_dim, pool, prefix, patch_size=patch_size, in_chans=in_chans, depth=depth)
         if pool == "cls" and not class_token:
             raise ValueError('pool="cls" reads the class token, but class_token=False; use pool="gap"')
+        if is_causal and pool == "cls":
+            raise ValueError(
+                'pool="cls" reads the first token, which with is_causal=True sees only itself; use pool="last" or "gap"'
+            )
         if distilled and pool != "cls":
             raise ValueError(f'distilled=True needs pool="cls", got pool={pool!r}')
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -278,11 +298,12 @@ class VisionTransformer(Backbone):
         self.pos_embed = self._table(prefix + math.prod(self.grid_size), place)
         self.pos_drop = nn.Dropout(drop_rate)
 
-        given: dict[str, Any] = {"attention": attention, "attention_options": attention_options, "qkv_bias": qkv_bias}
-        given |= {"qk_norm": qk_norm, "attn_drop": attn_drop, "proj_drop": drop_rate, **place}
+        given: dict[str, Any] = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "attn_drop": attn_drop}
+        given |= {"proj_drop": drop_rate, **place}
         given |= {"grid_size": self.grid_size, "prefix": prefix, **checked_extras(attention_extras, layer)}
-        inner = embed_dim, int(embed_dim * mlp_ratio), drop_rate, gelu
-        layers = (create_layer(layer or "multihead", embed_dim, num_heads, **given) for _ in range(depth))
+        inner = embed_dim, int(embed_dim * mlp_ratio), drop_rate, gelu, is_causal
+        mechanisms = by_block(attention, attention_options, depth)
+        layers = (create_layer(layer or "multihead", embed_dim, num_heads, **one, **given) for one in mechanisms)
         self.blocks = nn.Sequential(*(Block(attn, *inner, **place) for attn in layers))
         self.norm = LAYER_NORM(embed_dim, **place)
         self.head = self._head(place)

@@ -7,6 +7,7 @@ State-dict names are those of `VisionTransformer`; what the image model lacks is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
 from ..nn.extras import conv_kernel
 from .from_image import load_image_weights
+from .mechanisms import by_block
 from .tubelet import TUBELET_INITS, TubeletEmbed, guess_grid, resize_clip_positions, resize_time
 from .vit import (
     Backbone,
@@ -133,7 +135,7 @@ class ViViT(Backbone):
         temporal_depth: int = 4,
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
-        attention: str = "softmax",
+        attention: str | Sequence[str] = "softmax",
         attention_options: dict[str, Any] | None = None,
         attention_extras: dict[str, Any] | None = None,
         layer: str | None = None,
@@ -176,27 +178,32 @@ class ViViT(Backbone):
         self.pos_drop = nn.Dropout(drop_rate)
 
         hidden = int(embed_dim * mlp_ratio)
-        shared: dict[str, Any] = {"attention": attention, "attention_options": attention_options, "qkv_bias": qkv_bias}
-        shared |= {"qk_norm": qk_norm, "attn_drop": attn_drop, "proj_drop": drop_rate, **place}
+        shared: dict[str, Any] = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "attn_drop": attn_drop}
+        shared |= {"proj_drop": drop_rate, **place}
+        blocks = depth + (temporal_depth if self.variant == 2 else 0)
+        mechanisms = by_block(
+            attention, attention_options, blocks, "blocks of both encoders" if blocks > depth else "blocks"
+        )
 
-        def attn(axes: str, prefix: int = 0) -> nn.Module:
+        def attn(axes: str, mechanism: dict[str, Any], prefix: int = 0) -> nn.Module:
             grid = {"both": self.grid_size, "space": self.grid_size[1:], "time": (n_t, 1)}[axes]
             kind = "axial" if self.variant == 4 else layer or "multihead"
-            given = {"grid_size": grid, "prefix": prefix, **shared, **extras_along(axes, extras)}
+            given = {"grid_size": grid, "prefix": prefix, **mechanism, **shared, **extras_along(axes, extras)}
             return create_layer(kind, embed_dim, num_heads, **given)
 
-        def block(axes: str) -> nn.Module:
+        def block(axes: str, mechanism: dict[str, Any]) -> nn.Module:
             inner = embed_dim, hidden, drop_rate, gelu
             if self.variant == 3:
-                return FactorisedBlock(attn("space"), attn("time"), *inner, axis_order, **place)
-            return Block(attn(axes, self.num_prefix_tokens), *inner, **place)
+                return FactorisedBlock(attn("space", mechanism), attn("time", mechanism), *inner, axis_order, **place)
+            return Block(attn(axes, mechanism, self.num_prefix_tokens), *inner, **place)
 
-        self.blocks = nn.Sequential(*(block("space" if self.per_frame else "both") for _ in range(depth)))
+        axes = "space" if self.per_frame else "both"
+        self.blocks = nn.Sequential(*(block(axes, one) for one in mechanisms[:depth]))
         self.norm = LAYER_NORM(embed_dim, **place)
         if self.variant == 2:
             self.temporal_cls_token = self._table(1, place) if pool == "cls" else None
             self.temporal_pos_embed = self._table(self.num_prefix_tokens + n_t, place)
-            self.temporal_blocks = nn.Sequential(*(block("time") for _ in range(temporal_depth)))
+            self.temporal_blocks = nn.Sequential(*(block("time", one) for one in mechanisms[depth:]))
             self.temporal_norm = LAYER_NORM(embed_dim, **place)
         self.head = self._head(place)
         self._finish(drop_path, init_std)

@@ -24,9 +24,15 @@ MANNERS = ("compile", "compile_mode", "cuda_graph", "workers", "in_memory", "max
 
 
 def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
-    """The recipe with the mechanism and the extras that `cumulant3+v_conv+pool=gap` stands for."""
+    """The recipe with the mechanism and the extras that `cumulant3+v_conv+pool=gap` stands for.
+
+    In `4xagent+agents=9,8xsoftmax+pool=gap` options stay with their block, and all other extras are of the model.
+    """
     from cumulant import grammar, zoo
 
+    blocks = grammar.read_blocks(name)
+    if len(blocks) > 1:
+        return _by_block(recipe, blocks, name)
     mechanism, extras = grammar.parse(name)
     if not mechanism:
         raise ValueError(f"name a mechanism before the extras, e.g. cumulant3{name}; got {name!r}")
@@ -34,6 +40,22 @@ def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
     recipe = replace(recipe, attention=mechanism)
     for key, value in extras.items():
         recipe = with_extra(recipe, key, value, name)
+    return recipe
+
+
+def _by_block(recipe: TrainRecipe, blocks: Sequence[str], name: str) -> TrainRecipe:
+    from cumulant import grammar, zoo
+
+    written: list[str] = []
+    extras: dict[str, Any] = {}
+    for block in blocks:
+        mechanism, options = grammar.parse(block)
+        own = {key: value for key, value in options.items() if key in zoo.get(mechanism).options}
+        written.append(grammar.write(mechanism, own))
+        extras |= {key: value for key, value in options.items() if key not in own}
+    recipe = replace(recipe, attention=grammar.write_blocks(written))
+    for key, value in extras.items():
+        recipe = with_extra(recipe, key, value, name, mechanism=False)
     return recipe
 
 

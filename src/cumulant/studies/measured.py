@@ -14,8 +14,10 @@ def measured(results: dict[str, Any], make_bar: Bar) -> dict[str, Any]:
     from cumulant.bench import scaling, softmax_error
     from cumulant.bench.error import LOGIT_SIZES
     from cumulant.bench.scaling import LENGTHS
+    from cumulant.grammar import parse, read_blocks
 
-    mechanisms = tuple(dict.fromkeys(name.split("+")[0] for name in results["attention"]))
+    blocks = (one for name in results["attention"] for one in read_blocks(name))
+    mechanisms = tuple(dict.fromkeys(parse(one)[0] for one in blocks))
     with make_bar("measuring", len(LOGIT_SIZES) + len(LENGTHS), "step") as bar:
         bar.set_postfix_str("error against softmax")
         error = softmax_error(on_size=lambda _: bar.update())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..data.augmentation import PRESETS
-from ..grammar import says_none, suggest
+from ..grammar import read_blocks, says_none, suggest, write_blocks
 from .train_recipe import TrainRecipe
 
 Settings = TypeVar("Settings")
@@ -68,6 +68,8 @@ def parse_recipe(text: str, *, where: str = "recipe") -> TrainRecipe:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{where} is not valid TOML: {error}") from error
+    if isinstance(content.get("attention"), list):
+        content["attention"] = write_blocks(read_blocks(content["attention"]))
     augmentation = content.get("augmentation")
     if isinstance(augmentation, dict) and "preset" in augmentation:
         preset = augmentation.pop("preset")

@@ -10,7 +10,7 @@ import tyro
 
 from ..command import check_choices, check_least
 from ..data.augmentation import Augmentation
-from ..grammar import json_or_word, says_none
+from ..grammar import json_or_word, read_blocks, says_none, write_blocks
 
 OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -70,7 +70,7 @@ class TrainRecipe:
     model_options: Options = field(default_factory=dict)
     """Further arguments of the model, added to those of the recipe: pool=gap depth=6. key=none takes one away."""
     attention: str = "softmax"
-    """Attention mechanism, by a name that `cumulant list` prints."""
+    """Attention mechanism, by a name that `cumulant list` prints; one for each block: 4xagent,8xsoftmax."""
     attention_options: Options = field(default_factory=dict)
     """Options of that mechanism, added to those of the recipe: full=true."""
     attention_extras: Options = field(default_factory=dict)
@@ -139,6 +139,8 @@ class TrainRecipe:
     """Write the log for TensorBoard too."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.attention, str):  # a list, one name for each block
+            object.__setattr__(self, "attention", write_blocks(read_blocks(self.attention)))
         least = {
             **dict.fromkeys(("image_size", "frames", "stride", "views", "crops", "split"), 1),
             **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs"), 1),

@@ -285,7 +285,7 @@ def names() -> list[str]:
 
 def get(name: str) -> Mechanism:
     """The mechanism of that name, e.g. `get("cumulant3")`, or with options, `get("cumulant3+around=mean")`."""
-    if name in _MECHANISMS:
+    if isinstance(name, str) and name in _MECHANISMS:
         return _MECHANISMS[name]
     known, options = parse(name)
     if known not in _MECHANISMS:
