@@ -127,7 +127,7 @@ class Encoder:
 def measured(encoder: Encoder, label: str, **how: Any) -> dict[str, Any]:
     """The row of a plain swap."""
     model = encoder.model
-    report = convert(model, data=encoder.batches, output=pooled, **how)
+    report = convert(model, data=encoder.batches, output=pooled, force=True, **how)
     replaced = {name: str(choice) for name, choice in report.replaced.items()}
     row = encoder.row(label, model, report.measured_error, replaced)
     restore(model)
@@ -202,7 +202,9 @@ def distilled(encoder: Encoder, parquet: str, runs: Any, write: Any) -> None:
     rows: list[dict[str, Any]] = []
     for attention, count, steps in runs:
         student = copy.deepcopy(encoder.model)
-        report = convert(student, attention, layers=safest(attention, count), data=encoder.batches, output=pooled)
+        report = convert(
+            student, attention, layers=safest(attention, count), data=encoder.batches, output=pooled, force=True
+        )
         replaced = {name: str(choice) for name, choice in report.replaced.items()}
         label = f"{count} of 6 layers {attention}"
         rows.append(encoder.row(f"{label}, plain swap", student, report.measured_error, replaced, steps=0))

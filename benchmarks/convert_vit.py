@@ -123,7 +123,7 @@ class Study:
 
     def converted(self, attention: str, layers: Any = None) -> nn.Module:
         model = copy.deepcopy(self.teacher)
-        convert(model, attention, layers=layers, data=self.few)
+        convert(model, attention, layers=layers, data=self.few, force=True)
         return model
 
     def distilled(self, label: str, attention: str, layers: Any, epochs: int, lr: float) -> float:

@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 
@@ -26,6 +27,12 @@ if settings is not None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To `convert` every pass takes as long as any other: no test is decided by time."""
+    monkeypatch.setattr("cumulant.conversion.paying.clock", itertools.count().__next__)
 
 
 def pytest_configure() -> None:

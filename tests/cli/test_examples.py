@@ -24,9 +24,9 @@ RUN = {  # an example: what is run for it, itself where it takes seconds; in thi
     "cumulant train digits": "cumulant train digits --epochs 2",
     f"cumulant evaluate {DIGITS}/best.safetensors digits": None,
     f"cumulant diagnose {DIGITS} digits": None,
-    f"cumulant convert {DIGITS} --data digits --layers auto --budget 0.1": None,
-    f"cumulant convert {DIGITS} --data digits --distill --epochs 5 --items-a-step 64": (
-        f"cumulant convert {DIGITS} --data digits --distill --epochs 1 --items-a-step 64 --out runs/distilled"
+    f"cumulant convert {DIGITS} --data digits --layers auto --budget 0.1 --force": None,
+    f"cumulant convert {DIGITS} --data digits --distill --epochs 5 --items-a-step 64 --force": (
+        f"cumulant convert {DIGITS} --data digits --distill --epochs 1 --items-a-step 64 --force --out runs/distilled"
     ),
     "cumulant list": None,
     "cumulant list mechanisms --json": None,

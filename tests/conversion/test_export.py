@@ -31,6 +31,9 @@ def test_onnx_runtime_agrees_at_other_lengths(tmp_path):
     shapes = ({0: batch, 1: length}, {0: batch, 1: length})
     error = export_onnx(model, padded(), tmp_path / "bert.onnx", dynamic_shapes=shapes, others=(other,))
     assert error < 1e-4
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "bert.onnx")
+    assert [x.name for x in session.get_inputs()] == ["input_ids", "attention_mask"]
+    assert [x.name for x in session.get_outputs()] == ["last_hidden_state", "pooler_output"]
 
 
 @pytest.mark.timm

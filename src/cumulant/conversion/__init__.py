@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .distillation import distill as distill
     from .export import export_onnx as export_onnx
     from .export import export_program as export_program
+    from .paying import SlowerError as SlowerError
     from .saving import load as load
     from .saving import save as save
     from .settings import DistillRecipe as DistillRecipe

@@ -84,13 +84,13 @@ class Convert:
     With --distill it is then trained, without labels, to say what the model said before. A stopped command goes on
     where it was when it is given again.
 
-    Example: cumulant convert runs/digits-softmax-0 --data digits --layers auto --budget 0.1
+    Example: cumulant convert runs/digits-softmax-0 --data digits --layers auto --budget 0.1 --force
 
     Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers 3 4 5 --around mean
 
     Example: cumulant convert path/to/sentence-encoder --data texts.txt --layers dial --target 0.15
 
-    Example: cumulant convert runs/digits-softmax-0 --data digits --distill --epochs 5 --items-a-step 64
+    Example: cumulant convert runs/digits-softmax-0 --data digits --distill --epochs 5 --items-a-step 64 --force
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -125,6 +125,8 @@ class Convert:
     """With --distill, at most so many texts of the data. 0: all."""
     fresh: bool = False
     """With --distill, begin anew and delete an earlier distillation in the folder."""
+    force: bool = False
+    """Convert also where the data shows that the model becomes slower on this device."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     out: Path = Path("runs/converted")
@@ -220,8 +222,9 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
     if settings.data is not None:
         data = open_batches(opened, settings.data, settings.batches, settings.batch_size)
     claim_room(settings.out, 0)
-    if settings.distill and not settings.fresh and layers in ("auto", "dial"):
-        layers = planned(settings.out) or layers  # a run that goes on has chosen its layers
+    begun = planned(settings.out) if settings.distill and not settings.fresh else None
+    if begun and layers in ("auto", "dial"):
+        layers = begun  # a run that goes on has chosen its layers
     report = convert(
         model,
         settings.attention,
@@ -232,6 +235,7 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
         data=data,
         heads=settings.heads,
         batches=settings.batches,
+        force=settings.force or begun is not None,  # what is half done is not refused for a clock
         progress=progress,
     )
     if settings.layers == ("dial",):

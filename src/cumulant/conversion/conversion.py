@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,8 +17,9 @@ from ..inspect.batches import Batch, answers, call, check_numbers, evaluating, e
 from ..inspect.sites import Site, swappable_sites
 from ..inspect.watching import kept_plan, own_softmax
 from ..nn.swapped import plan as plans
-from ..nn.swapped.choice import KEPT, Choice, observing
+from ..nn.swapped.choice import KEPT, SOFTMAX, Choice, fitting, observing
 from .dial import choose_layers
+from .paying import WHOLE, SlowerError, Times, device_of, seconds_of, sizes
 
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis
@@ -43,6 +44,8 @@ class ConversionReport:
     dropout_off: dict[str, float] = field(default_factory=dict)  # attention dropout that no longer acts
     measured_on: str = "noise"  # "data" if some was given
     seconds: tuple[float, float] | None = None  # forward pass before and after, on what the error was measured
+    device: str = "cpu"  # where that was
+    inputs: str = ""  # shapes that it was measured on
     peak_bytes: tuple[int, int] | None = None  # the same for memory, on CUDA
     dial: ModelDial | None = None  # clusters, heads, error and cost of each layer, with layers="dial"
     distillation: DistillResult | None = None  # what training after the swap reached, where there was some
@@ -64,7 +67,7 @@ class ConversionReport:
         said = "" if self.predicted_error is None else f", predicted {self.predicted_error:.2%}"
         lines.append(f"relative change of the output on {self.measured_on}: {self.measured_error:.2%}{said}")
         if self.seconds is not None:
-            lines.append(f"forward pass: {self.seconds[0] * 1e3:.1f} ms before, {self.seconds[1] * 1e3:.1f} ms after")
+            lines.append(f"forward pass on {self.device}, inputs of shape {self.inputs}: {Times(*self.seconds)}")
         if self.peak_bytes is not None:
             before, after = (x / 2**20 for x in self.peak_bytes)
             lines.append(f"peak memory: {before:.0f} MiB before, {after:.0f} MiB after")
@@ -96,6 +99,7 @@ def convert(
     diagnosis: Diagnosis | None = None,
     batches: int = 4,
     output: Callable[[Any, Batch], Tensor] | None = None,
+    force: bool = False,
     progress: TextIO | None = None,
 ) -> ConversionReport:
     """Put a mechanism of linear cost into a model of transformers, timm or this library, in place; weights stay.
@@ -108,7 +112,8 @@ def convert(
 
     A dry run counts that every replaced layer really runs; a layer that takes the name and ignores it, a bias or mask
     that cannot be honoured, and projections that were not taken over exactly are errors, and the model is left as it
-    was. See `restore`, `save`, `load`.
+    was. So is a plan that is slower than softmax on the `data` and this device (`SlowerError`), unless `force=True`;
+    without data there is a warning. See `restore`, `save`, `load`.
 
     Args:
         attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 (the default) or linear; options may stand
@@ -128,6 +133,8 @@ def convert(
         diagnosis: what `diagnose` found for this model, so that layers="auto" need not find it again.
         batches: how many batches of `data` to use.
         output: function(output, batch) -> tensor to compare models by; logits or hidden states unless given.
+        force: convert also where the forward pass was measured to become slower: to save memory, to serve inputs longer
+            than the data, or another device.
         progress: where a bar is shown while layers="auto" measures.
     """
     if layers == "dial":
@@ -138,6 +145,11 @@ def convert(
         raise ValueError(f'target={target} goes with layers="dial", got layers={layers!r}')
     attention = "cumulant3" if attention is None else attention
     asked = Choice.named(attention, options)
+    if asked.attention == SOFTMAX:
+        raise ValueError(
+            f'attention="softmax" is what the layers compute now, so nothing would be replaced; one of '
+            f"{', '.join(fitting())} takes its place"
+        )
     if plans.is_converted(model):
         raise ValueError("the model is converted already; restore(model) of cumulant.convert takes that back")
     if budget is not None and layers != "auto":
@@ -151,10 +163,9 @@ def convert(
         found = find_sites(model, first)
         predicted, dial = None, None
         if target is not None and used is not None:  # layers="dial"
-            dial = choose_layers(model, used, target=target, batches=len(used))
+            dial = choose_layers(model, used, target=target, batches=len(used), force=force)
             if not dial.plan:
-                kept = dial.reasons | uncalled(model, found)
-                return ConversionReport(type(model).__name__, "dial", {}, kept, {}, 0.0, measured_on="data", dial=dial)
+                return _nothing(model, dial, uncalled(model, found))
             plan = _planned(found, dial.plan, asked)
         elif layers == "auto":
             from .diagnosis import select
@@ -162,19 +173,28 @@ def convert(
             if used is None:
                 raise ValueError('layers="auto" needs data: batches like those that the model will see')
             budget = 0.05 if budget is None else budget
-            plan, predicted = select(model, used, asked, budget, heads, output, diagnosis, progress)
+            plan, predicted = select(model, used, asked, budget, heads, output, diagnosis, force, progress)
         else:
             plan = _planned(found, layers, asked)
         if not plan:
             why = f"fits the budget of {budget}" if layers == "auto" else f"is to be replaced by layers={layers!r}"
             raise ValueError(f"no layer of {type(model).__name__} {why}; nothing was replaced")
-        wanted, seconds, memory = _measured(model, measured, output)
+        wanted = answers(model, measured, output)
         check_numbers(model, wanted)
         _check_taken_over(model, found, measured[:1], wanted[:1], output)
+        seconds, memory = _measured(model, measured)
         undo = plans.apply(model, {**kept_plan(model, found), **plan})
         try:
             calls = count_calls(model, first, plan)
-            got, seconds_after, memory_after = _measured(model, measured, output)
+            got = answers(model, measured, output)
+            seconds_after, memory_after = _measured(model, measured)
+            times, place = Times(seconds, seconds_after), f"{device_of(model)} with inputs of shape {sizes(measured)}"
+            if dial is not None and times.slower and not force:  # what was left of the dial's choice, all together
+                undo()
+                return _nothing(
+                    model, dial.without(f"the whole model is slower with it: {times}"), uncalled(model, found)
+                )
+            _check_pays(times, plan, place, used is not None, force)
         except BaseException:
             undo()
             raise
@@ -193,6 +213,8 @@ def convert(
         dropout_off={s.name: s.dropout for s in found if s.name in plan and s.dropout and not plan[s.name].drops},
         measured_on="noise" if used is None and example is None else "data",
         seconds=(seconds, seconds_after),
+        device=str(device_of(model)),
+        inputs=sizes(measured),
         peak_bytes=None if memory is None or memory_after is None else (memory, memory_after),
         dial=dial,
     )
@@ -319,21 +341,32 @@ def _choice(value: Any, asked: Choice) -> Choice | None:
     raise ValueError(f"a layer's choice must be a name, a mapping or a Choice, got {value!r}")
 
 
-def _measured(
-    model: nn.Module, batches: Sequence[Batch], output: Callable[[Any, Batch], Tensor] | None
-) -> tuple[list[Tensor], float, int | None]:
-    """Answers, seconds of a forward pass over all batches, and peak bytes on CUDA."""
-    cuda = any(p.is_cuda for p in model.parameters())
-    answers(model, batches[:1], output)
+def _measured(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, int | None]:
+    """Seconds of a forward pass over all batches, and its peak bytes on CUDA."""
+    cuda = device_of(model).type == "cuda"
     if cuda:
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    found = answers(model, batches, output)
-    if cuda:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    return found, seconds, torch.cuda.max_memory_allocated() if cuda else None
+    seconds = seconds_of(model, batches)[WHOLE]
+    return seconds, torch.cuda.max_memory_allocated() if cuda else None
+
+
+def _check_pays(times: Times, plan: Mapping[str, Choice], place: str, on_data: bool, force: bool) -> None:
+    """Refuse a plan that is slower on the user's own data; say so of one that was measured on an example of ours."""
+    if force or not times.slower:
+        return
+    what = f"replacing {len(plan)} layers is slower on {place}: forward pass {times}"
+    if on_data:
+        raise SlowerError(
+            f"{what}. The model is left as it was; force=True (--force) converts anyway, to save memory, say, or to "
+            "serve longer inputs or another device"
+        )
+    warnings.warn(f"{what}. Pass data= like that which the model will see to have this decided", stacklevel=3)
+
+
+def _nothing(model: nn.Module, dial: ModelDial, silent: Mapping[str, str]) -> ConversionReport:
+    """The report of a dial that found nothing to replace."""
+    kept = {**dial.reasons, **silent}
+    return ConversionReport(type(model).__name__, "dial", {}, kept, {}, 0.0, measured_on="data", dial=dial)
 
 
 def _check_taken_over(

@@ -20,6 +20,7 @@ from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import SOFTMAX, Choice, fitting
 from .conversion import find_sites
 from .dial import ModelDial, choose_layers
+from .paying import WHOLE, SlowerError, Times, device_of, seconds_of
 from .settings import CANDIDATES
 from .statistics import ORDERS, HeadSums, head_sums
 
@@ -44,6 +45,11 @@ class LayerDiagnosis:
     effect: dict[str, float]  # relative change of the model's output if this layer alone is replaced
     head_effect: dict[str, list[float]] = field(default_factory=dict)  # the same for single heads
     prefix: int = 0  # class tokens and the like at the start
+    seconds: dict[str, float] = field(default_factory=dict)  # of the layer, by mechanism, on the data and this device
+
+    def times(self, name: str) -> Times:
+        """Seconds of this layer as it is, and with that mechanism in all heads."""
+        return Times(self.seconds[SOFTMAX], self.seconds[name])
 
     def best(self, names: Iterable[str] | None = None) -> str:
         """The mechanism (of `names`) with the smallest effect; of those that are within 2 % of it, the cheapest."""
@@ -67,6 +73,10 @@ class LayerDiagnosis:
         means = (1 + (choice.options.get("apart", 0) > 0)) if choice.around_mean else 0
         return 2.0 * L * D * ((order - 1) * D + means) * self.heads
 
+    def even(self, name: str) -> int:
+        """Tokens from which on that mechanism multiplies less than softmax."""
+        return int(self.cost(name, 1) / self.cost(SOFTMAX, 1)) + 1
+
 
 @dataclass
 class Diagnosis:
@@ -78,6 +88,8 @@ class Diagnosis:
     linear: int  # multiply-adds of a token in all linear layers
     dial: ModelDial | None = None  # clusters and heads of each layer, where an error target was given
     measured_on: str = "data"  # "noise" if none was given
+    seconds: float = 0.0  # of a forward pass over the batches
+    device: str = "cpu"
 
     def ranked(self) -> list[LayerDiagnosis]:
         """Layers by their effect on the output, the safest first."""
@@ -155,29 +167,49 @@ class Diagnosis:
         return f"  {found.error:5.3f}  {found.cost:4.0%}  {found.what}"
 
     def proposal(self, budget: float = 0.05) -> str:
-        """Which layers to replace so that the output is expected to change by no more than `budget`."""
-        chosen: dict[str, str] = {}
-        total = 0.0
+        """Which layers to replace so that the output is expected to change by no more than `budget`, and nothing is
+        slower than it was; with the time that was measured."""
+        fitting, squares = list[LayerDiagnosis](), 0.0
         for layer in self.ranked():
             effect = layer.effect[layer.best()]
-            if (total + effect**2) ** 0.5 > budget:
+            if (squares + effect**2) ** 0.5 > budget:
                 break
-            total += effect**2
-            chosen[layer.name] = layer.best()
-        if not chosen:
+            squares += effect**2
+            fitting.append(layer)
+        if not fitting:
             return f"no layer can be replaced within a relative change of {budget:.0%}; keep softmax"
-        lengths = sorted({max(layer.tokens for layer in self.layers) * factor for factor in (1, 4, 16)})
-        gains = ", ".join(f"{self.speedup(L, chosen):.2g} x at {L:,} tokens" for L in lengths)
-        which = ", ".join(f"{name} ({attention})" for name, attention in chosen.items())
+        tokens = max(layer.tokens for layer in self.layers)
+        chosen = [layer for layer in fitting if not layer.times(layer.best()).slower]
+        if not chosen:
+            even = max(layer.even(layer.best()) for layer in fitting)
+            counted = f"; by multiply-adds it can pay from {even:,} tokens on" if even > tokens else ""
+            return (
+                f"keep softmax: {len(fitting)} of {len(self.layers)} layers fit a relative change of {budget:.0%}, but "
+                f"none is faster at {tokens:,} tokens on {self.device}: {self._expected(fitting)}{counted}"
+            )
+        error = sum(layer.effect[layer.best()] ** 2 for layer in chosen) ** 0.5
+        names = [layer.name for layer in chosen]
+        gains = {L: self.speedup(L, names) for L in sorted({tokens, 4 * tokens, 16 * tokens})}
+        counted = ", ".join(f"{gain:.3g} x fewer at {L:,} tokens" for L, gain in gains.items() if gain >= 1.005)
+        which = ", ".join(f"{layer.name} ({layer.best()})" for layer in chosen)
+        slower = len(fitting) - len(chosen)
         return (
             f"replace {len(chosen)} of {len(self.layers)} layers: {which}\n"
-            f"expected relative change of the output {total**0.5:.1%}; multiply-adds of a forward pass fall by {gains}"
+            f"expected relative change of the output {error:.1%}; {self._expected(chosen)} on {self.device}"
+            + (f"\nmultiply-adds, counted: {counted}" if counted else "")
+            + (f"\n{slower} more would fit the change and are slower" if slower else "")
         )
+
+    def _expected(self, chosen: Sequence[LayerDiagnosis]) -> str:
+        """The forward pass before, and after by what was measured layer by layer."""
+        saved = sum(layer.times(layer.best()).before - layer.times(layer.best()).after for layer in chosen)
+        return f"forward pass {Times(self.seconds, max(0.0, self.seconds - saved))}, measured layer by layer"
 
     def to_json(self) -> dict[str, Any]:
         layers = [vars(layer) for layer in self.layers]
         chosen = {} if self.dial is None else {"dial": self.dial.to_json()}
         known = {"model": self.model, "measured_on": self.measured_on, "linear": self.linear}
+        known |= {"seconds": self.seconds, "device": self.device}
         return {**known, "kept": self.kept, "layers": layers, **chosen}
 
     def figure(self, path: str | Path) -> Path:
@@ -218,6 +250,8 @@ def diagnose(
         check_target(dial, "dial")
     if isinstance(attention, str) or not attention:
         raise ValueError(f"attention must be a list of one mechanism or more, got {attention!r}")
+    if SOFTMAX in attention:
+        raise ValueError("attention names what could replace softmax, got 'softmax' itself")
     if queries < 1:
         raise ValueError(f"queries must be 1 or more, got {queries}")
     asked = {name: Choice.named(name) for name in attention}
@@ -251,11 +285,30 @@ def diagnose(
                     name: [effect({site.name: layer.choice(name, (h,))}) for h in range(site.heads)] for name in names
                 }
             layers.append(layer)
+        seconds = _seconds(model, used, layers, kept)
     linear = sum(_linear(module) for module in model.modules())
     why = {s.name: next(filter(None, map(s.refusal, asked.values())), "not softmax") for s in found if s not in able}
     chosen = None if dial is None else choose_layers(model, used, target=dial, batches=len(used), samples=queries)
     measured = "noise" if data is None else "data"
-    return Diagnosis(type(model).__name__, layers, why, linear, chosen, measured)
+    return Diagnosis(type(model).__name__, layers, why, linear, chosen, measured, seconds, str(device_of(model)))
+
+
+def _seconds(
+    model: nn.Module, batches: Sequence[Batch], layers: Sequence[LayerDiagnosis], kept: dict[str, Choice]
+) -> float:
+    """Seconds of a forward pass; those of each layer are noted there, for a mechanism in all layers at once."""
+    whole = seconds_of(model, batches)[WHOLE]
+    before = seconds_of(model, batches, [layer.name for layer in layers])
+    for layer in layers:
+        layer.seconds[SOFTMAX] = before[layer.name]
+    for name in dict.fromkeys(name for layer in layers for name in layer.effect):
+        plan = {layer.name: layer.choice(name) for layer in layers if name in layer.effect}
+        with plans.applied(model, {**kept, **plan}):
+            after = seconds_of(model, batches, plan)
+        for layer in layers:
+            if layer.name in after:
+                layer.seconds[name] = after[layer.name]
+    return whole
 
 
 def select(
@@ -266,12 +319,14 @@ def select(
     heads: bool,
     output: Callable[[Any, Batch], Tensor] | None,
     found: Diagnosis | None = None,
+    force: bool = False,
     progress: TextIO | None = None,
 ) -> tuple[dict[str, Choice], float]:
     """Layers, and with `heads` single heads, to replace within `budget`, and the error predicted for them.
 
     Safest first, by their effect alone, whole layers before single heads; each is kept in the plan if the output of all
-    together, measured, stays within the budget. Predicted: effects add like independent errors, by squares.
+    together, measured, stays within the budget. Mechanisms that are slower than softmax in a layer are no choice there
+    unless `force`. Predicted: effects add like independent errors, by squares.
     Asked for cumulant2 or cumulant3, each layer takes the better of both, and of the points to expand around unless one
     is asked for.
     """
@@ -295,7 +350,8 @@ def select(
     squares = 0.0
 
     def usable(layer: LayerDiagnosis) -> list[str]:
-        return [name for name in layer.effect if around is None or _around(name) == around]
+        names = [name for name in layer.effect if around is None or _around(name) == around]
+        return [name for name in names if force or not layer.times(name).slower]
 
     def best(layer: LayerDiagnosis) -> str:
         return layer.best(usable(layer))
@@ -309,6 +365,15 @@ def select(
             return relative_error(answers(model, batches, output), wanted) <= budget
 
     layers = [layer for layer in found.layers if usable(layer)]
+    if not layers:
+        times = [layer.times(min(layer.effect, key=layer.seconds.__getitem__)) for layer in found.layers]
+        said = Times(sum(t.before for t in times), sum(t.after for t in times))
+        tokens = max(layer.tokens for layer in found.layers)
+        raise SlowerError(
+            f"every layer is slower than softmax with each of {', '.join(found.layers[0].effect)} at {tokens:,} tokens "
+            f"on {found.device}: attention {said}, the fastest of each. Nothing was replaced; force=True (--force) "
+            "chooses by the change of the output alone"
+        )
     for layer in sorted(layers, key=lambda layer: layer.effect[best(layer)]):
         made, effect = choice(layer, best(layer)), layer.effect[best(layer)]
         if effect <= budget and fits({**plan, layer.name: made}):

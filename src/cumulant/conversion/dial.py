@@ -10,7 +10,7 @@ wins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -24,9 +24,11 @@ from ..cluster.cost import causal_multiply_adds, multiply_adds, softmax_multiply
 from ..cluster.dial import check_counts, check_target
 from ..cluster.layout import Blocks
 from ..inspect.batches import call, evaluating, example_for, some
-from ..inspect.watching import softmax_sites, watching_softmax
-from ..nn.swapped.choice import Choice
+from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
+from ..nn.swapped.choice import SOFTMAX, Choice
+from ..nn.swapped.plan import applied
 from ..zoo.cluster import LEAST, past_blocks
+from .paying import Times, seconds_of
 
 # Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
 # covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter.
@@ -70,7 +72,8 @@ class LayerDial:
     """Of one layer: the mechanism, the heads that take it (none: all stay softmax) of how many, its error and cost.
 
     The error is that of all heads together, the cost a share of softmax's multiply-adds at `tokens` keys, the most that
-    were seen. `tried` candidates spare a head a third of these or more, and were measured.
+    were seen. `tried` candidates spare a head a third of these or more, and were measured. `seconds` are those of the
+    layer before and after, on the data and this device; with `slower` they are why it stays softmax.
     """
 
     attention: str
@@ -80,15 +83,35 @@ class LayerDial:
     cost: float
     tokens: int
     tried: int
+    seconds: tuple[float, float] | None = None
+    slower: str | None = None
 
     @property
     def what(self) -> str:
         """Mechanism and heads in words; for a layer that stays softmax, why it does."""
         if self.heads:
-            return self.attention + ("" if len(self.heads) == self.of else f" in heads {list(self.heads)}")
+            measured = "" if self.seconds is None else f"; {Times(*self.seconds)}"
+            return self.attention + ("" if len(self.heads) == self.of else f" in heads {list(self.heads)}") + measured
+        if self.slower:
+            return f"softmax, {self.slower}"
         if self.tried:
             return f"softmax, no head meets the target with clusters at {self.tokens:,} tokens"
         return f"softmax, cheapest at {self.tokens:,} tokens (no clusters spare a third of the work)"
+
+    def to_json(self) -> dict[str, Any]:
+        seconds = None if self.seconds is None else list(self.seconds)
+        return {**asdict(self), "heads": list(self.heads), "seconds": seconds}
+
+    def timed(self, times: Times, force: bool) -> LayerDial:
+        """The same with what a clock says: softmax where that is slower, unless `force`."""
+        measured = replace(self, seconds=(times.before, times.after))
+        if force or not times.slower:
+            return measured
+        return measured.without(f"{self.attention} is slower here at {self.tokens:,} tokens: {times}")
+
+    def without(self, why: str) -> LayerDial:
+        """The same layer as softmax, for a reason that a clock gave."""
+        return replace(self, attention=SOFTMAX, heads=(), error=0.0, cost=1.0, slower=why)
 
 
 @dataclass(frozen=True)
@@ -111,8 +134,12 @@ class ModelDial:
         stay = {name: x.what.removeprefix("softmax, ") for name, x in self.layers.items() if not x.heads}
         return {**stay, **self.kept}
 
+    def without(self, why: str) -> ModelDial:
+        """The same with no layer replaced."""
+        return replace(self, layers={name: x.without(why) if x.heads else x for name, x in self.layers.items()})
+
     def to_json(self) -> dict[str, Any]:
-        layers = {name: {**asdict(x), "heads": list(x.heads)} for name, x in self.layers.items()}
+        layers = {name: x.to_json() for name, x in self.layers.items()}
         return {"target": self.target, "layers": layers, "kept": dict(self.kept)}
 
     def __str__(self) -> str:
@@ -132,6 +159,7 @@ def choose_layers(
     candidates: Sequence[str] = (*NAMES, *CAUSAL_NAMES),
     batches: int = 2,
     samples: int = 64,
+    force: bool = False,
 ) -> ModelDial:
     """For every softmax layer of a model that `convert` knows, the cheapest candidate with an error within `target`.
 
@@ -139,9 +167,10 @@ def choose_layers(
     `batches` of data (noise where there are none), with masks and grids as the model has them. Costs are those at the
     lengths of the data, and a candidate has to spare a head a third of softmax's multiply-adds; over few tokens none
     does, and none is measured. Candidates with `block` or `recent` are for causal layers, those with a near field or a
-    pooled response for others. Axial layers are not looked at, which the result says. The model is left as it is. Cost:
-    a forward pass to see lengths, and one in which every candidate that is cheap enough answers the sampled queries of
-    every layer, all queries where it is causal.
+    pooled response for others. Axial layers are not looked at, which the result says. What was chosen is then timed on
+    this device, and a layer that is slower with it stays softmax unless `force`. The model is left as it is. Cost: a
+    forward pass to see lengths, one in which every candidate that is cheap enough answers the sampled queries of every
+    layer, all queries where it is causal, and a few to take the time.
     """
     from .conversion import find_sites  # which calls this
 
@@ -174,8 +203,19 @@ def choose_layers(
             with watching_softmax(model, found, measure):
                 for batch in used:
                     call(model, batch)
-    layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
+        layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
+        plan = {name: _choice(x) for name, x in layers.items() if x.heads}
+        if plan:
+            before = seconds_of(model, used, plan)
+            with applied(model, {**kept_plan(model, found), **plan}):
+                after = seconds_of(model, used, plan)
+            for name in plan:
+                layers[name] = layers[name].timed(Times(before[name], after[name]), force)
     return ModelDial(layers, float(target), {name: why for name, why in kept.items() if name not in layers})
+
+
+def _choice(found: LayerDial) -> Choice:
+    return replace(Choice.named(found.attention), heads=None if len(found.heads) == found.of else found.heads)
 
 
 def _choices(candidates: Sequence[str], batches: int, samples: int) -> dict[str, Choice]:

@@ -31,7 +31,7 @@ def open_models(words: Sequence[str], device: str = "cpu") -> tuple[dict[str, Ex
         if swapped:
             from ..conversion import convert
 
-            convert(one.model, swapped)
+            convert(one.model, swapped, force=True)  # to look at, not to be fast
             one = replace(one, accuracy=None)  # that of the original
             short = longer = f"{longer} {swapped}"
         opened.append((short, longer, explorable(one)))
