@@ -1,7 +1,7 @@
 """What README and docs show runs as it stands, in a fresh interpreter.
 
-The `python` blocks of a page are one program; a `py` block is a program of its own. Pages of the zoo have one short
-block each and share an interpreter, each with names of its own.
+The `python` blocks of a page are one program; a `py` block is a program of its own. Pages of the zoo and of layers
+have one short block each and share an interpreter, each with names of its own.
 """
 
 import re
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ZOO = [page for page in PAGES if page.parent.name == "zoo"]
+ZOO = [page for page in PAGES if page.parent.name in ("zoo", "layers")]
 RUN_EACH = "import runpy, sys; [runpy.run_path(file, run_name='__main__') for file in sys.argv[1:]]"
 
 

@@ -1,11 +1,23 @@
-"""The page of the documentation that lists all mechanisms; its marks come from running them.
+"""The pages of the documentation that list all mechanisms and all layers; their marks come from running them.
 
-To write it again: python -m tools.zoo_page > docs/zoo/index.md
+To write them again: python -m tools.zoo_page. A layer's page holds what is known of it between
+`<!-- results: layer -->` and `<!-- end -->`; one that is missing is begun, its sections to be written by hand.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
+from cumulant.grammar import written
+from cumulant.nn import get_layer, layers, marks
+from cumulant.nn.probes import refusing
+from cumulant.nn.registry import CLAIMS
 from cumulant.zoo import capabilities, get, names
+from tools.tables import fill
+
+ROOT = Path(__file__).parents[1]
 
 HEAD = """# The zoo: published attentions behind one interface
 
@@ -57,5 +69,124 @@ def page() -> str:
     return f"{HEAD}{table}\n{LEGEND}"
 
 
+LAYERS_HEAD = """# Layers: ways to use attention heads
+
+A mechanism says how queries meet keys; a layer says what heads are, who computes, and what is kept. Every layer below
+takes the name of a mechanism and works by its own name in every model:
+
+```python
+import torch, cumulant
+
+layer = cumulant.nn.create_layer("moh+top=2", 64, 4, attention="cumulant3")
+print(layer(torch.randn(2, 50, 64), is_causal=True).shape)
+model = cumulant.create_model("vit_tiny_patch16_224", layer="moh", attention="cumulant3")
+```
+
+`layer(x, attn_mask=None, is_causal=False, context=None)`; options stand behind the name, as those of mechanisms do.
+Losses that a layer adds (a router's balance) are `cumulant.nn.auxiliary_loss(model)`, which `cumulant train` adds by
+itself. The marks were filled by running each layer over second-order cumulants; a test keeps this page true.
+
+"""
+
+LAYERS_LEGEND = """
+Causal: `is_causal=True`. Cross: `context=`. Key mask: padding, `attn_mask=`. Ragged: `forward_packed(x, cu_seq)`.
+Streaming: `stream().step(x)`, token by token. Equivariant: permuted tokens give permuted rows. Losses: auxiliary losses
+in training. Weights: `scores(x)`. Any mechanism: it runs over every name of `cumulant list`; if not, its page says why.
+"""
+LAYER_PAGE = """# NAME
+
+One sentence on what it changes.
+
+## Formula
+
+```text
+```
+
+## When to use it
+
+## Cost
+
+<!-- results: layer -->
+<!-- end -->
+
+## Example
+
+```python
+```
+
+## What was found
+"""
+
+
+def layers_page() -> str:
+    """docs/layers/index.md in Markdown."""
+    rows = [["layer", "year", *(claim.replace("_", " ") for claim in CLAIMS), "any mechanism"]]
+    rows.append(["---"] * len(rows[0]))
+    for name in layers():
+        found = marks(name)
+        link = f"[`{name}`]({name}.md)" if _is_head(name) else f"`{name}`"
+        rows.append([link, str(get_layer(name).year), *("yes" if mark else "" for mark in found.values())])
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"{LAYERS_HEAD}{table}\n{LAYERS_LEGEND}"
+
+
+def layer_block(name: str) -> str:
+    """What the registry knows of a layer and running it shows: source, abilities, mechanisms, options."""
+    layer, found = get_layer(name), marks(name)
+    source = f"{layer.paper}, {layer.year}" + (f", arXiv {layer.arxiv}." if layer.arxiv else ".")
+    able = ", ".join(mark.replace("_", " ") for mark in CLAIMS if found[mark]) or "none"
+    unable = ", ".join(mark.replace("_", " ") for mark in CLAIMS if not found[mark]) or "none"
+    parts = [
+        "## Source",
+        source,
+        "## What it can do",
+        f"| found by running | |\n|---|---|\n| yes | {able} |\n| no | {unable} |",
+    ]
+    parts.append("## Over which mechanisms")
+    refused = refusing(name)
+    if not refused:
+        parts.append("All of them: `attention=` is any name of `cumulant list`.")
+    else:
+        rows = [f"| `{one}` | {layer.not_over.get(one, words)} |" for one, words in refused.items()]
+        parts.append("\n".join(["| not over | why |", "|---|---|", *rows]))
+    if layer.options:
+        said, given = _arguments(layer.build), inspect.signature(layer.build).parameters
+        rows = [f"| `{one}` | {_default(given[one].default)} | {said.get(one, '')} |" for one in layer.options]
+        parts += ["## Options", "\n".join(["| name | default | meaning |", "|---|---|---|", *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _default(value: object) -> str:
+    return "" if value is None else written(value)
+
+
+def _arguments(build: object) -> dict[str, str]:
+    """What the docstring of a class says of each argument."""
+    _, _, text = inspect.cleandoc(inspect.getdoc(build) or "").partition("Args:\n")
+    found = re.findall(r"^    (\w+): (.*?)(?=^    \w+:|\Z)", text, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in found}
+
+
+def _is_head(name: str) -> bool:
+    return ".heads." in get_layer(name).build.__module__
+
+
+def written_pages() -> dict[str, str]:
+    """All pages as they should be, by path."""
+    pages = {"docs/zoo/index.md": page(), "docs/layers/index.md": layers_page()}
+    for name in filter(_is_head, layers()):
+        path = f"docs/layers/{name}.md"
+        text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else LAYER_PAGE.replace("NAME", name)
+        pages[path] = fill(text, {"layer": layer_block(name)})
+    return pages
+
+
+def main() -> None:
+    for path, text in written_pages().items():
+        (ROOT / path).parent.mkdir(exist_ok=True)
+        (ROOT / path).write_text(text, encoding="utf-8")
+        print(path)
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    main()

@@ -21,6 +21,12 @@ key mask: padding or weights · grouped queries: several query heads share a key
 L x L map can be shown · subquadratic: no L x L work · streaming: constant memory while tokens
 arrive · ragged: sequences of different lengths packed without padding"""
 
+LAYER_LEGEND = """
+Found by running: causal: tokens see only the past · cross: keys of another sequence · key mask:
+padding · ragged: sequences end to end, forward_packed · streaming: token by token, stream() ·
+equivariant: permuted tokens give permuted rows · losses: auxiliary losses that training adds
+weights: scores(x) can be shown · any mechanism: runs over every name of `cumulant list`"""
+
 
 @dataclass(frozen=True)
 class List:
@@ -67,11 +73,26 @@ def mechanisms() -> tuple[list[dict[str, Any]], str]:
 
 
 def layers() -> tuple[list[dict[str, Any]], str]:
-    """Attention layers by name."""
-    from .nn.registry import get_layer, layers
+    """Attention layers by name; what each can do is found by running it."""
+    from tqdm import tqdm
 
-    rows = [{"name": name, "summary": get_layer(name).summary} for name in layers()]
-    return rows, "\n".join(f"{row['name']}\n{under(0, row['summary'])}" for row in rows)
+    from .nn import get_layer, layers, marks
+    from .nn.registry import CLAIMS
+
+    rows = []
+    for name in tqdm(layers(), desc="running each layer", leave=False, disable=None):
+        layer = get_layer(name)
+        told = {key: getattr(layer, key) for key in ("name", "summary", "paper", "year", "cost")}
+        rows.append({**told, **marks(name), "options": list(layer.options)})
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'name':{width}}  what it is, what it can do, and its options"]
+    for row in rows:
+        can = ", ".join(key.replace("_", " ") for key in (*CLAIMS, "any_mechanism") if row[key]) or "none of these"
+        head = under(width, f"{row['summary']} ({row['paper']}, {row['year']})")
+        lines += [f"{row['name']:{width}}{head[width:]}", under(width, can)]
+        if row["options"]:
+            lines.append(under(width, "options: " + ", ".join(row["options"])))
+    return rows, "\n".join([*lines, LAYER_LEGEND])
 
 
 def models() -> tuple[list[dict[str, Any]], str]:

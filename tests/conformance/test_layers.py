@@ -1,92 +1,170 @@
-"""Every mechanism works by name in `nn.MultiheadAttention` and in the vision transformer, with its published parts."""
+"""Every layer of the registry, by what it claims: found by running it, in float64, with softmax and by moments."""
+
+import copy
+import pickle
 
 import pytest
 import torch
-from cases import DIM, GRID, HEADS, MODULES, NAMES, PREFIX, draw
+from layer_cases import NAMES, PARAMETERS, REFUSED
 
-from cumulant import create_model, zoo
-from cumulant.nn import MultiheadAttention
+from cumulant import create_model, nn
+from cumulant.nn.probes import DIM, GRID, HEADS, LENGTH, probe, refusing, small, tokens
+from cumulant.nn.registry import CLAIMS
 
-TOKENS = PREFIX + GRID[0] * GRID[1]
-
-
-def layer(name, *patterns, **options):
-    for pattern in patterns:
-        options = {**zoo.get(name).pattern_options.get(pattern, {}), **options}
-    place = {"grid_size": GRID, "prefix": PREFIX, "dtype": torch.float64}
-    return MultiheadAttention(DIM, HEADS, attention=name, attention_options=options, **place)
+ALL = pytest.mark.parametrize("name", NAMES)
+OVER = pytest.mark.parametrize("attention", ["softmax", "cumulant3"])
 
 
-def way(name):
-    """is_causal and the pattern options for a call that does not care."""
-    causal = not zoo.get(name).noncausal
-    return (["causal"] if causal else []), {"is_causal": causal}
+def trained(layer, x, **call):
+    """Output in training mode, and its loss with what the layer adds."""
+    out = layer.train()(x, **call)
+    more = nn.auxiliary_loss(layer)
+    return out, out.square().mean() + (0 if more is None else more)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_layer_keeps_the_shape_and_trains_all_its_parameters(name):
-    pattern, call = way(name)
-    module, x = layer(name, *pattern), draw(2, TOKENS, DIM)
-    out = module(x, grid=GRID, prefix=PREFIX, **call)
-    assert out.shape == x.shape
-    out.square().sum().backward()
-    missing = [key for key, p in module.named_parameters() if p.grad is None]
-    assert missing == []
+@ALL
+@OVER
+def test_it_does_what_it_claims_and_claims_what_it_does(name, attention):
+    found = {claim: probe(name, claim, attention) for claim in CLAIMS}
+    assert found == {claim: getattr(nn.get_layer(name), claim) for claim in CLAIMS}
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if zoo.get(n).key_mask])
-def test_padded_tokens_do_not_act_on_the_others(name):
-    pattern, call = way(name)
-    module, x = layer(name, *pattern).eval(), draw(2, TOKENS, DIM)
-    mask = torch.ones(2, TOKENS, dtype=torch.bool)
-    mask[0, 9:] = False
-    clean = module(x, key_mask=mask, **call)
-    x[0, 9:] = 1e3
-    again = module(x, key_mask=mask, **call)
-    torch.testing.assert_close(again[mask], clean[mask])
+@ALL
+def test_it_runs_over_every_mechanism_but_those_it_names(name):
+    assert set(refusing(name)) == set(nn.get_layer(name).not_over)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if zoo.get(n).cross and zoo.get(n).noncausal])
-def test_a_layer_attends_to_another_sequence(name):
-    module = MultiheadAttention(
-        DIM, HEADS, attention=name, attention_options=dict(zoo.get(name).pattern_options.get("cross", {}))
-    )
-    out = module(draw(2, 5, DIM, dtype=torch.float32), context=draw(2, 9, DIM, seed=1, dtype=torch.float32))
-    assert out.shape == (2, 5, DIM)
-    assert out.isfinite().all()
+@ALL
+@OVER
+def test_gradients_agree_with_differences(name, attention):
+    layer, x = small(name, attention), tokens()[:1].requires_grad_()
+    names, weights = zip(*layer.named_parameters(), strict=True)
+
+    def output(x, *given):
+        return torch.func.functional_call(layer, dict(zip(names, given, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(output, (x, *weights), fast_mode=True, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not zoo.get(n).cross])
-def test_a_layer_whose_mechanism_has_no_cross_attention_refuses_it(name):
-    with pytest.raises(ValueError, match=r"has no cross attention.*nearest mechanism that can"):
-        layer(name)(draw(2, 5, DIM), context=draw(2, 9, DIM), is_causal=not zoo.get(name).noncausal)
+@ALL
+@OVER
+def test_gradients_reach_every_parameter(name, attention):
+    layer = small(name, attention)
+    trained(layer, tokens())[1].backward()
+    assert [key for key, p in layer.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_option_is_named_with_those_that_exist(name):
-    with pytest.raises(ValueError, match=f"unknown option 'colour' of mechanism {name!r}; accepted: "):
-        layer(name, colour=3)
+@ALL
+def test_the_parameters_are_those_of_the_page(name):
+    assert sum(p.numel() for p in nn.create_layer(name, DIM, HEADS, grid_size=GRID).parameters()) == PARAMETERS[name]()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if zoo.get(n).noncausal])
-@pytest.mark.parametrize("pool", ["cls", "gap"])
-def test_a_vision_transformer_takes_it_by_name_and_at_another_resolution(name, pool):
-    shape = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3, "pool": pool}
-    model = create_model("vit_tiny_patch16_224", img_size=16, attention=name, **shape)
-    for size in (16, 24):
-        out = model(draw(2, 3, size, size, dtype=torch.float32))
-        assert out.shape == (2, 3)
-        assert out.isfinite().all()
-    out.sum().backward()
-    inside = [key for key, p in model.named_parameters() if ".attn." in key and p.grad is None]
-    assert inside == []
-    if name not in MODULES:
-        assert not any(".attn.mix." in key for key, _ in model.named_parameters())
+@ALL
+def test_parameters_are_made_where_and_as_asked(name):
+    layer = nn.create_layer(name, DIM, HEADS, grid_size=GRID, device="meta", dtype=torch.float16)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.float16)}
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if zoo.get(n).weights])
-def test_a_layer_shows_the_weights_of_its_mechanism(name):
-    pattern, call = way(name)
-    weights = layer(name, *pattern).scores(draw(2, TOKENS, DIM), **call)
-    assert weights.shape == (2, HEADS, TOKENS, TOKENS)
-    assert weights.isfinite().all()
+@ALL
+def test_autocast_computes_in_bfloat16_what_float32_computes(name):
+    layer, x = small(name, "softmax").float(), tokens().float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    exact = layer(x)
+    assert (out - exact).norm() < 0.03 * exact.norm()
+
+
+@ALL
+@OVER
+def test_it_compiles_in_one_graph(name, attention):
+    layer, x = small(name, attention), tokens()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+@ALL
+def test_its_losses_are_those_of_the_plain_layer_when_compiled(name):
+    layer, x = small(name), tokens()
+    torch.manual_seed(1)
+    plain = trained(layer, x)[1]
+    torch.manual_seed(1)
+    compiled = torch.compile(layer.train(), backend="eager")
+    out = compiled(x)
+    more = nn.auxiliary_loss(layer)
+    torch.testing.assert_close(out.square().mean() + (0 if more is None else more), plain)
+
+
+@ALL
+@OVER
+def test_it_can_be_exported(name, attention):
+    layer, x = small(name, attention).float(), tokens().float()
+    exported = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(exported(tokens(seed=1).float()), layer(tokens(seed=1).float()))
+
+
+@ALL
+def test_its_state_goes_into_another_of_its_kind(name):
+    layer, other = small(name), nn.create_layer(name, DIM, HEADS, attention="cumulant2", grid_size=GRID).double().eval()
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(other(tokens()), layer(tokens()))
+
+
+@ALL
+def test_a_layer_that_has_trained_can_be_copied_and_pickled(name):
+    layer = small(name)
+    trained(layer, tokens())
+    layer.eval()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(other(tokens()), layer(tokens()))
+
+
+@ALL
+def test_sequences_without_tokens_of_odd_and_of_single_length_pass(name):
+    if nn.get_layer(name).needs_grid:
+        pytest.skip("its tokens fill a grid")
+    layer = small(name, "softmax")
+    for length in (1, 2, 7):
+        assert layer(tokens(length)).isfinite().all()
+    assert layer(tokens()[:0]).shape == (0, LENGTH, DIM)
+
+
+@ALL
+def test_tokens_may_lie_in_memory_as_they_like(name):
+    layer, x = small(name, "softmax"), tokens()
+    torch.testing.assert_close(layer(x.mT.contiguous().mT), layer(x))
+
+
+CASES = [pytest.param(name, *case, id=f"{name}-{case[3][:20]}") for name in REFUSED for case in REFUSED[name]]
+
+
+@pytest.mark.parametrize(("name", "dim", "heads", "options", "words"), CASES)
+def test_what_does_not_fit_is_refused_in_words(name, dim, heads, options, words):
+    with pytest.raises(ValueError, match=words):
+        nn.create_layer(name, dim, heads, **options)
+
+
+@ALL
+def test_an_unknown_option_behind_its_name_is_refused_with_those_that_it_has(name):
+    with pytest.raises(ValueError, match=f"unknown option 'colour' of layer {name!r}; accepted: "):
+        nn.create_layer(f"{name}+colour=3", DIM, HEADS)
+
+
+@ALL
+def test_a_mask_that_differs_from_query_to_query_is_refused(name):
+    with pytest.raises(ValueError, match=r"attn_mask of shape .* cannot be honoured"):
+        small(name)(tokens(), attn_mask=torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
+
+
+SHAPE = {"embed_dim": 32, "num_heads": 4, "num_classes": 3}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not nn.get_layer(name).needs_grid])
+@pytest.mark.parametrize("model", ["vit_nano_patch2_8", "vivit_nano_patch4x2_16"])
+def test_models_take_it_by_name(name, model):
+    made = create_model(model, layer=name, attention="cumulant3", depth=2, **SHAPE)
+    size = (8, 8) if model.startswith("vit_") else (8, 16, 16)
+    out = made.train()(torch.randn(2, 1, *size))
+    assert out.shape == (2, 3)
+    assert (nn.auxiliary_loss(made) is not None) == nn.get_layer(name).losses
+    assert made.config["layer"] == name

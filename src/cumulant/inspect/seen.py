@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from .. import zoo
 from ..call import Call
-from ..nn import AxialAttention, CumulantAttention, MultiheadAttention
-from ..nn.cumulant import as_key_mask
+from ..nn import AxialAttention, MultiheadAttention
 from ..nn.swapped.choice import Choice, weights
 from ..tensors import wide
 from ..tracing import without_autocast
@@ -70,12 +69,10 @@ def seen_in(layer: MultiheadAttention, x: Tensor, *args: Any, **kwargs: Any) -> 
 
     Rows that stand alone cost M D each; other mechanisms form the matrix of this layer.
     """
-    if isinstance(layer, CumulantAttention):  # its second argument is a mask, as in timm
-        mask, *others = args or (kwargs.pop("attn_mask", None),)
-        args = (None, as_key_mask(mask, x), *others)
-    call = layer.call(x, *args, **kwargs)
+    call = layer.asked(x, *args, **kwargs)
     around = layer.attention_options.get("around")  # the mean query is that of all
-    alone = _rows_alone(layer.mechanism, call) and around != "mean" and not isinstance(layer.mix, nn.Module)
+    alone = layer.rows_alone and _rows_alone(layer.mechanism, call) and around != "mean"
+    alone = alone and not isinstance(layer.mix, nn.Module)
     axial = isinstance(layer, AxialAttention)
     held = x if layer.mechanism.wants_input else None  # not to keep what nobody needs
 

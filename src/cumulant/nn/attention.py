@@ -23,6 +23,8 @@ from ..zoo.mixing import Mix
 from ..zoo.registry import Mechanism
 from .extras import GATES, Temperature, ValueConv, check_temperature, conv_kernel, gate_name
 from .fold import folded_attention, folds
+from .packing import forward_packed
+from .streams import LayerStream
 
 LAYER_NORM = partial(nn.LayerNorm, eps=1e-6)
 EXTRAS = (
@@ -49,6 +51,7 @@ class MultiheadAttention(nn.Module):
         attention_options: the same options as a mapping, `{"full": True}`.
         num_kv_heads: key and value heads Hk, each of which serves num_heads / Hk query heads in a row (grouped queries;
             1 is multi-query attention); as many as query heads unless given. `qkv` then has (H + 2 Hk) D rows.
+        head_dim: channels D of a head, dim / num_heads unless given.
         qk_norm: normalise queries and keys per head with `norm_layer` (LayerNorm unless given).
         scale_norm: normalise the mechanism's output before the last projection.
         attn_drop: dropout on the attention probabilities; an error for mechanisms that have none.
@@ -62,6 +65,9 @@ class MultiheadAttention(nn.Module):
             one for the second and one for the third term of each head. They are 1 at first.
     """
 
+    mixer_names: tuple[str, ...] = ("mix",)  # attributes with what `build_mix` made
+    first_place = 0  # of x in its sequence, for layers that know places; a stream moves it on
+    rows_alone = True  # a row of `scores_of` is that of the mechanism, which may form it without the others
     fold: str | bool = False  # see `nn.fold.folds`; for second order without norms and extras
 
     def __init__(
@@ -72,6 +78,7 @@ class MultiheadAttention(nn.Module):
         attention: str = "softmax",
         attention_options: dict[str, Any] | None = None,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         qkv_bias: bool = True,
         qk_norm: bool = False,
         scale_norm: bool = False,
@@ -89,8 +96,10 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or dim < 1 or dim % num_heads:
+        if num_heads < 1 or dim < 1 or (head_dim is None and dim % num_heads):
             raise ValueError(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={num_heads}")
+        if head_dim is not None and head_dim < 1:
+            raise ValueError(f"head_dim must be a number of channels, at least 1, got {head_dim}")
         name, own = parse(attention)
         self.mechanism = zoo.get(name)
         self.num_kv_heads = check_kv_heads(num_kv_heads, num_heads, self.mechanism)
@@ -103,7 +112,8 @@ class MultiheadAttention(nn.Module):
             )
         norm = LAYER_NORM if norm_layer is None else norm_layer
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+        self.dim, self.num_heads = dim, num_heads
+        self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.attn_drop, self.grid_size, self.prefix = attn_drop, grid_size, prefix
         self.attention_options = {**own, **(attention_options or {})}
         check_temperature(temperature, name, self.attention_options.get("around", "zero"))
@@ -114,16 +124,22 @@ class MultiheadAttention(nn.Module):
         self.mix = self.build_mix(place)
         by_order = temperature == "order" and name == "cumulant3"  # at order 2 the factor of the query is all
         self.temperature = Temperature(num_heads, 2 if by_order else 1, **place) if temperature else None
-        self.v_conv = None if kernel is None else ValueConv(dim, kernel, v_conv_init, **place)
-        self.gate = nn.Linear(dim, dim, **place) if self.gate_activation else None
-        self.norm = norm(dim, **place) if scale_norm else nn.Identity()
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, **place)
+        inner = self.inner_dim
+        self.v_conv = None if kernel is None else ValueConv(inner, kernel, v_conv_init, **place)
+        self.gate = nn.Linear(dim, inner, **place) if self.gate_activation else None
+        self.norm = norm(inner, **place) if scale_norm else nn.Identity()
+        self.proj = nn.Linear(inner, dim, bias=proj_bias, **place)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def build_mix(self, place: dict[str, Any]) -> Mix:
         """The mechanism as this layer calls it: itself with its options, or a module with parameters."""
         return self.mechanism.build(
-            self.dim, self.num_heads, grid_size=self.grid_size, prefix=self.prefix, **place, **self.attention_options
+            self.widths[0],
+            self.num_heads,
+            grid_size=self.grid_size,
+            prefix=self.prefix,
+            **place,
+            **self.attention_options,
         )
 
     @property
@@ -132,13 +148,18 @@ class MultiheadAttention(nn.Module):
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     @property
+    def inner_dim(self) -> int:
+        """Channels that the output projection reads."""
+        return self.num_heads * self.head_dim
+
+    @property
     def enable_gqa(self) -> bool:
         """Whether a key head serves several query heads."""
         return self.num_kv_heads != self.num_heads
 
     def mixers(self) -> tuple[Mix, ...]:
         """Every callable that `build_mix` made."""
-        return (self.mix,)
+        return tuple(getattr(self, name) for name in self.mixer_names)
 
     def reset_extras(self) -> None:
         """Initialise what is not a projection or norm of every layer: mechanism, convolution and temperatures.
@@ -158,15 +179,21 @@ class MultiheadAttention(nn.Module):
         is_causal: bool = False,
         grid: Grid | None = None,
         prefix: int = 0,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """x (..., L, C), context (..., M, C), key_mask (..., M) -> (..., L, C).
 
         `grid` (rows, cols) or (frames, rows, cols) says how the tokens after the first `prefix` are laid out; without
-        it, the layer's own `grid_size` and `prefix` hold.
+        it, the layer's own `grid_size` and `prefix` hold. `attn_mask` is a key mask as timm and the layers of `heads`
+        take it, see `as_key_mask`.
         """
+        key_mask = one_mask(key_mask, attn_mask, x if context is None else context)
         if context is None and folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal):
             return self.proj_drop(self.folded(x, key_mask))
-        call = self.call(x, context, key_mask, is_causal, grid, prefix)
+        return self.attend(self.call(x, context, key_mask, is_causal, grid, prefix), x, context)
+
+    def attend(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The layer's output (..., L, C) for the call that it makes of x (..., L, C) and its context."""
         out = self.mix_tokens(call, x, context).transpose(-3, -2).flatten(-2)
         if self.v_conv is not None:
             out = out + self._convolved(self.v_conv, call, context)
@@ -201,6 +228,20 @@ class MultiheadAttention(nn.Module):
         grouped = self.enable_gqa
         return Call(query, key, value, key_mask, is_causal, None, grouped, there, grid, prefix, dropout_p=dropout)
 
+    def asked(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: Grid | None = None,
+        prefix: int = 0,
+        attn_mask: Tensor | None = None,
+    ) -> Call:
+        """The call that `forward` makes of the same arguments."""
+        mask = one_mask(key_mask, attn_mask, x if context is None else context)
+        return self.call(x, context, mask, is_causal, grid, prefix)
+
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Output (..., H, L, D) of the mechanism for the call of x (..., L, C) and its context."""
         return self.mix_in_mean(self.mix.run(call, x), call)
@@ -222,7 +263,7 @@ class MultiheadAttention(nn.Module):
             query, key, value = self._heads(self.qkv(x), (heads, kv_heads, kv_heads))
         else:
             self._check_width("context", context)
-            bias, cut = self.qkv.bias, (self.widths[0], 2 * self.widths[1])
+            bias, cut = self.qkv.bias, (self.widths[0], sum(self.widths[1:]))
             own, other = (None, None) if bias is None else bias.split(cut)
             W_query, W_rest = self.qkv.weight.split(cut)
             (query,) = self._heads(F.linear(x, W_query, own), (heads,))
@@ -246,6 +287,14 @@ class MultiheadAttention(nn.Module):
         """Weights of some heads for their call, as `call` makes it."""
         A = mix.weigh(call, x)
         return A if self.temperature is None else self.temperature.mean_in(A, call, self.normalization, heads, weigh)
+
+    def forward_packed(self, x: Tensor, cu_seq: Tensor, longest: int | None = None, is_causal: bool = False) -> Tensor:
+        """Sequences end to end, x (T, C) -> (T, C); see `nn.packing`."""
+        return forward_packed(self, x, cu_seq, longest, is_causal)
+
+    def stream(self) -> LayerStream:
+        """This layer token by token: `stream().step(x)` with x (B, n, C)."""
+        return LayerStream(self)
 
     def extra_repr(self) -> str:
         grouped = f", num_kv_heads={self.num_kv_heads}" if self.enable_gqa else ""
@@ -272,6 +321,30 @@ class MultiheadAttention(nn.Module):
     def _check_width(self, name: str, x: Tensor) -> None:
         if x.ndim < 2 or x.shape[-1] != self.dim:
             raise ValueError(f"{name} must have shape (..., tokens, {self.dim}), got {tuple(x.shape)}")
+
+
+def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """The key mask (..., L) that an attention mask for keys of x (..., L, C) stands for; an error if it is none.
+
+    Moments are taken once for all queries, so a mask that differs from query to query cannot be honoured.
+    """
+    if attn_mask is None or attn_mask.shape == x.shape[:-1]:
+        return attn_mask
+    per_key = (*x.shape[:-2], 1, 1, x.shape[-2])
+    if attn_mask.shape == per_key and attn_mask.dtype == torch.bool:
+        return attn_mask[..., 0, 0, :]
+    raise ValueError(
+        f"attn_mask of shape {tuple(attn_mask.shape)} and dtype {attn_mask.dtype} cannot be honoured: "
+        f"attention of linear cost takes one mask for all queries, {tuple(x.shape[:-1])} bool or weights, "
+        f"or {per_key} bool; for a causal mask pass is_causal=True"
+    )
+
+
+def one_mask(key_mask: Tensor | None, attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """The key mask of x (..., L, C), which may come under either name."""
+    if key_mask is not None and attn_mask is not None:
+        raise ValueError("key_mask and attn_mask were both given; they say the same, pass one of them")
+    return key_mask if attn_mask is None else as_key_mask(attn_mask, x)
 
 
 def check_kv_heads(num_kv_heads: int | None, num_heads: int, mechanism: Mechanism) -> int:

@@ -26,6 +26,8 @@ class AxialAttention(MultiheadAttention):
     B T of S, with h heads each.
     """
 
+    mixer_names = ("mix", "mix_space")
+
     def __init__(self, dim: int, num_heads: int = 8, **kw: Any) -> None:
         if num_heads % 2:
             raise ValueError(f"num_heads must be even, half for time and half for space, got {num_heads}")
@@ -38,9 +40,6 @@ class AxialAttention(MultiheadAttention):
 
     def build_mix(self, place: dict[str, Any]) -> Mix:
         return self._half(place, self.grid_size, 0)
-
-    def mixers(self) -> tuple[Mix, ...]:
-        return self.mix, self.mix_space
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Query, key and value (B, H, L, D) -> (B, H, L, D), the heads over time first."""

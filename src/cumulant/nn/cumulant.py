@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..attention import attention_varlen
-from ..call import check_order, offsets
-from .attention import EXTRAS, MultiheadAttention, check_extras
+from ..call import Call, check_order, offsets
+from .attention import EXTRAS, MultiheadAttention, as_key_mask, check_extras
 from .fold import folds
 
 UNFOLDABLE = ("v_conv", "gate", "temperature")
@@ -86,6 +86,9 @@ class CumulantAttention(MultiheadAttention):
         """x (B, L, C) -> (B, L, C). attn_mask marks keys: (B, L) bool or weights, or (B, 1, 1, L) bool."""
         return super().forward(x, key_mask=as_key_mask(attn_mask, x), is_causal=is_causal, grid=grid, prefix=prefix)
 
+    def asked(self, x: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Call:  # type: ignore[override]
+        return self.call(x, None, as_key_mask(attn_mask, x), *args, **kwargs)
+
     def forward_packed(self, x: Tensor, cu_seq: Tensor, longest: int | None = None, is_causal: bool = False) -> Tensor:
         """Sequences of different lengths end to end, x (T, C), without padding -> (T, C); equal to a loop over them.
 
@@ -110,20 +113,3 @@ class CumulantAttention(MultiheadAttention):
             enable_gqa=self.enable_gqa, **self.attention_options,
         )  # fmt: skip
         return self.proj_drop(self.proj(self.norm(out.flatten(-2))))
-
-
-def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """The key mask (..., L) that an attention mask for x (..., L, C) stands for; an error if it is none.
-
-    Moments are taken once for all queries, so a mask that differs from query to query cannot be honoured.
-    """
-    if attn_mask is None or attn_mask.shape == x.shape[:-1]:
-        return attn_mask
-    per_key = (*x.shape[:-2], 1, 1, x.shape[-2])
-    if attn_mask.shape == per_key and attn_mask.dtype == torch.bool:
-        return attn_mask[..., 0, 0, :]
-    raise ValueError(
-        f"attn_mask of shape {tuple(attn_mask.shape)} and dtype {attn_mask.dtype} cannot be honoured: "
-        f"cumulant attention takes one mask for all queries, {tuple(x.shape[:-1])} bool or weights, "
-        f"or {per_key} bool; for a causal mask pass is_causal=True"
-    )

@@ -1,32 +1,69 @@
-"""Attention layers by name: `create_layer("multihead", 384, 6, attention="cumulant3")`.
+"""Attention layers by name: `create_layer("moh+top=4", 384, 6, attention="cumulant3")`.
 
-A layer maps tokens x (..., L, C) to tokens, `layer(x, context=None, key_mask=None, is_causal=False, grid=None,
-prefix=0)`; which mechanism works between its projections is the name it is given.
+A layer maps tokens x (..., L, C) to tokens, `layer(x, attn_mask=None, is_causal=False, context=None, grid=None,
+prefix=0)`, all but x by keyword; which mechanism works between its projections is the name it is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ..grammar import suggest
+from ..grammar import parse, suggest
+from ..zoo.registry import can
 from .attention import MultiheadAttention
 from .axial import AxialAttention
+
+# What models tell every layer; all other arguments of its class are options that a user may write behind its name.
+SHARED = frozenset({"self", "dim", "num_heads", "attention", "attention_options", "qkv_bias", "qk_norm", "scale_norm",
+                    "proj_bias", "attn_drop", "proj_drop", "norm_layer", "grid_size", "prefix", "v_conv", "v_conv_init",
+                    "gate", "temperature", "num_kv_heads", "head_dim", "device", "dtype"})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Layer:
-    """`build(dim, num_heads, *, attention, **options)` makes the module; the summary is what `cumulant list` shows."""
+    """`build(dim, num_heads, *, attention, **options)` makes the module. The rest is what it claims; the conformance
+    suite and `cumulant list layers` find out by running it (`nn/probes.py`)."""
 
     name: str
     summary: str
     build: Callable[..., nn.Module]
+    paper: str = ""
+    year: int = 0
+    arxiv: str = ""
+    cost: str = ""  # multiply-adds of one layer, besides the projections, in L, D and H
+
+    causal: bool = False  # `is_causal=True`: rows that no later token changes
+    cross: bool = False  # `context=`: keys and values of another sequence
+    key_mask: bool = False  # `attn_mask=`: padding, which acts on nobody
+    ragged: bool = False  # `forward_packed(x, cu_seq)`: sequences end to end
+    streaming: bool = False  # `stream().step(x)`: token by token, equal to the causal layer
+    equivariant: bool = False  # permuting the tokens permutes the output
+    losses: bool = False  # `losses()`: auxiliary losses in training
+    weights: bool = False  # `scores(x)`: the weights can be shown
+    needs_grid: bool = False  # runs only where tokens lie on a `grid`
+    # Mechanisms of the zoo that it does not run over, with the reason.
+    not_over: Mapping[str, str] = field(default_factory=dict)
+    takes_over: bool = False  # the weights of an ordinary layer load into it, so that `convert` may put it in its place
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What may stand behind its name, as in "moh+top=4"."""
+        return options_of_layer(self.build)
 
 
+CLAIMS = ("causal", "cross", "key_mask", "ragged", "streaming", "equivariant", "losses", "weights")
 _LAYERS: dict[str, Layer] = {}
+
+
+def options_of_layer(build: Callable[..., nn.Module]) -> tuple[str, ...]:
+    """Arguments of a layer's class that are its own."""
+    parameters = inspect.signature(build).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in SHARED)
 
 
 def register_layer(layer: Layer) -> Layer:
@@ -43,16 +80,34 @@ def layers() -> list[str]:
 
 
 def get_layer(name: str) -> Layer:
-    """The layer of that name."""
-    if name not in _LAYERS:
-        raise ValueError(f"unknown attention layer {name!r}; {suggest(name, layers())}")
-    return _LAYERS[name]
+    """The layer of that name; options behind it are passed over."""
+    known, _ = parse(name)
+    if known not in _LAYERS:
+        raise ValueError(f"unknown attention layer {known!r}; {suggest(known, layers())}")
+    return _LAYERS[known]
 
 
 def create_layer(name: str, dim: int, num_heads: int, *, attention: str = "softmax", **options: Any) -> nn.Module:
-    """A freshly initialised layer of width `dim`; `options` are those of its class."""
-    return get_layer(name).build(dim, num_heads, attention=attention, **options)
+    """A freshly initialised layer of width `dim`; `options` are those of its class, or stand behind its name."""
+    layer, own = get_layer(name), parse(name)[1]
+    unknown = [option for option in own if option not in layer.options]
+    if unknown:
+        accepted = ", ".join(layer.options) or "none"
+        raise ValueError(f"unknown option {unknown[0]!r} of layer {layer.name!r}; accepted: {accepted}")
+    return layer.build(dim, num_heads, attention=attention, **{**options, **own})
 
 
-register_layer(Layer("multihead", "projections, a mechanism between them, an output projection", MultiheadAttention))
-register_layer(Layer("axial", "half of the heads along time, the other half within a frame", AxialAttention))
+_PLAIN: dict[str, Any] = {"paper": "Attention Is All You Need (Vaswani et al.)", "year": 2017, "arxiv": "1706.03762"}
+register_layer(
+    Layer(
+        "multihead", "projections, a mechanism between them, an output projection", MultiheadAttention, **_PLAIN,
+        cost="that of the mechanism", **can("causal cross key_mask ragged streaming equivariant weights"),
+    )
+)  # fmt: skip
+register_layer(
+    Layer(
+        "axial", "half of the heads along time, the other half within a frame", AxialAttention,
+        paper="ViViT, model 4 (Arnab et al.)", year=2021, arxiv="2103.15691",
+        cost="that of the mechanism over time and over a frame", **can("key_mask weights needs_grid"),
+    )
+)  # fmt: skip

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..data.jobs import telling_of_killed_workers
 from ..data.order import mix
 from ..data.part import Source
+from ..nn.losses import auxiliary_loss
 from . import optimise
 from .average import Average
 from .build import AUGMENT, DROPOUT, augment_of, build_model, build_optimizer, loader_of, open_recipe_source
@@ -165,10 +166,12 @@ class _Run:
 
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Loss of (images, soft targets) in training."""
-        core, recipe = self.core, self.recipe
+        core, model, recipe = self.core, self.model, self.recipe
 
         def objective(images: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(core(images).float(), targets)
+            loss = F.cross_entropy(core(images).float(), targets)
+            more = auxiliary_loss(model)
+            return loss if more is None else loss + more
 
         mode = None if recipe.compile_mode == "default" else recipe.compile_mode
         sharded = self.team.world > 1 and recipe.parallel == "fsdp"

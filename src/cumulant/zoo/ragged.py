@@ -41,8 +41,8 @@ def padded(
     at_k = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
     if len(at_q) != len(at_k):
         raise ValueError(f"cu_seq_q and cu_seq_k must hold as many sequences, got {len(at_q) - 1} and {len(at_k) - 1}")
-    place_q, mask_q = _places(at_q, query.device)
-    place_k, mask_k = _places(at_k, key.device)
+    place_q, mask_q = places(at_q, query.device)
+    place_k, mask_k = places(at_k, key.device)
     length = mechanism.length_option
     if length is not None and arguments.get(length) is None:
         arguments[length] = torch.maximum(mask_q.sum(-1), mask_k.sum(-1)).clamp(min=1)
@@ -52,7 +52,7 @@ def padded(
     return out.transpose(1, 2)[mask_q]
 
 
-def _places(at: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def places(at: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """For each sequence the places of its tokens in the pack, (N, M), and which of them are there, (N, M)."""
     start = torch.tensor(at[:-1], device=device, dtype=torch.long)
     length = torch.tensor(at[1:], device=device, dtype=torch.long) - start

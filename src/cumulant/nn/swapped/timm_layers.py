@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...call import Call
-from ..cumulant import as_key_mask
+from ..attention import as_key_mask
 from ..fold import folded_attention, folds
 from .choice import Choice, mix
 

@@ -1,0 +1,68 @@
+"""What the layers of this room share: their signature, packed sequences, streams and what they say to a bad request.
+
+Shape legend: ... leading dimensions, L tokens, M context tokens, C width, H heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ... import zoo
+from ...call import Call, Grid
+from ..attention import MultiheadAttention, as_key_mask
+from ..losses import KeepsLosses
+
+
+class HeadsLayer(KeepsLosses, MultiheadAttention):
+    """`MultiheadAttention` in the signature of this room; a layer changes its projections, its mixing, or both.
+
+    A subclass has `layer_name`, its name in the registry, and overrides `project`, `mix_tokens` and `scores_of` as far
+    as its formula differs. Arguments that it does not explain are those of `MultiheadAttention`.
+    """
+
+    layer_name: str
+
+    def forward(  # type: ignore[override]  # a mask as in timm before the context
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        context: Tensor | None = None,
+        grid: Grid | None = None,
+        prefix: int = 0,
+    ) -> Tensor:
+        """x (..., L, C), context (..., M, C) -> (..., L, C).
+
+        attn_mask marks keys: (..., M) bool or weights, or (..., 1, 1, M) bool; see `as_key_mask`.
+        """
+        return self.attend(self.asked(x, attn_mask, is_causal, context, grid, prefix), x, context)
+
+    def asked(  # type: ignore[override]
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        context: Tensor | None = None,
+        grid: Grid | None = None,
+        prefix: int = 0,
+    ) -> Call:
+        """The call that `forward` makes of the same arguments."""
+        mask = as_key_mask(attn_mask, x if context is None else context)
+        return self.call(x, context, mask, is_causal, grid, prefix)
+
+    def scores(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The weights with which this layer mixes the values, (..., H, L, M); arguments are those of `forward`."""
+        call = self.asked(x, *args, **kwargs)
+        return self.scores_of(call, x, kwargs.get("context"))
+
+    def need(self, capability: str, why: str, remedy: str) -> None:
+        """Raises unless the mechanism has what this layer needs, naming both and the nearest that works."""
+        if not getattr(self.mechanism, capability):
+            near = zoo.nearest(self.mechanism, capability)
+            hint = f"; nearest mechanism that has it: {near!r}" if near else ""
+            raise ValueError(
+                f"layer {self.layer_name!r} {why} and needs {capability.replace('_', ' ')}, which "
+                f"{self.mechanism.name!r} does not have{hint}; or {remedy}"
+            )

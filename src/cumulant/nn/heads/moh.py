@@ -1,0 +1,217 @@
+"""MoH, mixture-of-head attention: each token chooses K of its heads and weighs what they say.
+
+Shape legend: ... leading dimensions, L tokens, C width, H = S + R heads (shared first, then routed), K chosen of R.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...call import Call, check_choice
+from ...tensors import wide
+from ...tracing import is_plain, transformed
+from ...zoo.mixing import Bound
+from ...zoo.registry import can
+from ..registry import Layer, register_layer
+from .base import HeadsLayer
+
+ROUTERS = ("learned", "norm")
+GATHERED_FROM = 4096  # tokens; below, finding the rows takes longer than it saves
+UNEVEN = 1.25  # rows of heads are computed together while the padding to the longest is at most a quarter
+
+
+class MixtureOfHeads(HeadsLayer):
+    """Shared heads that every token uses, and routed heads of which each token chooses `top`.
+
+        p = softmax(W_g x) over R,  g_r = K p m / sum(p m),  m the top K of p      (m has no gradient)
+        g_s = S softmax(W_g1 x),  a = 2 softmax(W_g0 x),  y = proj(concat(a_0 g_s, a_1 g_r) * heads(x))
+
+    The mean gate is 1, so the output has the size of plain attention. In training the loss `balance` is
+    R sum_e mean(p_e) mean(m_e) times its weight: K when all heads are used alike, R when all tokens choose the same.
+
+    Args:
+        shared: heads that every token uses; about a quarter of them unless given.
+        top: routed heads that a token uses; so many that three quarters of all heads work, unless given.
+        router: "learned", or "norm" for the router without parameters: the largest norms of the query over their
+            deviation, gates 0 or 1 with a straight-through gradient, to go on from a trained layer.
+        balance: weight of the balance loss.
+        sparse: compute only the rows that were chosen: True, False, or "auto", from 4,096 tokens on where the mechanism
+            allows it. The output is the same.
+    """
+
+    layer_name = "moh"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        shared: int | None = None,
+        top: int | None = None,
+        router: str = "learned",
+        balance: float = 0.01,
+        sparse: bool | str = "auto",
+        **layer: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, **layer)
+        shared = max(1, num_heads // 4) * (num_heads > 1) if shared is None else shared
+        routed = num_heads - shared
+        if not 0 <= shared <= num_heads:
+            raise ValueError(f"shared must be from 0 to num_heads={num_heads}, got shared={shared}")
+        top = min(routed, max(1, round(0.75 * num_heads) - shared)) if top is None else top
+        if not 0 <= top <= routed:
+            raise ValueError(
+                f"top={top} of {routed} routed heads (num_heads={num_heads}, shared={shared}): the router of layer "
+                f"'moh' cannot choose more heads than there are; take top={routed} or fewer shared heads"
+            )
+        if not top and routed:
+            raise ValueError(
+                f"top=0 leaves {routed} routed heads that no token uses; take shared={num_heads} or top=1 and more"
+            )
+        check_choice("router", router, ROUTERS)
+        check_choice("sparse", sparse, (True, False, "auto"))
+        if balance < 0:
+            raise ValueError(f"balance must be a weight of 0 or more, got {balance}")
+        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype"), "bias": False}
+        self.shared, self.routed, self.top, self.balance, self.sparse = shared, routed, top, balance, sparse
+        learned = router == "learned"
+        self.route = nn.Linear(dim, routed, **place) if top and learned else None
+        self.weigh_shared = nn.Linear(dim, shared, **place) if shared > 1 and learned else None
+        self.weigh_stages = nn.Linear(dim, 2, **place) if shared and top and learned else None
+        self.router = router
+        for linear in (self.route, self.weigh_shared, self.weigh_stages):
+            if linear is not None:
+                nn.init.trunc_normal_(linear.weight, std=0.02)
+
+    def gates(self, x: Tensor, query: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates (..., L, H) of tokens x (..., L, C), probabilities p and choice m of the routed heads (..., L, R).
+
+        `router="norm"` reads the query (..., H, L, D).
+        """
+        parts: list[Tensor] = []
+        if self.shared:
+            one = wide(x).new_ones((*x.shape[:-1], self.shared))
+            parts.append(one if self.weigh_shared is None else _softmax(self.weigh_shared(x)) * self.shared)
+        p = m = wide(x).new_zeros((*x.shape[:-1], self.routed))
+        if self.top:
+            p = self._probabilities(x, query)
+            m = torch.zeros_like(p).scatter(-1, p.topk(self.top, -1).indices, 1.0)
+            parts.append(m + m * (p - p.detach()) if self.router == "norm" else self._renormalised(p * m))
+        if self.weigh_stages is not None:
+            stages = _softmax(self.weigh_stages(x)) * 2
+            parts = [part * stages[..., i : i + 1] for i, part in enumerate(parts)]
+        return torch.cat(parts, -1), p, m
+
+    def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
+        gates, p, m = self.gates(x, call.query)
+        if self.top and self.balance and self.training:
+            self.keep_loss("balance", self.balance * balance_loss(p, m, call.query_mask))
+        weight = gates.mT.unsqueeze(-1)
+        if self.top and self.top < self.routed and self._gathers(call):
+            return torch.cat((
+                self._of_heads(call, x, slice(0, self.shared)) * weight[..., : self.shared, :, :].to(call.query.dtype),
+                self._chosen(call, x, m, weight[..., self.shared :, :, :]),
+            ), -3)  # fmt: skip
+        return super().mix_tokens(call, x, context) * weight.to(call.query.dtype)
+
+    def _probabilities(self, x: Tensor, query: Tensor | None) -> Tensor:
+        if self.route is not None:
+            return _softmax(self.route(x))
+        assert query is not None
+        norms = wide(query)[..., self.shared :, :, :].norm(dim=-1).mT  # (..., L, R)
+        spread = norms.std(-1, keepdim=True) if self.routed > 1 else torch.ones_like(norms)
+        return _softmax(norms / spread.clamp(min=torch.finfo(norms.dtype).eps))
+
+    def _renormalised(self, chosen: Tensor) -> Tensor:
+        total = chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).eps)
+        return chosen / total * self.top
+
+    def _gathers(self, call: Call) -> bool:
+        """Whether only rows that were chosen are computed: each must follow from its own query and all keys."""
+        able = (
+            isinstance(self.mix, Bound)
+            and self.temperature is None
+            and not self.enable_gqa
+            and self.mechanism.cross
+            and self.mechanism.independent_rows
+            and not self.mechanism.wants_grid
+            and not call.is_causal
+            and self.attention_options.get("around", "zero") == "zero"
+        )
+        if self.sparse is not True:
+            plain = not torch.compiler.is_compiling() and is_plain(call.query) and not transformed()
+            return able and self.sparse == "auto" and plain and call.query.shape[-2] >= GATHERED_FROM
+        if not able:
+            raise ValueError(
+                f"sparse=True computes the chosen rows alone, which {self.mechanism.name!r} cannot here (causal rows, "
+                'rows that see each other or a layout on a grid); pass sparse="auto"'
+            )
+        return True
+
+    def _of_heads(self, call: Call, x: Tensor, heads: slice) -> Tensor:
+        query, key, value = (part[..., heads, :, :] for part in call[:3])
+        return self.mix.run(call._replace(query=query, key=key, value=value), x)
+
+    def _chosen(self, call: Call, x: Tensor, m: Tensor, weight: Tensor) -> Tensor:
+        """Gated output (..., R, L, D) of the routed heads; only rows with m = 1 are computed, and heads that no token
+        of the batch chose not at all. Heads that are used about alike go together, others one by one."""
+        chosen = m.mT > 0  # (..., R, L)
+        counts = chosen.sum(-1)
+        most = counts.flatten(0, -2).amax(0).tolist() if counts.ndim > 1 else counts.tolist()  # waits for the device
+        places = (~chosen).to(torch.uint8).argsort(dim=-1, stable=True)  # the chosen tokens first, in their order
+        routed = [part[..., self.shared :, :, :] for part in call[:3]]
+        # Rows beyond a head's own count are computed and weighted with 0.
+        weight = weight.to(call.query.dtype)
+        used = [head for head in range(self.routed) if most[head]]
+        even = max(most) * len(used) <= UNEVEN * sum(most)
+        groups = [used] if even else [[head] for head in used]
+        out = routed[2].new_zeros((*call.query.shape[:-3], self.routed, call.query.shape[-2], self.head_dim))
+        for heads in groups:
+            whole = len(heads) == self.routed
+            rows = places[..., : max(most[head] for head in heads)]
+            rows = rows if whole else rows[..., heads, :]
+            query, key, value = routed if whole else [part[..., heads, :, :] for part in routed]
+            at = rows.unsqueeze(-1)
+            query = query.gather(-2, at.expand(*rows.shape, query.shape[-1]))
+            found = self.mix.run(call._replace(query=query, key=key, value=value, query_mask=None), x)
+            gate = weight if whole else weight[..., heads, :, :]
+            found = found * gate.gather(-2, at)
+            at = at.expand(found.shape)
+            if whole:
+                return out.scatter(-2, at, found)
+            part = found.new_zeros(*found.shape[:-2], out.shape[-2], found.shape[-1]).scatter(-2, at, found)
+            out = out.index_copy(-3, torch.tensor(heads, device=out.device), part)
+        return out
+
+
+def balance_loss(p: Tensor, m: Tensor, present: Tensor | None = None) -> Tensor:
+    """R sum_e mean(p_e) mean(m_e) over the tokens that are there, of p and m (..., L, R)."""
+    if present is not None:
+        weight = (present != 0).expand(p.shape[:-1]).to(p.dtype).unsqueeze(-1)
+        p, m, count = p * weight, m * weight, weight.sum().clamp(min=1)
+    else:
+        count = torch.full((), p[..., 0].numel(), dtype=p.dtype, device=p.device)
+    tokens = tuple(range(p.ndim - 1))
+    return p.shape[-1] * (p.sum(tokens) / count * (m.sum(tokens) / count)).sum()
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return wide(logits).softmax(-1)
+
+
+MOH = register_layer(
+    Layer(
+        name="moh",
+        summary="each token chooses some of its heads and weighs what they say",
+        build=MixtureOfHeads,
+        paper="MoH: Multi-Head Attention as Mixture-of-Head Attention (Jin et al.)",
+        year=2024,
+        arxiv="2410.11842",
+        cost="(S + K) / H of the mechanism's rows",
+        takes_over=True,
+        **can("causal cross key_mask ragged streaming equivariant losses weights"),
+    )
+)
