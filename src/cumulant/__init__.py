@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from . import conversion as conversion  # it answers to its old name, cumulant.convert, too
 from .lazy import lazy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from . import nn as nn
