@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .around import around_mean, check_around
-from .call import Call, check_offsets, offsets
+from .call import Call, check_offsets, longest, offsets
 from .closures import check_closure
 from .expansion import Form, expand, path_for, triton, weigh
+from .kernels import notice
 from .saturated import saturated
 from .tracing import in_autocast_dtype, without_autocast
 
@@ -135,8 +136,15 @@ def attention_varlen(
     call = Call(q, k, v, None, is_causal, scale, enable_gqa).checked()
     plain = closure in (None, "gauss") and around == "zero"  # others need all of a sequence: one by one
     path = path_for(form, q, k, v, None, is_causal, call.softmax_scale) if plain else "reference"
-    if path == "triton" and max_q is not None and max_k is not None:
+    if not plain and form.backend == "auto":
+        given = f"closure={closure!r}, around={around!r}"
+        notice.plain_torch("attention_varlen", q, f"{given} take one sequence after the other; the defaults take all")
+    if path == "triton":
         # Offsets on a GPU are taken at their word: looking at them would wait for everything before them.
+        if max_q is None:
+            max_q = longest(offsets("cu_seq_q", cu_seq_q, query.shape[0], None, "max_q"))
+        if max_k is None:
+            max_k = longest(offsets("cu_seq_k", cu_seq_k, key.shape[0], None, "max_k"))
         with without_autocast(query.device.type):
             packed = query, key, value, None, order, call.softmax_scale, normalization
             cu_q, cu_k = (x.to(query.device, torch.int32).contiguous() for x in (cu_seq_q, cu_seq_k))

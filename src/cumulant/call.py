@@ -218,15 +218,19 @@ def check_offsets(name: str, cu_seq: Tensor, tokens: int) -> None:
         raise ValueError(f"{name} must be a 1-D integer tensor [0, ..., {tokens}], got {cu_seq!r}")
 
 
-def offsets(name: str, cu_seq: Tensor, tokens: int, longest: int | None, longest_name: str) -> list[int]:
-    """Sequence boundaries as integers, checked against the tokens they cut."""
+def longest(at: Sequence[int]) -> int:
+    """Tokens of the longest sequence between these boundaries."""
+    return max((b - a for a, b in pairwise(at)), default=0)
+
+
+def offsets(name: str, cu_seq: Tensor, tokens: int, most: int | None, most_name: str) -> list[int]:
+    """Sequence boundaries as integers, checked against the tokens they cut and the longest sequence, where given."""
     check_offsets(name, cu_seq, tokens)
     at = [int(i) for i in cu_seq.tolist()]
-    lengths = [b - a for a, b in pairwise(at)]
-    if at[0] != 0 or at[-1] != tokens or any(n < 0 for n in lengths):
+    if at[0] != 0 or at[-1] != tokens or any(a > b for a, b in pairwise(at)):
         raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {at}")
-    if longest is not None and longest < max(lengths, default=0):
-        raise ValueError(f"{longest_name} must be at least the longest sequence, {max(lengths)}, got {longest}")
+    if most is not None and most < longest(at):
+        raise ValueError(f"{most_name} must be at least the longest sequence, {longest(at)}, got {most}")
     return at
 
 

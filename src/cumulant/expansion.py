@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .call import Call, check_order, positions_of
 from .causal import causal_attention
-from .kernels import launch
+from .kernels import launch, notice
 from .kernels.dense import cpu
 from .moments import Moments, full_third_by_pairs, ratio, statistics_dtype
 from .tracing import transformed, without_autocast
@@ -150,22 +150,33 @@ def path_for(
     form: Form, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, is_causal: bool, scale: float = 1.0
 ) -> str:
     """The path that computes this case: "triton", "cpu" or "reference" (plain torch, which computes all)."""
-    backend, order = form.backend, form.order
-    differentiable_only = transformed() or (weights is not None and weights.requires_grad)
-    if backend == "reference" or order == 1 or form.full or differentiable_only:
+    backend = form.backend
+    if backend == "reference" or form.order == 1 or not (q.numel() and k.numel() and v.numel()):
         return "reference"
-    if not (q.numel() and k.numel() and v.numel()):
-        return "reference"
-    if is_causal and order == 2 and abs(scale) < LEAST_SCALE:
-        return "reference"
-    if backend == "triton" or (backend == "auto" and q.is_cuda):
-        obstacle = launch.obstacle(q, v, order, is_causal)
+    beyond = _beyond_kernels(form, weights, is_causal, scale)
+    if backend == "triton" or (backend == "auto" and notice.expected(q)):
+        obstacle = beyond or launch.obstacle(q, v, form.order, is_causal)
         if obstacle is None:
             return "triton"
-        if backend == "triton":
+        if backend == "triton" and beyond is None:
             raise ValueError(f'backend="triton" cannot be used: {obstacle}; use backend="auto"')
+        notice.plain_torch("attention", q, obstacle)
         return "reference"
-    return "cpu" if q.device.type == "cpu" and not is_causal and not torch.compiler.is_compiling() else "reference"
+    tiled = q.device.type == "cpu" and not is_causal and beyond is None and not torch.compiler.is_compiling()
+    return "cpu" if tiled else "reference"
+
+
+def _beyond_kernels(form: Form, weights: Tensor | None, is_causal: bool, scale: float) -> str | None:
+    """Why only plain torch has what is asked for, whatever the tensors are, or None."""
+    if form.full:
+        return "full=True, the whole third cumulant, has no kernel; full=False takes its diagonal"
+    if transformed():
+        return "torch.func transforms and forward-mode gradients need plain torch"
+    if weights is not None and weights.requires_grad:
+        return "kernels give key_mask no gradient; pass key_mask.detach() if none is wanted"
+    if is_causal and form.order == 2 and abs(scale) < LEAST_SCALE:
+        return f"causal kernels take a scale of {LEAST_SCALE:g} or more, got {scale:g}; scale the query instead"
+    return None
 
 
 def triton(is_causal: bool) -> Callable[..., Tensor]:

@@ -17,6 +17,7 @@ from ..call import Call, Grid, check_choice
 from ..closures import check_closure
 from ..moments import ratio, statistics_dtype
 from ..tracing import without_autocast
+from .auto import AUTO, tuning
 from .backend import Case, Form, kernels_for, run_kernels
 from .build import Clusters, Field, Packed, check_clusters, make_layout, pack
 from .causal import causal_clusters
@@ -45,10 +46,10 @@ def cluster_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    rank: str = "mass",
+    rank: str = "auto",
     variance: str = "diagonal",
-    response: int | str | None = None,
-    near_rows: int = 1,
+    response: int | str | None = "auto",
+    near_rows: int | str = "auto",
     queries: str = "each",
     least: int = 1,
     offset: int = 0,
@@ -81,7 +82,8 @@ def cluster_attention(
             then depend on the length; `Blocks(size, keep, recent)` do not.
         rank: near clusters are those of largest "mass", or of largest mass times s^2: "error". "mean": with `near_rows`
             of largest mean of the mass over these queries, from two cumulants of theirs: as good as "mass", and one
-            number a cluster and block of queries instead of one a cluster and query.
+            number a cluster and block of queries instead of one a cluster and query. "auto", here and below: "mass", 1
+            and None; "mean", 128 and "pooled" for near > 0 of blocks from 1,024 queries and keys on, not causal.
         variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
         response: only so many clusters of largest weight answer with their covariance, the others with their mean;
             "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one.
@@ -94,7 +96,7 @@ def cluster_attention(
         backend: "auto", "reference" (plain torch, blockwise) or "triton": blocks of a sequence or a grid without masks,
             heads of at most 128 (float32: 64); blocks of at most 64 tokens with prefix tokens and either variance but
             no near field, any without prefix and with diagonal variance, near field for 32, 64 or 128 queries in a
-            row. "auto" takes them on CUDA where they can compute the case, those of any blocks from 1,024 keys on.
+            row. "auto" takes them on CUDA where they can compute the case, and says once what stands in the way else.
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E;
@@ -104,6 +106,17 @@ def cluster_attention(
     call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, None, grid, prefix, offset).checked()
     (query, key, value), Lk = call[:3], key.shape[-2]
     check_clusters(clusters)
+    found = tuning(
+        near,
+        query.shape[-2],
+        Lk,
+        is_causal=is_causal,
+        blocks=isinstance(clusters, int | tuple | Blocks),
+        asking=queries,
+    )
+    rank = found.rank if rank == AUTO else rank
+    response = found.response if response == AUTO else response
+    near_rows = found.near_rows if near_rows == AUTO else near_rows
     form = check_form(near, closure, rank, variance, response, near_rows, backend, queries)
     if not whole(least, 1):
         raise ValueError(f"least must be a number of tokens, 1 or more, got {least!r}")
@@ -155,7 +168,8 @@ def cluster_scores(query: Tensor, key: Tensor, *, clusters: Clusters, **options:
 
         A_l = w_c / n_c (1 + f_c q.k~_l) in a far cluster c, the probability itself for near and prefix tokens
 
-    Options are those of `cluster_attention`. Cost a query: K D Lk; pass few queries of a long sequence.
+    Options are those of `cluster_attention`. Cost a query: K D Lk; pass few queries of a long sequence, and with near
+    clusters that queries share (`near_rows`, "auto" for long sequences) those of a whole tile.
     """
     query, key = Call(query, key, key, enable_gqa=True).checked()[:2]
     Lk = key.shape[-2]
@@ -262,7 +276,7 @@ def check_form(
     rank: str,
     variance: str,
     response: int | str | None,
-    near_rows: int = 1,
+    near_rows: int | str = 1,
     backend: str = "auto",
     queries: str = "each",
 ) -> Form:

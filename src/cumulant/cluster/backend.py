@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Grid
-from ..kernels import launch
+from ..kernels import launch, notice
 from ..tracing import transformed
 from .layout import Blocks, cuts, divide, on_grid
 
@@ -24,7 +24,7 @@ TILES = (32, 64, 128)  # queries that can share their near clusters in a kernel
 WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the shared memory of a multiprocessor
 MOST = 1024  # clusters
 MOST_HEADS = 65_535  # of all sequences of a batch: as far as the second dimension of a grid of programs goes
-LONG = 1024  # keys from which "auto" takes the kernels of clusters; shorter sequences have not been measured
+LONG = 1024  # keys up to which short clusters go through their tokens, where that is cheaper
 LARGEST, MOST_PREFIX, MOST_SLOTS = 64, 32, 4096  # of the kernels that go through the tokens of short clusters
 
 
@@ -67,7 +67,7 @@ def kernels_for(backend: str, case: Case) -> str | None:
     backend="triton" where neither can.
     """
     call = case.call
-    if backend == "reference" or (backend == "auto" and not call.query.is_cuda):
+    if backend == "reference" or (backend == "auto" and not notice.expected(call.query)):
         return None
     Lk = call.key.shape[-2]
     reason = _general_obstacle(case)
@@ -76,14 +76,13 @@ def kernels_for(backend: str, case: Case) -> str | None:
         K, size = len(starts) - 1, max(b - a for a, b in pairwise(starts))
         why_not = {"short": _short_obstacle(case, K, size), "clusters": _clusters_obstacle(case, K)}
         by_token = Lk < LONG and cheaper_by_token(size, call.key.shape[-1], call.value.shape[-1])
-        if backend == "auto" and Lk < LONG:
-            why_not["clusters"] = why_not["clusters"] or f"fewer than {LONG} keys"
         for name in ("short", "clusters") if by_token else ("clusters", "short"):
             if why_not[name] is None:
                 return name
         reason = f"{why_not['clusters']} (kernels of short clusters: {why_not['short']})"
     if backend == "triton":
         raise ValueError(f'backend="triton" cannot be used: {reason}; use backend="auto"')
+    notice.plain_torch("cluster_attention", call.query, reason)
     return None
 
 

@@ -57,7 +57,7 @@ class Choice:
 
     def options(self) -> dict[str, Any]:
         names = ("clusters", "near", "response", "rank", "closure")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"near_rows": 1}  # as it was measured
 
 
 def _candidates() -> tuple[Choice, ...]:
@@ -165,7 +165,7 @@ def _measure(rows: Tensor, call: Call, candidates: Sequence[Choice], length: int
     """Squared errors (C, H), shares of softmax's cost (C, H) and the size of what is approximated (H,)."""
     (query, key, value), scale = call[:3], call.scale
     # One cluster that is near is softmax, also of these rows.
-    exact = cluster_attention(rows, key, value, clusters=1, near=1, scale=scale).double()
+    exact = cluster_attention(rows, key, value, clusters=1, near=1, scale=scale, backend="reference").double()
     size = (exact - value.double().mean(-2, keepdim=True)).square().sum((0, 2, 3))
     q = _scaled(rows, scale)
     fields: dict[int | KMeans, Field] = {}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .. import zoo
 from ..call import Call
 from ..cluster.attention import cluster_attention
+from ..cluster.auto import AUTO, tuning
 from ..cluster.cost import causal_multiply_adds, multiply_adds, softmax_multiply_adds
 from ..cluster.dial import check_counts, check_target
 from ..cluster.layout import Blocks
@@ -272,7 +273,7 @@ class _Sums:
         self.size = self.size + _squares(exact - mean, there)
         for name in self.cheaper:
             options = _arguments(asked[name], made)
-            if made.is_causal or options.get("near") == "neighbours":  # a query has to keep its place
+            if made.is_causal or options.get("near") == "neighbours" or options["near_rows"] != 1:  # its place counts
                 out = cluster_attention(query, key, value, **options, **shared)[:, :, at]
             else:
                 out = cluster_attention(asking, key, value, **options, **shared)
@@ -304,7 +305,7 @@ def places(length: int, samples: int) -> Tensor:
 def _softmax(query: Tensor, key: Tensor, value: Tensor, at: Tensor, is_causal: bool, shared: dict[str, Any]) -> Tensor:
     """What softmax answers the queries `at` these places."""
     if not is_causal:
-        return cluster_attention(query[:, :, at], key, value, clusters=1, near=1, **shared)
+        return cluster_attention(query[:, :, at], key, value, clusters=1, near=1, backend="reference", **shared)
     return zoo.get("softmax")(query, key, value, is_causal=True, **shared)[:, :, at]
 
 
@@ -325,12 +326,19 @@ def _squares(difference: Tensor, there: Tensor) -> Tensor:
 
 def _arguments(choice: Choice, made: Call) -> dict[str, Any]:
     """What the mechanism passes to `cluster_attention` in a layer that calls it so."""
-    options = {key: value for key, value in choice.options.items() if key not in PAST}
+    Lq, Lk = made.query.shape[-2], made.key.shape[-2]
+    options = {key: value for key, value in _tuned(choice, Lq, Lk, made.is_causal).items() if key not in PAST}
     if made.is_causal:
         return {"clusters": _past(choice), "is_causal": True, **options}
     if made.query.shape[-2] == made.key.shape[-2]:
         options |= {"grid": made.grid, "prefix": made.prefix if made.grid is not None else 0}
     return {"clusters": _blocks(choice), "least": LEAST, **options}
+
+
+def _tuned(choice: Choice, Lq: int, Lk: int, is_causal: bool) -> dict[str, Any]:
+    """The options of a candidate with numbers in place of "auto", which are those of the whole sequence."""
+    found = tuning(choice.options.get("near", 0), Lq, Lk, is_causal=is_causal)._asdict()
+    return found | {name: option for name, option in choice.options.items() if option != AUTO}
 
 
 def _blocks(choice: Choice) -> int:
@@ -344,9 +352,9 @@ def _past(choice: Choice) -> Blocks:
 
 def _causal_work(choice: Choice, Lq: int, Lk: int, D: int, E: int) -> float:
     """Multiply-adds of a candidate in a causal layer for one head and sequence; infinite if it has no causal form."""
-    options = choice.options
-    response, variance = options.get("response"), options.get("variance", "diagonal")
-    if Lq != Lk or options.get("near") or isinstance(response, str) or options.get("near_rows", 1) != 1:
+    options = _tuned(choice, Lq, Lk, True)
+    response, variance = options["response"], options.get("variance", "diagonal")
+    if Lq != Lk or options.get("near") or isinstance(response, str) or options["near_rows"] != 1:
         return inf
     return causal_multiply_adds(Lq, D, E, _past(choice), response=response, variance=variance)
 
@@ -361,6 +369,7 @@ def _work(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> float
         if not own:
             return inf
         near = 3 ** (1 if made.grid is None else len(made.grid))
-    form = {name: choice.options[name] for name in ("response", "variance") if name in choice.options}
+    options = _tuned(choice, Lq, Lk, False)
+    form = {name: options[name] for name in ("response", "variance") if name in options}
     exact = min(Lk, near * Lk / K + prefix)
     return multiply_adds(Lk, D, E, K, near_tokens=exact, asking=Lq / Lk, **form)

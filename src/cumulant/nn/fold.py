@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import launch
+from ..kernels import launch, notice
 from ..moments import ratio, statistics_dtype
 from ..tracing import in_autocast_dtype, transformed, without_autocast
 
@@ -154,12 +154,12 @@ def _token_moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, T
     Centred before the product, sums in at least float32; tokens of weight 0 do not matter. 16-bit tokens on a GPU
     take a kernel that computes one triangle, and keep the covariance in 16 bits, as a plain layer keeps its keys.
     """
-    dtype = statistics_dtype(x.dtype)
+    dtype, obstacle = statistics_dtype(x.dtype), _obstacle(x, weights)
+    if obstacle is None:
+        G, mean, x = _TokenMoments.apply(x)
+        return G, mean, 1.0, x
+    notice.plain_torch("the folded layer", x, obstacle)
     if weights is None:
-        narrow = x.dtype in (torch.bfloat16, torch.float16)
-        if narrow and launch.available(x) and x.shape[1] > 0 and not transformed():
-            G, mean, x = _TokenMoments.apply(x)
-            return G, mean, 1.0, x
         mean = x.mean(-2, dtype=dtype) if x.shape[-2] else x.sum(-2, dtype=dtype)
         centred = x.to(dtype) - mean.unsqueeze(-2)
         return centred.mT @ centred / max(1, x.shape[-2]), mean, float(x.shape[-2] > 0), x
@@ -170,6 +170,19 @@ def _token_moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, T
     mean = (share * seen).sum(-2)
     centred = seen - mean.unsqueeze(-2)
     return (share * centred).mT @ centred, mean, (W > 0).to(dtype), x
+
+
+def _obstacle(x: Tensor, weights: Tensor | None) -> str | None:
+    """Why the kernel cannot take tokens x (B, L, C), or None."""
+    if weights is not None:
+        return "its kernel takes no mask"
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel takes bfloat16 and float16 tokens, got {x.dtype}"
+    if not launch.available(x):
+        return "Triton and a CUDA device are needed"
+    if not x.shape[1] or transformed():
+        return "no tokens, or torch.func transforms and forward-mode gradients, need plain torch"
+    return None
 
 
 class _TokenMoments(torch.autograd.Function):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..cluster import Blocks, ClusterStream, cluster_attention, cluster_scores
+from ..cluster.auto import AUTO
 from .registry import Mechanism, can, options_of, register
 
 COUNTS = (4, 16, 64)
@@ -23,7 +24,8 @@ def past_blocks(count: int, *, block: int = BLOCK, recent: int = 0) -> Blocks:
 
 
 def _stream(count: int, *, block: int = BLOCK, recent: int = 0, **options: Any) -> ClusterStream:
-    return ClusterStream(past_blocks(count, block=block, recent=recent), **options)
+    given = {name: option for name, option in options.items() if option != AUTO}
+    return ClusterStream(past_blocks(count, block=block, recent=recent), **given)
 
 
 def _options(
@@ -33,9 +35,9 @@ def _options(
     near: int | str = 0,
     closure: str = "tanh",
     variance: str = "diagonal",
-    response: int | str | None = None,
-    near_rows: int = 1,
-    rank: str = "mass",
+    response: int | str | None = "auto",
+    near_rows: int | str = "auto",
+    rank: str = "auto",
     block: int = BLOCK,
     recent: int = 0,
 ) -> dict[str, Any]:

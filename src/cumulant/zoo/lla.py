@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call
+from ..kernels import notice
 from ..kernels.lla import plan
 from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
 from ..tracing import transformed
@@ -54,16 +55,23 @@ def lla_attention(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = 
     query, key, value = call[:3]
     if query.shape[-2] == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    if query.is_cuda and _kernels_take(query, value, settings):
-        return by_kernels(call, ridge, qk_norm, settings)
+    if notice.expected(query):
+        obstacle = _obstacle(query, value, settings)
+        if obstacle is None:
+            return by_kernels(call, ridge, qk_norm, settings)
+        notice.plain_torch("lla", query, obstacle)
     rows = _rows(call, ridge, qk_norm)
     if transformed():
         return torch.cat([fit.out for fit in _fits(*rows, settings)], -2)
     return _LocalLinear.apply(*rows, settings)
 
 
-def _kernels_take(query: Tensor, value: Tensor, settings: Settings) -> bool:
-    return settings.solver == "cg" and not settings.precondition and plan.obstacle(query, value) is None
+def _obstacle(query: Tensor, value: Tensor, settings: Settings) -> str | None:
+    """Why the kernels cannot take this, or None."""
+    if settings.solver != "cg" or settings.precondition:
+        got = f"solver={settings.solver!r}, precondition={settings.precondition}"
+        return f'kernels take solver="cg" and precondition=False, got {got}'
+    return plan.obstacle(query, value)
 
 
 def by_kernels(call: Call, ridge: float | Tensor, qk_norm: bool, settings: Settings) -> Tensor:

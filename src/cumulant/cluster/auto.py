@@ -1,0 +1,36 @@
+"""What "auto" stands for in `cluster_attention`: one rule for every device, so that a call has one answer.
+
+    near > 0 of blocks, not causal, 1,024 queries and keys or more     near_rows=128   rank="mean"   response="pooled"
+    everything else                                                    near_rows=1     rank="mass"   response=None
+
+The first line is what matrix products want: near clusters for a tile of queries, one covariance for all clusters. It is
+coarser; short sequences do not need it, and clusters that are not runs of tokens have no use for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LONG = 1024  # queries and keys from which tiles of queries share their near clusters
+AUTO = "auto"
+
+
+class Tuning(NamedTuple):
+    """The options that "auto" fills in."""
+
+    near_rows: int
+    rank: str
+    response: int | str | None
+
+
+EACH = Tuning(1, "mass", None)
+SHARED = Tuning(128, "mean", "pooled")
+
+
+def tuning(
+    near: int | str, queries: int, keys: int, *, is_causal: bool = False, blocks: bool = True, asking: str = "each"
+) -> Tuning:
+    """The options of a call with so many queries and keys; `blocks`: clusters are blocks, `asking`: as `queries=`."""
+    many = queries >= LONG and keys >= LONG
+    near_field = isinstance(near, int) and near > 0
+    return SHARED if near_field and many and blocks and not is_causal and asking == "each" else EACH
