@@ -102,11 +102,6 @@ def test_a_hybrid_keeps_keys_only_where_it_stays_softmax():
     assert cache.layers[0].keys.shape[-2] == 14  # the prompt and all but the last new token
 
 
-def test_a_static_cache_is_refused():
-    with pytest.raises(ValueError, match="a static cache"):
-        generated(decoder(), cache_implementation="static", disable_compile=True)
-
-
 def test_tokens_cannot_be_taken_out_of_a_moments_cache():
     from cumulant.conversion import MomentsCache
 
@@ -270,3 +265,19 @@ def test_padding_has_no_place_in_streamed_clusters():
     model, _ = clusters_of("cluster4+block=2")
     with pytest.raises(ValueError, match=r"blocks of a cluster layer .* are those of unpadded texts"):
         generated(model, past_key_values=MomentsCache(model))
+
+
+@pytest.mark.parametrize("layers", [{0: "cumulant3", 1: "cumulant3"}, {0: "cumulant3", 1: "cluster4"}, {1: "linear"}])
+def test_a_static_cache_says_what_the_default_one_says(layers):
+    """Keys that are not there yet count for nothing; `cluster4` asks for the places of its queries, too."""
+    model = llama()
+    convert(model, layers=layers)
+    assert torch.equal(generated(model, cache_implementation="static"), generated(model))
+
+
+def test_generation_from_a_static_cache_compiles_to_one_graph():
+    model = decoder("cumulant3")
+    wanted = generated(model)
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert torch.equal(generated(model, cache_implementation="static"), wanted)

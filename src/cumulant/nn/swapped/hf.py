@@ -141,7 +141,7 @@ def obstacle(
     try:
         understood(mask, _causal(module, is_causal), query.shape[2], key.shape[2])
     except DenseMaskError:
-        kind = "a position bias, a window, packed sequences or a static cache"
+        kind = "a position bias, a window or packed sequences"
         return f"{type(module).__name__} has a mask that differs from head to head or from query to query ({kind})"
     return None
 
@@ -199,20 +199,28 @@ def _converted(
     pattern = understood(mask, _causal(module, is_causal), queries, keys)
     if queries == 1 < keys and _causal(module, is_causal) and (mask is None or mask.ndim == 3):
         # The last row of causal attention is plain attention over all keys only where their order does not matter.
-        pattern = pattern._replace(is_causal=not zoo.get(choice.attention).order_free, offset=keys - 1)
+        static = isinstance(pattern.offset, Tensor)
+        last = pattern.offset if static else keys - 1
+        pattern = pattern._replace(is_causal=not zoo.get(choice.attention).order_free, offset=last)
     if pattern.key_mask is not None and pattern.key_mask.shape[-1] != keys:
         raise ValueError(f"the mask is for {pattern.key_mask.shape[-1]} keys, but {type(module).__name__} has {keys}")
     asking = pattern.key_mask if queries == keys else None  # self-attention: what is absent asks nothing
     call = call._replace(key_mask=pattern.key_mask, is_causal=pattern.is_causal, query_mask=asking)
     offset = pattern.offset if pattern.is_causal else 0
     whole = choice.heads is None and not observed() and not _wants_weights(rest)
-    if offset and whole and zoo.get(choice.attention).offset:
-        call, offset = call._replace(offset=offset), 0
-    elif offset:  # causal rows are aligned at the first token: rows that are thrown away stand before ours
+    rows: Tensor | slice = slice(None)
+    if isinstance(offset, Tensor):  # causal rows are aligned at the first key: ours stand among rows of no account
+        rows = offset + torch.arange(queries, device=query.device)
+        among = query.new_zeros(*query.shape[:2], keys, query.shape[3])
+        call = call._replace(query=among.index_copy(2, rows, query), query_mask=None)
+    elif offset and whole and zoo.get(choice.attention).offset:
+        call = call._replace(offset=offset)
+    elif offset:  # the same, with all that are thrown away before ours
+        rows = slice(offset, None)
         before = query.new_zeros(*query.shape[:2], offset, query.shape[3])
         call = call._replace(query=torch.cat((before, query), 2))
-    out = mix(module, choice, call)[:, :, offset:]
-    A = weights(choice, call)[:, :, offset:] if _wants_weights(rest) else None
+    out = mix(module, choice, call)[:, :, rows]
+    A = weights(choice, call)[:, :, rows] if _wants_weights(rest) else None
     return out.transpose(1, 2).contiguous(), A
 
 

@@ -7,6 +7,8 @@ formed for the two patterns that need none, and nothing is guessed:
 
     None             every key; causal if the layer says so and there is more than one query
     (B, 1, Lk)       bool: these keys, and query i sees those up to its own place, the last query the last key
+    (B, 2, Lk)       bool, for a static cache: these keys, and those that stand before the first query; keys beyond the
+                     last query are not there yet. Query i sees those up to its own place
     (B, 1, 1, Lk)    bool, or a bias b of the logits that is the same for all queries: weights exp(b)
     (B, ., Lq, Lk)   differs from query to query: only layers that stay softmax can take it
 """
@@ -25,11 +27,11 @@ def compiling() -> bool:
 
 
 class Pattern(NamedTuple):
-    """A mask in our terms: weights or bools (B, Lk) or None, and causal rows with the last query at the last key."""
+    """A mask in our terms: weights or bools (B, Lk) or None, and whether rows are causal, query i at offset + i."""
 
     key_mask: Tensor | None
     is_causal: bool
-    offset: int  # place of the first query among the keys
+    offset: int | Tensor  # place of the first query among the keys; a tensor () for a static cache
 
 
 class DenseMaskError(ValueError):
@@ -56,6 +58,8 @@ def key_mask_function(
     import transformers
 
     hf: Any = transformers.masking_utils
+    if attention_mask is not None and attention_mask.ndim == 3:  # `generate` made it beforehand, for a static cache
+        return attention_mask
 
     # Keys that a cache has let go before ours: a window then still reaches back over those that are left, whereas a
     # chunk may begin among them.
@@ -66,7 +70,9 @@ def key_mask_function(
     both_ways = mask_function is hf.bidirectional_mask_function
     simple = (causal and allow_is_causal_skip) or (both_ways and allow_is_bidirectional_skip)
     if causal and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_length + kv_offset):
-        simple = False  # a static cache: keys beyond the last query are not there yet
+        if mask_function in (None, hf.causal_mask_function) and kv_offset == 0:
+            return _static(batch_size, q_length, kv_length, q_offset, attention_mask, rest.get("device"))
+        simple = False
     if not simple:
         return hf.sdpa_mask(
             batch_size=batch_size,
@@ -95,6 +101,18 @@ def key_mask_function(
     return present[:, None, :]
 
 
+def _static(
+    batch_size: int, queries: int, keys: int, offset: int | Tensor, attention_mask: Tensor | None, device: Any
+) -> Tensor:
+    """(B, 2, Lk) for keys of a static cache, which are there from the start; no number is read, so that it compiles."""
+    places = torch.arange(keys, device=device)
+    there = (places < offset + queries).expand(batch_size, keys)
+    if attention_mask is not None:
+        given = attention_mask.bool()[:, :keys]
+        there = there & torch.nn.functional.pad(given, (0, keys - given.shape[1]))
+    return torch.stack((there, (places < offset).expand(batch_size, keys)), 1)
+
+
 def _reaches(
     mask_function: Callable[..., Any], batch_size: int, last: int | Tensor, first: int, rest: dict[str, Any]
 ) -> bool:
@@ -110,14 +128,15 @@ def understood(mask: Tensor | None, is_causal: bool, queries: int, keys: int) ->
     """What a mask means for attention of linear cost; `DenseMaskError` for one that differs from query to query."""
     if mask is None:
         return Pattern(None, is_causal and queries > 1, 0)
-    if mask.ndim == 3 and mask.shape[1] == 1 and mask.dtype == torch.bool:
-        return Pattern(mask[:, 0], queries > 1, keys - queries)
+    if mask.ndim == 3 and mask.dtype == torch.bool:
+        static = mask.shape[1] == 2
+        return Pattern(mask[:, 0], queries > 1, mask[0, 1].sum() if static else keys - queries)
     one_row = mask.ndim == 4 and mask.shape[1] == 1 and (mask.shape[2] == 1 or mask.stride(2) == 0)
     if not one_row:
         hint = "; pass attention_mask, or compiling takes the sequences for packed" if compiling() else ""
         raise DenseMaskError(
             f"attention_mask of shape {tuple(mask.shape)} and dtype {mask.dtype} differs from head to head or from "
-            f"query to query (a position bias, a window, packed sequences, a static cache ...). Moments are taken once "
+            f"query to query (a position bias, a window, packed sequences ...). Moments are taken once "
             f"for all queries and cannot honour it; accepted: (batch, 1, 1, {keys}), or a plain causal mask. Keep "
             f"softmax in such layers: cumulant.convert(model, layers=...){hint}"
         )
@@ -132,6 +151,6 @@ def dense(mask: Tensor | None, queries: int, keys: int) -> Tensor | None:
     """The same mask as F.scaled_dot_product_attention takes it, for a layer that stays softmax."""
     if mask is None or mask.ndim != 3:
         return mask
-    at = torch.arange(queries, device=mask.device)[:, None] + (keys - queries)
+    at = torch.arange(queries, device=mask.device)[:, None] + understood(mask, True, queries, keys).offset
     seen = torch.arange(keys, device=mask.device) <= at
-    return mask[:, None] & seen
+    return mask[:, None, :1] & seen
