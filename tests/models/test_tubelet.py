@@ -4,14 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cumulant.models.tubelet import (
-    TubeletEmbed,
-    evenly_spaced,
-    guess_grid,
-    over_time,
-    resize_clip_positions,
-    resize_time,
-)
+from cumulant.models.tubelet import TubeletEmbed, evenly_spaced, over_time, resize_clip_positions, resize_time
+from cumulant.zoo.grid import guess_grid
 
 
 def clips(frames=6, size=8):

@@ -111,20 +111,3 @@ def resize_clip_positions(table: Tensor, old: Grid, new: Grid) -> Tensor:
     frames = resize_positions(grid.unflatten(1, (old[0], -1)).squeeze(0), old[1:], new[1:])  # (n_t, n_h n_w, C)
     times = resize_time(frames.flatten(1).unsqueeze(0), 0, new[0])
     return torch.cat([first, times.reshape(1, -1, table.shape[-1])], dim=1)
-
-
-def guess_grid(rows: int, grid: Grid) -> Grid:
-    """The grid a table of so many rows was made for, if it differs from `grid` only in time or only in space."""
-    n_t, n_h, n_w = grid
-    side = math.isqrt(rows // n_t)
-    fits = []
-    if rows and rows % (n_h * n_w) == 0:
-        fits.append((rows // (n_h * n_w), n_h, n_w))
-    if rows and n_t * side * side == rows:
-        fits.append((n_t, side, side))
-    if len(set(fits)) != 1:
-        raise ValueError(
-            f"positions for {rows} tokens do not tell for which clip they were made (this model's grid is {grid}); "
-            "resize them with cumulant.models.tubelet.resize_clip_positions(table, old, new) before loading"
-        )
-    return fits[0]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..call import check_choice
 from ..nn import create_layer
 from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
+from ..zoo.grid import square_grid
 from .mechanisms import by_block
 
 
@@ -377,17 +378,6 @@ def _reset_linear(linear: nn.Linear, std: float | None, parts: tuple[int, ...]) 
             nn.init.xavier_uniform_(part)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
-
-
-def square_grid(rows: int, prefix: int) -> tuple[int, int]:
-    """The square grid of a positional table with so many rows after `prefix` tokens."""
-    side = math.isqrt(max(0, rows - prefix))
-    if side < 1 or side * side != rows - prefix:
-        raise ValueError(
-            f"pos_embed of the checkpoint has {rows} rows, which is not {prefix} "
-            "prefix tokens and a square grid; only square grids are resized"
-        )
-    return side, side
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:

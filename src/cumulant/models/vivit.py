@@ -17,9 +17,10 @@ from ..call import check_choice
 from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
 from ..nn.extras import conv_kernel
+from ..zoo.grid import guess_grid, square_grid
 from .from_image import load_image_weights
 from .mechanisms import by_block
-from .tubelet import TUBELET_INITS, TubeletEmbed, guess_grid, resize_clip_positions, resize_time
+from .tubelet import TUBELET_INITS, TubeletEmbed, resize_clip_positions, resize_time
 from .vit import (
     Backbone,
     Block,
@@ -30,7 +31,6 @@ from .vit import (
     pair,
     resize_positions,
     spread_drop_path,
-    square_grid,
 )
 
 VARIANTS = (1, 2, 3, 4, "average")

@@ -167,6 +167,21 @@ class AgentAttention(Mixer):
         if self.dwc is not None:
             self.dwc.reset_parameters()
 
+    def fit_loaded(self, state: dict[str, Any], name: str) -> None:
+        """Tables of rows and columns for this grid."""
+        if not self.position_bias:
+            return
+        assert self.grid_size is not None
+        for word, side in (("ah", 0), ("aw", 1), ("ha", 0), ("wa", 1)):
+            table, own = state.get(f"{name}{word}"), getattr(self, word)
+            if table is None or table.shape == own.shape or table.ndim != 5:
+                continue
+            size = (self.grid_size[-2], 1) if side == 0 else (1, self.grid_size[-1])
+            by_keys = word[0] == "a"  # the query side has its tokens before the agents
+            turned = table[0] if by_keys else table[0].permute(0, 3, 1, 2)
+            fitted = _resized(turned, size)
+            state[f"{name}{word}"] = (fitted if by_keys else fitted.permute(0, 2, 3, 1)).unsqueeze(0)
+
     def run(self, call: Call, x: Tensor | None = None) -> Tensor:
         out = super().run(call, x)
         return out if self.dwc is None else out + self.dwc.of(self.on_grid(call))
@@ -198,13 +213,16 @@ class AgentAttention(Mixer):
 def _bias(table: Tensor, rows: Tensor, cols: Tensor, first: Tensor, grid: Grid) -> Tensor:
     """(H, n, 7, 7), (H, n, r, 1), (H, n, 1, c), (H, n, p) -> (H, n, p + N) for the tokens of a grid."""
     size = tuple(grid[-2:])
-    whole = F.interpolate(table, size=size, mode="bilinear", align_corners=False)
-    if rows.shape[-2] != size[0]:
-        rows = F.interpolate(rows, size=(size[0], 1), mode="bilinear", align_corners=False)
-    if cols.shape[-1] != size[1]:
-        cols = F.interpolate(cols, size=(1, size[1]), mode="bilinear", align_corners=False)
+    whole, rows, cols = _resized(table, size), _resized(rows, (size[0], 1)), _resized(cols, (1, size[1]))
     patches = (whole + rows + cols).flatten(-2).repeat(1, 1, math.prod(grid[:-2]))
     return torch.cat((first, patches), -1)
+
+
+def _resized(table: Tensor, size: tuple[int, ...]) -> Tensor:
+    """(H, n, r, c) as (H, n, *size), bilinear."""
+    if tuple(table.shape[-2:]) == tuple(size):
+        return table
+    return F.interpolate(table, size=size, mode="bilinear", align_corners=False)
 
 
 def _pooled(x: Tensor, grid: Grid, target: Grid) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..call import Call, Grid
 from ..tensors import repeat_heads, wide
-from .grid import GridConv, check_one_grid, resize_table, resolve_grid
+from .grid import GridConv, check_one_grid, resize_table, resolve_grid, told_grid
 from .mixing import Mixer
 from .products import TINY, fraction, one_hot_weights, ones_for, sums_seen, weighted, written_down
 from .registry import Mechanism, can, register
@@ -126,6 +126,14 @@ class FocusedLinearAttention(Mixer):
             nn.init.zeros_(self.position)
         if self.conv is not None:
             self.conv.reset_parameters()
+
+    def fit_loaded(self, state: dict[str, Any], name: str) -> None:
+        table, own = state.get(f"{name}position"), self.position
+        if own is None or table is None or table.shape == own.shape or table.shape[-1] != own.shape[-1]:
+            return
+        assert self.grid_size is not None
+        old = told_grid(table.shape[1], self.prefix, self.grid_size, f"{name}position")
+        state[f"{name}position"] = resize_table(table, old, self.grid_size, self.prefix)
 
     def run(self, call: Call, x: Tensor | None = None) -> Tensor:
         if self.conv is not None:

@@ -146,3 +146,40 @@ def resize_table(table: Tensor, old: Grid, new: Grid, prefix: int) -> Tensor:
     mode = "bilinear" if len(old) == 2 else "trilinear"
     image = F.interpolate(image, size=tuple(new), mode=mode, align_corners=False)
     return torch.cat((first, image.flatten(2).mT.to(table.dtype)), dim=1)
+
+
+def square_grid(rows: int, prefix: int, name: str = "pos_embed") -> tuple[int, int]:
+    """The square grid of a positional table with so many rows, of which `prefix` are of tokens outside the grid."""
+    side = math.isqrt(max(0, rows - prefix))
+    if side < 1 or side * side != rows - prefix:
+        raise ValueError(
+            f"{name} of the checkpoint has {rows} rows, which is not {prefix} "
+            "prefix tokens and a square grid; only square grids are resized"
+        )
+    return side, side
+
+
+def guess_grid(rows: int, grid: Grid) -> Grid:
+    """The grid a table of so many rows was made for, if it differs from `grid` only in time or only in space."""
+    n_t, n_h, n_w = grid
+    side = math.isqrt(rows // n_t)
+    fits = []
+    if rows and rows % (n_h * n_w) == 0:
+        fits.append((rows // (n_h * n_w), n_h, n_w))
+    if rows and n_t * side * side == rows:
+        fits.append((n_t, side, side))
+    if len(set(fits)) != 1:
+        raise ValueError(
+            f"positions for {rows} tokens do not tell for which clip they were made (this model's grid is {grid}); "
+            "resize them with cumulant.models.tubelet.resize_clip_positions(table, old, new) before loading"
+        )
+    return fits[0]
+
+
+def told_grid(rows: int, prefix: int, grid: Grid, name: str) -> Grid:
+    """The grid that a table of so many rows was made for, where `grid` is this layer's: another size of its kind."""
+    if len(grid) == 3:
+        return guess_grid(rows - prefix, grid)
+    if 1 in grid:  # a row of tokens, or a column of frames
+        return (1, rows - prefix) if grid[0] == 1 else (rows - prefix, 1)
+    return square_grid(rows, prefix, name)

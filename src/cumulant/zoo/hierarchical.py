@@ -15,6 +15,7 @@ No code was released; the value path, the leaf term phi(i) and the dynamic progr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,11 +25,11 @@ from torch import Tensor, nn
 from ..call import Call, Grid
 from ..moments import ratio
 from ..tensors import ABSENT, repeat_heads, wide
-from .grid import resolve_grid
+from .grid import resize_table, resolve_grid, told_grid
 from .mixing import Mixer
 from .products import factor, one_hot_weights, pair_products
 from .registry import Mechanism, can, register
-from .tree import Level, Tree
+from .tree import Level, Tree, window_steps
 
 ENERGIES = ("dot", "l2")
 
@@ -211,7 +212,8 @@ class HierarchicalAttention(Mixer):
     """HSA for a layer: the tree is built from the grid of each call; with `position` children have learned places.
 
     Arguments are the options of `hierarchical_attention`; `position` is the width F of the tables e, 0 for none. They
-    need to know the tree beforehand, from `grid_size` or `tree`, and serve that tree only.
+    need to know the tree beforehand, from `grid_size` or `tree`. Another grid, of a call or of the layer that a
+    checkpoint was made for, gets them fitted (`fit_tables`); another `tree` does not.
     """
 
     mechanism = "hierarchical"
@@ -248,8 +250,51 @@ class HierarchicalAttention(Mixer):
         for table in self.position:
             nn.init.trunc_normal_(table, std=0.02)
 
+    def fit_loaded(self, state: dict[str, Any], name: str) -> None:
+        mine = f"{name}position."
+        words = sorted((key for key in state if key.startswith(mine)), key=lambda key: int(key[len(mine) :]))
+        if not words or not self.position or self.options["tree"] is not None:
+            return
+        tables = [state[word] for word in words]
+        if any(table.ndim != 3 or table.shape[::2] != self.position[0].shape[::2] for table in tables):
+            return  # other heads or another width: loading says so
+        for word in words:
+            del state[word]
+        assert self.grid_size is not None
+        for level, table in enumerate(self._fitted(tables, self.grid_size)):
+            state[f"{mine}{level}"] = table
+
+    def _fitted(self, tables: list[Tensor], grid: Grid) -> list[Tensor]:
+        return fit_tables(tables, grid, self.prefix, self.options["branching"], self.options["levels"])
+
     def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
-        return self.on_grid(call), {"tables": list(self.position) or None, **self.options}
+        call, tables = self.on_grid(call), list[Tensor](self.position)
+        if tables and call.grid is not None and self.options["tree"] is None:
+            if call.prefix != self.prefix:
+                raise ValueError(f"the positions were built for prefix={self.prefix} tokens, got prefix={call.prefix}")
+            tables = self._fitted(tables, call.grid)
+        return call, {"tables": tables or None, **self.options}
+
+
+def fit_tables(
+    tables: list[Tensor], grid: Grid, prefix: int, branching: int | tuple[int, ...] | None, levels: int | None
+) -> list[Tensor]:
+    """Tables (H, b, F) of the levels of a tree for that of another grid, of windows (ours).
+
+    The places among the children of the root are resized bilinearly, those of prefix tokens stay. A level below keeps
+    its own; one that was not there gets those of the level below it.
+    """
+    steps, root = window_steps(grid, branching, levels)
+    if tuple(table.shape[-2] for table in tables) == (*map(math.prod, steps), prefix + math.prod(root)):
+        return tables
+    *lower, top = tables
+    patches = top[:, prefix:]
+
+    def fitted(table: Tensor, new: Grid, first: int = 0) -> Tensor:
+        return resize_table(table, told_grid(table.shape[-2], first, new, "position"), new, first)
+
+    below = [fitted(lower[min(i, len(lower) - 1)] if lower else patches, step) for i, step in enumerate(steps)]
+    return [*below, fitted(top, root, prefix)]
 
 
 HIERARCHICAL = register(

@@ -68,6 +68,10 @@ class Mixer(nn.Module):
         self.dim, self.num_heads, self.grid_size, self.prefix = dim, num_heads, grid_size, prefix
         self.place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.options = options
+        self.register_load_state_dict_pre_hook(_fit_loaded)
+
+    def fit_loaded(self, state: dict[str, Any], name: str) -> None:
+        """Before loading: fit the tables of a checkpoint made for another grid, under names that begin with `name`."""
 
     @property
     def operator(self) -> Mechanism:
@@ -98,3 +102,8 @@ class Mixer(nn.Module):
     def scores(self, query: Tensor, key: Tensor, *, x: Tensor | None = None, **fields: Any) -> Tensor:
         """The weights with which the operator mixes the values, (..., H, Lq, Lk); what comes after is not in them."""
         return self.weigh(Call(query, key, **{"value": key, "prefix": self.prefix, **fields}), x)
+
+
+def _fit_loaded(mixer: Mixer, state: dict[str, Any], name: str, *_: Any) -> None:
+    if mixer.grid_size is not None:
+        mixer.fit_loaded(state, name)

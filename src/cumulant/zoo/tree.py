@@ -80,15 +80,12 @@ class Tree(NamedTuple):
         must be whole; by default 4 of a sequence, 2 along each axis of a grid. After `levels` groupings the root takes
         all nodes that are left. `prefix` tokens before the grid are children of the root.
         """
-        sides = window_sides(window, grid)
+        steps, _ = window_steps(grid, window, levels)
         node = torch.arange(math.prod(grid), device=device).reshape(grid) + prefix
         extra = torch.arange(prefix, device=device)
         below = prefix + math.prod(grid)
         built: list[Level] = []
-        while node.numel() > math.prod(sides) and (levels is None or len(built) < levels):
-            step = tuple(min(s, n) for s, n in zip(sides, node.shape, strict=True))
-            if all(s == 1 for s in step):
-                break
+        for step in steps:
             short = [x for s, n in zip(reversed(step), reversed(node.shape), strict=True) for x in (0, -n % s)]
             split = [x for s, n in zip(step, F.pad(node, short).shape, strict=True) for x in (n // s, s)]
             cells = F.pad(node, short, value=-1).reshape(split)
@@ -130,6 +127,18 @@ class Tree(NamedTuple):
             padded = [row + [-1] * (width - len(row)) for row in rows]
             levels.append(Level.of(torch.tensor(padded, device=device), count))
         return cls(tuple(levels))
+
+
+def window_steps(grid: Grid, window: int | tuple[int, ...] | None, levels: int | None) -> tuple[list[Grid], Grid]:
+    """The window of each grouping of `Tree.windows`, and the grid of nodes that is left to the root."""
+    sides, steps, left = window_sides(window, grid), list[Grid](), tuple(grid)
+    while math.prod(left) > math.prod(sides) and (levels is None or len(steps) < levels):
+        step = tuple(min(s, n) for s, n in zip(sides, left, strict=True))
+        if all(s == 1 for s in step):
+            break
+        steps.append(step)
+        left = tuple(-(-n // s) for s, n in zip(step, left, strict=True))
+    return steps, left
 
 
 def window_sides(window: int | tuple[int, ...] | None, grid: Grid) -> tuple[int, ...]:
