@@ -19,6 +19,7 @@ VALUES = {
     "full": True, "iterations": 8, "kernel": 3, "learn_ridge": True, "levels": 1, "max_len": 64, "near": 1,
     "near_rows": 2, "normalization": "sum", "pooling": "mean", "position": 2, "position_bias": False, "power": 2.0,
     "precondition": True, "qk_norm": True, "query_std": 0.1, "rank": "error", "recent": 1, "response": 0,
+    "read_exponent": 0.3, "residual": 0.075,
     "ridge": 2.0, "scaled": False, "segment": 5, "solver": "cg", "summary_key": "wsum", "tolerance": 1e-06,
     "training_free": True, "tree": [[0, 1], [2, 3]], "use_alpha": False, "use_conv": False, "use_gate": False,
     "use_lepe": False, "use_position": False, "use_rope": False, "variance": "full", "variant": "axial",

@@ -146,21 +146,35 @@ def test_uneven_bins_overlap_as_the_library_pools():
     torch.testing.assert_close(A, wanted)
 
 
-def test_the_training_free_form_reads_softer_and_adds_some_of_the_values():
+SOFT = {"read_exponent": 0.3, "residual": 0.075}
+
+
+def test_a_softer_reading_and_a_residual_follow_the_formula_and_need_no_parameters():
     query, key, value = draw((1, 2, 9, 4), (1, 2, 9, 4), (1, 2, 9, 4))
     A = F.adaptive_avg_pool1d(query[0].mT, 4).mT[None]
     gathered = F.scaled_dot_product_attention(A, key, value)
     wanted = F.scaled_dot_product_attention(query, A, gathered, scale=0.5**0.3) + 0.075 * value
-    torch.testing.assert_close(AGENT(query, key, value, agents=4, training_free=True), wanted)
-    weights = AGENT.scores(query, key, agents=4, training_free=True)
+    torch.testing.assert_close(AGENT(query, key, value, agents=4, **SOFT), wanted)
+    weights = AGENT.scores(query, key, agents=4, **SOFT)
     torch.testing.assert_close(weights @ value, wanted)
-    layer = AgentAttention(8, 2, grid_size=(3, 3), training_free=True, agents=4)
+    layer = AgentAttention(8, 2, grid_size=(3, 3), agents=4, position_bias=False, conv=False, **SOFT)
+    assert not list(layer.parameters())
+    torch.testing.assert_close(layer(query, key, value), AGENT(query, key, value, grid=(3, 3), agents=4, **SOFT))
+
+
+def test_the_old_name_of_both_works_and_says_that_it_is_not_agentsd():
+    query, key, value = draw((1, 2, 9, 4), (1, 2, 9, 4), (1, 2, 9, 4))
+    with pytest.warns(DeprecationWarning, match=r"read_exponent=0.3, residual=0.075.*not all of AgentSD"):
+        old = AGENT(query, key, value, agents=4, training_free=True)
+    torch.testing.assert_close(old, AGENT(query, key, value, agents=4, **SOFT))
+    with pytest.warns(DeprecationWarning, match="training_free=True is written"):
+        layer = AgentAttention(8, 2, grid_size=(3, 3), training_free=True, agents=4)
     assert not list(layer.parameters())
 
 
-def test_masked_keys_have_no_weight_in_the_training_free_form_either():
+def test_masked_keys_have_no_weight_with_a_residual_either():
     query, key, value = draw((2, 2, 9, 4), (2, 2, 9, 4), (2, 2, 9, 4))
-    options = {"agents": 4, "training_free": True, "key_mask": torch.arange(9).lt(6).expand(2, 9)}
+    options = {"agents": 4, **SOFT, "key_mask": torch.arange(9).lt(6).expand(2, 9)}
     weights = AGENT.scores(query, key, **options)
     assert not weights[..., 6:].any()
     torch.testing.assert_close(weights @ value, AGENT(query, key, value, **options))
@@ -279,7 +293,8 @@ def test_the_layer_serves_other_grids_and_refuses_what_does_not_fit():
         layer(query, key[..., :9, :], value[..., :9, :], grid=(5, 6), prefix=1)
     with pytest.raises(ValueError, match="position_bias=True needs to know the grid"):
         AgentAttention(8, 2, position_bias=True)
-    with pytest.raises(ValueError, match="training_free=True has neither"):
+    written = pytest.warns(DeprecationWarning, match="training_free=True is written")
+    with written, pytest.raises(ValueError, match="training_free=True has neither"):
         AgentAttention(8, 2, grid_size=(4, 4), training_free=True, conv=True)
 
 
@@ -349,7 +364,9 @@ def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="all 9 tokens are prefix"):
         AGENT(query, key, value, prefix=9)
     with pytest.raises(ValueError, match="as many queries as keys, got 5"):
-        AGENT(query[..., :5, :], key, value, training_free=True)
+        AGENT(query[..., :5, :], key, value, residual=0.1)
+    with pytest.raises(ValueError, match=r"read_exponent=0.3 is a power of the scale"):
+        AGENT(query, key, value, read_exponent=0.3, scale=-1.0)
     with pytest.raises(ValueError, match="unknown option 'agent' of mechanism 'agent'; accepted: agents"):
         AGENT.build(8, 2, agent=3)
 

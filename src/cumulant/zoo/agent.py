@@ -6,6 +6,7 @@ Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D, E widths,
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .products import multiplies_narrow, one_hot_weights, pair_products, product
 from .registry import Mechanism, can, register
 
 AGENTS = 49
-READ_EXPONENT, RESIDUAL = 0.3, 0.075  # of the training-free form
+SOFT = {"read_exponent": 0.3, "residual": 0.075}  # what AgentSD has in place of parameters
 TABLE = 7  # side of the bias tables that are resized to the grid
 
 
@@ -31,35 +32,55 @@ def agent_attention(
     agents: int | tuple[int, ...] = AGENTS,
     key_bias: Tensor | None = None,
     query_bias: Tensor | None = None,
+    read_exponent: float = 1.0,
+    residual: float = 0.0,
     training_free: bool = False,
 ) -> Tensor:
-    """out = softmax_agents(scale q A^T + b2) softmax_keys(scale A k^T + b1) v,  A = adaptive average pooling of q.
+    """out = softmax_agents(scale^e q A^T + b2) softmax_keys(scale A k^T + b1) v + r v,  A = adaptive mean pooling of q.
 
     A (n agents) is pooled over the grid (rows, cols) of the queries, the first `prefix` left out, or over the sequence
     where there is no `grid`. `agents` is a square number on a grid, or its shape, e.g. (7, 7); for clips (frames, rows,
     cols) an integer pools all frames together. b1 = `key_bias` (H, n, Lk), b2 = `query_bias` (H, Lq, n).
     Queries that the query mask leaves out are not pooled, and bins without a query have no agent. A row without any key
     gives 0.
-    `training_free` (AgentSD): the second softmax uses scale^0.3, and 0.075 v is added to the output.
+    e = `read_exponent` and r = `residual` are 1 and 0; 0.3 and 0.075 are AgentSD's for trained softmax layers (which
+    also takes merged tokens as agents, and merges tokens: not here). `training_free=True` is their old name.
     Cost: (Lq + Lk) n (D + E); both steps are PyTorch's scaled_dot_product_attention, or plain products where a GPU
     trains in bfloat16.
     """
     key, value, scale, dropout_p = call.key, call.value, call.softmax_scale, call.dropout_p
     queries, keys = call.query.shape[-2], key.shape[-2]
-    if training_free and queries != keys:
+    read_exponent, residual = _softer(read_exponent, residual, training_free)
+    if residual and queries != keys:
         raise ValueError(
-            "training_free=True adds the values to the output: it needs as many queries as keys, got "
-            f"{queries} and {keys}"
+            f"residual={residual} adds the values to the output: it needs as many queries as keys, got {queries} and "
+            f"{keys}"
         )
-    if training_free and (key_bias is not None or query_bias is not None):
-        raise ValueError("training_free=True has no biases; pass key_bias=None and query_bias=None")
+    if read_exponent != 1 and not scale > 0:
+        raise ValueError(f"read_exponent={read_exponent} is a power of the scale, which must be positive, got {scale}")
     if queries == 0 or keys == 0:
         return value.new_zeros((*call.query.shape[:-1], value.shape[-1]))
     query, present = call.present_queries()
     A, absent = pool_agents(query, agents, call.grid, call.prefix, present)
     gathered = _attend(A, key, value, scale, key_bias, log_weights(call.key_mask, key), dropout_p)
-    out = _attend(query, A, gathered, scale**READ_EXPONENT if training_free else scale, query_bias, absent, dropout_p)
-    return out + RESIDUAL * repeat_heads(value, out.shape[-3]) if training_free else out
+    out = _attend(query, A, gathered, scale**read_exponent, query_bias, absent, dropout_p)
+    return out + residual * repeat_heads(value, out.shape[-3]) if residual else out
+
+
+def _softer(read_exponent: float, residual: float, training_free: bool) -> tuple[float, float]:
+    """Exponent and residual as given, or those that `training_free` stands for."""
+    for name, number in (("read_exponent", read_exponent), ("residual", residual)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(f"{name} must be a finite number, got {number!r}")
+    if not training_free:
+        return read_exponent, residual
+    warnings.warn(
+        "training_free=True is written read_exponent=0.3, residual=0.075 (in a layer with position_bias=False and "
+        "conv=False): it is not all of AgentSD, whose agents are merged tokens",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return SOFT["read_exponent"], SOFT["residual"]
 
 
 def pool_agents(
@@ -115,7 +136,7 @@ class AgentAttention(Mixer):
         agents: number of agents, a square number, or their grid.
         position_bias: whether b1 and b2 are learned; by default where `grid_size` is known. Off in cross attention.
         conv: whether the convolution is there; by default where `grid_size` is known. Off in cross attention.
-        training_free: the form without parameters for trained softmax layers, see `agent_attention`.
+        read_exponent, residual: a softer reading and some of the values, see `agent_attention`.
     """
 
     mechanism = "agent"
@@ -136,10 +157,13 @@ class AgentAttention(Mixer):
         agents: int | tuple[int, ...] = AGENTS,
         position_bias: bool | None = None,
         conv: bool | None = None,
+        read_exponent: float = 1.0,
+        residual: float = 0.0,
         training_free: bool = False,
         **layer: Any,
     ) -> None:
         super().__init__(dim, num_heads, **layer)
+        self.read_exponent, self.residual = _softer(read_exponent, residual, training_free)
         grid_size, prefix, place = self.grid_size, self.prefix, self.place
         known = grid_size is not None and not training_free
         position_bias, conv = (known if x is None else x for x in (position_bias, conv))
@@ -147,7 +171,7 @@ class AgentAttention(Mixer):
             raise ValueError("training_free=True has neither position_bias nor conv; leave both at None or False")
         if grid_size is None and position_bias:
             raise ValueError("position_bias=True needs to know the grid: pass grid_size=(rows, cols) to the layer")
-        self.agents, self.training_free = agents, training_free
+        self.agents = agents
         agent_grid(agents, grid_size or (1, 1))
         self.position_bias = bool(position_bias)
         if grid_size is not None and position_bias:
@@ -194,7 +218,8 @@ class AgentAttention(Mixer):
                 "need one grid for both; build it with position_bias=False and conv=False"
             )
         biases = self._biases(call.query, call.grid, call.prefix)
-        return call, {"agents": self.agents, "training_free": self.training_free, **biases}
+        softer = {"read_exponent": self.read_exponent, "residual": self.residual}
+        return call, {"agents": self.agents, **softer, **biases}
 
     def _biases(self, query: Tensor, grid: Grid | None, prefix: int) -> dict[str, Tensor]:
         """key_bias (H, n, L) and query_bias (H, L, n) for a grid, or nothing."""
