@@ -223,8 +223,48 @@ def test_conjugate_gradients_leave_zero_targets_at_zero():
     matrix = torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
     target = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
     for diagonal in (None, matrix.diagonal()):
-        x = conjugate_gradients(lambda p: p @ matrix, target, iterations=5, diagonal=diagonal)
+        x, short = conjugate_gradients(lambda p: p @ matrix, target, iterations=5, diagonal=diagonal)
         torch.testing.assert_close(x, target / matrix.diagonal())
+        assert short is not None
+        assert not short.any()
+
+
+def wide(dtype=torch.float32):
+    """Heads so wide and a ridge so small that 32 steps are far from enough."""
+    return draw((1, 2, 20, 64), (1, 2, 96, 64), (1, 2, 96, 8), dtype=dtype)
+
+
+def test_what_conjugate_gradients_leave_short_is_solved_directly():
+    query, key, value = (x.requires_grad_() for x in wide(torch.float64))
+    up = torch.randn(1, 2, 20, 8, dtype=torch.float64)
+    direct, auto, cg = (
+        torch.autograd.grad((LLA(query, key, value, solver=solver, ridge=1e-3, **more) * up).sum(), (query, key, value))
+        for solver, more in (("direct", {}), ("auto", {}), ("cg", {"iterations": 32}))
+    )
+    off = [max((a - b).norm() / b.norm() for a, b in zip(found, direct, strict=True)) for found in (auto, cg)]
+    assert off[0] < 1e-5 < 1e-3 < off[1]
+
+
+def test_conjugate_gradients_that_were_asked_for_say_when_they_ran_out_of_steps(recwarn):
+    query, key, value = wide()
+    with pytest.warns(RuntimeWarning, match=r"40 of 40 rows ran out of iterations=3 .* solver=\"direct\""):
+        LLA(query, key, value, ridge=1e-3, solver="cg", iterations=3)
+    LLA(query, key, value, ridge=10.0, solver="cg")
+    LLA(query, key, value, ridge=0.1, solver="cg")
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize("solver", ["direct", "cg"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_key_weights_have_the_gradient_of_the_published_formula(solver, is_causal):
+    query, key, value = draw((2, 2, 7, 4), (2, 2, 7, 4), (2, 2, 7, 3))
+    weights = torch.rand(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.1
+    ours, theirs = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+    up = torch.randn(2, 2, 7, 3, dtype=torch.float64)
+    out = LLA(query, key, value, key_mask=ours, ridge=0.5, is_causal=is_causal, solver=solver, tolerance=1e-24, block=3)
+    (out * up).sum().backward()
+    (published(query, key, value, mask=theirs, ridge=0.5, is_causal=is_causal)[0] * up).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_it_predicts_a_piecewise_linear_stream_better_than_softmax_and_a_global_ridge():

@@ -159,7 +159,7 @@ def square_grid(rows: int, prefix: int, name: str = "pos_embed") -> tuple[int, i
     return side, side
 
 
-def guess_grid(rows: int, grid: Grid) -> Grid:
+def guess_grid(rows: int, grid: Grid) -> tuple[int, int, int]:
     """The grid a table of so many rows was made for, if it differs from `grid` only in time or only in space."""
     n_t, n_h, n_w = grid
     side = math.isqrt(rows // n_t)

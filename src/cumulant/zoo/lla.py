@@ -27,7 +27,7 @@ from ..kernels import notice
 from ..kernels.lla import plan
 from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
 from ..tracing import transformed
-from .lla_solver import Settings, solver_of
+from .lla_solver import STEPS, Settings, solver_of
 from .mixing import Mixer
 from .registry import Mechanism, can, options_of, register
 
@@ -44,10 +44,12 @@ def lla_attention(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = 
     (..., H, L), with gradients (the released code has none). `qk_norm` normalises queries and keys to length 1, where
     the softmax is a Gaussian kernel in k - q (ours, to match the theory).
 
-    `solver`: "direct" solves the D x D systems; "cg" runs `iterations` of conjugate gradients, which end early where
-    the squared residual is below `tolerance` times its start, with `precondition` after Jacobi; "auto" is direct up to
-    D = 32 on a CPU. Gradients are implicit: one more solve, no step of it is recorded. Works in blocks of `block`
-    queries; on a GPU "cg" without `precondition` is a Triton kernel that keeps its block on the chip, `block` apart.
+    `solver`: "direct" solves the D x D systems; "cg" runs at most `iterations` of conjugate gradients, which end early
+    where the squared residual is below `tolerance` times its start, with `precondition` after Jacobi, and warns of rows
+    that ran out of them; "auto" is direct up to D = 32 and in traced graphs, else 32 steps of "cg" and a direct solve
+    of the rows that they leave short. Gradients are implicit: one more solve, no step of it is recorded. Works in
+    blocks of `block` queries. On a GPU "auto" and "cg" without `precondition` are a Triton kernel that keeps its block
+    on the chip; it takes up to 4 D steps unless told, and nobody looks whether they sufficed.
     Cost: L S (3 D + E), and 2 T L S D for T steps or L S D^2 + L D^3 direct; memory (L + S)(D + E) + b S (+ b D^2
     direct).
     """
@@ -56,7 +58,7 @@ def lla_attention(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = 
     if query.shape[-2] == 0 or key.shape[-2] == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
     if notice.expected(query):
-        obstacle = _obstacle(query, value, settings)
+        obstacle = _obstacle(call, settings)
         if obstacle is None:
             return by_kernels(call, ridge, qk_norm, settings)
         notice.plain_torch("lla", query, obstacle)
@@ -66,12 +68,14 @@ def lla_attention(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = 
     return _LocalLinear.apply(*rows, settings)
 
 
-def _obstacle(query: Tensor, value: Tensor, settings: Settings) -> str | None:
+def _obstacle(call: Call, settings: Settings) -> str | None:
     """Why the kernels cannot take this, or None."""
-    if settings.solver != "cg" or settings.precondition:
+    if settings.solver == "direct" or settings.precondition:
         got = f"solver={settings.solver!r}, precondition={settings.precondition}"
-        return f'kernels take solver="cg" and precondition=False, got {got}'
-    return plan.obstacle(query, value)
+        return f'kernels take solver="auto" or "cg" and precondition=False, got {got}'
+    if call.key_mask is not None and call.key_mask.requires_grad and torch.is_grad_enabled():
+        return "kernels have no gradient for a key_mask that learns"
+    return plan.obstacle(call.query, call.value)
 
 
 def by_kernels(call: Call, ridge: float | Tensor, qk_norm: bool, settings: Settings) -> Tensor:
@@ -94,7 +98,7 @@ def by_kernels(call: Call, ridge: float | Tensor, qk_norm: bool, settings: Setti
         lam.reshape(count, *lam.shape[-2:]),
         scale=settings.scale,
         is_causal=settings.is_causal,
-        iterations=settings.iterations,
+        iterations=settings.iterations or STEPS,
         tolerance=settings.tolerance,
     )
     return out.reshape(*lead, *out.shape[1:])
@@ -152,6 +156,8 @@ class _LocalLinear(torch.autograd.Function):
     f_j = a_j - a_bar + r_j, t_j the tilt. Then the logit of key j receives w_j (f_j (1 - t_j) - ridge g.h), besides
 
         dv_j = w_j (1 - t_j) do    dk_j = w_j ((1 - t_j) h - f_j g)    dq = -h    d ridge = -g.h
+
+    What was added to the logits, the log of the key weights, receives the sum of theirs over rows and heads.
     """
 
     @staticmethod
@@ -168,6 +174,7 @@ class _LocalLinear(torch.autograd.Function):
         q, k, v, lam, added = ctx.saved_tensors
         scale = ctx.settings.scale
         dq, d_lam, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
+        d_added = torch.zeros_like(added) if ctx.needs_input_grad[4] else None
         for fit in _fits(q, k, v, lam, added, ctx.settings):
             kb, w, g = k[..., : fit.keys, :], fit.weights, fit.slope
             row = do[..., fit.rows, :]
@@ -178,11 +185,13 @@ class _LocalLinear(torch.autograd.Function):
             gh = (g * h).sum(-1)
             flat = w * (1 - fit.tilt)
             d_logits = flat * f - w * (lam[..., fit.rows] * gh).unsqueeze(-1)
+            if d_added is not None:
+                d_added[..., : fit.keys] += d_logits.sum((-3, -2)).unsqueeze(-2)
             dq.append(scale * d_logits @ kb - h)
             d_lam.append(-gh)
             dv[..., : fit.keys, :] += flat.mT @ row
             dk[..., : fit.keys, :] += scale * d_logits.mT @ q[..., fit.rows, :] + flat.mT @ h - (w * f).mT @ g
-        return torch.cat(dq, -2), dk, dv, torch.cat(d_lam, -1), None, None
+        return torch.cat(dq, -2), dk, dv, torch.cat(d_lam, -1), d_added, None
 
 
 @options_of(lla_attention)
@@ -245,10 +254,14 @@ def _check_ridge(ridge: float | Tensor) -> None:
 
 def _settings(call: Call, **solving: Any) -> Settings:
     settings = Settings(call.softmax_scale, call.is_causal, **solving).checked()
-    if settings.solver != "auto":
-        return settings
-    on_chip = call.query.is_cuda and call.query.dtype != torch.float64
-    return settings._replace(solver="direct" if call.query.shape[-1] <= DIRECT_UP_TO and not on_chip else "cg")
+    width, on_chip = call.query.shape[-1], call.query.is_cuda and call.query.dtype != torch.float64
+    traced = torch.compiler.is_compiling() or transformed()  # where nobody can look whether the steps sufficed
+    if settings.solver == "auto" and not on_chip and (width <= DIRECT_UP_TO or traced):
+        settings = settings._replace(solver="direct")
+    if settings.iterations is None:
+        looked_after = settings.solver == "auto" and not on_chip
+        settings = settings._replace(iterations=STEPS if looked_after else max(STEPS, 4 * width))
+    return settings
 
 
 LLA = register(
