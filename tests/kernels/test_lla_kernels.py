@@ -28,7 +28,7 @@ def kernels(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
     ridge, qk_norm = options.pop("ridge", 10.0), options.pop("qk_norm", False)
     chosen = {"solver": "cg", "iterations": 64, "tolerance": 1e-12, "precondition": False}
     settings = lla._settings(call, block=64, **chosen | options)
-    assert lla._obstacle(call.query, call.value, settings) is None
+    assert lla._obstacle(call, settings) is None
     return lla.by_kernels(call, ridge, qk_norm, settings)
 
 
