@@ -34,8 +34,8 @@ def browser():
 
 @pytest.fixture
 def client(models, examples):
-    from fastapi.testclient import TestClient
+    from small_explorer import local_client
 
     from cumulant.web import Limits, create_app
 
-    return TestClient(create_app(models, examples, Limits(upload_bytes=200_000, pixels=1_000_000, images=3)))
+    return local_client(create_app(models, examples, Limits(upload_bytes=200_000, pixels=1_000_000, images=3)))

@@ -7,12 +7,19 @@ import struct
 import zlib
 
 import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from PIL import Image
 
 from cumulant.models import create_model
 from cumulant.web import Explorable
 
 NAMES = ("softmax", "cumulant3")
+
+
+def local_client(app: FastAPI, **options: bool) -> TestClient:
+    """Asks an application as a browser on this machine does."""
+    return TestClient(app, base_url="http://localhost", **options)
 
 
 def small_model(attention: str, **options: object) -> Explorable:

@@ -10,9 +10,8 @@ import torch
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-from fastapi.testclient import TestClient
 from PIL import Image
-from small_explorer import NAMES, encoded, noise, small_model
+from small_explorer import NAMES, encoded, local_client, noise, small_model
 
 from cumulant import explain
 from cumulant.web import Explorable, Limits, create_app, looking
@@ -68,7 +67,7 @@ def test_weights_of_a_query_sum_to_one_and_cumulant_has_negative_ones(client):
 
 
 def test_once_an_image_is_chosen_a_click_needs_no_pass(models, examples, monkeypatch):
-    client = TestClient(create_app(models, examples))
+    client = local_client(create_app(models, examples))
     ask(client, "prediction", model="cumulant3", image="example-1")
     for what in ("record", "answer"):
         monkeypatch.setattr(looking, what, lambda *_: pytest.fail("a pass"))
@@ -79,7 +78,7 @@ def test_once_an_image_is_chosen_a_click_needs_no_pass(models, examples, monkeyp
 
 
 def test_passes_that_do_not_fit_in_memory_are_made_again(models, examples):
-    frugal = TestClient(create_app(models, examples, Limits(recorded_bytes=1)))
+    frugal = local_client(create_app(models, examples, Limits(recorded_bytes=1)))
     first = ask(frugal, "attention", **QUERY)
     ask(frugal, "attention", **{**QUERY, "image": "example-0"})
     assert ask(frugal, "attention", **QUERY) == first
@@ -129,7 +128,7 @@ def test_summary_has_every_metric_by_layer_and_head(client):
 
 
 def test_metrics_of_the_class_token_are_left_out_where_there_is_none(examples):
-    client = TestClient(create_app({"gap": small_model("softmax", pool="gap")}, examples))
+    client = local_client(create_app({"gap": small_model("softmax", pool="gap")}, examples))
     names = {m["name"] for m in ask(client, "summary", model="gap", image="example-0")["metrics"]}
     assert "class_share" not in names
     assert "self_share" in names
@@ -161,7 +160,7 @@ def test_the_lens_at_temperature_one_shows_the_layers_own_weights(client):
 
 
 def test_a_gated_model_has_maps_and_says_that_it_has_no_relevance(examples):
-    client = TestClient(create_app({"gated": small_model("softmax", attention_extras={"gate": True})}, examples))
+    client = local_client(create_app({"gated": small_model("softmax", attention_extras={"gate": True})}, examples))
     assert ask(client, "attention", model="gated", image="example-0", query=1)["weights"]
     answer = client.post("/api/flow", json={"model": "gated", "image": "example-0", "query": 1, "kind": "relevance"})
     assert answer.status_code == 404
@@ -194,7 +193,7 @@ def test_a_request_that_is_not_well_formed_is_told_where(client, change):
 def test_a_model_that_diverged_is_told_and_not_drawn(examples):
     broken = small_model("softmax")
     broken.model.blocks[0].attn.qkv.weight.fill_(torch.nan)
-    client = TestClient(create_app({"broken": broken}, examples), raise_server_exceptions=False)
+    client = local_client(create_app({"broken": broken}, examples), raise_server_exceptions=False)
     answer = client.post("/api/attention", json={"model": "broken", "image": "example-0", "query": 0})
     assert answer.status_code == 500
     assert answer.json()["error"] == "not_finite"
@@ -214,7 +213,7 @@ def test_requests_at_the_same_time_do_not_mix_their_switched_off_heads(models, e
         return answer
 
     monkeypatch.setattr(looking, "record", slow)
-    fresh = TestClient(create_app(models, examples))  # the first has remembered its answers
+    fresh = local_client(create_app(models, examples))  # the first has remembered its answers
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda question: ask(fresh, "prediction", **question)["choices"], questions))
     assert together == alone
@@ -228,7 +227,7 @@ def test_the_picture_is_shown_as_the_model_sees_it(client):
 
 
 def test_models_too_large_to_sum_up_still_show_their_rows(models, examples):
-    client = TestClient(create_app(models, examples, Limits(recorded_bytes=1, whole_maps_at_once=1)))
+    client = local_client(create_app(models, examples, Limits(recorded_bytes=1, whole_maps_at_once=1)))
     assert client.post("/api/attention", json=QUERY).status_code == 200
     for what in ("summary", "flow"):
         question = {key: QUERY[key] for key in QUERY if key != "query" or what == "flow"}

@@ -12,8 +12,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 pytest.importorskip("sklearn")
 
-from fastapi.testclient import TestClient
-from small_explorer import encoded, noise, png_claiming
+from small_explorer import encoded, local_client, noise, png_claiming
 
 from cumulant.cli import main
 from cumulant.inspect.opening import open_model
@@ -95,7 +94,7 @@ def test_digits_models_are_trained_once_and_then_read(tmp_path):
 def test_a_model_of_timm_is_shown_with_its_own_preprocessing():
     one = explorable(open_model("timm:vit_tiny_patch16_224", pretrained=False))
     assert (one.size, len(one.classes)) == (224, 1000)
-    client = TestClient(create_app({"timm": one}, [Example(noise(0, 64), "")]))
+    client = local_client(create_app({"timm": one}, [Example(noise(0, 64), "")]))
     answer = client.post("/api/attention", json={"model": "timm", "image": "example-0", "query": 100})
     weights = torch.tensor(answer.json()["weights"])
     assert weights.shape == (12, 3, 197)
@@ -120,7 +119,7 @@ def test_examples_of_the_digits_show_every_class():
 
 def test_explore_serves_checkpoints_with_examples_of_their_data(run):
     folder, _ = run
-    client = TestClient(serve.prepare(Explore((str(folder),), images=3)))
+    client = local_client(serve.prepare(Explore((str(folder),), images=3)))
     info = client.get("/api/info").json()
     assert [model["name"] for model in info["models"]] == ["softmax"]
     assert len(info["examples"]) == 3
@@ -151,7 +150,7 @@ def test_the_help_does_not_wait_for_web_packages():
 
 def test_every_address_of_this_machine_can_be_asked_under_its_own_name(run):
     app = serve.prepare(Explore((str(run[0]),), images=1, host="127.0.0.2"))
-    client = TestClient(app)
+    client = local_client(app)
     assert client.get("/", headers={"host": "127.0.0.2:8000"}).status_code == 200
     assert client.get("/", headers={"host": "evil.example"}).status_code == 400
 

@@ -10,8 +10,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("transformers")
 
 import transformers
-from fastapi.testclient import TestClient
-from small_explorer import noise
+from small_explorer import local_client, noise
 
 import cumulant
 from cumulant.inspect.opening import open_model
@@ -56,7 +55,7 @@ def test_a_saved_model_is_shown_with_its_own_maps(tmp_path, kind):
     models, recipe = open_models([str(tmp_path / "mine")])
     assert (list(models), recipe) == (["mine"], None)
     _, _, prefix, classes = KINDS[kind]
-    client = TestClient(create_app(models, [Example(noise(0, 40), "noise")]))
+    client = local_client(create_app(models, [Example(noise(0, 40), "noise")]))
     (info,) = client.get("/api/info").json()["models"]
     assert (info["prefix"], info["grid"], info["classes"]) == (prefix, [4, 4], classes)
     weights = torch.tensor(ask(client, "attention", model="mine", image="example-0", query=9)["weights"])
@@ -76,13 +75,13 @@ def test_classes_and_preprocessing_come_from_the_folder(tmp_path):
 def test_dinov2_is_shown_at_the_size_that_its_preprocessing_asks_for(tmp_path):
     saved(tmp_path, "DINOv2", image_size=64)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"crop_size": {"height": 40, "width": 40}}))
-    client = TestClient(create_app({"dino": shown(tmp_path)}, [Example(noise(0, 40), "")]))
+    client = local_client(create_app({"dino": shown(tmp_path)}, [Example(noise(0, 40), "")]))
     assert client.get("/api/info").json()["models"][0]["grid"] == [5, 5]
 
 
 def test_a_model_without_a_classifier_has_maps_and_importance_but_no_prediction(tmp_path):
     saved(tmp_path, "DINOv2 without a head")
-    client = TestClient(create_app({"dino": shown(tmp_path)}, [Example(noise(0, 40), "")]))
+    client = local_client(create_app({"dino": shown(tmp_path)}, [Example(noise(0, 40), "")]))
     image = {"model": "dino", "image": "example-0"}
     assert ask(client, "prediction", **image)["choices"] == []
     importance = ask(client, "importance", **image, layer=1)
@@ -97,7 +96,7 @@ def test_the_attention_of_a_model_can_be_swapped_and_compared(tmp_path):
     place = str(tmp_path / "vit")
     models, _ = open_models([place, f"{place}@cumulant2"])
     assert list(models) == ["vit", "vit cumulant2"]
-    client = TestClient(create_app(models, [Example(noise(0, 40), "")]))
+    client = local_client(create_app(models, [Example(noise(0, 40), "")]))
     assert [model["attention"] for model in client.get("/api/info").json()["models"]] == ["softmax", "cumulant2"]
     mass = {name: ask(client, "attention", model=name, image="example-0", query=3)["negative_mass"] for name in models}
     assert torch.tensor(mass["vit"]).max() == 0
@@ -106,7 +105,7 @@ def test_the_attention_of_a_model_can_be_swapped_and_compared(tmp_path):
 
 def test_the_lens_at_temperature_one_ends_in_the_models_own_softmax(tmp_path):
     saved(tmp_path, "ViT", initializer_range=0.5)
-    client = TestClient(create_app({"vit": shown(tmp_path)}, [Example(noise(0, 40), "")]))
+    client = local_client(create_app({"vit": shown(tmp_path)}, [Example(noise(0, 40), "")]))
     question = {"model": "vit", "image": "example-0", "query": 5}
     own = torch.tensor(ask(client, "attention", **question)["weights"][1])
     lens = ask(client, "lens", **question, layer=1)["maps"][-1]
@@ -118,7 +117,7 @@ def test_video_models_of_transformers_get_their_frames_first(tmp_path):
     transformers.VivitForVideoClassification(config).save_pretrained(tmp_path)
     one = shown(tmp_path)
     assert one.images([noise(seed, 32) for seed in range(4)]).shape == (1, 4, 3, 32, 32)
-    client = TestClient(create_app({"vivit": one}, [Example(noise(0, 40), "")]))
+    client = local_client(create_app({"vivit": one}, [Example(noise(0, 40), "")]))
     (info,) = client.get("/api/info").json()["models"]
     assert (info["times"], info["grid"]) == (2, [2, 2])
 
@@ -141,7 +140,7 @@ def test_a_converted_model_is_shown_as_what_it_computes(tmp_path):
     cumulant.convert(model, layers={0: "cumulant3"})
     cumulant.convert.save(model, tmp_path / "swapped")
     models, _ = open_models([str(tmp_path / "swapped")])
-    client = TestClient(create_app(models, [Example(noise(0, 40), "")]))
+    client = local_client(create_app(models, [Example(noise(0, 40), "")]))
     assert client.get("/api/info").json()["models"][0]["attention"] == "mixed"
     mass = torch.tensor(ask(client, "attention", model="swapped", image="example-0", query=3)["negative_mass"])
     assert mass[0].max() > 0.01

@@ -1,5 +1,6 @@
 """Uploads: what is a picture is taken, what is not is refused in words, and nothing gets where it should not."""
 
+import asyncio
 import builtins
 import io
 import threading
@@ -14,9 +15,10 @@ pytest.importorskip("httpx")
 import numpy as np
 from fastapi.testclient import TestClient
 from PIL import Image
-from small_explorer import encoded, noise, png_claiming
+from small_explorer import encoded, local_client, noise, png_claiming
 
-from cumulant.web import Limits, create_app
+from cumulant.web import Limits, create_app, engine, serve
+from cumulant.web.command import Explore
 from cumulant.web.engine import Engine
 from cumulant.web.problems import UploadError
 from cumulant.web.uploads import UploadStore, read_upload
@@ -186,7 +188,7 @@ def test_foreign_pages_and_foreign_names_are_refused(client):
     sneaky = client.post("/api/images", content=b"x", headers={"sec-fetch-site": "cross-site"})
     assert sneaky.status_code == 403
     assert client.get("/api/info", headers={"host": "evil.example"}).status_code == 400
-    own = client.post("/api/attention", json=question, headers={"origin": "http://testserver"})
+    own = client.post("/api/attention", json=question, headers={"origin": "http://localhost"})
     assert own.status_code == 200
 
 
@@ -237,9 +239,67 @@ def test_two_threads_decode_for_all_senders(models, monkeypatch):
         return read_upload(content, limits, **options)
 
     monkeypatch.setattr("cumulant.web.engine.read_upload", watched)
-    with ThreadPoolExecutor(8) as senders:
-        taken = list(senders.map(lambda seed: engine.receive(encoded(noise(seed)), False)[0], range(16)))
-    assert len(set(taken)) == 16
+
+    async def send_all():
+        return await asyncio.gather(*(engine.receive(encoded(noise(seed)), False) for seed in range(10)))
+
+    assert len({name for name, _ in asyncio.run(send_all())}) == 10
     assert len(seen) <= 2
     with pytest.raises(UploadError, match="not a picture"):
-        engine.receive(b"text", False)
+        asyncio.run(engine.receive(b"text", False))
+
+
+def test_a_name_of_no_meaning_is_refused_and_addresses_are_allowed_where_other_machines_may_ask(models, examples):
+    local = local_client(create_app(models, examples))
+    assert local.get("/api/info", headers={"host": "testserver"}).json()["error"] == "unknown_host"
+    assert local.get("/api/info", headers={"host": "192.0.2.1:8000"}).status_code == 400
+    settings = Explore(host="0.0.0.0", allow_host=("my-server",))
+    everywhere = local_client(create_app(models, examples, **serve.names(settings)))
+    expected = {
+        "my-server:80": 200,
+        "192.0.2.1:80": 200,
+        "[2001:db8::1]:80": 200,
+        "localhost": 200,
+        "evil.example": 400,
+    }
+    assert {host: everywhere.get("/api/info", headers={"host": host}).status_code for host in expected} == expected
+
+
+def test_a_picture_of_one_endless_column_is_refused_before_it_is_decoded():
+    column = png_claiming(1, 20_000_000)
+    with pytest.raises(UploadError, match=r"sides of at most 16,384 pixels, got 1 x 20000000") as refused:
+        read_upload(column, Limits())
+    assert refused.value.status == 413
+
+
+def test_what_was_computed_from_an_upload_goes_with_it(client):
+    first = client.post("/api/images", content=encoded(noise(0))).json()["image"]
+    question = {"model": "softmax", "image": first, "query": 1}
+    assert client.post("/api/attention", json=question).status_code == 200
+    for seed in range(1, 5):  # three are kept
+        client.post("/api/images", content=encoded(noise(seed)))
+    assert client.post("/api/attention", json=question).json()["error"] == "unknown_image"
+
+
+def test_uploads_that_wait_hold_no_page_and_too_many_are_asked_to_come_back(models, examples, monkeypatch):
+    """Two are decoded, one waits, the fourth is refused; the page answers meanwhile."""
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    def slow(content, limits, invert=False):
+        begun.release()
+        assert go.wait(20)
+        return (noise(0),)
+
+    monkeypatch.setattr(engine, "read_upload", slow)
+    app = create_app(models, examples, Limits(waiting_uploads=1))
+    with local_client(app) as client, ThreadPoolExecutor(3) as senders:
+        sent = [senders.submit(client.post, "/api/images", content=b"x") for _ in range(3)]
+        for _ in range(2):
+            assert begun.acquire(timeout=20)
+        while app.state.engine._decoding < 3:
+            time.sleep(0.01)
+        busy = client.post("/api/images", content=b"x")
+        assert (busy.status_code, busy.json()["error"]) == (503, "busy")
+        assert client.get("/api/info").status_code == 200
+        go.set()
+        assert [one.result().status_code for one in sent] == [201] * 3

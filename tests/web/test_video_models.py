@@ -9,9 +9,8 @@ import torch
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-from fastapi.testclient import TestClient
 from PIL import Image
-from small_explorer import animated, encoded, noise, small_model, small_video_model
+from small_explorer import animated, encoded, local_client, noise, small_model, small_video_model
 
 from cumulant import explain
 from cumulant.inspect.opening import open_model
@@ -28,7 +27,7 @@ QUERY = {"model": "video", "image": "example-0", "query": 6}  # class token, the
 
 
 def explorer(**options):
-    return TestClient(create_app({"video": small_video_model(**options)}, [Example(CLIP, "noise")]))
+    return local_client(create_app({"video": small_video_model(**options)}, [Example(CLIP, "noise")]))
 
 
 def ask(client, what, **question):
@@ -117,7 +116,7 @@ def test_a_checkpoint_of_a_video_model_is_opened_and_served(tmp_path):
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips" / "a.gif").write_bytes(animated(5))
     (tmp_path / "clips" / "b.png").write_bytes(encoded(noise(0)))
-    client = TestClient(serve.prepare(Explore((str(path),), data=str(tmp_path / "clips"))))
+    client = local_client(serve.prepare(Explore((str(path),), data=str(tmp_path / "clips"))))
     info = client.get("/api/info").json()
     assert [example["frames"] for example in info["examples"]] == [5, 1]
     assert info["models"][0]["times"] == 2

@@ -13,19 +13,18 @@ with needed("the explorer needs FastAPI", "web"):
     from fastapi.responses import FileResponse, Response
     from fastapi.staticfiles import StaticFiles
     from starlette.exceptions import HTTPException
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from .. import __version__
 from .engine import Engine
 from .explorable import Example, Explorable
-from .guards import BodyLimit, SafeHeaders, SameSite, problem
+from .guards import BodyLimit, KnownHost, SafeHeaders, SameSite, problem
 from .limits import Limits
 from .plotly import router as plotly_router
 from .problems import Refusal
 from .routes import interface
 
 STATIC = Path(__file__).with_name("static")
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "testserver")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def create_app(
@@ -34,11 +33,12 @@ def create_app(
     limits: Limits | None = None,
     *,
     hosts: Sequence[str] = LOCAL_HOSTS,
+    addresses: bool = False,
 ) -> FastAPI:
     """The explorer as an ASGI application: `uvicorn.run(create_app({"softmax": Explorable(...)}))`.
 
-    `hosts` are the names under which the page may be asked for: a foreign page cannot reach a local server through a
-    name of its own. Nothing is written to disk and nothing is fetched from the network.
+    `hosts` are the names under which the page may be asked for, with `addresses` every address too: a foreign page
+    cannot reach a local server through a name of its own. Nothing is written to disk, nothing fetched from the network.
     """
     limits = limits or Limits()
     app = FastAPI(
@@ -51,9 +51,9 @@ def create_app(
     app.state.engine = Engine(models, examples, limits)
     app.include_router(interface(app.state.engine))
     app.include_router(plotly_router)
-    app.add_middleware(BodyLimit, limit=limits.upload_bytes)
+    app.add_middleware(BodyLimit, limit=limits.upload_bytes, seconds=limits.body_seconds)
     app.add_middleware(SameSite)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+    app.add_middleware(KnownHost, hosts=hosts, addresses=addresses)
     app.add_middleware(SafeHeaders)
     app.add_exception_handler(Refusal, _refused)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _bad_request)  # type: ignore[arg-type]

@@ -45,6 +45,8 @@ class Explore:
     host: str = "127.0.0.1"
     """Address to listen on. Any other than the default lets other machines use this one's processor: there is no
     password."""
+    allow_host: tuple[str, ...] = ()
+    """Names, beside its addresses, by which other machines may ask for this one, with --host 0.0.0.0."""
     port: int = 8000
     """Port to listen on; 0: any free one."""
     cache: Path = Path("runs/explore")

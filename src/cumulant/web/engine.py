@@ -6,6 +6,7 @@ the rows that it asks for and no more. Shape legend: N layers, H heads, L tokens
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from .explorable import Example, Explorable, frames_of
 from .limits import Limits
 from .memory import Memory
 from .metrics import described, plain
-from .problems import NotFoundError
+from .problems import BusyError, NotFoundError
 from .uploads import UploadStore, read_upload
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Engine:
         self.uploads = UploadStore(limits)
         # A decoded picture may take 100 MB for a moment, and the thread that did it keeps them: two do it for all.
         self._decoders = ThreadPoolExecutor(2, thread_name_prefix="decoder")
+        self._decoding = 0
         self.facts = {name: looking.facts(name, one) for name, one in self.models.items()}
         self._locks = {name: threading.Lock() for name in self.models}
         self._recordings = Memory[explain.Recording](limits.recorded_bytes, lambda one: one.nbytes)
@@ -86,9 +88,16 @@ class Engine:
             frames = one.seen(frames)
         return frames[(2 * time + 1) * len(frames) // (2 * count)]
 
-    def receive(self, content: bytes, invert: bool) -> tuple[str, tuple[Image, ...]]:
-        """Decode an upload and keep it: its name and frames."""
-        frames = self._decoders.submit(read_upload, content, self.limits, invert=invert).result()
+    async def receive(self, content: bytes, invert: bool) -> tuple[str, tuple[Image, ...]]:
+        """Decode an upload and keep it: its name and frames. Those that wait hold no thread that a page needs."""
+        if self._decoding >= 2 + self.limits.waiting_uploads:
+            raise BusyError("busy", "many uploads are being read just now; send it again in a few seconds")
+        self._decoding += 1
+        try:
+            decoded = self._decoders.submit(read_upload, content, self.limits, invert=invert)
+            frames = await asyncio.wrap_future(decoded)
+        finally:
+            self._decoding -= 1
         return self.uploads.add(frames), frames
 
     def checked(self, asked: schemas.OneImage, *, whole: bool = False) -> schemas.ModelInfo:
@@ -123,9 +132,10 @@ class Engine:
     ) -> Made:
         """What a pass with these heads off gives: made by whoever asks first, and kept."""
         key = (asked.model, asked.image, off)
+        frames = self.frames(asked.image)  # first: what was computed from an upload goes with it
         found = memory.get(key)
         if found is None:
-            one, frames = self.model(asked.model), self.frames(asked.image)
+            one = self.model(asked.model)
             with self._locks[asked.model]:
                 found = memory.get(key)  # another question may have made it while this one waited
                 if found is None:

@@ -1,7 +1,11 @@
-"""Guards around every request: a bounded body, no foreign pages, and headers that keep the page to itself."""
+"""Guards around every request: a bounded body in bounded time, known names of this machine, no foreign pages, and
+headers that keep the page to itself."""
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -24,10 +28,11 @@ HEADERS = {
 
 
 class BodyLimit:
-    """Answers 413 as soon as a body is larger than `limit`, whether or not its length was announced."""
+    """Answers 413 as soon as a body is larger than `limit`, whether or not its length was announced, and 408 where it
+    is not there after `seconds`."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
+    def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
+        self.app, self.limit, self.seconds = app, limit, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,17 +43,18 @@ class BodyLimit:
         if announced.isdigit() and int(announced) > self.limit:
             await too_large(scope, receive, send)
             return
-        parts, size, more = [], 0, True
-        while more:  # bodies are small: held whole, so that the limit is checked before anything is parsed
-            message = await receive()
-            if message["type"] != "http.request":
-                return
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > self.limit:
-                await too_large(scope, receive, send)
-                return
-        body: Message | None = {"type": "http.request", "body": b"".join(parts), "more_body": False}
+        try:
+            content = await asyncio.wait_for(self._whole(receive), self.seconds)
+        except TimeoutError:
+            message = f"the body of a request must be here within {self.seconds:g} seconds"
+            await problem(408, "too_slow", message, {"connection": "close"})(scope, receive, send)
+            return
+        if content is None:  # the sender went away
+            return
+        if len(content) > self.limit:
+            await too_large(scope, receive, send)
+            return
+        body: Message | None = {"type": "http.request", "body": content, "more_body": False}
 
         async def replay() -> Message:
             nonlocal body
@@ -58,6 +64,45 @@ class BodyLimit:
             return await receive()
 
         await self.app(scope, replay, send)
+
+    async def _whole(self, receive: Receive) -> bytes | None:
+        """The body, or as much of it as shows that it is too large. Bodies are small: held whole, so that the limit is
+        checked before anything is parsed."""
+        parts, more = bytearray(), True
+        while more and len(parts) <= self.limit:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            parts += message.get("body", b"")
+            more = message.get("more_body", False)
+        return bytes(parts)
+
+
+class KnownHost:
+    """Refuses requests to a name that this machine is not known by: a foreign page could give a name of its own the
+    address of this machine. An address is no such name; `addresses` accepts all of them."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], addresses: bool) -> None:
+        self.app, self.hosts, self.addresses = app, {host.lower() for host in hosts}, addresses
+
+    def known(self, host: str) -> bool:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name in self.hosts or f"[{name}]" in self.hosts or (self.addresses and _is_address(name))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self.known(dict(scope["headers"]).get(b"host", b"").decode("latin-1")):
+            text = "this machine is not known by that name; start the explorer with --allow-host NAME"
+            await problem(400, "unknown_host", text)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class SameSite:
@@ -94,6 +139,6 @@ class SafeHeaders:
         await self.app(scope, receive, with_headers)
 
 
-def problem(status: int, kind: str, message: str) -> JSONResponse:
+def problem(status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     """A `schemas.Problem` as an answer."""
-    return JSONResponse({"error": kind, "message": message}, status_code=status)
+    return JSONResponse({"error": kind, "message": message}, status_code=status, headers=headers)

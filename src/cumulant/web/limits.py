@@ -13,6 +13,8 @@ class Limits:
     """Largest body of any request."""
     pixels: int = 24_000_000
     """Largest width x height of an uploaded picture, read from its header before any pixel is decoded."""
+    side: int = 16_384
+    """Largest width and largest height: a decoder takes memory for every row, however short."""
     frame_pixels: int = 4_000_000
     """Largest width x height of a frame of a clip: a decoder holds several of them at once."""
     stored_side: int = 448
@@ -29,6 +31,14 @@ class Limits:
     """Pixels of a clip that are decoded, all frames together."""
     decoding_seconds: int = 15
     """Time that decoding a clip may take."""
+    waiting_uploads: int = 8
+    """Uploads that wait while others are decoded; further ones are asked to come back."""
+    header_seconds: int = 10
+    """Time in which the head of a request must arrive."""
+    body_seconds: int = 30
+    """Time in which the body of a request must arrive."""
+    closing_seconds: int = 3
+    """Time that requests in progress have left when the explorer is ended."""
     recorded_bytes: int = 2**28
     """Queries and keys kept between clicks: 14 MB for each image of a ViT-B/16."""
     whole_maps_at_once: int = 2**28

@@ -31,3 +31,10 @@ class NotFiniteError(Refusal):
     def __init__(self) -> None:
         message = "the model gives values that are not finite for this image; it may have diverged"
         super().__init__("not_finite", message, 500)
+
+
+class BusyError(Refusal):
+    """More at once than this machine takes; worth trying again."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message, 503)

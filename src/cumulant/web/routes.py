@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 
 from .. import __version__
 from ..optional import install
@@ -22,6 +21,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         400: "The body could not be read.",
         403: "The request comes from a page of another origin.",
         404: "No such model, image, layer, head or token.",
+        408: "The body did not arrive in time.",
         413: "The request or the picture is too large.",
         422: "The request is not well formed.",
     }.items()
@@ -29,6 +29,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 UPLOAD_PROBLEMS = {
     **PROBLEMS,
     415: {"model": schemas.Problem, "description": "Not a picture or video of a known kind."},
+    503: {"model": schemas.Problem, "description": "Too many uploads at once; send it again in a few seconds."},
 }
 PNG: dict[int | str, dict[str, Any]] = {
     200: {"content": {"image/png": {"schema": {"type": "string", "format": "binary"}}}, "description": "A PNG."},
@@ -71,7 +72,7 @@ def interface(engine: Engine) -> APIRouter:
     ) -> schemas.Uploaded:
         """Send a picture or a short video. Its centre square (of a video: of some frames spread evenly over its
         beginning) is kept in memory for a while under a name that cannot be guessed."""
-        name, frames = await run_in_threadpool(engine.receive, await request.body(), invert)
+        name, frames = await engine.receive(await request.body(), invert)
         return schemas.Uploaded(image=name, side=frames[0].width, frames=len(frames))
 
     @router.get("/images/{image}", response_class=Response, responses=PNG)

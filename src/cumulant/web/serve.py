@@ -9,16 +9,19 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..optional import needed
 from .command import MECHANISMS, Explore
+from .limits import Limits
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ..train import TrainRecipe
 
+DEFAULTS = Limits()
+
 
 def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
     """The application with the models and example images that the settings name."""
-    from .app import LOCAL_HOSTS, create_app  # first: a missing package is told before anything is trained
+    from .app import create_app  # first: a missing package is told before anything is trained
     from .demo import digits_models
     from .explorable import examples_of
     from .opening import open_models
@@ -41,8 +44,14 @@ def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
             MECHANISMS, settings.cache, fresh=settings.fresh, device=settings.device, progress=progress
         )
         examples = examples_of(settings.data or "digits", settings.images, size=12)
-    hosts = (*LOCAL_HOSTS, settings.host) if settings.local else ("*",)  # all of 127.0.0.0/8 is this machine
-    return create_app(models, examples, hosts=hosts)
+    return create_app(models, examples, **names(settings))
+
+
+def names(settings: Explore) -> dict[str, Any]:
+    """By what this machine may be asked for; all of 127.0.0.0/8 is this machine."""
+    from .app import LOCAL_HOSTS
+
+    return {"hosts": (*LOCAL_HOSTS, settings.host, *settings.allow_host), "addresses": not settings.local}
 
 
 def as_trained(recipe: TrainRecipe | None) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def as_trained(recipe: TrainRecipe | None) -> dict[str, Any]:
 def explore(settings: Explore, progress: IO[str] | None = None) -> None:
     """Serve the page until it is stopped."""
     with needed("the explorer needs uvicorn", "web"):
-        import uvicorn
+        import uvicorn  # noqa: F401 (told before anything is trained)
     from ..train.processes import chosen_device
 
     settings = replace(settings, device=str(chosen_device(settings.device)))
@@ -71,8 +80,21 @@ def explore(settings: Explore, progress: IO[str] | None = None) -> None:
             import webbrowser
 
             threading.Timer(0.5, webbrowser.open, [address]).start()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, timeout_keep_alive=30))
-        server.run(sockets=[door])
+        serve(app, door)
+
+
+def serve(app: FastAPI, door: socket.socket, limits: Limits = DEFAULTS) -> None:
+    """Serve an application until Ctrl-C. Nobody holds a connection with half a request for long, and nobody keeps the
+    program from ending."""
+    with needed("the explorer needs uvicorn", "web"):
+        import uvicorn
+    from .patience import patient
+
+    config = uvicorn.Config(
+        app, http=patient(limits.header_seconds), log_level="warning", server_header=False, timeout_keep_alive=30,
+        timeout_graceful_shutdown=limits.closing_seconds,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[door])
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -79,6 +79,8 @@ def _opened(content: bytes, limits: Limits) -> Any:
             f"not a picture or video that can be read; expected one of {', '.join(FORMATS)}, MP4 or WebM"
         ) from error
     width, height = image.size
+    if max(width, height) > limits.side:
+        raise UploadError(f"the picture must have sides of at most {limits.side:,} pixels, got {width} x {height}", 413)
     if width * height > limits.pixels:
         raise UploadError(f"the picture must have at most {limits.pixels:,} pixels, got {width} x {height}", 413)
     return image

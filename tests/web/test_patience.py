@@ -1,0 +1,69 @@
+"""A server that half a request cannot hold: over real sockets, with limits of a fraction of a second."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+SERVER = """
+import sys
+from dataclasses import replace
+from small_explorer import noise, small_model
+from cumulant.web import Example, Limits, create_app, serve
+
+limits = replace(Limits(), header_seconds=1, body_seconds=1, closing_seconds=1)
+app = create_app({"softmax": small_model("softmax")}, [Example(noise(0), "0")], limits)
+with serve.listen("127.0.0.1", 0) as door:
+    print(door.getsockname()[1], flush=True)
+    serve.serve(app, door, limits)
+"""
+
+
+@pytest.fixture
+def server():
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    port = int(process.stdout.readline())
+    yield process, port
+    process.kill()
+    process.wait()
+
+
+def answer(door):
+    """All that comes back until the server closes the connection."""
+    door.settimeout(20)
+    received = b""
+    while part := door.recv(4096):
+        received += part
+    return received
+
+
+def test_half_a_head_and_half_a_body_are_given_up_and_ctrl_c_ends_all(server):
+    process, port = server
+    with socket.create_connection(("127.0.0.1", port)) as head:
+        head.sendall(b"GET / HT")
+        assert answer(head) == b""  # closed without a word
+    start = b"POST /api/images HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\nhalf"
+    with socket.create_connection(("127.0.0.1", port)) as body:
+        body.sendall(start)
+        received = answer(body)
+    assert received.startswith(b"HTTP/1.1 408")
+    assert json.loads(received.rsplit(b"\r\n\r\n", 1)[1])["error"] == "too_slow"
+    with socket.create_connection(("127.0.0.1", port)) as whole:
+        whole.sendall(b"GET /api/info HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert answer(whole).startswith(b"HTTP/1.1 200")
+    with socket.create_connection(("127.0.0.1", port)) as waiting:
+        waiting.sendall(start)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
