@@ -31,9 +31,9 @@ from cumulant.conversion import DistillRecipe, convert, diagnose, distill
 from cumulant.conversion.distill_data import Images
 from cumulant.data import open_source
 from cumulant.data.part import Source
+from cumulant.train import predict
 from cumulant.train.build import augment_of, loader_of
 from cumulant.train.checkpoint import load, read_header
-from cumulant.train.evaluation import predict
 from cumulant.train.processes import Processes
 from cumulant.train.recipe_files import from_json
 

@@ -39,11 +39,11 @@ COMMANDS = {  # name -> where its options are, and what it does, as the first pa
     ),
     "train": (
         "train.command:Train",
-        "Train a classifier of images or videos from a recipe: a built-in name, or the path of a TOML file.",
+        "Train a classifier of images or videos, or a language model, from a recipe: a built-in name or a TOML file.",
     ),
     "evaluate": (
         "train.command:Evaluate",
-        "Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote.",
+        "Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text nats and bits a byte.",
     ),
     "bench": (
         "studies.command:Bench",

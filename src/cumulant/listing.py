@@ -107,7 +107,9 @@ def models() -> tuple[list[dict[str, Any]], str]:
     width = max(len(row["name"]) for row in rows)
     lines = [f"{'name':{width}}  {'parameters':>12}  input"]
     lines += [f"{row['name']:{width}}  {row['parameters']:12,}  {' x '.join(map(str, row['input']))}" for row in rows]
-    return rows, "\n".join([*lines, "\nparameters: with 1000 classes. input: channels x (frames x) height x width"])
+    return rows, "\n".join(
+        [*lines, "\nparameters: with 1000 classes. input: channels x (frames x) height x width, or tokens"]
+    )
 
 
 def studies() -> tuple[list[dict[str, Any]], str]:

@@ -293,7 +293,7 @@ def test_evaluation_can_be_stopped(run, capsys, monkeypatch):
     def stopped(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cumulant.train.evaluation.predict", stopped)
+    monkeypatch.setattr("cumulant.train.tasks.predict", stopped)
     assert cli.main(["evaluate", str(run), "digits", "--device", "cpu"]) == 130
     assert capsys.readouterr().err.endswith("stopped\n")
 
@@ -315,7 +315,7 @@ def test_a_decoding_process_that_is_killed_during_a_step_is_told_in_one_line(run
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")  # torch raises it anywhere
 
     monkeypatch.setattr(trainer._Run, "_step", killed)
-    monkeypatch.setattr("cumulant.train.evaluation.predict", killed)
+    monkeypatch.setattr("cumulant.train.tasks.predict", killed)
     for words in (["train", "digits", "--out", str(tmp_path / "run"), *SHORT], ["evaluate", str(run), "digits"]):
         assert cli.main(words) == 2
         said = capsys.readouterr().err

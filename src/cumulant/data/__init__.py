@@ -1,4 +1,4 @@
-"""Readers for images and video, clip sampling, loading, augmentation."""
+"""Readers for images, video and text, clip sampling, loading, augmentation."""
 
 from typing import TYPE_CHECKING
 
@@ -24,5 +24,7 @@ if TYPE_CHECKING:
     from .part import Source as Source
     from .source import ALIASES as ALIASES
     from .source import open_source as open_source
+    from .text import TextLoader as TextLoader
+    from .text import TextPart as TextPart
 
 lazy(__name__)

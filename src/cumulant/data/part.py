@@ -60,7 +60,7 @@ class Source:
     """A data set: two parts with the same classes. Label i means `classes[i]`."""
 
     name: str
-    kind: Literal["image", "video"]
+    kind: Literal["image", "video", "text"]
     train: Part
     test: Part
     classes: tuple[str, ...]
@@ -68,7 +68,8 @@ class Source:
     """Its identity where that is known already: of what was decoded from files, that of the files."""
 
     def __post_init__(self) -> None:
-        check_labels(self.name, self.train.labels, self.test.labels, self.classes)
+        if self.kind != "text":  # there the classes are symbols, of which a part need not have all
+            check_labels(self.name, self.train.labels, self.test.labels, self.classes)
 
     def identity(self) -> Mapping[str, Any]:
         """What it holds, wherever it lies: kind, classes, items per class and a short "digest" of its contents."""
@@ -85,6 +86,9 @@ class Source:
         return f"Source({self.name!r}, {self.kind}s, {len(self.classes)} classes, {counts})"
 
     def __str__(self) -> str:
+        if self.kind == "text":
+            count = f"{len(self.train.labels):,} train and {len(self.test.labels):,} test tokens"
+            return f"{self.name}: {count} of {len(self.classes)} kinds"
         tested = len(self.test) // self.test.views
         return f"{self.name}: {len(self.train):,} train and {tested:,} test {self.kind}s of {len(self.classes)} classes"
 

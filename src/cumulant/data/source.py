@@ -15,6 +15,7 @@ from .folders import tree_source, ucf_lists, ucf_source
 from .part import DataError, Source, shorten
 from .rows import HubRows, parquet_rows
 from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, names_from_tsv, table_source
+from .text import sentences_source, text_files, text_source
 
 ALIASES = {  # data sets on the Hugging Face Hub; 2: every second class of it
     "tiny-imagenet": ("zh-plus/tiny-imagenet", 1),
@@ -24,6 +25,7 @@ ALIASES = {  # data sets on the Hugging Face Hub; 2: every second class of it
     "cifar100": ("uoft-cs/cifar100", 1),
     "ucf101": ("flwrlabs/ucf101", 1),
 }
+TEXT = (".txt", ".md")  # files that are data themselves
 LOCALLY = "data that is on a disk is given by its folder, or by name where $CUMULANT_DATA is the folder above"
 
 
@@ -38,25 +40,38 @@ def open_source(
     test_part: str | None = None,
     image_column: str | None = None,
     label_column: str | None = None,
+    tokens: str | None = None,
+    context: int | None = None,
 ) -> Source:
     """The data set called `data`. Labels are read and checked here; pixels are decoded later.
 
-    `data` is, in this order: "digits"; a folder; the name of a folder in $CUMULANT_DATA; one of `ALIASES`
-    (tiny-imagenet, tiny-imagenet-100, imagenet-100, cifar10, cifar100, ucf101) or another "owner/name" of the
+    `data` is, in this order: "digits", "sentences"; a folder or a text file; the name of one in $CUMULANT_DATA; one of
+    `ALIASES` (tiny-imagenet, tiny-imagenet-100, imagenet-100, cifar10, cifar100, ucf101) or another "owner/name" of the
     Hugging Face Hub, which needs the package `datasets`. A folder holds parquet shards (train-*.parquet and
     validation- or test-*.parquet), or train/<class>/ and val|validation|test/<class>/ with images or clips, or
-    UCF-101's clips and split lists.
+    UCF-101's clips and split lists, or a text: one *.txt, or train.txt and val|validation|test.txt.
 
     Video: a clip has `frames` frames, every `stride`-th; the test part shows each video in `views` temporal clips
     times `crops` squares; `split` is UCF-101's 1, 2 or 3. `test_part` names the part to test on where there are
     several (validation comes before test); `image_column` and `label_column` where a table has several.
+    Text: `tokens` is "chars" or "bytes", `context` the tokens of a window (256).
     """
     sampling = ClipSampling(frames, stride, views, crops)
     choices: dict[str, Any] = dict(test_part=test_part, image_column=image_column, label_column=label_column)
+    reading: dict[str, Any] = {"tokens": tokens, "context": context}
+    if data == "sentences":
+        refuse("sentences", split=None if split == 1 else split, **choices)
+        return sentences_source(**reading)
     if data == "digits":
+        refuse("digits", **reading)
         refuse("digits", split=None if split == 1 else split, **choices)
         return digits_source()
     folder = local_folder(data)
+    if folder is not None and is_text(folder):
+        refuse(f"{folder} (a text)", split=None if split == 1 else split,
+               **{name: choices[name] for name in ("image_column", "label_column")})  # fmt: skip
+        return text_source(folder, test_part=test_part, **reading)
+    refuse(f"{data} (no text)", **reading)
     if folder is not None:
         source = folder_source(folder, sampling, split, choices)
     else:
@@ -85,15 +100,29 @@ def local_folder(data: str | Path) -> Path | None:
     for place in places:
         if place.is_dir():
             return place.resolve()  # so that the name is not "." and workers may change folder
+        if place.is_file() and place.suffix.lower() in TEXT:
+            return place.resolve()
         if place.exists():
-            raise DataError(f"{place}: a file; expected the folder that holds the data set")
+            raise DataError(
+                f"{place}: a file; expected the folder that holds the data set, or a text, {' or '.join(TEXT)}"
+            )
     if data in ALIASES or (isinstance(data, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data)):
         return None
     looked = " or ".join(str(place) for place in places)
     raise FileNotFoundError(
-        f"no data set {str(data)!r}: no folder {looked}, and not one of digits, {', '.join(ALIASES)} "
+        f"no data set {str(data)!r}: no folder {looked}, and not one of digits, sentences, {', '.join(ALIASES)} "
         "or owner/name of the Hugging Face Hub"
     )
+
+
+def is_text(place: Path) -> bool:
+    """Whether a file or folder is read as a text: one without tables, split lists or folders of classes."""
+    if place.is_file():
+        return True
+    other = (
+        find_shards(place) or ucf_lists(place) or any((place / part).is_dir() for part in (*TRAIN_PARTS, *TEST_PARTS))
+    )
+    return not other and bool(text_files(place))
 
 
 def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dict[str, Any]) -> Source:
@@ -115,8 +144,8 @@ def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dic
         return tree_source(folder, sampling, test_part=choices["test_part"])
     found = sorted(entry.name for entry in folder.iterdir())[:5]
     raise DataError(
-        f"{folder}: no train part; expected train-*.parquet, train/<class>/ or UCF-101's trainlist0{split}.txt, "
-        f"found {', '.join(found) or 'nothing'}"
+        f"{folder}: no train part; expected train-*.parquet, train/<class>/, UCF-101's trainlist0{split}.txt or one "
+        f"text, found {', '.join(found) or 'nothing'}"
     )
 
 

@@ -2,11 +2,12 @@
 
 import warnings
 
+from .lm import LanguageModel
 from .registry import create_model, names, register_model
 from .vit import VisionTransformer
 from .vivit import ViViT
 
-__all__ = ["ViViT", "VisionTransformer", "create_model", "names", "register_model"]
+__all__ = ["LanguageModel", "ViViT", "VisionTransformer", "create_model", "names", "register_model"]
 
 
 def __getattr__(name: str) -> object:

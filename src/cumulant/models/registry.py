@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..grammar import read_blocks, suggest, write_blocks
+from .lm import LanguageModel
 from .vit import VisionTransformer
 from .vivit import ViViT
 
@@ -53,6 +54,14 @@ VIVIT_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# The numbers are parameters with 65 characters (tiny-shakespeare), beside those of the embedding, 65 x width.
+LM_CONFIGS: dict[str, dict[str, Any]] = {
+    "lm_nano": {"embed_dim": 64, "depth": 2, "num_heads": 2, "context": 64},
+    "lm_tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context": 128},
+    "lm_small": {"embed_dim": 384, "depth": 6, "num_heads": 6, "context": 256},
+}
+
+
 class Entry(NamedTuple):
     """What a name stands for: a class of models, and the arguments that make this one."""
 
@@ -75,9 +84,10 @@ def names() -> list[str]:
     return list(_MODELS)
 
 
-def takes_clips(name: str) -> bool:
-    """Whether the model of that name is for videos."""
-    return bool(getattr(_MODELS[name].kind, "takes_clips", False))
+def input_kind(name: str) -> str:
+    """What the model of that name is for: "image", "video" or "text"."""
+    kind = _MODELS[name].kind
+    return "video" if getattr(kind, "takes_clips", False) else "text" if getattr(kind, "takes_text", False) else "image"
 
 
 def model_arguments(name: str) -> list[str]:
@@ -88,9 +98,11 @@ def model_arguments(name: str) -> list[str]:
 
 
 def input_shape(name: str) -> tuple[int, ...]:
-    """Channels, for videos frames, height and width that the model of that name is made for."""
+    """Channels, for videos frames, height and width that the model of that name is made for; of a text the tokens."""
     kind, own = _MODELS[name]
     given = {key: one.default for key, one in inspect.signature(kind).parameters.items()} | dict(own)
+    if input_kind(name) == "text":
+        return (given["context"],)
     if "img_size" not in given:
         return ()  # one that takes any
     frames = (given["frames"],) if "frames" in given else ()
@@ -106,7 +118,7 @@ def create_model(
     **kw: Any,
 ) -> Any:
     """A freshly initialised model; `kw` are further arguments of its class: of `VisionTransformer` (img_size, pool,
-    ...) or, for names that begin with "vivit", of `ViViT` (variant, frames, ...).
+    ...), for names that begin with "vivit" of `ViViT` (variant, frames, ...), with "lm" of `LanguageModel`.
 
     `attention` names a mechanism, with options behind it ("cumulant3+around=mean"), or one for each block, in a list or
     in one text ("4xagent,8xsoftmax"); `layer` names an attention layer. The arguments are kept in `model.config`, from
@@ -125,6 +137,6 @@ def create_model(
     return model
 
 
-for _kind, _configs in ((VisionTransformer, VIT_CONFIGS), (ViViT, VIVIT_CONFIGS)):
+for _kind, _configs in ((VisionTransformer, VIT_CONFIGS), (ViViT, VIVIT_CONFIGS), (LanguageModel, LM_CONFIGS)):
     for _name, _config in _configs.items():
         register_model(_name, _kind, **_config)

@@ -24,6 +24,7 @@ from ..zoo.registry import Mechanism
 from .extras import GATES, Temperature, ValueConv, check_temperature, conv_kernel, gate_name
 from .fold import folded_attention, folds
 from .packing import forward_packed
+from .rotary import rotary_base, rotate
 from .streams import LayerStream
 
 LAYER_NORM = partial(nn.LayerNorm, eps=1e-6)
@@ -39,7 +40,7 @@ EXTRAS = (
 class MultiheadAttention(nn.Module):
     """Projections to query, key and value, a mechanism of the zoo between them, and an output projection.
 
-        y = proj(gate(x) * norm(mechanism(t q_norm(W_q x), k_norm(W_k z), W_v z) + conv(W_v z))),  z = context or x
+        y = proj(gate(x) * norm(mechanism(t R q_norm(W_q x), R k_norm(W_k z), W_v z) + conv(W_v z))),  z = context or x
 
     Names in the state dict are timm's: qkv, q_norm, k_norm, proj; then, each only where it is asked for, norm,
     v_conv, gate, temperature, and mix for a mechanism with parameters.
@@ -63,6 +64,7 @@ class MultiheadAttention(nn.Module):
         gate: multiply the output by sigmoid(W x + b) (True or "sigmoid"), or by silu of it ("silu").
         temperature: "head" learns a positive factor on the query of each head; "order", for cumulant2 and cumulant3,
             one for the second and one for the third term of each head. They are 1 at first.
+        rotary: turn queries and keys by their place (R above): True, or the base of the angles (10,000).
     """
 
     mixer_names: tuple[str, ...] = ("mix",)  # attributes with what `build_mix` made
@@ -92,6 +94,7 @@ class MultiheadAttention(nn.Module):
         v_conv_init: str = "default",
         gate: bool | str = False,
         temperature: str | None = None,
+        rotary: bool | float = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -115,6 +118,7 @@ class MultiheadAttention(nn.Module):
         self.dim, self.num_heads = dim, num_heads
         self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.attn_drop, self.grid_size, self.prefix = attn_drop, grid_size, prefix
+        self.rotary = rotary_base(rotary)
         self.attention_options = {**own, **(attention_options or {})}
         check_temperature(temperature, name, self.attention_options.get("around", "zero"))
         kernel, self.gate_activation = conv_kernel(v_conv), gate_name(gate)
@@ -188,7 +192,8 @@ class MultiheadAttention(nn.Module):
         take it, see `as_key_mask`.
         """
         key_mask = one_mask(key_mask, attn_mask, x if context is None else context)
-        if context is None and folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal):
+        folding = context is None and self.rotary is None
+        if folding and folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal):
             return self.proj_drop(self.folded(x, key_mask))
         return self.attend(self.call(x, context, key_mask, is_causal, grid, prefix), x, context)
 
@@ -225,6 +230,8 @@ class MultiheadAttention(nn.Module):
         dropout = self.attn_drop if self.training else 0.0
         there = key_mask if context is None else None
         query, key, value = self.project(x, context)
+        if self.rotary is not None:
+            query, key = (rotate(part, self.rotary, self.first_place) for part in (query, key))
         grouped = self.enable_gqa
         return Call(query, key, value, key_mask, is_causal, None, grouped, there, grid, prefix, dropout_p=dropout)
 

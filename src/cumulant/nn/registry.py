@@ -21,7 +21,7 @@ from .axial import AxialAttention
 # What models tell every layer; all other arguments of its class are options that a user may write behind its name.
 SHARED = frozenset({"self", "dim", "num_heads", "attention", "attention_options", "qkv_bias", "qk_norm", "scale_norm",
                     "proj_bias", "attn_drop", "proj_drop", "norm_layer", "grid_size", "prefix", "v_conv", "v_conv_init",
-                    "gate", "temperature", "num_kv_heads", "head_dim", "device", "dtype"})  # fmt: skip
+                    "gate", "temperature", "num_kv_heads", "head_dim", "rotary", "device", "dtype"})  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..call import Call
 from ..zoo.mixing import Bound, Mix
+from ..zoo.registry import own_options
 
 if TYPE_CHECKING:
     from .attention import MultiheadAttention
@@ -58,6 +59,47 @@ def _remembering(layer: MultiheadAttention, mix: Mix) -> Sums | KeysValues:
     if not (mechanism.cross and mechanism.independent_rows and mechanism.order_free and mechanism.noncausal):
         mechanism.require("streaming")
     return KeysValues(mix)
+
+
+class Recomputed:
+    """For any causal layer: keeps its input and computes all rows again. Cost: that of the layer, for every token."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.past: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, x: Tensor) -> Tensor:
+        """The rows of the next tokens x (B, n, C)."""
+        self.past = x if self.past is None else torch.cat((self.past, x), -2)
+        out: Tensor = self.layer(self.past, is_causal=True)
+        return out[..., -x.shape[-2] :, :]
+
+    def numel(self) -> int:
+        """Numbers that are held."""
+        return 0 if self.past is None else self.past.numel()
+
+
+def stream_of(layer: Any, claimed: bool) -> LayerStream | Recomputed:
+    """What keeps the past of a causal layer: its stream, if its kind claims one and its mechanism has it with these
+    options, or all its inputs."""
+    return layer.stream() if claimed and streams(layer) else Recomputed(layer)
+
+
+def streams(layer: Any) -> bool:
+    """Whether the mechanism of a layer, with its options, can be taken token by token."""
+    mechanism, mixes = layer.mechanism, layer.mixers()
+    if not all(isinstance(mix, Bound) for mix in mixes):
+        return False
+    if mechanism.stream is not None:
+        known = set(own_options(mechanism.stream))
+        return all(set(mix.options) <= known for mix in mixes) and not _mixes_means(layer)
+    return mechanism.cross and mechanism.independent_rows and mechanism.order_free and mechanism.noncausal
+
+
+def _mixes_means(layer: Any) -> bool:
+    """Whether temperatures per order mix in a mean of the values, which no stream keeps."""
+    return layer.temperature is not None and layer.temperature.third is not None
 
 
 class Sums:

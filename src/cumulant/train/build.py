@@ -12,16 +12,23 @@ from ..data.loader import Loader
 from ..data.order import mix
 from ..data.part import Source
 from ..data.source import open_source
+from ..data.text import TextLoader, TextPart
 from ..grammar import suggest
 from ..models import create_model, names
-from ..models.registry import takes_clips
+from ..models.registry import input_kind
 from .muon import Muon, muon_groups
 from .optimise import adamw, decay_groups, set_drop_path
 from .processes import Processes
 from .train_recipe import TrainRecipe
 
 INITIAL, AUGMENT, DROPOUT = 1, 2, 3  # streams of random numbers
-DATA_OPTIONS = ("test_part", "image_column", "label_column")  # of `open_source`, beside what the recipe says of videos
+DATA_OPTIONS = (
+    "test_part",
+    "image_column",
+    "label_column",
+    "tokens",
+    "context",
+)  # of `open_source`, beside what the recipe says of videos
 
 
 def open_recipe_source(recipe: TrainRecipe, data: str | None = None) -> Source:
@@ -35,11 +42,11 @@ def open_recipe_source(recipe: TrainRecipe, data: str | None = None) -> Source:
 
 def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
     """The model of a recipe for the classes and the kind of that data; its weights come from the recipe's seed."""
-    if recipe.model in names() and (source.kind == "video") != takes_clips(recipe.model):
-        fitting = [name for name in names() if takes_clips(name) == (source.kind == "video")]
+    if recipe.model in names() and input_kind(recipe.model) != source.kind:
+        fitting = [name for name in names() if input_kind(name) == source.kind]
         raise ValueError(f"{source.name} holds {source.kind}s, model {recipe.model} is not for them; take one of "
                          f"{', '.join(fitting)}")  # fmt: skip
-    options: dict[str, Any] = {"img_size": recipe.image_size}
+    options: dict[str, Any] = text_options(source) if source.kind == "text" else {"img_size": recipe.image_size}
     if source.kind == "video":
         options["frames"] = recipe.frames
     options |= {name: given for name in ("attention_options", "attention_extras") if (given := getattr(recipe, name))}
@@ -57,6 +64,13 @@ def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
     return model
 
 
+def text_options(source: Source) -> dict[str, Any]:
+    """What a language model is told of its text: the window, and the characters unless it is read as bytes."""
+    assert isinstance(source.train, TextPart)
+    chars = "".join(source.classes)
+    return {"context": source.train.context, **({"vocabulary": chars} if len(chars) == len(source.classes) else {})}
+
+
 def build_optimizer(model: nn.Module, recipe: TrainRecipe, recordable: bool) -> torch.optim.Optimizer:
     """The optimizer of a recipe; `recordable` as of `adamw`."""
     muon = recipe.optimizer == "muon"
@@ -67,11 +81,17 @@ def build_optimizer(model: nn.Module, recipe: TrainRecipe, recordable: bool) -> 
 
 def loader_of(
     recipe: TrainRecipe, source: Source, part: Literal["train", "test"], team: Processes, screen: IO[str] | None
-) -> Loader:
+) -> Loader | TextLoader:
     """Batches of the training part (shuffled, augmented anew each time) or of the test part (each item once)."""
     training = part == "train"
+    chosen = source.train if training else source.test
+    if isinstance(chosen, TextPart):
+        where: dict[str, Any] = {"rank": team.rank, "world": team.world, "device": team.device}
+        return TextLoader(
+            chosen, recipe.batch_size, seed=recipe.seed, shuffle=training, drop_last=training, **where
+        )  # fmt: skip
     return Loader(
-        source.train if training else source.test,
+        chosen,
         recipe.batch_size,
         size=recipe.loaded_size,
         seed=recipe.seed,

@@ -21,7 +21,7 @@ from .train_recipe import Options, TrainRecipe
 
 @dataclass(frozen=True)
 class Train:
-    """Train a classifier of images or videos from a recipe: a built-in name, or the path of a TOML file.
+    """Train a classifier of images or videos, or a language model, from a recipe: a built-in name or a TOML file.
 
     Every value of the recipe can be given as an option. A stopped run goes on exactly where it was when the same
     command is given again. On several GPUs: torchrun --nproc-per-node 8 -m cumulant.cli train RECIPE
@@ -32,7 +32,8 @@ class Train:
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """One of digits, tiny-imagenet-100, tiny-imagenet-100-patch4, cifar10, ucf101, imagenet-100; or a TOML file."""
+    """One of digits, tiny-imagenet-100, tiny-imagenet-100-patch4, cifar10, ucf101, imagenet-100, sentences,
+    shakespeare, shakespeare-bytes; or a TOML file."""
     settings: TrainRecipe = field(default_factory=TrainRecipe)
     out: Path | None = None
     """Folder of the run: weights, log, result. By default runs/RECIPE-ATTENTION-SEED."""
@@ -86,8 +87,7 @@ class Train:
         if finished:
             print("this run is finished already (--fresh trains it anew)", file=sys.stderr)
         text = (
-            f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  (best {result.best_top1:.2%} in epoch "
-            f"{result.best_epoch})  {result.parameters:,} parameters  {result.seconds:.0f} s\n"
+            f"{result.summary}  {result.parameters:,} parameters  {result.seconds:.0f} s\n"
             f"weights, log and result are in {self.folder}"
         )
         show(asdict(result), text, self.json)
@@ -96,7 +96,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote.
+    """Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text nats and bits a byte.
 
     Example: cumulant evaluate runs/digits-softmax-0/best.safetensors digits
 
@@ -141,15 +141,17 @@ class Evaluate:
             return 0
         if self.predictions is not None:
             found.save(self.predictions)
+        if self.per_class and not hasattr(found, "per_class"):
+            raise ValueError("--per-class is for classes of images and videos; this is a text")
         each = dict(zip(classes, found.per_class().tolist(), strict=True)) if self.per_class else {}
-        values: dict[str, Any] = {"top1": found.top(1), "top5": found.top(5), "items": len(found.labels)}
+        values: dict[str, Any] = {**found.told(), "items": len(found)}
         if self.per_class:
             values["per_class"] = {name: None if math.isnan(value) else value for name, value in each.items()}
         lines = [
             f"{'no items' if math.isnan(value) else format(value, '.2%'):>8}  {name}"
             for name, value in sorted(each.items(), key=lambda pair: (math.isnan(pair[1]), -pair[1]))
         ]
-        lines.append(f"top-1 {found.top(1):.2%}  top-5 {found.top(5):.2%}  ({len(found.labels):,} items)")
+        lines.append(f"{found.summary()}  ({len(found):,} items)")
         show(values, "\n".join(lines), self.json)
         return 0
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,14 @@ def bytes_held(folder: Path) -> int:
     return sum(path.stat().st_size for name in FILES if (path := folder / name).is_file())
 
 
-def read_result(folder: Path, names: Iterable[str]) -> dict[str, Any] | None:
-    """These values of the result that a finished run left, or None."""
+def read_result(folder: Path, names: Mapping[str, Any]) -> dict[str, Any] | None:
+    """These values of the result that a finished run left, or None; one with a default may be missing."""
     path = folder / "result.json"
     if not path.is_file():
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))["result"]
-        return {name: values[name] for name in names}
+        return {name: values[name] if usual is MISSING else values.get(name, usual) for name, usual in names.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no result of a run, or cut short ({error}): {FRESH}") from error
 

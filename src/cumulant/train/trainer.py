@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.jobs import telling_of_killed_workers
@@ -27,41 +26,58 @@ from ..data.part import Source
 from ..nn.losses import auxiliary_loss
 from . import optimise
 from .average import Average
-from .build import AUGMENT, DROPOUT, augment_of, build_model, build_optimizer, loader_of, open_recipe_source
+from .build import AUGMENT, DROPOUT, build_model, build_optimizer, loader_of, open_recipe_source
 from .checkpoint import save
-from .evaluation import Predictions, predict
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
 from .folder import bytes_held, check_data, check_recipe, claim, clear, read_result
 from .log import Log
 from .meter import Meter
+from .predictions import Predictions
 from .processes import Processes, local, processes
 from .progress import Bar, Stop
 from .recipe_files import to_json
 from .state import STATE, bytes_needed, load_state, mend_state, remove_states, save_state, whole_weights
 from .stepping import Recorded, compile_blocks, quick_float32
+from .tasks import TokenScores, load_predictions, task_of
 from .train_recipe import TrainRecipe
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run reached; accuracies from 0 to 1, of the averaged weights where the recipe averages."""
+    """What a finished run reached; accuracies from 0 to 1, of the averaged weights where the recipe averages.
+
+    Of a text the accuracy is that of the next token, `nats` its mean loss, and the best epoch that with the least.
+    """
 
     out: Path
     top1: float
     top5: float
     loss: float
-    best_top1: float
+    best_top1: float | None
     best_epoch: int
     epochs: int
     steps: int
     parameters: int
     seconds: float
     epoch_seconds: float
+    nats: float | None = None
+    bits_per_byte: float | None = None
+    best_nats: float | None = None
 
     @property
-    def predictions(self) -> Predictions:
-        """Class probabilities of the test part after the last step."""
-        return Predictions.load(self.out / "predictions.safetensors")
+    def summary(self) -> str:
+        """What was reached, in a line."""
+        if self.nats is not None:
+            return (
+                f"{self.nats:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte, top-1 {self.top1:.2%}  "
+                f"(best {self.best_nats:.4f} nats in epoch {self.best_epoch})"
+            )
+        return f"top-1 {self.top1:.2%}  top-5 {self.top5:.2%}  (best {self.best_top1:.2%} in epoch {self.best_epoch})"
+
+    @property
+    def predictions(self) -> Any:
+        """What the last weights say of the test part: `Predictions` of classes, or `TokenScores` of a text."""
+        return load_predictions(self.out / "predictions.safetensors")
 
 
 def train(
@@ -99,7 +115,7 @@ def train(
             return opened
 
         source = team.lead(prepare) or source
-        done = read_result(out, [field.name for field in fields(TrainResult) if field.name != "out"])
+        done = read_result(out, {field.name: field.default for field in fields(TrainResult) if field.name != "out"})
         if done is not None:
             if team.first:  # one that was killed when only this was left to do
                 remove_states(out)
@@ -136,7 +152,7 @@ class _Run:
             )
         self.recipe, self.out, self.source, self.team = recipe, out, source, team
         self.screen = progress if team.first else None
-        self.share, self.classes = share, len(source.classes)
+        self.share, self.task = share, task_of(recipe, source)
         self.model = build_model(recipe, source).to(team.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         team.lead(lambda: claim_room(out, bytes_needed(self.model, recipe.ema > 0, bytes_held(out))))
@@ -150,7 +166,6 @@ class _Run:
         self.loader = loader_of(recipe, source, "train", team, self.screen)
         self.test = loader_of(recipe, source, "test", team, self.screen)
         self.steps = len(self.loader)
-        self.augment = augment_of(recipe, self.classes)
         self.objective = self._compiled()
         self.update: Callable[[Tensor, Tensor], Tensor] = Recorded(self._update) if graph else self._update
 
@@ -165,11 +180,11 @@ class _Run:
         )
 
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Loss of (images, soft targets) in training."""
-        core, model, recipe = self.core, self.model, self.recipe
+        """Loss of (inputs, targets) in training."""
+        core, model, task, recipe = self.core, self.model, self.task, self.recipe
 
-        def objective(images: Tensor, targets: Tensor) -> Tensor:
-            loss = F.cross_entropy(core(images).float(), targets)
+        def objective(inputs: Tensor, targets: Tensor) -> Tensor:
+            loss = task.loss(core(inputs), targets)
             more = auxiliary_loss(model)
             return loss if more is None else loss + more
 
@@ -190,7 +205,7 @@ class _Run:
             self.log = log and stack.enter_context(log)
             stop = stack.enter_context(Stop(self.team))
             self.bar = stack.enter_context(Bar(self.screen, total, done.step, recipe.batch_size))
-            found: Predictions | None = None
+            found: Predictions | TokenScores | None = None
             for epoch in range(done.step // self.steps, recipe.epochs):
                 start, first = time.perf_counter(), done.step - epoch * self.steps
                 self.model.train()
@@ -222,7 +237,7 @@ class _Run:
         """One step of the optimizer on this process's share of a batch."""
         recipe, team, done = self.recipe, self.team, self.done
         step = done.step
-        images, targets = self.augment(
+        images, targets = self.task.prepare(
             pixels, labels, seed=int(mix(recipe.seed, AUGMENT, step)), rank=team.rank, world=team.world
         )
         torch.manual_seed(int(mix(recipe.seed, DROPOUT, step, team.rank)))
@@ -263,22 +278,19 @@ class _Run:
 
         self.meter.request(step, write)
 
-    def _evaluate(self, epoch: int) -> Predictions:
-        """Top-1 and top-5 on the test part; the best weights are kept."""
+    def _evaluate(self, epoch: int) -> Predictions | TokenScores:
+        """What the test part says; the best weights are kept."""
         recipe = self.recipe
         self._check_numbers()
         # Seldom and short: compiling the evaluation too would take longer than it saves.
         eager = torch.compiler.set_stance("force_eager") if recipe.compile else nullcontext()
         with self.average.in_place() if self.average else nullcontext(), eager:
-            found = predict(
-                self.model, self.test, self.augment, classes=self.classes, team=self.team, precision=recipe.precision
-            )
-            top1, top5 = found.top(1), found.top(5)
-            if top1 > self.done.best:
-                self.done.best, self.done.best_epoch = top1, epoch
-                self._keep("best.safetensors", epoch, top1)
-        self.bar.say(top1=f"{top1:.2%}")
-        self._write("test", step=self.done.step, epoch=epoch, top1=top1, top5=top5, seconds=self.done.seconds)
+            found = self.task.evaluate(self.model, self.test, self.team)
+            if found.score > self.done.best:
+                self.done.best, self.done.best_epoch = found.score, epoch
+                self._keep("best.safetensors", epoch, found.top(1))
+        self.bar.say(**found.shown())
+        self._write("test", step=self.done.step, epoch=epoch, **found.told(), seconds=self.done.seconds)
         return found
 
     def _save(self) -> None:
@@ -309,15 +321,16 @@ class _Run:
             with naming(str(self.out / name)):
                 save(self.model, self.out / name, notes=notes, tensors=tensors)
 
-    def _finish(self, found: Predictions, epoch_seconds: float) -> TrainResult:
+    def _finish(self, found: Predictions | TokenScores, epoch_seconds: float) -> TrainResult:
         with self.average.in_place() if self.average else nullcontext():
             self._keep("last.safetensors", self.recipe.epochs, found.top(1))
+        text = isinstance(found, TokenScores)
         result = TrainResult(
             out=self.out,
-            top1=found.top(1),
-            top5=found.top(5),
+            **found.told(),
             loss=self.last_loss,
-            best_top1=self.done.best,
+            best_top1=None if text else self.done.best,
+            best_nats=-math.log(self.done.best) if text else None,
             best_epoch=self.done.best_epoch,
             epochs=self.recipe.epochs,
             steps=self.done.step,

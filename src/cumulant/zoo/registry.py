@@ -110,12 +110,12 @@ class Mechanism:
     @property
     def options(self) -> tuple[str, ...]:
         """Names of the keyword options that belong to this mechanism alone, as a layer takes them."""
-        return self.function_options if self.module is None else _own_options(self.module, MODULE_ARGUMENTS)
+        return self.function_options if self.module is None else own_options(self.module, MODULE_ARGUMENTS)
 
     @property
     def function_options(self) -> tuple[str, ...]:
         """Those that a direct call takes."""
-        return _own_options(self.function)
+        return own_options(self.function)
 
     @property
     def scores(self) -> Callable[..., Tensor] | None:
@@ -144,7 +144,7 @@ class Mechanism:
         if self.row_weights is None:
             raise ValueError(f"{self.name!r} has no weights to show")
         self.check(call)
-        passed_over = {*self.function_options} - {*_own_options(self.row_weights)}
+        passed_over = {*self.function_options} - {*own_options(self.row_weights)}
         chosen = {name: value for name, value in options.items() if name not in passed_over}
         return self._prepared(self.row_weights, call, chosen)
 
@@ -223,7 +223,7 @@ class Mechanism:
         def bound(function: Callable[..., Any] | None, shared: frozenset[str] = CALL) -> Any:
             if function is None:
                 return None
-            known = _own_options(function, shared)
+            known = own_options(function, shared)
             return functools.partial(function, **{key: value for key, value in options.items() if key in known})
 
         packed = None if self.packed is None else functools.partial(self.packed, **options)
@@ -316,6 +316,6 @@ def nearest(mechanism: Mechanism, capability: str) -> str | None:
     return max(others, key=kept).name
 
 
-def _own_options(function: Callable[..., Any], shared: frozenset[str] = CALL) -> tuple[str, ...]:
+def own_options(function: Callable[..., Any], shared: frozenset[str] = CALL) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in shared)

@@ -1,0 +1,153 @@
+"""What is learned from the data: classes of images and videos, or the next token of a text. The trainer asks no more.
+
+Shape legend: b items of one batch in this process, T tokens of a window, N windows, V symbols.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+from ..data.augmentation import Augmentation
+from ..data.part import Source
+from .build import augment_of
+from .files import write_atomically
+from .predictions import Predictions, predict
+from .processes import Processes
+from .train_recipe import TrainRecipe
+
+OnBatch = Callable[[int], None]
+
+
+class Task(Protocol):
+    """How batches become inputs and targets, what is lost by an answer, and what a test part says of a model."""
+
+    def prepare(self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int) -> tuple[Tensor, Tensor]: ...
+
+    def loss(self, answer: Tensor, targets: Tensor) -> Tensor: ...
+
+    def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> Any: ...
+
+
+class Classification:
+    """Soft-target cross entropy on augmented pixels; top-1 and top-5."""
+
+    def __init__(self, recipe: TrainRecipe, source: Source) -> None:
+        self.classes, self.precision = len(source.classes), recipe.precision
+        self.prepare = augment_of(recipe, self.classes)
+
+    def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(answer.float(), targets)
+
+    def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> Predictions:
+        how: dict[str, Any] = {"team": team, "precision": self.precision, "on_batch": on_batch}
+        return predict(model, loader, self.prepare, classes=self.classes, **how)
+
+
+class Language:
+    """Cross entropy of the next token; nats a token, bits a byte, and how often it is the most probable one."""
+
+    def __init__(self, recipe: TrainRecipe, source: Source) -> None:
+        if recipe.augmentation != Augmentation():
+            raise ValueError(f"{source.name} is a text, and augmentation is for images: leave it out")
+        if recipe.repeats != 1:
+            raise ValueError(f"{source.name} is a text: repeats must be 1, got {recipe.repeats}")
+        self.precision, self.smoothing = recipe.precision, recipe.label_smoothing
+
+    def prepare(self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+        return batch, labels
+
+    def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(answer.float().flatten(0, -2), targets.flatten(), label_smoothing=self.smoothing)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> TokenScores:
+        part, device = loader.part, team.device
+        nats, rank = (torch.zeros(len(part), part.context, device=device) for _ in range(2))
+        was_training = model.training
+        model.eval()
+        try:
+            for tokens, targets, places in loader.epoch(0):
+                with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                    answer = model(tokens)
+                logs = answer.float().log_softmax(-1)
+                own = logs.gather(-1, targets[..., None])
+                nats[places] = -own[..., 0]
+                rank[places] = (logs > own).sum(-1).to(rank.dtype)
+                if on_batch is not None:
+                    on_batch(len(tokens))
+        finally:
+            model.train(was_training)
+        for found in (nats, rank):
+            team.sum(found)
+        return TokenScores(nats.cpu(), rank.to(torch.int32).cpu(), torch.tensor(part.bytes_per_token))
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Of every window and token of the test part, (N, T): -log of the probability that it was given, and how many
+    others were given a higher one."""
+
+    nats_each: Tensor
+    rank: Tensor
+    bytes_per_token: Tensor
+
+    @property
+    def nats(self) -> float:
+        """Mean loss of a token."""
+        return self.nats_each.double().mean().item()
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes_per_token.item()
+
+    def top(self, k: int) -> float:
+        """Share of the tokens that are among the k most probable ones."""
+        return (self.rank < k).double().mean().item()
+
+    @property
+    def score(self) -> float:
+        """Of two evaluations the better one has more: exp(-nats)."""
+        return math.exp(-self.nats)
+
+    def told(self) -> dict[str, float]:
+        """What a log says of it."""
+        return {"nats": self.nats, "bits_per_byte": self.bits_per_byte, "top1": self.top(1), "top5": self.top(5)}
+
+    def shown(self) -> dict[str, str]:
+        """What a progress bar says of it."""
+        return {"nats": f"{self.nats:.4f}"}
+
+    def summary(self) -> str:
+        return f"{self.nats:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte, top-1 {self.top(1):.2%}"
+
+    def __len__(self) -> int:
+        return self.rank.numel()
+
+    def save(self, path: str | Path) -> None:
+        """Write everything as safetensors."""
+        write_atomically(Path(path), to_bytes(dict(vars(self))))
+
+    @staticmethod
+    def load(path: str | Path) -> TokenScores:
+        """What `save` wrote."""
+        return TokenScores(**load_file(path))
+
+
+def task_of(recipe: TrainRecipe, source: Source) -> Task:
+    """What a recipe learns from that data."""
+    return Language(recipe, source) if source.kind == "text" else Classification(recipe, source)
+
+
+def load_predictions(path: str | Path) -> Predictions | TokenScores:
+    """What a run said of its test part."""
+    return (TokenScores if "rank" in load_file(path) else Predictions).load(path)
