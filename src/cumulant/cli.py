@@ -43,7 +43,7 @@ COMMANDS = {  # name -> where its options are, and what it does, as the first pa
     ),
     "evaluate": (
         "train.command:Evaluate",
-        "Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text nats and bits a byte.",
+        "Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text bits a byte.",
     ),
     "bench": (
         "studies.command:Bench",

@@ -54,11 +54,11 @@ VIVIT_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-# The numbers are parameters with 65 characters (tiny-shakespeare), beside those of the embedding, 65 x width.
+# The numbers are parameters with 65 characters (tiny-shakespeare).
 LM_CONFIGS: dict[str, dict[str, Any]] = {
-    "lm_nano": {"embed_dim": 64, "depth": 2, "num_heads": 2, "context": 64},
-    "lm_tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context": 128},
-    "lm_small": {"embed_dim": 384, "depth": 6, "num_heads": 6, "context": 256},
+    "lm_nano": {"embed_dim": 64, "depth": 2, "num_heads": 2, "context": 64},  # 104,256
+    "lm_tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context": 128},  # 801,664
+    "lm_small": {"embed_dim": 384, "depth": 6, "num_heads": 6, "context": 256},  # 10,672,512
 }
 
 

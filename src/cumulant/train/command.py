@@ -96,7 +96,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text nats and bits a byte.
+    """Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text bits a byte.
 
     Example: cumulant evaluate runs/digits-softmax-0/best.safetensors digits
 
