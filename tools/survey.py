@@ -90,7 +90,7 @@ def looked_at(library: str, name: str) -> dict[str, Any]:
     try:
         model = made(library, name)
     except Exception as error:
-        return {"outcome": "not built", "reason": _said(error)}
+        return {"outcome": "not built", "reason": said(error)}
     try:
         report = cumulant.convert(model)
     except Exception as error:
@@ -101,14 +101,15 @@ def looked_at(library: str, name: str) -> dict[str, Any]:
         place = "" if known else f" [{Path(frames[-1].filename).name}:{frames[-1].lineno}]"
         return {
             "outcome": ("no attention" if none else "refused") if known else "raw error",
-            "reason": _said(error) + place,
+            "reason": said(error) + place,
         }
     counts = {"replaced": len(report.replaced), "kept": len(report.kept), "change": round(report.measured_error, 6)}
     reasons = [re.sub(r"\d+", "N", why) for why in report.kept.values()]
     return {"outcome": "converted", **counts, "why kept": sorted(set(reasons))}
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Its kind and words in one line, without a path of the machine."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return re.sub(r"(/[\w.@-]+){2,}/", "", text)[:300]  # no path of the machine
 
