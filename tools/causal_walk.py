@@ -31,10 +31,10 @@ def names() -> list[str]:
 
 
 def moved(model: Any) -> float:
-    """How far the last token moves the logits before it: max |difference|, over a batch of two texts."""
+    """How far the last token moves the logits before it: max |difference|, over a batch of four texts."""
     import torch
 
-    ids = torch.randint(5, WORDS // 2, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, WORDS // 2, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
     other[:, -1] = WORDS // 2 - 1 - other[:, -1]
     both = bool(getattr(model.config, "is_encoder_decoder", False))
@@ -52,7 +52,9 @@ def looked_at(name: str, attention: str = "cumulant3") -> dict[str, Any]:
     import transformers
 
     try:
-        model = tiny_model(getattr(transformers, name), initializer_range=0.2)
+        kind = getattr(transformers, name)
+        decoder = {"is_decoder": True} if hasattr(kind.config_class, "is_decoder") else {}
+        model = tiny_model(kind, initializer_range=0.2, **decoder)
         model.set_attn_implementation("eager")
         eager = moved(model)
     except Exception as error:

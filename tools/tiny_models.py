@@ -26,7 +26,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r"shared_experts?$", 1),
     (r"(^|_)(key_value|kv)_heads$|num_key_value|_kv_heads$", 2),
     (r"heads?$|^n_head", HEADS),
-    (r"rope_head_dim|rotary_dim", 4),
+    (r"rotary_dim", 4),
     (r"head_dim|^d_kv$|head_size|dim_head|d_head|pos_feats", 8),
     (r"lora_rank|rank$", 8),
     (r"layers?$|depth$|num_blocks?$|n_layer|num_stacks", LAYERS),
@@ -41,6 +41,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
 )
 IDS = re.compile(r"(token_id|token_index|_id|token_ids)$")
 DERIVED = (
+    "qk_head_dim",
     "layer_types",
     "mlp_layer_types",
     "layers_block_type",
@@ -72,6 +73,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1Config": {"head_dim": 8},
     "HunYuanVLTextConfig": {"head_dim": 8},
     "InformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2]},
+    "LEDConfig": {"attention_window": [8, 8]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "state_size": 8, "chunk_size": 16},
     "Mask2FormerConfig": {"feature_size": WIDTH},
@@ -80,6 +82,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "PerceiverConfig": {"num_latents": 8, "d_latents": WIDTH, "d_model": WIDTH, "max_position_embeddings": 32},
     "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "is_decoder": True},
     "TimeSeriesTransformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2]},
+    "XmodConfig": {"default_language": "en_XX"},
     "XLNetConfig": {"d_head": 8},
 }
 
@@ -112,6 +115,8 @@ def _small(config: Any) -> dict[str, Any]:
             small = _sized(name, value)
             if small is not None:
                 made[name] = small
+    if getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", 0):
+        made["num_key_value_heads"] = made["num_attention_heads"]
     return made
 
 

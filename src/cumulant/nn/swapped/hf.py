@@ -17,7 +17,7 @@ from ... import zoo
 from ...call import Call
 from ...optional import needed
 from .choice import Choice, fitting, mix, observed, weights
-from .masks import DenseMaskError, dense, key_mask_function, understood
+from .masks import DenseMaskError, dense, every_key, key_mask_function, linear_form, understood
 
 MIXED = "cumulant_mixed"  # the implementation of a model whose layers differ
 TAG = "_cumulant_choice"  # attribute of a layer of such a model
@@ -82,11 +82,12 @@ def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
                 f"dropout={dropout} on attention probabilities, but {fixed.attention!r} forms none; set the attention "
                 "dropout of the config to 0, or use cumulant.convert, which switches it off and reports it"
             )
+        attention_mask = linear_form(attention_mask)
         reason = None
         if fixed is None and (choice is None or choice.attention == "softmax" or _discovery is not None):
             reason = obstacle(module, query, key, attention_mask, is_causal, rest)
         if fixed is None and _discovery is not None and not torch.compiler.is_compiling():
-            causal = _causal(module, is_causal) and (attention_mask is None or attention_mask.ndim == 3)
+            causal = _causal(module, is_causal, attention_mask)
             pattern = "causal" if causal else "self" if query.shape[2] == key.shape[2] else "cross"
             _discovery.append(Found(module, query.shape[1], reason, pattern))
         elif choice is None:
@@ -139,7 +140,7 @@ def obstacle(
     if reason is not None:
         return reason
     try:
-        understood(mask, _causal(module, is_causal), query.shape[2], key.shape[2])
+        understood(mask, _causal(module, is_causal, mask), query.shape[2], key.shape[2])
     except DenseMaskError:
         kind = "a position bias, a window or packed sequences"
         return f"{type(module).__name__} has a mask that differs from head to head or from query to query ({kind})"
@@ -158,10 +159,12 @@ def _softmax(
 ) -> tuple[Tensor, Tensor | None]:
     """A layer that stays as it was: by "sdpa", or, for what that does not know, by the model's own eager function."""
     queries, keys = query.shape[2], key.shape[2]
+    if mask is not None and every_key(mask) and queries == keys:
+        mask, rest = None, {**rest, "is_causal": True}
     own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     if own is not None and any(rest.get(name) is not None for name in ("softcap", "s_aux", "sinks", "head_mask")):
         seen = dense(mask, queries, keys)
-        if seen is None and queries > 1 and _causal(module, rest["is_causal"]):
+        if seen is None and queries > 1 and _causal(module, rest["is_causal"], None):
             seen = dense(torch.ones(1, 1, keys, dtype=torch.bool, device=query.device), queries, keys)
         if seen is not None and seen.dtype == torch.bool:
             absent = torch.finfo(query.dtype).min
@@ -196,8 +199,9 @@ def _converted(
         new = None if mask is None else _new_tokens(mask, key.shape[2])
         return state.attend(query, key, value, new, choice, call.scale).transpose(1, 2).contiguous(), None
     queries, keys = query.shape[2], key.shape[2]
-    pattern = understood(mask, _causal(module, is_causal), queries, keys)
-    if queries == 1 < keys and _causal(module, is_causal) and (mask is None or mask.ndim == 3):
+    causal = _causal(module, is_causal, mask)
+    pattern = understood(mask, causal, queries, keys)
+    if queries == 1 < keys and causal:
         # The last row of causal attention is plain attention over all keys only where their order does not matter.
         static = isinstance(pattern.offset, Tensor)
         last = pattern.offset if static else keys - 1
@@ -224,7 +228,10 @@ def _converted(
     return out.transpose(1, 2).contiguous(), A
 
 
-def _causal(module: nn.Module, is_causal: bool | None) -> bool:
+def _causal(module: nn.Module, is_causal: bool | None, mask: Tensor | None) -> bool:
+    """Whether queries see only the past: what the mask says, and without one what the layer does."""
+    if mask is not None:
+        return mask.ndim == 3
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
@@ -232,7 +239,7 @@ def _new_tokens(mask: Tensor, count: int) -> Tensor | None:
     """The part (B, count) of a causal mask that belongs to the tokens just added to a cache."""
     if mask.ndim != 3:
         raise DenseMaskError(f"a MomentsCache is for plain causal layers, got a mask of shape {tuple(mask.shape)}")
-    return mask[:, 0, -count:]
+    return None if every_key(mask) else mask[:, 0, -count:]
 
 
 def _wants_weights(rest: dict[str, Any]) -> bool:

@@ -6,7 +6,8 @@ The models of transformers hand a layer one tensor. Ours says in its shape what 
 formed for the two patterns that need none, and nothing is guessed:
 
     None             every key; causal if the layer says so and there is more than one query
-    (B, 1, Lk)       bool: these keys, and query i sees those up to its own place, the last query the last key
+    (B, 1, Lk)       bool: these keys, and query i sees those up to its own place, the last query the last key. All
+                     keys are one True that is expanded: causal whatever the layer says of itself
     (B, 2, Lk)       bool, for a static cache: these keys, and those that stand before the first query; keys beyond the
                      last query are not there yet. Query i sees those up to its own place
     (B, 1, 1, Lk)    bool, or a bias b of the logits that is the same for all queries: weights exp(b)
@@ -20,6 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+# Models in which something else than an attention that asks the registry reads the mask: text layers of GIT have a
+# softmax of their own, routers of NLLB-MoE look for padding in it. They get the mask that eager attention has.
+READERS = ("GitConfig", "NllbMoeConfig")
+LINEAR = "_cumulant_linear"  # attribute of such a mask: the same in the terms above
 
 
 def compiling() -> bool:
@@ -38,7 +45,28 @@ class DenseMaskError(ValueError):
     """A mask that differs from query to query."""
 
 
-def key_mask_function(
+def key_mask_function(**asked: Any) -> Tensor | None:
+    """An entry of `AttentionMaskInterface`. Linear in the lengths for plain causal and bidirectional masks.
+
+    Packed sequences, windows shorter than the keys and masks with overlays come out dense, as for "sdpa".
+    """
+    made = _linear_mask(**asked)
+    if type(asked.get("config")).__name__ not in READERS:
+        return made
+    import transformers
+
+    shown: Any = transformers.masking_utils.eager_mask(**asked)
+    if shown is not None:
+        setattr(shown, LINEAR, made)
+    return shown
+
+
+def linear_form(mask: Tensor | None) -> Tensor | None:
+    """The mask in the terms above, of one that others read too."""
+    return getattr(mask, LINEAR, mask)
+
+
+def _linear_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -51,10 +79,6 @@ def key_mask_function(
     allow_is_bidirectional_skip: bool = False,
     **rest: Any,
 ) -> Tensor | None:
-    """An entry of `AttentionMaskInterface`. Linear in the lengths for plain causal and bidirectional masks.
-
-    Packed sequences, windows shorter than the keys and masks with overlays come out dense, as for "sdpa".
-    """
     import transformers
 
     hf: Any = transformers.masking_utils
@@ -94,11 +118,14 @@ def key_mask_function(
             present = None
     if both_ways:
         return None if present is None else present[:, None, None, :]
-    if present is None and (q_offset == 0 or q_length == 1):
-        return None
     if present is None:
-        present = torch.ones(batch_size, kv_length, dtype=torch.bool, device=rest.get("device"))
-    return present[:, None, :]
+        return torch.ones((), dtype=torch.bool, device=rest.get("device")).expand(batch_size, 1, kv_length)
+    return present[:, None, :].clone(memory_format=torch.contiguous_format)
+
+
+def every_key(mask: Tensor) -> bool:
+    """Whether a causal mask is one True for all keys, told without reading a number."""
+    return mask.ndim == 3 and not any(mask.stride())
 
 
 def _static(
@@ -130,7 +157,9 @@ def understood(mask: Tensor | None, is_causal: bool, queries: int, keys: int) ->
         return Pattern(None, is_causal and queries > 1, 0)
     if mask.ndim == 3 and mask.dtype == torch.bool:
         static = mask.shape[1] == 2
-        return Pattern(mask[:, 0], queries > 1, mask[0, 1].sum() if static else keys - queries)
+        return Pattern(
+            None if every_key(mask) else mask[:, 0], queries > 1, mask[0, 1].sum() if static else keys - queries
+        )
     one_row = mask.ndim == 4 and mask.shape[1] == 1 and (mask.shape[2] == 1 or mask.stride(2) == 0)
     if not one_row:
         hint = "; pass attention_mask, or compiling takes the sequences for packed" if compiling() else ""
