@@ -97,7 +97,7 @@ def looked_at(library: str, name: str) -> dict[str, Any]:
         frames = traceback.extract_tb(error.__traceback__)
         ours = Path(cumulant.__file__).parent in Path(frames[-1].filename).parents
         known = ours and isinstance(error, ValueError | TypeError | RuntimeError)
-        none = known and "no attention" in str(error)
+        none = known and " has no attention" in str(error)
         place = "" if known else f" [{Path(frames[-1].filename).name}:{frames[-1].lineno}]"
         return {
             "outcome": ("no attention" if none else "refused") if known else "raw error",

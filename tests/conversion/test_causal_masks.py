@@ -1,4 +1,4 @@
-"""Causal models stay causal under our names; `python -m tools.causal_walk` runs every class, these are some of each kind."""
+"""Causal models stay causal under our names; `python -m tools.causal_walk` runs every class, these are some."""
 
 import pytest
 import torch
@@ -39,7 +39,8 @@ def asked(**more):
 
 def test_a_causal_mask_of_all_keys_says_so_and_takes_no_memory():
     mask = asked()
-    assert every_key(mask) and mask.untyped_storage().nbytes() == 1
+    assert every_key(mask)
+    assert mask.untyped_storage().nbytes() == 1
     assert understood(mask, False, 4, 4) == (None, True, 0)
 
 
@@ -47,7 +48,8 @@ def test_an_expanded_mask_of_a_user_is_not_taken_for_all_keys():
     transformers()
     nothing = torch.zeros((), dtype=torch.bool).expand(2, 4)
     pattern = understood(asked(attention_mask=nothing), True, 4, 4)
-    assert pattern.key_mask is not None and not pattern.key_mask.any()
+    assert pattern.key_mask is not None
+    assert not pattern.key_mask.any()
 
 
 def test_layers_that_stay_softmax_get_no_dense_mask(monkeypatch):

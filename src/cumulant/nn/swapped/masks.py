@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
 # Models in which something else than an attention that asks the registry reads the mask: text layers of GIT have a
 # softmax of their own, routers of NLLB-MoE look for padding in it. They get the mask that eager attention has.
 READERS = ("GitConfig", "NllbMoeConfig")
