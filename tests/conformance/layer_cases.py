@@ -14,6 +14,11 @@ PARAMETERS: dict[str, Callable[[], int]] = {
     "multihead": lambda: ATTENTION,
     "axial": lambda: ATTENTION,
     "moh": lambda: ATTENTION + DIM * (3 + 2),  # 1 shared and 3 routed heads: a router and two stages
+    "sqa": lambda: DIM * D * (2 * 2 + 2 * 1) + DIM,  # 2 query heads, 1 key head
+    "gda": lambda: DIM * D * (4 + 2 * 2 + 2 * 3) + 4 * D + 2 * D,  # 3 signal heads, 1 noise head, 1 pair of key heads
+    "complexformer": lambda: 4 * DIM * DIM + DIM,
+    "gaam": lambda: ATTENTION + 2 * 5 * HEADS,
+    "lama": lambda: 2 * DIM * HEADS + HEADS * DIM * DIM + DIM,
 }
 
 # name -> (dim, heads, options, words of the error): what each layer refuses, and how.
@@ -31,5 +36,54 @@ REFUSED: dict[str, list[tuple[int, int, dict, str]]] = {
         (32, 4, {"shared": 5}, "shared must be from 0 to num_heads=4, got shared=5"),
         (32, 4, {"top": 0}, "top=0 leaves 3 routed heads that no token uses"),
         (32, 4, {"router": "random"}, "router must be one of 'learned', 'norm'"),
+    ],
+    "sqa": [
+        (30, 4, {}, "dim must be a positive multiple of num_heads"),
+        (36, 6, {}, "variant 'sqa' of layer 'sqa' needs num_heads to be a multiple of 4, got num_heads=6.*num_heads=8"),
+        (32, 4, {"variant": "msqa"}, "variant must be one of 'sqa', 'ssqa'"),
+        (32, 8, {"query_heads": 4, "key_heads": 3}, "query_heads=4 and key_heads=3 must divide.*works: key_heads=2"),
+        (32, 4, {"query_heads": 5}, "query_heads and key_heads must be from 1 to num_heads=4, got 5 and 1"),
+        (
+            32,
+            4,
+            {"attention": "flow"},
+            "layer 'sqa' has 2 query heads over 1 key heads and needs grouped queries, which "
+            "'flow' does not have; nearest mechanism that has it: '.*'; or key_heads=2",
+        ),
+    ],
+    "gda": [
+        (30, 4, {}, "dim must be a positive multiple of num_heads"),
+        (32, 4, {"ratio": 2}, r"ratio=2 of layer 'gda' needs num_heads to be a multiple of ratio \+ 1.*num_heads=3"),
+        (35, 7, {}, "num_heads=7 is no multiple of 2, 3, 4, 5, 6; nearest that works: num_heads=8"),
+        (32, 8, {"pairs": 3}, r"pairs must divide the 2 noise heads, one of \[1, 2\], got pairs=3"),
+        (
+            32,
+            4,
+            {"attention": "agent"},
+            "layer 'gda' cannot be over 'agent': .* nearest mechanism that works: 'cumulant3'",
+        ),
+        (32, 4, {"v_conv": 3}, "layer 'gda' has heads in groups and no v_conv, got v_conv=3"),
+    ],
+    "complexformer": [
+        (30, 4, {}, "dim must be a positive multiple of num_heads"),
+        (36, 4, {}, "dim / num_heads must be even, got 36 / 4 = 9; nearest that works: num_heads=3"),
+    ],
+    "lama": [
+        (32, 0, {}, "num_heads"),
+        (32, 4, {"rank": 0}, "rank must be at least 1, got 0"),
+        (32, 4, {"context": "max"}, "context must be one of 'mean', 'learned', got 'max'"),
+        (32, 4, {"qk_norm": True}, "layer 'lama' has no projected query and key, and no qk_norm"),
+        (
+            32,
+            4,
+            {"attention": "lla"},
+            "layer 'lama' cannot be over 'lla': .* nearest mechanism that works: 'cumulant3'",
+        ),
+    ],
+    "gaam": [
+        (30, 4, {}, "dim must be a positive multiple of num_heads"),
+        (32, 4, {"form": "experiment"}, 'form="experiment" has a width for every feature, which needs axis="tokens"'),
+        (32, 4, {"axis": "tokens", "attention": "linear"}, "takes no mechanism, got attention='linear'"),
+        (32, 32, {}, "dim / num_heads must be at least 2, got 32 / 32; nearest that works: num_heads=16"),
     ],
 }

@@ -78,6 +78,7 @@ def test_autocast_computes_in_bfloat16_what_float32_computes(name):
 @ALL
 @OVER
 def test_it_compiles_in_one_graph(name, attention):
+    torch._dynamo.reset()  # one forward of all layers: the limit of its forms is for one model
     layer, x = small(name, attention), tokens()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x))
@@ -85,6 +86,7 @@ def test_it_compiles_in_one_graph(name, attention):
 
 @ALL
 def test_its_losses_are_those_of_the_plain_layer_when_compiled(name):
+    torch._dynamo.reset()
     layer, x = small(name), tokens()
     torch.manual_seed(1)
     plain = trained(layer, x)[1]

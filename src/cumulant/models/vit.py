@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..call import check_choice
 from ..nn import create_layer
 from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
+from ..nn.registry import number_layers
 from ..zoo.grid import square_grid
 from .mechanisms import by_block
 
@@ -169,6 +170,7 @@ class Backbone(nn.Module):
 
     def _finish(self, drop_path: float, init_std: float | None) -> None:
         self.set_drop_path(drop_path)
+        number_layers(self)
         self.reset_parameters(init_std)
         self.register_load_state_dict_pre_hook(_resize_loaded_positions)
 

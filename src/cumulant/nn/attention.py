@@ -137,19 +137,23 @@ class MultiheadAttention(nn.Module):
 
     def build_mix(self, place: dict[str, Any]) -> Mix:
         """The mechanism as this layer calls it: itself with its options, or a module with parameters."""
-        return self.mechanism.build(
-            self.widths[0],
-            self.num_heads,
-            grid_size=self.grid_size,
-            prefix=self.prefix,
-            **place,
-            **self.attention_options,
-        )
+        return self.mix_of(self.num_heads, place)
+
+    def mix_of(self, heads: int, place: dict[str, Any]) -> Mix:
+        """The mechanism for so many heads of this layer's width."""
+        grid: dict[str, Any] = {"grid_size": self.grid_size, "prefix": self.prefix}
+        return self.mechanism.build(heads * self.head_dim, heads, **grid, **place, **self.attention_options)
+
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Heads that query, key and value are projected to."""
+        return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
     @property
     def widths(self) -> tuple[int, int, int]:
         """Of query, key and value: the rows of `qkv` that belong to each."""
-        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        query, key, value = self.head_counts
+        return query * self.head_dim, key * self.head_dim, value * self.head_dim
 
     @property
     def inner_dim(self) -> int:
@@ -265,16 +269,16 @@ class MultiheadAttention(nn.Module):
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Query (..., H, L, D) of x, and key and value (..., Hk, M, D) of the context, or of x itself."""
         self._check_width("x", x)
-        heads, kv_heads = self.num_heads, self.num_kv_heads
+        counts = self.head_counts
         if context is None:
-            query, key, value = self._heads(self.qkv(x), (heads, kv_heads, kv_heads))
+            query, key, value = self._heads(self.qkv(x), counts)
         else:
             self._check_width("context", context)
             bias, cut = self.qkv.bias, (self.widths[0], sum(self.widths[1:]))
             own, other = (None, None) if bias is None else bias.split(cut)
             W_query, W_rest = self.qkv.weight.split(cut)
-            (query,) = self._heads(F.linear(x, W_query, own), (heads,))
-            key, value = self._heads(F.linear(context, W_rest, other), (kv_heads, kv_heads))
+            (query,) = self._heads(F.linear(x, W_query, own), counts[:1])
+            key, value = self._heads(F.linear(context, W_rest, other), counts[1:])
         # Under autocast a norm may answer in float32; all three must be of one dtype.
         query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
         return query if self.temperature is None else self.temperature.scale(query), key, value

@@ -97,6 +97,13 @@ def create_layer(name: str, dim: int, num_heads: int, *, attention: str = "softm
     return layer.build(dim, num_heads, attention=attention, **{**options, **own})
 
 
+def number_layers(model: nn.Module) -> None:
+    """Tell layers that want to know it (`set_number`) which one of the model they are, from 1."""
+    wanting: list[Any] = [module for module in model.modules() if hasattr(module, "set_number")]
+    for number, layer in enumerate(wanting, 1):
+        layer.set_number(number)
+
+
 _PLAIN: dict[str, Any] = {"paper": "Attention Is All You Need (Vaswani et al.)", "year": 2017, "arxiv": "1706.03762"}
 register_layer(
     Layer(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import zoo
 from ...call import Call, Grid
+from ...zoo.registry import Mechanism
 from ..attention import MultiheadAttention, as_key_mask
 from ..losses import KeepsLosses
 
@@ -57,12 +58,21 @@ class HeadsLayer(KeepsLosses, MultiheadAttention):
         call = self.asked(x, *args, **kwargs)
         return self.scores_of(call, x, kwargs.get("context"))
 
-    def need(self, capability: str, why: str, remedy: str) -> None:
-        """Raises unless the mechanism has what this layer needs, naming both and the nearest that works."""
-        if not getattr(self.mechanism, capability):
-            near = zoo.nearest(self.mechanism, capability)
-            hint = f"; nearest mechanism that has it: {near!r}" if near else ""
-            raise ValueError(
-                f"layer {self.layer_name!r} {why} and needs {capability.replace('_', ' ')}, which "
-                f"{self.mechanism.name!r} does not have{hint}; or {remedy}"
-            )
+
+def need(layer: str, mechanism: Mechanism, capability: str, why: str, remedy: str) -> None:
+    """Raises unless the mechanism has what a layer needs, naming both and the nearest that works."""
+    if not getattr(mechanism, capability):
+        near = zoo.nearest(mechanism, capability)
+        hint = f"; nearest mechanism that has it: {near!r}" if near else ""
+        raise ValueError(
+            f"layer {layer!r} {why} and needs {capability.replace('_', ' ')}, which {mechanism.name!r} does not "
+            f"have{hint}; or {remedy}"
+        )
+
+
+def refuse(layer: str, mechanism: Mechanism, why: str) -> None:
+    """Raises for a mechanism that a layer cannot be over, naming both and the nearest that works."""
+    near = "linear" if mechanism.name.startswith("cumulant") else "cumulant3"
+    raise ValueError(
+        f"layer {layer!r} cannot be over {mechanism.name!r}: {why}; nearest mechanism that works: {near!r}"
+    )

@@ -1,0 +1,132 @@
+"""ComplexFormer: heads that learn how much the phase of their content counts beside the rotation of their place.
+
+Shape legend: ... leading dimensions, H heads, L tokens, D head width, h = D / 2 complex channels; c a channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...tensors import wide
+from ...tracing import without_autocast
+from ...zoo.registry import can
+from ..registry import Layer, register_layer
+from .base import HeadsLayer
+
+TINY = 1e-4  # magnitude below which a phase passes no gradient: it would be that over the magnitude
+
+
+class ComplexAttention(HeadsLayer):
+    """Query and key in polar form, channel c with channel c + h; delta and b are learned per head and channel.
+
+        score_mn = sum_c |q_mc| |k_nc| cos(delta_c (phase q_mc - phase k_nc) + b_c + (m - n) g_c),  g_c = 10000^(-2c/D)
+
+    It is the real part of a product, so it is formed as an ordinary product of
+
+        q' = |q| exp(i (delta phase q + b + m g)),   k' = |k| exp(i (delta phase k + n g))
+
+    of width D: the mechanism is one ordinary attention. Cost beside it: L C sines, cosines and arc tangents.
+
+    Args:
+        scale: factor on the scores. The released code has none, 1; None is D**-0.5, which is recommended, most of all
+            over cumulants, where scores must be small.
+        places: whether tokens are rotated by their place.
+        base: of the frequencies g.
+    """
+
+    layer_name = "complexformer"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        scale: float | None = 1.0,
+        places: bool = True,
+        base: float = 10000.0,
+        qkv_bias: bool = False,
+        proj_bias: bool = False,
+        **layer: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, **layer)
+        if self.head_dim % 2:
+            raise ValueError(
+                f"layer 'complexformer' pairs channels: dim / num_heads must be even, got {dim} / {num_heads} = "
+                f"{self.head_dim}; nearest that works: num_heads={_even(dim, num_heads)}"
+            )
+        self.scale, self.places, self.base = scale, places, base
+        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
+        self.delta = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **place))
+        self.b = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **place))
+        for part in self.qkv.weight.split(self.widths):
+            nn.init.xavier_uniform_(part)
+        nn.init.xavier_uniform_(self.proj.weight)
+        self.reset_extras()
+
+    def reset_extras(self) -> None:
+        super().reset_extras()
+        nn.init.normal_(self.delta, std=(self.head_dim // 2) ** -0.5)
+        nn.init.zeros_(self.b)
+
+    def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().project(x, context)
+        with without_autocast(query.device.type):
+            gain = 1.0 if self.scale is None else self.scale * self.head_dim**0.5  # mechanisms divide by its root
+            start = self.first_place
+            query = self._turned(query, start, self.b, gain)
+            key = self._turned(key, start if context is None else 0)
+        return query.to(value.dtype), key.to(value.dtype), value
+
+    def _turned(self, z: Tensor, start: int, b: Tensor | None = None, gain: float = 1.0) -> Tensor:
+        """|z| exp(i (delta phase z + b + place g)) times a gain as real channels, of z (..., H, L, D)."""
+        delta = (
+            wide(self.delta) if z.shape[-3] == self.num_heads else wide(self.delta)[:: self.num_heads // z.shape[-3]]
+        )
+        z = wide(z)
+        magnitude, phase = polar(z)
+        angle = delta.unsqueeze(-2) * phase
+        if b is not None:
+            angle = angle + wide(b).unsqueeze(-2)
+        if self.places:
+            angle = angle + self._places(z, start)
+        magnitude = magnitude * gain if gain != 1 else magnitude
+        return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), -1)
+
+    def _places(self, z: Tensor, start: int) -> Tensor:
+        """place times frequency, (L, h)."""
+        h = self.head_dim // 2
+        frequency = self.base ** (-torch.arange(h, device=z.device, dtype=z.dtype) / h)
+        return torch.arange(start, start + z.shape[-2], device=z.device, dtype=z.dtype).unsqueeze(-1) * frequency
+
+
+def polar(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Magnitude and phase (..., h) of z (..., 2 h), whose second half is imaginary."""
+    real, imaginary = z.chunk(2, -1)
+    square = real.square() + imaginary.square()
+    still = square < TINY * TINY
+    x, y = torch.where(still, real.detach(), real), torch.where(still, imaginary.detach(), imaginary)
+    x = torch.where(square == 0, torch.ones_like(x), x)  # the phase of 0 is 0
+    return (square + 1e-9).sqrt(), torch.atan2(y, x)
+
+
+def _even(dim: int, num_heads: int) -> int:
+    """The number of heads nearest to `num_heads` that gives them an even width."""
+    fitting = [n for n in range(1, dim + 1) if dim % n == 0 and dim // n % 2 == 0]
+    return min(fitting, key=lambda n: abs(n - num_heads), default=1)
+
+
+COMPLEXFORMER = register_layer(
+    Layer(
+        name="complexformer",
+        summary="queries and keys in polar form, with a learned part of their phase in each head",
+        build=ComplexAttention,
+        paper="ComplexFormer (Shao et al., withdrawn by its author)",
+        year=2025,
+        arxiv="2505.10222",
+        cost="that of the mechanism, and L C sines",
+        **can("causal cross key_mask ragged streaming weights"),
+    )
+)
