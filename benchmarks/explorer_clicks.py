@@ -3,7 +3,7 @@
     python benchmarks/explorer_clicks.py --threads 2
 
 For each image: choosing it (the pass that keeps queries and keys, asked for as the page does it), the first click,
-further clicks, a step of the lens's temperature slider, and switching a head off. Random weights, so that nothing is
+further clicks, a step of the lens's logit-scale slider, and switching a head off. Random weights, so that nothing is
 fetched. Times are wall-clock in ms, median and largest over images; beside them the load of the machine, since other
 work slows all of them down.
 """
@@ -57,8 +57,8 @@ def measure(name: str, attention: str, images: int, clicks: int) -> dict[str, li
             query = (37 * click + 5) % tokens
             step = "first click" if click == 0 else "further click"
             found[step].append(milliseconds(lambda i=image, q=query: ask("attention", image=i, query=q)))
-        lens = {"image": image, "query": 7, "layer": 5, "temperature": 1.5}
-        found["lens: temperature"].append(milliseconds(lambda q=lens: ask("lens", **q)))
+        lens = {"image": image, "query": 7, "layer": 5, "logit_scale": 1.5}
+        found["lens: logit scale"].append(milliseconds(lambda q=lens: ask("lens", **q)))
         found["switch a head off"].append(milliseconds(lambda i=image, o=off: ask("prediction", image=i, off=o)))
     return found
 

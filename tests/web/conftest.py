@@ -24,7 +24,9 @@ def examples():
 @pytest.fixture(scope="session")
 def browser():
     from browsing import CHROMIUM
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
+
+    expect.set_options(timeout=20_000)  # a chart takes seconds where cores are shared
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -74,7 +74,7 @@ def test_once_an_image_is_chosen_a_click_needs_no_pass(models, examples, monkeyp
     ask(client, "attention", **QUERY)
     ask(client, "summary", model="cumulant3", image="example-1")
     ask(client, "flow", **QUERY)
-    ask(client, "lens", **QUERY, layer=1, temperature=2.0)
+    ask(client, "lens", **QUERY, layer=1, logit_scale=2.0)
 
 
 def test_passes_that_do_not_fit_in_memory_are_made_again(models, examples):
@@ -142,9 +142,9 @@ def test_a_rollout_keeps_the_sum_of_one_and_relevance_is_not_negative(client):
     assert max(relevance[1:]) > 0
 
 
-def test_the_lens_meets_softmax_at_low_temperature(client):
-    def distance(temperature):
-        maps = ask(client, "lens", **QUERY, layer=0, temperature=temperature)["maps"]
+def test_the_lens_meets_softmax_at_a_small_logit_scale(client):
+    def distance(logit_scale):
+        maps = ask(client, "lens", **QUERY, layer=0, logit_scale=logit_scale)["maps"]
         return {m["name"]: max(m["distance"]) for m in maps}
 
     assert max(distance(0).values()) < 1e-5
@@ -153,7 +153,7 @@ def test_the_lens_meets_softmax_at_low_temperature(client):
     assert low["softmax"] == 0
 
 
-def test_the_lens_at_temperature_one_shows_the_layers_own_weights(client):
+def test_the_lens_at_logit_scale_one_shows_the_layers_own_weights(client):
     own = ask(client, "attention", **QUERY)["weights"][1]
     maps = {m["name"]: m["weights"] for m in ask(client, "lens", **QUERY, layer=1)["maps"]}
     torch.testing.assert_close(torch.tensor(maps["cumulant3"]), torch.tensor(own), atol=3e-6, rtol=0)

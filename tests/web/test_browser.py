@@ -133,16 +133,16 @@ def test_the_head_summary_shows_every_metric(page):
     assert set(softmax) == {"0.00"}
 
 
-def test_the_lens_parts_from_softmax_as_temperature_rises(page):
+def test_the_lens_parts_from_softmax_as_the_logit_scale_rises(page):
     open_view(page, "Lens")
 
     def off_by():
         return float(page.locator("#view figure").nth(3).locator("dd").first.inner_text().rstrip(" %"))
 
-    page.get_by_role("slider", name="Temperature").fill("-20")
+    page.get_by_role("slider", name="Logit scale").fill("-20")
     settle(page)
     low = off_by()
-    page.get_by_role("slider", name="Temperature").fill("10")
+    page.get_by_role("slider", name="Logit scale").fill("10")
     settle(page)
     assert off_by() > 5 + 10 * low
 
@@ -329,3 +329,85 @@ def test_the_page_says_so_when_the_server_is_gone(browser, address):
     page.get_by_role("gridcell", name="patch in row 4, column 4").click()
     expect(page.get_by_role("alert")).to_contain_text("still running")
     page.close()
+
+
+def hold_back(page, image, what="prediction"):
+    """Answers about one picture come only when they are let go; asking for `what` about it is counted."""
+    held = []
+    page.route(
+        f"**/api/{what}", lambda route: held.append(route) if image in route.request.post_data else route.continue_()
+    )
+    return held
+
+
+def test_the_prediction_of_another_picture_is_never_shown(page):
+    """An unseen picture is asked for, and before it answers one that was seen before."""
+    first = page.locator("#predictions").inner_text()
+    held = hold_back(page, "example-0")
+    page.locator("#examples input").nth(0).check(force=True)
+    page.wait_for_selector("#predictions[aria-busy=true]")
+    page.locator("#examples input").nth(2).check(force=True)
+    settle(page)
+    for route in held:
+        route.continue_()
+    page.wait_for_timeout(300)
+    assert page.locator("#examples input:checked").get_attribute("value") == "example-2"
+    assert page.locator("#predictions").inner_text() == first
+
+
+def test_head_summary_stops_asking_when_one_leaves_it(page):
+    held = hold_back(page, "", "importance")
+    page.get_by_role("tab", name="Head summary").click()
+    page.wait_for_timeout(200)
+    page.get_by_role("tab", name="All heads").click()
+    settle(page)
+    for route in list(held):
+        route.continue_()
+    page.wait_for_timeout(300)
+    layers = {route.request.post_data_json["layer"] for route in held}
+    assert layers == {0}, "the second layer was asked for after the view was left"
+
+
+def test_back_goes_back_one_step_and_stays_on_the_page(page):
+    start = page.url
+    page.get_by_role("tab", name="Compare").click()
+    settle(page)
+    page.locator("#examples input").nth(0).check(force=True)
+    settle(page)
+    page.go_back()
+    settle(page)
+    assert page.locator("#examples input:checked").get_attribute("value") == "example-2"
+    assert page.get_by_role("tab", name="Compare").get_attribute("aria-selected") == "true"
+    page.go_back()
+    settle(page)
+    assert page.url.partition("#")[0] == start.partition("#")[0]
+    assert page.get_by_role("tab", name="All heads").get_attribute("aria-selected") == "true"
+
+
+def test_an_upload_has_a_thumbnail_and_outlives_a_reload(page, tmp_path):
+    (tmp_path / "mine.png").write_bytes(encoded(noise(9, 30)))
+    page.locator("#file").set_input_files(tmp_path / "mine.png")
+    page.wait_for_selector("#examples input[value^=upload-]:checked", state="attached")
+    settle(page)
+    mine = page.locator("#examples input:checked").get_attribute("value")
+    assert mine not in page.url
+    page.reload()
+    settle(page)
+    assert page.locator("#examples input:checked").get_attribute("value") == mine
+
+
+def test_the_legend_has_numbers_where_one_scale_serves_all_maps(page):
+    assert page.locator("#legend-high").inner_text() == "+max"
+    page.get_by_role("radio", name="same for all").check()
+    settle(page)
+    assert (
+        0
+        < float(page.locator("#legend-high").inner_text())
+        == -float(page.locator("#legend-low").inner_text().replace("−", "-"))
+    )
+
+
+def test_on_a_phone_the_maps_begin_right_below_the_picture(visit, address):
+    page = visit(address, 390)
+    board, view = (page.locator(one).bounding_box() for one in ("#board", "#view canvas >> nth=0"))
+    assert view["y"] - (board["y"] + board["height"]) < 400

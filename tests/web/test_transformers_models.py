@@ -103,7 +103,7 @@ def test_the_attention_of_a_model_can_be_swapped_and_compared(tmp_path):
     assert torch.tensor(mass["vit cumulant2"]).max() > 0.01
 
 
-def test_the_lens_at_temperature_one_ends_in_the_models_own_softmax(tmp_path):
+def test_the_lens_at_logit_scale_one_ends_in_the_models_own_softmax(tmp_path):
     saved(tmp_path, "ViT", initializer_range=0.5)
     client = local_client(create_app({"vit": shown(tmp_path)}, [Example(noise(0, 40), "")]))
     question = {"model": "vit", "image": "example-0", "query": 5}

@@ -228,7 +228,7 @@ class Engine:
                 raise NotFoundError("no_relevance", f"{refused}: {error}") from error
 
     def lens(self, asked: schemas.LensQuery) -> schemas.Lens:
-        """One layer's queries and keys, weighed by every order of the expansion and by softmax, at any temperature."""
+        """One layer's queries and keys, weighed by every order of the expansion and by softmax, at any logit scale."""
         facts = self.checked(asked)
         if not facts.lens:
             raise NotFoundError(
@@ -236,7 +236,7 @@ class Engine:
             )
         query_key = self.recording(asked).query_key(asked.layer)
         q, k = (z[0].float().cpu() for z in query_key[:2])
-        scale = asked.temperature * query_key[2]
+        scale = asked.logit_scale * query_key[2]
         q = q[:, asked.query : asked.query + 1]
         exact = zoo.get("softmax").scores
         assert exact is not None

@@ -128,7 +128,7 @@ class FlowQuery(OneQuery):
 
 class LensQuery(OneQuery):
     layer: Whole = Field(ge=0, lt=1000)
-    temperature: float = Field(default=1.0, ge=0.0, le=16.0, description="Factor on the logits.")
+    logit_scale: float = Field(default=1.0, ge=0.0, le=16.0, description="Factor on the logits.")
 
 
 class Maps(Answer):
@@ -204,6 +204,6 @@ class Lens(Answer):
     model: str
     layer: int
     query: int
-    temperature: float
+    logit_scale: float
     logit_size: list[float] = Field(description="Standard deviation of the logits of this query, by head.")
     maps: list[LensMap]

@@ -3,16 +3,16 @@ import * as api from "./api.js";
 import { drawCharts, haveCharts, pictures } from "./charts.js";
 import { compareView, loadPictures } from "./compare_view.js";
 import { distanceView } from "./distance_view.js";
-import { byId, element, save } from "./dom.js";
+import { byId, element, number, save } from "./dom.js";
 import { drawLegend } from "./draw.js";
 import { headsView } from "./heads_view.js";
-import { lensView, orderName, temperatureOf } from "./lens_view.js";
+import { lensView, logitScaleOf, orderName } from "./lens_view.js";
 import { mapsView } from "./maps_view.js";
-import { makeExamples, makeUpload, showBoard, showPredictions } from "./picture.js";
-import { onChange, restore, set, state } from "./state.js";
+import { makeExamples, makeUpload, predictionsOf, showBoard } from "./picture.js";
+import { asksWithToken, goTo, onChange, queryPlace, set, state } from "./state.js";
 
 const VIEWS = { maps: mapsView, compare: compareView, heads: headsView, distance: distanceView, lens: lensView };
-let info, sendAgain, shownData = [], turn = 0;
+let info, sendAgain, shownData = [], shownTop, turn = 0;
 
 const say = (text) => (byId("status").textContent = text);
 function complain(text) {
@@ -26,17 +26,21 @@ async function redraw() {
   const mine = ++turn;
   const models = chosenModels();
   const view = byId("view");
-  view.setAttribute("aria-busy", "true");
+  for (const part of [view, byId("predictions")]) part.setAttribute("aria-busy", "true");
   byId("problem").hidden = true;
   const began = performance.now();
   try {
     showBoard(models[0]);
     if (state.view === "compare" || state.view === "lens")
       await Promise.all(models.map(loadPictures));
-    const [{ node, data }] = await Promise.all([VIEWS[state.view](models), showPredictions(models)]);
-    if (mine !== turn) return;
+    const [{ node, data, top }, predictions] = await Promise.all([VIEWS[state.view](models, () => mine === turn), predictionsOf(models)]);
+    if (mine !== turn) return; // another picture or view was chosen meanwhile: what belongs to this one is not shown
     const kept = focusKey();
     view.replaceChildren(node);
+    byId("predictions").replaceChildren(...predictions);
+    byId("all-on").hidden = !Object.keys(state.off).length;
+    shownTop = top;
+    showTop();
     if (kept) view.querySelector(kept)?.focus();
     shownData = data;
     drawCharts(view);
@@ -44,12 +48,20 @@ async function redraw() {
   } catch (error) {
     if (mine !== turn) return;
     if (error.kind === "unknown_image" && state.image.startsWith("upload-")) {
-      say("The server has let go of the picture; sending it again.");
-      sendAgain();
+      if (sendAgain()) say("The server has let go of the picture; sending it again.");
+      else complain("The server has let go of your picture; please upload it again.");
     } else complain(error.kind ? error.message : "The explorer does not answer. Is `cumulant explore` still running?");
   } finally {
-    if (mine === turn) view.setAttribute("aria-busy", "false");
+    if (mine === turn) for (const part of [view, byId("predictions")]) part.setAttribute("aria-busy", "false");
   }
+}
+
+/** The numbers at the ends of the legend: the weight of full colour, where it is one for all maps. */
+function showTop() {
+  const [low, high] = state.sign === "positive" ? ["0", 1] : state.sign === "negative" ? [1, "0"] : [1, 1];
+  const words = (end, sign) => (end === "0" ? "0" : shownTop ? `${sign}${number(shownTop)}` : `${sign}max`);
+  byId("legend-low").textContent = words(low, "−");
+  byId("legend-high").textContent = words(high, "+");
 }
 
 /** Redrawing replaces elements; the one that had the focus is found again by what it stands for. */
@@ -77,7 +89,7 @@ function showControls() {
   range("threshold", 90, state.threshold, `${state.threshold} %`);
   range("behind", 100, state.behind, `${state.behind} %`);
   range("order", 30, state.order, orderName(state.order));
-  range("temperature", 20, state.temperature, `× ${temperatureOf(state.temperature).toFixed(2)}`);
+  range("logit_scale", 20, state.logit_scale, `× ${logitScaleOf(state.logit_scale).toFixed(2)}`);
   drawLegend(byId("legend-bar"), state.threshold / 100, state.sign);
 }
 
@@ -95,7 +107,7 @@ function makeControls() {
   const number = (id, key, shift = 0) => (byId(id).oninput = (event) => set({ [key]: +event.target.value - shift }));
   number("layer", "layer", 1);
   number("head", "head", 1);
-  for (const id of ["threshold", "behind", "temperature", "order"]) number(id, id);
+  for (const id of ["threshold", "behind", "logit_scale", "order"]) number(id, id);
   byId("watch").onclick = watch;
   for (const name of ["sign", "scale"]) byId(name).onchange = (event) => set({ [name]: event.target.value });
   byId("class-token").onclick = () => set({ token: !state.token });
@@ -143,6 +155,42 @@ async function copyLink() {
   }
 }
 
+/** What a saved figure is of, in words. */
+function caption() {
+  const example = info.examples.find((one) => one.image === state.image);
+  const model = chosenModels()[0];
+  const { time, row, col } = queryPlace(model);
+  const place = `${model.times > 1 ? `frame ${time + 1}, ` : ""}row ${row + 1}, column ${col + 1}`;
+  const parts = [example ? `example ${example.label}` : "an upload", `query: ${asksWithToken(model) ? "class token" : place}`];
+  if (state.view === "lens" || (state.view === "compare" && state.reading === "head")) parts.push(`layer ${state.layer + 1}, head ${state.head + 1}`);
+  if (state.view === "compare" && state.reading === "layer") parts.push(`layer ${state.layer + 1}`);
+  if (state.view === "lens") parts.push(`logit scale ${logitScaleOf(state.logit_scale).toFixed(2)}`);
+  if (state.view === "compare" && !["head", "layer"].includes(state.reading)) parts.push(state.reading);
+  return parts.join(" · ");
+}
+
+/** Picture, words and colour bar above the maps, in a strip of 96 pixels. */
+function paintHead(paint, width) {
+  const picture = byId("picture");
+  paint.imageSmoothingEnabled = !picture.classList.contains("pixels");
+  if (picture.complete && picture.naturalWidth) paint.drawImage(picture, 12, 12, 72, 72);
+  paint.fillStyle = "#171c26";
+  paint.textBaseline = "middle";
+  paint.textAlign = "left";
+  paint.font = "600 14px system-ui, sans-serif";
+  paint.fillText(chosenModels().map((model) => model.name).join(", "), 96, 24, width - 108);
+  paint.font = "13px system-ui, sans-serif";
+  paint.fillText(caption(), 96, 44, width - 108);
+  const bar = byId("legend-bar");
+  paint.drawImage(bar, 96, 60, 180, 10);
+  paint.strokeStyle = "#888";
+  paint.strokeRect(96, 60, 180, 10);
+  paint.font = "11px system-ui, sans-serif";
+  paint.fillText(byId("legend-low").textContent, 96, 79);
+  paint.textAlign = "right";
+  paint.fillText(byId("legend-high").textContent, 276, 79);
+}
+
 /** All maps of the view with their words on one white sheet, as a PNG of twice the size on the screen. */
 async function saveFigure() {
   const canvases = [...byId("view").querySelectorAll("canvas")];
@@ -153,18 +201,18 @@ async function saveFigure() {
   if (!canvases.length) return say("This view has no picture; save its data instead.");
   const texts = [...byId("view").querySelectorAll("h3, th, button small, dt, dd, .panel-title span")];
   const boxes = [...canvases, ...texts].map((one) => one.getBoundingClientRect());
-  const [factor, edge] = [2, 12];
-  const left = Math.min(...boxes.map((box) => box.left)) - edge, top = Math.min(...boxes.map((box) => box.top)) - edge;
+  const [factor, edge, head] = [2, 12, 96];
+  const left = Math.min(...boxes.map((box) => box.left)) - edge, top = Math.min(...boxes.map((box) => box.top)) - edge - head;
+  const width = Math.max(Math.max(...boxes.map((box) => box.right)) - left + edge, 420);
   const sheet = element("canvas");
-  sheet.width = factor * (Math.max(...boxes.map((box) => box.right)) - left + edge);
+  sheet.width = factor * width;
   sheet.height = factor * (Math.max(...boxes.map((box) => box.bottom)) - top + edge);
   const paint = sheet.getContext("2d");
   paint.scale(factor, factor);
   paint.fillStyle = "#fff";
   paint.fillRect(0, 0, sheet.width, sheet.height);
+  paintHead(paint, width);
   paint.imageSmoothingEnabled = false;
-  paint.fillStyle = "#171c26";
-  paint.textBaseline = "middle";
   for (const text of texts) {
     const [box, style] = [text.getBoundingClientRect(), getComputedStyle(text)];
     const place = { right: box.right, center: (box.left + box.right) / 2 }[style.textAlign] ?? box.left;
@@ -185,9 +233,7 @@ async function start() {
   } catch {
     return complain("The explorer does not answer. Is `cumulant explore` still running?");
   }
-  restore(location.hash.slice(1), info);
-  if (!state.models.length) state.models = info.models.slice(0, 4).map((model) => model.name);
-  if (!state.image && info.examples.length) state.image = info.examples[Math.min(3, info.examples.length - 1)].image;
+  goTo(info);
   makeControls();
   makeExamples(info.examples);
   haveCharts(info.charts, info.charts_need);
@@ -199,7 +245,10 @@ async function start() {
     if (state.image) redraw();
   };
   onChange(update);
-  window.onhashchange = () => location.reload();
+  window.onpopstate = () => {
+    goTo(info);
+    update();
+  };
   if (state.image) await redraw();
   else say("Upload a picture to begin.");
 }

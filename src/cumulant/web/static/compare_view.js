@@ -2,7 +2,7 @@
 import { ask, pictureAddress } from "./api.js";
 import { element, number } from "./dom.js";
 import { drawMap, largest, placeAt, shownWeights } from "./draw.js";
-import { LOOKS, offOf, question, title, topOf } from "./maps_view.js";
+import { commonTop, LOOKS, offOf, question, title, topOf } from "./maps_view.js";
 import { asksWithToken, choosePlace, isOff, queryPlace, queryToken, set, state, switchHeads } from "./state.js";
 
 const FLOWS = ["rollout", "relevance"];
@@ -18,6 +18,7 @@ export async function compareView(models) {
   return {
     node: element("div", {}, toolbar(models), element("div", { class: models.some((m) => m.times > 1) ? "panels" : "panels narrow" }, ...figures)),
     data: models.map((model, i) => ({ model: model.name, reading: state.reading, layer: state.layer, head: state.head, query: queryToken(model), weights: rows[i], off: offOf(model) })),
+    top: tops.length === 1 ? tops[0] : commonTop(tops),
   };
 }
 

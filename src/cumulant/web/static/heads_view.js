@@ -13,12 +13,12 @@ const IMPORTANCE = {
 };
 const classless = (models) => models.some((model) => !model.classes);
 
-export async function headsView(models) {
+export async function headsView(models, wanted) {
   const summaries = await Promise.all(models.map((model) => ask("summary", { model: model.name, image: state.image, off: [] })));
   const known = summaries[0].metrics;
-  const wanted = classless(models) && ["importance", "drop"].includes(state.metric) ? "feature" : state.metric; // no answer that could change
-  const chosen = IMPORTANCE[wanted] ?? known.find((metric) => metric.name === wanted) ?? IMPORTANCE.importance;
-  const tables = await Promise.all(models.map((model, i) => valuesOf(model, summaries[i], chosen)));
+  const name = classless(models) && ["importance", "drop"].includes(state.metric) ? "feature" : state.metric; // no answer that could change
+  const chosen = IMPORTANCE[name] ?? known.find((metric) => metric.name === name) ?? IMPORTANCE.importance;
+  const tables = await Promise.all(models.map((model, i) => valuesOf(model, summaries[i], chosen, wanted)));
   const all = tables.flat(2);
   const [low, high] = [Math.min(0, ...all), Math.max(...all, 1e-9)];
   const panels = models.map((model, i) => panel(model, tables[i], low, high, chosen));
@@ -28,12 +28,13 @@ export async function headsView(models) {
   };
 }
 
-/** Layers by heads; importance is asked layer by layer, so that no answer takes long. */
-async function valuesOf(model, summary, chosen) {
+/** Layers by heads; importance is asked layer by layer, so that no answer takes long, and only as long as it is wanted. */
+async function valuesOf(model, summary, chosen, wanted) {
   if (!chosen.key) return summary.metrics.find((metric) => metric.name === chosen.name)?.values ?? [];
   const layers = [...Array(model.layers).keys()];
   const answers = [];
   for (const layer of layers) {
+    if (!wanted()) return layers.map(() => Array(model.heads).fill(0)); // nobody looks at it
     if (model.layers * model.heads > 60) byId("status").textContent = `${model.name}: switching off the heads of layer ${layer + 1} of ${model.layers}, one by one …`;
     answers.push(await ask("importance", { model: model.name, image: state.image, layer, off: [] }));
   }

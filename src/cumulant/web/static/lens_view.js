@@ -1,4 +1,4 @@
-// Lens: one layer's own queries and keys under a sliding order of the expansion, up to softmax, at any temperature.
+// Lens: one layer's own queries and keys under a sliding order of the expansion, up to softmax, at any logit scale.
 import { ask } from "./api.js";
 import { element, number, percent } from "./dom.js";
 import { drawMap, largest, placeAt, shownWeights } from "./draw.js";
@@ -10,7 +10,7 @@ const STOPS = ["cumulant1", "cumulant2", "cumulant3", "softmax"]; // at slider s
 const SIDE = 330;
 
 /** Slider steps to factors: -20 is 0.1, 0 is 1, 20 is 10. */
-export const temperatureOf = (step) => 10 ** (step / 20);
+export const logitScaleOf = (step) => 10 ** (step / 20);
 
 /** What a step of the order slider stands for: "2", "2.4", "softmax". */
 export function orderName(step) {
@@ -33,15 +33,15 @@ export async function lensView(models) {
   const able = models.filter((model) => model.lens);
   const answers = await Promise.all(able.map((model) => ask("lens", {
     model: model.name, image: state.image, query: queryToken(model), off: offOf(model),
-    layer: Math.min(state.layer, model.layers - 1), temperature: temperatureOf(state.temperature),
+    layer: Math.min(state.layer, model.layers - 1), logit_scale: logitScaleOf(state.logit_scale),
   })));
-  const sections = able.map((model, i) => section(model, answers[i]));
+  const made = able.map((model, i) => section(model, answers[i]));
   const about = element("p", {}, "The queries and keys of one trained head, weighed anew. Move the order from the plain mean over 2 and 3 to softmax: " +
-    "between whole orders the next term counts in part. Lower the temperature and all orders meet softmax; raise it and they part. " +
+    "between whole orders the next term counts in part. Lower the logit scale and all orders meet softmax; raise it, which sharpens softmax, and they part. " +
     "Off by: half the sum of all differences from the weights of softmax.");
   const missing = able.length < models.length ? element("p", { class: "hint" },
     `Not shown: ${models.filter((m) => !m.lens).map((m) => m.name).join(", ")}, whose layers see parts of a clip.`) : null;
-  return { node: element("div", {}, element("div", { class: "toolbar" }, about), ...sections, missing), data: answers };
+  return { node: element("div", {}, element("div", { class: "toolbar" }, about), ...made.map((one) => one.node), missing), data: answers, top: made.length === 1 ? made[0].top : undefined };
 }
 
 function section(model, answer) {
@@ -55,9 +55,10 @@ function section(model, answer) {
   const figures = rows.map((row, i) => figure(model, names[i], row, shown[i], top, offBy(row, softmax), i === 0));
   const heading = element("div", { class: "panel-title" }, element("h3", {}, `keys and queries of the ${model.name} model`),
     element("span", {}, `layer ${answer.layer + 1}, head ${head + 1}: logits spread ${number(answer.logit_size[head])}`));
-  return element("section", { class: "card lens", "aria-label": `Lens on ${model.name}` }, heading,
+  const node = element("section", { class: "card lens", "aria-label": `Lens on ${model.name}` }, heading,
     element("div", { class: "lens-body" }, figures[0],
       element("div", {}, element("div", { class: "row" }, ...figures.slice(1)), curve(answer.maps, head, softmax))));
+  return { node, top };
 }
 
 /** How far the map is from softmax along the whole slider, with a dot where it stands. */

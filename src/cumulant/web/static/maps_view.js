@@ -10,7 +10,7 @@ export async function mapsView(models) {
   const tops = shown.map((maps) => Math.max(...maps.flat().map(largest)));
   const panels = models.map((model, i) => panel(model, answers[i], shown[i], (map) => topOf(map, tops[i], tops)));
   const many = models.some((model) => model.heads > 8);
-  return { node: element("div", { class: many ? "panels full" : "panels wide" }, ...panels), data: answers };
+  return { node: element("div", { class: many ? "panels full" : "panels wide" }, ...panels), data: answers, top: commonTop(tops) };
 }
 
 export const question = (model) => ({
@@ -25,6 +25,9 @@ export const offOf = (model) => (state.off[model.name] ?? []).map(([layer, head]
 /** The weight of full colour, by the scale that was chosen. */
 export const topOf = (map, ofModel, ofAll) =>
   ({ map: largest(map), model: ofModel, all: Math.max(...ofAll) })[state.scale];
+
+/** The weight of full colour where it is the same for all maps that are shown. */
+export const commonTop = (ofModels) => (state.scale === "all" || (state.scale === "model" && ofModels.length === 1) ? Math.max(...ofModels) : undefined);
 
 export function title(model) {
   const facts = model.accuracy === null ? model.title : `${percent(model.accuracy)} top-1`;

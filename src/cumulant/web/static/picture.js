@@ -7,12 +7,22 @@ import { asksWithToken, choosePlace, queryPlace, set, state } from "./state.js";
 let lastFile = null;
 
 export function makeExamples(examples) {
-  byId("examples").replaceChildren(...examples.map(({ image, label, frames }) => {
-    const clip = frames > 1;
-    const input = element("input", { type: "radio", name: "example", value: image, "aria-label": `example ${label}${clip ? ", a clip" : ""}`, onchange: () => set({ image }) });
-    const thumb = element("img", { src: pictureAddress(image, null, Math.floor(frames / 2)), alt: "", loading: "lazy", class: "pixels", title: label });
-    return element("label", { class: clip ? "clip" : null }, input, thumb);
-  }));
+  byId("examples").replaceChildren(...examples.map((one) => thumbnail(one, `example ${one.label}`)));
+  if (state.image.startsWith("upload-")) addUpload({ image: state.image, frames: 1 }); // the page was loaded again
+}
+
+function thumbnail({ image, label, frames }, name) {
+  const clip = frames > 1;
+  const input = element("input", { type: "radio", name: "example", value: image, "aria-label": `${name}${clip ? ", a clip" : ""}`, onchange: () => set({ image }) });
+  const thumb = element("img", { src: pictureAddress(image, null, Math.floor(frames / 2)), alt: "", loading: "lazy", class: "pixels", title: label });
+  return element("label", { class: clip ? "clip" : null }, input, thumb);
+}
+
+/** An upload stands beside the examples, the last one first. */
+function addUpload({ image, frames }) {
+  const made = thumbnail({ image, frames, label: "your upload" }, "your upload");
+  made.querySelector("img").onerror = () => made.remove(); // the server has let go of it
+  byId("examples").prepend(made);
 }
 
 export function makeUpload(limits, say, complain, seesClips) {
@@ -27,6 +37,7 @@ export function makeUpload(limits, say, complain, seesClips) {
       const taken = await upload(file, byId("invert").checked);
       lastFile = file;
       complain("");
+      addUpload(taken);
       set({ image: taken.image });
       say(`Showing ${file.name}${aboutClip(taken.frames, seesClips())}`);
     } catch (error) {
@@ -43,7 +54,10 @@ export function makeUpload(limits, say, complain, seesClips) {
   drop.ondragover = (event) => { event.preventDefault(); drop.classList.add("over"); };
   drop.ondragleave = () => drop.classList.remove("over");
   drop.ondrop = (event) => { event.preventDefault(); drop.classList.remove("over"); send(event.dataTransfer.files[0]); };
-  return () => send(lastFile);
+  return () => {
+    if (lastFile) send(lastFile);
+    return lastFile !== null;
+  };
 }
 
 function aboutClip(frames, { some, all }) {
@@ -118,10 +132,9 @@ function move(event, model) {
 }
 
 /** The most probable classes of every chosen model, with all heads and without those switched off. */
-export async function showPredictions(models) {
+export async function predictionsOf(models) {
   const answers = await Promise.all(models.map((model) => ask("prediction", { model: model.name, image: state.image, off: offOf(model) })));
-  byId("all-on").hidden = !Object.keys(state.off).length;
-  byId("predictions").replaceChildren(...models.map((model, i) => {
+  return models.map((model, i) => {
     const off = (state.off[model.name] ?? []).length;
     if (!model.classes) return element("div", { class: "prediction", "data-model": model.name }, element("h3", {}, model.name), element("p", { class: "hint" }, "no classifier, no prediction"));
     const rows = answers[i].choices.slice(0, 3).map((choice) => bar(choice, off));
@@ -129,7 +142,7 @@ export async function showPredictions(models) {
     const note = off ? `${off} off, changed by ${answers[i].divergence.toFixed(2)}` : "";
     return element("div", { class: `prediction${short ? " short" : ""}${off ? " changed" : ""}`, "data-model": model.name },
       element("h3", {}, model.name, element("span", {}, note)), element("ol", {}, ...rows));
-  }));
+  });
 }
 
 function bar(choice, off) {

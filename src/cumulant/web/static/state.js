@@ -2,7 +2,7 @@
 
 const FRESH = {
   view: "maps", models: [], image: "", x: 0.5, y: 0.5, t: 0.5, token: false, layer: 0, head: 0, sign: "signed", scale: "map",
-  threshold: 0, behind: 40, temperature: 0, order: 10, metric: "importance", reading: "head", off: {},
+  threshold: 0, behind: 40, logit_scale: 0, order: 10, metric: "importance", reading: "head", off: {},
 };
 
 export const state = structuredClone(FRESH);
@@ -11,12 +11,27 @@ const listeners = [];
 /** Call `listener(changed keys)` after every change. */
 export const onChange = (listener) => listeners.push(listener);
 
+/** Changes that "Back" takes back one by one; a slider that moves over many values is one place. */
+const PLACES = new Set(["view", "image", "models", "x", "y", "t", "token", "metric", "reading", "off"]);
+
 export function set(changes) {
   const keys = Object.keys(changes).filter((key) => JSON.stringify(state[key]) !== JSON.stringify(changes[key]));
   if (!keys.length) return;
   Object.assign(state, changes);
-  history.replaceState(null, "", `#${link()}`);
+  const kept = { image: state.image }; // an upload is not in the address, but in this tab's own history
+  if (keys.some((key) => PLACES.has(key))) history.pushState(kept, "", `#${link()}`);
+  else history.replaceState(kept, "", `#${link()}`);
   listeners.forEach((listener) => listener(new Set(keys)));
+}
+
+/** What the address and the history of this tab say, in place of all that was chosen. */
+export function goTo(info) {
+  Object.assign(state, structuredClone(FRESH));
+  restore(location.hash.slice(1), info);
+  const kept = history.state?.image ?? "";
+  if (kept.startsWith("upload-")) state.image = kept;
+  if (!state.models.length) state.models = info.models.slice(0, 4).map((model) => model.name);
+  if (!state.image && info.examples.length) state.image = info.examples[Math.min(3, info.examples.length - 1)].image;
 }
 
 /** The part of a permalink after #. */
@@ -35,7 +50,7 @@ export function link() {
 }
 
 /** Read a permalink; whatever it says that is not possible is left out. */
-export function restore(text, info) {
+function restore(text, info) {
   const words = new URLSearchParams(text);
   const names = info.models.map((model) => model.name);
   const choices = {
@@ -44,7 +59,7 @@ export function restore(text, info) {
     image: info.examples.map((example) => example.image),
   };
   for (const [key, allowed] of Object.entries(choices)) if (allowed.includes(words.get(key))) state[key] = words.get(key);
-  const ranges = { x: [0, 1], y: [0, 1], t: [0, 1], order: [0, 30], threshold: [0, 90], behind: [0, 100], temperature: [-20, 20], layer: [0, 999], head: [0, 999] };
+  const ranges = { x: [0, 1], y: [0, 1], t: [0, 1], order: [0, 30], threshold: [0, 90], behind: [0, 100], logit_scale: [-20, 20], layer: [0, 999], head: [0, 999] };
   for (const [key, [low, high]] of Object.entries(ranges)) {
     const value = parseFloat(words.get(key));
     if (value >= low && value <= high) state[key] = value;
