@@ -85,7 +85,7 @@ def mean_logits(mean: Tensor, key: Tensor, added: Tensor | None, scale: float) -
 
 
 def check_apart(apart: int, queries: int) -> None:
-    if not 0 <= apart <= queries:
+    if apart > queries:
         raise ValueError(f"apart must lie between 0 and the {queries} queries, got {apart}")
 
 

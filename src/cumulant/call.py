@@ -62,8 +62,8 @@ class Call(NamedTuple):
     def checked(self) -> Call:
         """The same in autocast's dtype; raises for tensors that do not belong together."""
         query, key, value = in_autocast_dtype(self.query, self.key, self.value)
-        if not isinstance(self.is_causal, bool):
-            raise TypeError(f"is_causal must be True or False, got {self.is_causal!r}")
+        check_flag("is_causal", self.is_causal)
+        check_flag("enable_gqa", self.enable_gqa)
         scale = check_tensors(query, key, value, self.key_mask, self.scale, self.enable_gqa)
         as_given = query is self.query and key is self.key and value is self.value
         if as_given and (self.scale is None or type(self.scale) is float):
@@ -89,9 +89,7 @@ class Call(NamedTuple):
         if query_mask is None:
             return query, None
         wanted = (*query.shape[:-3], query.shape[-2])
-        if not isinstance(query_mask, Tensor) or query_mask.ndim < 1 or query_mask.shape[-1] != wanted[-1]:
-            got = tuple(query_mask.shape) if isinstance(query_mask, Tensor) else type(query_mask).__name__
-            raise ValueError(f"query_mask must have shape {wanted}, one entry for each query, got {got}")
+        check_mask(query_mask, query, query.shape[:-3], "query_mask")
         factor = query_mask.expand(wanted)[..., None, :, None]
         return query.masked_fill(factor == 0, 0), factor.to(wide(query).dtype)
 
@@ -108,8 +106,7 @@ def check_tensors(
     for name, x in named.items():
         if x.ndim < 3:
             raise ValueError(f"{name} must have shape (..., heads, length, width), got {tuple(x.shape)}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} must be floating point (float64, float32, bfloat16, float16), got {x.dtype}")
+        check_dtype(name, x)
         if x.dtype != query.dtype:
             raise TypeError(f"query, key and value must share a dtype, got {name} {x.dtype}, query {query.dtype}")
         if x.device != query.device:
@@ -137,8 +134,14 @@ def check_tensors(
     lead = leading(query, key)
     if key_mask is not None:
         check_mask(key_mask, key, lead)
-    if scale is None:
-        return float(D) ** -0.5 if D else 1.0
+    check_scale(scale)
+    return (float(D) ** -0.5 if D else 1.0) if scale is None else float(scale)
+
+
+def check_scale(scale: float | None) -> None:
+    """Raises for what is no factor of q.k; None is the default one."""
+    if scale is None or (type(scale) is float and abs(scale) < math.inf):
+        return
     if isinstance(scale, Tensor):
         raise TypeError(
             "scale must be a number; multiply the query for a scale of its own per head or one that is learned"
@@ -147,7 +150,23 @@ def check_tensors(
         raise TypeError(f"scale must be a number, got {scale!r}")
     if not abs(scale) < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
+
+
+def check_dtype(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be floating point (float64, float32, bfloat16, float16), got {x.dtype}")
+
+
+def check_flag(name: str, flag: object) -> None:
+    if flag is not True and flag is not False:
+        raise TypeError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_count(name: str, count: object, least: int = 1) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < least:
+        raise ValueError(f"{name} must be at least {least}, a whole number, got {count!r}")
 
 
 def check_choice(name: str, choice: object, known: Iterable[object]) -> None:
@@ -187,26 +206,27 @@ def expands_to(x: Tensor, wanted: tuple[int, ...]) -> bool:
     return fits and x.shape[-1] == wanted[-1]
 
 
-def check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size) -> None:
+def check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size, name: str = "key_mask") -> None:
+    """Raises for what cannot say which of the tokens (..., L, D) with those leading dimensions are there."""
     if not isinstance(key_mask, Tensor):
-        raise TypeError(f"key_mask must be a torch.Tensor, got {type(key_mask).__name__}")
-    wanted = (*lead, key.shape[-2])
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(key_mask).__name__}")
+    wanted, of = (*lead, key.shape[-2]), "query" if name == "query_mask" else "key"
     if not expands_to(key_mask, wanted):
         raise ValueError(
-            f"key_mask must have shape {wanted}, one entry for each key, got {tuple(key_mask.shape)}; masks that "
+            f"{name} must have shape {wanted}, one entry for each {of}, got {tuple(key_mask.shape)}; masks that "
             "differ from query to query cannot be honoured in linear time (is_causal is the one exception)"
         )
     if key_mask.device != key.device:
-        raise ValueError(f"key_mask must be on the device of the key, {key.device}, got {key_mask.device}")
+        raise ValueError(f"{name} must be on the device of the {of}, {key.device}, got {key_mask.device}")
     if key_mask.dtype == torch.bool:
         return
     if not key_mask.is_floating_point():
-        raise TypeError(f"key_mask must be bool or floating point weights, got {key_mask.dtype}")
+        raise TypeError(f"{name} must be bool or floating point weights, got {key_mask.dtype}")
     # Reading the values would stall an accelerator and break a traced graph: only plain CPU tensors are looked at.
     readable = key_mask.device.type == "cpu" and is_plain(key_mask) and not transformed()
     if readable and not bool(((key_mask >= 0) & (key_mask < float("inf"))).all()):
         raise ValueError(
-            f"key_mask weights must be finite and not negative, got values from {key_mask.min():g} to "
+            f"{name} weights must be finite and not negative, got values from {key_mask.min():g} to "
             f"{key_mask.max():g}; an additive mask (0 and -inf) becomes one by `mask == 0`"
         )
 
@@ -226,6 +246,8 @@ def longest(at: Sequence[int]) -> int:
 def offsets(name: str, cu_seq: Tensor, tokens: int, most: int | None, most_name: str) -> list[int]:
     """Sequence boundaries as integers, checked against the tokens they cut and the longest sequence, where given."""
     check_offsets(name, cu_seq, tokens)
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
+        raise TypeError(f"{most_name} must be a number of tokens or None, got {most!r}")
     at = [int(i) for i in cu_seq.tolist()]
     if at[0] != 0 or at[-1] != tokens or any(a > b for a, b in pairwise(at)):
         raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {at}")
@@ -235,9 +257,17 @@ def offsets(name: str, cu_seq: Tensor, tokens: int, most: int | None, most_name:
 
 
 def positions_of(positions: Tensor | Sequence[int] | None, count: int, device: torch.device) -> Tensor:
+    """The places (count,) of the queries, 0, 1, ... unless given; on a GPU their signs are not looked at."""
     if positions is None:
         return torch.arange(count, device=device)
-    at = torch.as_tensor(positions, device=device)
+    try:
+        at = torch.as_tensor(positions, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"positions must be whole numbers, one for each query, got {positions!r}") from None
     if at.shape != (count,):
         raise ValueError(f"positions must hold one place for each of the {count} queries, got {tuple(at.shape)}")
+    if at.is_floating_point() or at.is_complex() or at.dtype == torch.bool:
+        raise TypeError(f"positions must be whole numbers, got {at.dtype}")
+    if count and at.device.type == "cpu" and is_plain(at) and not transformed() and bool((at < 0).any()):
+        raise ValueError(f"positions must not be negative, got {int(at.min())}")
     return at

@@ -39,6 +39,8 @@ class Form(NamedTuple):
         check_order(self.order, self.full, self.normalization)
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+        if type(self.apart) is not int or self.apart < 0:
+            raise ValueError(f"apart must lie between 0 and the number of queries, got {self.apart!r}")
         return self
 
 

@@ -18,13 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import check_order
-from .tracing import without_autocast
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Statistics are kept in float64 for float64 tokens and in float32 for everything narrower."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from .call import check_dtype, check_mask, check_order, check_scale
+from .held import Held, check_tokens
+from .held import statistics_dtype as statistics_dtype
+from .tracing import is_plain, transformed, without_autocast
 
 
 def ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -50,6 +47,11 @@ class Moments(NamedTuple):
         return 1 if self.S is None else 2 if self.T is None else 3
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """D and E."""
+        return self.key_mean.shape[-1], self.value_mean.shape[-1]
+
+    @property
     def full(self) -> bool:
         return self.P is not None and self.P.ndim > self.key_mean.ndim
 
@@ -63,6 +65,9 @@ class Moments(NamedTuple):
         zero do not matter, whatever they hold. L = 0 gives the identity of `merge`. Cost: L D E (L D^2 E full).
         """
         check_order(order, full)
+        check_tokens(key, value, heads=False)
+        if key_mask is not None:
+            check_mask(key_mask, key, key.shape[:-2])
         weights, weight, _, (key_mean, key), (value_mean, value) = _tokens(key, value, key_mask)
         if order == 1:
             return cls(weight, key_mean, value_mean)
@@ -100,6 +105,7 @@ class Moments(NamedTuple):
         """
         self._check_same_kind(other)
         W = self.weight - other.weight
+        _check_enough(self.weight, W)
         W = torch.where(4 * torch.finfo(W.dtype).eps * self.weight < W, W, 0)
         left = W > 0
         part = ratio(other.weight, W).unsqueeze(-1)
@@ -124,6 +130,8 @@ class Moments(NamedTuple):
 
         The query is multiplied by `scale`, D**-0.5 unless given. An empty set gives 0. Cost: Q D E.
         """
+        check_scale(scale)
+        self._check_query(query)
         dtype = self.value_mean.dtype
         q = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)
         out = self.value_mean.unsqueeze(-2)
@@ -158,6 +166,38 @@ class Moments(NamedTuple):
                 f"moments of order {self.order} (full={self.full}) do not combine with "
                 f"order {other.order} (full={other.full}); make both with the same order and full"
             )
+        mine, its = (Held(m.weight.shape, *m.widths, m.weight.dtype, m.weight.device) for m in (self, other))
+        if (mine.key_width, mine.value_width) != (its.key_width, its.value_width):
+            raise ValueError(f"other must be moments of widths {self.widths}, got {other.widths}")
+        if mine[3:] != its[3:]:
+            places = f"{mine.dtype} on {mine.device}, other {its.dtype} on {its.device}"
+            raise TypeError(f"moments must share dtype and device, got {places}")
+        if mine.lead != its.lead and not _broadcast(mine.lead, its.lead):
+            raise ValueError(f"other must be moments of {tuple(mine.lead)}, got {tuple(its.lead)}")
+
+    def _check_query(self, query: Tensor) -> None:
+        check_dtype("query", query)
+        wanted = (*self.weight.shape, "queries", self.key_mean.shape[-1])
+        if query.ndim < 2 or query.shape[-1] != wanted[-1] or not _broadcast(query.shape[:-2], self.weight.shape):
+            raise ValueError(f"query must have shape ({', '.join(map(str, wanted))}), got {tuple(query.shape)}")
+        if query.device != self.weight.device:
+            raise ValueError(f"query must be on the device of the moments, {self.weight.device}, got {query.device}")
+
+
+def _broadcast(a: torch.Size, b: torch.Size) -> bool:
+    """Whether leading dimensions go together."""
+    if a == b:
+        return True
+    return all(x == y or 1 in (x, y) for x, y in zip(reversed(a), reversed(b), strict=False))
+
+
+def _check_enough(before: Tensor, left: Tensor) -> None:
+    """Raises where more is removed than there is; on an accelerator nobody looks."""
+    if left.device.type == "cpu" and is_plain(left) and not transformed():
+        rounding = 64 * torch.finfo(left.dtype).eps
+        if bool((left < -rounding * before).any()):
+            most = float(before.max())
+            raise ValueError(f"other holds more than these moments of weight {most:g}; remove what was merged before")
 
 
 def full_third_by_pairs(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import check_order
+from .call import check_order, check_scale
+from .held import Held, check_step, check_tokens
 from .kernels import launch
 from .moments import Moments, statistics_dtype
 
@@ -22,56 +23,57 @@ class Stream:
     """All tokens so far, for decoding: one state, updated in place; no gradients.
 
         stream = Stream(order=2)
-        stream.append(k, v)                             # a prompt, (B, H, L, D) and (B, H, L, E)
-        out = stream.step(q, k_next, v_next)            # one token of each: (B, G H, 1, E)
+        stream.append(k, v)                             # a prompt, (..., H, L, D) and (..., H, L, E)
+        out = stream.step(q, k_next, v_next)            # one token of each: (..., G H, 1, E)
 
     `step` takes the token in and answers the query, which sees it: the row that causal attention gives. On a GPU
-    this is one kernel that reads and writes the state once: 8 D E bytes a head at order 2, twice that at order 3.
+    this is one kernel that reads and writes the state once: 8 D E bytes a head at order 2, twice that at order 3; it
+    takes tokens (B, H, 1, D), others go through plain torch.
     """
 
-    def __init__(self, *, order: int = 3, full: bool = False) -> None:
+    def __init__(self, *, order: int = 3, full: bool = False, scale: float | None = None) -> None:
         check_order(order, full)
-        self.order, self.full = order, full
+        check_scale(scale)
+        self.order, self.full, self.scale = order, full, scale
         self.state: Moments | None = None
+
+    @property
+    def held(self) -> Held | None:
+        return None if self.state is None else held_by(self.state)
 
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Takes in key (B, H, L, D) and value (B, H, L, E)."""
-        _check_same_tokens(key, value)
-        if self.state is not None:
-            held, got = (self.state.key_mean, self.state.value_mean), (key, value)
-            if any(a.shape[-1] != b.shape[-1] for a, b in zip(held, got, strict=True)):
-                raise ValueError(
-                    f"key and value must be as wide as those before, {held[0].shape[-1]} and {held[1].shape[-1]}, "
-                    f"got {key.shape[-1]} and {value.shape[-1]}"
-                )
+        """Takes in key (..., H, L, D) and value (..., H, L, E). What one sequence holds may go on as several."""
+        check_tokens(key, value, self.held, grow=True)
         new = Moments.of(key, value, order=self.order, full=self.full)
         merged = new if self.state is None else self.state.merge(new)
         self.state = Moments._make(None if x is None else x.contiguous() for x in merged)
 
     @torch.no_grad()
     def step(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-        """Takes in one token, key (B, H, 1, D) and value (B, H, 1, E), and answers query (B, G H, 1, D)."""
-        if query.ndim != 4 or key.ndim != 4 or query.shape[-2] != 1 or key.shape[-2] != 1:
-            shapes = f"{tuple(query.shape)} and {tuple(key.shape)}"
-            raise ValueError(f"query and key must hold one token, (batch, heads, 1, width), got {shapes}")
-        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-            raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
-        if (query.shape[0], query.shape[-1]) != (key.shape[0], key.shape[-1]):
-            shapes = f"{tuple(query.shape)} and {tuple(key.shape)}"
-            raise ValueError(f"query and key must have the same batch and width, got {shapes}")
-        _check_same_tokens(key, value)
+        """Takes in one token, key (..., H, 1, D) and value (..., H, 1, E), and answers query (..., G H, 1, D).
+
+        `scale` is the stream's, D**-0.5 unless given.
+        """
+        check_scale(scale)
+        check_step(query, key, value, self.held, grow=True)
+        scale = self.scale if scale is None else scale
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if self.state is None:
             self.append(key[..., :0, :], value[..., :0, :])
         assert self.state is not None
-        if _kernel_takes(self.state, key, value):
+        if key.ndim == 4 and _kernel_takes(self.state, key, value):
             from .kernels.dense import decode as triton_decode
 
             return triton_decode.step(self.state, query, key, value, scale)
         self.append(key, value)
-        grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # the query heads of a key head as its rows
+        # The query heads of a key head are its rows.
+        grouped = query.unflatten(-3, (key.shape[-3], -1)).flatten(-3, -2)
         return self.state.apply(grouped, scale).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def held_by(state: Moments) -> Held:
+    return Held(state.weight.shape, *state.widths, state.weight.dtype, state.weight.device)
 
 
 class SlidingWindow:
@@ -97,7 +99,7 @@ class SlidingWindow:
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Takes in key (..., L, D) and value (..., L, E) and lets go of what falls out of the window."""
-        _check_same_tokens(key, value)
+        check_tokens(key, value, None if self.state is None else held_by(self.state), heads=False)
         L = key.shape[-2]
         if self.key is None or self.value is None or self.state is None:
             self.key, self.value, self.state = (
@@ -126,11 +128,6 @@ class SlidingWindow:
 
     def _of(self, key: Tensor, value: Tensor) -> Moments:
         return Moments.of(key, value, order=self.order, full=self.full)
-
-
-def _check_same_tokens(key: Tensor, value: Tensor) -> None:
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"key and value must have the same tokens, got {tuple(key.shape)}, {tuple(value.shape)}")
 
 
 def _kernel_takes(state: Moments, key: Tensor, value: Tensor) -> bool:

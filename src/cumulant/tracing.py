@@ -54,8 +54,9 @@ def outside_autocast(method: Method) -> Method:
     """A method of tensors, run without autocast: in 16 bits, the sums that a stream keeps would soon stand still."""
 
     @functools.wraps(method)
-    def run(self: Any, first: Tensor, *rest: Any, **named: Any) -> Any:
-        with without_autocast(first.device.type):
-            return method(self, first, *rest, **named)
+    def run(self: Any, *given: Any, **named: Any) -> Any:
+        place = next((x.device.type for x in (*given, *named.values()) if isinstance(x, Tensor)), "cpu")
+        with without_autocast(place):
+            return method(self, *given, **named)
 
     return cast(Method, run)

@@ -6,12 +6,14 @@ Shape legend: B batch, H key heads, G query heads of each, L tokens appended at 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
 
-from ..call import check_choice
+from ..call import check_choice, check_dtype, check_scale
 from ..closures import check_closure
+from ..held import Held, check_rows, check_step, check_tokens
 from ..moments import Moments, statistics_dtype
 from .backend import Form
 from .fields import Exact, Far, Seen, mix
@@ -23,8 +25,8 @@ class ClusterStream:
     """All tokens so far in memory that grows with their logarithm; no gradients.
 
         stream = ClusterStream(Blocks(64, keep=4, recent=1))
-        stream.append(k, v)                             # a prompt, (B, H, L, D) and (B, H, L, E)
-        out = stream.step(q, k_next, v_next)            # one token of each: (B, G H, 1, E)
+        stream.append(k, v)                             # a prompt, (..., H, L, D) and (..., H, L, E)
+        out = stream.step(q, k_next, v_next)            # one token of each: (..., G H, 1, E)
 
     `step` gives the row that `cluster_attention(..., clusters=blocks, is_causal=True)` gives. Of the current and the
     `recent` blocks the tokens are kept, of older ones `Moments`: a counter with at most keep + 1 clusters of each
@@ -47,8 +49,7 @@ class ClusterStream:
         check_choice("variance", variance, VARIANCES)
         if response is not None and not whole(response):
             raise ValueError(f"response must be None (all clusters) or a number, 0 or more, got {response!r}")
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-            raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+        check_scale(scale)
         self.blocks, self.scale = blocks, scale
         self.form = Form(0, closure, "mass", variance == "full", response, near_rows=1)
         self.levels: list[list[Moments]] = []  # of each size the clusters still apart, the oldest first
@@ -84,8 +85,10 @@ class ClusterStream:
 
     @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Takes in key (B, H, L, D) and value (B, H, L, E)."""
-        self._check_tokens(key, value)
+        """Takes in key (..., H, L, D) and value (..., H, L, E)."""
+        check_tokens(key, value)
+        key, value = _one_batch(key), _one_batch(value)
+        check_tokens(key, value, self.held)
         dtype = statistics_dtype(key.dtype)
         key, value = key.to(dtype), value.to(dtype)
         if self.key is None or self.value is None or self.origin is None:
@@ -104,50 +107,32 @@ class ClusterStream:
 
     @torch.no_grad()
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Takes in one token, key (B, H, 1, D) and value (B, H, 1, E), and answers query (B, G H, 1, D)."""
-        self._check_tokens(key, value)  # both before anything is taken in: a step that fails leaves no token behind
-        _check_query(query, key)
-        if query.shape[-2] != 1 or key.shape[-2] != 1:
-            shapes = f"{tuple(query.shape)} and {tuple(key.shape)}"
-            raise ValueError(f"query and key must hold one token, (batch, heads, 1, width), got {shapes}")
+        """Takes in one token, key (..., H, 1, D) and value (..., H, 1, E), and answers query (..., G H, 1, D)."""
+        check_step(query, key, value)  # all before anything is taken in: a step that fails leaves no token behind
+        check_tokens(_one_batch(key), _one_batch(value), self.held)
         self.append(key, value)
         return self.apply(query)
 
+    @property
+    def held(self) -> Held | None:
+        """What new tokens (B, H, L, D) must agree with."""
+        return None if self.key is None or self.value is None else Held.of(self.key, self.value)
+
     @torch.no_grad()
     def apply(self, query: Tensor) -> Tensor:
-        """Attention of query (B, G H, Q, D) over all tokens so far, (B, G H, Q, E)."""
+        """Attention of query (..., G H, Q, D) over all tokens so far, (..., G H, Q, E)."""
         if self.key is None or self.value is None:
             raise ValueError("the stream has seen no token yet: append one before apply")
-        _check_query(query, self.key)
-        B, H, _, D = self.key.shape
+        check_dtype("query", query)
+        lead = query.shape[:-3]
+        query = _one_batch(query) if query.ndim > 2 else query
+        check_rows(query, Held.of(self.key, self.value))
+        H, D = self.key.shape[1], self.key.shape[-1]
         scale = D**-0.5 if self.scale is None else self.scale
         rows = (query.to(self.key.dtype) * scale).unflatten(1, (H, -1)).flatten(2, 3).unsqueeze(2)  # (B, H, 1, G Q, D)
         exact = Exact(self.key.unsqueeze(2), self.value.unsqueeze(2), self.key.new_zeros(1, 1, 1, 1, 1))
         out = mix(rows, self._clusters(), None, Seen(exact), self.form, by_row=True)  # each row, as in a batch
-        return out.reshape(B, *query.shape[1:3], self.value.shape[-1]).to(query.dtype)
-
-    def _check_tokens(self, key: Tensor, value: Tensor) -> None:
-        for name, x in (("key", key), ("value", value)):
-            _check_tensor(name, x)
-        if key.shape[:-1] != value.shape[:-1]:
-            shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-            raise ValueError(f"key and value must be (batch, heads, tokens, width) of the same tokens, got {shapes}")
-        if (key.dtype, key.device) != (value.dtype, value.device):
-            raise TypeError(
-                f"key and value must share dtype and device, got {key.dtype} on {key.device}, "
-                f"{value.dtype} on {value.device}"
-            )
-        for name, x, held in (("key", key, self.key), ("value", value, self.value)):
-            if held is None:
-                continue
-            if (*x.shape[:2], x.shape[-1]) != (*held.shape[:2], held.shape[-1]):
-                wanted = f"({held.shape[0]}, {held.shape[1]}, tokens, {held.shape[-1]})"
-                raise ValueError(f"{name} must be as the tokens before it, {wanted}, got {tuple(x.shape)}")
-            if (statistics_dtype(x.dtype), x.device) != (held.dtype, held.device):
-                raise TypeError(
-                    f"{name} must be as the tokens before it, kept in {held.dtype} on {held.device}, "
-                    f"got {x.dtype} on {x.device}"
-                )
+        return out.reshape(*lead, *query.shape[1:3], self.value.shape[-1]).to(query.dtype)
 
     def _block(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         assert self.key is not None
@@ -176,22 +161,6 @@ class ClusterStream:
         return self._far
 
 
-def _check_tensor(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"{name} must be floating point, got {x.dtype}")
-    if x.ndim != 4:
-        raise ValueError(f"{name} must be (batch, heads, tokens, width), got {tuple(x.shape)}")
-
-
-def _check_query(query: Tensor, key: Tensor) -> None:
-    """Raises for a query (B, G H, Q, D) that cannot ask keys (B, H, l, D)."""
-    _check_tensor("query", query)
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
-    if (query.shape[0], query.shape[-1]) != (key.shape[0], key.shape[-1]):
-        wanted = f"({key.shape[0]}, heads, queries, {key.shape[-1]})"
-        raise ValueError(f"query must be {wanted}, as the keys are, got {tuple(query.shape)}")
-    if query.device != key.device:
-        raise ValueError(f"query must be on the device of the keys, {key.device}, got {query.device}")
+def _one_batch(x: Tensor) -> Tensor:
+    """(..., H, L, D) as (B, H, L, D)."""
+    return x if x.ndim == 4 else x.reshape(prod(x.shape[:-3]), *x.shape[-3:])

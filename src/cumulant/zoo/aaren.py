@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import Call
+from ..call import Call, check_scale
+from ..held import Held, check_rows, check_step, check_tokens
 from ..moments import ratio
 from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
 from ..tracing import outside_autocast
@@ -150,12 +151,25 @@ class AarenStream:
     """
 
     def __init__(self, *, query: Tensor | None = None, scale: float | None = None) -> None:
+        check_scale(scale)
         self.query, self.scale = query, scale
         self.state: StreamState | None = None
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Raises for tokens that are not of one kind, or not of that of those before."""
+        check_tokens(key, value)
+        check_rows(query, Held.of(key, value))
+        state = self.state
+        if state is not None:
+            before = Held(state.m.shape, state.query.shape[-1], state.w.shape[-1], state.w.dtype, state.w.device)
+
+            heads = query.shape[-3]
+            check_tokens(repeat_heads(key, heads), repeat_heads(value, heads), before)
 
     @outside_autocast
     def append(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Takes in a block of tokens, key (..., H, L, D) and value (..., H, L, E), in one reduction."""
+        self.check(query, key, value)
         if key.shape[-2] == 0:
             return
         if self.state is None:
@@ -173,6 +187,7 @@ class AarenStream:
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One token of each, (..., H, 1, D), (..., H, 1, D), (..., H, 1, E) -> (..., H, 1, E). Cost: D + E."""
+        check_step(query, key, value)
         self.append(query, key, value)
         assert self.state is not None
         return Triple(*self.state[1:]).read().unsqueeze(-2).to(query.dtype)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call import Call
+from ..call import Call, check_scale
+from ..held import Held, check_step, check_tokens
 from ..tensors import log_weights, repeat_heads, softmax_or_zero, wide, without_absent
 from ..tracing import outside_autocast
 from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, segmented, summarise
@@ -86,13 +87,18 @@ class CombinerStream:
         if segment is None:
             raise ValueError("segment=None is the root of a length that a stream does not know; pass segment=c")
         _check(segment=segment, pooling=pooling)
+        check_scale(scale)
         self.segment, self.pooling, self.scale = segment, pooling, scale
         self.state: StreamState | None = None
 
     @outside_autocast
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One token of each, (..., H, 1, D), (..., H, 1, D), (..., H, 1, E) -> (..., H, 1, E)."""
+        check_step(query, key, value)
         dtype, heads = query.dtype, query.shape[-3]
+        if self.state is not None:
+            before = Held.of(self.state.key, self.state.value)
+            check_tokens(repeat_heads(key, heads), repeat_heads(value, heads), before)
         q = wide(query) * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
         k, v = repeat_heads(wide(key), heads), repeat_heads(wide(value), heads)
         if self.state is None:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Call
+from ..call import Call, check_count
+from ..held import check_tokens
 from ..tensors import fold_groups, repeat_heads, wide
 from .products import (
     dot_with_one,
@@ -60,18 +61,26 @@ def cosformer_attention(
 class CosformerStream(FeatureStream):
     """Causal cosFormer token by token, for at most `max_len` of them."""
 
-    def __init__(self, *, max_len: int, eps: float = EPS) -> None:
-        if max_len < 1:
-            raise ValueError(f"max_len must be at least 1, got {max_len}")
+    def __init__(self, *, max_len: int, eps: float = EPS, scale: float | None = None) -> None:
+        super().__init__(scale=scale)
+        check_count("max_len", max_len)
         self.max_len, self.eps, self.seen = max_len, eps, 0
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Takes in the next tokens; what is read then stands where they stand."""
+        check_tokens(key, value, self.held)
         if self.seen + key.shape[-2] > self.max_len:
             raise ValueError(f"the stream was made for max_len={self.max_len} tokens and has seen them all")
         self.turn = _turns(_angles(wide(key), self.max_len, self.seen))
         self.seen += key.shape[-2]
         super().append(key, value)
+
+    def read(self, query: Tensor) -> Tensor:
+        """Answers queries that stand where the tokens stand that were taken in last."""
+        last = None if self.state is None else self.turn.shape[-2]
+        if last is not None and isinstance(query, Tensor) and query.ndim > 1 and query.shape[-2] != last:
+            raise ValueError(f"query must hold as many tokens as were taken in last, {last}, got {query.shape[-2]}")
+        return super().read(query)
 
     def phi(self, x: Tensor) -> Tensor:
         return _turned(F.relu(x), self.turn, torch.float32)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..call import Call, check_scale
+from ..held import Held, check_step
 from ..tensors import wide
 from ..tracing import outside_autocast
 from .products import TINY, count_of, factor, feature_product, one_hot_weights, ones_for, weighted
@@ -106,14 +107,27 @@ class FlowState(NamedTuple):
 class FlowStream:
     """Causal flow attention token by token, exactly. Cost: 2 D E a token."""
 
-    def __init__(self, *, clamp: float | None = 1.0, eps: float = EPS) -> None:
-        self.clamp, self.eps = clamp, eps
+    def __init__(self, *, clamp: float | None = 1.0, eps: float = EPS, scale: float | None = None) -> None:
+        check_scale(scale)
+        self.clamp, self.eps, self.scale = clamp, eps, scale
         self.state: FlowState | None = None
+
+    @property
+    def held(self) -> Held | None:
+        """What new tokens must agree with."""
+        if self.state is None:
+            return None
+        k, KV = self.state.k, self.state.KV
+        return Held(k.shape[:-2], KV.shape[-2], KV.shape[-1], k.dtype, k.device)
 
     @outside_autocast
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (..., H, 1, D), key (..., H, 1, D), value (..., H, 1, E) -> (..., H, 1, E)."""
-        q, k, v = torch.sigmoid(wide(query)), torch.sigmoid(wide(key)), wide(value)
+        check_step(query, key, value, self.held)
+        if query.shape[-3] != key.shape[-3]:
+            raise ValueError(f"query must have as many heads as key, {key.shape[-3]}, got {query.shape[-3]}")
+        scaled = wide(query) if self.scale is None else wide(query) * self.scale
+        q, k, v = torch.sigmoid(scaled), torch.sigmoid(wide(key)), wide(value)
         old = self.state
         if old is None:
             none, low = torch.zeros_like(k), k.new_full((*k.shape[:-1], 1), -float("inf"))

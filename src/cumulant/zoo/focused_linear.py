@@ -73,7 +73,10 @@ def _over_heads(x: Tensor, share: Tensor) -> Tensor:
 class FocusedStream(FeatureStream):
     """Causal focused linear attention (the operator, without convolution) token by token."""
 
-    def __init__(self, *, power: float = 3.0, channel_scale: Tensor | None = None, eps: float = EPS) -> None:
+    def __init__(
+        self, *, power: float = 3.0, channel_scale: Tensor | None = None, eps: float = EPS, scale: float | None = None
+    ) -> None:
+        super().__init__(scale=scale)
         self.power, self.channel_scale, self.eps = power, channel_scale, eps
 
     def phi(self, x: Tensor) -> Tensor:

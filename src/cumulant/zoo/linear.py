@@ -25,7 +25,8 @@ def feature_map(x: Tensor) -> Tensor:
 class LinearStream(FeatureStream):
     """Linear attention token by token."""
 
-    def __init__(self, *, eps: float = EPS) -> None:
+    def __init__(self, *, eps: float = EPS, scale: float | None = None) -> None:
+        super().__init__(scale=scale)
         self.eps = eps
 
     def phi(self, x: Tensor) -> Tensor:

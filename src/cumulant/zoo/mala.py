@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import Call
+from ..call import Call, check_scale
 from ..tensors import fold_groups, repeat_heads, wide
 from ..tracing import transformed
 from .lepe_gate import LepeGate, rotated
@@ -110,14 +110,17 @@ class _Centred(torch.autograd.Function):
 class MalaStream(FeatureStream):
     """Causal MALA (without rotary turns) token by token."""
 
-    def __init__(self, *, scaled: bool = True, eps: float = EPS) -> None:
-        self.scaled, self.eps = scaled, eps
+    def __init__(self, *, scaled: bool = True, eps: float = EPS, scale: float | None = None) -> None:
+        super().__init__()
+        check_scale(scale)
+        self.scaled, self.eps, self.own_scale = scaled, eps, scale  # which multiplies products, not the query
 
     def phi(self, x: Tensor) -> Tensor:
         return feature_map(x)
 
     def rows(self, features: Tensor, sums: Sums) -> Tensor:
-        scale = features.shape[-1] ** -0.5 / sums.tokens if self.scaled else 1.0
+        given, plain = self.own_scale, features.shape[-1] ** -0.5 if self.scaled else 1.0
+        scale = (plain if given is None else given) / (sums.tokens if self.scaled else 1.0)
         total = features @ sums.K * scale
         return features @ sums.KV * scale * (1 + 1 / (total + self.eps)) - total * (sums.V / sums.tokens)
 

@@ -37,6 +37,8 @@ def padded(
         if not isinstance(x, Tensor) or x.ndim != 3:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be packed, (tokens, heads, width), got {shape}")
+    if value.shape[0] != key.shape[0]:
+        raise ValueError(f"key and value must have as many tokens, got {key.shape[0]} and {value.shape[0]}")
     at_q = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
     at_k = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
     if len(at_q) != len(at_k):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..call import Call
+from ..call import Call, check_flag
 from ..grammar import parse, suggest, write
 from ..tracing import without_autocast
 from .mixing import Bound, Mix
@@ -161,6 +161,8 @@ class Mechanism:
 
     def check(self, call: Call) -> None:
         """Raises for a use of attention that this mechanism does not have, naming the nearest one that has it."""
+        check_flag("is_causal", call.is_causal)
+        check_flag("enable_gqa", call.enable_gqa)
         if call.key_mask is not None and not self.key_mask:
             self._refuse("key_mask", "key_mask was given", "takes no key mask; pass key_mask=None")
         if call.is_causal and not self.causal:

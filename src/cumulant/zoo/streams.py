@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..call import check_scale
+from ..held import Held, check_rows, check_step, check_tokens
 from ..tensors import fold_groups, wide
 from ..tracing import outside_autocast
 
@@ -26,10 +28,23 @@ class FeatureStream:
     """Attention by features `phi` from sums: `append` takes tokens in, `read` answers queries, `step` does both.
 
     Steps of one token are causal attention. For decoding against a fixed memory (cross attention), append it once and
-    read it for each query. Cost: D E for each token and for each query.
+    read it for each query. `scale` multiplies the query before `phi`, 1 unless given. Cost: D E for each token and for
+    each query.
     """
 
     state: Sums | None = None
+    widths: tuple[int, int] = (0, 0)  # D and E of the tokens
+
+    def __init__(self, *, scale: float | None = None) -> None:
+        check_scale(scale)
+        self.scale = scale
+
+    @property
+    def held(self) -> Held | None:
+        """What new tokens must agree with."""
+        if self.state is None:
+            return None
+        return Held(self.state.V.shape[:-2], *self.widths, self.state.V.dtype, self.state.V.device)
 
     def phi(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -41,21 +56,26 @@ class FeatureStream:
     @outside_autocast
     def append(self, key: Tensor, value: Tensor) -> None:
         """Takes in key (..., Hk, L, D) and value (..., Hk, L, E)."""
-        features, value = self.phi(wide(key)), wide(value)
-        K, V = features.sum(-2).unsqueeze(-1), value.sum(-2, keepdim=True)
-        new = Sums(features.mT @ value, K, V, value.new_full((), key.shape[-2]))
+        check_tokens(key, value, self.held)
+        features, values = self.phi(wide(key)), wide(value)
+        K, V = features.sum(-2).unsqueeze(-1), values.sum(-2, keepdim=True)
+        new = Sums(features.mT @ values, K, V, values.new_full((), key.shape[-2]))
         self.state = new if self.state is None else Sums(*(a + b for a, b in zip(self.state, new, strict=True)))
+        self.widths = key.shape[-1], value.shape[-1]
 
     @outside_autocast
     def read(self, query: Tensor) -> Tensor:
         """query (..., H, L, D) -> (..., H, L, E)."""
-        if self.state is None:
+        held = self.held
+        if held is None or self.state is None:
             raise ValueError("there is nothing to read yet: append keys and values first")
-        heads, _, width = self.state.KV.shape[-3:]
-        out = self.rows(fold_groups(self.phi(wide(query)), heads), self.state)
-        return out.reshape(*query.shape[:-1], width).to(query.dtype)
+        check_rows(query, held)
+        scaled = wide(query) if self.scale is None else wide(query) * self.scale
+        out = self.rows(fold_groups(self.phi(scaled), held.lead[-1]), self.state)
+        return out.reshape(*query.shape[:-1], held.value_width).to(query.dtype)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (..., H, 1, D), key (..., Hk, 1, D), value (..., Hk, 1, E) -> (..., H, 1, E)."""
+        check_step(query, key, value, self.held)
         self.append(key, value)
         return self.read(query)
