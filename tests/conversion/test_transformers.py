@@ -192,20 +192,28 @@ def test_t5_is_refused_for_its_position_bias():
         convert(t.T5Model(config).eval())
 
 
-@pytest.mark.parametrize("name", ["Timesformer", "Swinv2", "Pvt"])
-def test_models_that_accept_the_name_and_never_call_it_are_refused(name):
-    sizes = {
-        "Timesformer": {"num_frames": 2},
-        "Swinv2": {"embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4, "patch_size": 4},
-        "Pvt": {},
-    }
+@pytest.mark.parametrize("name", ["Timesformer", "Pvt"])
+def test_models_that_accept_the_name_and_never_call_it_are_replaced_as_modules(name):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "patch_size": 8, "num_frames": 2}
     t = transformers()
-    base = {"image_size": 32, "patch_size": 8, **({} if name != "Timesformer" else {"hidden_size": 32})}
-    base |= {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64} if name == "Timesformer" else {}
-    base = {"image_size": 32} if name == "Pvt" else base
-    model = getattr(t, f"{name}Model")(getattr(t, f"{name}Config")(**{**base, **sizes[name]})).eval()
+    config = getattr(t, f"{name}Config")(image_size=32, **(sizes if name == "Timesformer" else {}))
+    report = convert(getattr(t, f"{name}Model")(config).eval())
+    assert report.replaced
+    assert not report.kept
+
+
+def test_a_bias_in_a_model_that_never_calls_the_registry_is_refused():
+    t = transformers()
+    sizes = {"embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4, "patch_size": 4, "image_size": 32}
+    with pytest.raises(ValueError, match="logits that moments cannot honour"):
+        convert(t.Swinv2Model(t.Swinv2Config(**sizes)).eval())
+
+
+def test_a_mechanism_without_softmax_is_told_as_one_that_is_never_called():
+    t = transformers()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
     with pytest.raises(RuntimeError, match="never calls it"):
-        convert(model)
+        convert(t.YosoModel(t.YosoConfig(**sizes, vocab_size=WORDS)).eval())
 
 
 def test_a_window_shorter_than_the_text_is_refused_and_a_longer_one_is_not():
@@ -286,7 +294,7 @@ def test_mechanisms_with_parameters_are_not_offered():
 def test_a_model_that_stumbles_over_our_mask_is_one_that_never_asks_the_registry():
     t = transformers()
     model = t.BloomForCausalLM(t.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=WORDS)).eval()
-    with pytest.raises(RuntimeError, match="never calls it"):
+    with pytest.raises(ValueError, match="ALiBi"):
         convert(model, example=padded())
     with pytest.raises(RuntimeError, match="indices"):  # a wrong batch is told as the model tells it
         convert(model, example={"input_ids": torch.zeros(1, 3)})

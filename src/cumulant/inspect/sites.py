@@ -13,7 +13,7 @@ from torch import nn
 
 from ..models import ViViT
 from ..nn import MultiheadAttention
-from ..nn.swapped import hf, timm_layers
+from ..nn.swapped import hf, inside, timm_layers
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import OURS, TIMM, TRANSFORMERS, implementation, is_linear, library_of
 from .tokens import expected_layout
@@ -93,11 +93,13 @@ def find_sites(model: nn.Module) -> list[Site]:
 def swappable_sites(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     """Attention layers that another mechanism may enter, in the order in which they run; `run()` is a forward pass.
 
-    Nothing is changed. Layers of transformers are those that really ask its attention registry.
+    Nothing is changed. Layers of transformers are those that really ask its attention registry; elsewhere, and where
+    they do not, modules that are seen to compute softmax attention between projections.
     """
     library = library_of(model)
     if library == TRANSFORMERS:
-        return _asking(model, run)
+        asking = _asking(model, run)
+        return _numbered([*asking, *_inside(model, run, [site.module for site in asking])])
     sites: list[Site] = []
     for name, module in model.named_modules():
         if library == OURS and isinstance(module, MultiheadAttention):
@@ -105,17 +107,47 @@ def swappable_sites(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
             known: dict[str, Any] = {"dropout": module.attn_drop, "prefix": module.prefix}
             sites.append(Site(len(sites), name, module, module.num_heads, OWN, obstacle=reason, **known))
         elif library == TIMM and timm_layers.is_attention(module):
+            reason = timm_layers.obstacle(module)
             kind = FUSED
             if isinstance(module, timm_layers.ConvertedAttention):
                 kind, module = CONVERTED, module.original()
+            elif reason is None and not timm_layers.is_known(module):
+                continue
             one_query = timm_layers.class_name(module) in timm_layers.CLASS_TOKEN
             known = {
                 "dropout": getattr(getattr(module, "attn_drop", None), "p", 0.0),
                 "prefix": 0 if one_query else int(getattr(model, "num_prefix_tokens", 0)),
-                "obstacle": timm_layers.obstacle(module),
+                "obstacle": reason,
             }
             sites.append(Site(len(sites), name, module, int(getattr(module, "num_heads", 0)), kind, **known))
-    return sites
+    if library == OURS:
+        return sites
+    sites += _inside(model, run, [model.get_submodule(site.name) for site in sites])
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    return _numbered(sorted(sites, key=lambda site: order[site.name]))
+
+
+def _numbered(sites: list[Site]) -> list[Site]:
+    return [replace(site, number=number) for number, site in enumerate(sites)]
+
+
+def _inside(model: nn.Module, run: Callable[[], Any], others: list[nn.Module]) -> list[Site]:
+    """Modules, but for these others and what is in them, that compute attention themselves, in the order in which they
+    run."""
+    taken = {part for module in others for part in module.modules()}
+    may = [(name, m) for name, m in model.named_modules() if inside.is_candidate(m) and m not in taken]
+    names = {m: name for name, m in may if not any(part in taken or hf.asks(part) for part in m.modules())}
+    if not names:
+        return []
+    with inside.discovering(model, list(names)) as seen, torch.no_grad():
+        run()
+    sites: dict[str, Site] = {}
+    for module, heads, obstacle, pattern in seen:
+        name = names[module]
+        if name not in sites or (obstacle is not None and sites[name].obstacle is None):
+            known: dict[str, Any] = {"obstacle": obstacle, "dropout": _dropout_of(module), "pattern": pattern}
+            sites[name] = Site(0, name, module, heads, FUSED, **known)
+    return list(sites.values())
 
 
 def _asking(model: nn.Module, run: Callable[[], Any]) -> list[Site]:

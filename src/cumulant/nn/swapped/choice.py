@@ -180,6 +180,27 @@ def mix(module: nn.Module, choice: Choice, call: Call) -> Tensor:
     return out.index_select(-3, torch.cat((chosen, others)).argsort())
 
 
+def placed(choice: Choice, call: Call, offset: int | Tensor, whole: bool = False) -> tuple[Call, Tensor | slice]:
+    """The call whose causal rows stand where they belong, the first at `offset` among the keys; which rows are ours.
+
+    Causal rows are aligned at the first key, so rows of no account are put before or around ours, but for mechanisms
+    that know an offset, where the `whole` of the layer is theirs.
+    """
+    query = call.query
+    if not call.is_causal:
+        return call, slice(None)
+    if isinstance(offset, Tensor):  # of a static cache: nothing may depend on its value
+        rows = offset + torch.arange(query.shape[-2], device=query.device)
+        among = query.new_zeros(*query.shape[:-2], call.key.shape[-2], query.shape[-1])
+        return call._replace(query=among.index_copy(-2, rows, query), query_mask=None), rows
+    if not offset:
+        return call, slice(None)
+    if whole and zoo.get(choice.attention).offset:
+        return call._replace(offset=offset), slice(None)
+    before = query.new_zeros(*query.shape[:-2], offset, query.shape[-1])
+    return call._replace(query=torch.cat((before, query), -2)), slice(offset, None)
+
+
 def weights(choice: Choice, call: Call) -> Tensor:
     """The weights with which `mix` takes the values, (B, H, Lq, Lk); signed for cumulant mechanisms. Cost: Lq Lk D."""
     query = call.query

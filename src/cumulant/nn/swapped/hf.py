@@ -5,9 +5,11 @@ Shape legend: B batch, H query heads, Hk key heads, Lq queries, Lk keys, D key w
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +18,12 @@ from torch import Tensor, nn
 from ... import zoo
 from ...call import Call
 from ...optional import needed
-from .choice import Choice, fitting, mix, observed, weights
+from .choice import Choice, fitting, mix, observed, placed, weights
+from .inside import TAG as TAG
+from .inside import wants_weights
 from .masks import DenseMaskError, dense, every_key, key_mask_function, linear_form, understood
 
 MIXED = "cumulant_mixed"  # the implementation of a model whose layers differ
-TAG = "_cumulant_choice"  # attribute of a layer of such a model
 CARRIED = "_cumulant_cache"  # attribute of keys that come from a MomentsCache
 UNSUPPORTED = {
     "position_bias": "adds a position bias to the logits",
@@ -53,6 +56,18 @@ def register_transformers(*names: str) -> list[str]:
     attention_interface.register(MIXED, _entry(None))
     mask_interface.register(MIXED, key_mask_function)
     return list(choices)
+
+
+@cache
+def _class_asks(kind: Any) -> bool:
+    named = [f for base in kind.__mro__ if base is not nn.Module for f in vars(base).values() if hasattr(f, "__code__")]
+    return any("ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(f).__code__.co_names for f in named)
+
+
+def asks(module: nn.Module) -> bool:
+    """Whether the code of a module asks the attention registry; others compute attention themselves."""
+    kind: Any = type(module)
+    return _class_asks(kind)
 
 
 def _registries() -> tuple[Any, Any]:
@@ -191,7 +206,7 @@ def _converted(
     query, key, value = call[:3]
     state = getattr(key, CARRIED, None)
     if state is not None:
-        if _wants_weights(rest):
+        if wants_weights(rest):
             raise ValueError(
                 "output_attentions=True needs every key, which a MomentsCache does not keep; generate "
                 "with the default cache to see weights"
@@ -210,21 +225,10 @@ def _converted(
         raise ValueError(f"the mask is for {pattern.key_mask.shape[-1]} keys, but {type(module).__name__} has {keys}")
     asking = pattern.key_mask if queries == keys else None  # self-attention: what is absent asks nothing
     call = call._replace(key_mask=pattern.key_mask, is_causal=pattern.is_causal, query_mask=asking)
-    offset = pattern.offset if pattern.is_causal else 0
-    whole = choice.heads is None and not observed() and not _wants_weights(rest)
-    rows: Tensor | slice = slice(None)
-    if isinstance(offset, Tensor):  # causal rows are aligned at the first key: ours stand among rows of no account
-        rows = offset + torch.arange(queries, device=query.device)
-        among = query.new_zeros(*query.shape[:2], keys, query.shape[3])
-        call = call._replace(query=among.index_copy(2, rows, query), query_mask=None)
-    elif offset and whole and zoo.get(choice.attention).offset:
-        call = call._replace(offset=offset)
-    elif offset:  # the same, with all that are thrown away before ours
-        rows = slice(offset, None)
-        before = query.new_zeros(*query.shape[:2], offset, query.shape[3])
-        call = call._replace(query=torch.cat((before, query), 2))
+    whole = choice.heads is None and not observed() and not wants_weights(rest)
+    call, rows = placed(choice, call, pattern.offset, whole)
     out = mix(module, choice, call)[:, :, rows]
-    A = weights(choice, call)[:, :, rows] if _wants_weights(rest) else None
+    A = weights(choice, call)[:, :, rows] if wants_weights(rest) else None
     return out.transpose(1, 2).contiguous(), A
 
 
@@ -240,15 +244,3 @@ def _new_tokens(mask: Tensor, count: int) -> Tensor | None:
     if mask.ndim != 3:
         raise DenseMaskError(f"a MomentsCache is for plain causal layers, got a mask of shape {tuple(mask.shape)}")
     return None if every_key(mask) else mask[:, 0, -count:]
-
-
-def _wants_weights(rest: dict[str, Any]) -> bool:
-    """Whether the caller asked for attention weights, by argument or through transformers' output collector."""
-    if rest.get("output_attentions"):
-        return True
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return False
-    collected = _active_collector.get()
-    return bool(collected) and any(name.endswith("attentions") for name in collected)

@@ -16,12 +16,13 @@ formed for the two patterns that need none, and nothing is guessed:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+ABSENT = -1e3  # a bias below this means that a key is not there
 # Models in which something else than an attention that asks the registry reads the mask: text layers of GIT have a
 # softmax of their own, routers of NLLB-MoE look for padding in it. They get the mask that eager attention has.
 READERS = ("GitConfig", "NllbMoeConfig")
@@ -173,6 +174,49 @@ def understood(mask: Tensor | None, is_causal: bool, queries: int, keys: int) ->
         row = row.clamp(min=torch.finfo(row.dtype).min)
         row = (row - row.amax(-1, keepdim=True)).exp()
     return Pattern(row, False, 0)
+
+
+def merged(masks: Sequence[Tensor], queries: int, keys: int) -> Pattern:
+    """What several masks (., ., Lq or 1, Lk), bools or biases of the logits, mean together.
+
+    Of one that differs from query to query the numbers are read: it may be causal, with keys that are absent, and
+    nothing else. Cost then: Lq Lk, as for making it.
+    """
+    present: Tensor | None = None
+    causal = False
+    for mask in masks:
+        found = _alike(mask, queries, keys)
+        causal = causal or found.is_causal
+        new = found.key_mask
+        if present is None or new is None:
+            present = new if present is None else present
+        elif present.dtype == new.dtype == torch.bool:
+            present = present & new
+        else:
+            present = present * new
+    if causal and present is not None and present.dtype != torch.bool:
+        # exp(b) relative to the largest of all keys would be 0 for whole rows that see only early ones.
+        raise DenseMaskError("a bias of the keys in a causal layer, as ALiBi has it, which grows with the length")
+    return Pattern(present, causal and queries > 1, keys - queries if causal else 0)
+
+
+def _alike(mask: Tensor, queries: int, keys: int) -> Pattern:
+    if mask.shape[1] != 1:
+        return understood(mask, False, queries, keys)  # which refuses what differs from head to head
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((allowed | (mask < ABSENT)).all()):
+        return understood(mask, False, queries, keys)
+    if mask.shape[-2] == 1 or mask.stride(-2) == 0:
+        return Pattern(None if bool(allowed.all()) else allowed[:, 0, 0], False, 0)
+    seen, there = allowed[:, 0], allowed[:, 0, -1]
+    same = there[:, None].expand_as(seen)
+    places = torch.arange(keys, device=mask.device)
+    lower = same & (places <= places[:queries, None] + (keys - queries))
+    for expected, causal in ((same, False), (lower, True)):
+        rows = expected.any(-1, keepdim=True)  # a row without any key is filled as it pleases its maker
+        if bool(((seen == expected) | ~rows).all()):
+            return Pattern(None if bool(there.all()) else there, causal, keys - queries if causal else 0)
+    return understood(mask, False, queries, keys)
 
 
 def dense(mask: Tensor | None, queries: int, keys: int) -> Tensor | None:

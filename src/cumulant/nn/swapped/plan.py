@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 from ..attention import MultiheadAttention
-from . import hf, own, timm_layers
+from . import hf, inside, own, timm_layers
 from .choice import KEPT, SOFTMAX, Choice
 
-TRANSFORMERS, TIMM, OURS = "transformers", "timm", "cumulant"
+TRANSFORMERS, TIMM, OURS, TORCH = "transformers", "timm", "cumulant", "torch"
 PLAN = "_cumulant_plan"  # attribute of a converted model: choices by layer, as `Choice`
 
 
 def library_of(model: nn.Module) -> str:
-    """Which of the three kinds of model this is."""
+    """Which kind of model this is; "torch" for one of modules of torch, or of somebody's own."""
     modules = list(model.modules())
     if any(type(m).__module__.startswith("transformers.") and hasattr(m, "config") for m in modules):
         return TRANSFORMERS
@@ -26,9 +26,11 @@ def library_of(model: nn.Module) -> str:
         return OURS
     if any(timm_layers.is_attention(m) for m in modules):
         return TIMM
+    if any(inside.is_candidate(m) for m in modules):
+        return TORCH
     raise ValueError(
-        f"{type(model).__name__} has no attention that can be converted: no model of transformers, no "
-        "cumulant.nn.MultiheadAttention, and no timm attention (q, k, v or qkv with proj)"
+        f"{type(model).__name__} has no attention that can be converted: no model of transformers, no attention of "
+        "timm, torch or this library, and no module that is called so"
     )
 
 
@@ -71,7 +73,8 @@ def apply(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
     copy or a pickle of the model it takes the copy back.
     """
     library = library_of(model)
-    return {TRANSFORMERS: _apply_transformers, TIMM: _apply_timm, OURS: _apply_own}[library](model, plan)
+    how = {TRANSFORMERS: _apply_transformers, TIMM: _apply_timm, OURS: _apply_own, TORCH: _apply_inside}
+    return how[library](model, plan)
 
 
 def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], None], whole: bool = False) -> None:
@@ -108,8 +111,8 @@ def put_back(model: nn.Module, stored: Mapping[str, dict[str, Any]], whole: bool
 
 
 def attention_layers(model: nn.Module) -> list[str]:
-    """Modules of a transformers model that may ask for attention."""
-    return [name for name, module in model.named_modules() if "Attention" in type(module).__name__]
+    """Modules of a transformers model that ask the registry for attention."""
+    return [name for name, module in model.named_modules() if hf.asks(module)]
 
 
 def config_of(model: nn.Module) -> Any:
@@ -178,16 +181,22 @@ def _apply_transformers(model: nn.Module, plan: Mapping[str, Choice]) -> Callabl
     hf.register_transformers()
     configs = [(config, config._attn_implementation) for config in _configs(model)]
     tags = [(m, getattr(m, hf.TAG, None)) for m in model.modules()]
+    asking = {name: choice for name, choice in plan.items() if hf.asks(model.get_submodule(name))}
     for name, module in model.named_modules():
-        if name in plan:
+        if name in asking:
             setattr(module, hf.TAG, plan[name])
         elif hasattr(module, hf.TAG):
             setattr(module, hf.TAG, KEPT)
-    set_implementation(model, hf.MIXED)
-    return partial(_undo_transformers, configs, tags)
+    undo = _apply_inside(model, {name: choice for name, choice in plan.items() if name not in asking})
+    if asking:  # else every layer computes attention itself, with masks as they are
+        set_implementation(model, hf.MIXED)
+    return partial(_undo_transformers, configs, tags, undo)
 
 
-def _undo_transformers(configs: list[tuple[Any, str]], tags: list[tuple[nn.Module, Choice | None]]) -> None:
+def _undo_transformers(
+    configs: list[tuple[Any, str]], tags: list[tuple[nn.Module, Choice | None]], undo: Callable[[], None]
+) -> None:
+    undo()
     for config, old in configs:
         config._attn_implementation_internal = old
     for module, tag in tags:
@@ -197,17 +206,40 @@ def _undo_transformers(configs: list[tuple[Any, str]], tags: list[tuple[nn.Modul
             delattr(module, hf.TAG)
 
 
+def _apply_inside(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+    """Modules that compute attention themselves."""
+    layers = [model.get_submodule(name) for name in plan]
+    before = [(m, getattr(m, inside.TAG, None), inside.is_watched(m)) for m in layers]
+    for module, choice in zip(layers, plan.values(), strict=True):
+        inside.put(module, choice)
+    return partial(_undo_inside, before, inside.slow_path(model, layers))
+
+
+def _undo_inside(before: list[tuple[nn.Module, Choice | None, bool]], undo: Callable[[], None]) -> None:
+    undo()
+    for module, tag, watched in before:
+        if not watched:
+            inside.take_out(module)
+        if tag is not None:
+            setattr(module, inside.TAG, tag)
+        elif hasattr(module, inside.TAG):
+            delattr(module, inside.TAG)
+
+
 def _apply_timm(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+    plain = {name: choice for name, choice in plan.items() if timm_layers.is_known(model.get_submodule(name))}
+    undo = _apply_inside(model, {name: choice for name, choice in plan.items() if name not in plain})
     before: list[tuple[str, nn.Module]] = []
-    for name, choice in plan.items():
+    for name, choice in plain.items():
         old = model.get_submodule(name)
         before.append((name, old))
         source = old.original() if isinstance(old, timm_layers.ConvertedAttention) else old
         model.set_submodule(name, timm_layers.converted(source, choice))
-    return partial(_undo_timm, model, before)
+    return partial(_undo_timm, model, before, undo)
 
 
-def _undo_timm(model: nn.Module, before: list[tuple[str, nn.Module]]) -> None:
+def _undo_timm(model: nn.Module, before: list[tuple[str, nn.Module]], undo: Callable[[], None]) -> None:
+    undo()
     for name, module in before:
         replaced = model.get_submodule(name)
         if isinstance(replaced, timm_layers.ConvertedAttention):

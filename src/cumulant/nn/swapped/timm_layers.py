@@ -27,6 +27,7 @@ SELF = {
 CLASS_TOKEN = {"timm.models.cait.ClassAttn"}
 REFUSED = {
     "timm.models.cait.TalkingHeadAttn": "mixes the logits of its heads, which have no moments (talking heads)",
+    "timm.models.xcit.XCA": "attends over channels, whose cost is linear in the tokens already",
     "timm.models.swin_transformer.WindowAttention": "adds a relative position bias to the logits of small windows",
     "timm.models.swin_transformer_v2.WindowAttention": "adds a position bias to cosine logits of small windows",
     "timm.models.vision_transformer_relpos.RelPosAttention": "adds a relative position bias to the logits",
@@ -45,9 +46,12 @@ def obstacle(module: nn.Module) -> str | None:
         return f"{type(module).__name__} {REFUSED[name]}"
     if getattr(module, "relative_position_bias_table", None) is not None:
         return f"{type(module).__name__} adds a relative position bias to the logits"
-    if name in SELF | CLASS_TOKEN:
-        return None
-    return f"{name} is not one of the attention classes that are known to be plain: {', '.join(sorted(SELF))}"
+    return None
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether its projections are taken over; other classes are watched while they run, see `inside`."""
+    return isinstance(module, ConvertedAttention) or class_name(module) in SELF | CLASS_TOKEN
 
 
 def is_attention(module: nn.Module) -> bool:
