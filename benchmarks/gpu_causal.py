@@ -41,7 +41,7 @@ TENSORS = {"part_sums": 2, "outputs": 4, "query_gradients": 5, "key_gradients": 
 def reference(q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, scale: float) -> Tensor:
     H = k.shape[1]
     out = causal_attention(
-        q.unflatten(1, (H, q.shape[1] // H)), k, v, order=order, full=False, scale=scale, normalization="mean",
+        q.unflatten(1, (H, q.shape[1] // H)), k, v, order=order, full=False, scale=scale,
         weights=None if weights is None else weights.unsqueeze(1),
     )  # fmt: skip
     return out.flatten(1, 2)

@@ -206,7 +206,7 @@ def test_weights_below_what_the_statistics_hold_are_zero(backend, is_causal):
     q, k, v = inputs(dtype=torch.float32)
     w = torch.ones(2, 9, dtype=f64)
     w[:, 4] = 1e-60
-    expected = attention(q, k, v, key_mask=w > 0.5, is_causal=is_causal, backend=backend)
+    expected = attention(q, k, v, key_mask=w * (w > 0.5), is_causal=is_causal, backend=backend)
     k[:, :, 4] = float("nan")
     assert torch.equal(attention(q, k, v, key_mask=w, is_causal=is_causal, backend=backend), expected)
 

@@ -43,7 +43,7 @@ def test_the_last_row_sees_everything(order, full):
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 def test_the_chunk_size_does_not_matter(order, full, chunk):
     q, k, v = inputs(130, dtype=torch.float64)
-    options = dict(order=order, full=full, weights=None, scale=0.4, normalization="mean")
+    options = dict(order=order, full=full, weights=None, scale=0.4)
     chunked = causal_attention(q.unsqueeze(2), k, v, chunk=chunk, **options)
     assert relative(chunked.squeeze(2), attention(q, k, v, order=order, full=full, scale=0.4, is_causal=True)) < 1e-11
 

@@ -70,14 +70,14 @@ def test_a_state_of_other_sizes_or_strides_is_never_read_as_if_it_fitted():
 
 
 @pytest.mark.usefixtures("either_path")
-def test_autocast_leaves_the_state_in_float32():
+def test_autocast_does_not_narrow_the_state():
     """In 16 bits, a sum of 256 tokens would take in no more."""
     q, k, v = (torch.randn(1, 2, 300, 4) for _ in range(3))
     stream = Stream()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         stream.append(k[:, :, :299], v[:, :, :299])
         out = stream.step(q[:, :, 299:], k[:, :, 299:], v[:, :, 299:])
-    assert all(x.dtype == torch.float32 for x in stream.state)
+    assert all(x.dtype in (torch.float32, torch.float64) for x in stream.state)
     assert relative(out, attention(q[:, :, 299:], k, v)) < 1e-5
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import Moments, _shifted, _uncentred, ratio, statistics_dtype
+from .moments import Moments, _shifted, _uncentred, centred_sums, ratio, statistics_dtype
 
 DIAGONAL_CHUNK = 64  # at D = E = 64 the chunk states then take no more room than the values
 FULL_CHUNK = 256  # the full third order carries D^2 E numbers a chunk, so fewer chunks
@@ -32,15 +32,19 @@ def causal_attention(
     full: bool,
     weights: Tensor | None,
     scale: float,
-    normalization: str,
+    gain: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """query (..., K, G, Lq, D), key (..., K, Lk, D), value (..., K, Lk, E), weights (..., K or 1, Lk) -> like query.
 
-    Rows and keys are aligned at the first token; a row whose visible keys all have weight 0 gives 0.
+    Rows and keys are aligned at the first token; a row whose visible keys all have weight 0 gives 0. With `gain`
+    (..., 1) rows are sums instead of means: multiplied by it and by the weight that they see.
     Cost: L (C (D + E) + D E) a head, memory O(L) (times D^2 E / C when full).
     """
     length, dtype = query.shape[-2], statistics_dtype(query.dtype)
+    if weights is not None and weights.is_floating_point() and query.device.type != "mps":
+        # One heavy token moves the mean of its row far from the point of its chunk: large terms then nearly cancel.
+        dtype = torch.float64
     C = chunk or (FULL_CHUNK if full else DIAGONAL_CHUNK)
     N = max(1, -(-length // C))
     key, value = key[..., :length, :].to(dtype), value[..., :length, :].to(dtype)
@@ -69,7 +73,7 @@ def causal_attention(
     q = F.pad(query.to(dtype) * scale, (0, 0, 0, rows - length)).unflatten(-2, (N, C))
     q = q.movedim(-4, -3)  # (..., K, N, G, C, D): a chunk's query heads share its keys
 
-    before = _prefix(Moments.of(key, value, order=order, full=full, key_mask=weights))
+    before = _prefix(centred_sums(key, value, order, full, weights))
     key, value = key - before.key_mean.unsqueeze(-2), value - before.value_mean.unsqueeze(-2)
     W = before.weight.unsqueeze(-1) + weights.cumsum(-1)
     over_W = ratio(torch.ones_like(W), W)
@@ -82,8 +86,8 @@ def causal_attention(
         out = out + past.flatten(-3, -2)
     out = out.unflatten(-2, A.shape[-3:-1]) * over_W[..., None, :, None] + before.value_mean[..., None, None, :]
     out = out + value_origin.unsqueeze(-2).unsqueeze(-2)
-    gain = W if normalization == "sum" else (W > 0).to(dtype)
-    out = out * gain[..., None, :, None]
+    seen = (W > 0).to(dtype) if gain is None else W * gain.to(dtype)[..., None, None]
+    out = out * seen[..., None, :, None]
     return out.movedim(-3, -4).flatten(-3, -2)[..., :length, :].to(query.dtype)
 
 

@@ -17,7 +17,8 @@ from .call import Call, check_order, positions_of
 from .causal import causal_attention
 from .kernels import launch, notice
 from .kernels.dense import cpu
-from .moments import Moments, full_third_by_pairs, ratio, statistics_dtype
+from .moments import centred_sums, full_third_by_pairs, ratio, statistics_dtype
+from .tensors import in_units
 from .tracing import transformed, without_autocast
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
@@ -51,20 +52,31 @@ def expand(call: Call, form: Form) -> Tensor:
         raise ValueError(f'backend="cpu" needs tensors on the CPU, got {query.device}; use backend="auto"')
     lead, scale, Lk = call.lead, call.softmax_scale, key.shape[-2]
     q, k, v = (_one_batch(x, lead) for x in (query, key, value))
-    weights = None if call.key_mask is None else call.key_mask.expand(*lead, Lk).reshape(prod(lead), Lk)
+    weights, unit = None if call.key_mask is None else call.key_mask.expand(*lead, Lk).reshape(prod(lead), Lk), None
+    if weights is not None and weights.is_floating_point() and Lk:
+        weights, unit = in_units(weights)
+        weights = weights.to(statistics_dtype(query.dtype))
     plain = partial(
-        _reference, order=form.order, full=form.full, weights=weights, is_causal=call.is_causal, scale=scale
+        _reference,
+        order=form.order,
+        full=form.full,
+        weights=weights,
+        is_causal=call.is_causal,
+        scale=scale,
+        unit=unit,
+        normalization=form.normalization,
     )
     with without_autocast(query.device.type):  # statistics stay in float32
         path = path_for(form, q, k, v, weights, call.is_causal, scale)
         if path == "triton":
             out = triton(call.is_causal)(q, k, v, weights, form.order, scale, form.normalization)
+            if unit is not None and form.normalization == "sum":
+                out = (out * unit[..., None, None]).to(query.dtype)
         elif path == "cpu":
-            out = cpu.attention(q, k, v, weights, form.order, scale, reference=plain)
-            if form.normalization == "sum":
-                out = (out * _total_weight(k, weights)).to(query.dtype)
+            total = _total_weight(k, weights, unit) if form.normalization == "sum" else None
+            out = cpu.attention(q, k, v, weights, form.order, scale, total, reference=plain)
         else:
-            out = plain(q, k, v, normalization=form.normalization)
+            out = plain(q, k, v)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
 
 
@@ -73,14 +85,17 @@ def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = Non
     query, key, key_mask, order = call.query, call.key, call.key_mask, form.order
     lead, scale = call.lead, call.softmax_scale
     dtype, (heads, Lq, _), (groups, Lk, _) = statistics_dtype(query.dtype), query.shape[-3:], key.shape[-3:]
+    if call.is_causal and query.device.type != "mps":
+        dtype = torch.float64  # rows of drifting keys lie far from the mean of all: large terms then nearly cancel
     with without_autocast(query.device.type):
         q = (query.to(dtype) * scale).expand(*lead, *query.shape[-3:])
         q = q.unflatten(-3, (groups, heads // max(1, groups))).flatten(-3, -2)  # grouped heads share their keys
-        k, weights = key.to(dtype), q.new_ones(1, Lk)
+        k, weights, unit = key.to(dtype), q.new_ones(1, Lk), None
         if key_mask is not None:
-            weights = key_mask.to(dtype)[..., None, None, :]
+            weights, unit = in_units(key_mask) if key_mask.is_floating_point() and Lk else (key_mask, None)
+            weights = weights.to(dtype)[..., None, None, :]
             k = k.masked_fill(weights.mT == 0, 0)
-        k = k - Moments.of(k, k, order=1, key_mask=weights.squeeze(-2)).key_mean.unsqueeze(-2)
+        k = k - centred_sums(k, k, 1, False, weights.squeeze(-2)).key_mean.unsqueeze(-2)
         if call.is_causal:
             seen = torch.arange(Lk, device=q.device) <= positions_of(positions, Lq, q.device)[:, None]
             weights = weights * seen.repeat(heads // max(1, groups), 1)
@@ -98,7 +113,9 @@ def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = Non
                 A = A + centred(0.5 * u * u)
             elif order == 3:
                 A = A + centred((0.5 * q * q) @ (k * k).mT - (q * q * (share @ k)) @ k.mT)
-        A = A * (weights if form.normalization == "sum" else share)
+        if form.normalization == "sum":
+            share = weights if unit is None else weights * unit[..., None, None, :].to(dtype)
+        A = A * share
         return A.unflatten(-2, (heads // max(1, groups), Lq)).flatten(-4, -3).to(query.dtype)
 
 
@@ -112,33 +129,34 @@ def _reference(
     weights: Tensor | None,
     is_causal: bool,
     scale: float,
-    normalization: str = "mean",
+    unit: Tensor | None,
+    normalization: str,
 ) -> Tensor:
     """Plain torch: differentiable any number of times, and what torch.compile and torch.export trace."""
     heads = key.shape[-3]
     q = query.unflatten(-3, (heads, query.shape[-3] // max(1, heads)))
     w = None if weights is None else weights.unsqueeze(-2)
     if is_causal and query.shape[-2] and key.shape[-2]:  # with nothing to see, or nobody to see it, all is 0
-        out = causal_attention(
-            q, key, value, order=order, full=full, weights=w, scale=scale, normalization=normalization
-        )
+        gain = None if normalization == "mean" else (key.new_ones(1, 1) if unit is None else unit)
+        out = causal_attention(q, key, value, order=order, full=full, weights=w, scale=scale, gain=gain)
         return out.flatten(-4, -3)
-    rows = q.flatten(-3, -2)
+    rows = q.flatten(-3, -2).to(statistics_dtype(query.dtype))  # 16 bits hold the sum of many values last
     if full and rows.shape[-2] * key.shape[-2] <= key.shape[-1] ** 2 * value.shape[-1]:  # pairs are fewer than moments
         out = full_third_by_pairs(rows, key, value, w, scale)
     else:
-        out = Moments.of(key, value, order=order, full=full, key_mask=w).apply(rows, scale)
+        out = centred_sums(key, value, order, full, w).apply(rows, scale)
     if normalization == "sum":
-        out = (out * _total_weight(key, weights)).to(query.dtype)
-    return out.unflatten(-2, q.shape[-3:-1]).flatten(-4, -3)
+        out = out * _total_weight(key, weights, unit)
+    return out.to(query.dtype).unflatten(-2, q.shape[-3:-1]).flatten(-4, -3)
 
 
-def _total_weight(key: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum of the weights (B, 1, 1, 1), in the statistics' precision."""
+def _total_weight(key: Tensor, weights: Tensor | None, unit: Tensor | None) -> Tensor:
+    """Sum of the weights, given in a unit (B, 1), as (B, 1, 1, 1) in the statistics' precision."""
     dtype = statistics_dtype(key.dtype)
     if weights is None:
         return torch.full((1, 1, 1, 1), float(key.shape[-2]), dtype=dtype, device=key.device)
-    return weights.sum(-1, dtype=dtype)[:, None, None, None]
+    total = weights.sum(-1, dtype=dtype, keepdim=True)
+    return (total if unit is None else total * unit.to(dtype))[..., None, None]
 
 
 def _one_batch(x: Tensor, lead: torch.Size) -> Tensor:
@@ -158,6 +176,8 @@ def path_for(
     beyond = _beyond_kernels(form, weights, is_causal, scale)
     if backend == "triton" or (backend == "auto" and notice.expected(q)):
         obstacle = beyond or launch.obstacle(q, v, form.order, is_causal)
+        if obstacle is None and q.dtype == torch.float16 and form.normalization == "sum":
+            obstacle = 'normalization="sum" in float16, which holds sums up to 65504 only: plain torch sums in float32'
         if obstacle is None:
             return "triton"
         if backend == "triton" and beyond is None:

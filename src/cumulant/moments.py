@@ -8,7 +8,8 @@ A `Moments` holds centred sums over a set of weighted tokens (a tilde is "minus 
 
 and, for the full third order, P = sum w k~ k~^T (D x D) and T = sum w k~ k~^T v~ (D x D x E). Merging two sets
 needs only their moments (Chan's update, carried to third order), so chunks, streams, windows, ragged batches
-and machines all reduce to `merge`. Nothing here is ever a raw sum: keys far from the origin cost no digits.
+and machines all reduce to `merge`. Nothing here is ever a raw sum, and means are kept in float64 where the device has
+it: of two means far from the origin a merge needs the small difference. So keys and values anywhere cost no digits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ from .call import check_dtype, check_mask, check_order, check_scale
 from .held import Held, check_tokens
 from .held import statistics_dtype as statistics_dtype
 from .tracing import is_plain, transformed, without_autocast
+
+Centred = tuple[tuple[Tensor, Tensor], Tensor]  # a mean as the sum of two, and the deviations from it
+
+
+def means_dtype(x: Tensor) -> torch.dtype:
+    """Means that merge: a float32 mean of keys at 1000 would be off by 1e-4 of their spread."""
+    return x.dtype if x.device.type == "mps" else torch.float64
 
 
 def ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -68,22 +76,7 @@ class Moments(NamedTuple):
         check_tokens(key, value, heads=False)
         if key_mask is not None:
             check_mask(key_mask, key, key.shape[:-2])
-        weights, weight, _, (key_mean, key), (value_mean, value) = _tokens(key, value, key_mask)
-        if order == 1:
-            return cls(weight, key_mean, value_mean)
-        weighted = weights.unsqueeze(-1) * key
-        with without_autocast(key.device.type):
-            S = weighted.mT @ value
-            if order == 2:
-                return cls(weight, key_mean, value_mean, S)
-            if full:
-                P = weighted.mT @ key
-                pairs = (weighted.unsqueeze(-1) * key.unsqueeze(-2)).flatten(-2)
-                T = (pairs.mT @ value).unflatten(-2, P.shape[-2:])
-            else:
-                squares = weighted * key
-                P, T = squares.sum(-2), squares.mT @ value
-        return cls(weight, key_mean, value_mean, S, P, T)
+        return centred_sums(key, value, order, full, key_mask, keep=True)
 
     def merge(self, other: Moments) -> Moments:
         """Moments of the union of two disjoint sets. Associative, commutative; the empty set is the identity."""
@@ -117,8 +110,8 @@ class Moments(NamedTuple):
         # Second and third sums about a common point subtract; then that point moves to the new mean.
         taken = other._about(self.key_mean, self.value_mean)
         about_old = (_sum(x, None if y is None else -y) for x, y in zip(self[3:], taken, strict=True))
-        a, b = self.key_mean - key_mean, self.value_mean - value_mean
-        S, P, T = _uncentred(W, -a, -b, *about_old)
+        a, b = ((new - old).to(W.dtype) for new, old in ((key_mean, self.key_mean), (value_mean, self.value_mean)))
+        S, P, T = _uncentred(W, a, b, *about_old)
 
         def kept(x: Tensor | None) -> Tensor | None:
             return None if x is None else torch.where(left.reshape(left.shape + (1,) * (x.ndim - left.ndim)), x, 0)
@@ -132,21 +125,21 @@ class Moments(NamedTuple):
         """
         check_scale(scale)
         self._check_query(query)
-        dtype = self.value_mean.dtype
+        dtype = self.weight.dtype
         q = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        out = self.value_mean.unsqueeze(-2)
+        out = self.value_mean.to(dtype).unsqueeze(-2)
         if self.S is None:
             # Every query gets the mean; `where` keeps query and key in the graph, with gradient zero.
             never = torch.zeros((), dtype=torch.bool, device=query.device)
-            unused = q.sum(-1, keepdim=True) + self.key_mean.sum(-1)[..., None, None]
+            unused = q.sum(-1, keepdim=True) + self.key_mean.sum(-1)[..., None, None].to(dtype)
             return torch.where(never, unused, out).to(query.dtype)
         over_W = ratio(torch.ones_like(self.weight), self.weight)[..., None, None]
         with without_autocast(query.device.type):
-            out = out + q @ (self.S * over_W)
+            out = out + q @ (self.S * over_W).to(dtype)
             if self.T is not None:
                 features = (q.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2) if self.full else q * q
                 T = self.T.flatten(-3, -2) if self.full else self.T
-                out = out + features @ (T * (0.5 * over_W))
+                out = out + features @ (T * (0.5 * over_W)).to(dtype)
         return out.to(query.dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> Moments:
@@ -155,8 +148,8 @@ class Moments(NamedTuple):
 
     def _about(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """S, P and T with deviations from (key, value) in place of those from the means."""
-        first = self.key_mean - key, self.value_mean - value
-        return _shifted(self.weight, *first, self.S, self.P, self.T)
+        a, b = ((mean - to).to(self.weight.dtype) for mean, to in ((self.key_mean, key), (self.value_mean, value)))
+        return _shifted(self.weight, a, b, self.S, self.P, self.T)
 
     def _check_same_kind(self, other: Moments) -> None:
         if not isinstance(other, Moments):
@@ -200,6 +193,30 @@ def _check_enough(before: Tensor, left: Tensor) -> None:
             raise ValueError(f"other holds more than these moments of weight {most:g}; remove what was merged before")
 
 
+def centred_sums(
+    key: Tensor, value: Tensor, order: int, full: bool, key_mask: Tensor | None, *, keep: bool = False
+) -> Moments:
+    """`Moments.of`. Without `keep` all is in the statistics' dtype: for moments that are read and never merge."""
+    weights, weight, _, (k_mean, key), (v_mean, value) = _tokens(key, value, key_mask)
+    dtype = means_dtype(key) if keep else key.dtype
+    key_mean, value_mean = (mean.to(dtype) + rest for mean, rest in (k_mean, v_mean))
+    if order == 1:
+        return Moments(weight, key_mean, value_mean)
+    weighted = weights.unsqueeze(-1) * key
+    with without_autocast(key.device.type):
+        S = weighted.mT @ value
+        if order == 2:
+            return Moments(weight, key_mean, value_mean, S)
+        if full:
+            P = weighted.mT @ key
+            pairs = (weighted.unsqueeze(-1) * key.unsqueeze(-2)).flatten(-2)
+            T = (pairs.mT @ value).unflatten(-2, P.shape[-2:])
+        else:
+            squares = weighted * key
+            P, T = squares.sum(-2), squares.mT @ value
+    return Moments(weight, key_mean, value_mean, S, P, T)
+
+
 def full_third_by_pairs(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
     """What `Moments.of(key, value, full=True)` gives query (..., Q, D), by way of u = q.k~ for each pair of tokens:
 
@@ -210,12 +227,10 @@ def full_third_by_pairs(query: Tensor, key: Tensor, value: Tensor, key_mask: Ten
     _, _, share, (_, key), (mean, value) = _tokens(key, value, key_mask)
     with without_autocast(query.device.type):
         u = (query.to(key.dtype) * scale) @ key.mT
-        return (mean.unsqueeze(-2) + (u + 0.5 * u * u) @ (share * value)).to(query.dtype)
+        return ((mean[0] + mean[1]).unsqueeze(-2) + (u + 0.5 * u * u) @ (share * value)).to(query.dtype)
 
 
-def _tokens(
-    key: Tensor, value: Tensor, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _tokens(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Centred, Centred]:
     """Weights (..., L), their sum (...), the share of each (..., L, 1), and mean and deviations of keys and of values,
     in at least float32."""
     dtype = statistics_dtype(key.dtype)
@@ -231,12 +246,12 @@ def _tokens(
     return weights, weight, share, _centre(key, share), _centre(value, share)
 
 
-def _centre(x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted mean and deviations from it; a second pass takes out what rounding left in the first mean."""
+def _centre(x: Tensor, share: Tensor) -> Centred:
+    """Weighted mean, in two parts, and deviations from it; a second pass takes out what rounding left in the first."""
     mean = (share * x).sum(-2, keepdim=True)
     x = x - mean
     rest = (share * x).sum(-2, keepdim=True)
-    return (mean + rest).squeeze(-2), x - rest
+    return (mean.squeeze(-2), rest.squeeze(-2)), x - rest
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

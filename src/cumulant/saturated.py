@@ -20,17 +20,16 @@ from .tracing import without_autocast
 def saturated(what: Callable[[Call, Form], Tensor], call: Call, form: Form) -> Tensor:
     """out = <v> + f(s) <(q.k~) v~> with s^2 = sum_i q_i^2 <k~_i^2>: order 2 whose response saturates as 1 / s.
 
-    `what` is `expand`, or `weigh` for the weights. The response is the difference of orders 2 and 1, so that every
-    kernel serves. Cost: that of order 2 and L D more.
+    `what` is `expand`, or `weigh` for the weights. The response is linear in the query: order 2 of f(s) q, so that
+    every kernel serves, and nothing is larger than the answer. Cost: that of order 2 and L D more.
     """
-    second = what(call, form)
     if not (call.query.numel() and call.key.numel()):
-        return second
-    mean = what(call, form._replace(order=1))
+        return what(call, form)
     assert form.closure is not None
     with without_autocast(call.query.device.type):
         f = gain(_variance(call), form.closure)
-        return (mean + f * (second.to(f.dtype) - mean)).to(call.query.dtype)
+        query = (call.query.to(f.dtype) * f).to(call.query.dtype)
+    return what(call._replace(query=query), form)
 
 
 def _variance(call: Call) -> Tensor:

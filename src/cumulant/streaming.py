@@ -5,7 +5,9 @@ Shape legend: ... leading dimensions, H key heads, G query heads for each, L tok
 A stream that only grows is a `Moments` and its `merge`; `Stream` keeps that state in place for decoding. A window
 also takes the oldest tokens out again, by `remove`; each removal leaves a little rounding behind, which would add up
 over a long stream. So the window keeps its tokens and builds the state from them afresh once every `window`
-tokens: still constant cost per token, and the rounding of at most `window` removals instead of all.
+tokens: still constant cost per token, and the rounding of at most `window` removals instead of all. Sums are kept in
+float64, since those of float32 lose a digit in ten thousand steps; a GPU, whose step is the reading of its state,
+keeps float32 sums.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Stream:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Takes in key (..., H, L, D) and value (..., H, L, E). What one sequence holds may go on as several."""
         check_tokens(key, value, self.held, grow=True)
-        new = Moments.of(key, value, order=self.order, full=self.full)
+        new = _moments(key, value, self.order, self.full)
         merged = new if self.state is None else self.state.merge(new)
         self.state = Moments._make(None if x is None else x.contiguous() for x in merged)
 
@@ -127,7 +129,16 @@ class SlidingWindow:
         return self.state.apply(query, scale)
 
     def _of(self, key: Tensor, value: Tensor) -> Moments:
-        return Moments.of(key, value, order=self.order, full=self.full)
+        return _moments(key, value, self.order, self.full)
+
+
+def _moments(key: Tensor, value: Tensor, order: int, full: bool) -> Moments:
+    """Sums that go on in float64, but for those that the kernel of a step keeps."""
+    moments = Moments.of(key, value, order=order, full=full)
+    if (launch.available(key) and order > 1 and not full) or key.device.type == "mps":
+        return moments
+    S, P, T = (None if x is None else x.double() for x in moments[3:])
+    return moments._replace(S=S, P=P, T=T)
 
 
 def _kernel_takes(state: Moments, key: Tensor, value: Tensor) -> bool:

@@ -34,6 +34,17 @@ def without_absent(x: Tensor, key_mask: Tensor | None) -> Tensor:
     return x if key_mask is None else x.masked_fill((key_mask == 0)[..., None, :, None], 0)
 
 
+def in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (..., L) over their largest, in at least float32, and that largest (..., 1), 1 where all are 0.
+
+    Averages do not depend on the unit, and sums of tiny or huge weights, or narrow products with them, do.
+    """
+    weights = wide(weights)
+    top = weights.detach().amax(-1, keepdim=True)
+    top = torch.where(top > 0, top, 1)
+    return weights / top, top
+
+
 def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
     """What a key mask (..., Lk), bool or weights w >= 0, adds to the logits: log w, -inf where absent; (..., 1, Lk)."""
     if key_mask is None:

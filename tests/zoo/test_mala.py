@@ -137,7 +137,7 @@ def test_float32_keeps_the_difference_of_its_two_large_terms():
 @pytest.mark.parametrize("mean", [0.0, 3.0], ids=["values around zero", "values far from zero"])
 def test_products_in_bfloat16_as_on_a_gpu_lose_no_more_with_more_tokens(monkeypatch, mean):
     """Where the mean of the values is below their last digit, taking it off changes few of them."""
-    monkeypatch.setattr("cumulant.zoo.mala.multiplies_narrow", lambda x, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr("cumulant.zoo.products.multiplies_narrow", lambda x, dtype: dtype == torch.bfloat16)
     q, k, v = (torch.randn(1, 2048, 32).bfloat16() + m for m in (0.0, 0.0, mean))
     grad, results = torch.randn(1, 2048, 32).bfloat16(), []
     for dtype in (torch.bfloat16, torch.float64):

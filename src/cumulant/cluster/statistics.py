@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..moments import Moments, ratio
+from ..moments import Moments, centred_sums, ratio
 from ..tensors import ABSENT
 
 VARIANCES = ("diagonal", "full")
@@ -24,7 +24,7 @@ def moments_of(key: Tensor, value: Tensor, weights: Tensor, *, full: bool = Fals
 
     Without `response` no S is kept: what a far field of means alone needs.
     """
-    moments = Moments.of(key, value, order=2 if response else 1, key_mask=weights)
+    moments = centred_sums(key, value, 2 if response else 1, False, weights)  # keys from an origin near them
     centred = (key - moments.key_mean.unsqueeze(-2)).masked_fill((weights == 0).unsqueeze(-1), 0)
     weighted = weights.unsqueeze(-1) * centred
     return moments._replace(P=weighted.mT @ centred if full else (weighted * centred).sum(-2))

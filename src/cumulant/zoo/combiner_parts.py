@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..moments import ratio
 from ..tensors import ABSENT, softmax_or_zero, wide
 from ..tracing import transformed
-from .products import factor, multiplies_narrow, pair_products, product, written_down
+from .products import about_mean, factor, multiplies_narrow, pair_products, product, written_down
 
 POOLINGS = ("max", "mean", "sum")
 SUMMARY_KEYS = ("wsum", "none", None)  # names with options write None as "none"
@@ -41,7 +41,7 @@ class Segments(NamedTuple):
 
 
 # The segments and logits within each -> logits of the regions (..., m, c, m), and what weights make of their values.
-Regions = Callable[[Segments, Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
+Regions = Callable[[Segments, Tensor, Tensor | None], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def pool(x: Tensor, bias: Tensor, pooling: str) -> Tensor:
@@ -79,10 +79,11 @@ def segmented(
 
     With `own` the own segment is a region too, if not causal: its tokens then count twice. Cost: L (c + L / c)(D + E).
     """
-    first_k, first_v = (wide(x[..., :prefix, :]) for x in (k, v))
-    tokens = _segments(q[..., prefix:, :], k[..., prefix:, :], v[..., prefix:, :], bias[..., prefix:], c)
+    near_v, centre = (v, None) if is_causal else about_mean(v, dtype)
+    first_k, first_v = (wide(x[..., :prefix, :]) for x in (k, near_v))
+    tokens = _segments(q[..., prefix:, :], k[..., prefix:, :], near_v[..., prefix:, :], bias[..., prefix:], c)
     near = pair_products(tokens.q, tokens.k, dtype) + tokens.bias.unsqueeze(-2)
-    far, read = regions(tokens, near)
+    far, read = regions(tokens, near, centre)
     empty = (tokens.bias == ABSENT).all(-1)
     hidden = empty[..., None, None, :] | _hidden_regions(near.shape[-3], is_causal, own, q.device)[:, None, :]
     if is_causal:
@@ -94,7 +95,10 @@ def segmented(
     out = product(a, tokens.v, dtype) + read(b)
     if prefix:
         out = out + d[0] @ first_v.unsqueeze(-3)
-    out = _quotient(out, total, dtype).flatten(-3, -2)[..., : tokens.length, :]
+    out = _quotient(out, total, dtype)
+    if centre is not None:
+        out = out + (total > 0) * centre.unsqueeze(-3)
+    out = out.flatten(-3, -2)[..., : tokens.length, :]
     return torch.cat((_direct(q[..., :prefix, :], k, v, bias, is_causal), out), -2) if prefix else out
 
 
@@ -109,7 +113,7 @@ def _direct(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, is_causal: bool) -> T
 def fixed(pooling: str, dtype: torch.dtype) -> Regions:
     """Regions that look the same from everywhere, see `summarise`."""
 
-    def regions(tokens: Segments, near: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def regions(tokens: Segments, near: Tensor, centre: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         K, V, _ = summarise(*tokens[:4], pooling)
         # All rows of a sequence meet the same summaries: one product, for which nothing is repeated.
         rows = near.shape[-3:-1]
@@ -127,12 +131,14 @@ def axial(summary_key: str | Callable[[Tensor], Tensor] | None, dtype: torch.dty
     summarises its row evenly.
     """
 
-    def regions(tokens: Segments, near: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def regions(tokens: Segments, near: Tensor, centre: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         P = softmax_or_zero(near)
         V = product(P, tokens.v, dtype)
         if callable(summary_key):
             rows = near.shape[-3:-1]
-            K = summary_key(V.flatten(-3, -2)[..., : tokens.length, :])
+            K = summary_key(
+                (V if centre is None else V + centre.unsqueeze(-3)).flatten(-3, -2)[..., : tokens.length, :]
+            )
             K = F.pad(K, (0, 0, 0, math.prod(rows) - tokens.length)).unflatten(-2, rows)
         else:
             K = product(P, tokens.k, dtype) if summary_key == "wsum" else tokens.k

@@ -15,6 +15,7 @@ from ..call import Call, check_count
 from ..held import check_tokens
 from ..tensors import fold_groups, repeat_heads, wide
 from .products import (
+    about_mean,
     dot_with_one,
     factor,
     fraction,
@@ -119,11 +120,13 @@ def _over_all_keys(
     for i in range(2):
         K = repeat_heads(sum_of_tokens(columns * turn_k[..., i : i + 1]), rows.shape[-3])
         parts.append(dot_with_one(rows, K) * turn_q[..., i : i + 1])
-    rows = factor(rows / (parts[0] + parts[1]).clamp(min=eps), dtype)
-    KV = sums_of_products(_turned(columns, turn_k, dtype), value, dtype)  # (..., Hk, 2 D, E)
+    total = parts[0] + parts[1]
+    rows, (near, centre) = factor(rows / total.clamp(min=eps), dtype), about_mean(value, dtype)
+    KV = sums_of_products(_turned(columns, turn_k, dtype), near, dtype)  # (..., Hk, 2 D, E)
     KV = KV.unflatten(-2, (2, D)).transpose(-3, -2).flatten(-2)  # (..., Hk, D, 2 E)
     sums = product(fold_groups(rows, columns.shape[-3]), KV, dtype).reshape(*rows.shape[:-1], 2, E)
-    return (sums * turn_q.unsqueeze(-1)).sum(-2)
+    out = (sums * turn_q.unsqueeze(-1)).sum(-2)
+    return out if centre is None else out + total / total.clamp(min=eps) * repeat_heads(centre, rows.shape[-3])
 
 
 COSFORMER = register(

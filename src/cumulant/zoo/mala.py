@@ -5,28 +5,14 @@ Shape legend: ... leading dimensions, H heads, Lq queries, Lk keys, D key width,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..call import Call, check_scale
-from ..tensors import fold_groups, repeat_heads, wide
-from ..tracing import transformed
+from ..tensors import repeat_heads, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
-from .products import (
-    TINY,
-    dot_with_one,
-    factor,
-    feature_product,
-    multiplies_narrow,
-    one_hot_weights,
-    ones_for,
-    sum_of_tokens,
-    sums_seen,
-)
+from .products import TINY, dot_with_one, factor, feature_product, one_hot_weights, ones_for, sums_seen
 from .registry import Mechanism, can, options_of, register
 from .streams import FeatureStream, Sums
 
@@ -63,48 +49,8 @@ def mala_attention(
     total = (features_q * keys).sum(-1, keepdim=True) if is_causal else dot_with_one(features_q, keys)
     total = total * scale
     gain = scale * (1 + 1 / (total + eps))
-    if is_causal or not multiplies_narrow(query, dtype) or transformed():
-        out = gain * feature_product(turned_q, turned_k, wide(value), dtype, is_causal=is_causal, chunk=chunk)
-    else:
-        out = _centred_product(turned_q, turned_k, value, weights, count, mean.detach(), gain)
+    out = gain * feature_product(turned_q, turned_k, wide(value), dtype, is_causal=is_causal, chunk=chunk)
     return out - total * repeat_heads(mean, heads)
-
-
-def _centred_product(
-    query: Tensor, key: Tensor, value: Tensor, weights: Tensor, count: Tensor, mean: Tensor, gain: Tensor
-) -> Tensor:
-    """gain_i q_i (sum_j k_j v_j^T), with narrow products of the values less their mean (..., Hk, 1, E), added last.
-
-    The mean of the values is most of the sum and is nearly taken off after it: rounded, it would be most of the error.
-    What is added is the mean of what was taken off: v - mean rounds to v again where the mean is below its last digit.
-    """
-    near = (value - mean).to(value.dtype)
-    centre = mean - sum_of_tokens(wide(near.detach()) * weights) / count
-    rows, gain = (fold_groups(x, key.shape[-3]) for x in (query, gain))
-    along = dot_with_one(rows, sum_of_tokens(key))
-    out = _Centred.apply(rows.to(value.dtype), key.to(value.dtype), near, gain, centre, along)
-    return out.reshape(*query.shape[:-1], value.shape[-1])
-
-
-class _Centred(torch.autograd.Function):
-    """g (q (k^T n) + s c) in float32, of narrow q, k, n = v - c and s = q.(sum k), with whose share of the gradients
-    those of g and of what is taken off later nearly cancel: it stays wide."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, n: Tensor, gain: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        KV = k.mT @ n
-        part = q @ KV
-        ctx.save_for_backward(q, k, n, gain, c, s, KV, part)
-        return gain * (wide(part) + s * c)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, n, gain, c, s, KV, part = ctx.saved_tensors
-        d_part, along = (grad * gain).to(n.dtype), (grad * c).sum(-1, keepdim=True)
-        d_KV = q.mT @ d_part
-        d_gain = (grad * wide(part)).sum(-1, keepdim=True) + s * along
-        return d_part @ KV.mT, n @ d_KV.mT, k @ d_KV, d_gain, None, gain * along
 
 
 class MalaStream(FeatureStream):

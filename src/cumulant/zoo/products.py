@@ -34,8 +34,26 @@ def feature_product(
     if is_causal:
         return _causal_product(query, key, value, dtype, chunk)
     rows = fold_groups(query, key.shape[-3])
-    out = product(rows, sums_of_products(key, value, dtype), dtype)
+    near, centre = about_mean(value, dtype)
+    out = product(rows, sums_of_products(key, near, dtype), dtype)
+    if centre is not None:
+        out = out + dot_with_one(wide(rows), sum_of_tokens(wide(key))) * centre
     return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def about_mean(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Values (..., L, E) less their mean where products are narrow, and what they lost (..., 1, E), or None.
+
+    The mean of the values is most of a sum whose weights do not depend on it, and in the gradients of queries and keys
+    it cancels: rounded with the products, it would be most of their error. Times the sum of the weights it is added
+    last, wide. What is added is the mean of what was taken off: v - mean rounds to v again where the mean is below its
+    last digit.
+    """
+    if not multiplies_narrow(value, dtype) or not value.shape[-2]:
+        return value, None
+    mean = sum_of_tokens(wide(value.detach())) / value.shape[-2]
+    near = (value - mean).to(dtype)
+    return near, mean - sum_of_tokens(wide(near.detach())) / value.shape[-2]
 
 
 def fraction(
@@ -51,8 +69,9 @@ def fraction(
         return sums[..., :E], sums[..., E : E + 1]
     # The sum over keys comes first: no column of ones, for which the values would have to be copied. Written as a sum
     # and not as a product of matrices, a compiler takes it where it makes the features.
-    query, key = factor(query, dtype), factor(key, dtype)
-    total = key.sum(-2, keepdim=True, dtype=wide(key).dtype)
+    # Features are rounded as they will be multiplied and stay wide: gradients from above and below nearly cancel in them.
+    query, key = wide(factor(query, dtype)), wide(factor(key, dtype))
+    total = key.sum(-2, keepdim=True)
     total = (query * repeat_heads(total, query.shape[-3])).sum(-1, keepdim=True)
     return feature_product(query, key, value, dtype), total
 

@@ -127,7 +127,7 @@ def outputs(
 ):  # fmt: skip
     """Grid (B Hq splits). The outputs of one part of one query head, and ubar of its rows.
 
-    Where nothing counts before the part, the point is its first key for one tile, then the mean of that tile, which is
+    Where nothing counts before the part, the point is its first token for one tile, then the mean of that tile, which is
     left in `state` for the backward pass; the means of the tile are then those about the new point.
     """
     DOT: tl.constexpr = k.dtype.element_ty
@@ -161,7 +161,7 @@ def outputs(
         found = tl.where(token < key_end, 1, 0)
         bound = tl.minimum(start + ((token - start) // N + 1) * N, end)
         c = tl.load(k + token * k_t.to(tl.int64) + i, mask=i < found * D, other=0.0).to(tl.float32)
-        d = tl.zeros((BE,), tl.float32)  # scores add up to exactly 1: values need no point near them for a tile
+        d = tl.load(v + token * v_t.to(tl.int64) + j, mask=j < found * E, other=0.0).to(tl.float32)
     past = triangle(N, False, DOT)
     for segment in range(2):
         c16, d16 = cast(c, DOT), cast(d, DOT)

@@ -48,9 +48,11 @@ def fused_backward(
             head(dq, b, at, first_q, dq_b, dq_h, dq_t, UNIT), q_t, g_t, dq_t, zero, length_q, S, T, dS, dT, g_sum,
             d, e, ORDER, D, E, BD, BE, N, STAGES, ROWS, UNIT, PRECISION,
         )  # fmt: skip
-    vectors += pid.to(tl.int64) * (2 * D + E + 1)
+    vectors += pid.to(tl.int64) * (3 * D + 2 * E + 1)
     k_mean = tl.load(vectors + d, mask=d < D, other=0.0)
     v_mean = tl.load(vectors + 2 * D + e, mask=e < E, other=0.0)
+    k_low = tl.load(vectors + 2 * D + E + 1 + d, mask=d < D, other=0.0)
+    v_low = tl.load(vectors + 3 * D + E + 1 + e, mask=e < E, other=0.0)
     _, alpha, over_W = factors(tl.load(vectors + 2 * D + E), SUM)
     v_constant = alpha * tl.sum(g_sum, 0)
     k_constant = tl.zeros((BD,), tl.float32)
@@ -65,7 +67,7 @@ def fused_backward(
         k, v, w,
         head(dk, b, h, first_k, dk_b, dk_h, dk_t, UNIT), head(dv, b, h, first_k, dv_b, dv_h, dv_t, UNIT),
         k_t, v_t, w_t, dk_t, dv_t, zero, length_k, dS * (scale * alpha), dT,
-        k_mean, P, v_mean, k_constant, v_constant, d, e, ORDER, WEIGHTED, D, E, BD, BE, KEYS, KEY_STAGES,
+        k_mean, P, v_mean, k_low, v_low, k_constant, v_constant, d, e, ORDER, WEIGHTED, D, E, BD, BE, KEYS, KEY_STAGES,
         UNIT, PRECISION,
     )  # fmt: skip
 
@@ -119,7 +121,7 @@ def reduce(
     size: tl.constexpr = (ORDER - 1) * D * E
     cell, inside = d * E + e, (d < D) & (e < E)
     of_v, top = 0 * d + e, inside & (d == 0)
-    W = tl.load(vectors + pid.to(tl.int64) * (2 * D + E + 1) + 2 * D + E)
+    W = tl.load(vectors + pid.to(tl.int64) * (3 * D + 2 * E + 1) + 2 * D + E)
     dS = tl.zeros((R, BE), tl.float32)
     dT = tl.zeros((R, BE), tl.float32)
     g_sum = tl.zeros((R, BE), tl.float32)
@@ -166,15 +168,17 @@ def backward_keys(
         dv = head(dv, b, h, first, dv_b, dv_h, dv_t, UNIT)
         if WEIGHTED:
             w = head(w, b, h, first, w_b, 0, w_t, 1)
-        vectors += pid.to(tl.int64) * (2 * D + E + 1)
+        vectors += pid.to(tl.int64) * (3 * D + 2 * E + 1)
         grad_vectors += pid.to(tl.int64) * (D + E)
         grad_matrices += pid.to(tl.int64) * ((ORDER - 1) * D * E)
         v_mean = tl.load(vectors + 2 * D + e, mask=e < E, other=0.0)
+        v_low = tl.load(vectors + 3 * D + E + 1 + e, mask=e < E, other=0.0)
         v_constant = tl.load(grad_vectors + D + e, mask=e < E, other=0.0)
         if chunks == 1:
             dS = matrix(grad_matrices, d, e, D, E).to(tl.float32)
             dT = dS
             k_mean = tl.load(vectors + d, mask=d < D, other=0.0)
+            k_low = tl.load(vectors + 2 * D + E + 1 + d, mask=d < D, other=0.0)
             k_constant = tl.zeros((BD,), tl.float32)
             P = k_constant
             if ORDER == 3:
@@ -182,8 +186,8 @@ def backward_keys(
                 dT = matrix(grad_matrices + D * E, d, e, D, E).to(tl.float32)
                 k_constant = tl.load(grad_vectors + d, mask=d < D, other=0.0)
             key_gradients(
-                k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, dS, dT, k_mean, P, v_mean, k_constant,
-                v_constant, d, e, ORDER, WEIGHTED, D, E, BD, BE, N, STAGES, UNIT, PRECISION,
+                k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, dS, dT, k_mean, P, v_mean, k_low, v_low,
+                k_constant, v_constant, d, e, ORDER, WEIGHTED, D, E, BD, BE, N, STAGES, UNIT, PRECISION,
             )  # fmt: skip
         else:
             if ORDER == 3:
@@ -193,5 +197,5 @@ def backward_keys(
                     v_constant -= tl.sum(P[:, None] * matrix(grad_matrices + D * E, at, e, D, E).to(tl.float32), 0)
             wide_key_gradients(
                 k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, grad_matrices, vectors, grad_vectors, v_mean,
-                v_constant, e, ORDER, WEIGHTED, D, E, BD, BE, N, STAGES, UNIT, PRECISION,
+                v_low, v_constant, e, ORDER, WEIGHTED, D, E, BD, BE, N, STAGES, UNIT, PRECISION,
             )  # fmt: skip

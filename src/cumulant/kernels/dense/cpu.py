@@ -4,19 +4,24 @@ Shape legend: B batch, H key heads, Hq query heads (a multiple of H), Lq, Lk len
 (batch, head) pairs times n tokens, laid out (g, n, width).
 
 A plain version writes centred keys, their squares and the squared queries to memory, each as large as the input.
-Here they live in workspace tiles of a few MiB, so the time goes into the products themselves and a forward pass
-allocates its output, the moments and the workspace. With S' = scale S / W, T' = scale^2 T / 2W:
+Here they live in workspace tiles, so the time goes into the products themselves and a forward pass allocates its
+output, the moments and the workspace. Tiles are tasks of their own (`workers`): each pass is one parallel region over
+keys and one over queries. With nu = 1, or the sum of the weights W, S' = nu scale S / W, T' = nu scale^2 T / 2W:
 
-    out = <v> + q S' + q^2 T'
-    dq  = do S'^T + 2 q * (do T'^T)             dS = scale q^T do / W,  dT = scale^2/2 (q^2)^T do / W
-    dv  = w [ k~ dS + k~^2 dT + sum do / W - <k~^2> dT ]
+    out = nu <v> + q S' + q^2 T'
+    dq  = do S'^T + 2 q * (do T'^T)             dS = nu scale q^T do / W,  dT = nu scale^2/2 (q^2)^T do / W
+    dv  = w [ k~ dS + k~^2 dT + nu sum do / W - <k~^2> dT ]
     dk  = w [ v~ dS^T + 2 k~ * (v~ dT^T) - 2 sum_e dT S / W ]
+
+Backward, tokens are centred about the means as float32 holds them, x = k~ + a and y = v~ + b, and what these are off
+(a, b) is in the constants: keys far from the origin cost no digits.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -26,12 +31,15 @@ from torch import Tensor
 from ...moments import Moments, ratio, statistics_dtype
 from ...tracing import is_plain, transformed, without_autocast
 from ..launch import empty_like_rows
+from ..workers import side_by_side
 
-# Numbers in a workspace tile, 2 MiB in float32; a quarter of it costs 10 %, four times as much page faults.
-TILE = 1 << 19
+TILE = 1 << 17  # numbers in a workspace tile, 512 KiB in float32: several fit the cache of a core
 SAMPLE = 512  # tokens whose mean is the point about which sums are taken
+FEW = 16  # tokens that tell whether values are far from 0
 TOKENS = 2048  # tokens in a tile, at most: enough for the matrix products to run at full speed
+TASKS = 8  # tasks, at least, into which long sequences of few heads are cut
 _KEPT = threading.local()
+Sums = tuple[Tensor, Tensor, Tensor | None]  # of do, of q do^T and of q^2 do^T
 
 
 def attention(
@@ -41,42 +49,54 @@ def attention(
     weights: Tensor | None,
     order: int,
     scale: float,
+    total: Tensor | None,
     reference: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """query (B, Hq, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E), weights (B, Lk) or None -> (B, Hq, Lq, E).
 
-    `reference` computes the same by differentiable operations; only second derivatives and batched gradients use it.
-    Cost: 2 L D E products a head at order 2, 4 L D E at order 3; reads q, k, v once, writes the output once.
+    `total` (B or 1, 1, 1, 1): nu, where it is not 1. `reference` computes the same by differentiable operations; only
+    second derivatives and batched gradients use it. Cost: 2 L D E products a head at order 2, 4 L D E at order 3; reads
+    q, k, v once, writes the output once.
     """
     if weights is not None:  # before anything asks which are 0: what the statistics cannot hold is
         weights = weights.to(statistics_dtype(query.dtype))
-    return _Attention.apply(query, key, value, weights, order, scale, reference)
+    return _Attention.apply(query, key, value, weights, order, scale, total, reference)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
-        ctx.order, ctx.scale, ctx.reference = rest
-        out = empty_like_rows(query, value.shape[-1])
-        space = _Workspace(query)
-        ctx.states = []
-        for tile in _tiles(query, key):
-            state = _moments(tile(key), tile(value), tile.weights(weights), ctx.order, space)
-            ctx.states.append(state)
-            _read_out(tile(query), state, tile(out), ctx.scale, space)
+        ctx.order, ctx.scale, ctx.total, ctx.reference = rest
         ctx.save_for_backward(query, key, value, weights)
+        out, tiles, kept = empty_like_rows(query, value.shape[-1]), list(_tiles(key)), is_plain(query)
+
+        def moments(task: tuple[_Tile, slice]) -> Moments:
+            tile, n = task
+            w = tile.weights(weights, n)
+            return _moments(tile(key, n), tile(value, n), w, ctx.order, _Workspace(query, kept))
+
+        def read_out(task: tuple[Moments, _Tile, slice]) -> None:
+            state, tile, n = task
+            nu = tile.total(ctx.total)
+            _read_out(tile(query, n), state, nu, tile(out, n), ctx.scale, _Workspace(query, kept))
+
+        spans = _spans(len(tiles), key)
+        parts = _run(moments, [(tile, n) for n in spans for tile in tiles], kept)
+        ctx.states = [reduce(Moments.merge, parts[i :: len(tiles)]) for i in range(len(tiles))]
+        both = zip(ctx.states, tiles, strict=True)
+        _run(read_out, [(*one, n) for one in both for n in _spans(len(tiles), query)], kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with without_autocast("cpu"):  # which a caller may have left on
-            return (*_Attention.gradients(ctx, grad), None, None, None, None)
+            return (*_Attention.gradients(ctx, grad), None, None, None, None, None)
 
     @staticmethod
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, weights = ctx.saved_tensors
-        twice, batched = torch.is_grad_enabled(), transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
-        if twice or batched:  # somebody differentiates this backward, or asks for many at once: let autograd do it
+        twice, many = torch.is_grad_enabled(), transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
+        if twice or many:  # somebody differentiates this backward, or asks for many at once: let autograd do it
             inputs, needed = (query, key, value), ctx.needs_input_grad[:3]
             asked = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
             with torch.enable_grad():
@@ -84,12 +104,33 @@ class _Attention(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, asked, grad, create_graph=twice))
             return tuple(next(found) if wanted else None for wanted in needed)
         dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
-        space = _Workspace(query)
-        for tile, state in zip(_tiles(query, key), ctx.states, strict=True):
-            sums = _backward_queries(tile(query), tile(grad), state, tile(dq), ctx.scale, space)
-            w = tile.weights(weights)
-            _backward_keys(tile(key), tile(value), w, state, sums, tile(dk), tile(dv), ctx.scale, space)
+        tiles, kept = list(_tiles(key)), is_plain(query)
+
+        def queries(task: tuple[Moments, _Tile, slice]) -> Sums:
+            state, tile, n = task
+            q, do, nu = tile(query, n), tile(grad, n), tile.total(ctx.total)
+            return _backward_queries(q, do, state, nu, tile(dq, n), ctx.scale, _Workspace(query, kept))
+
+        def keys(task: tuple[Moments, Sums, _Tile, slice]) -> None:
+            state, sums, tile, n = task
+            tokens, to = (tile(key, n), tile(value, n), tile.weights(weights, n)), (tile(dk, n), tile(dv, n))
+            nu = tile.total(ctx.total)
+            _backward_keys(*tokens, state, nu, sums, *to, ctx.scale, _Workspace(query, kept))
+
+        both, spans = list(zip(ctx.states, tiles, strict=True)), _spans(len(tiles), query)
+        parts = _run(queries, [(*one, n) for n in spans for one in both], kept)
+        sums = [reduce(_added, parts[i :: len(tiles)]) for i in range(len(tiles))]
+        spans = _spans(len(tiles), key)
+        _run(keys, [(one[0], some, one[1], n) for one, some in zip(both, sums, strict=True) for n in spans], kept)
         return dq, dk, dv
+
+
+def _run(task: Callable[[Any], Any], items: list[Any], plain: bool) -> list[Any]:
+    return side_by_side(task, items) if plain else [task(item) for item in items]
+
+
+def _added(a: Sums, b: Sums) -> Sums:
+    return a[0] + b[0], a[1] + b[1], None if a[2] is None or b[2] is None else a[2] + b[2]
 
 
 class _Tile:
@@ -98,26 +139,40 @@ class _Tile:
     def __init__(self, batches: slice, heads: slice, key_heads: int) -> None:
         self.batches, self.heads, self.key_heads = batches, heads, key_heads
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, n: slice) -> Tensor:
         groups = x.shape[1] // self.key_heads
-        return x[self.batches, self.heads.start * groups : self.heads.stop * groups]
+        return x[self.batches, self.heads.start * groups : self.heads.stop * groups, n]
 
-    def weights(self, x: Tensor | None) -> Tensor | None:
+    def weights(self, x: Tensor | None, n: slice) -> Tensor | None:
         """(B, L) weights as (g, L, 1)."""
         if x is None:
             return None
-        x = x[self.batches]
+        x = x[self.batches, n]
         return x[:, None].expand(-1, self.heads.stop - self.heads.start, -1).reshape(-1, x.shape[-1], 1)
 
+    def total(self, x: Tensor | None) -> Tensor | None:
+        """(B or 1, 1, 1, 1) numbers as (g or 1, 1, 1)."""
+        if x is None or x.shape[0] == 1:
+            return None if x is None else x[0]
+        return x[self.batches, 0].repeat_interleave(self.heads.stop - self.heads.start, 0)
 
-def _tiles(query: Tensor, key: Tensor) -> Iterator[_Tile]:
+
+def _tiles(key: Tensor) -> Iterator[_Tile]:
     B, H, L, D = key.shape
-    pairs = max(1, TILE // (D * min(L, TOKENS)))
+    pairs = max(1, TILE // (D * L))
     batches, heads = max(1, pairs // H), min(H, pairs)
     heads = -(-H // -(-H // heads))  # even shares
     for b in range(0, B, batches):
         for h in range(0, H, heads):
             yield _Tile(slice(b, b + batches), slice(h, min(H, h + heads)), H)
+
+
+def _spans(tiles: int, x: Tensor) -> list[slice]:
+    """The tokens of x (B, heads, L, width) cut so that even few tiles of heads make `TASKS` tasks, of whole chunks."""
+    L = x.shape[-2]
+    n = max(TOKENS, L) if tiles >= TASKS else -(-L // -(-TASKS // tiles))
+    n = -(-n // TOKENS) * TOKENS
+    return [slice(start, min(L, start + n)) for start in range(0, L, n)]
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
@@ -134,9 +189,10 @@ class _Workspace:
     comes as new pages every time, depends on what else the process has freed, and doubles the time of a small call.
     """
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, kept: bool) -> None:
+        self.kept = kept
         self.dtype, self.device = statistics_dtype(like.dtype), like.device
-        self.buffers: dict[str, Tensor] = vars(_KEPT).setdefault(str(self.dtype), {}) if is_plain(like) else {}
+        self.buffers: dict[str, Tensor] = vars(_KEPT).setdefault(str(self.dtype), {}) if kept else {}
 
     def take(self, name: str, *shape: int) -> Tensor:
         size = prod(shape)
@@ -196,12 +252,17 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
     S = space.zeros(g, D, E)
     P, T = (space.zeros(g, D), torch.zeros_like(S)) if order == 3 else (None, None)
     absent = None
+    as_they_are = False
     if weights is None:
         W = torch.full((g, 1), float(L), dtype=space.dtype, device=space.device)
-        near = slice(None, None, max(1, L // SAMPLE))
-        k_mean = key[..., near, :].mean(-2, dtype=space.dtype).view(g, D)
-        # At order 2 centred keys suffice: values as they are spare a pass, and their mean comes out of the sums.
-        v_mean = space.zeros(g, E) if order == 2 else value[..., near, :].mean(-2, dtype=space.dtype).view(g, E)
+        k_mean, v_mean = (_sample(x, SAMPLE).mean(-2, dtype=space.dtype).view(g, -1) for x in (key, value))
+        # At order 2 centred keys suffice: values around 0 as they are spare a pass, their mean comes out of the sums.
+        if order == 2 and space.flat(value) is not None:
+            few = _sample(value, FEW).reshape(g, -1, E)
+            around_zero = few.mean(-2).square() <= few.square().mean(-2) * 0.5
+            as_they_are = space.kept and bool(around_zero.all())
+        if as_they_are:
+            v_mean = space.zeros(g, E)
     else:
         absent = weights == 0
         W = weights.sum(-2)
@@ -217,7 +278,7 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
     for n in _chunks(key):
         w, gone = (None, None) if weights is None or absent is None else (weights[:, n], absent[:, n])
         k = space.centred("k", key[..., n, :], k_mean, gone)
-        if order == 2 and w is None:
+        if as_they_are:
             v = space.load("v", value[..., n, :])
         else:
             v = space.centred("v", value[..., n, :], v_mean, gone)
@@ -236,7 +297,12 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
         P.addcmul_(k_rest, a, value=-1)
         T.addcmul_(column, S, value=-2).addcmul_((k_rest * a - P).unsqueeze(-1), row)
     S.addcmul_(k_rest.unsqueeze(-1), row, value=-1)
-    return Moments(W.squeeze(-1), k_mean.add_(a), v_mean.add_(b), S, P, T)
+    return Moments(W.squeeze(-1), k_mean.double() + a, v_mean.double() + b, S, P, T)
+
+
+def _sample(x: Tensor, count: int) -> Tensor:
+    """About `count` tokens of x (..., L, width), evenly spaced."""
+    return x[..., :: max(1, x.shape[-2] // count), :]
 
 
 def _total(x: Tensor, w: Tensor | None) -> Tensor:
@@ -244,21 +310,24 @@ def _total(x: Tensor, w: Tensor | None) -> Tensor:
     return x.sum(-2) if w is None else (w.mT @ x).squeeze(-2)
 
 
-def _read_matrices(state: Moments, scale: float, heads: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """<v>, S' and T' of the module docstring, one for each query head."""
+def _read_matrices(state: Moments, nu: Tensor | None, scale: float, heads: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """nu <v>, S' and T' of the module docstring, one for each query head."""
     over_W = ratio(torch.ones_like(state.weight), state.weight)[:, None, None]
     groups = heads // state.weight.shape[0]
+    v_mean = state.value_mean.to(over_W.dtype).unsqueeze(-2)
+    if nu is not None:
+        v_mean, over_W = v_mean * nu, over_W * nu
 
     def spread(x: Tensor) -> Tensor:
         return x if groups == 1 else x.repeat_interleave(groups, 0)
 
     assert state.S is not None
     T = None if state.T is None else spread(state.T * (0.5 * scale * scale * over_W))
-    return spread(state.value_mean.unsqueeze(-2)), spread(state.S * (scale * over_W)), T
+    return spread(v_mean), spread(state.S * (scale * over_W)), T
 
 
-def _read_out(query: Tensor, state: Moments, out: Tensor, scale: float, space: _Workspace) -> None:
-    v_mean, S, T = _read_matrices(state, scale, query.shape[0] * query.shape[1])
+def _read_out(query: Tensor, state: Moments, nu: Tensor | None, out: Tensor, scale: float, space: _Workspace) -> None:
+    v_mean, S, T = _read_matrices(state, nu, scale, query.shape[0] * query.shape[1])
     for n in _chunks(query):
         q = space.load("q", query[..., n, :])
         o = space.target("o", out[..., n, :])
@@ -270,11 +339,11 @@ def _read_out(query: Tensor, state: Moments, out: Tensor, scale: float, space: _
 
 
 def _backward_queries(
-    query: Tensor, grad: Tensor, state: Moments, dq: Tensor, scale: float, space: _Workspace
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    query: Tensor, grad: Tensor, state: Moments, nu: Tensor | None, dq: Tensor, scale: float, space: _Workspace
+) -> Sums:
     """Writes dq; returns sum do, q^T do and (q^2)^T do of each key head."""
     heads, g = query.shape[0] * query.shape[1], state.weight.shape[0]
-    _, S, T = _read_matrices(state, scale, heads)
+    _, S, T = _read_matrices(state, nu, scale, heads)
     dS, dT = torch.zeros_like(S), None if T is None else torch.zeros_like(T)
     d_mean = S.new_zeros(heads, S.shape[-1])
     for n in _chunks(query):
@@ -297,36 +366,36 @@ def _backward_queries(
 
 
 def _backward_keys(
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    state: Moments,
-    sums: tuple[Tensor, Tensor, Tensor | None],
-    dk: Tensor,
-    dv: Tensor,
-    scale: float,
-    space: _Workspace,
-) -> None:
+    key: Tensor, value: Tensor, weights: Tensor | None, state: Moments, nu: Tensor | None, sums: Sums, dk: Tensor,
+    dv: Tensor, scale: float, space: _Workspace,
+) -> None:  # fmt: skip
     over_W = ratio(torch.ones_like(state.weight), state.weight)[:, None, None]
+    alpha = over_W if nu is None else over_W * nu
     d_mean, dS, dT = sums
-    dS = dS * (scale * over_W)
-    v_constant, k_constant = d_mean.unsqueeze(-2) * over_W, None
+    k_point, v_point = state.key_mean.to(dS.dtype), state.value_mean.to(dS.dtype)
+    a, b = ((mean - x).to(x.dtype) for mean, x in ((state.key_mean, k_point), (state.value_mean, v_point)))
+    a, b, dS = a.unsqueeze(-1), b.unsqueeze(-2), dS * (scale * alpha)
+    v_constant, k_constant, slope = d_mean.unsqueeze(-2) * alpha - a.mT @ dS, -(b @ dS.mT), None
     if dT is not None and state.P is not None and state.S is not None:
-        dT = dT * (0.5 * scale * scale * over_W)
-        v_constant = v_constant - (state.P.unsqueeze(-2) * over_W) @ dT
-        k_constant = 2 * (dT * state.S * over_W).sum(-1).unsqueeze(-2)
+        dT = dT * (0.5 * scale * scale * alpha)
+        v_constant = v_constant + (a * a - state.P.unsqueeze(-1) * over_W).mT @ dT
+        slope = -(b @ dT.mT)
+        k_constant = k_constant - 2 * (dT * state.S * over_W).sum(-1).unsqueeze(-2) - 2 * a.mT * slope
+        dS = dS - 2 * a * dT
     absent = None if weights is None else weights == 0
     for n in _chunks(key):
         gone = None if absent is None else absent[:, n]
-        k = space.centred("k", key[..., n, :], state.key_mean, gone)
-        v = space.centred("v", value[..., n, :], state.value_mean, gone)
+        k = space.centred("k", key[..., n, :], k_point, gone)
+        v = space.centred("v", value[..., n, :], v_point, gone)
         k_out, v_out = space.target("o", dk[..., n, :]), space.target("p", dv[..., n, :])
-        torch.bmm(v, dS.mT, out=k_out)
+        k_out.copy_(k_constant.expand_as(k_out))
+        k_out.baddbmm_(v, dS.mT)
         v_out.copy_(v_constant.expand_as(v_out))
         v_out.baddbmm_(k, dS)
-        if dT is not None and k_constant is not None:
-            k_out.addcmul_(torch.bmm(v, dT.mT, out=space.take("q", *k.shape)), k, value=2)
-            k_out.sub_(k_constant)
+        if dT is not None and slope is not None:
+            turned = space.take("q", *k.shape)
+            turned.copy_(slope.expand_as(turned))
+            k_out.addcmul_(turned.baddbmm_(v, dT.mT), k, value=2)
             v_out.baddbmm_(k.mul_(k), dT)
         if weights is not None:
             k_out.mul_(weights[:, n])

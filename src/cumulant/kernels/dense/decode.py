@@ -37,8 +37,9 @@ def step_kernel(
     weight = tl.load(W + pair)
     km = tl.load(k_mean + pair * D + d, mask=d < D, other=0.0)
     vm = tl.load(v_mean + pair * E + e, mask=e < E, other=0.0)
-    dk = tl.load(k + b * k_b + h * k_h + d, mask=d < D, other=0.0).to(tl.float32) - km
-    dv = tl.load(v + b * v_b + h * v_h + e, mask=e < E, other=0.0).to(tl.float32) - vm
+    # Means are float64: far from the origin their difference to a token is small.
+    dk = (tl.load(k + b * k_b + h * k_h + d, mask=d < D, other=0.0).to(tl.float32).to(tl.float64) - km).to(tl.float32)
+    dv = (tl.load(v + b * v_b + h * v_h + e, mask=e < E, other=0.0).to(tl.float32).to(tl.float64) - vm).to(tl.float32)
     r = 1.0 / (weight + 1.0)
     keep = weight * r
     s = tl.load(S + cells, mask=inside, other=0.0)
@@ -58,7 +59,7 @@ def step_kernel(
     for g in range(G):
         head = h * G + g
         x = tl.load(q + b * q_b + head * q_h + d, mask=d < D, other=0.0).to(tl.float32) * scale
-        row = vm + r * tl.sum(x[:, None] * s, 0)
+        row = vm.to(tl.float32) + r * tl.sum(x[:, None] * s, 0)
         if ORDER == 3:
             row += 0.5 * r * tl.sum((x * x)[:, None] * t, 0)
         tl.store(out + (b * H * G + head) * E + e, row.to(out.dtype.element_ty), mask=e < E)

@@ -35,7 +35,7 @@ def fused_forward(
     if WEIGHTED:
         w = head(w, b, h, first_k, w_b, 0, w_t, 1)
     ahead(head(q, b, h * GROUP, first_q, q_b, q_h, q_t, UNIT), q_t, length_q, UNIT)
-    W, k_mean, v_mean, S, P, T = moments(
+    W, k_mean, v_mean, k_low, v_low, S, P, T = moments(
         k, v, w, k_t, v_t, w_t, zero, length_k, d, e,
         ORDER, WEIGHTED, D, E, BD, BE, KEYS, KEY_STAGES, ROWS, UNIT, PRECISION,
     )  # fmt: skip
@@ -44,8 +44,8 @@ def fused_forward(
     T = cast(T * (0.5 * scale * scale * alpha), matrices.dtype.element_ty)
     if KEEP:
         matrices += pid.to(tl.int64) * ((ORDER - 1) * D * E)
-        vectors += pid.to(tl.int64) * (2 * D + E + 1)
-        store_state(matrices, vectors, W, k_mean, v_mean, S, P * over_W, T, d, e, ORDER, D, E)
+        vectors += pid.to(tl.int64) * (3 * D + 2 * E + 1)
+        store_state(matrices, vectors, W, k_mean, v_mean, k_low, v_low, S, P * over_W, T, d, e, ORDER, D, E)
     for i in range(GROUP):
         at = h * GROUP + i
         read(
@@ -70,14 +70,14 @@ def partial_moments(
     d, e = tl.arange(0, BD), tl.program_id(2) * BE + tl.arange(0, BE)
     if WEIGHTED:
         w = head(w, b, h, first, w_b, 0, w_t, 1)
-    W, k_mean, v_mean, S, P, T = moments(
+    W, k_mean, v_mean, k_low, v_low, S, P, T = moments(
         head(k, b, h, first, k_b, k_h, k_t, UNIT), head(v, b, h, first, v_b, v_h, v_t, UNIT), w,
         k_t, v_t, w_t, start, end, d, e, ORDER, WEIGHTED, D, E, BD, BE, N, STAGES, ROWS, UNIT, PRECISION,
     )  # fmt: skip
     row = split.to(tl.int64) * tl.num_programs(0) + pid
     matrices += row * ((ORDER - 1) * D * E)
-    vectors += row * (2 * D + E + 1)
-    store_state(matrices, vectors, W, k_mean, v_mean, S, P, T, d, e, ORDER, D, E)
+    vectors += row * (3 * D + 2 * E + 1)
+    store_state(matrices, vectors, W, k_mean, v_mean, k_low, v_low, S, P, T, d, e, ORDER, D, E)
 
 
 @kernel
@@ -94,7 +94,7 @@ def merge(
     pid, block, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0).to(tl.int64)
     cell = block * CELLS + tl.arange(0, CELLS)
     d, e, inside = cell // E, cell % E, cell < D * E
-    width: tl.constexpr = 2 * D + E + 1
+    width: tl.constexpr = 3 * D + 2 * E + 1
     size: tl.constexpr = (ORDER - 1) * D * E
     first = tl.zeros((), tl.int32)
     found = tl.load(partial_vectors + pid.to(tl.int64) * width + 2 * D + E)
@@ -104,6 +104,8 @@ def merge(
     start = partial_vectors + (count * first + pid) * width
     k_ref = tl.load(start + d, mask=inside, other=0.0)
     v_ref = tl.load(start + 2 * D + e, mask=inside, other=0.0)
+    k_low = tl.load(start + 2 * D + E + 1 + d, mask=inside, other=0.0)
+    v_low = tl.load(start + 3 * D + E + 1 + e, mask=inside, other=0.0)
     W = tl.zeros((), tl.float32)
     A, B, P, S, T = k_ref * 0.0, v_ref * 0.0, k_ref * 0.0, k_ref * 0.0, k_ref * 0.0
     for at in range(0, splits, C):
@@ -113,7 +115,9 @@ def merge(
             S_s = tl.load(partial_matrices + index * size + cell, mask=here, other=0.0)
             W_s = tl.load(row + 2 * D + E, mask=seen, other=0.0)
             a = tl.load(row + d, mask=here, other=0.0) - k_ref
+            a += tl.load(row + 2 * D + E + 1 + d, mask=here, other=0.0) - k_low
             b = tl.load(row + 2 * D + e, mask=here, other=0.0) - v_ref
+            b += tl.load(row + 3 * D + E + 1 + e, mask=here, other=0.0) - v_low
             Wa = W_s * a
             S_s_moved = S_s + Wa * b
             if ORDER == 3:
@@ -136,8 +140,12 @@ def merge(
         T *= 0.5 * scale * scale * alpha
         tl.store(matrices + D * E + cell, cast(T, matrices.dtype.element_ty), mask=inside)
         tl.store(vectors + D + d, P * over_W, mask=inside & (e == 0))
-    tl.store(vectors + d, k_ref + shift, mask=inside & (e == 0))
-    tl.store(vectors + 2 * D + e, v_ref + s, mask=inside & (d == 0))
+    shift, s = shift + k_low, s + v_low
+    k_mean, v_mean = k_ref + shift, v_ref + s
+    tl.store(vectors + d, k_mean, mask=inside & (e == 0))
+    tl.store(vectors + 2 * D + e, v_mean, mask=inside & (d == 0))
+    tl.store(vectors + 2 * D + E + 1 + d, shift - (k_mean - k_ref), mask=inside & (e == 0))
+    tl.store(vectors + 3 * D + E + 1 + e, s - (v_mean - v_ref), mask=inside & (d == 0))
     if block == 0:
         tl.store(vectors + 2 * D + E, W)
 
@@ -157,7 +165,7 @@ def read_out(
     if start < end:
         d, e = tl.arange(0, BD), tl.program_id(2) * BE + tl.arange(0, BE)
         matrices += (pid // group).to(tl.int64) * ((ORDER - 1) * D * E)
-        vectors += (pid // group).to(tl.int64) * (2 * D + E + 1)
+        vectors += (pid // group).to(tl.int64) * (3 * D + 2 * E + 1)
         S = matrix(matrices, d, e, D, E).to(q.dtype.element_ty)
         T = S
         if ORDER == 3:

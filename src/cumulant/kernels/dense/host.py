@@ -26,7 +26,7 @@ def _state(batch: Batch, keep: bool) -> tuple[Tensor, Tensor]:
     dtype = torch.bfloat16 if key.dtype == torch.bfloat16 else torch.float32
     return (
         key.new_empty(heads, batch.order - 1, D, E, dtype=dtype),
-        key.new_empty(heads, 2 * D + E + 1, dtype=torch.float32),
+        key.new_empty(heads, 3 * D + 2 * E + 1, dtype=torch.float32),
     )
 
 

@@ -8,7 +8,7 @@ and value is read once and no raw moment is ever formed. What travels between ke
 nu = 1 (W with normalization="sum"):
 
     matrices (1 or 2, D, E)   S' = nu scale S / W,  T' = nu scale^2/2 T / W, ready to be multiplied by queries
-    vectors (2 D + E + 1)     k_mean, <k~^2> (order 3), v_mean, W, in float32
+    vectors (3 D + 2 E + 1)   k_mean, <k~^2> (order 3), v_mean, W, and what float32 cuts off k_mean and v_mean
 
     out = nu v_mean + q S' + q^2 T'
     dq  = do S'^T + 2 q * (do T'^T)
@@ -33,7 +33,10 @@ def moments(
     ORDER: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W, k_mean, v_mean, S, P, T of the tokens [start, end) of one head, columns d and e. No P, T at order 2."""
+    """W, k_mean, v_mean, what these are rounded by, S, P, T of the tokens [start, end) of one head, columns d and e.
+
+    No P, T at order 2.
+    """
     SQUARE: tl.constexpr = tl.bfloat16 if k.dtype.element_ty == tl.bfloat16 else tl.float32
     dtype: tl.constexpr = k.dtype.element_ty
     even_d: tl.constexpr = D % BD == 0
@@ -114,7 +117,8 @@ def moments(
         if ORDER == 3:
             T = T - (2.0 * shift)[:, None] * S + (a * shift - P)[:, None] * s[None, :]
         S = S - a[:, None] * s[None, :]
-    return W, k_ref + shift, v_ref + s, S, P, T
+    k_mean, v_mean = k_ref + shift, v_ref + s
+    return W, k_mean, v_mean, shift - (k_mean - k_ref), s - (v_mean - v_ref), S, P, T
 
 
 @triton.jit
@@ -140,7 +144,7 @@ def store_matrix(x, y, d, e, D: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def store_state(
-    matrices, vectors, W, k_mean, v_mean, S, P, T, d, e,
+    matrices, vectors, W, k_mean, v_mean, k_low, v_low, S, P, T, d, e,
     ORDER: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Writes one head's state. Programs that hold different columns e write the same k_mean, P and W."""
@@ -151,6 +155,8 @@ def store_state(
     tl.store(vectors + d, k_mean, mask=d < D)
     tl.store(vectors + 2 * D + e, v_mean, mask=e < E)
     tl.store(vectors + 2 * D + E, W)
+    tl.store(vectors + 2 * D + E + 1 + d, k_low, mask=d < D)
+    tl.store(vectors + 3 * D + E + 1 + e, v_low, mask=e < E)
 
 
 @triton.jit
@@ -226,7 +232,7 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, dS, dT, k_mean, P, v_mean, k_constant, v_constant, d, e,
+    k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, dS, dT, k_mean, P, v_mean, k_low, v_low, k_constant, v_constant, d, e,
     ORDER: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -247,7 +253,7 @@ def key_gradients(
     # Tokens are centred about the means as their own type holds them, and what is missing (dk, dv below) is constant:
     # k~ = x + k_off and v~ = y + v_off give k~ dS + k~^2 dT = x (dS + 2 k_off dT) + x^2 dT + k_off dS + k_off^2 dT.
     k_point, v_point = cast(k_mean, dtype).to(tl.float32), cast(v_mean, dtype).to(tl.float32)
-    k_off, v_off = (k_point - k_mean)[:, None], (v_point - v_mean)[None, :]
+    k_off, v_off = (k_point - k_mean - k_low)[:, None], (v_point - v_mean - v_low)[None, :]
     k_slope = k_constant
     if ORDER == 3:
         v_constant += tl.sum(k_off * dS + (k_off * k_off - P[:, None]) * dT, 0)
@@ -292,13 +298,14 @@ def key_gradients(
 
 
 @triton.jit
-def centred(x, mean, present):
-    return tl.where(present[:, None], x.to(tl.float32) - mean[None, :], 0.0)
+def centred(x, mean, low, present):
+    return tl.where(present[:, None], x.to(tl.float32) - mean[None, :] - low[None, :], 0.0)
 
 
 @triton.jit
 def wide_key_gradients(
-    k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, grad_matrices, vectors, grad_vectors, v_mean, v_constant, e,
+    k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, grad_matrices, vectors, grad_vectors, v_mean, v_low,
+    v_constant, e,
     ORDER: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -315,13 +322,14 @@ def wide_key_gradients(
         present = valid
         if WEIGHTED:
             present, weights = weigh(w, w_t, rows, end)
-        y = centred(y, v_mean, present)
+        y = centred(y, v_mean, v_low, present)
         dy = tl.zeros((N, BE), tl.float32) + v_constant[None, :]
         for i in range(chunks):
             d = i * BD + tl.arange(0, BD)
             dS = matrix(grad_matrices, d, e, D, E).to(dtype)
             x = tl.load(k + far * k_t + d[None, :], mask=tile_mask(valid, d, D, False), other=0.0)
-            x = centred(x, tl.load(vectors + d, mask=d < D, other=0.0), present)
+            low = tl.load(vectors + 2 * D + E + 1 + d, mask=d < D, other=0.0)
+            x = centred(x, tl.load(vectors + d, mask=d < D, other=0.0), low, present)
             dy = dot(cast(x, dtype), dS, dy, PRECISION)
             if ORDER == 3:
                 dT = matrix(grad_matrices + D * E, d, e, D, E)
