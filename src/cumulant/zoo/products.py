@@ -69,7 +69,7 @@ def fraction(
         return sums[..., :E], sums[..., E : E + 1]
     # The sum over keys comes first: no column of ones, for which the values would have to be copied. Written as a sum
     # and not as a product of matrices, a compiler takes it where it makes the features.
-    # Features are rounded as they will be multiplied and stay wide: gradients from above and below nearly cancel in them.
+    # Features are rounded as products take them and stay wide: gradients from above and below nearly cancel in them.
     query, key = wide(factor(query, dtype)), wide(factor(key, dtype))
     total = key.sum(-2, keepdim=True)
     total = (query * repeat_heads(total, query.shape[-3])).sum(-1, keepdim=True)

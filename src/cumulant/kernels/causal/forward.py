@@ -127,8 +127,8 @@ def outputs(
 ):  # fmt: skip
     """Grid (B Hq splits). The outputs of one part of one query head, and ubar of its rows.
 
-    Where nothing counts before the part, the point is its first token for one tile, then the mean of that tile, which is
-    left in `state` for the backward pass; the means of the tile are then those about the new point.
+    Where nothing counts before the part, the point is its first token for one tile, then the mean of that tile, which
+    is left in `state` for the backward pass; the means of the tile are then those about the new point.
     """
     DOT: tl.constexpr = k.dtype.element_ty
     SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32

@@ -278,10 +278,8 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
     for n in _chunks(key):
         w, gone = (None, None) if weights is None or absent is None else (weights[:, n], absent[:, n])
         k = space.centred("k", key[..., n, :], k_mean, gone)
-        if as_they_are:
-            v = space.load("v", value[..., n, :])
-        else:
-            v = space.centred("v", value[..., n, :], v_mean, gone)
+        own = value[..., n, :]
+        v = space.load("v", own) if as_they_are else space.centred("v", own, v_mean, gone)
         if w is not None:
             v.mul_(w)
         k_rest += _total(k, w)

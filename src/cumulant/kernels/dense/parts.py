@@ -232,7 +232,8 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, dS, dT, k_mean, P, v_mean, k_low, v_low, k_constant, v_constant, d, e,
+    k, v, w, dk, dv, k_t, v_t, w_t, dk_t, dv_t, start, end, dS, dT, k_mean, P, v_mean, k_low, v_low,
+    k_constant, v_constant, d, e,
     ORDER: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
