@@ -26,10 +26,13 @@ def saturated(what: Callable[[Call, Form], Tensor], call: Call, form: Form) -> T
     if not (call.query.numel() and call.key.numel()):
         return what(call, form)
     assert form.closure is not None
+    given = call.query.dtype
     with without_autocast(call.query.device.type):
         f = gain(_variance(call), form.closure)
-        query = (call.query.to(f.dtype) * f).to(call.query.dtype)
-    return what(call._replace(query=query), form)
+        query = call.query.to(f.dtype) * f
+    if form.backend == "triton" or (form.backend == "auto" and query.is_cuda):  # kernels multiply what is alike
+        return what(call._replace(query=query.to(given)), form)
+    return what(call._replace(query=query, key=call.key.to(f.dtype), value=call.value.to(f.dtype)), form).to(given)
 
 
 def _variance(call: Call) -> Tensor:
