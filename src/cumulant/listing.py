@@ -27,6 +27,10 @@ padding · ragged: sequences end to end, forward_packed · streaming: token by t
 equivariant: permuted tokens give permuted rows · losses: auxiliary losses that training adds
 weights: scores(x) can be shown · any mechanism: runs over every name of `cumulant list`"""
 
+MODELS_LEGEND = """
+parameters: with 1000 classes. GMACs: thousand millions of multiply-adds for one input with softmax
+attention, all matrix products counted. input: channels x (frames x) height x width, or tokens"""
+
 
 @dataclass(frozen=True)
 class List:
@@ -96,20 +100,36 @@ def layers() -> tuple[list[dict[str, Any]], str]:
 
 
 def models() -> tuple[list[dict[str, Any]], str]:
-    """Every model with its parameters, counted without making them, and the input that it takes."""
+    """Every model with its parameters and multiply-adds, counted without making them, and the input that it takes."""
     from .models import create_model, names
     from .models.registry import input_shape
 
     rows: list[dict[str, Any]] = []
     for name in names():
-        count = sum(weight.numel() for weight in create_model(name, device="meta").parameters())
-        rows.append({"name": name, "parameters": count, "input": list(input_shape(name))})
+        model, shape = create_model(name, device="meta"), input_shape(name)
+        count = sum(weight.numel() for weight in model.parameters())
+        macs = multiply_adds(model, shape) if shape else None
+        rows.append({"name": name, "parameters": count, "macs": macs, "input": list(shape)})
     width = max(len(row["name"]) for row in rows)
-    lines = [f"{'name':{width}}  {'parameters':>12}  input"]
-    lines += [f"{row['name']:{width}}  {row['parameters']:12,}  {' x '.join(map(str, row['input']))}" for row in rows]
-    return rows, "\n".join(
-        [*lines, "\nparameters: with 1000 classes. input: channels x (frames x) height x width, or tokens"]
-    )
+    lines = [f"{'name':{width}}  {'parameters':>11}  {'GMACs':>9}  input"]
+    for row in rows:
+        work = "" if row["macs"] is None else f"{row['macs'] / 1e9:,.3f}"
+        size = " x ".join(map(str, row["input"])) or "any"
+        lines.append(f"{row['name']:{width}}  {row['parameters']:11,}  {work:>9}  {size}")
+    return rows, "\n".join([*lines, MODELS_LEGEND])
+
+
+def multiply_adds(model: Any, shape: tuple[int, ...]) -> int:
+    """Of all matrix products and convolutions for one input of that shape, counted while a forward pass runs that
+    computes no numbers: the model is on the meta device."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tokens = len(shape) == 1
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.eval()(torch.empty(1, *shape, device="meta", dtype=torch.int64 if tokens else torch.float32))
+    return counter.get_total_flops() // 2
 
 
 def studies() -> tuple[list[dict[str, Any]], str]:

@@ -82,8 +82,12 @@ def test_models_are_listed_with_their_parameters_and_input(capsys):
     assert cli.main(["list", "models", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == cumulant.models.names()
+    tokens, width = 197, 192
+    block = 12 * tokens * width**2 + 2 * tokens**2 * width  # projections and MLP; logits and mixing
+    embedding, head = 196 * (3 * 16 * 16) * width, 1000 * width
     assert rows["vit_tiny_patch16_224"] == {
-        "name": "vit_tiny_patch16_224", "parameters": 5_717_416, "input": [3, 224, 224],
+        "name": "vit_tiny_patch16_224", "parameters": 5_717_416, "macs": 12 * block + embedding + head,
+        "input": [3, 224, 224],
     }  # fmt: skip
     assert rows["vivit_nano_patch4x2_16"]["input"] == [1, 8, 16, 16]
 

@@ -22,7 +22,7 @@ DIGITS = "runs/digits-softmax-0"
 
 RUN = {  # an example: what is run for it, itself where it takes seconds; in this order
     "cumulant train digits": "cumulant train digits --epochs 2",
-    f"cumulant evaluate {DIGITS}/best.safetensors digits": None,
+    f"cumulant evaluate {DIGITS} digits": None,
     f"cumulant diagnose {DIGITS} digits": None,
     f"cumulant convert {DIGITS} --data digits --layers auto --budget 0.1 --force": None,
     f"cumulant convert {DIGITS} --data digits --distill --epochs 5 --items-a-step 64 --force": (
@@ -62,7 +62,7 @@ PARSED = {  # an example that is read by the parser and not run: why
     "cumulant convert path/to/sentence-encoder --data texts.txt --layers 3 4 5 --around mean": DATA,
     "cumulant convert path/to/sentence-encoder --data texts.txt --layers dial --target 0.15": DATA,
     "cumulant explore": "trains four models first",
-    "cumulant explore runs/my-run/best.safetensors --data path/to/tiny-imagenet-100": DATA,
+    "cumulant explore runs/my-run --data path/to/tiny-imagenet-100": DATA,
     "cumulant explore timm:vit_base_patch16_224 timm:vit_base_patch16_224@cumulant3 --data path/to/pictures": DATA,
     "cumulant explore path/to/dinov2 --data path/to/pictures": DATA,
 }

@@ -190,7 +190,7 @@ def test_erasing_draws_boxes_as_set():
 def test_crops_have_the_area_and_ratio_that_were_set(source):
     parts = Augmentation(crop_scale=(0.2, 0.9))
     uniform = torch.rand(rows(0), 20000, generator=torch.Generator().manual_seed(0))
-    tall, wide = crop_sides(part(uniform, "crop"), parts, source)
+    tall, wide = crop_sides(part(uniform, "crop"), parts, *source)
     assert (tall <= source[0]).all()
     assert (wide <= source[1]).all()
     area, ratio = tall * wide / (source[0] * source[1]), wide / tall
@@ -204,7 +204,7 @@ def test_crops_have_the_area_and_ratio_that_were_set(source):
 def test_a_crop_that_never_fits_becomes_the_largest_one_allowed():
     parts = Augmentation(crop_scale=(0.9, 1.0))
     uniform = torch.rand(rows(0), 50, generator=torch.Generator().manual_seed(0))
-    tall, wide = crop_sides(part(uniform, "crop"), parts, (10, 100))
+    tall, wide = crop_sides(part(uniform, "crop"), parts, 10, 100)
     assert (tall == 10).all()
     torch.testing.assert_close(wide, torch.full((50,), 40 / 3))
 

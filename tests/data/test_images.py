@@ -266,7 +266,7 @@ def test_tensors_are_a_part_too_and_are_resized_like_files():
     ("images", "labels", "message"),
     [
         (torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.int64), "images must be uint8"),
-        (torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), "images must be uint8"),
+        (torch.zeros(2, 2, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), "images must be uint8"),
         (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), "labels must be int64"),
     ],
 )

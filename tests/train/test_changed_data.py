@@ -44,7 +44,7 @@ def test_images_deleted_between_kill_and_resume_are_told_by_class_and_nothing_is
     kept = {file: file.read_bytes() for file in gone}
     for file in gone:
         file.unlink()
-    told = r"train items: 96 -> 48 \(digit-0 \d+ -> \d+, .* and 5 more.*Put the data back.*--fresh"
+    told = r"train items: 112 -> 56 \(digit-0 \d+ -> \d+, .* and 5 more.*Put the data back.*--fresh"
     with pytest.raises(RecipeError, match=told):
         train(recipe, tmp_path / "run")
     for file, content in kept.items():

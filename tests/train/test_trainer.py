@@ -212,7 +212,9 @@ def test_the_loss_is_handed_over_in_order_and_counted_anew():
 
 
 def test_too_large_or_indivisible_batches_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="batch_size must not exceed the 96 training items of few digits, got 128"):
+    with pytest.raises(
+        ValueError, match="must not exceed the 100 training items of few digits without the hold-out of 12"
+    ):
         train(replace(PLAIN, batch_size=128), tmp_path / "large", source=few_digits())
     with pytest.raises(
         ValueError, match="batch_size must be a multiple of accumulate, got batch_size=16, accumulate=3"
@@ -410,6 +412,6 @@ def test_a_run_says_at_its_start_what_it_trains_on_what(tmp_path):
     result = train(ONE, tmp_path, source=few_digits(), device="cpu", progress=screen)
     first = screen.getvalue().splitlines()[0]
     assert first == (
-        "few digits: 96 train and 50 test images of 10 classes; vit_nano_patch2_8 with cumulant2, "
-        f"{result.parameters:,} parameters, on cpu; 1 epochs of 6 steps"
+        "few digits: 112 train and 50 test images of 10 classes (12 of the train images held out); vit_nano_patch2_8 "
+        f"with cumulant2, {result.parameters:,} parameters, on cpu; 1 epochs of 6 steps"
     )

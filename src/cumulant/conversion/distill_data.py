@@ -18,7 +18,7 @@ from ..inspect.batches import Batch, to_device
 from ..inspect.items import LENGTH, TEXTS, pixels_of, read_lines, source_of, tokenizer_of
 from ..inspect.opening import Opened, Pixels
 
-AUGMENT = 2  # stream of random numbers, as in training
+AUGMENT = -2  # stream of random numbers, as in training
 USUAL = Augmentation(crop_scale=(0.35, 1.0), flip=0.5, randaugment_ops=2, mixup=0.2, eval_crop=1.0)
 
 
@@ -69,7 +69,7 @@ class Images:
     ) -> None:
         self.loader = Loader(
             source.train, batch_size, size=seen.size, seed=seed, shuffle=True, drop_last=True, device=device,
-            workers=workers, progress=False,
+            workers=workers, progress=False, whole=augmentation.crops,
         )  # fmt: skip
         self.augment = Augment(augmentation, size=seen.size, classes=len(source.classes), mean=seen.mean, std=seen.std)
         self.seed, self.seen = seed, seen
@@ -79,8 +79,9 @@ class Images:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         start = epoch * len(self) + first_step
-        for step, (pixels, labels, _) in enumerate(self.loader.epoch(epoch, first_step), start):
-            images, _ = self.augment(pixels, labels, seed=int(mix(self.seed, AUGMENT, step)))
+        for step, (pixels, labels, positions) in enumerate(self.loader.epoch(epoch, first_step), start):
+            ratio = self.loader.ratios_of(positions)
+            images, _ = self.augment(pixels, labels, seed=int(mix(self.seed, AUGMENT, step)), ratio=ratio)
             yield self.seen.batch(images)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .augment_draws import NOISE_STARTS, Draws, draws, rows
 from .augmentation import OPERATION, Augmentation, check
-from .colour import jitter, recolour
+from .colour import jitter, luma, recolour
 from .mixing import beta_table, erase, mix, soft_targets
 from .warp import warp
 
@@ -41,6 +41,8 @@ class Augment:
     A pure function of its arguments: the same seed gives the same result, and rank r of `world` gets what a
     single process would give to its slice of the global batch. Nothing waits for the device. `compile` passes the
     part after the draws through torch.compile. Mixing exchanges samples 2i and 2i + 1, so it needs an even b.
+    `ratio` (b,) is the width / height that pictures had before they were stretched to h x w: a random crop is chosen in
+    the picture as it was. One mean makes colours grey.
 
     A source much larger than `size` should be reduced when it is decoded: the resampling does not filter.
     """
@@ -73,20 +75,22 @@ class Augment:
 
     @torch.no_grad()
     def __call__(
-        self, pixels: Tensor, labels: Tensor, *, seed: int, rank: int = 0, world: int = 1
+        self, pixels: Tensor, labels: Tensor, *, seed: int, rank: int = 0, world: int = 1, ratio: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        self._check_pixels(pixels)
+        pixels = self._taken(pixels)
         batch, mixes = pixels.shape[0], self.settings.mixup > 0 or self.settings.cutmix > 0
         check(labels.shape == (batch,), "labels", tuple(labels.shape), f"shape ({batch},), one label per sample")
         check(0 <= rank < world, "rank", rank, f"0 to world - 1 = {world - 1}")
         check(not mixes or batch % 2 == 0, "batch", batch, "an even number: mixing pairs samples 2i and 2i + 1")
+        good = ratio is None or (ratio.shape == (batch,) and self.settings.crops)
+        check(good, "ratio", ratio, f"shape ({batch},), and only beside a random crop, which undoes the stretching")
         uniform, noise = self.random(batch, seed, rank, world, pixels.device)
-        return self._transform(pixels, labels, uniform, noise, self.constants(pixels.device))
+        return self._transform(pixels, labels, uniform, noise, self.constants(pixels.device), ratio)
 
     @torch.no_grad()
     def evaluate(self, pixels: Tensor) -> Tensor:
         """uint8 pixels normalised; resized and cut to the centre first if they have another size. Nothing is random."""
-        self._check_pixels(pixels)
+        pixels = self._taken(pixels)
         clips = pixels if pixels.dim() == 5 else pixels.unsqueeze(2)
         x = self._normalised(self._fitted(clips.float()), self.constants(pixels.device))
         return x if pixels.dim() == 5 else x.squeeze(2)
@@ -100,16 +104,22 @@ class Augment:
         return uniform[:, rank * batch : (rank + 1) * batch], noise
 
     def transform(
-        self, pixels: Tensor, labels: Tensor, uniform: Tensor, noise: Tensor, constants: Constants
+        self,
+        pixels: Tensor,
+        labels: Tensor,
+        uniform: Tensor,
+        noise: Tensor,
+        constants: Constants,
+        ratio: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The step with its randomness given: a pure function of tensors, whole under torch.compile."""
         settings = self.settings
         clips = pixels if pixels.dim() == 5 else pixels.unsqueeze(2)
         levels = clips.float()
-        if settings.crop_scale == (1.0, 1.0):
+        if not settings.crops:
             levels = self._fitted(levels)
         height, width = levels.shape[-2:]
-        drawn = draws(uniform, settings, constants, (height, width), self.size)
+        drawn = draws(uniform, settings, constants, (height, width), self.size, ratio)
         x = self._normalised(self._coloured(self._warped(levels, drawn, constants), drawn), constants)
         targets = soft_targets(labels, self.classes, self.label_smoothing)
         if drawn.erase is not None:
@@ -171,8 +181,17 @@ class Augment:
         top, left = (side[0] - self.size) // 2, (side[1] - self.size) // 2
         return levels[..., top : top + self.size, left : left + self.size]
 
-    def _check_pixels(self, pixels: Tensor) -> None:
+    def _taken(self, pixels: Tensor) -> Tensor:
+        """The pixels with as many channels as there are means: colours become grey as Pillow has it, grey is
+        repeated."""
         channels = len(self.mean)
-        good = pixels.dtype == torch.uint8 and pixels.dim() in (4, 5) and pixels.shape[1] == channels
+        good = pixels.dtype == torch.uint8 and pixels.dim() in (4, 5)
+        found = pixels.shape[1] if good else 0
         received = f"{pixels.dtype} {tuple(pixels.shape)}"
+        good = found == channels or {found, channels} == {1, 3}
         check(good, "pixels", received, f"uint8 (b, {channels}, h, w) or (b, {channels}, t, h, w)")
+        if found == channels:
+            return pixels
+        if channels == 3:
+            return pixels.expand(-1, 3, *pixels.shape[2:])
+        return luma(pixels.float()).to(torch.uint8)

@@ -52,16 +52,26 @@ class Draws(NamedTuple):
     mix: tuple[Tensor, Tensor, Tensor] | None  # own weight (b,), cut (b,), box (4, b)
 
 
-def draws(uniform: Tensor, settings: Augmentation, constants: Constants, source: tuple[int, int], size: int) -> Draws:
-    """Parameters for images of `source` = (height, width) that become size x size; uniform (rows, b)."""
+def draws(
+    uniform: Tensor,
+    settings: Augmentation,
+    constants: Constants,
+    source: tuple[int, int],
+    size: int,
+    ratio: Tensor | None = None,
+) -> Draws:
+    """Parameters for images of `source` = (height, width) that become size x size; uniform (rows, b).
+
+    `ratio` (b,): width / height that the pictures had before they were stretched to `source`.
+    """
     operations = distortions = None
     if settings.randaugment_ops:
         operations = randaugment(part(uniform, "randaugment"), settings, constants)
         if any(name in GEOMETRIC for name in settings.randaugment_choices):
             distortions = distortion_map(*operations, size)
-    moved = settings.crop_scale != (1.0, 1.0) or settings.flip or settings.shift or distortions is not None
+    moved = settings.crops or settings.flip or settings.shift or distortions is not None
     return Draws(
-        view=view(uniform, settings, source, size) if moved else None,
+        view=view(uniform, settings, source, size, ratio) if moved else None,
         distortions=distortions,
         operations=operations,
         jitter=jitter_factors(part(uniform, "jitter"), settings) if any(settings.jitter) else None,
@@ -70,15 +80,19 @@ def draws(uniform: Tensor, settings: Augmentation, constants: Constants, source:
     )
 
 
-def view(uniform: Tensor, settings: Augmentation, source: tuple[int, int], size: int) -> Tensor:
-    """Crop, flip and shift as one map."""
+def view(
+    uniform: Tensor, settings: Augmentation, source: tuple[int, int], size: int, ratio: Tensor | None = None
+) -> Tensor:
+    """Crop, flip and shift as one map. The crop is chosen in the picture as it was before stretching."""
     height, width = source
     crop, shift = part(uniform, "crop"), part(uniform, "shift")
-    if settings.crop_scale == (1.0, 1.0):
+    if not settings.crops:
         top = left = torch.zeros_like(crop[0])
         box_height, box_width = torch.full_like(top, height), torch.full_like(top, width)
     else:
-        box_height, box_width = crop_sides(crop, settings, source)
+        across = 1.0 if ratio is None else ratio * (height / width)  # pixels of the picture for one of the source
+        box_height, box_width = crop_sides(crop, settings, height, width * across)
+        box_width = box_width / across
         top, left = crop[-2] * (height - box_height), crop[-1] * (width - box_width)
     if settings.shift:
         steps = torch.floor(shift * (2 * settings.shift + 1)) - settings.shift
@@ -86,13 +100,14 @@ def view(uniform: Tensor, settings: Augmentation, source: tuple[int, int], size:
     return view_map(top, left, box_height, box_width, part(uniform, "flip")[0] < settings.flip, size)
 
 
-def crop_sides(uniform: Tensor, settings: Augmentation, source: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def crop_sides(uniform: Tensor, settings: Augmentation, height: int, width: float | Tensor) -> tuple[Tensor, Tensor]:
     """Height and width (b,) of a random resized crop: the first of ten boxes that fits, else the largest one."""
-    height, width = source
     low, high = settings.crop_ratio
     tall, wide = _sides(uniform, settings.crop_scale, settings.crop_ratio, height * width)
     tall, wide, found = _first_that_fits(tall, wide, (tall <= height) & (wide <= width))
-    return torch.where(found, tall, min(height, width / low)), torch.where(found, wide, min(width, height * high))
+    width = torch.as_tensor(width, dtype=tall.dtype, device=tall.device)
+    most = (width / low).clamp(max=height), width.clamp(max=height * high)
+    return torch.where(found, tall, most[0]), torch.where(found, wide, most[1])
 
 
 def randaugment(uniform: Tensor, settings: Augmentation, constants: Constants) -> tuple[Tensor, Tensor]:
@@ -191,7 +206,9 @@ def normal_quantile(probability: Tensor) -> Tensor:
     return math.sqrt(2) * torch.erfinv(2 * probability - 1)
 
 
-def _sides(uniform: Tensor, scale: tuple[float, float], ratio: tuple[float, float], area: int) -> tuple[Tensor, Tensor]:
+def _sides(
+    uniform: Tensor, scale: tuple[float, float], ratio: tuple[float, float], area: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Heights and widths (attempts, b): the area uniform in `scale`, the logarithm of width / height in `ratio`."""
     areas = (scale[0] + (scale[1] - scale[0]) * uniform[:ATTEMPTS]) * area
     low, high = math.log(ratio[0]), math.log(ratio[1])

@@ -45,7 +45,7 @@ class Augmentation:
     """What to do to training samples; everything is off by default. One draw per image or clip."""
 
     crop_scale: tuple[float, float] = (1.0, 1.0)
-    """Random resized crop: smallest and largest part of the area; (1, 1) is off."""
+    """Random resized crop: smallest and largest part of the picture's area; (1, 1) is off."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Width / height of the crop."""
     flip: float = 0.0
@@ -84,6 +84,11 @@ class Augmentation:
     """Resampling of the geometric part and of evaluation."""
     eval_crop: float = 0.875
     """Evaluation of images of another size: part of the resized short side that is kept."""
+
+    @property
+    def crops(self) -> bool:
+        """Whether there is a random resized crop."""
+        return self.crop_scale != (1.0, 1.0)
 
     def __post_init__(self) -> None:
         for field in fields(self):  # a recipe file gives lists

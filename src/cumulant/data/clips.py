@@ -73,8 +73,12 @@ class Videos(Protocol):
         """Frames of the video, exact or as its header says: for estimates of memory."""
         ...
 
+    def ratio(self, index: int) -> float:
+        """Width / height of its frames."""
+        ...
+
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
-        """The chosen frames, uint8 (T, 3, size, size)."""
+        """The chosen frames, uint8 (T, 3, size, size); `crop` and `crops` as of `decode.fit`."""
         ...
 
 
@@ -83,7 +87,9 @@ class TensorVideos:
 
     separate = False
 
-    def __init__(self, videos: Sequence[Tensor], labels: Tensor, title: str = "tensor") -> None:
+    def __init__(
+        self, videos: Sequence[Tensor], labels: Tensor, title: str = "tensor", ratios: Tensor | None = None
+    ) -> None:
         for i, video in enumerate(videos):
             if video.dtype != torch.uint8 or video.ndim != 4 or video.shape[1] != 3 or not len(video):
                 raise ValueError(
@@ -92,7 +98,7 @@ class TensorVideos:
                 )
         if labels.shape != (len(videos),) or labels.dtype != torch.int64:
             raise ValueError(f"labels must be int64 ({len(videos)},), got {labels.dtype} {tuple(labels.shape)}")
-        self.videos, self.labels, self.title = videos, labels, title
+        self.videos, self.labels, self.title, self.ratios = videos, labels, title, ratios
 
     def name(self, index: int) -> str:
         return f"{self.title}[{index}]"
@@ -103,9 +109,12 @@ class TensorVideos:
     def length(self, index: int) -> int:
         return len(self.videos[index])
 
+    def ratio(self, index: int) -> float:
+        return 1.0 if self.ratios is None else float(self.ratios[index])
+
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
         video = self.videos[index]
-        if video.shape[-2:] != (size, size) or crops != 1:
+        if video.shape[-2:] != (size, size) or crops > 1 or (crops == 1 and self.ratio(index) != 1):
             asked = f"{crops} crops of size {size}"
             raise DecodeError(self.name(index), f"its frames are {tuple(video.shape[-2:])} and kept whole, not {asked}")
         return video[torch.from_numpy(choose(len(video)))]
@@ -131,25 +140,32 @@ class ClipPart:
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
         """uint8 (3, T, size, size). View v, crop c of video i is item (i * views + v) * crops + c."""
-        video, view = divmod(index, self.views)
-        view, crop = divmod(view, self.sampling.crops)
+        view, crop = divmod(index % self.views, self.sampling.crops)
+        return self._read(index, size, seed, view, crop, self.sampling.crops)
 
+    def decode_whole(self, index: int, size: int, seed: int | None = None) -> tuple[Tensor, float]:
+        """As `decode`, with the frames stretched to the square, and width / height of them."""
+        view = index % self.views // self.sampling.crops
+        return self._read(index, size, seed, view, 0, 0), self.videos.ratio(index // self.views)
+
+    def _read(self, index: int, size: int, seed: int | None, view: int, crop: int, crops: int) -> Tensor:
         def choose(total: int) -> NDArray[np.int64]:
             frames = np.asarray(total)
             if seed is None or not self.jitter:
                 return self.sampling.evaluation(frames, view)
             return self.sampling.training(frames, np.asarray(seed))
 
-        return self.videos.read(video, choose, size, crop, self.sampling.crops).transpose(0, 1).contiguous()
+        return self.videos.read(index // self.views, choose, size, crop, crops).transpose(0, 1).contiguous()
 
-    def whole(self, index: int, size: int) -> Tensor:
-        """Every frame, uint8 (F, 3, size, size): what is kept in memory when clips start anywhere."""
-        return self.videos.read(index, np.arange, size, 0, 1)
+    def whole(self, index: int, size: int, crops: int = 1) -> Tensor:
+        """uint8 (F, 3, size, size): what is kept in memory when clips start anywhere."""
+        return self.videos.read(index, np.arange, size, 0, crops)
 
-    def readable(self, index: int, size: int) -> tuple[Tensor, dict[int, str]]:
-        """As `whole`, but damaged frames are black and told by number, with the reason: a clip beside them is good."""
+    def readable(self, index: int, size: int, crops: int = 1) -> tuple[Tensor, dict[int, str]]:
+        """As `whole`, but damaged ones are black and told by number, with the reason: a clip beside them is
+        good."""
         try:
-            return self.whole(index, size), {}
+            return self.whole(index, size, crops), {}
         except DecodeError:
             if not self.videos.separate:
                 raise
@@ -157,7 +173,7 @@ class ClipPart:
         damaged: dict[int, str] = {}
         for number in range(len(frames)):
             try:
-                frames[number] = self.videos.read(index, lambda _, n=number: np.asarray([n]), size, 0, 1)[0]  # type: ignore[misc]
+                frames[number] = self.videos.read(index, lambda _, n=number: np.asarray([n]), size, 0, crops)[0]  # type: ignore[misc]
             except DecodeError as error:
                 damaged[number] = error.why
         if len(damaged) == len(frames):

@@ -28,6 +28,12 @@ def decode_image(data: bytes | Path, size: int, name: str) -> Tensor:
     return to_tensor(fit(open_image(data, size, name), size))
 
 
+def decode_whole(data: bytes | Path, size: int, name: str) -> tuple[Tensor, float]:
+    """The whole picture, stretched to uint8 (3, size, size), and its width / height."""
+    image = open_image(data, size, name)
+    return to_tensor(fit(image, size, crops=0)), image.width / image.height
+
+
 def open_image(data: bytes | Path, size: int, name: str) -> Image:
     """The decoded RGB picture, at its own size or, for a JPEG, at the smallest that is still twice `size`."""
     pillow = pillow_image()
@@ -69,10 +75,12 @@ def make_upright(image: Image) -> None:
 
 def fit(image: Image, size: int, crop: int = 0, crops: int = 1) -> Image:
     """Short side resized to `size` (bicubic, antialiased), then a square: the centre, or the crop-th of `crops`
-    squares spread evenly over the long side."""
+    squares spread evenly over the long side. No crops: all of it, stretched to a square."""
     width, height = image.size
     if (width, height) == (size, size):
         return image
+    if crops == 0:
+        return image.resize((size, size), pillow_image().Resampling.BICUBIC)
     short, long = min(width, height), max(width, height)
     place = (long - short) * (0.5 if crops == 1 else crop / (crops - 1))
     left, top = (place, 0.0) if width > height else (0.0, place)
@@ -81,8 +89,8 @@ def fit(image: Image, size: int, crop: int = 0, crops: int = 1) -> Image:
 
 
 def to_tensor(image: Image) -> Tensor:
-    """uint8 (3, height, width)."""
-    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
+    """uint8 (3, height, width), of a grey picture (1, height, width)."""
+    return torch.from_numpy(np.atleast_3d(np.asarray(image)).transpose(2, 0, 1).copy())
 
 
 def pillow_image():  # type: ignore[no-untyped-def]

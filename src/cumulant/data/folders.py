@@ -15,9 +15,9 @@ from torch import Tensor
 from .clips import ClipPart, ClipSampling
 from .decode import IMAGE_SUFFIXES
 from .images import Images
-from .part import DataError, Source, check_groups, shorten
+from .part import GROUP_IN_NAME, DataError, Source, check_groups, shorten
 from .rows import Files
-from .tables import GROUP_IN_NAME, TEST_PARTS, TRAIN_PARTS, pick_parts
+from .tables import TEST_PARTS, TRAIN_PARTS, pick_parts
 from .video import VIDEO_SUFFIXES, EncodedVideos
 
 LIST_FOLDERS = ("", "ucfTrainTestlist", "splits")

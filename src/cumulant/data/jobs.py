@@ -29,12 +29,14 @@ class Job(NamedTuple):
 class Decoded(NamedTuple):
     """`pixels` of the items `positions`, one after the other; `lengths` frames each when whole videos were asked for.
 
-    `bad`: (position, why) of items met on the way that could not be decoded; `damaged`: (position, frame, why) of
-    frames that are black in a whole video because they could not.
+    `ratios`: width / height of each picture, 1 where it is the centre square. `bad`: (position, why) of items met on
+    the way that could not be decoded; `damaged`: (position, frame, why) of frames that are black in a whole video
+    because they could not.
     """
 
     pixels: Tensor
     positions: Tensor
+    ratios: Tensor
     lengths: list[int]
     bad: list[tuple[int, str]]
     damaged: list[tuple[int, int, str]]
@@ -43,11 +45,14 @@ class Decoded(NamedTuple):
 class Decoder(Dataset[Decoded]):
     """Decodes jobs. A bad item gives way to the next good one after it (`replace`), or is left out.
 
-    `whole` reads all frames of each video instead of a clip.
+    `whole` reads all frames of each video instead of a clip; `stretch` all of a picture instead of its centre square.
     """
 
-    def __init__(self, part: Part, size: int, *, replace: bool, attempts: int, whole: bool = False) -> None:
+    def __init__(
+        self, part: Part, size: int, *, replace: bool, attempts: int, whole: bool = False, stretch: bool = False
+    ) -> None:
         self.part, self.size, self.replace, self.attempts, self.whole = part, size, replace, attempts, whole
+        self.stretch = stretch and hasattr(part, "decode_whole")
         self.known_bad: dict[int, str] = {}
         # Where one damaged frame spoils some clips of a video and not others, a clip must not depend on those before.
         self.remembers = not (isinstance(part, ClipPart) and part.jitter and part.videos.separate)
@@ -55,36 +60,44 @@ class Decoder(Dataset[Decoded]):
     def __getitem__(self, job: Job) -> Decoded:
         pixels: list[Tensor] = []
         positions: list[int] = []
+        ratios: list[float] = []
         bad: list[tuple[int, str]] = []
         damaged: list[tuple[int, int, str]] = []
         for slot, wanted in enumerate(job.positions.tolist()):
             seed = None if job.seeds is None else int(job.seeds[slot])
             for step in range(self.attempts if self.replace else 1):
                 position = (wanted + step) % len(self.part)
-                item, broken = self._decode(position, seed)
+                item, ratio, broken = self._decode(position, seed)
                 if isinstance(item, Tensor):
                     pixels.append(item)
                     positions.append(position)
+                    ratios.append(ratio)
                     damaged += [(position, frame, why) for frame, why in broken.items()]
                     break
                 bad.append((position, item))
         stacked = torch.cat(pixels) if pixels else torch.empty(0, dtype=torch.uint8)
         lengths = [len(item) for item in pixels]
-        return Decoded(stacked, torch.tensor(positions, dtype=torch.int64), lengths, bad, damaged)
+        there = torch.tensor(positions, dtype=torch.int64)
+        return Decoded(stacked, there, torch.tensor(ratios, dtype=torch.float32), lengths, bad, damaged)
 
-    def _decode(self, position: int, seed: int | None) -> tuple[Tensor | str, dict[int, str]]:
-        """Pixels, or why there are none; and the damaged frames of a whole video."""
+    def _decode(self, position: int, seed: int | None) -> tuple[Tensor | str, float, dict[int, str]]:
+        """Pixels, or why there are none; width / height; and the damaged frames of a whole video."""
         if position in self.known_bad:
-            return self.known_bad[position], {}
+            return self.known_bad[position], 1.0, {}
         try:
             if self.whole:
                 assert isinstance(self.part, ClipPart)
-                return self.part.readable(position, self.size)
-            return self.part.decode(position, self.size, seed)[None], {}
+                ratio = self.part.videos.ratio(position) if self.stretch else 1.0
+                pixels, damaged = self.part.readable(position, self.size, 0 if self.stretch else 1)
+                return pixels, ratio, damaged
+            if self.stretch:
+                pixels, ratio = self.part.decode_whole(position, self.size, seed)  # type: ignore[attr-defined]
+                return pixels[None], ratio, {}
+            return self.part.decode(position, self.size, seed)[None], 1.0, {}
         except DecodeError as error:
             if self.remembers:
                 self.known_bad[position] = error.why
-            return error.why, {}
+            return error.why, 1.0, {}
 
 
 def keep(decoded: Any) -> Any:

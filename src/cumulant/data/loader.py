@@ -53,6 +53,8 @@ class Loader:
         batch_size: the global batch B; rank r gets items r B / world to (r + 1) B / world of each, so that all ranks
             together see what a single process would see.
         size: side of the pictures; the short side is resized to it and the centre square taken.
+        whole: decode whole pictures instead, stretched to the square; `ratios_of` says how wide they were, so that
+            a random crop (`Augment`) sees all of a picture and undoes the stretching.
         seed: of the order and of where training clips start, with the epoch and the place in it.
         shuffle: False goes through the items in order, clips from the middle of their video: for evaluation.
         repeats: repeated augmentation: so many copies of each item in a batch, which then holds B / repeats items.
@@ -64,6 +66,8 @@ class Loader:
         max_bad: more items than this that cannot be decoded are an error (default: 1 %, at least 10, at most half).
             Fewer are reported in `bad` and by a warning; the next good item takes the place of a bad one where
             batches are full (`drop_last`), and otherwise, as in evaluation, it is left out.
+        shard_window: of a part that lies in shards, shuffle so many of them at a time, in an order that is shuffled
+            itself, so that only these are read; 0: shuffle over all. Either is a function of seed and epoch alone.
         progress: show a bar while decoding into memory; None: in a terminal.
     """
 
@@ -84,7 +88,10 @@ class Loader:
         drop_last: bool = True,
         max_bad: int | None = None,
         progress: bool | None = None,
+        whole: bool = False,
+        shard_window: int = 0,
     ) -> None:
+        self.shard_window = shard_window
         self.part, self.batch_size, self.size, self.seed = part, batch_size, size, seed
         self.shuffle, self.repeats, self.drop_last = shuffle, repeats, drop_last
         self.rank, self.world, self.device = rank, world, torch.device(device)
@@ -103,13 +110,15 @@ class Loader:
         if self.in_memory:
             with telling_of_killed_workers():
                 self._memory = Memory.fill(
-                    part, size, self.device, workers=workers, progress=progress, attempts=attempts
+                    part, size, self.device, workers=workers, progress=progress, attempts=attempts, stretch=whole
                 )
+            self._ratios = self._memory.ratios
             self._report(self._memory.flaws().items())
         else:
             self._plan: list[Job] = []
             self._chunk = chunk_length(item_bytes(part, size))
-            decoder = Decoder(part, size, replace=drop_last, attempts=attempts)
+            self._ratios = torch.ones(len(part), device=self.device) if whole else None
+            decoder = Decoder(part, size, replace=drop_last, attempts=attempts, stretch=whole)
             per_batch = -(-batch_size // world // self._chunk)
             ahead = max(2, -(-2 * per_batch // max(1, workers)))  # two batches in the making
             self._jobs = worker_loader(decoder, self._plan, workers, pin=self.device.type == "cuda", ahead=ahead)
@@ -117,6 +126,10 @@ class Loader:
     def __len__(self) -> int:
         """Steps per epoch."""
         return len(self.part) // self.batch_size if self.drop_last else -(-len(self.part) // self.batch_size)
+
+    def ratios_of(self, positions: Tensor) -> Tensor | None:
+        """Width / height (b,) of pictures that were handed out, before they were stretched; None for centre squares."""
+        return None if self._ratios is None else self._ratios[positions]
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Batches of an epoch from step `first_step` on: pixels uint8 (b, 3, [T,] size, size), labels (b,) and
@@ -136,6 +149,8 @@ class Loader:
             shuffle=self.shuffle,
             repeats=self.repeats,
             drop_last=self.drop_last,
+            shards=getattr(self.part, "shard_of", None),
+            window=self.shard_window,
         )
         slots, bounds = [np.arange(0)], [0]
         for first in range(first_step * self.batch_size, len(order), self.batch_size):
@@ -193,6 +208,8 @@ class Loader:
         for piece in full:
             pixels[first : first + len(piece)].copy_(piece, non_blocking=True)
             first += len(piece)
+        if self._ratios is not None and full:
+            self._ratios[positions.to(self.device)] = torch.cat([chunk.ratios for chunk in chunks]).to(self.device)
         return pixels, self.part.labels[positions].to(self.device), positions.to(self.device)
 
     def _item_shape(self) -> tuple[int, ...]:
@@ -251,6 +268,8 @@ def check_arguments(loader: Loader, workers: int | None, in_memory: bool | str, 
         raise ValueError(f"repeats must be 1 without shuffle, got {loader.repeats}: in order every item comes once")
     if not isinstance(in_memory, bool) and in_memory != "auto":  # "no" would count as true
         raise ValueError(f'in_memory must be True, False or "auto", got {in_memory!r}')
-    for name, given in (("workers", workers), ("max_bad", max_bad)):
+    if loader.shard_window and getattr(loader.part, "shard_of", None) is None:
+        raise ValueError(f"shard_window must be 0 for data that is not in shards, got {loader.shard_window}")
+    for name, given in (("workers", workers), ("max_bad", max_bad), ("shard_window", loader.shard_window)):
         if given is not None and (not isinstance(given, int) or given < 0):
             raise ValueError(f"{name} must be None or a whole number of at least 0, got {given!r}")

@@ -26,6 +26,7 @@ class Memory:
     """`pixels` (N, 3, [T,] size, size); of videos whose clips start anywhere all frames (F, 3, size, size), the
     frames of video i being starts[i] to starts[i + 1].
 
+    `ratios` (N,): width / height of the pictures where they were stretched to the square, else None.
     `bad`: position -> why of items without pixels; `damaged`: (position, frame) -> why of single frames, black here.
     """
 
@@ -36,9 +37,10 @@ class Memory:
         starts: NDArray[np.int64] | None,
         bad: dict[int, str],
         damaged: dict[tuple[int, int], str] | None = None,
+        ratios: Tensor | None = None,
     ) -> None:
         self.part, self.pixels, self.starts, self.bad, self.damaged = part, pixels, starts, bad, damaged or {}
-        self.labels = part.labels.to(pixels.device)
+        self.labels, self.ratios = part.labels.to(pixels.device), ratios
 
     def flaws(self) -> dict[int, str]:
         """Position -> why of all items that cannot be used, or not all of whose clips can."""
@@ -46,15 +48,27 @@ class Memory:
 
     @classmethod
     def fill(
-        cls, part: Part, size: int, device: torch.device, *, workers: int, progress: bool | None, attempts: int
+        cls,
+        part: Part,
+        size: int,
+        device: torch.device,
+        *,
+        workers: int,
+        progress: bool | None,
+        attempts: int,
+        stretch: bool = False,
     ) -> Memory:
-        """Decode everything, with a progress bar once it takes longer than two seconds."""
+        """Decode everything, with a progress bar once it takes longer than two seconds; `stretch` as of `Decoder`."""
         from tqdm import tqdm
 
-        if isinstance(part, TensorImages) and part.images.shape[-2:] == (size, size):
-            return cls(part, part.images.to(device), None, {})
+        ratios = torch.ones(len(part), device=device) if stretch else None
+        there = isinstance(part, TensorImages) and part.images.shape[-2:] == (size, size)
+        if there and (part.ratios is None or stretch):  # type: ignore[attr-defined]
+            assert isinstance(part, TensorImages)
+            known = ratios if part.ratios is None else part.ratios.to(device)
+            return cls(part, part.images.to(device), None, {}, ratios=known)
         whole = keeps_whole_videos(part)
-        decoder = Decoder(part, size, replace=False, attempts=attempts, whole=whole)
+        decoder = Decoder(part, size, replace=False, attempts=attempts, whole=whole, stretch=stretch)
         chunk = 1 if whole else chunk_length(item_bytes(part, size))
         jobs = [Job(np.arange(first, min(first + chunk, len(part))), None) for first in range(0, len(part), chunk)]
         bad: dict[int, str] = {}
@@ -69,6 +83,8 @@ class Memory:
                 bad.update(decoded.bad)
                 damaged.update(((position, frame), why) for position, frame, why in decoded.damaged)
                 lengths[decoded.positions.numpy()] = decoded.lengths
+                if ratios is not None:
+                    ratios[decoded.positions.to(device)] = decoded.ratios.to(device)
                 bar.update(len(job.positions))
                 if not len(decoded.pixels):
                     continue
@@ -85,7 +101,7 @@ class Memory:
             pixels = torch.cat(pieces) if pieces else None
         if pixels is None:
             pixels = torch.empty(0, dtype=torch.uint8, device=device)
-        return cls(part, pixels, np.cumsum([0, *lengths]) if whole else None, bad, damaged)
+        return cls(part, pixels, np.cumsum([0, *lengths]) if whole else None, bad, damaged, ratios)
 
     def usable(self, positions: NDArray[np.int64], seeds: NDArray[np.int64] | None) -> NDArray[np.bool_]:
         """Which items, or clips of videos, can be shown: (n,)."""

@@ -27,19 +27,32 @@ def mix(*words: int | NDArray[np.int64]) -> Seeds:
 
 
 def epoch_order(
-    items: int, batch: int, *, seed: int, epoch: int, shuffle: bool, repeats: int, drop_last: bool
+    items: int,
+    batch: int,
+    *,
+    seed: int,
+    epoch: int,
+    shuffle: bool,
+    repeats: int,
+    drop_last: bool,
+    shards: NDArray[np.int64] | None = None,
+    window: int = 0,
 ) -> tuple[NDArray[np.int64], Seeds | None]:
     """Positions (n,) of one epoch in the order of use, and one seed (n,) a slot (None without shuffling).
 
     With `repeats` r every global batch is r copies, one after the other, of ceil(B / r) distinct items (cut to B),
     so that an epoch keeps its number of steps and sees about N / r items; copies stand B / r apart, so that
-    neighbours, which mixup pairs, are different items.
+    neighbours, which mixup pairs, are different items. With `window` w, `shards` (N,) being the shard of each item, w
+    shards at a time are shuffled among themselves, and the shards before.
     """
     slots = items // batch * batch if drop_last else items
     if not shuffle:
         return np.arange(slots), None
     generator = torch.Generator().manual_seed(int(mix(seed, epoch)))
-    shuffled = torch.randperm(items, generator=generator).numpy()
+    if window and shards is not None:
+        shuffled = by_shards(shards, window, generator)
+    else:
+        shuffled = torch.randperm(items, generator=generator).numpy()
     if repeats > 1:
         batches, taken = [], 0
         for first in range(0, slots, batch):
@@ -49,6 +62,18 @@ def epoch_order(
             taken += len(distinct)
         shuffled = np.concatenate(batches) if batches else shuffled
     return shuffled[:slots], mix(seed, epoch, np.arange(slots))
+
+
+def by_shards(shards: NDArray[np.int64], window: int, generator: torch.Generator) -> NDArray[np.int64]:
+    """All positions (N,), shuffled so that at any time only `window` shards are read from."""
+    _, number, counts = np.unique(shards, return_inverse=True, return_counts=True)
+    its = np.split(np.argsort(number, kind="stable"), np.cumsum(counts)[:-1])
+    order = torch.randperm(len(its), generator=generator).tolist()
+    mixed = []
+    for first in range(0, len(order), window):
+        some = np.concatenate([its[shard] for shard in order[first : first + window]])
+        mixed.append(some[torch.randperm(len(some), generator=generator).numpy()])
+    return np.concatenate(mixed)
 
 
 def rank_slice(length: int, rank: int, world: int) -> slice:

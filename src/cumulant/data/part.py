@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -9,6 +10,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
+
+GROUP_IN_NAME = re.compile(r"_g(\d+)_c\d+")
+"""UCF-101: clips of one group come from one video."""
 
 
 class DataError(ValueError):
@@ -50,7 +54,8 @@ class Part(Protocol):
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
         """uint8 image (3, size, size) or clip (3, T, size, size); raises DecodeError.
 
-        `seed` chooses where a training clip starts (None: in the middle); images do not depend on it.
+        `seed` chooses where a training clip starts (None: in the middle); images do not depend on it. A part may have
+        `decode_whole` with the same arguments: the whole picture stretched to the square, and its width / height.
         """
         ...
 

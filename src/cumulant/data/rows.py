@@ -230,6 +230,19 @@ class Cells:
     def contents(self) -> Iterable[bytes]:
         return (self.picks.tobytes(), *self.rows.contents(self.column))
 
+    @property
+    def shard_of(self) -> NDArray[np.int64]:
+        """The number of the file of each item, (N,)."""
+        ends = np.cumsum(lengths(self.rows))
+        return np.searchsorted(ends, self.picks, side="right")
+
+
+def lengths(rows: Rows) -> list[int]:
+    """Rows of each file of a table."""
+    if isinstance(rows, JoinedRows):
+        return [count for table in rows.tables for count in lengths(table)]
+    return [len(rows)]
+
 
 def encoded(cell: Any, folder: Path | None, name: str) -> bytes | Path:
     """The bytes of an image or video cell (binary, or struct of bytes and path), or the file it points to."""

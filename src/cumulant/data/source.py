@@ -15,12 +15,14 @@ from .folders import tree_source, ucf_lists, ucf_source
 from .part import DataError, Source, shorten
 from .rows import HubRows, parquet_rows
 from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, names_from_tsv, table_source
+from .tars import find_tars, tar_source
 from .text import sentences_source, text_files, text_source
 
 ALIASES = {  # data sets on the Hugging Face Hub; 2: every second class of it
     "tiny-imagenet": ("zh-plus/tiny-imagenet", 1),
     "tiny-imagenet-100": ("zh-plus/tiny-imagenet", 2),
     "imagenet-100": ("clane9/imagenet-100", 1),
+    "imagenet-1k": ("ILSVRC/imagenet-1k", 1),
     "cifar10": ("uoft-cs/cifar10", 1),
     "cifar100": ("uoft-cs/cifar100", 1),
     "ucf101": ("flwrlabs/ucf101", 1),
@@ -46,10 +48,11 @@ def open_source(
     """The data set called `data`. Labels are read and checked here; pixels are decoded later.
 
     `data` is, in this order: "digits", "sentences"; a folder or a text file; the name of one in $CUMULANT_DATA; one of
-    `ALIASES` (tiny-imagenet, tiny-imagenet-100, imagenet-100, cifar10, cifar100, ucf101) or another "owner/name" of the
-    Hugging Face Hub, which needs the package `datasets`. A folder holds parquet shards (train-*.parquet and
-    validation- or test-*.parquet), or train/<class>/ and val|validation|test/<class>/ with images or clips, or
-    UCF-101's clips and split lists, or a text: one *.txt, or train.txt and val|validation|test.txt.
+    `ALIASES` (tiny-imagenet, tiny-imagenet-100, imagenet-100, imagenet-1k, cifar10, cifar100, ucf101) or another
+    "owner/name" of the Hugging Face Hub, which needs the package `datasets`. A folder holds parquet shards
+    (train-*.parquet and validation- or test-*.parquet), tar shards of WebDataset (train-*.tar, ...), or train/<class>/
+    and val|validation|test/<class>/ with images or clips, or UCF-101's clips and split lists, or a text: one *.txt, or
+    train.txt and val|validation|test.txt.
 
     Video: a clip has `frames` frames, every `stride`-th; the test part shows each video in `views` temporal clips
     times `crops` squares; `split` is UCF-101's 1, 2 or 3. `test_part` names the part to test on where there are
@@ -120,7 +123,10 @@ def is_text(place: Path) -> bool:
     if place.is_file():
         return True
     other = (
-        find_shards(place) or ucf_lists(place) or any((place / part).is_dir() for part in (*TRAIN_PARTS, *TEST_PARTS))
+        find_shards(place)
+        or find_tars(place)
+        or ucf_lists(place)
+        or any((place / part).is_dir() for part in (*TRAIN_PARTS, *TEST_PARTS))
     )
     return not other and bool(text_files(place))
 
@@ -131,21 +137,28 @@ def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dic
         parts = {name: parquet_rows(files) for name, files in shards.items()}
         names = names_from_tsv(folder / "classes.tsv")
         return table_source(folder.name, parts, sampling, class_names=names, split=split, **choices)
+    trees = [folder / part for part in (*TRAIN_PARTS, *TEST_PARTS) if (folder / part).is_dir()]
+    unpacked = any(entry.is_dir() for part in trees for entry in part.iterdir())  # what tars beside it came from
+    tars = {} if unpacked or split != 1 else find_tars(folder)
+    if tars:
+        return tar_source(folder.name, tars, sampling, class_names=names_from_tsv(folder / "classes.tsv"), **choices)
     columns = [name for name in ("image_column", "label_column") if choices[name] is not None]
     if columns:
-        raise DataError(f"{folder}: {columns[0]}={choices[columns[0]]!r} is for parquet tables; there are none here")
+        raise DataError(
+            f"{folder}: {columns[0]}={choices[columns[0]]!r} is for parquet tables and tar shards; there are none here"
+        )
     lists = ucf_lists(folder)
     if lists is not None:
         refuse(f"{folder} (UCF-101's lists)", test_part=choices["test_part"])
         return ucf_source(folder, lists, sampling, split=split)
     if split != 1:
         raise DataError(f"{folder}: split {split} needs UCF-101's split lists or a parquet table with groups")
-    if any((folder / part).is_dir() for part in (*TRAIN_PARTS, *TEST_PARTS)):
+    if trees:
         return tree_source(folder, sampling, test_part=choices["test_part"])
     found = sorted(entry.name for entry in folder.iterdir())[:5]
     raise DataError(
-        f"{folder}: no train part; expected train-*.parquet, train/<class>/, UCF-101's trainlist0{split}.txt or one "
-        f"text, found {', '.join(found) or 'nothing'}"
+        f"{folder}: no train part; expected train-*.parquet, train-*.tar, train/<class>/, UCF-101's "
+        f"trainlist0{split}.txt or one text, found {', '.join(found) or 'nothing'}"
     )
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .clips import ClipPart, ClipSampling
 from .images import Images
-from .part import DataError, Part, Source, check_groups, shorten
+from .part import GROUP_IN_NAME, DataError, Part, Source, check_groups, shorten
 from .rows import Cells, JoinedRows, Rows
 from .video import EncodedVideos, FrameVideos
 
@@ -25,7 +25,6 @@ TEST_PARTS = ("validation", "valid", "val", "test", "testing")
 """Validation comes first: the test parts of ImageNet and its relatives carry no labels."""
 
 LABEL_COLUMNS = ("label", "labels", "fine_label")
-GROUP_IN_NAME = re.compile(r"_g(\d+)_c\d+")
 GROUPS_PER_SPLIT = 7
 """UCF-101's official split k tests on the groups 7 (k - 1) + 1 to 7 k of every class and trains on the rest."""
 

@@ -71,6 +71,9 @@ class TextLoader:
         """Steps per epoch."""
         return len(self.part) // self.batch_size if self.drop_last else -(-len(self.part) // self.batch_size)
 
+    def ratios_of(self, positions: Tensor) -> None:
+        """A text has no pictures that were stretched."""
+
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """From step `first_step` on: tokens (b, T), the token after each (b, T), and the number of each window (b,)."""
         T = self.part.context

@@ -55,6 +55,12 @@ class FrameVideos:
     def length(self, index: int) -> int:
         return len(self._frames(index))
 
+    def ratio(self, index: int) -> float:
+        row, cell = self._frames(index)[0]
+        cell = cell if self.listed else self.rows.cell(row, self.column)
+        image = open_image(encoded(cell, self.rows.folder(row), self.name(index)), 1 << 20, self.name(index))
+        return image.width / image.height
+
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
         frames = self._frames(index)
         if not frames:
@@ -97,6 +103,11 @@ class EncodedVideos:
 
     def length(self, index: int) -> int:
         return counted_frames(self.items.encoded(index), self.name(index))
+
+    def ratio(self, index: int) -> float:
+        with open_video(self.items.encoded(index), self.name(index)) as container:
+            stream = container.streams.video[0]
+            return stream.width / stream.height if stream.width and stream.height else 1.0
 
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
         return read_clip(self.items.encoded(index), choose, size, crop, crops, self.name(index))

@@ -160,7 +160,7 @@ def _with_weights(model: Any, path: Path) -> Opened:
     pixels = _pixels(model)
     if recipe is not None and pixels is not None:
         frames = recipe.frames if pixels.frames is not None else None
-        pixels = Pixels(recipe.image_size, recipe.mean, recipe.std, pixels.channels, frames)
+        pixels = Pixels(recipe.image_size, *recipe.colours, pixels.channels, frames)
     return Opened(
         model.eval(),
         str(path),

@@ -20,7 +20,7 @@ RECIPE_EXTRAS = (
 )  # fmt: skip
 # Values that change how a run is done and not what comes out of it; `--change` takes them too.
 MANNERS = ("compile", "compile_mode", "cuda_graph", "workers", "in_memory", "max_bad", "eval_epochs",
-           "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard")  # fmt: skip
+           "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard", "wandb")  # fmt: skip
 
 
 def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
@@ -37,7 +37,8 @@ def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
     if not mechanism:
         raise ValueError(f"name a mechanism before the extras, e.g. cumulant3{name}; got {name!r}")
     zoo.get(mechanism)
-    recipe = replace(recipe, attention=mechanism)
+    # Of every run the last weights are compared: nothing is chosen, so nothing is held out.
+    recipe = replace(recipe, attention=mechanism, holdout=0.0)
     for key, value in extras.items():
         recipe = with_extra(recipe, key, value, name)
     return recipe

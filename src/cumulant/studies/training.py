@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Fields of a recipe that do not decide what comes out of a run.
 INDIFFERENT = {
     "seed", "data", "workers", "in_memory", "max_bad", "parallel", "compile", "compile_mode", "cuda_graph",
-    "eval_epochs", "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard",
+    "eval_epochs", "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard", "wandb",
 }  # fmt: skip
 ALWAYS = {"model", "attention", "epochs", "batch_size", "lr", "image_size"}
 
@@ -120,9 +120,10 @@ class Trainings(Workshop):
 
         recipe = run.recipe
         reading = (recipe.frames, recipe.stride, recipe.views, recipe.crops, recipe.split, str(recipe.data_options))
-        key = (recipe.data, recipe.loaded_size, *reading)
+        whole = recipe.augmentation.crops
+        key = (recipe.data, recipe.loaded_size, whole, *reading)
         if key not in self.held:
-            held = None if recipe.in_memory == "no" else hold(open_recipe_source(recipe), recipe.loaded_size)
+            held = None if recipe.in_memory == "no" else hold(open_recipe_source(recipe), recipe.loaded_size, whole)
             if held is None:
                 return None
             self.held.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -10,18 +10,18 @@ from torch import nn
 from ..data.augment import Augment
 from ..data.loader import Loader
 from ..data.order import mix
-from ..data.part import Source
+from ..data.part import Part, Source
 from ..data.source import open_source
 from ..data.text import TextLoader, TextPart
 from ..grammar import suggest
 from ..models import create_model, names
-from ..models.registry import input_kind
+from ..models.registry import input_kind, model_arguments
 from .muon import Muon, muon_groups
 from .optimise import adamw, decay_groups, set_drop_path
 from .processes import Processes
 from .train_recipe import TrainRecipe
 
-INITIAL, AUGMENT, DROPOUT = 1, 2, 3  # streams of random numbers
+INITIAL, AUGMENT, DROPOUT = -1, -2, -3  # streams of random numbers; the order of the data has those of its epochs
 DATA_OPTIONS = (
     "test_part",
     "image_column",
@@ -47,6 +47,8 @@ def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
         raise ValueError(f"{source.name} holds {source.kind}s, model {recipe.model} is not for them; take one of "
                          f"{', '.join(fitting)}")  # fmt: skip
     options: dict[str, Any] = text_options(source) if source.kind == "text" else {"img_size": recipe.image_size}
+    if recipe.model in names() and "in_chans" in model_arguments(recipe.model):
+        options["in_chans"] = len(recipe.colours[0])
     if source.kind == "video":
         options["frames"] = recipe.frames
     options |= {name: given for name in ("attention_options", "attention_extras") if (given := getattr(recipe, name))}
@@ -80,18 +82,16 @@ def build_optimizer(model: nn.Module, recipe: TrainRecipe, recordable: bool) -> 
 
 
 def loader_of(
-    recipe: TrainRecipe, source: Source, part: Literal["train", "test"], team: Processes, screen: IO[str] | None
+    recipe: TrainRecipe, part: Part, team: Processes, screen: IO[str] | None, *, training: bool = False
 ) -> Loader | TextLoader:
-    """Batches of the training part (shuffled, augmented anew each time) or of the test part (each item once)."""
-    training = part == "train"
-    chosen = source.train if training else source.test
-    if isinstance(chosen, TextPart):
+    """Batches of a part: in training shuffled, to be augmented anew each time, otherwise each item once."""
+    if isinstance(part, TextPart):
         where: dict[str, Any] = {"rank": team.rank, "world": team.world, "device": team.device}
         return TextLoader(
-            chosen, recipe.batch_size, seed=recipe.seed, shuffle=training, drop_last=training, **where
+            part, recipe.batch_size, seed=recipe.seed, shuffle=training, drop_last=training, **where
         )  # fmt: skip
     return Loader(
-        chosen,
+        part,
         recipe.batch_size,
         size=recipe.loaded_size,
         seed=recipe.seed,
@@ -105,17 +105,20 @@ def loader_of(
         in_memory="auto" if recipe.in_memory == "auto" else recipe.in_memory == "yes",
         max_bad=recipe.max_bad,
         progress=None if screen is not None and screen.isatty() else False,
+        shard_window=recipe.shard_window if training else 0,
+        whole=training and recipe.augmentation.crops,
     )
 
 
 def augment_of(recipe: TrainRecipe, classes: int) -> Augment:
     """The augmentation of a recipe; its `evaluate` only normalises."""
+    mean, std = recipe.colours
     return Augment(
         recipe.augmentation,
         size=recipe.image_size,
         classes=classes,
-        mean=recipe.mean,
-        std=recipe.std,
+        mean=mean,
+        std=std,
         label_smoothing=recipe.label_smoothing,
         compile=recipe.compile,
     )

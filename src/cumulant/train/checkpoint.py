@@ -42,8 +42,8 @@ def save(
 
 
 def weights_file(path: str | Path) -> Path:
-    """The weights that a path stands for: a file is itself; of a run's folder the last ones, also where the best are
-    kept beside them (these were chosen on the test part); of a converted model its own."""
+    """The weights that a path stands for: a file is itself; of a run's folder the last ones, also where those that were
+    best on a hold-out are kept beside them; of a converted model its own."""
     path = Path(path)
     if path.is_dir():
         path = path / (WEIGHTS_FILE if (path / PLAN_FILE).is_file() else "last.safetensors")

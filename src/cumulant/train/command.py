@@ -32,8 +32,8 @@ class Train:
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """One of digits, tiny-imagenet-100, tiny-imagenet-100-patch4, cifar10, ucf101, imagenet-100, sentences,
-    shakespeare, shakespeare-bytes; or a TOML file."""
+    """One of digits, tiny-imagenet-100, tiny-imagenet-100-patch4, cifar10, ucf101, imagenet-100, imagenet-1k,
+    sentences, shakespeare, shakespeare-bytes; or a TOML file."""
     settings: TrainRecipe = field(default_factory=TrainRecipe)
     out: Path | None = None
     """Folder of the run: weights, log, result. By default runs/RECIPE-ATTENTION-SEED."""
@@ -98,7 +98,7 @@ class Train:
 class Evaluate:
     """Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text bits a byte.
 
-    Example: cumulant evaluate runs/digits-softmax-0/best.safetensors digits
+    Example: cumulant evaluate runs/digits-softmax-0 digits
 
     Example: cumulant evaluate runs/ucf101-cumulant3-0 path/to/ucf101 --views 4 --json
     """

@@ -55,7 +55,7 @@ def evaluate_checkpoint(
     check_classes(path, names, source)
     with processes(device) as team, telling_of_killed_workers():
         screen = progress if team.first else None
-        loader = loader_of(recipe, source, "test", team, screen)
+        loader = loader_of(recipe, source.test, team, screen)
         with Bar(screen, len(source.test), 0, 1) as bar:
             model = load(checkpoint, device=team.device)
             found = task_of(recipe, source).evaluate(

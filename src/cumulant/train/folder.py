@@ -3,7 +3,7 @@
 recipe.json        what the folder is for          log.jsonl                one line per logged step
 data.json          what the data set held          result.json              of a finished run
 state.safetensors  to go on from; gone at the end  state-before.safetensors the one before it, likewise
-best.safetensors   best weights so far             last.safetensors         weights after the last step
+best.safetensors   best on the hold-out so far     last.safetensors         weights after the last step
 predictions.safetensors  class probabilities of the test part
 """
 
@@ -84,7 +84,8 @@ def claim(folder: Path, recipe: TrainRecipe, source: Source | None) -> None:
 
 def clear(folder: Path) -> None:
     """Delete the run in the folder, so that the rest of a stopped deletion is known for a run that has to begin."""
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    for name in ("tensorboard", "wandb"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
 

@@ -29,11 +29,14 @@ UNCHECKED = {"format", "progress", "torch"}  # all that the header of a state ha
 
 @dataclass
 class Progress:
-    """How far a run is: steps done, best accuracy so far with its epoch, seconds of work."""
+    """How far a run is: steps done; best accuracy on the hold-out so far, its epoch, and what those weights reached on
+    the test part; seconds of work."""
 
     step: int = 0
     best: float = -1.0
     best_epoch: int = 0
+    best_top1: float = -1.0
+    best_nats: float | None = None
     seconds: float = 0.0
     loss_steps: int = 0  # steps in the loss that is added up and not yet logged
 

@@ -31,7 +31,9 @@ OnBatch = Callable[[int], None]
 class Task(Protocol):
     """How batches become inputs and targets, what is lost by an answer, and what a test part says of a model."""
 
-    def prepare(self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int) -> tuple[Tensor, Tensor]: ...
+    def prepare(
+        self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int, ratio: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
     def loss(self, answer: Tensor, targets: Tensor) -> Tensor: ...
 
@@ -63,7 +65,9 @@ class Language:
             raise ValueError(f"{source.name} is a text: repeats must be 1, got {recipe.repeats}")
         self.precision, self.smoothing = recipe.precision, recipe.label_smoothing
 
-    def prepare(self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    def prepare(
+        self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int, ratio: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         return batch, labels
 
     def loss(self, answer: Tensor, targets: Tensor) -> Tensor:

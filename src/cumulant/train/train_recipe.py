@@ -13,6 +13,7 @@ from ..data.augmentation import Augmentation
 from ..grammar import json_or_word, read_blocks, says_none, write_blocks
 
 OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
+LUMA = (0.299, 0.587, 0.114)  # shares of the colours in a grey image
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -60,10 +61,13 @@ class TrainRecipe:
     """Video: squares along the long side of each of these clips; they are views too."""
     split: int = 1
     """Video: number of the official split."""
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    """Mean of the colour channels, for pixels from 0 to 1."""
-    std: tuple[float, float, float] = IMAGENET_STD
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    """Mean of the colour channels, for pixels from 0 to 1; one number: images are made grey."""
+    std: tuple[float, ...] = IMAGENET_STD
     """Their standard deviation."""
+    holdout: float = 0.0
+    """Share of every class of the training part that is not trained on but chooses the weights in best.safetensors.
+    0: all is trained on, and the last weights are the only ones."""
 
     model: str = "vit_tiny_patch16_224"
     """Name of a model, see cumulant.models.names()."""
@@ -75,6 +79,8 @@ class TrainRecipe:
     """Options of that mechanism, added to those of the recipe: full=true."""
     attention_extras: Options = field(default_factory=dict)
     """What goes around any mechanism, added to that of the recipe: v_conv=true gate=true temperature=head."""
+    init: str | None = None
+    """Weights to start from: a file or folder of `cumulant train`, a file of timm's weights, or timm:NAME."""
     drop_path: float = 0.0
     """Stochastic depth of the last block; it grows linearly from 0 at the first."""
 
@@ -125,6 +131,8 @@ class TrainRecipe:
     """Processes that decode; 0: none beside this one, None: one a core where that pays."""
     in_memory: Literal["auto", "yes", "no"] = "auto"
     """Keep the decoded data on the device."""
+    shard_window: int = 0
+    """Data in tar or parquet shards: shuffle so many of them at a time, so that only these are read. 0: over all."""
     max_bad: int | None = None
     """So many damaged images or videos of a part are passed over. None: 1 %, at least 10, at most half."""
     eval_epochs: int = 1
@@ -137,6 +145,8 @@ class TrainRecipe:
     """Log the loss every so many steps and at the end of an epoch; 0: at the end of an epoch."""
     tensorboard: bool = False
     """Write the log for TensorBoard too."""
+    wandb: bool = False
+    """Send the log to Weights & Biases too; WANDB_MODE=offline keeps it in the folder of the run."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.attention, str):  # a list, one name for each block
@@ -145,10 +155,10 @@ class TrainRecipe:
             **dict.fromkeys(("image_size", "frames", "stride", "views", "crops", "split"), 1),
             **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs"), 1),
             **dict.fromkeys(("decode_size", "lr", "lr_batch", "min_lr", "warmup_epochs", "weight_decay"), 0),
-            **dict.fromkeys(("checkpoint_epochs", "checkpoint_steps", "log_steps", "seed"), 0),
+            **dict.fromkeys(("checkpoint_epochs", "checkpoint_steps", "log_steps", "seed", "shard_window"), 0),
         }
         check_least(self, **least)
-        for name in ("label_smoothing", "drop_path", "ema", "beta2"):
+        for name in ("label_smoothing", "drop_path", "ema", "beta2", "holdout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         for name in ("workers", "max_bad"):
@@ -156,6 +166,8 @@ class TrainRecipe:
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, or None, got {value}")
         check_choices(self)
+        if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
+            raise ValueError(f"mean and std must have 1 or 3 numbers each, got mean={self.mean}, std={self.std}")
         if self.optimizer == "muon" and self.parallel == "fsdp":
             raise ValueError(
                 'optimizer="muon" turns whole matrices, which parallel="fsdp" cuts into shards: use parallel="ddp", or '
@@ -168,6 +180,23 @@ class TrainRecipe:
                 f"batch_size must be a multiple of accumulate, got batch_size={self.batch_size}, "
                 f"accumulate={self.accumulate}"
             )
+
+    @property
+    def channels(self) -> int:
+        """Channels of the images that the model sees: 1 for grey ones."""
+        return int(self.model_options.get("in_chans") or len(self.mean))
+
+    @property
+    def colours(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of these channels; of grey images made of colours, those of the colours."""
+        if self.channels not in (1, 3):
+            raise ValueError(f"in_chans in model_options must be 3, or 1 for grey images, got {self.channels}")
+        if self.channels == len(self.mean):
+            return self.mean, self.std
+        if self.channels == 3:
+            return self.mean * 3, self.std * 3
+        grey = (sum(weight * one for weight, one in zip(LUMA, values, strict=True)) for values in (self.mean, self.std))
+        return (next(grey),), (next(grey),)
 
     @property
     def loaded_size(self) -> int:

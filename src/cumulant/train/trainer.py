@@ -20,9 +20,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ..data.holdout import split_off
 from ..data.jobs import telling_of_killed_workers
 from ..data.order import mix
-from ..data.part import Source
+from ..data.part import Part, Source, shorten
 from ..nn.losses import auxiliary_loss
 from . import optimise
 from .average import Average
@@ -30,6 +31,7 @@ from .build import AUGMENT, DROPOUT, build_model, build_optimizer, loader_of, op
 from .checkpoint import save
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
 from .folder import bytes_held, check_data, check_recipe, claim, clear, read_result
+from .initial import start_from
 from .log import Log
 from .meter import Meter
 from .predictions import Predictions
@@ -46,7 +48,8 @@ from .train_recipe import TrainRecipe
 class TrainResult:
     """What a finished run reached; accuracies from 0 to 1, of the averaged weights where the recipe averages.
 
-    Of a text the accuracy is that of the next token, `nats` its mean loss, and the best epoch that with the least.
+    Of a text the accuracy is that of the next token, `nats` its mean loss. All are of the test part; `best`: those of
+    the weights that the hold-out chose, without one of the last.
     """
 
     out: Path
@@ -67,12 +70,12 @@ class TrainResult:
     @property
     def summary(self) -> str:
         """What was reached, in a line."""
+        text = f"top-1 {self.top1:.2%}  top-5 {self.top5:.2%}"
+        best = f"{self.best_top1:.2%}" if self.best_nats is None else f"{self.best_nats:.4f} nats"
         if self.nats is not None:
-            return (
-                f"{self.nats:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte, top-1 {self.top1:.2%}  "
-                f"(best {self.best_nats:.4f} nats in epoch {self.best_epoch})"
-            )
-        return f"top-1 {self.top1:.2%}  top-5 {self.top5:.2%}  (best {self.best_top1:.2%} in epoch {self.best_epoch})"
+            text = f"{self.nats:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte, top-1 {self.top1:.2%}"
+        chosen = f"  (the hold-out chose epoch {self.best_epoch}: {best})"
+        return text if self.best_epoch == self.epochs else text + chosen
 
     @property
     def predictions(self) -> Any:
@@ -145,15 +148,25 @@ class _Run:
                 "mixup and cutmix pair the samples of a process: batch_size must be a multiple of twice the processes, "
                 f"got batch_size={recipe.batch_size}, {team.world} processes"
             )
-        if recipe.batch_size > len(source.train):
+        self.part: Part = source.train
+        self.held: Part | None = None
+        if recipe.holdout:
+            self.part, self.held = split_off(source.train, recipe.holdout)
+        if recipe.batch_size > len(self.part):
+            without = f" without the hold-out of {len(self.held)}" if self.held else ""
             raise ValueError(
-                f"batch_size must not exceed the {len(source.train)} training items of {source.name}, "
+                f"batch_size must not exceed the {len(self.part)} training items of {source.name}{without}, "
                 f"got {recipe.batch_size}"
             )
         self.recipe, self.out, self.source, self.team = recipe, out, source, team
         self.screen = progress if team.first else None
+        self.log: Log | None = None
         self.share, self.task = share, task_of(recipe, source)
-        self.model = build_model(recipe, source).to(team.device)
+        self.model = build_model(recipe, source)
+        self.fresh: list[str] = []
+        if recipe.init is not None and not (out / STATE).is_file():
+            self.fresh = start_from(self.model, recipe.init)
+        self.model.to(team.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         team.lead(lambda: claim_room(out, bytes_needed(self.model, recipe.ema > 0, bytes_held(out))))
         self.core = team.spread(self.model, recipe.parallel)
@@ -163,8 +176,9 @@ class _Run:
         self.average = Average(self.model, recipe.ema) if recipe.ema else None
         self.meter = Meter(team, lambda step, loss: self.not_finite(step, f"the training loss became {loss}"))
         self.done = load_state(out / STATE, self.model, self.optimizer, self.average, self.meter)
-        self.loader = loader_of(recipe, source, "train", team, self.screen)
-        self.test = loader_of(recipe, source, "test", team, self.screen)
+        self.loader = loader_of(recipe, self.part, team, self.screen, training=True)
+        self.test = loader_of(recipe, source.test, team, self.screen)
+        self.chooser = loader_of(recipe, self.held, team, self.screen) if self.held else None
         self.steps = len(self.loader)
         self.objective = self._compiled()
         self.update: Callable[[Tensor, Tensor], Tensor] = Recorded(self._update) if graph else self._update
@@ -174,9 +188,12 @@ class _Run:
         recipe, team, done = self.recipe, self.team, self.done
         many = f" in {team.world} processes" if team.world > 1 else ""
         later = f", going on after step {done.step}" if done.step else ""
+        apart = f" ({len(self.held):,} of the train {self.source.kind}s held out)" if self.held else ""
+        begins = f"; begins with the weights of {recipe.init}" if recipe.init is not None and not done.step else ""
+        begins += f", but for {shorten(self.fresh)}" if self.fresh else ""
         return (
-            f"{self.source}; {recipe.model} with {recipe.attention}, {self.parameters:,} parameters, on "
-            f"{team.device}{many}; {recipe.epochs} epochs of {self.steps} steps{later}"
+            f"{self.source}{apart}; {recipe.model} with {recipe.attention}, {self.parameters:,} parameters, on "
+            f"{team.device}{many}{begins}; {recipe.epochs} epochs of {self.steps} steps{later}"
         )
 
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -201,16 +218,17 @@ class _Run:
             print(self._about(), file=self.screen)
         began, times = time.perf_counter() - done.seconds, []
         with ExitStack() as stack:
-            log = Log(self.out, after=done.step, tensorboard=recipe.tensorboard) if self.team.first else None
-            self.log = log and stack.enter_context(log)
+            if self.team.first:
+                where: dict[str, Any] = {"tensorboard": recipe.tensorboard, "wandb": recipe if recipe.wandb else None}
+                self.log = stack.enter_context(Log(self.out, after=done.step, **where))
             stop = stack.enter_context(Stop(self.team))
             self.bar = stack.enter_context(Bar(self.screen, total, done.step, recipe.batch_size))
             found: Predictions | TokenScores | None = None
             for epoch in range(done.step // self.steps, recipe.epochs):
                 start, first = time.perf_counter(), done.step - epoch * self.steps
                 self.model.train()
-                for pixels, labels, _ in self.loader.epoch(epoch, first):
-                    self._step(pixels, labels)
+                for pixels, labels, positions in self.loader.epoch(epoch, first):
+                    self._step(pixels, labels, self.loader.ratios_of(positions))
                     done.seconds = time.perf_counter() - began
                     at_end = done.step % self.steps == 0
                     self._log_loss(at_end)
@@ -233,13 +251,12 @@ class _Run:
             assert found is not None  # no state is saved after the last step, so the last epoch was evaluated here
             return self._finish(found, statistics.median(times) if times else 0.0)
 
-    def _step(self, pixels: Tensor, labels: Tensor) -> None:
+    def _step(self, pixels: Tensor, labels: Tensor, ratio: Tensor | None) -> None:
         """One step of the optimizer on this process's share of a batch."""
         recipe, team, done = self.recipe, self.team, self.done
         step = done.step
-        images, targets = self.task.prepare(
-            pixels, labels, seed=int(mix(recipe.seed, AUGMENT, step)), rank=team.rank, world=team.world
-        )
+        seed = int(mix(recipe.seed, AUGMENT, step))
+        images, targets = self.task.prepare(pixels, labels, seed=seed, rank=team.rank, world=team.world, ratio=ratio)
         torch.manual_seed(int(mix(recipe.seed, DROPOUT, step, team.rank)))
         optimise.set_rate(self.optimizer, optimise.learning_rate(recipe, (step + 1) / self.steps))
         loss = self.update(images, targets)
@@ -279,18 +296,24 @@ class _Run:
         self.meter.request(step, write)
 
     def _evaluate(self, epoch: int) -> Predictions | TokenScores:
-        """What the test part says; the best weights are kept."""
-        recipe = self.recipe
+        """What the test part says; the weights that are best on the hold-out are kept, of equal ones the later."""
+        recipe, done = self.recipe, self.done
         self._check_numbers()
         # Seldom and short: compiling the evaluation too would take longer than it saves.
         eager = torch.compiler.set_stance("force_eager") if recipe.compile else nullcontext()
         with self.average.in_place() if self.average else nullcontext(), eager:
             found = self.task.evaluate(self.model, self.test, self.team)
-            if found.score > self.done.best:
-                self.done.best, self.done.best_epoch = found.score, epoch
-                self._keep("best.safetensors", epoch, found.top(1))
+            held = None if self.chooser is None else self.task.evaluate(self.model, self.chooser, self.team)
+            if held is None or held.score >= done.best:
+                done.best, done.best_epoch = -1.0 if held is None else held.score, epoch
+                told = found.told()
+                done.best_top1, done.best_nats = told["top1"], told.get("nats")
+                if held is not None:
+                    self._keep("best.safetensors", epoch, found.top(1))
         self.bar.say(**found.shown())
-        self._write("test", step=self.done.step, epoch=epoch, **found.told(), seconds=self.done.seconds)
+        if held is not None:
+            self._write("holdout", step=done.step, epoch=epoch, **held.told(), seconds=done.seconds)
+        self._write("test", step=done.step, epoch=epoch, **found.told(), seconds=done.seconds)
         return found
 
     def _save(self) -> None:
@@ -329,8 +352,8 @@ class _Run:
             out=self.out,
             **found.told(),
             loss=self.last_loss,
-            best_top1=None if text else self.done.best,
-            best_nats=-math.log(self.done.best) if text else None,
+            best_top1=None if text else self.done.best_top1,
+            best_nats=self.done.best_nats,
             best_epoch=self.done.best_epoch,
             epochs=self.recipe.epochs,
             steps=self.done.step,

@@ -26,7 +26,7 @@ class Explore:
 
     Example: cumulant explore runs/digits-softmax-0 runs/digits-cumulant3-0 --port 9000
 
-    Example: cumulant explore runs/my-run/best.safetensors --data path/to/tiny-imagenet-100
+    Example: cumulant explore runs/my-run --data path/to/tiny-imagenet-100
 
     Example: cumulant explore timm:vit_base_patch16_224 timm:vit_base_patch16_224@cumulant3 --data path/to/pictures
 
