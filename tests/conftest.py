@@ -44,11 +44,12 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`pytest -m gpu` opens only files that have such tests: a GPU machine need not have what all others import."""
+    """`pytest -m gpu` and `-m timm` open only files that have such tests: a GPU machine need not have what all others
+    import, and to import it takes longer than the tests of timm."""
     is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
-    if config.option.markexpr != "gpu" or not is_test:
+    if config.option.markexpr not in ("gpu", "timm") or not is_test:
         return None
-    return "mark.gpu" not in collection_path.read_text() or None
+    return f"mark.{config.option.markexpr}" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,6 @@
-"""What README and docs show runs as it stands, in a fresh interpreter.
+"""What README and docs show runs as it stands: README in a fresh interpreter, the pages each in a copy of one.
 
-The `python` blocks of a page are one program; a `py` block is a program of its own. Pages of the zoo and of layers
-have one short block each and share an interpreter, each with names of its own.
+The `python` blocks of a page are one program; a `py` block is a program of its own.
 """
 
 import re
@@ -13,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ZOO = [page for page in PAGES if page.parent.name in ("zoo", "layers")]
-RUN_EACH = "import runpy, sys; [runpy.run_path(file, run_name='__main__') for file in sys.argv[1:]]"
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -42,13 +40,10 @@ def test_no_page_is_left_out():
     assert len([page for page in PAGES if blocks(page, "python")]) > 20
 
 
-@pytest.mark.parametrize("page", [x for x in PAGES if blocks(x, "python") and x not in ZOO], ids=name)
+@pytest.mark.parametrize("page", [x for x in PAGES if blocks(x, "python")], ids=name)
 def test_the_code_on_a_page_runs(page, tmp_path):
-    fresh.python(program(page, tmp_path), folder=tmp_path)
-
-
-def test_the_code_on_the_pages_of_the_zoo_runs(tmp_path):
-    fresh.python("-c", RUN_EACH, *(program(page, tmp_path) for page in ZOO), folder=tmp_path)
+    run = fresh.python if page.name == "README.md" else fresh.forked
+    run(program(page, tmp_path), folder=tmp_path)
 
 
 ALONE = [
@@ -61,7 +56,7 @@ ALONE = [
 @pytest.mark.parametrize("block", ALONE)
 def test_a_block_that_stands_alone_runs(block, tmp_path):
     (tmp_path / "block.py").write_text(block)
-    fresh.python("block.py", folder=tmp_path)
+    fresh.forked("block.py", folder=tmp_path)
 
 
 def test_there_are_such_blocks():

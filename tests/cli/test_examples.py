@@ -1,7 +1,8 @@
 """Every example in the help of a command is read by the real parser and, in a form that takes seconds, run.
 
-In fresh interpreters, in a folder of their own, as a stranger would type them; later examples need what earlier ones
-wrote. A new example must be put into one of the two tables. Commands in README and docs are read by the parser too.
+In copies of a fresh interpreter, in a folder of their own, as a stranger would type them; later examples need what
+earlier ones wrote. A new example must be put into one of the two tables. Commands in README and docs are read by the
+parser too.
 """
 
 import json
@@ -120,12 +121,12 @@ def test_examples_and_commands_on_pages_are_understood(tmp_path):
     (tmp_path / "my.toml").write_bytes(recipe.read_bytes())  # of docs/training.md
     every = [*map(words, sorted(examples())), *commands_on_pages()]
     assert len(every) > 70
-    fresh.python("-c", PARSE_EACH, json.dumps(every), folder=tmp_path)
+    fresh.forked("-c", PARSE_EACH, json.dumps(every), folder=tmp_path)
 
 
 def test_the_examples_run_and_the_explorer_shows_their_models(tmp_path):
     commands = json.dumps([words(short or example) for example, short in RUN.items()])
-    printed = fresh.python("-c", RUN_EACH, commands, folder=tmp_path)
+    printed = fresh.forked("-c", RUN_EACH, commands, folder=tmp_path)
     assert printed.count("$ cumulant") == len(RUN)
     assert (tmp_path / "runs" / "quick" / "report.html").is_file()
     with explorer(DIGITS, "runs/distilled", folder=tmp_path) as address, urlopen(f"{address}api/info") as answer:

@@ -1,6 +1,8 @@
 """Recipes: the built-in ones are complete, files are checked word by word, and two can be told apart."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +143,9 @@ def test_options_are_added_to_those_of_the_recipe_and_none_takes_one_away():
     given = replace(recipe, epochs=3, model_options={"depth": 2, "pool": None})
     assert recipe.merged(given).model_options == {"patch_size": 8, "depth": 2}
     assert recipe.merged(given).epochs == 3
+
+
+def test_recipes_on_pages_are_recipes():
+    pages = (Path(__file__).parents[2] / "docs").rglob("*.md")
+    shown = [block for page in pages for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)]
+    assert [parse_recipe(text).data for text in shown] == ["path/to/pets"]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Answer = TypeVar("Answer")
 
@@ -140,21 +143,31 @@ def processes(device: torch.device | str | None = None) -> Iterator[Processes]:
             dist.destroy_process_group()
 
 
+def cut(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether this is a shard. Where there is one, its module is imported; to import it for nothing takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that is here; it shares memory with it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if cut(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor on the CPU. Every process must ask at the same time."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full = tensor.full_tensor() if cut(tensor) else tensor
     return full.detach().to("cpu", copy=True).contiguous()
 
 
 def like(full: Tensor, other: Tensor) -> Tensor:
     """A whole tensor, placed and cut as `other` is."""
     full = full.to(other.device)
-    return distribute_tensor(full, other.device_mesh, other.placements) if isinstance(other, DTensor) else full
+    if not cut(other):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, other.device_mesh, other.placements)
 
 
 @torch.no_grad()
