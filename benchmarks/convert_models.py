@@ -20,7 +20,8 @@ import torch
 
 from cumulant.bench.provenance import provenance
 from cumulant.conversion import convert, load, save
-from cumulant.inspect.batches import answer, call, example_for
+from cumulant.inspect.batches import answer, call
+from cumulant.inspect.examples import example_for
 
 TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -73,6 +73,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1Config": {"head_dim": 8},
     "HunYuanVLTextConfig": {"head_dim": 8},
     "InformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2]},
+    "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 8, "input_size": 32, "patch_size": 8},
     "LEDConfig": {"attention_window": [8, 8]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "state_size": 8, "chunk_size": 16},
@@ -81,6 +82,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "NemotronConfig": {"num_key_value_heads": 2},
     "PerceiverConfig": {"num_latents": 8, "d_latents": WIDTH, "d_model": WIDTH, "max_position_embeddings": 32},
     "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "is_decoder": True},
+    "SamPromptEncoderConfig": {"image_size": 32, "patch_size": 8, "image_embedding_size": 4},
+    "SamHQPromptEncoderConfig": {"image_size": 32, "patch_size": 8, "image_embedding_size": 4},
     "TimeSeriesTransformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2]},
     "XmodConfig": {"default_language": "en_XX"},
     "XLNetConfig": {"d_head": 8},
@@ -115,8 +118,9 @@ def _small(config: Any) -> dict[str, Any]:
             small = _sized(name, value)
             if small is not None:
                 made[name] = small
-    if getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", 0):
-        made["num_key_value_heads"] = made["num_attention_heads"]
+    heads = vars(config).get("num_key_value_heads")
+    if heads is not None and heads == getattr(config, "num_attention_heads", 0):
+        made["num_key_value_heads"] = made.get("num_attention_heads", HEADS)
     return made
 
 

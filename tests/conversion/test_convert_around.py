@@ -12,7 +12,7 @@ from cumulant.call import Call
 from cumulant.conversion import Choice, convert, diagnose, load, restore, save
 from cumulant.conversion.command import Convert, run_convert
 from cumulant.conversion.statistics import head_sums
-from cumulant.inspect.batches import example_for
+from cumulant.inspect.examples import example_for
 from cumulant.nn.swapped.choice import mix
 
 NAME = "cumulant3+around=mean"

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ..nn.swapped.choice import fitting as fitting
     from ..nn.swapped.hf import register_transformers as register_transformers
     from .cache import MomentsCache as MomentsCache
+    from .checks import count_calls as count_calls
     from .conversion import ConversionReport as ConversionReport
     from .conversion import convert as convert
-    from .conversion import count_calls as count_calls
     from .conversion import restore as restore
     from .diagnosis import Diagnosis as Diagnosis
     from .diagnosis import diagnose as diagnose

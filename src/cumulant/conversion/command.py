@@ -49,6 +49,8 @@ class Diagnose:
     """Batches of the data to look at."""
     batch_size: int = 16
     """Items of each."""
+    example: Path | None = None
+    """In place of data, a file of one batch: an image, a .txt, a .npy, or a .npz of arrays by names of arguments."""
     queries: int = 64
     """Queries sampled in each layer and batch."""
     heads: bool = False
@@ -64,6 +66,8 @@ class Diagnose:
 
     def __post_init__(self) -> None:
         check_least(self, batches=1, batch_size=1, queries=1, budget=0)
+        if self.example is not None and self.data is not None:
+            raise ValueError(f"--example {self.example} stands in place of data, got {self.data} too")
         if self.dial is not None and not self.dial > 0:
             raise ValueError(f"dial must be a positive relative error, got {self.dial}")
 
@@ -116,6 +120,9 @@ class Convert:
     """Batches of the data that the change is measured on."""
     batch_size: int = 16
     """Items of each."""
+    example: Path | None = None
+    """A file of one batch for the dry run, where the model does not tell what it takes: an image, a .txt, or a .npy or
+    .npz of arrays by the names of arguments. The change is measured on it unless there is --data."""
     distill: bool = False
     """Train the converted model on what the model said before."""
     distillation: DistillRecipe = field(default_factory=DistillRecipe)
@@ -177,12 +184,14 @@ def _open(settings: Diagnose | Convert) -> Opened:
 
 def run_diagnose(settings: Diagnose, progress: TextIO | None = None) -> Diagnosis:
     """Diagnose the model; diagnosis.json and diagnosis.svg go to the folder `out`."""
-    from ..inspect.items import open_batches
+    from ..inspect.items import open_batches, open_example
     from ..train.files import claim_room, write_atomically
     from .diagnosis import diagnose
 
     opened, data = _open(settings), None
-    if settings.data is not None or opened.recipe is not None:
+    if settings.example is not None:
+        data = [open_example(opened, settings.example)]
+    elif settings.data is not None or opened.recipe is not None:
         data = open_batches(opened, settings.data, settings.batches, settings.batch_size)
     claim_room(settings.out, 0)
     found = diagnose(
@@ -205,7 +214,7 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
 
     Nothing is written where the dial found nothing to replace.
     """
-    from ..inspect.items import open_batches
+    from ..inspect.items import open_batches, open_example
     from ..train.files import claim_room, write_atomically
     from .conversion import convert
     from .distill_data import open_training
@@ -233,6 +242,7 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
         budget=settings.budget if layers == "auto" else None,
         target=settings.target if layers == "dial" else None,
         data=data,
+        example=None if settings.example is None else open_example(opened, settings.example),
         heads=settings.heads,
         batches=settings.batches,
         force=settings.force or begun is not None,  # what is half done is not refused for a clock

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..cluster.dial import check_target
-from ..inspect.batches import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
-from ..inspect.sites import Site, swappable_sites
-from ..inspect.watching import kept_plan, own_softmax
+from ..inspect.batches import Batch, answers, check_numbers, evaluating, relative_error, some
+from ..inspect.examples import example_for
+from ..inspect.sites import Site
+from ..inspect.watching import kept_plan
 from ..nn.swapped import plan as plans
-from ..nn.swapped.choice import KEPT, SOFTMAX, Choice, fitting, observing
+from ..nn.swapped.choice import KEPT, SOFTMAX, Choice, fitting
+from .checks import check_runs, check_taken_over, compared_by, count_calls, find_sites, uncalled, unreached
 from .dial import choose_layers
 from .paying import WHOLE, SlowerError, Times, device_of, seconds_of, sizes
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from .distill_steps import DistillResult
 
 Layers = str | Sequence[int | str] | Mapping[int | str, Any] | None
-SAME = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass
@@ -40,6 +41,7 @@ class ConversionReport:
     kept: dict[str, str]  # layer: why it stays softmax
     calls: dict[str, int]  # of each replaced layer in the dry run
     measured_error: float
+    compared: str | None = field(default="output", kw_only=True)  # name of the output; None if the layers reach none
     predicted_error: float | None = None  # from the diagnosis, with layers="auto"
     dropout_off: dict[str, float] = field(default_factory=dict)  # attention dropout that no longer acts
     measured_on: str = "noise"  # "data" if some was given
@@ -65,7 +67,11 @@ class ConversionReport:
         if not self.replaced:
             return "\n".join([*lines, "nothing was replaced: the model is as it was"])
         said = "" if self.predicted_error is None else f", predicted {self.predicted_error:.2%}"
-        lines.append(f"relative change of the output on {self.measured_on}: {self.measured_error:.2%}{said}")
+        what = self.compared if self.compared not in ("output", "0") else "the output"
+        if what is None:
+            lines.append("what the replaced layers compute reaches no output of this batch: the change is not known")
+        else:
+            lines.append(f"relative change of {what} on {self.measured_on}: {self.measured_error:.2%}{said}")
         if self.seconds is not None:
             lines.append(f"forward pass on {self.device}, inputs of shape {self.inputs}: {Times(*self.seconds)}")
         if self.peak_bytes is not None:
@@ -160,12 +166,16 @@ def convert(
     first = some(example, 1, model)[0] if example is not None else used[0] if used else example_for(model)
     measured = used or [first]
     with evaluating(model):
+        check_runs(model, first)
         found = find_sites(model, first)
+        output, compared = compared_by(model, found, first, output)
+        if compared is None and layers in ("auto", "dial"):
+            raise ValueError(f"{unreached(model)}, so layers={layers!r} has nothing to go by; pass output=function")
         predicted, dial = None, None
         if target is not None and used is not None:  # layers="dial"
             dial = choose_layers(model, used, target=target, batches=len(used), force=force)
             if not dial.plan:
-                return _nothing(model, dial, uncalled(model, found))
+                return _nothing(model, dial, uncalled(model, found, first))
             plan = _planned(found, dial.plan, asked)
         elif layers == "auto":
             from .diagnosis import select
@@ -181,7 +191,7 @@ def convert(
             raise ValueError(f"no layer of {type(model).__name__} {why}; nothing was replaced")
         wanted = answers(model, measured, output)
         check_numbers(model, wanted)
-        _check_taken_over(model, found, measured[:1], wanted[:1], output)
+        check_taken_over(model, found, measured[:1], wanted[:1], output)
         seconds, memory = _measured(model, measured)
         undo = plans.apply(model, {**kept_plan(model, found), **plan})
         try:
@@ -191,9 +201,8 @@ def convert(
             times, place = Times(seconds, seconds_after), f"{device_of(model)} with inputs of shape {sizes(measured)}"
             if dial is not None and times.slower and not force:  # what was left of the dial's choice, all together
                 undo()
-                return _nothing(
-                    model, dial.without(f"the whole model is slower with it: {times}"), uncalled(model, found)
-                )
+                slower = dial.without(f"the whole model is slower with it: {times}")
+                return _nothing(model, slower, uncalled(model, found, first))
             _check_pays(times, plan, place, used is not None, force)
         except BaseException:
             undo()
@@ -206,9 +215,10 @@ def convert(
         model=type(model).__name__,
         attention=attention if dial is None else "dial",
         replaced=plan,
-        kept=reasons | uncalled(model, found),
+        kept=reasons | uncalled(model, found, first),
         calls=calls,
         measured_error=relative_error(got, wanted),
+        compared=compared,
         predicted_error=predicted,
         dropout_off={s.name: s.dropout for s in found if s.name in plan and s.dropout and not plan[s.name].drops},
         measured_on="noise" if used is None and example is None else "data",
@@ -233,58 +243,6 @@ def _check_dial(target: float, data: Any, given: Mapping[str, Any]) -> None:
 def restore(model: nn.Module) -> None:
     """Take a conversion of this session back: the model computes what it did before."""
     plans.forget(model)
-
-
-def find_sites(model: nn.Module, example: Batch) -> list[Site]:
-    """Attention layers in the order in which they run. An error if there are none, or none that can be replaced."""
-    found = swappable_sites(model, lambda: call(model, example))
-    name = type(model).__name__
-    if not found:
-        silent = ", ".join(uncalled(model, found)) or "none found"
-        raise RuntimeError(
-            f"{name} takes an attn_implementation but never calls it (attention layers: {silent}); it cannot be "
-            "converted, and would go on computing softmax in silence"
-        )
-    if all(site.obstacle for site in found):
-        reasons = "; ".join(dict.fromkeys(str(site.obstacle) for site in found))
-        raise ValueError(f"no attention layer of {name} can be replaced: {reasons}")
-    return found
-
-
-def count_calls(model: nn.Module, example: Batch, names: Iterable[str]) -> dict[str, int]:
-    """How often each named layer computes a mechanism of ours in one forward pass; an error if one never does."""
-    modules = {id(model.get_submodule(name)): name for name in names}
-    calls = dict.fromkeys(modules.values(), 0)
-
-    def count(module: nn.Module, _: Any) -> None:
-        if id(module) in modules:
-            calls[modules[id(module)]] += 1
-
-    with observing(count), torch.no_grad(), evaluating(model):
-        call(model, example)
-    never = [name for name, times in calls.items() if times == 0]
-    if never:
-        raise RuntimeError(
-            f"{len(never)} of {len(calls)} replaced layers of {type(model).__name__} never ran: {', '.join(never)}"
-        )
-    return calls
-
-
-def uncalled(model: nn.Module, found: Sequence[Site]) -> dict[str, str]:
-    """Attention layers of a transformers model that never ask its attention registry, and that as the reason."""
-    names = [site.name for site in found]
-    if plans.library_of(model) != plans.TRANSFORMERS:
-        return {}
-    silent: dict[str, str] = {}
-    for name, module in model.named_modules():
-        kind = type(module)
-        linear = any(isinstance(child, nn.Linear) for child in module.children())
-        own = kind.__module__.startswith("transformers.") and "Attention" in kind.__name__ and linear
-        if not own and not isinstance(module, nn.MultiheadAttention):
-            continue
-        if not any(n == name or n.startswith(f"{name}.") or name.startswith(f"{n}.") for n in names):
-            silent[name] = f"{kind.__name__} computes softmax itself and never asks the attention registry"
-    return silent
 
 
 def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, Choice]:
@@ -367,24 +325,6 @@ def _nothing(model: nn.Module, dial: ModelDial, silent: Mapping[str, str]) -> Co
     """The report of a dial that found nothing to replace."""
     kept = {**dial.reasons, **silent}
     return ConversionReport(type(model).__name__, "dial", {}, kept, {}, 0.0, measured_on="data", dial=dial)
-
-
-def _check_taken_over(
-    model: nn.Module,
-    found: Sequence[Site],
-    batches: Sequence[Batch],
-    wanted: Sequence[Tensor],
-    output: Callable[[Any, Batch], Tensor] | None,
-) -> None:
-    """With our own softmax in every layer the model must say what it said before."""
-    with own_softmax(model, found):
-        error = relative_error(answers(model, batches, output), wanted)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if not error <= SAME.get(dtype, 1e-4):
-        raise RuntimeError(
-            f"{type(model).__name__} says something else (relative change {error:.1e}) when its attention layers are "
-            "computed with softmax between their own projections: they do more than that, and cannot be converted"
-        )
 
 
 __all__ = ["ConversionReport", "convert", "count_calls", "find_sites", "restore", "uncalled"]

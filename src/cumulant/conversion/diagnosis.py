@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from ..call import Call
 from ..cluster.dial import check_target
-from ..inspect.batches import Batch, answers, call, check_numbers, evaluating, example_for, relative_error, some
+from ..inspect.batches import Batch, answers, call, check_numbers, evaluating, relative_error, some
+from ..inspect.examples import example_for
 from ..inspect.sites import Site
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn import AxialAttention
 from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import SOFTMAX, Choice, fitting
-from .conversion import find_sites
+from .checks import check_runs, compared_by, find_sites, unreached
 from .dial import ModelDial, choose_layers
 from .paying import WHOLE, SlowerError, Times, device_of, seconds_of
 from .settings import CANDIDATES
@@ -257,6 +258,7 @@ def diagnose(
     asked = {name: Choice.named(name) for name in attention}
     used = some(example_for(model) if data is None else data, batches, model)
     with evaluating(model):
+        check_runs(model, used[0])
         found = find_sites(model, used[0])
         able = softmax_sites(found)
         if not able:
@@ -265,6 +267,9 @@ def diagnose(
         if not able:
             reasons = dict.fromkeys(str(site.refusal(choice)) for site in found for choice in asked.values())
             raise ValueError(f"no attention layer can take {', '.join(attention)}: {'; '.join(reasons)}")
+        output, compared = compared_by(model, found, used[0], output)
+        if compared is None:
+            raise ValueError(f"{unreached(model)}, so that replacing them shows nowhere; pass output=function")
         wanted = answers(model, used, output)
         check_numbers(model, wanted)
         kept = kept_plan(model, found)

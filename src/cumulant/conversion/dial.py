@@ -24,11 +24,13 @@ from ..cluster.auto import AUTO, tuning
 from ..cluster.cost import causal_multiply_adds, multiply_adds, softmax_multiply_adds
 from ..cluster.dial import check_counts, check_target
 from ..cluster.layout import Blocks
-from ..inspect.batches import call, evaluating, example_for, some
+from ..inspect.batches import call, evaluating, some
+from ..inspect.examples import example_for
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
 from ..zoo.cluster import LEAST, past_blocks
+from .checks import find_sites
 from .paying import Times, seconds_of
 
 # Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
@@ -173,7 +175,6 @@ def choose_layers(
     forward pass to see lengths, one in which every candidate that is cheap enough answers the sampled queries of every
     layer, all queries where it is causal, and a few to take the time.
     """
-    from .conversion import find_sites  # which calls this
 
     check_target(target)
     asked = _choices(candidates, batches, samples)

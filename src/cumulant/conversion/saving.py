@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from ..inspect.batches import Batch, example_for
+from ..inspect.batches import Batch
+from ..inspect.examples import example_for
 from ..inspect.opening import open_converted
 from ..nn.swapped import plan as plans
 from ..train.checkpoint import PLAN_FILE, WEIGHTS_FILE
 from ..train.checkpoint import save as save_weights
 from ..train.files import write_atomically
-from .conversion import count_calls
+from .checks import count_calls
 
 # What stands beside the weights of a model of transformers: files of its tokenizer and of its preprocessing.
 BESIDE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +12,16 @@ from torch import Tensor
 from ..data import open_source
 from ..data.augment import Augment
 from ..data.augmentation import Augmentation
+from ..data.decode import IMAGE_SUFFIXES, decode_image
 from ..data.part import Source
 from ..train.build import augment_of, open_recipe_source
-from .batches import Batch, example_for
+from .batches import Batch
+from .examples import expected_input
 from .opening import Opened, Pixels
 
 LENGTH = 256  # tokens of a text, at most
 TEXTS = (".txt", ".parquet")
+EXAMPLES = 4  # texts of an example, at most
 
 
 class Items(NamedTuple):
@@ -56,7 +60,9 @@ def source_of(opened: Opened, data: str | None) -> Source:
 def pixels_of(opened: Opened) -> Pixels:
     """How the model sees pixels; an error for one that takes none."""
     if opened.pixels is None:
-        takes = example_for(opened.model)
+        takes = expected_input(opened.model)
+        if takes is None:
+            raise ValueError(f"cannot tell what {opened.place} takes: pass --example FILE in place of data")
         if isinstance(takes, Tensor):
             raise ValueError(f"{opened.place} takes {tuple(takes.shape[1:])}; data is read as square images and clips")
         raise ValueError(
@@ -79,6 +85,44 @@ def open_batches(opened: Opened, data: str | None, batches: int, batch_size: int
         return [dict(tokenizer(lines[at : at + batch_size], **how)) for at in range(0, len(lines), batch_size)]
     items = labelled_items(opened, data, batches * batch_size).pixels.to(example_dtype(opened))
     return [pixels_of(opened).batch(part) for part in items.split(batch_size)]
+
+
+def open_example(opened: Opened, file: str | Path) -> Batch:
+    """One batch from a file: an image; a .txt of texts; a .npy array; a .npz of arrays, each under the name of the
+    argument that it is for, as numpy.savez(file, input_ids=...) writes it."""
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"no example {str(path)!r}: expected an image, or a .txt, .npy or .npz file")
+    if path.suffix in (".npy", ".npz"):
+        return _arrays(path, opened)
+    if path.suffix == ".txt":
+        return open_batches(opened, str(path), 1, EXAMPLES)[0]
+    if path.suffix.lower() not in IMAGE_SUFFIXES:
+        raise ValueError(f"example must be an image, or a .txt, .npy or .npz file, got {path.name}")
+    seen = pixels_of(opened)
+    image = decode_image(path, seen.size, path.name)[None] / 255
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (seen.mean, seen.std))
+    image = ((image - mean) / std).to(example_dtype(opened))
+    return seen.batch(image if seen.frames is None else image[:, :, None].expand(-1, -1, seen.frames, -1, -1))
+
+
+def _arrays(path: Path, opened: Opened) -> Batch:
+    import numpy as np
+
+    def tensor(array: Any) -> Tensor:
+        made = torch.from_numpy(np.array(array))
+        return made.to(example_dtype(opened)) if made.is_floating_point() else made
+
+    try:
+        stored = np.load(path, allow_pickle=False)
+        if path.suffix == ".npy":
+            return tensor(stored)
+        with stored:
+            made = {name: tensor(stored[name]) for name in stored.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path.name} cannot be read as arrays of numbers: {error}") from error
+    unnamed = all(name.startswith("arr_") for name in made)
+    return tuple(made[f"arr_{i}"] for i in range(len(made))) if unnamed else made
 
 
 def example_dtype(opened: Opened) -> torch.dtype:

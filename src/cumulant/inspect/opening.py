@@ -19,7 +19,8 @@ from ..train.files import read_json
 from ..train.processes import chosen_device
 from ..train.recipe_files import from_json
 from ..train.train_recipe import IMAGENET_MEAN, IMAGENET_STD, TrainRecipe
-from .batches import Batch, example_for
+from .batches import Batch
+from .examples import expected_input
 
 NAMED = (
     "a file or folder of `cumulant train` or `cumulant convert`, a folder of save_pretrained, timm:NAME or "
@@ -183,9 +184,8 @@ def _accuracy(file: Path) -> float | None:
 
 def _pixels(model: nn.Module, **known: Any) -> Pixels | None:
     """How the model sees pixels by an example of its input; what is `known` better is taken from there."""
-    try:
-        example = example_for(model)
-    except ValueError:
+    example = expected_input(model)
+    if example is None:
         return None
     key = "pixel_values" if isinstance(example, dict) else None
     if key is not None and key not in example:

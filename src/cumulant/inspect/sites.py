@@ -156,11 +156,14 @@ def _asking(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     try:
         with implementation(model, hf.MIXED), hf.discovering() as found, _contexts(model) as crossing, torch.no_grad():
             run()
-    except Exception:
+    except Exception as error:
         # A model that computes attention itself may stumble over a mask that our registry made. Where the same batch
         # passes without it, the model is one that never asks.
         if found:
-            raise
+            raise RuntimeError(
+                f"{type(model).__name__} does not run once its attention is asked for by name, so it cannot be "
+                f"converted: {type(error).__name__}: {error}"
+            ) from error
         with torch.no_grad():
             run()
         return []
