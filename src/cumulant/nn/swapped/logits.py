@@ -94,9 +94,7 @@ class Logits:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Outside the module that made them, logits are numbers."""
-        kwargs = kwargs or {}
-        args = tuple(x.actual() if isinstance(x, Logits) else x for x in args)
-        return func(*args, **{name: x.actual() if isinstance(x, Logits) else x for name, x in kwargs.items()})
+        return func(*map(_numbers, args), **{name: _numbers(x) for name, x in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -109,6 +107,13 @@ class Logits:
             return _dispatch(method, (self, *args), kwargs)
 
         return call
+
+
+def _numbers(x: Any) -> Any:
+    """Logits as numbers, those in a list (of torch.cat, say) too."""
+    if isinstance(x, list | tuple):
+        return type(x)(map(_numbers, x)) if any(isinstance(one, Logits) for one in x) else x
+    return x.actual() if isinstance(x, Logits) else x
 
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
