@@ -387,6 +387,7 @@ def mechanisms() -> Iterator[Wrong]:
             yield from wrong_values(f"{name}.scores", run, {"scale": SCALES, "nonsense": {"number": 3}})
         build = lambda mechanism=mechanism, **kw: mechanism.build(32, 4, grid_size=(4, 4), **kw)  # noqa: E731
         own = {option: OPTIONS[option] for option in mechanism.options if option in OPTIONS and mechanism.module}
+        own |= {"tree": only(OPTIONS["tree"], "few")} if "tree" in own else {}  # only a call knows how many tokens
         yield from wrong_values(f"{name}.build", build, own | {"nonsense": {"number": 3}})
 
 
@@ -469,7 +470,11 @@ def layers() -> Iterator[Wrong]:
             extra = {"v_conv": 3} if "v_conv_init" in kw else {}
             return nn.create_layer(name, **{"dim": C, "num_heads": 4, "grid_size": grid, **extra, **kw})
 
-        yield from wrong_values(f"layer {name}", build, made)
+        plain = name in ("multihead", "axial")  # others have more to say about their heads and extras
+        own_rules = {"v_conv_init", "num_kv_heads"}
+        kept = {arg: x if plain else only(x, "no multiple", "no divisor") for arg, x in made.items()}
+        kept = {arg: x for arg, x in kept.items() if plain or arg not in own_rules}
+        yield from wrong_values(f"layer {name}", build, kept, ("option",))
         x, layer = tokens(B, L, C), build()
         bad = OBJECTS | {
             "narrow": x[..., :7],
@@ -481,12 +486,13 @@ def layers() -> Iterator[Wrong]:
         for kind, one in bad.items():
             yield Wrong(f"layer {name}: x {kind}", ("x",), partial(layer, one))
         calls: dict[str, Mapping[str, Any]] = {"attn_mask": only(MASKS, "by query"), "is_causal": FLAGS}
-        calls |= {"grid": {"other size": (3, 3), "text": "4x4", "number": 16}} if name != "multihead" else {}
+        if nn.get_layer(name).needs_grid:
+            calls |= {"grid": {"other size": (3, 3), "text": "4x4", "number": 16}}
         if nn.get_layer(name).key_mask:
             yield from wrong_values(f"layer {name}", partial(layer, x), calls)
         if nn.get_layer(name).cross:
             others = {"narrow": x[..., :7], "text": "x", "integers": x.long(), "other batch": x[:1].repeat(3, 1, 1)}
-            yield from wrong_values(f"layer {name}", partial(layer, x), {"context": others})
+            yield from wrong_values(f"layer {name}", partial(layer, x), {"context": others}, ("leading dimensions",))
     cumulants = partial(nn.CumulantAttention, C, 4)
     own = {"order": {**COUNTS, "4": 4}, "fold": words(), "full": FLAGS, "normalization": words(), "nonsense": {"1": 1}}
     yield from wrong_values("CumulantAttention", cumulants, own)
@@ -510,7 +516,7 @@ def layers() -> Iterator[Wrong]:
 
 def models() -> Iterator[Wrong]:
     made: dict[str, Mapping[str, Any]] = {
-        "attention": {**words(), "None": None, "few": ["softmax"], "not words": [1, 2, 3, 4]},
+        "attention": {**words(), "None": None, "few": ["softmax"] * 2, "not words": [1, 2, 3, 4]},
         "layer": {"text": "nonsense", "number": 3},
         "num_classes": {"-1": -1, "2.5": 2.5, "text": "x"},
         "img_size": {"9": 9, "0": 0, "-8": -8, "text": "x", "3 sides": (8, 8, 8)},
@@ -532,7 +538,7 @@ def models() -> Iterator[Wrong]:
         "init_std": {"-1": -1.0, "NaN": NAN, "text": "x"},
     }
     image = partial(cumulant.create_model, "vit_nano_patch2_8")
-    yield from wrong_values("create_model", image, made)
+    yield from wrong_values("create_model", image, made, ("option", "extra", "image size", "patch size", "layer"))
     video = partial(cumulant.create_model, "vivit_nano_patch4x2_16")
     some = {
         "variant": {"5": 5, "text": "x"},

@@ -165,8 +165,15 @@ def check_flag(name: str, flag: object) -> None:
 
 
 def check_count(name: str, count: object, least: int = 1) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < least:
-        raise ValueError(f"{name} must be at least {least}, a whole number, got {count!r}")
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {count!r}")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+
+
+def check_share(name: str, share: object) -> None:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"{name} must be a probability between 0 and 1, got {share!r}")
 
 
 def check_choice(name: str, choice: object, known: Iterable[object]) -> None:

@@ -69,7 +69,7 @@ def test_a_mask_that_cannot_be_honoured_is_an_error(mask):
 
 
 def test_an_additive_mask_is_refused_for_its_negative_weights():
-    with pytest.raises(ValueError, match="key_mask"):
+    with pytest.raises(ValueError, match="attn_mask weights must be finite"):
         layer()(tokens(), attn_mask=torch.full((2, 5), float("-inf"), dtype=torch.float64))
 
 
@@ -97,5 +97,5 @@ def test_folding_never_changes_the_answer(fold):
 def test_a_folded_layer_checks_its_mask_like_a_plain_one(mask):
     refused = (ValueError, TypeError)
     for fold in (False, True):
-        with pytest.raises(refused, match=r"key_mask .*must be"):
+        with pytest.raises(refused, match=r"attn_mask .*must be"):
             layer(order=2, fold=fold)(tokens(), attn_mask=mask.expand(2, 5))

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..call import Call, Grid, check_choice
 from ..closures import check_closure
 from ..moments import ratio, statistics_dtype
+from ..tensors import nothing
 from ..tracing import without_autocast
 from .auto import AUTO, tuning
 from .backend import Case, Form, kernels_for, run_kernels
@@ -126,8 +127,7 @@ def cluster_attention(
         call = call._replace(grid=check_grid(Lk, grid, prefix))
     lead, (H, Lq, _), E = call.lead, query.shape[-3:], value.shape[-1]
     if not (prod(lead) and H and Lq and Lk and E):
-        nothing = sum(x[..., :0, :].sum() for x in (query, key, value))  # 0, and the way back of gradients, also 0
-        return query.new_zeros(*lead, H, Lq, E) + nothing
+        return nothing((*lead, H, Lq, E), query, key, value)
     if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
         clusters, call = 1, call._replace(grid=None, prefix=0)
         form = form._replace(near=1, near_rows=1, together=False)

@@ -92,7 +92,7 @@ def input_kind(name: str) -> str:
 
 def model_arguments(name: str) -> list[str]:
     """What `create_model` takes for that name beside it."""
-    if name not in _MODELS:
+    if not isinstance(name, str) or name not in _MODELS:
         raise ValueError(f"unknown model {name!r}; {suggest(name, names())}")
     return [key for key in inspect.signature(_MODELS[name].kind).parameters if key != "self"]
 

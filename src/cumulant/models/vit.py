@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import check_choice
+from ..call import check_choice, check_count, check_dtype, check_flag, check_share
 from ..nn import create_layer
 from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
 from ..nn.registry import number_layers
@@ -155,11 +155,10 @@ class Backbone(nn.Module):
         super().__init__()
         self.config: dict[str, Any] | None = None  # set by create_model
         check_choice("pool", pool, self.poolings)
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        if num_classes < 0:
-            raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes}")
+        for name, count in {"embed_dim": embed_dim, **counts}.items():
+            check_count(name, count)
+        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
+            raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes!r}")
         self.num_classes, self.embed_dim, self.pool, self.num_prefix_tokens = num_classes, embed_dim, pool, prefix
 
     def _table(self, rows: int, place: dict[str, Any]) -> nn.Parameter:
@@ -171,6 +170,9 @@ class Backbone(nn.Module):
     def _finish(self, drop_path: float, init_std: float | None) -> None:
         self.set_drop_path(drop_path)
         number_layers(self)
+        number = isinstance(init_std, int | float) and not isinstance(init_std, bool) and 0 <= init_std < math.inf
+        if init_std is not None and not number:
+            raise ValueError(f"init_std must be a finite number that is not negative, got {init_std!r}")
         self.reset_parameters(init_std)
         self.register_load_state_dict_pre_hook(_resize_loaded_positions)
 
@@ -284,6 +286,8 @@ class VisionTransformer(Backbone):
         class_token = pool == "cls" if class_token is None else class_token
         prefix = int(class_token) + int(distilled)
         super().__init__(num_classes, embed_dim, pool, prefix, patch_size=patch_size, in_chans=in_chans, depth=depth)
+        check_flag("is_causal", is_causal)
+        check_share("drop_rate", drop_rate)
         if pool == "cls" and not class_token:
             raise ValueError('pool="cls" reads the class token, but class_token=False; use pool="gap"')
         if is_causal and pool == "cls":
@@ -304,7 +308,7 @@ class VisionTransformer(Backbone):
         given: dict[str, Any] = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "attn_drop": attn_drop}
         given |= {"proj_drop": drop_rate, **place}
         given |= {"grid_size": self.grid_size, "prefix": prefix, **checked_extras(attention_extras, layer)}
-        inner = embed_dim, int(embed_dim * mlp_ratio), drop_rate, gelu, is_causal
+        inner = embed_dim, hidden_width(embed_dim, mlp_ratio), drop_rate, gelu, is_causal
         mechanisms = by_block(attention, attention_options, depth)
         layers = (create_layer(layer or "multihead", embed_dim, num_heads, **one, **given) for one in mechanisms)
         self.blocks = nn.Sequential(*(Block(attn, *inner, **place) for attn in layers))
@@ -316,6 +320,7 @@ class VisionTransformer(Backbone):
 
     def embed(self, images: Tensor) -> Tensor:
         """Tokens with their positions, (B, T, C)."""
+        check_dtype("images", images)
         if images.ndim != 4 or images.shape[1] != self.patch_embed.in_chans:
             raise ValueError(
                 f"images must have shape (batch, {self.patch_embed.in_chans}, height, width), got {tuple(images.shape)}"
@@ -341,8 +346,8 @@ class VisionTransformer(Backbone):
 
 def spread_drop_path(blocks: Iterable[nn.Module], rate: float, rescale: bool = True) -> None:
     """Stochastic depth of an encoder's blocks: linear from 0 in the first to `rate` in the last."""
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"drop_path must be at least 0 and below 1, got {rate}")
+    if not isinstance(rate, int | float) or not 0.0 <= rate < 1.0:
+        raise ValueError(f"drop_path must be at least 0 and below 1, got {rate!r}")
     paths = [cast(Block, block).drop_path for block in blocks]
     last = max(1, len(paths) - 1)
     for index, path in enumerate(paths):
@@ -382,11 +387,20 @@ def _reset_linear(linear: nn.Linear, std: float | None, parts: tuple[int, ...]) 
         nn.init.zeros_(linear.bias)
 
 
-def pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    height, width = size
-    return height, width
+def pair(size: int | tuple[int, int], name: str = "img_size") -> tuple[int, int]:
+    sides = (size, size) if isinstance(size, int) else size
+    whole = isinstance(sides, tuple | list) and all(type(side) is int and side > 0 for side in sides)
+    if not whole or len(sides) != 2:
+        raise ValueError(f"{name} must be a positive number of pixels, or height and width, got {size!r}")
+    return sides[0], sides[1]
+
+
+def hidden_width(dim: int, mlp_ratio: float) -> int:
+    """Channels inside an MLP."""
+    number = isinstance(mlp_ratio, int | float) and not isinstance(mlp_ratio, bool) and 0 < mlp_ratio < math.inf
+    if not number or int(dim * mlp_ratio) < 1:
+        raise ValueError(f"mlp_ratio must be a positive number, got {mlp_ratio!r}")
+    return int(dim * mlp_ratio)
 
 
 def checked_extras(extras: dict[str, Any] | None, layer: str | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..call import check_choice
+from ..call import check_choice, check_count, check_dtype
 from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
 from ..nn.extras import conv_kernel
@@ -28,6 +28,7 @@ from .vit import (
     Mlp,
     VisionTransformer,
     checked_extras,
+    hidden_width,
     pair,
     resize_positions,
     spread_drop_path,
@@ -169,6 +170,7 @@ class ViViT(Backbone):
         self.variant, self.zero_head, self.tubelet_init = variant, zero_head, tubelet_init
         self.drop_path_style = drop_path_style
 
+        check_count("frames", frames)
         self.patch_embed = TubeletEmbed(tubelet, in_chans, embed_dim, sample_frames, **place)
         self.grid_size = self.patch_embed.grid(frames, *pair(img_size))
         self.per_frame = self.variant in (2, "average")  # the first encoder sees one temporal index at a time
@@ -177,7 +179,7 @@ class ViViT(Backbone):
         self.pos_embed = self._table(self.num_prefix_tokens + patches, place)
         self.pos_drop = nn.Dropout(drop_rate)
 
-        hidden = int(embed_dim * mlp_ratio)
+        hidden = hidden_width(embed_dim, mlp_ratio)
         shared: dict[str, Any] = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "attn_drop": attn_drop}
         shared |= {"proj_drop": drop_rate, **place}
         blocks = depth + (temporal_depth if self.variant == 2 else 0)
@@ -232,6 +234,7 @@ class ViViT(Backbone):
 
     def embed(self, clips: Tensor) -> Tensor:
         """Tokens with their positions: (B, prefix + N, C), or (B n_t, prefix + S, C) where frames are encoded alone."""
+        check_dtype("clips", clips)
         if clips.ndim != 5 or clips.shape[1] != self.patch_embed.in_chans:
             raise ValueError(
                 f"clips must have shape (batch, {self.patch_embed.in_chans}, frames, height, width), got "

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import zoo
-from ..call import Call, Grid, check_mask
+from ..call import DTYPES, Call, Grid, check_count, check_dtype, check_flag, check_mask, check_share
 from ..expansion import weigh
 from ..grammar import parse, suggest
 from ..tensors import repeat_heads, without_absent
@@ -99,15 +99,16 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or dim < 1 or (head_dim is None and dim % num_heads):
-            raise ValueError(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={num_heads}")
-        if head_dim is not None and head_dim < 1:
-            raise ValueError(f"head_dim must be a number of channels, at least 1, got {head_dim}")
+        check_sizes(dim, num_heads, head_dim)
+        check_layout(grid_size, prefix)
+        check_name(attention)
+        if attention_options is not None and not isinstance(attention_options, Mapping):
+            raise TypeError(f"attention_options must be a mapping of names to values, got {attention_options!r}")
         name, own = parse(attention)
         self.mechanism = zoo.get(name)
         self.num_kv_heads = check_kv_heads(num_kv_heads, num_heads, self.mechanism)
-        if not 0 <= attn_drop <= 1:
-            raise ValueError(f"attn_drop must be a probability between 0 and 1, got {attn_drop}")
+        check_share("attn_drop", attn_drop)
+        check_share("proj_drop", proj_drop)
         if attn_drop and not self.mechanism.dropout:
             raise ValueError(
                 f"attn_drop={attn_drop}, but {name!r} forms no probabilities to drop; "
@@ -196,7 +197,9 @@ class MultiheadAttention(nn.Module):
         take it, see `as_key_mask`.
         """
         key_mask = one_mask(key_mask, attn_mask, x if context is None else context)
-        folding = context is None and self.rotary is None
+        folding = bool(self.fold) and context is None and self.rotary is None
+        if folding:
+            self._check_width("x", x)
         if folding and folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal):
             return self.proj_drop(self.folded(x, key_mask))
         return self.attend(self.call(x, context, key_mask, is_causal, grid, prefix), x, context)
@@ -229,6 +232,7 @@ class MultiheadAttention(nn.Module):
         prefix: int = 0,
     ) -> Call:
         """What the mechanism is asked for these tokens; arguments are those of `forward`."""
+        check_flag("is_causal", is_causal)
         if grid is None:
             grid, prefix = self.grid_size, self.prefix
         dropout = self.attn_drop if self.training else 0.0
@@ -330,8 +334,12 @@ class MultiheadAttention(nn.Module):
         return v_conv(tokens, grid, prefix)
 
     def _check_width(self, name: str, x: Tensor) -> None:
+        check_dtype(name, x)
         if x.ndim < 2 or x.shape[-1] != self.dim:
             raise ValueError(f"{name} must have shape (..., tokens, {self.dim}), got {tuple(x.shape)}")
+        own = getattr(getattr(self.proj, "weight", None), "dtype", None)  # it may have been swapped for something else
+        if x.dtype != own and own in DTYPES and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name} must have the dtype of the layer, {own}, got {x.dtype}")
 
 
 def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -339,7 +347,13 @@ def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
 
     Moments are taken once for all queries, so a mask that differs from query to query cannot be honoured.
     """
-    if attn_mask is None or attn_mask.shape == x.shape[:-1]:
+    if attn_mask is None:
+        return None
+    check_dtype("x", x)
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
+    if attn_mask.shape == x.shape[:-1]:
+        check_mask(attn_mask, x, x.shape[:-2], "attn_mask")
         return attn_mask
     per_key = (*x.shape[:-2], 1, 1, x.shape[-2])
     if attn_mask.shape == per_key and attn_mask.dtype == torch.bool:
@@ -356,6 +370,30 @@ def one_mask(key_mask: Tensor | None, attn_mask: Tensor | None, x: Tensor) -> Te
     if key_mask is not None and attn_mask is not None:
         raise ValueError("key_mask and attn_mask were both given; they say the same, pass one of them")
     return key_mask if attn_mask is None else as_key_mask(attn_mask, x)
+
+
+def check_name(attention: str) -> None:
+    if not isinstance(attention, str):
+        raise TypeError(f"attention must be the name of a mechanism, such as 'cumulant3+full', got {attention!r}")
+
+
+def check_sizes(dim: int, num_heads: int, head_dim: int | None) -> None:
+    for name, size in (("dim", dim), ("num_heads", num_heads), ("head_dim", head_dim)):
+        given = size is not None or name != "head_dim"
+        if given and (isinstance(size, bool) or not isinstance(size, int)):
+            raise ValueError(f"{name} must be a whole number, at least 1, got {size!r}")
+    if num_heads < 1 or dim < 1 or (head_dim is None and dim % num_heads):
+        raise ValueError(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={num_heads}")
+    if head_dim is not None and head_dim < 1:
+        raise ValueError(f"head_dim must be a number of channels, at least 1, got {head_dim}")
+
+
+def check_layout(grid_size: Grid | None, prefix: int) -> None:
+    if grid_size is not None:
+        sides = grid_size if isinstance(grid_size, tuple | list) else ()
+        if len(sides) not in (2, 3) or not all(type(side) is int and side > 0 for side in sides):
+            raise ValueError(f"grid_size must be (rows, cols) or (frames, rows, cols), got {grid_size!r}")
+    check_count("prefix", prefix, 0)
 
 
 def check_kv_heads(num_kv_heads: int | None, num_heads: int, mechanism: Mechanism) -> int:

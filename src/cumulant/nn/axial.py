@@ -29,7 +29,7 @@ class AxialAttention(MultiheadAttention):
     mixer_names = ("mix", "mix_space")
 
     def __init__(self, dim: int, num_heads: int = 8, **kw: Any) -> None:
-        if num_heads % 2:
+        if not isinstance(num_heads, int) or num_heads % 2:
             raise ValueError(f"num_heads must be even, half for time and half for space, got {num_heads}")
         super().__init__(dim, num_heads, **kw)
         if self.num_kv_heads % 2:
@@ -88,7 +88,14 @@ class AxialAttention(MultiheadAttention):
         grid, query = call.grid, call.query
         if call.is_causal or call.prefix or context is not None:
             raise ValueError("AxialAttention takes the tokens of one grid: no context, no prefix, is_causal=False")
-        if grid is None or len(grid) != 3 or grid[0] * grid[1] * grid[2] != query.shape[-2] or query.ndim != 4:
+        sides = isinstance(grid, tuple | list) and all(isinstance(side, int) for side in grid)
+        if (
+            grid is None
+            or not sides
+            or len(grid) != 3
+            or grid[0] * grid[1] * grid[2] != query.shape[-2]
+            or query.ndim != 4
+        ):
             raise ValueError(
                 f"AxialAttention needs x (batch, tokens, {self.dim}) on a grid of (frames, rows, cols), "
                 f"got {query.shape[-2]} tokens, {query.ndim - 2} dimensions before the width, and grid={grid}"

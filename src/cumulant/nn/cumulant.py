@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention_varlen
-from ..call import Call, check_order, offsets
+from ..call import Call, check_offsets, check_order, offsets
 from .attention import EXTRAS, MultiheadAttention, as_key_mask, check_extras
 from .fold import folds
 
@@ -102,6 +102,7 @@ class CumulantAttention(MultiheadAttention):
             raise ValueError(
                 f"packed sequences have no form with {', '.join(self.packs_not)}; pad them and pass a mask"
             )
+        check_offsets("cu_seq", cu_seq, x.shape[0])
         mean = x.shape[0] // max(1, cu_seq.numel() - 1)
         if folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal, length=mean):
             at = offsets("cu_seq", cu_seq, x.shape[0], longest, "longest")

@@ -80,7 +80,7 @@ def gate_name(gate: bool | str) -> str | None:
     if gate is False or gate is None:
         return None
     name = "sigmoid" if gate is True else gate
-    if name not in GATES:
+    if not isinstance(name, str) or name not in GATES:
         raise ValueError(f"gate must be a bool or one of {', '.join(map(repr, GATES))}, got {gate!r}")
     return name
 

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..call import check_flag
 from ..kernels import launch, notice
 from ..moments import ratio, statistics_dtype
 from ..tracing import in_autocast_dtype, transformed, without_autocast
@@ -74,6 +75,7 @@ def folds(
 
     `fold` is True, False, or "auto": where it is expected to be faster and nobody watches.
     """
+    check_flag("is_causal", is_causal)
     if _plain_layers:
         return False
     if fold is True and is_causal:

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from ..call import check_count
 from ..grammar import parse, suggest
 from ..zoo.registry import can
-from .attention import MultiheadAttention
+from .attention import MultiheadAttention, check_name
 from .axial import AxialAttention
 
 # What models tell every layer; all other arguments of its class are options that a user may write behind its name.
@@ -81,6 +82,8 @@ def layers() -> list[str]:
 
 def get_layer(name: str) -> Layer:
     """The layer of that name; options behind it are passed over."""
+    if not isinstance(name, str):
+        raise TypeError(f"layer must be the name of an attention layer, got {name!r}")
     known, _ = parse(name)
     if known not in _LAYERS:
         raise ValueError(f"unknown attention layer {known!r}; {suggest(known, layers())}")
@@ -90,6 +93,9 @@ def get_layer(name: str) -> Layer:
 def create_layer(name: str, dim: int, num_heads: int, *, attention: str = "softmax", **options: Any) -> nn.Module:
     """A freshly initialised layer of width `dim`; `options` are those of its class, or stand behind its name."""
     layer, own = get_layer(name), parse(name)[1]
+    check_count("dim", dim)
+    check_count("num_heads", num_heads)
+    check_name(attention)
     unknown = [option for option in own if option not in layer.options]
     if unknown:
         accepted = ", ".join(layer.options) or "none"

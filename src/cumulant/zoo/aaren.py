@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..call import Call, check_scale
 from ..held import Held, check_rows, check_step, check_tokens
 from ..moments import ratio
-from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
+from ..tensors import ABSENT, log_weights, nothing, repeat_heads, softmax_or_zero, wide
 from ..tracing import outside_autocast
 from .mixing import Mixer
 from .registry import Mechanism, can, options_of, register
@@ -91,7 +91,7 @@ def aaren_attention(call: Call, *, chunk: int = CHUNK) -> Tensor:
     query, key, value = call[:3]
     rows = query.shape[-2]
     if rows == 0 or key.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
     seen = min(rows, key.shape[-2]) if call.is_causal else key.shape[-2]
     s = _logits(call)[..., :seen]
     leaves = Triple.leaf(s, repeat_heads(wide(value[..., :seen, :]), query.shape[-3]))
@@ -108,7 +108,7 @@ def aaren_weights(call: Call) -> Tensor:
     """The weights, (..., H, Lq, Lk): those of two keys keep their ratio in all rows that see both. Cost: Lq Lk."""
     query, key = call[:2]
     if query.shape[-2] == 0 or key.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], key.shape[-2]))
+        return nothing((*query.shape[:-1], key.shape[-2]), query, key)
     logits = _logits(call).unsqueeze(-2).expand(*query.shape[:-1], key.shape[-2])
     if call.is_causal:
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)

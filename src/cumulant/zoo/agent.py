@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call, Grid
-from ..tensors import ABSENT, log_weights, repeat_heads, wide
+from ..tensors import ABSENT, log_weights, nothing, repeat_heads, wide
 from .fused import fused_softmax
 from .grid import GridConv, resolve_grid
 from .mixing import Mixer
@@ -59,7 +59,7 @@ def agent_attention(
     if read_exponent != 1 and not scale > 0:
         raise ValueError(f"read_exponent={read_exponent} is a power of the scale, which must be positive, got {scale}")
     if queries == 0 or keys == 0:
-        return value.new_zeros((*call.query.shape[:-1], value.shape[-1]))
+        return nothing((*call.query.shape[:-1], value.shape[-1]), *call[:3])
     query, present = call.present_queries()
     A, absent = pool_agents(query, agents, call.grid, call.prefix, present)
     gathered = _attend(A, key, value, scale, key_bias, log_weights(call.key_mask, key), dropout_p)
@@ -114,7 +114,11 @@ def agent_grid(agents: int | tuple[int, ...], grid: Grid) -> Grid:
             return (1, agents)
         if agents >= 1 and side * side == agents:
             return (*(1 for _ in grid[2:]), side, side)
-    elif isinstance(agents, (tuple, list)) and len(agents) == len(grid) and all(a >= 1 for a in agents):
+    elif (
+        isinstance(agents, (tuple, list))
+        and len(agents) == len(grid)
+        and all(isinstance(a, int) and a >= 1 for a in agents)
+    ):
         return tuple(agents)
     raise ValueError(
         f"agents must be a square number, or {len(grid)} numbers (a grid of agents), for tokens on a grid "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..call import Call, check_scale
 from ..held import Held, check_step, check_tokens
-from ..tensors import log_weights, repeat_heads, softmax_or_zero, wide, without_absent
+from ..tensors import log_weights, nothing, repeat_heads, softmax_or_zero, wide, without_absent
 from ..tracing import outside_autocast
 from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, segmented, summarise
 from .grid import resolve_grid
@@ -55,7 +55,7 @@ def combiner_attention(
     (*_, heads, tokens, _), dtype = call.query.shape, call.query.dtype
     shape = resolve_grid(tokens, call.grid, call.prefix)
     if tokens == 0:
-        return call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
+        return nothing((*call.query.shape[:-1], call.value.shape[-1]), *call[:3])
     if segment is None:
         patches = max(1, tokens - call.prefix)
         segment = math.isqrt(patches - 1) + 1 if call.grid is None else max(1, shape[-1])
@@ -191,6 +191,9 @@ class CombinerAttention(Mixer):
         tokens = x[..., call.prefix :, :]
 
         def keys(V: Tensor) -> Tensor:
+            if V.shape[-1] * V.shape[-3] != self.dim:
+                own = self.dim // self.num_heads
+                raise ValueError(f"value must be {own} wide for summary_key='proj', got {V.shape[-1]}")
             merged = V.transpose(-3, -2).flatten(-2).to(self.summary_value.weight.dtype)
             y = self.summary_norm(self.summary_value(merged) + tokens.to(merged.dtype))
             K = self.summary_proj(y).unflatten(-1, (self.num_heads, -1))
@@ -209,8 +212,9 @@ def _check(
     for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
         if given not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}")
-    if segment is not None and segment < 1:
-        raise ValueError(f"segment must be at least 1 token, got {segment}")
+    whole = isinstance(segment, int) and not isinstance(segment, bool) and segment >= 1
+    if segment is not None and not whole and not isinstance(segment, Tensor):
+        raise ValueError(f"segment must be at least 1 token, got {segment!r}")
     if not callable(summary_key) and summary_key not in SUMMARY_KEYS:
         hint = "; 'proj' has parameters, which a layer holds" if summary_key == "proj" else ""
         raise ValueError(f"summary_key must be 'wsum', 'none' or a function, got {summary_key!r}{hint}")

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 def resolve_grid(tokens: int, grid: Grid | None, prefix: int, grid_size: Grid | None = None) -> Grid:
     """The grid of the `tokens - prefix` patch tokens: as given, else as built for, else one row of all of them."""
+    if not _is_size(prefix) or prefix < 0 or prefix > tokens:
+        raise ValueError(f"prefix must lie between 0 and the {tokens} tokens, got {prefix!r}")
     patches = tokens - prefix
-    if prefix < 0 or patches < 0:
-        raise ValueError(f"prefix must lie between 0 and the {tokens} tokens, got {prefix}")
     chosen = grid if grid is not None else grid_size
     if chosen is None:
         return (1, patches)
-    if len(chosen) not in (2, 3):
-        raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols), got {tuple(chosen)}")
+    if not isinstance(chosen, tuple | list) or len(chosen) not in (2, 3) or not all(map(_is_size, chosen)):
+        raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols), got {chosen!r}")
     if math.prod(chosen) != patches:
         origin = "grid" if grid is not None else "grid_size, for which the layer was built,"
         raise ValueError(
@@ -39,6 +39,11 @@ def resolve_grid(tokens: int, grid: Grid | None, prefix: int, grid_size: Grid | 
             f"them prefix: {patches} patches; pass grid= and prefix= that fit"
         )
     return tuple(chosen)
+
+
+def _is_size(side: object) -> bool:
+    """Whole numbers, and the symbols that stand for them in an exported graph."""
+    return isinstance(side, int | torch.SymInt) and not isinstance(side, bool)
 
 
 def check_one_grid(call: Call, mechanism: Mechanism) -> None:
@@ -85,6 +90,12 @@ class GridConv(nn.Conv2d):
     def of(self, call: Call) -> Tensor:
         """The convolution of a call's values on its grid, of absent ones as 0; key heads serve several query heads."""
         value = repeat_heads(without_absent(call.value, call.key_mask), call.query.shape[-3])
+        width = value.shape[-1] if self.per_head else value.shape[-1] * value.shape[-3]
+        if width != self.in_channels:
+            own = self.in_channels if self.per_head else self.in_channels // value.shape[-3]
+            raise ValueError(
+                f"value must be {own} wide, as the convolution of this layer was built for, got {value.shape[-1]}"
+            )
         return self(value, resolve_grid(value.shape[-2], call.grid, call.prefix), call.prefix)
 
     def forward(self, value: Tensor, grid: Grid, prefix: int = 0) -> Tensor:  # type: ignore[override]

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from ..call import Call, Grid
 from ..moments import ratio
-from ..tensors import ABSENT, repeat_heads, wide
+from ..tensors import ABSENT, nothing, repeat_heads, wide
 from .grid import resize_table, resolve_grid, told_grid
 from .mixing import Mixer
 from .products import factor, one_hot_weights, pair_products
 from .registry import Mechanism, can, register
-from .tree import Level, Tree, window_steps
+from .tree import Level, Tree, window_sides, window_steps
 
 ENERGIES = ("dot", "l2")
 
@@ -58,7 +58,7 @@ def hierarchical_attention(
     _check_energy(energy)
     query, dtype = call.query, call.query.dtype
     if query.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], call.value.shape[-1]))
+        return nothing((*query.shape[:-1], call.value.shape[-1]), *call[:3])
     nodes = _tree_of(call, branching=branching, levels=levels, tree=tree)
     leaves = _leaves(call, energy, nodes, tables)
     steps, _ = _up(leaves, nodes, call.softmax_scale, tables, dtype)
@@ -191,8 +191,7 @@ def make_tree(
         if tree.tokens != tokens:
             raise ValueError(f"tree holds {tree.tokens} tokens, but there are {tokens}")
         return tree
-    if levels is not None and levels < 0:
-        raise ValueError(f"levels must not be negative, got {levels}")
+    _check_levels(levels)
     shape = resolve_grid(tokens, grid, prefix)
     shape = (tokens - prefix,) if grid is None else shape
     return Tree.windows(shape, branching, prefix=prefix, levels=levels, device=device)
@@ -201,6 +200,11 @@ def make_tree(
 def _tree_of(call: Call, **layout: Any) -> Tree:
     query = call.query
     return make_tree(query.shape[-2], grid=call.grid, prefix=call.prefix, device=query.device, **layout)
+
+
+def _check_levels(levels: int | None) -> None:
+    if levels is not None and (isinstance(levels, bool) or not isinstance(levels, int) or levels < 0):
+        raise ValueError(f"levels must not be negative, got {levels!r}; it is a number of groupings, or None")
 
 
 def _check_energy(energy: str) -> None:
@@ -232,8 +236,11 @@ class HierarchicalAttention(Mixer):
     ) -> None:
         super().__init__(dim, num_heads, branching=branching, levels=levels, energy=energy, **layer)
         _check_energy(energy)
+        _check_levels(levels)
         if position < 0:
             raise ValueError(f"position must be 0 (none) or the width of the tables, got {position}")
+        if self.grid_size is not None:
+            window_sides(branching, self.grid_size)
         if tree is not None and not isinstance(tree, Tree):
             tree = Tree.nested(tree, device="cpu")  # it is no parameter: on the meta device it would be lost
         tables = []
@@ -268,7 +275,7 @@ class HierarchicalAttention(Mixer):
         return fit_tables(tables, grid, self.prefix, self.options["branching"], self.options["levels"])
 
     def asked(self, call: Call, x: Tensor | None) -> tuple[Call, dict[str, Any]]:
-        call, tables = self.on_grid(call), list[Tensor](self.position)
+        call, tables = self.on_grid(call), [*self.position]
         if tables and call.grid is not None and self.options["tree"] is None:
             if call.prefix != self.prefix:
                 raise ValueError(f"the positions were built for prefix={self.prefix} tokens, got prefix={call.prefix}")

@@ -79,6 +79,9 @@ class LepeGate(Mixer):
         if self.gate is not None:
             if x is None:
                 raise ValueError(f"use_gate=True of {self.mechanism!r} needs x=, the tokens the queries come from")
+            if out.shape[-1] * self.num_heads != self.gate.out_features:
+                own = self.gate.out_features // self.num_heads
+                raise ValueError(f"value must be {own} wide, as the gate of this layer is, got {out.shape[-1]}")
             out = out * self.gate(x).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
         return out
 

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from ..call import Call
 from ..kernels import notice
 from ..kernels.lla import plan
-from ..tensors import ABSENT, log_weights, repeat_heads, softmax_or_zero, wide
+from ..tensors import ABSENT, log_weights, nothing, repeat_heads, softmax_or_zero, wide
 from ..tracing import transformed
 from .lla_solver import STEPS, Settings, solver_of
 from .mixing import Mixer
+from .options import ridge as check_ridge
 from .registry import Mechanism, can, options_of, register
 
 RIDGE = 10.0
@@ -56,7 +57,7 @@ def lla_attention(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = 
     settings = _settings(call, **solving)
     query, key, value = call[:3]
     if query.shape[-2] == 0 or key.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
     if notice.expected(query):
         obstacle = _obstacle(call, settings)
         if obstacle is None:
@@ -110,7 +111,7 @@ def lla_weights(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = Fa
     settings = _settings(call, **solving)
     rows, keys = call.query.shape[:-1], call.key.shape[-2]
     if rows[-1] == 0 or keys == 0:
-        return call.query.new_zeros((*rows, keys))
+        return nothing((*rows, keys), call.query, call.key)
     fits = _fits(*_rows(call._replace(value=call.key), ridge, qk_norm), settings)
     return torch.cat([F.pad(fit.weights * (1 - fit.tilt), (0, keys - fit.keys)) for fit in fits], -2)
 
@@ -207,7 +208,7 @@ class LocalLinearAttention(Mixer):
         self, dim: int, num_heads: int, *, ridge: float = RIDGE, learn_ridge: bool = False, **rest: Any
     ) -> None:
         super().__init__(dim, num_heads, **rest)
-        _check_ridge(ridge)
+        check_ridge("ridge", ridge)
         Settings(1.0, False, **{name: given for name, given in self.options.items() if name != "qk_norm"}).checked()
         self.start = float(ridge)
         self.raw_ridge = nn.Parameter(torch.empty(num_heads, 1, **self.place)) if learn_ridge else None
@@ -237,7 +238,7 @@ def _rows(call: Call, ridge: float | Tensor, qk_norm: bool) -> tuple[Tensor, Ten
 
 def _ridge_of_rows(ridge: float | Tensor, rows: Tensor) -> Tensor:
     """The ridge as (..., H, L), in the shape, dtype and place of `rows`."""
-    _check_ridge(ridge)
+    check_ridge("ridge", ridge)
     lam = ridge if isinstance(ridge, Tensor) else rows.new_full((), float(ridge))
     try:
         return lam.to(rows).expand(rows.shape)
@@ -245,11 +246,6 @@ def _ridge_of_rows(ridge: float | Tensor, rows: Tensor) -> Tensor:
         raise ValueError(
             f"ridge must be a number or broadcast to {tuple(rows.shape)}, got a tensor {tuple(lam.shape)}"
         ) from None
-
-
-def _check_ridge(ridge: float | Tensor) -> None:
-    if not isinstance(ridge, Tensor) and not 0 < ridge < float("inf"):
-        raise ValueError(f"ridge must be positive and finite, got {ridge!r}: without it a few keys leave the fit open")
 
 
 def _settings(call: Call, **solving: Any) -> Settings:

@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..call import Call, check_flag
+from ..call import Call, check_flag, check_share
 from ..grammar import parse, suggest, write
 from ..tracing import without_autocast
+from .grid import resolve_grid
 from .mixing import Bound, Mix
+from .options import CHECKS, Check
 from .ragged import padded
 
 # What a layer, not its user, tells the constructor of a mechanism with parameters.
@@ -84,6 +86,8 @@ class Mechanism:
     wants_query_mask: bool = False  # reads `query_mask`: queries that must not act on other rows
     # Causal rows depend on a longest length; with this option at a fixed number, a prefix gives the same rows.
     length_option: str | None = None
+    # What an option may be, by its name; a mechanism for which a name of these means something else gives its own.
+    checks: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
     # Options under which the module has a pattern that its published form lacks, e.g. {"causal": {"use_lepe": False}}.
     pattern_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -132,6 +136,7 @@ class Mechanism:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         """Arguments are the fields of `Call` (key_mask, is_causal, scale, ...) and the mechanism's own options."""
         call, options = Call.split(query, key, value, arguments)
+        self.check_values(options)
         return self.run(call, **options)
 
     def run(self, call: Call, **options: Any) -> Tensor:
@@ -150,6 +155,7 @@ class Mechanism:
 
     def _scores(self, query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
         call, options = Call.split(query, key, key, arguments)
+        self.check_values(options)
         return self.weigh(call, **options)
 
     def _prepared(self, function: Callable[..., Tensor], call: Call, options: Mapping[str, Any]) -> Tensor:
@@ -171,6 +177,8 @@ class Mechanism:
             self._refuse("noncausal", "is_causal=False", "has only a causal form; pass is_causal=True")
         if call.enable_gqa and not self.grouped_queries:
             self._refuse("grouped_queries", "enable_gqa=True", "has no grouped queries; repeat the key heads")
+        if call.dropout_p:
+            check_share("dropout_p", call.dropout_p)
         if call.dropout_p and not self.dropout:
             self._refuse("dropout", f"dropout_p={call.dropout_p}", "forms no probabilities to drop; pass dropout_p=0")
         if call.offset and not self.offset:
@@ -178,6 +186,8 @@ class Mechanism:
         query, key = call.query, call.key
         if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.ndim < 2 or key.ndim < 2:
             return  # what is wrong with them is said where tensors are checked
+        if query.shape[-2] == key.shape[-2] and self.wants_grid and (call.grid is not None or call.prefix):
+            resolve_grid(query.shape[-2], call.grid, call.prefix)
         if query.shape[-2] != key.shape[-2]:
             lengths = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
             if not self.cross:
@@ -192,7 +202,8 @@ class Mechanism:
         """
         if not getattr(self, capability):
             words = capability.replace("_", " ")
-            self._refuse(capability, received or f"{words} was asked for", f"does not have {words}")
+            asked = received or f"{words} was asked for"
+            self._refuse(capability, asked, "does not have it" if received is None else f"does not have {words}")
 
     def _refuse(self, capability: str, received: str, verdict: str) -> None:
         near = nearest(self, capability)
@@ -247,6 +258,14 @@ class Mechanism:
             accepted = ", ".join(self.options) or "none"
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(f"unknown option {unknown[0]!r} of mechanism {self.name!r}; accepted: {accepted}{hint}")
+        self.check_values(options)
+
+    def check_values(self, options: Mapping[str, Any]) -> None:
+        """Raises for values that options of those names cannot have."""
+        for name, given in options.items():
+            check = self.checks.get(name)
+            if check is not None:
+                check(name, given)
 
 
 def options_of(form: Callable[..., Any]) -> Callable[[Kind], Kind]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..tensors import log_weights, wide
+from ..tensors import log_weights, nothing, wide
 from .fused import fused_softmax
 from .products import pair_weights
 from .registry import Mechanism, can, register
@@ -19,7 +19,7 @@ def softmax_attention(call: Call) -> Tensor:
     """
     query, key, value = call[:3]
     if key.shape[-2] == 0:
-        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
     shared = {"scale": call.scale, "enable_gqa": call.enable_gqa, "dropout_p": call.dropout_p}
     if call.key_mask is None:
         return fused_softmax(query, key, value, is_causal=call.is_causal, **shared)

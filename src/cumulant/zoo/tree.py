@@ -131,7 +131,8 @@ class Tree(NamedTuple):
 
 def window_steps(grid: Grid, window: int | tuple[int, ...] | None, levels: int | None) -> tuple[list[Grid], Grid]:
     """The window of each grouping of `Tree.windows`, and the grid of nodes that is left to the root."""
-    sides, steps, left = window_sides(window, grid), list[Grid](), tuple(grid)
+    steps: list[Grid] = []  # annotated, not list[Grid](), which torch.compile does not know
+    sides, left = window_sides(window, grid), tuple(grid)
     while math.prod(left) > math.prod(sides) and (levels is None or len(steps) < levels):
         step = tuple(min(s, n) for s, n in zip(sides, left, strict=True))
         if all(s == 1 for s in step):

@@ -1,0 +1,70 @@
+"""Every mechanism: empty inputs stay in the graph, other widths of values and wrong options are named."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+
+from cumulant import zoo
+from cumulant.zoo.options import CHECKS
+
+NAMES = zoo.names()
+EMPTY = {"no keys": (1, 3, 0), "no queries": (1, 0, 3), "no tokens": (1, 0, 0), "no batch": (0, 3, 3)}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_inputs_keep_the_graph(name, case):
+    mechanism, (B, Lq, Lk) = zoo.get(name), EMPTY[case]
+    if Lq != Lk and not mechanism.cross:
+        return
+    q, k, v = (torch.randn(B, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (Lq, Lk, Lk))
+    out = mechanism(q, k, v, is_causal=not mechanism.noncausal)
+    assert out.shape == (B, 2, Lq, 4)
+    assert not out.any()
+    out.sum().backward()
+    assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
+
+
+BUILT = {"agent", "focused_linear", "mala", "rala"}  # for the width of their convolution or gate
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if zoo.get(name).module is not None])
+def test_a_layer_takes_values_of_another_width_or_says_which_it_was_built_for(name):
+    mechanism = zoo.get(name)
+    q, k, x = torch.randn(1, 2, 16, 4), torch.randn(1, 2, 16, 4), torch.randn(1, 16, 8)
+    for options in ({}, *([{"use_lepe": False}] if "use_lepe" in mechanism.options else [])):
+        mix = mechanism.build(8, 2, grid_size=(4, 4), **options)
+        said = pytest.raises(ValueError, match="value must be 4 wide") if name in BUILT else contextlib.nullcontext()
+        with said:
+            assert mix(q, k, torch.randn(1, 2, 16, 6), x=x).shape == (1, 2, 16, 6)
+
+
+WRONG = {"number": [-1.0, math.nan, "x"], "count": [0, 2.5, "x"], "switch": ["no", 3]}
+KINDS = {
+    "eps": "number", "power": "number", "clamp": "number", "query_std": "number", "ridge": "number", "chunk": "count",
+    "block": "count", "segment": "count", "kernel": "count", "max_len": "count", "use_rope": "switch",
+    "scaled": "switch", "use_alpha": "switch", "exclude_own": "switch", "qk_norm": "switch",
+    "precondition": "switch", "use_gate": "switch",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_options_are_named_by_a_call_and_by_a_layer(name):
+    mechanism = zoo.get(name)
+    q, k, v = torch.randn(3, 1, 2, 16, 4)
+    for option in set(KINDS) & {*mechanism.function_options, *mechanism.options}:
+        for given in WRONG[KINDS[option]]:
+            if option in mechanism.function_options:
+                with pytest.raises((ValueError, TypeError), match=option):
+                    mechanism(q, k, v, **{option: given})
+            if option in mechanism.options:
+                with pytest.raises((ValueError, TypeError), match=option):
+                    mechanism.build(8, 2, grid_size=(4, 4), **{option: given})
+
+
+def test_a_mechanism_of_ones_own_may_mean_something_else_by_a_name():
+    other = zoo.registry.replace(zoo.get("linear"), name="other", checks={})
+    other.check_values({"eps": "small"})
+    assert "eps" in CHECKS
