@@ -194,7 +194,7 @@ class LanguageModel(nn.Module):
         if not tokens.shape[1]:
             raise ValueError("prompt must hold at least one token, got none")
         dice = torch.Generator(device).manual_seed(seed)
-        training, streams = self.training, self.streams()
+        training, streams = self.training, self.streams() if cache else []
         self.eval()
         try:
             fresh = tokens

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..grammar import read_blocks, suggest, write_blocks
+from .dual_stream import DualStream
 from .lm import LanguageModel
 from .vit import VisionTransformer
 from .vivit import ViViT
@@ -60,6 +61,7 @@ LM_CONFIGS: dict[str, dict[str, Any]] = {
     "lm_tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context": 128},  # 801,664
     "lm_small": {"embed_dim": 384, "depth": 6, "num_heads": 6, "context": 256},  # 10,672,512
 }
+DUAL_CONFIGS: dict[str, dict[str, Any]] = {"dual_stream_tiny": LM_CONFIGS["lm_tiny"]}
 
 
 class Entry(NamedTuple):
@@ -137,6 +139,6 @@ def create_model(
     return model
 
 
-for _kind, _configs in ((VisionTransformer, VIT_CONFIGS), (ViViT, VIVIT_CONFIGS), (LanguageModel, LM_CONFIGS)):
+for _kind, _configs in ((VisionTransformer, VIT_CONFIGS), (ViViT, VIVIT_CONFIGS), (LanguageModel, LM_CONFIGS), (DualStream, DUAL_CONFIGS)):
     for _name, _config in _configs.items():
         register_model(_name, _kind, **_config)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import zoo
 from ..zoo.probes import LENGTH, draw, same
-from .registry import CLAIMS, create_layer
+from .registry import CLAIMS, create_layer, get_layer
 
 DIM, HEADS, GRID = 32, 4, (3, 2, 2)
 MECHANISM = "cumulant2"  # which has all that a layer can ask for
@@ -33,7 +33,12 @@ def marks(name: str) -> dict[str, bool]:
         torch.set_num_threads(threads)
 
 
-def probe(name: str, claim: str, attention: str = MECHANISM) -> bool:
+def mechanism_for(name: str) -> str:
+    """What a layer is probed with: a mechanism that has all that a layer can ask for, or softmax if it is not for it."""
+    return "softmax" if MECHANISM in get_layer(name).not_over else MECHANISM
+
+
+def probe(name: str, claim: str, attention: str | None = None) -> bool:
     """Whether the layer really has one of CLAIMS over a mechanism that has it."""
     try:
         return _PROBES[claim](small(name, attention))
@@ -41,11 +46,11 @@ def probe(name: str, claim: str, attention: str = MECHANISM) -> bool:
         return False
 
 
-def small(name: str, attention: str = MECHANISM, **options: Any) -> Any:
+def small(name: str, attention: str | None = None, **options: Any) -> Any:
     """The layer in float64 with numbers that depend on nothing else, ready for inference."""
     torch.manual_seed(0)
     given: dict[str, Any] = {"grid_size": GRID, "dtype": torch.float64, **options}
-    return create_layer(name, DIM, HEADS, attention=attention, **given).eval()
+    return create_layer(name, DIM, HEADS, attention=attention or mechanism_for(name), **given).eval()
 
 
 def tokens(length: int = LENGTH, seed: int = 0) -> Tensor:

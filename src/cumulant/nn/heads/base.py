@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import zoo
 from ...call import Call, Grid
+from ...grammar import parse
 from ...zoo.registry import Mechanism
 from ..attention import MultiheadAttention, as_key_mask
 from ..losses import KeepsLosses
@@ -76,3 +77,11 @@ def refuse(layer: str, mechanism: Mechanism, why: str) -> None:
     raise ValueError(
         f"layer {layer!r} cannot be over {mechanism.name!r}: {why}; nearest mechanism that works: {near!r}"
     )
+
+
+def crossed(layer: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a layer whose mechanism meets keys of other places than its queries: parts of a module that need
+    one grid for both (convolutions, tables of positions) are left out unless options ask for them."""
+    name, own = parse(layer.get("attention", "softmax"))
+    without = {key: x for key, x in zoo.get(name).pattern_options.get("cross", {}).items() if key not in own}
+    return {**layer, "attention_options": {**without, **(layer.get("attention_options") or {})}} if without else layer

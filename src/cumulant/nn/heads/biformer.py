@@ -1,0 +1,235 @@
+"""BiFormer's bi-level routing: each region of the grid attends to the tokens of its k most related regions.
+
+Shape legend: B batch (all leading dimensions), L = p + N tokens, p prefix tokens, N patches, R regions of w places, k
+regions chosen, H heads, D head width, C = H D.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...call import Call, Grid, check_choice
+from ...cluster import cluster_attention
+from ...tensors import ABSENT, wide
+from ...zoo.grid import resolve_grid
+from ...zoo.registry import can
+from ..registry import Layer, register_layer
+from .base import HeadsLayer, crossed, need
+
+SCALES = ("channels", "head")
+TOP = 4
+NOT_OVER = {
+    **dict.fromkeys(("combiner", "hierarchical"), "a region attends to keys of others: it has no cross attention"),
+    **dict.fromkeys(("rala", "mala"), "its gate reads the tokens of the layer, which are cut into regions; "
+                    "with the option use_gate=False it runs"),
+    "agent": "its agents are pooled on the whole grid",
+}  # fmt: skip
+
+
+class BiLevelRouting(HeadsLayer):
+    """Attention of each region to its k regions of largest mean query times mean key, plus a convolution of the values.
+
+        A = mean_region(q) mean_region(k)^T,  chosen = top k of each row of A        (no gradient through the choice)
+        y = proj(mechanism(q, k of the chosen, v of the chosen) + conv5x5(v))
+
+    Cells that pad the grid to whole regions and masked tokens take no part, in the means neither. Prefix tokens see
+    every token and are seen by all. Cost: 2 N k w C and R^2 C for the choice.
+
+    Args:
+        regions: along each side of the grid (as many as it has rows, if fewer); all frames of a clip are in one region.
+        top: regions k that each one attends to; 4 unless given, or all where there are fewer.
+        lce: side of the depth-wise convolution of the values ("local context enhancement"); 0 leaves it out.
+        logit_scale: "channels", C^-0.5 as in the released code, or "head", D^-0.5; other mechanisms than softmax have
+            their query multiplied by the same ratio of the two.
+        far: over softmax: regions that are not chosen are expanded by cumulants, a cluster each, instead of dropped;
+            the chosen ones are then those of largest mass for each query.
+    """
+
+    layer_name = "biformer"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        regions: int = 7,
+        top: int | None = None,
+        lce: int = 5,
+        logit_scale: str = "channels",
+        far: bool = False,
+        **layer: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, **crossed({"v_conv": lce or False, **layer}))
+        if regions < 1:
+            raise ValueError(f"regions must be at least 1 along each side, got {regions}")
+        if top is not None and not 1 <= top <= regions**2:
+            raise ValueError(
+                f"top={top} regions of {regions} x {regions}: the router of layer 'biformer' cannot choose more regions "
+                f"than there are; take top={regions**2} or fewer"
+            )
+        check_choice("logit_scale", logit_scale, SCALES)
+        need(self.layer_name, self.mechanism, "cross", "lets a region attend to others", 'take layer="multihead"')
+        if self.enable_gqa:
+            raise ValueError(f"layer 'biformer' has a key head for each head, got num_kv_heads={self.num_kv_heads}")
+        if far and self.mechanism.name != "softmax":
+            raise ValueError(
+                f"far=True expands softmax in the regions that are not chosen, got attention={self.mechanism.name!r}; "
+                "take attention='softmax' or far=False"
+            )
+        self.regions, self.top, self.logit_scale, self.far = regions, top, logit_scale, far
+
+    def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
+        flat, regions = self._laid_out(call)
+        if self.far:
+            out = self._with_far(flat, regions)
+        else:
+            out = regions.join(self.mix.run(self._asked(flat, regions), None).transpose(-3, -2)).transpose(-3, -2)
+            if call.prefix:
+                out = torch.cat((self.mix.run(_prefix_of(flat)), out), -2)
+        return out.reshape(call.query.shape)
+
+    def choose(self, x: Tensor, **arguments: Any) -> Tensor:
+        """Regions that each region attends to, (..., R, k); arguments are those of `forward`."""
+        found = self._chosen(*self._laid_out(self.asked(x, **arguments)))
+        return found.reshape(*x.shape[:-2], *found.shape[1:])
+
+    def scores_of(self, call: Call, x: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        flat, regions = self._laid_out(call)
+        if self.far:
+            raise ValueError("far=True has no weights to show here; take far=False")
+        p, L = call.prefix, call.key.shape[-2]
+        A = self.mix.weigh(self._asked(flat, regions))  # (B, R, H, w, p + k w)
+        at = regions.places[self._chosen(flat, regions)].flatten(-2) + p
+        at = torch.cat((torch.arange(p, device=A.device).expand(*at.shape[:-1], p), at), -1)[:, :, None, None]
+        full = A.new_zeros(*A.shape[:-1], L).scatter_add(-1, at.expand(A.shape), A)
+        rows = regions.join(full.transpose(2, 3)).transpose(1, 2)
+        if p:
+            rows = torch.cat((self.mix.weigh(_prefix_of(flat)), rows), -2)
+        return rows.reshape(*call.query.shape[:-1], L)
+
+    def _laid_out(self, call: Call) -> tuple[Call, Regions]:
+        """The call with all leading dimensions as one, its mask for each batch, and the regions of its grid."""
+        if call.is_causal:
+            raise ValueError("is_causal=True, but layer 'biformer' routes by means of regions, which know later tokens")
+        tokens = call.key.shape[-2]
+        if call.query.shape[-2] != tokens:
+            raise ValueError(
+                f"layer 'biformer' routes one grid to itself, got {call.query.shape[-2]} queries and {tokens} keys"
+            )
+        call = call.checked()
+        grid = resolve_grid(tokens, call.grid, call.prefix)
+        regions = Regions.of(grid, self.regions, call.query.device)
+        if self.top is not None and self.top > len(regions.places):
+            raise ValueError(
+                f"top={self.top} regions, but the grid {grid} has {len(regions.places)}: the router of layer 'biformer' "
+                f"cannot choose more than there are; take top={len(regions.places)} or fewer"
+            )
+        query, key, value = (part.reshape(-1, *part.shape[-3:]) for part in call[:3])
+        query = query * self.num_heads**-0.5 if self.logit_scale == "channels" else query
+        mask = call.key_mask
+        mask = None if mask is None else mask.expand(*call.query.shape[:-3], tokens).reshape(-1, tokens)
+        return call._replace(query=query, key=key, value=value, key_mask=mask, query_mask=None, grid=grid), regions
+
+    def _present(self, call: Call, regions: Regions) -> Tensor | None:
+        """The mask of the places of the regions, (B, R, w); None: all take part."""
+        if call.key_mask is not None:
+            return regions.cut(call.key_mask[:, call.prefix :])
+        return None if regions.there is None else regions.there.expand(len(call.query), -1, -1)
+
+    def _chosen(self, call: Call, regions: Regions) -> Tensor:
+        """(B, R, k) regions: those of largest mean query times mean key over all heads. No gradients."""
+        present, means = self._present(call, regions), []
+        for part in call[:2]:
+            cut = regions.cut(wide(part.detach()).transpose(1, 2)[:, call.prefix :].flatten(-2))
+            if present is None:
+                means.append(cut.mean(-2))
+            else:
+                there = (present != 0).unsqueeze(-1)
+                means.append(cut.masked_fill(~there, 0).sum(-2) / there.sum(-2).clamp(min=1))
+        related = means[0] @ means[1].mT
+        if present is not None:  # a region without tokens has nothing to say
+            related = related.masked_fill(~(present != 0).any(-1)[:, None], ABSENT)
+        return related.topk(min(self.top or TOP, related.shape[-1]), dim=-1).indices
+
+    def _asked(self, call: Call, regions: Regions) -> Call:
+        """What the mechanism is asked: each region's queries (B, R, H, w, D) and the keys of its choice."""
+        p, chosen = call.prefix, self._chosen(call, regions)
+        batch = torch.arange(len(chosen), device=chosen.device)[:, None, None]
+        query, key, value = (regions.cut(part.transpose(1, 2)[:, p:]) for part in call[:3])
+        key, value = (part[batch, chosen].flatten(2, 3) for part in (key, value))
+        present = self._present(call, regions)
+        mask = None if present is None else present[batch, chosen].flatten(-2)
+        if p:
+            many = key.shape[1]
+            first = (part.transpose(1, 2)[:, None, :p].expand(-1, many, -1, -1, -1) for part in call[1:3])
+            key, value = (torch.cat(pair, 2) for pair in zip(first, (key, value), strict=True))
+            if mask is not None:
+                seen = mask.new_ones(len(mask), p) if call.key_mask is None else call.key_mask[:, :p]
+                mask = torch.cat((seen[:, None].expand(-1, many, -1), mask), -1)
+        query, key, value = (part.transpose(-3, -2) for part in (query, key, value))
+        return Call(query, key, value, mask, query_mask=present, dropout_p=call.dropout_p)
+
+    def _with_far(self, call: Call, regions: Regions) -> Tensor:
+        """Softmax with the regions as clusters: the chosen ones exactly, the others by their cumulants."""
+        owner = regions.back // regions.places.shape[1]
+        near = min(self.top or TOP, len(regions.places))
+        return cluster_attention(
+            *call[:3], clusters=owner.expand(1, 1, -1), near=near, prefix=call.prefix, key_mask=call.key_mask
+        )
+
+
+def _prefix_of(call: Call) -> Call:
+    """The prefix tokens over all keys."""
+    return call._replace(query=call.query[..., : call.prefix, :], grid=None, prefix=0)
+
+
+class Regions(NamedTuple):
+    """How the patches of a grid lie in regions of equal size."""
+
+    places: Tensor  # (R, w): the number of each patch; 0 where a region is padded
+    there: Tensor | None  # (R, w): False where it is padded; None: nowhere
+    back: Tensor  # (N,): where each patch lies among the R w places
+
+    @classmethod
+    def of(cls, grid: Grid, regions: int, device: torch.device) -> Regions:
+        rows, cols = grid[-2:]
+        down, across = (-(-side // min(regions, side)) if side else 1 for side in (rows, cols))
+        more = -rows % down, -cols % across
+        ids = torch.arange(math.prod(grid), device=device).view(-1, rows, cols)
+        cut = F.pad(ids, (0, more[1], 0, more[0]), value=-1) if any(more) else ids
+        cut = cut.unflatten(2, (-1, across)).unflatten(1, (-1, down)).permute(1, 3, 0, 2, 4)
+        flat = cut.reshape(cut.shape[0] * cut.shape[1], -1)
+        back = torch.empty(ids.numel() + 1, dtype=torch.long, device=device)
+        back[flat.flatten()] = torch.arange(flat.numel(), device=device)  # -1, the padding, lies behind the last patch
+        return cls(flat.clamp(min=0), flat >= 0 if any(more) else None, back[:-1])
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        """(B, N, ...) as (B, R, w, ...), 0 where a region is padded."""
+        found = tokens[:, self.places]
+        if self.there is None:
+            return found
+        return found.masked_fill(~self.there.view(*self.there.shape, *[1] * (found.ndim - 3)), 0)
+
+    def join(self, cut: Tensor) -> Tensor:
+        """(B, R, w, ...) as (B, N, ...)."""
+        return cut.flatten(1, 2)[:, self.back]
+
+
+BIFORMER = register_layer(
+    Layer(
+        name="biformer",
+        summary="each region of the grid attends to the tokens of its most related regions",
+        build=BiLevelRouting,
+        paper="BiFormer: Vision Transformer with Bi-Level Routing Attention (Zhu et al.)",
+        year=2023,
+        arxiv="2303.08810",
+        cost="2 L k w D and (L / w)^2 D for regions of w tokens",
+        not_over=NOT_OVER,
+        **can("key_mask weights needs_grid"),
+    )
+)
