@@ -10,6 +10,7 @@ from torch import nn
 
 from ..grammar import read_blocks, suggest, write_blocks
 from .dual_stream import DualStream
+from .ia_red2 import InterpretedViT
 from .lm import LanguageModel
 from .vit import VisionTransformer
 from .vivit import ViViT
@@ -61,6 +62,8 @@ LM_CONFIGS: dict[str, dict[str, Any]] = {
     "lm_tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context": 128},  # 801,664
     "lm_small": {"embed_dim": 384, "depth": 6, "num_heads": 6, "context": 256},  # 10,672,512
 }
+INTERPRETED = {name.replace("vit", "ia_red2"): VIT_CONFIGS[name] for name in
+               ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_nano_patch2_8")}  # fmt: skip
 DUAL_CONFIGS: dict[str, dict[str, Any]] = {"dual_stream_tiny": LM_CONFIGS["lm_tiny"]}
 
 
@@ -139,6 +142,6 @@ def create_model(
     return model
 
 
-for _kind, _configs in ((VisionTransformer, VIT_CONFIGS), (ViViT, VIVIT_CONFIGS), (LanguageModel, LM_CONFIGS), (DualStream, DUAL_CONFIGS)):
+for _kind, _configs in ((VisionTransformer, VIT_CONFIGS), (ViViT, VIVIT_CONFIGS), (LanguageModel, LM_CONFIGS), (DualStream, DUAL_CONFIGS), (InterpretedViT, INTERPRETED)):
     for _name, _config in _configs.items():
         register_model(_name, _kind, **_config)
