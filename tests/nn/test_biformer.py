@@ -49,7 +49,7 @@ def test_cells_that_pad_a_region_take_no_part(grid):
 def test_one_token_a_region_is_top_k_attention_of_tokens():
     made, x = layer(regions=6, top=3, lce=0, logit_scale="head"), tokens()
     call = made.asked(x)
-    logits = (call.query.transpose(1, 2).flatten(2) @ call.key.transpose(1, 2).flatten(2).mT)
+    logits = call.query.transpose(1, 2).flatten(2) @ call.key.transpose(1, 2).flatten(2).mT
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(3).indices, True)[:, None]
     dense = (call.query @ call.key.mT * 8**-0.5).masked_fill(~kept, -torch.inf).softmax(-1)
     torch.testing.assert_close(made.scores(x), dense)

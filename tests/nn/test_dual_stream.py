@@ -70,8 +70,7 @@ def test_kronecker_mixing_is_the_kronecker_product():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "count"),
-    [("identity", 0), ("independent", 36), ("kronecker", 16), ("kron_block", 52), ("dense", 144)],
+    ("strategy", "count"), [("identity", 0), ("independent", 36), ("kronecker", 16), ("kron_block", 52), ("dense", 144)]
 )
 def test_parameters_of_each_strategy(strategy, count):
     assert sum(p.numel() for p in HeadMixing(12, 4, strategy).parameters()) == count

@@ -14,7 +14,11 @@ LENGTHS = torch.tensor([5, 3])
 def documents(seed=0):
     numbers = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 5, 12, dtype=torch.float64, generator=numbers)
-    return x, torch.randn(2, 5, 6, dtype=torch.float64, generator=numbers), torch.tensor([[0, 1, 1, 2, 0], [2, 2, 0, 0, 0]])
+    return (
+        x,
+        torch.randn(2, 5, 6, dtype=torch.float64, generator=numbers),
+        torch.tensor([[0, 1, 1, 2, 0], [2, 2, 0, 0, 0]]),
+    )
 
 
 def model(**options):
@@ -75,7 +79,9 @@ def test_blocks_follow_the_order_of_sentences_and_the_model_does_not():
     made, (x, xs, _) = model(), documents()
     order, full = torch.tensor([3, 0, 4, 1, 2]), torch.tensor([5, 5])
     torch.testing.assert_close(made.blocks[0](x[:, order]), made.blocks[0](x)[:, order])
-    assert not torch.allclose(made.emissions(x[:, order], full, xs[:, order])[0], made.emissions(x, full, xs)[0][:, order])
+    assert not torch.allclose(
+        made.emissions(x[:, order], full, xs[:, order])[0], made.emissions(x, full, xs)[0][:, order]
+    )
 
 
 @pytest.mark.parametrize(("mu", "roles", "shift"), [(0.0, True, False), (1.0, False, True)])

@@ -45,8 +45,10 @@ def test_the_gather_of_offsets_is_the_shift_of_the_released_code():
     padded = torch.cat((rows, rows.new_zeros(L, 1, 2, 2)), 1).view(L + S + 1, L, 2, 2)  # pad, read on one row later
     expected = padded[:-1].view(L, L + S, 2, 2)[:, -S:]
     k = torch.zeros(2, 2, S, 8, dtype=torch.float64)
-    call = nn.create_layer("rcmha", 16, 2, offsets=40, dtype=torch.float64).call(tokens(L))._replace(
-        query=q, key=k, value=k, offset=M, is_causal=True
+    call = (
+        nn.create_layer("rcmha", 16, 2, offsets=40, dtype=torch.float64)
+        .call(tokens(L))
+        ._replace(query=q, key=k, value=k, offset=M, is_causal=True)
     )
     found = made.scores_of(call)
     seen = torch.ones(L, S, dtype=torch.bool).tril(M)

@@ -142,6 +142,12 @@ def create_model(
     return model
 
 
-for _kind, _configs in ((VisionTransformer, VIT_CONFIGS), (ViViT, VIVIT_CONFIGS), (LanguageModel, LM_CONFIGS), (DualStream, DUAL_CONFIGS), (InterpretedViT, INTERPRETED)):
+for _kind, _configs in (
+    (VisionTransformer, VIT_CONFIGS),
+    (ViViT, VIVIT_CONFIGS),
+    (LanguageModel, LM_CONFIGS),
+    (DualStream, DUAL_CONFIGS),
+    (InterpretedViT, INTERPRETED),
+):
     for _name, _config in _configs.items():
         register_model(_name, _kind, **_config)

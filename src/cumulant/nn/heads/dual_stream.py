@@ -23,11 +23,11 @@ STD = 0.02
 class HeadMixing(nn.Module):
     """A projection C -> C whose blocks of D channels belong to heads.
 
-        identity     y = x                            0 parameters   nothing between heads
-        independent  y_h = W_h x_h                    C^2 / H        nothing
-        kronecker    y_h = sum_g A_hg x_g             H^2            one number for each pair
-        kron_block   y_h = sum_g A_hg W_g x_g         both           one number for each pair, a matrix for each head
-        dense        y = W x                          C^2            everything
+    identity     y = x                            0 parameters   nothing between heads
+    independent  y_h = W_h x_h                    C^2 / H        nothing
+    kronecker    y_h = sum_g A_hg x_g             H^2            one number for each pair
+    kron_block   y_h = sum_g A_hg W_g x_g         both           one number for each pair, a matrix for each head
+    dense        y = W x                          C^2            everything
     """
 
     def __init__(self, dim: int, num_heads: int, strategy: str, bias: bool = False, **place: Any) -> None:

@@ -155,7 +155,9 @@ class Marro(nn.Module):
             create_layer("marro", dim, num_heads, attention=attention, **block) for _ in range(depth)
         )
         self.lstm = nn.LSTM(dim, hidden, batch_first=True, bidirectional=True)
-        self.shift_in = nn.Sequential(nn.Linear(shift_dim, 2 * shift_dim), nn.Linear(2 * shift_dim, dim)) if shift_dim else None
+        self.shift_in = (
+            nn.Sequential(nn.Linear(shift_dim, 2 * shift_dim), nn.Linear(2 * shift_dim, dim)) if shift_dim else None
+        )
         self.shift_lstm = nn.LSTM(2 * dim, hidden, batch_first=True, bidirectional=True) if shift_dim else None
         self.shift_out = nn.Linear(2 * hidden, SHIFT_TAGS) if shift_dim else None
         self.shift_crf = CRF(SHIFT_TAGS) if shift_dim else None

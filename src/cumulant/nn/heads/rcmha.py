@@ -96,9 +96,13 @@ class RelativeConvolutional(HeadsLayer):
         prefix: int = 0,
     ) -> Call:
         if context is not None:
-            raise ValueError("context was given, but layer 'rcmha' counts offsets within one sequence; see `attend_after`")
+            raise ValueError(
+                "context was given, but layer 'rcmha' counts offsets within one sequence; see `attend_after`"
+            )
         call = super().call(x, None, key_mask, is_causal, grid, prefix)
-        parts = (without_absent(part, key_mask) for part in call[:3])  # before the convolutions, which would spread them
+        parts = (
+            without_absent(part, key_mask) for part in call[:3]
+        )  # before the convolutions, which would spread them
         return call._replace(**dict(zip(call._fields, self.convolved(*parts), strict=False)))
 
     def convolved(self, *parts: Tensor) -> tuple[Tensor, ...]:
