@@ -19,7 +19,16 @@ PARAMETERS: dict[str, Callable[[], int]] = {
     "complexformer": lambda: 4 * DIM * DIM + DIM,
     "gaam": lambda: ATTENTION + 2 * 5 * HEADS,
     "lama": lambda: 2 * DIM * HEADS + HEADS * DIM * DIM + DIM,
+    "rcmha": lambda: ATTENTION + 2 * 512 * (DIM + HEADS) + DIM + 3 * (3 * D + D),
+    "sparsifiner": lambda: ATTENTION + 2 * (D * D // 2 + D // 2) + 2 * 12 * 2,  # 12 tokens, 2 basis maps
+    "biformer": lambda: ATTENTION + 25 * DIM,  # a bias of the convolution would be one of the projection
+    "ia_red2": lambda: ATTENTION + 2 * DIM * DIM + 2 * DIM,
+    "dual_stream": lambda: 2 * DIM * DIM + 2 * HEADS * HEADS,
+    "marro": lambda: ATTENTION + 2 * DIM,
 }
+
+# Parameters that the task does not teach, by the beginning of their name.
+UNREACHED = {"sparsifiner": "predictor.", "ia_red2": "interpreter."}
 
 # name -> (dim, heads, options, words of the error): what each layer refuses, and how.
 REFUSED: dict[str, list[tuple[int, int, dict, str]]] = {
@@ -86,4 +95,25 @@ REFUSED: dict[str, list[tuple[int, int, dict, str]]] = {
         (32, 4, {"axis": "tokens", "attention": "linear"}, "takes no mechanism, got attention='linear'"),
         (32, 32, {}, "dim / num_heads must be at least 2, got 32 / 32; nearest that works: num_heads=16"),
     ],
+    "rcmha": [
+        (32, 4, {"attention": "cumulant3"}, "needs attention='softmax', got 'cumulant3'.*relative=False"),
+        (32, 4, {"offsets": 0}, "offsets must be at least 1, got 0"),
+    ],
+    "sparsifiner": [
+        (32, 4, {"keep": 0}, "keep must be a share of the keys above 0, at most 1, got 0"),
+        (32, 4, {"attention": "combiner"}, "needs cross, which 'combiner' does not have; nearest mechanism that has"),
+        (32, 4, {"stage": "third"}, "stage must be one of 'sparse', 'reconstruct', got 'third'"),
+    ],
+    "biformer": [
+        (32, 4, {"regions": 2, "top": 5}, "top=5 regions of 2 x 2.*cannot choose more regions than there are"),
+        (32, 4, {"far": True, "attention": "linear"}, "far=True expands softmax.*got attention='linear'"),
+        (32, 4, {"attention": "hierarchical"}, "needs cross, which 'hierarchical' does not have"),
+    ],
+    "ia_red2": [(32, 4, {"interpreter_heads": 5}, "interpreter heads must divide the width 32, got 5")],
+    "dual_stream": [
+        (32, 4, {"mixing": "some"}, "mixing must be one of 'identity', 'independent'"),
+        (32, 4, {"alpha": -1.0}, "alpha must be a finite factor of 0 or more, got -1"),
+        (32, 4, {"num_kv_heads": 2}, "has a block of channels for each head: no num_kv_heads"),
+    ],
+    "marro": [(32, 4, {"block_drop": 1.0}, "block_drop must be at least 0 and below 1, got 1")],
 }

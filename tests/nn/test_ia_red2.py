@@ -1,4 +1,4 @@
-"""IA-RED^2: an ordinary ViT when all is kept, dropped tokens without any effect, and a reward whose gradient is right."""
+"""IA-RED^2: an ordinary ViT when all is kept, dropped tokens without effect, a reward whose gradient is right."""
 
 import itertools
 

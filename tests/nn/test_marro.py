@@ -112,12 +112,12 @@ def test_a_change_is_marked_at_the_sentence_before_it():
 @pytest.mark.parametrize("attention", ["softmax", "cumulant2"])
 def test_gradients_of_the_whole_loss_agree_with_differences(attention):
     made, (x, xs, roles) = model(attention=attention, mu=0.5), documents()
-    assert torch.autograd.gradcheck(lambda x, xs: made.loss(x, LENGTHS, roles, xs), (x.requires_grad_(), xs.requires_grad_()),
-                                    fast_mode=True)  # fmt: skip
+    given = (x.requires_grad_(), xs.requires_grad_())
+    assert torch.autograd.gradcheck(lambda x, xs: made.loss(x, LENGTHS, roles, xs), given, fast_mode=True)
 
 
 def test_what_cannot_be_is_told():
-    x, xs, roles = documents()
+    x, _, roles = documents()
     with pytest.raises(ValueError, match="every document must have at least one sentence"):
         CRF(5).best(torch.zeros(1, 2, 5), torch.zeros(1, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="xs must be given"):

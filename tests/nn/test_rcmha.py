@@ -1,4 +1,4 @@
-"""RCMHA: plain attention in its limit, offsets by gather as by shift, memory without gradient, segments like the whole."""
+"""RCMHA: plain attention in its limit, offsets by gather as by shift, segments like the whole."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sparsifiner: plain attention where all keys are kept, exactly b keys elsewhere, a predictor that only its loss teaches."""
+"""Sparsifiner: plain attention where all keys are kept, exactly b elsewhere, a predictor that only its loss teaches."""
 
 import math
 

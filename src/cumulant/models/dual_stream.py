@@ -40,8 +40,8 @@ class DualStream(LanguageModel):
 
         x_t <- x_t + attention(norm(x_t + x_e))        x_e <- x_e + ffn(norm(x_t + x_e))
 
-    x_t begins as the embedding, x_e as 0. With `mixing="dense"`, `norm="full"` and `read="sum"` their sum is an ordinary
-    pre-norm transformer. Arguments beyond those of `LanguageModel`:
+    x_t begins as the embedding, x_e as 0. With `mixing="dense"`, `norm="full"` and `read="sum"` their sum is that of an
+    ordinary pre-norm transformer. Arguments beyond those of `LanguageModel`:
 
     Args:
         mixing, mix_qk, alpha: of the layer, see `cumulant.nn.heads.dual_stream`.

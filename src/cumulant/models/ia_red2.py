@@ -81,7 +81,7 @@ class InterpretedViT(VisionTransformer):
                 kept = decide(told.detach(), self.threshold, sample=number == sample) & kept
             found.told.append(told)
             found.kept.append(kept)
-            blocks = list(self.blocks[start : start + size])
+            blocks = self._group(start, size)
             start += size
             if dense:
                 x = _through(blocks, x * kept.unsqueeze(-1).to(x.dtype), kept)
@@ -127,11 +127,14 @@ class InterpretedViT(VisionTransformer):
         told = self.interpreters[group](reached, before)[:, 1:]
         return policy_loss(told, drawn.kept[group][:, 1:], rewards[1] - rewards[0], before[:, 1:])
 
+    def _group(self, start: int, size: int) -> list[nn.Module]:
+        return [self.blocks[number] for number in range(start, start + size)]
+
     def _before(self, images: Tensor, choices: Sequence[Tensor]) -> Tensor:
         """Tokens that reach the interpreter after the groups whose choices these are."""
         x, start = self.embed(images), 0
         for kept, size in zip(choices, self.groups, strict=False):
-            x = _through(list(self.blocks[start : start + size]), x * kept.unsqueeze(-1).to(x.dtype), kept)
+            x = _through(self._group(start, size), x * kept.unsqueeze(-1).to(x.dtype), kept)
             start += size
         return x
 

@@ -34,7 +34,7 @@ def marks(name: str) -> dict[str, bool]:
 
 
 def mechanism_for(name: str) -> str:
-    """What a layer is probed with: a mechanism that has all that a layer can ask for, or softmax if it is not for it."""
+    """What a layer is probed with: a mechanism that has all that it can ask for, or softmax."""
     return "softmax" if MECHANISM in get_layer(name).not_over else MECHANISM
 
 

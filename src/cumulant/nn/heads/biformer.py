@@ -69,8 +69,8 @@ class BiLevelRouting(HeadsLayer):
             raise ValueError(f"regions must be at least 1 along each side, got {regions}")
         if top is not None and not 1 <= top <= regions**2:
             raise ValueError(
-                f"top={top} regions of {regions} x {regions}: the router of layer 'biformer' cannot choose more regions "
-                f"than there are; take top={regions**2} or fewer"
+                f"top={top} regions of {regions} x {regions}: the router of layer 'biformer' cannot choose more "
+                f"regions than there are; take top={regions**2} or fewer"
             )
         check_choice("logit_scale", logit_scale, SCALES)
         need(self.layer_name, self.mechanism, "cross", "lets a region attend to others", 'take layer="multihead"')
@@ -126,8 +126,8 @@ class BiLevelRouting(HeadsLayer):
         regions = Regions.of(grid, self.regions, call.query.device)
         if self.top is not None and self.top > len(regions.places):
             raise ValueError(
-                f"top={self.top} regions, but the grid {grid} has {len(regions.places)}: the router of layer 'biformer' "
-                f"cannot choose more than there are; take top={len(regions.places)} or fewer"
+                f"top={self.top} regions, but the grid {grid} has {len(regions.places)}: the router of layer "
+                f"'biformer' cannot choose more than there are; take top={len(regions.places)} or fewer"
             )
         query, key, value = (part.reshape(-1, *part.shape[-3:]) for part in call[:3])
         query = query * self.num_heads**-0.5 if self.logit_scale == "channels" else query

@@ -87,7 +87,7 @@ class DualStreamAttention(HeadsLayer):
 
     Args:
         mixing: "identity", "independent", "kronecker", "kron_block" or "dense", see `HeadMixing`; of values and output.
-        mix_qk: queries and keys by the same strategy; they are dense otherwise. "independent" everywhere isolates heads.
+        mix_qk: queries and keys by the same strategy; else they are dense. "independent" everywhere isolates heads.
         alpha: factor on the logits, 1 in training; larger ones at test make the choice of keys hard.
     """
 

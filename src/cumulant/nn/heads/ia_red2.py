@@ -63,8 +63,8 @@ class RedundancyReduction(HeadsLayer):
 
         I = interpreter(x),  u = I > threshold or the first token,  y_j = u_j layer(x with keys where u = 1)_j
 
-    No gradient reaches the interpreter through u: it learns by reward, see `policy_loss`. Cost: that of the layer for the
-    tokens that are kept, and 2 L C^2 for the interpreter.
+    No gradient reaches the interpreter through u: it learns by reward, see `policy_loss`. Cost: that of the layer for
+    the tokens that are kept, and 2 L C^2 for the interpreter.
 
     Args:
         threshold: tokens above it are kept; below 0 keeps all.
@@ -142,7 +142,8 @@ class RedundancyReduction(HeadsLayer):
             return scatter_kept(self.attend(call, few), there, back, flat.shape).reshape(x.shape)
         call = self.asked(x, attn_mask, is_causal, context, grid, prefix)
         assert call.key_mask is not None
-        return self.attend(call, x) * (call.key_mask != 0).unsqueeze(-1).to(x.dtype)
+        out = self.attend(call, x)
+        return out * (call.key_mask != 0).unsqueeze(-1).to(out.dtype)
 
     def _gathers(self, x: Tensor) -> bool:
         if self.sparse is True:

@@ -47,7 +47,8 @@ class SentenceAttention(HeadsLayer):
         self.block_drop = nn.Dropout(block_drop)
 
     def attend(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
-        return self.after(x + self.block_drop(super().attend(call, x, context)))
+        out = super().attend(call, x, context)
+        return self.after(x + self.block_drop(out)).to(out.dtype)
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         out = super().mix_tokens(call, x, context)

@@ -1,12 +1,12 @@
 """RCMHA: relative positions in the scores, a short causal convolution of queries, keys and values, and a memory.
 
-Shape legend: ... leading dimensions, L tokens, M memory tokens, S = M + L keys, H heads, D head width, C = H D, P half of
-the table of offsets, w = 3 taps of the convolutions.
+Shape legend: ... leading dimensions, L tokens, M memory tokens, S = M + L keys, H heads, D head width, C = H D, P half
+of the table of offsets, w = 3 taps of the convolutions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +31,16 @@ NOT_OVER = {
 class RelativeConvolutional(HeadsLayer):
     """Softmax over content and distance, of queries, keys and values that look back two tokens.
 
-        q, k, v = conv(W_q x), conv(W_k z), conv(W_v z),   y_t = b + w_0 x_{t-2} + w_1 x_{t-1} + w_2 x_t,   z = (memory, x)
+        q, k, v = conv(W_q x), conv(W_k z), conv(W_v z)      z = (memory, x)
+        conv(x)_t = b + w_0 x_{t-2} + w_1 x_{t-1} + w_2 x_t
         s_mn = ((q_m + u).k_n + q_m.E[n - m] + c[n - m]) D^-0.5
 
-    One kernel for all heads, one each for q, k and v. E, c and u begin at 0: a fresh layer knows order by convolution and
-    mask alone. Cost: 3 L S D a head; the convolutions 3 w S C.
+    One kernel for all heads, one each for q, k and v. E, c and u begin at 0: a fresh layer knows order by convolution
+    and mask alone. Cost: 3 L S D a head; the convolutions 3 w S C.
 
     Args:
-        offsets: half size P of the tables: distances up to P - 1 on both sides (the released code has 4,096, 1.1 million
-            parameters at width 128).
+        offsets: half size P of the tables: distances up to P - 1 on both sides (the released code has 4,096, 1.1
+            million parameters at width 128).
         relative: False leaves E, c and u out, which any mechanism can follow.
         convolve: False leaves the convolutions out: relative attention alone.
         carry_query: with a memory, also carry the last two query rows into the next segment, so that segments give what
@@ -81,7 +82,7 @@ class RelativeConvolutional(HeadsLayer):
     def reset_extras(self) -> None:
         super().reset_extras()
         for conv in self.convs or ():
-            conv.reset_parameters()
+            cast(nn.Conv1d, conv).reset_parameters()
         for table in (self.far_key, self.far_bias, self.query_bias):
             if table is not None:
                 nn.init.zeros_(table)
@@ -103,7 +104,8 @@ class RelativeConvolutional(HeadsLayer):
         parts = (
             without_absent(part, key_mask) for part in call[:3]
         )  # before the convolutions, which would spread them
-        return call._replace(**dict(zip(call._fields, self.convolved(*parts), strict=False)))
+        query, key, value = self.convolved(*parts)
+        return call._replace(query=query, key=key, value=value)
 
     def convolved(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value (..., H, L, D) convolved along their tokens, with zeros before the first."""
@@ -145,8 +147,8 @@ class RelativeConvolutional(HeadsLayer):
         L, S, m = query.shape[-2], key.shape[-2], call.offset
         if max(L + m, S) > self.offsets:
             raise ValueError(
-                f"layer 'rcmha' was made for offsets below {self.offsets}, got {L + m} queries and {S} keys; make it with "
-                f"offsets={max(L + m, S)} or more"
+                f"layer 'rcmha' was made for offsets below {self.offsets}, got {L + m} queries and {S} keys; make it "
+                f"with offsets={max(L + m, S)} or more"
             )
         first = self.offsets - (L + m) + 1  # the offset of key 0 from the last query
         span = L + m + S - 1
@@ -154,7 +156,7 @@ class RelativeConvolutional(HeadsLayer):
         near = query @ key.mT + (wide(self.query_bias).unsqueeze(-2) * key).sum(-1).unsqueeze(-2)
         far = query @ E.permute(1, 2, 0) + c.mT.unsqueeze(-2)  # (..., H, L, span): column i is offset i - (L + m) + 1
         at = torch.arange(S, device=query.device) - torch.arange(m, m + L, device=query.device)[:, None] + (L + m) - 1
-        logits = (near + far.gather(-1, at.expand(far.shape[:-1] + (S,)))) * call.softmax_scale
+        logits = (near + far.gather(-1, at.expand(*far.shape[:-1], S))) * call.softmax_scale
         bias = log_weights(call.key_mask, logits)
         logits = logits if bias is None else logits + bias.unsqueeze(-3)
         if call.is_causal:
