@@ -147,7 +147,10 @@ def layer_block(name: str) -> str:
     if not refused:
         parts.append("All of them: `attention=` is any name of `cumulant list`.")
     else:
-        rows = [f"| `{one}` | {layer.not_over.get(one, words)} |" for one, words in refused.items()]
+        reasons: dict[str, list[str]] = {}
+        for one, words in refused.items():
+            reasons.setdefault(layer.not_over.get(one, words), []).append(f"`{one}`")
+        rows = [f"| {', '.join(those)} | {why} |" for why, those in reasons.items()]
         parts.append("\n".join(["| not over | why |", "|---|---|", *rows]))
     if layer.options:
         said, given = _arguments(layer.build), inspect.signature(layer.build).parameters
