@@ -7,9 +7,15 @@ these are found (`sequence`).
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.nn import Parameter
 
+from . import launch
 from .products import INTERPRET, cast
 
 COUNTS = {"length_q", "length_k", "heads", "group", "span", "splits", "plane", "clusters", "tiles", "blocks", "T", "R"}
@@ -19,7 +25,51 @@ def kernel(function):
     """triton.jit, without recompiling for a length, a batch or a stride (names that end in _b, _h, _t)."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     numbers = [x for x in names if x not in function.__annotations__]
-    return triton.jit(function, do_not_specialize=[x for x in numbers if x in COUNTS or x[-2:] in ("_b", "_h", "_t")])
+    counts = [x for x in numbers if x in COUNTS or x[-2:] in ("_b", "_h", "_t")]
+    jitted = triton.jit(function, do_not_specialize=counts)
+    return jitted if launch.INTERPRET else Kernel(jitted, numbers, counts)
+
+
+class Kernel:
+    """A kernel that Triton compiles, and that is launched without its binder from the second call of a kind on.
+
+    The binder looks at each of some forty arguments, which takes longer than a small kernel runs. Calls are of a kind
+    if constants, types, 16-byte alignment of tensors and 32-bit range of numbers are the same: what Triton compiles for.
+    """
+
+    def __init__(self, jitted, numbers, counts):
+        self.jitted, self.numbers, self.compiled = jitted, numbers, {}
+        self.special = [i for i, name in enumerate(numbers) if name not in counts]
+
+    def __getattr__(self, name):
+        return getattr(self.jitted, name)
+
+    def __getitem__(self, grid):
+        return partial(self.launched, grid)
+
+    def launched(self, grid, *given, **constants):
+        kind = [torch.cuda.current_device(), *constants, *constants.values()]
+        for x in given:
+            if x.__class__ is Tensor or x.__class__ is Parameter:
+                kind.append(x.dtype)
+                kind.append(x.data_ptr() & 15)
+            elif x.__class__ is int:
+                kind.append(-0x80000000 <= x < 0x80000000)
+            else:
+                kind.append(x.__class__)
+        for i in self.special:
+            x = given[i]
+            if x.__class__ is int:
+                kind.append((x == 1, x & 15 == 0))
+        key = tuple(kind)
+        found = self.compiled.get(key)
+        if found is None:
+            compiled = self.jitted[grid](*given, **constants)
+            if compiled is not None:
+                self.compiled[key] = compiled, tuple(constants[name] for name in self.jitted.arg_names[len(given) :])
+            return
+        compiled, rest = found
+        compiled[grid + (1,) * (3 - len(grid))](*given, *rest)
 
 
 @triton.jit

@@ -1,0 +1,278 @@
+"""What a user gets by calling it: public functions with their defaults on a GPU, beside softmax of the same run.
+
+    PYTHONPATH=src python benchmarks/gpu_called.py             every case: correct first, then times
+    PYTHONPATH=src python benchmarks/gpu_called.py --only masked grouped
+    PYTHONPATH=src python benchmarks/gpu_called.py --check     only that outputs and gradients are right
+    PYTHONPATH=src python benchmarks/gpu_called.py --profile cluster      and the time of each kernel of a step
+
+Correct: outputs and gradients of the call at full length (one sequence, one or two heads) are at most twice as far from
+plain torch in float64 as plain torch in the same precision is. Cases are checked in processes of their own, which also
+compile their kernels; no time is taken where one is wrong, and cases that fall back to plain torch say so.
+
+Times in ms: forward and training step (forward and backward) in a CUDA graph; the same as called from Python, one call
+after the other; and the host's time of a call in microseconds, launches alone, beside that of SDPA. Softmax is the
+quicker of cuDNN and flash. JSON goes to $OUT/gpu_called.json if OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cumulant import attention, cluster_attention
+from cumulant.bench.provenance import provenance
+from cumulant.cluster import Blocks, KMeans
+from cumulant.kernels.notice import SlowPathWarning
+
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+class Case(NamedTuple):
+    """One public call: batch, query heads, key heads, tokens, width, and what is called with which options."""
+
+    B: int
+    H: int
+    Hk: int
+    L: int
+    D: int
+    function: Callable[..., Tensor]
+    options: dict[str, Any]
+    masked: bool = False  # a key mask: each sequence has a length of its own
+    goal: tuple[float, float] = (0, 0)  # times softmax, forward and step
+
+
+def case(B: int, H: int, L: int, D: int, Hk: int = 0, masked: bool = False, goal: Any = (0, 0), **options: Any) -> Case:
+    function = attention if "order" in options else cluster_attention
+    return Case(B, H, Hk or H, L, D, function, options, masked, goal)
+
+
+CASES: dict[str, Case] = {
+    "cluster": case(8, 12, 16384, 64, clusters=64, near=2, goal=(15, 12)),
+    "long": case(2, 12, 65536, 64, clusters=256, near=2, goal=(40, 0)),
+    "4k": case(8, 12, 4096, 64, clusters=64, near=2, goal=(1, 1)),
+    "grid 4k": case(1, 4, 4096, 96, clusters=(8, 8), grid=(64, 64), near=4, goal=(1, 1)),
+    "grid 64k": case(1, 4, 65536, 96, clusters=(8, 8), grid=(256, 256), near=4, goal=(18, 0)),
+    "masked": case(8, 12, 16384, 64, masked=True, clusters=64, near=2, goal=(10, 8)),
+    "grouped": case(8, 12, 16384, 64, Hk=4, clusters=64, near=2, enable_gqa=True),
+    "prefix": case(8, 12, 16385, 64, clusters=64, near=2, prefix=1),
+    "kmeans": case(1, 12, 16384, 64, clusters=KMeans(64), near=0),
+    "causal": case(1, 12, 16384, 64, clusters=Blocks(64, keep=16, recent=1), is_causal=True, goal=(10, 8)),
+    "far only": case(8, 12, 16384, 64, clusters=64),
+    "short": case(256, 12, 256, 64, clusters=16),
+    "order 2, 64": case(256, 12, 64, 64, order=2, goal=(1, 1)),
+    "order 3, 64": case(256, 12, 64, 64, order=3, goal=(1, 1)),
+    "order 2, 197": case(64, 12, 197, 64, order=2),
+    "order 2, 16k": case(8, 12, 16384, 64, order=2),
+    "order 3, 16k": case(8, 12, 16384, 64, order=3),
+    "causal 2, 16k": case(8, 12, 16384, 64, order=2, is_causal=True),
+    "causal 3, 16k": case(8, 12, 16384, 64, order=3, is_causal=True),
+}
+
+
+def inputs(case: Case, B: int = 0, heads: int = 0) -> tuple[list[Tensor], Tensor, dict[str, Any]]:
+    """query, key, value, smooth in time with noise on top; a gradient of the output; the options with their mask."""
+    B, group = B or case.B, case.H // case.Hk
+    Hk = heads or case.Hk
+    generator = torch.Generator("cuda").manual_seed(case.L)
+
+    def smooth(H: int, noise: float) -> Tensor:
+        slow = torch.randn(B * H, case.D, max(4, case.L // 100), generator=generator, device="cuda")
+        slow = F.interpolate(slow, case.L, mode="linear").mT.view(B, H, case.L, case.D)
+        slow += noise * torch.randn(slow.shape, generator=generator, device="cuda")
+        return slow
+
+    tensors = [smooth(Hk * group, 0.3) * 1.5, smooth(Hk, 0.5) + 0.5, smooth(Hk, 0.5) + 0.5]
+    tensors = [x.bfloat16().contiguous() for x in tensors]
+    options = dict(case.options)
+    if case.masked:
+        lengths = torch.linspace(0.6, 1, B, device="cuda")[:, None] * case.L
+        options["key_mask"] = torch.arange(case.L, device="cuda") < lengths
+    return tensors, torch.randn(tensors[0].shape, generator=generator, device="cuda").bfloat16(), options
+
+
+def check(case: Case) -> bool:
+    """Whether outputs and gradients are right; prints their errors beside plain torch's."""
+    leaves, grad, options = inputs(case, B=2 if case.masked else 1, heads=1)
+    if isinstance(options.get("clusters"), KMeans):  # one choice of clusters for all: near ties are not the kernels'
+        from cumulant.cluster import kmeans_assignment
+
+        options["clusters"] = kmeans_assignment(leaves[0], leaves[1], options["clusters"])
+    found, slow = [], []
+    for backend, kind in (("auto", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64)):
+        own = [x.to(kind).requires_grad_() for x in leaves]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = case.function(*own, backend=backend, **options)
+        slow += [str(w.message).splitlines()[0] for w in caught if issubclass(w.category, SlowPathWarning)]
+        found.append([out.detach(), *torch.autograd.grad(out, own, grad.to(kind))])
+    ours, plain = (
+        [float((x.double() - y).norm() / y.norm()) for x, y in zip(f, found[2], strict=True)] for f in found[:2]
+    )
+    right = all(a <= 2 * b + 1e-4 for a, b in zip(ours, plain, strict=True))  # False for NaN
+    errors = " ".join(f"{a:.1e}/{b:.1e}" for a, b in zip(ours, plain, strict=True))
+    print(f"{'PASS' if right else 'FAIL'} {errors} {'PLAIN TORCH: ' + slow[0] if slow else ''}", flush=True)
+    return right
+
+
+def graph_ms(function: Callable[[], Any]) -> float:
+    """Median over replays of a CUDA graph; events where a call takes long."""
+    import triton
+
+    function()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    once = (time.perf_counter() - begin) * 1e3
+    if once > 100:
+        return once
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return float(triton.testing.do_bench_cudagraph(function, rep=20, return_mode="median"))
+
+
+def called_ms(function: Callable[[], Any]) -> float:
+    """Median of a call after the other, from Python."""
+    import triton
+
+    return float(triton.testing.do_bench(function, warmup=5, rep=30, return_mode="median"))
+
+
+def host_us(function: Callable[[], Any], times: int = 20) -> float:
+    """The host's time of a call: so few that the device's queue never fills."""
+    found = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            function()
+        found.append((time.perf_counter() - begin) / times * 1e6)
+    return statistics.median(found)
+
+
+def times(call: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> dict[str, float]:
+    def step() -> Any:
+        return torch.autograd.grad(call(*leaves), leaves, grad)
+
+    row = {}
+    with torch.no_grad():
+        row |= {"forward": graph_ms(lambda: call(*leaves)), "forward_called": called_ms(lambda: call(*leaves))}
+    row |= {"step": graph_ms(step), "step_called": called_ms(step)}
+    if row["step"] < 2:
+        with torch.no_grad():
+            row["forward_host_us"] = host_us(lambda: call(*leaves))
+        row["step_host_us"] = host_us(step)
+    return row
+
+
+def measure(case: Case, peers: dict[Any, dict[str, float]]) -> dict[str, Any]:
+    leaves, grad, options = inputs(case)
+    leaves = [x.requires_grad_() for x in leaves]
+    causal = bool(options.get("is_causal"))
+    shape = (*case[:5], causal)
+    if shape not in peers:
+        found = []
+        for backend in PEERS.values():
+            try:
+                with sdpa_kernel(backend):
+                    sdpa = F.scaled_dot_product_attention
+                    found.append(
+                        times(lambda *x: sdpa(*x, is_causal=causal, enable_gqa=case.H != case.Hk), leaves, grad)
+                    )
+            except RuntimeError as problem:
+                print(f"no SDPA: {str(problem).splitlines()[0]}", flush=True)
+        peers[shape] = {key: min(x[key] for x in found if key in x) for key in found[0]} if found else {}
+    ours, softmax = times(lambda *x: case.function(*x, **options), leaves, grad), peers[shape]
+    ratios = {f"{key}_times": softmax[key] / ours[key] for key in ours if "host" not in key and key in softmax}
+    return {**ours, **{f"softmax_{key}": t for key, t in softmax.items()}, **ratios}
+
+
+def profile(case: Case) -> None:
+    """Time of each kernel of a training step."""
+    leaves, grad, options = inputs(case)
+    leaves = [x.requires_grad_() for x in leaves]
+    for _ in range(2):
+        torch.autograd.grad(case.function(*leaves, **options), leaves, grad)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(3):
+            torch.autograd.grad(case.function(*leaves, **options), leaves, grad)
+        torch.cuda.synchronize()
+    rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)[:14]
+    print("  " + "  ".join(f"{e.key[:40]} {e.self_device_time_total / 3e3:.3f}" for e in rows), flush=True)
+
+
+def line(name: str, row: dict[str, Any], goal: tuple[float, float]) -> str:
+    def number(key: str, form: str = ".3f") -> str:
+        return format(row[key], form) if key in row else "-"
+
+    hosts = [f"{number(f'{x}_host_us', '.0f')} ({number(f'softmax_{x}_host_us', '.0f')})" for x in ("forward", "step")]
+    parts = [name]
+    for what, aim in zip(("forward", "step"), goal, strict=True):
+        parts += [
+            f"{number(what)} / {number(f'softmax_{what}')}",
+            number(f"{what}_times", ".1f"),
+            f"{aim:g}" if aim else "",
+        ]
+        parts += [number(f"{what}_called_times", ".1f")]
+    return "| " + " | ".join([*parts, *hosts]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--one", help="check one case in this process", choices=list(CASES))
+    parser.add_argument("--profile", nargs="*", default=[], choices=list(CASES))
+    options = parser.parse_args()
+    if options.one:
+        sys.exit(0 if check(CASES[options.one]) else 1)
+    begin = time.perf_counter()
+
+    def alone(name: str) -> bool:
+        done = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True, check=False)
+        said = [x for x in done.stdout.splitlines() if x[:4] in ("PASS", "FAIL")] or done.stderr.splitlines()[-3:]
+        print(f"[{time.perf_counter() - begin:.0f} s] {name}: {' '.join(said)}", flush=True)
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(12) as pool:
+        right = dict(zip(options.only, pool.map(alone, options.only), strict=True))
+    rows: dict[str, Any] = {}
+    peers: dict[Any, dict[str, float]] = {}
+    print("| call | forward / softmax, ms | times | goal | from Python | step / softmax, ms | times | goal | from Python | "
+          "host us forward (SDPA) | step |\n|" + "---|" * 11, flush=True)  # fmt: skip
+    for name in () if options.check else options.only:
+        if not right[name]:
+            print(f"| {name} | wrong: no time |", flush=True)
+            continue
+        try:
+            rows[name] = measure(CASES[name], peers)
+        except RuntimeError as problem:
+            print(f"| {name} | {str(problem).splitlines()[0]} |", flush=True)
+            continue
+        print(line(name, rows[name], CASES[name].goal), flush=True)
+        if os.environ.get("OUT"):
+            found = provenance("python benchmarks/gpu_called.py") | {"cases": rows}
+            Path(os.environ["OUT"], "gpu_called.json").write_text(json.dumps(found, indent=1, default=str))
+    for name in options.profile:
+        print(name, flush=True)
+        profile(CASES[name])
+    print(f"[{time.perf_counter() - begin:.0f} s] done", flush=True)
+    sys.exit(0 if all(right.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
