@@ -14,8 +14,9 @@ from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa:
 from torch import Tensor
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention
-from cumulant.cluster.backend import _order_on
+from cumulant.cluster.tables import _kept
 from cumulant.kernels.cluster import host as triton_cluster
+from cumulant.kernels.cluster.plan import of_blocks
 
 POOLED: dict[str, Any] = {"clusters": 128, "near": 2, "near_rows": 128, "rank": "mean", "response": "pooled"}
 
@@ -60,7 +61,7 @@ def test_blocks_of_a_grid_that_do_not_divide_it() -> None:
 
 
 def test_a_first_call_under_inference_mode_does_not_stand_in_the_way_of_training() -> None:
-    _order_on.cache_clear()
+    _kept.cache_clear()
     query, key, value = (torch.randn(1, 1, 35, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     options: dict[str, Any] = {"clusters": (2, 2), "grid": (5, 7), "near": 1, "near_rows": 32, "backend": "triton"}
     with torch.inference_mode():
@@ -120,7 +121,8 @@ def test_tiles_with_a_query_that_is_not_a_number_still_list_clusters_that_exist(
     q, k, v = tokens(1, 1, 64, 16), tokens(1, 1, 140, 16, mean=1), tokens(1, 1, 140, 16)
     q[0, 0, 3] = float("nan")
     starts = [-(-c * 140 // clusters) for c in range(clusters + 1)]
-    state = triton_cluster.attention.forward(q, k, v, None, starts, 0.25, 32, 2, 3, "tanh", rank, False)
+    call = of_blocks(q, k, v, None, starts, 0.25, tile=32, near=2, response=3, rank=rank)
+    state = triton_cluster.attention.forward(*call, False)
     near, responding = (x[0].tolist() for x in state if x.dtype == torch.int32)
     assert [len({*tile} & {*range(clusters)}) for tile in near] == [2, 2]
     assert [len({*tile} & {*range(clusters)}) for tile in responding] == [3, 3]
@@ -153,7 +155,7 @@ def test_near_clusters_may_be_given() -> None:
     q, k, v = (tokens(1, 1, 32, 16, seed=i) for i in range(3))
     which = torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE)
     starts = [0, 8, 16, 24, 32]
-    out = triton_cluster.attention(q, k, v, which, starts, 0.25, tile=32, near=2)
+    out = triton_cluster.attention_of_blocks(q, k, v, which, starts, 0.25, tile=32, near=2)
     ids = torch.arange(32, device=DEVICE) // 8
     alone = ids.clone()
     alone[8:16] = 4 + torch.arange(8, device=DEVICE)  # every token of cluster 1 its own cluster: exact
@@ -170,7 +172,7 @@ def test_gradients_leave_out_the_holes_of_given_lists() -> None:
         inputs = [x.requires_grad_() for x in inputs]
         which = torch.tensor(listed, dtype=torch.int32, device=DEVICE)
         starts = [0, 32, 64, 96, 128]
-        out = triton_cluster.attention(*inputs, which, starts, 0.25, tile=32, near=len(listed[0]))
+        out = triton_cluster.attention_of_blocks(*inputs, which, starts, 0.25, tile=32, near=len(listed[0]))
         grads.append(torch.autograd.grad(out.square().sum(), inputs))
     for x, y in zip(*grads, strict=True):
         assert error(x, y) < FLOAT32
@@ -179,31 +181,27 @@ def test_gradients_leave_out_the_holes_of_given_lists() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"clusters": 4, "key_mask": True}, "no masks, got a key_mask"),
-        ({"clusters": 4, "prefix": 1, "near": 1, "near_rows": 32}, "got prefix=1"),
-        ({"clusters": Blocks(8), "is_causal": True}, "got is_causal=True"),
-        ({"clusters": KMeans(4)}, "blocks of a sequence or a grid, got clusters of type KMeans"),
+        ({"clusters": 4, "key_mask": True}, r"a key_mask of bool, got weights of torch\.float32; pass key_mask > 0"),
+        ({"clusters": Blocks(8), "is_causal": True}, "causal clusters have no kernel"),
+        ({"clusters": KMeans(4), "near": 1, "near_rows": 32}, "of blocks, got near=1 of KMeans; pass near=0"),
         ({"clusters": 4, "near": 1}, "got near_rows=1"),
         ({"clusters": 4, "near": 4, "near_rows": 32}, "leaves nothing far away"),
         ({"clusters": 4, "near": "neighbours"}, "near as a number"),
         ({"clusters": 4, "variance": "full", "near": 1, "near_rows": 32}, 'variance="diagonal"'),
     ],
-    ids=["mask", "prefix", "causal", "kmeans", "near of each query", "all near", "neighbours", "full variance"],
+    ids=["weights", "causal", "kmeans", "near of each query", "all near", "neighbours", "full variance"],
 )
 def test_what_the_kernels_cannot_take_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
     q = tokens(1, 2, 24, 16)
     if options.pop("key_mask", False):
-        options["key_mask"] = torch.ones(1, 24, dtype=torch.bool, device=DEVICE)
+        options["key_mask"] = torch.ones(1, 24, device=DEVICE)
     with pytest.raises(ValueError, match=f'backend="triton" cannot be used: .*{reason}'):
         cluster_attention(q, q, q, backend="triton", **options)
     if "is_causal" not in options:
         cluster_attention(q, q, q, **options)  # "auto" takes plain torch
 
 
-def test_grouped_and_wide_heads_are_refused() -> None:
-    q, k = tokens(1, 2, 24, 16), tokens(1, 1, 24, 16)
-    with pytest.raises(ValueError, match="as many key heads as query heads, got 2 and 1"):
-        cluster_attention(q, k, k, clusters=4, enable_gqa=True, backend="triton")
+def test_wide_heads_are_refused() -> None:
     wide = tokens(1, 1, 24, 65)
     with pytest.raises(ValueError, match=r"heads of torch\.float32 are at most 64 wide, got 65"):
         cluster_attention(wide, wide, wide, clusters=4, backend="triton")
@@ -218,13 +216,14 @@ def test_more_heads_than_a_grid_of_programs_has_are_refused() -> None:
 def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # opcheck compares memory bit by bit, and NaN differs from itself
     q, k, v = (tokens(1, 1, 20, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3))
-    numbers = ([0, 7, 14, 20], 0.25, 32, 1, 1, "tanh", "mass")
+    call = of_blocks(q, k, v, None, [0, 7, 14, 20], 0.25, tile=32, near=1, response=1)
+    tables, numbers = call[3:7], call[7:]
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     operator = triton_cluster.attention
-    torch.library.opcheck(operator.forward, (q, k, v, None, *numbers, True), test_utils=names)
+    torch.library.opcheck(operator.forward, (*call, True), test_utils=names)
     with torch.no_grad():
-        out, *state = operator.forward(q, k, v, None, *numbers, True)
-    tensors = (x if x is None else x.detach() for x in (out, q, k, v, None, out, *state))
+        out, *state = operator.forward(*call, True)
+    tensors = (x if x is None else x.detach() for x in (out, q, k, v, *tables, out, *state))
     torch.library.opcheck(operator.backward, (*tensors, *numbers), test_utils=names)
 
 

@@ -15,19 +15,20 @@ from torch import Tensor
 
 from ..call import Call, Grid, check_choice
 from ..closures import check_closure
-from ..moments import ratio, statistics_dtype
+from ..moments import statistics_dtype
 from ..tensors import nothing
 from ..tracing import without_autocast
 from .auto import AUTO, tuning
-from .backend import Case, Form, kernels_for, run_kernels
-from .build import Clusters, Field, Packed, check_clusters, make_layout, pack
+from .backend import Assignment, Case, Form, kernels_for
+from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .choice import RANKS
 from .fields import Seen, mix
 from .kmeans import KMeans, kmeans
 from .layout import Blocks, Layout, check_grid, whole
+from .run import run_kernels
 from .short import answers_by_token, token_responses
-from .statistics import VARIANCES
+from .statistics import VARIANCES, origin
 
 BACKENDS = ("auto", "reference", "triton")
 QUERIES = ("each", "mean")
@@ -131,7 +132,11 @@ def cluster_attention(
     if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
         clusters, call = 1, call._replace(grid=None, prefix=0)
         form = form._replace(near=1, near_rows=1, together=False)
-    case = Case(call, clusters, form, min(least, Lk))  # more than all tokens is all of them
+    if isinstance(clusters, Tensor) and not is_causal:
+        made: Any = Assignment(*check_assignment(clusters, lead, key.shape[-3], Lk - call.prefix, key.device))
+    else:
+        made = clusters
+    case = Case(call, made, form, min(least, Lk))  # more than all tokens is all of them
     kernels = kernels_for(backend, case)
     with without_autocast(query.device.type):
         q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]) for x in (query, key, value))
@@ -251,23 +256,6 @@ def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtyp
     rows = q.unflatten(3, (blocks, n)).flatten(2, 3)  # (B, Hk, G blocks, n, D)
     out = mix(rows, far, tokens, Seen(exact, near, present), form)
     return out.flatten(2, 3).unflatten(2, (G, -1))[..., :Lq, :]
-
-
-def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
-    """A point near the keys, from which they are measured: logits then are small numbers wherever the keys lie.
-
-    The result does not depend on it, so it needs no gradient. Causal rows may know the first key only.
-    """
-    k = k.detach()
-    if is_causal:
-        if weights is None:
-            return k[:, :, :1]
-        first = (weights > 0).int().argmax(-1, keepdim=True).unsqueeze(-1)
-        return torch.take_along_dim(k, first, -2)
-    if weights is None:
-        return k.mean(-2, keepdim=True)
-    share = ratio(weights, weights.sum(-1, keepdim=True)).detach()
-    return (share.unsqueeze(-1) * k).sum(-2, keepdim=True)
 
 
 def check_form(

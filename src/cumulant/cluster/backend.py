@@ -1,4 +1,4 @@
-"""Which cases of cluster attention the Triton kernels take, which of them, and the call that hands them over.
+"""Which cases of cluster attention the Triton kernels take, and which of them.
 
 Shape legend: B batch, H heads, Lq queries, Lk keys, D, E widths, K clusters.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..call import Call, Grid
 from ..kernels import launch, notice
 from ..tracing import transformed
+from .kmeans import KMeans
 from .layout import Blocks, cuts, divide, on_grid
 
 T = TypeVar("T")
@@ -41,6 +43,14 @@ class Form(NamedTuple):
     together: bool = False  # the queries of a block ask with their mean
 
 
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Clusters of any kind: ids (B, Hk, L) of the tokens after the prefix, from 0 to `clusters` - 1."""
+
+    ids: Tensor
+    clusters: int
+
+
 class Case(NamedTuple):
     """A call of cluster attention: what is asked, which clusters, how they are put together."""
 
@@ -48,6 +58,15 @@ class Case(NamedTuple):
     clusters: Any
     form: Form
     least: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Number of clusters, and tokens of the largest; 0 where that is not known before they are found."""
+        if isinstance(self.clusters, KMeans):
+            return min(self.clusters.count, max(1, self.call.key.shape[-2] - self.call.prefix)), 0
+        if isinstance(self.clusters, Assignment):
+            return self.clusters.clusters, 0
+        return block_sizes(self.clusters, self.call.key.shape[-2] - self.call.prefix, self.call.grid, self.least)
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -66,24 +85,46 @@ def kernels_for(backend: str, case: Case) -> str | None:
     Short clusters of short sequences go through their tokens, everything else through clusters if it can. Raises for
     backend="triton" where neither can.
     """
-    call = case.call
+    call, clusters = case.call, case.clusters
     if backend == "reference" or (backend == "auto" and not notice.expected(call.query)):
         return None
-    Lk = call.key.shape[-2]
-    reason = _general_obstacle(case)
+    if torch.compiler.is_compiling() or transformed():
+        name, reason = _kernels(case)
+    else:
+        same = ("assignment", clusters.clusters) if isinstance(clusters, Assignment) else clusters
+        shapes = *(x.shape for x in call[:3]), call.query.dtype, call.query.device
+        mask = None if call.key_mask is None else call.key_mask.dtype
+        key = shapes, same, case.form, case.least, mask, call[4:]
+        found = _found.get(key)
+        if found is None:
+            if len(_found) > 1000:
+                _found.clear()
+            found = _found[key] = _kernels(case)
+        name, reason = found
     if reason is None:
-        starts = case.blocks[0]
-        K, size = len(starts) - 1, max(b - a for a, b in pairwise(starts))
-        why_not = {"short": _short_obstacle(case, K, size), "clusters": _clusters_obstacle(case, K)}
-        by_token = Lk < LONG and cheaper_by_token(size, call.key.shape[-1], call.value.shape[-1])
-        for name in ("short", "clusters") if by_token else ("clusters", "short"):
-            if why_not[name] is None:
-                return name
-        reason = f"{why_not['clusters']} (kernels of short clusters: {why_not['short']})"
+        return name
     if backend == "triton":
         raise ValueError(f'backend="triton" cannot be used: {reason}; use backend="auto"')
     notice.plain_torch("cluster_attention", call.query, reason)
     return None
+
+
+_found: dict[Any, tuple[str | None, str | None]] = {}  # what `_kernels` said of calls that are alike
+
+
+def _kernels(case: Case) -> tuple[str | None, str | None]:
+    """The kernels that compute this case, or why none can."""
+    call, Lk = case.call, case.call.key.shape[-2]
+    reason = _general_obstacle(case)
+    if reason is None:
+        K, size = case.sizes
+        why_not = {"short": _short_obstacle(case, K, size), "clusters": _clusters_obstacle(case, K)}
+        by_token = Lk < LONG and size > 0 and cheaper_by_token(size, call.key.shape[-1], call.value.shape[-1])
+        for name in ("short", "clusters") if by_token else ("clusters", "short"):
+            if why_not[name] is None:
+                return name, None
+        reason = f"{why_not['clusters']} (kernels of short clusters: {why_not['short']})"
+    return None, reason
 
 
 def _general_obstacle(case: Case) -> str | None:
@@ -93,19 +134,17 @@ def _general_obstacle(case: Case) -> str | None:
     reason = launch.obstacle(query, value, 2, False) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
     if reason is not None:
         return reason
-    if call.is_causal or call.key_mask is not None:
-        what = "is_causal=True" if call.is_causal else "a key_mask"
-        return f"kernels take no masks, got {what}"
-    if query.shape[-3] != key.shape[-3]:
-        return f"kernels take as many key heads as query heads, got {query.shape[-3]} and {key.shape[-3]}"
+    if call.is_causal:
+        return "causal clusters have no kernel"
+    if call.key_mask is not None and call.key_mask.dtype != torch.bool:
+        got = f"weights of {call.key_mask.dtype}; pass key_mask > 0 if they are 0 and 1"
+        return f"kernels take a key_mask of bool, got {got}"
     if not call.softmax_scale > 0:
         return f"kernels take a scale above 0, got {call.softmax_scale}"
     if _unknown(*key.shape[-2:], value.shape[-1]):
         return "kernels take a number of keys and widths that torch.compile knows, got a dynamic one"
     if transformed():
         return "torch.func transforms and forward-mode gradients need plain torch"
-    if not isinstance(clusters, int | tuple | Blocks):
-        return f"kernels take blocks of a sequence or a grid, got clusters of type {type(clusters).__name__}"
     if isinstance(clusters, Blocks) and (clusters.keep is not None or clusters.recent):
         return f"keep and recent of {clusters} belong to is_causal=True"
     if isinstance(clusters, tuple) and (call.grid is None or not cuts(clusters, call.grid)):
@@ -122,15 +161,17 @@ def _clusters_obstacle(case: Case, K: int) -> str | None:
     form = case.form
     if _unknown(*case.call.query.shape):
         return "kernels take shapes that torch.compile knows, got a dynamic one"
-    if case.call.prefix:
-        return f"kernels take no prefix tokens, got prefix={case.call.prefix}"
     if form.full:
         return 'kernels take variance="diagonal"'
     if not isinstance(form.near, int):
         return f"kernels take near as a number, got {form.near!r}"
+    if form.near and isinstance(case.clusters, KMeans | Assignment):
+        return (
+            f"kernels take near clusters of blocks, got near={form.near} of {type(case.clusters).__name__}; pass near=0"
+        )
     if K > MOST:
         return f"kernels take at most {MOST} clusters, got {K}"
-    heads = math.prod(case.call.query.shape[:-2])
+    heads = math.prod(case.call.lead) * case.call.query.shape[-3]
     if heads > MOST_HEADS:
         return f"kernels take at most {MOST_HEADS:,} heads in a batch, got {heads:,}"
     choosing = form.near or (form.response is not None and 0 < form.response < K)
@@ -144,7 +185,11 @@ def _clusters_obstacle(case: Case, K: int) -> str | None:
 
 def _short_obstacle(case: Case, K: int, size: int) -> str | None:
     """Why the kernels that go through the tokens of K clusters of at most `size` cannot, or None if they can."""
-    form = case.form
+    form, call = case.form, case.call
+    if isinstance(case.clusters, KMeans | Assignment) or call.key_mask is not None:
+        return "blocks without a key_mask"
+    if call.query.shape[-3] != call.key.shape[-3]:
+        return f"as many key heads as query heads, got {call.query.shape[-3]} and {call.key.shape[-3]}"
     if form.near != 0:
         return f"near=0, got {form.near!r}"
     if form.pooled:
@@ -170,48 +215,7 @@ def _unknown(*sizes: int) -> bool:
     return not all(has_static_value(n) for n in sizes)
 
 
-def run_kernels(kernels: str, case: Case) -> Tensor:
-    """(B, H, Lq, E) of query (B, H, Lq, D), key (B, H, Lk, D) and value (B, H, Lk, E), by `kernels`."""
-    return _run_short(case) if kernels == "short" else _run_clusters(case)
-
-
-def _run_short(case: Case) -> Tensor:
-    from ..kernels.short import host as triton_short
-
-    call, form = case.call, case.form
-    places, slots = _slots(*case.blocks, call.prefix)
-    shared: dict[str, Any] = {"scale": call.softmax_scale, "prefix": call.prefix}
-    return triton_short.attention(*call[:3], places, slots, closure=form.closure, full=form.full, **shared)
-
-
-def _run_clusters(case: Case) -> Tensor:
-    """Keys and values of a grid are put in the order of its blocks first, queries are not."""
-    from ..kernels.cluster import host as triton_cluster
-
-    (query, key, value), form = case.call[:3], case.form
-    starts, order = case.blocks
-    if order is not None:
-        compiling = torch.compiler.is_compiling()
-        index = torch.tensor(order, device=key.device) if compiling else _order_on(order, key.device)
-        key, value = key[:, :, index], value[:, :, index]
-    assert isinstance(form.near, int)
-    K, choosing = len(starts) - 1, form.near > 0 or form.response is not None
-    return triton_cluster.attention(
-        query,
-        key,
-        value,
-        None,
-        starts,
-        scale=case.call.softmax_scale,
-        tile=form.near_rows if choosing and form.near_rows in TILES else 128 if query.shape[-2] > 64 else 64,
-        near=form.near,
-        response=-2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,
-        closure=form.closure,
-        rank=form.rank,
-    )
-
-
-def _constant(function: Callable[..., T]) -> Callable[..., T]:
+def constant(function: Callable[..., T]) -> Callable[..., T]:
     """Kept, and to torch.compile a constant.
 
     `torch.compiler.assume_constant_result` does the latter, but imports the compiler first, for a second.
@@ -226,8 +230,8 @@ def _constant(function: Callable[..., T]) -> Callable[..., T]:
     return constant
 
 
-@_constant
-def _slots(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int) -> tuple[tuple[int, ...], int]:
+@constant
+def slots_of(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int) -> tuple[tuple[int, ...], int]:
     """Keys of the clusters, each in as many slots, a power of two, -1 in those that are empty; and that number."""
     slots = launch.padded(max(b - a for a, b in pairwise(starts)), 1)
     tokens = range(starts[-1]) if order is None else order
@@ -235,6 +239,14 @@ def _slots(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int) 
     return tuple(x for row in rows for x in row), slots
 
 
+@constant
+def block_sizes(clusters: int | tuple[int, ...] | Blocks, L: int, grid: Grid | None, least: int) -> tuple[int, int]:
+    """How many blocks, and tokens of the largest."""
+    starts = _blocks(clusters, L, grid, least)[0]
+    return len(starts) - 1, max(b - a for a, b in pairwise(starts))
+
+
+@constant
 def _blocks(
     clusters: int | tuple[int, ...] | Blocks, L: int, grid: Grid | None, least: int
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -249,16 +261,10 @@ def _blocks(
     return tuple(-(-c * L // K) for c in range(K + 1)), None
 
 
-@_constant
+@constant
 def _grid_blocks(grid: Grid, blocks: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
     layout = on_grid(grid, blocks, torch.device("cpu"))
     assert layout.places is not None
     places = layout.places[0, 0]
     there = torch.ones_like(places, dtype=torch.bool) if layout.present is None else layout.present[0, 0]
     return (0, *there.sum(-1).cumsum(0).tolist()), tuple(places[there].tolist())
-
-
-@lru_cache(64)
-def _order_on(order: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what is kept from a call under inference_mode serves training too
-        return torch.tensor(order, device=device)

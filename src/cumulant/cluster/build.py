@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call import expands_to
 from ..tracing import transformed
-from .backend import Case, Form
+from .backend import Assignment, Case, Form
 from .fields import Exact, Far, Tokens
 from .kmeans import KMeans, kmeans
 from .layout import Blocks, Layout, assigned, consecutive, cuts, divide, of_size, on_grid
@@ -79,8 +79,10 @@ def make_layout(q: Tensor, k: Tensor, weights: Tensor | None, case: Case, near: 
     """The layout that `clusters` stands for; raises where it does not fit the tokens."""
     clusters, grid, (Hk, L) = case.clusters, case.call.grid, k.shape[1:3]
     masked = None if weights is None else weights.squeeze(1)
+    if isinstance(clusters, Assignment):
+        return assigned(clusters.ids, clusters.clusters, near)
     if isinstance(clusters, Tensor):
-        ids, count = _check_assignment(clusters, case.call.lead, Hk, L, k.device)
+        ids, count = check_assignment(clusters, case.call.lead, Hk, L, k.device)
         return assigned(ids, count, near)
     if isinstance(clusters, KMeans):
         if torch.compiler.is_compiling():
@@ -116,7 +118,7 @@ def check_clusters(clusters: Clusters) -> None:
         raise ValueError(f"clusters must be at least 1, got {clusters}")
 
 
-def _check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int, device: torch.device) -> tuple[Tensor, int]:
+def check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int, device: torch.device) -> tuple[Tensor, int]:
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex():
         raise TypeError(f"clusters as an assignment must hold integers, got {ids.dtype}")
     wanted = (*lead, Hk, L)

@@ -78,3 +78,20 @@ def _square(W: Tensor, dk: Tensor, full: bool) -> Tensor:
     if full:
         return (W.unsqueeze(-1) * dk).unsqueeze(-1) * dk.unsqueeze(-2)
     return W.unsqueeze(-1) * dk * dk
+
+
+def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
+    """A point near the keys, from which they are measured: logits then are small numbers wherever the keys lie.
+
+    The result does not depend on it, so it needs no gradient. Causal rows may know the first key only.
+    """
+    k = k.detach()
+    if is_causal:
+        if weights is None:
+            return k[:, :, :1]
+        first = (weights > 0).int().argmax(-1, keepdim=True).unsqueeze(-1)
+        return torch.take_along_dim(k, first, -2)
+    if weights is None:
+        return k.mean(-2, keepdim=True)
+    share = ratio(weights, weights.sum(-1, keepdim=True)).detach()
+    return (share.unsqueeze(-1) * k).sum(-2, keepdim=True)

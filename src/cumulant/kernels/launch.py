@@ -118,6 +118,15 @@ def stride_unit(*tensors: Tensor) -> int:
     return 1 if bits & 7 else 8
 
 
+def layout(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
+    """`stride_unit` and `strides` of each; 1 also where a stride would not be a 32-bit number of units."""
+    unit = stride_unit(*tensors)
+    found = [strides(unit, x) for x in tensors]
+    if unit == 8 and max(map(max, found)) >= 1 << 31:
+        return 1, [strides(1, x) for x in tensors]
+    return unit, found
+
+
 def strides(unit: int, *tensors: Tensor) -> tuple[int, ...]:
     """(batch, head, token) steps of each, (B, H, L, D) or packed (T, H, D), whose batch step is 0."""
     steps: list[int] = []

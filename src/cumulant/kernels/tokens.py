@@ -18,7 +18,10 @@ from torch.nn import Parameter
 from . import launch
 from .products import INTERPRET, cast
 
-COUNTS = {"length_q", "length_k", "heads", "group", "span", "splits", "plane", "clusters", "tiles", "blocks", "T", "R"}
+COUNTS = {
+    "length_q", "length_k", "heads", "group", "span", "splits", "plane", "clusters", "tiles", "all_tiles", "blocks",
+    "T", "R", "per",
+}  # fmt: skip
 
 
 def kernel(function):
@@ -27,14 +30,27 @@ def kernel(function):
     numbers = [x for x in names if x not in function.__annotations__]
     counts = [x for x in numbers if x in COUNTS or x[-2:] in ("_b", "_h", "_t")]
     jitted = triton.jit(function, do_not_specialize=counts)
-    return jitted if launch.INTERPRET else Kernel(jitted, numbers, counts)
+    return Kernel(jitted, numbers, counts)
+
+
+class Fixed:
+    """Constants of a launch that a plan keeps, and what was compiled for them.
+
+    `known`: nothing else that Triton compiles for can change from call to call, so that arguments need not be looked
+    at. That is so with UNIT = 8 (`launch.layout`), and where all tensors are fresh memory.
+    """
+
+    __slots__ = ("compiled", "constants", "known")
+
+    def __init__(self, constants, known):
+        self.constants, self.known, self.compiled = constants, known, {}
 
 
 class Kernel:
     """A kernel that Triton compiles, and that is launched without its binder from the second call of a kind on.
 
     The binder looks at each of some forty arguments, which takes longer than a small kernel runs. Calls are of a kind
-    if constants, types, 16-byte alignment of tensors and 32-bit range of numbers are the same: what Triton compiles for.
+    if constants, types, alignment of tensors and 32-bit range of numbers are the same: what Triton compiles for.
     """
 
     def __init__(self, jitted, numbers, counts):
@@ -45,7 +61,23 @@ class Kernel:
         return getattr(self.jitted, name)
 
     def __getitem__(self, grid):
-        return partial(self.launched, grid)
+        return self.jitted[grid] if launch.INTERPRET else partial(self.launched, grid)
+
+    def start(self, grid, fixed, *given):
+        """Launches with `fixed` constants, tensors and numbers being those that they were made for."""
+        if launch.INTERPRET or not fixed.known:
+            self[grid](*given, **fixed.constants)
+            return
+        device = torch.cuda.current_device()
+        found = fixed.compiled.get(device)
+        if found is None:
+            compiled = self.jitted[grid](*given, **fixed.constants)
+            if compiled is not None:
+                rest = tuple(fixed.constants[name] for name in self.jitted.arg_names[len(given) :])
+                fixed.compiled[device] = compiled, rest
+            return
+        compiled, rest = found
+        compiled[grid](*given, *rest)
 
     def launched(self, grid, *given, **constants):
         kind = [torch.cuda.current_device(), *constants, *constants.values()]
@@ -177,6 +209,12 @@ def reference(x, stride, count, columns, WIDTH: tl.constexpr):
     x1 = tl.load(x + quarter + columns, mask=inside, other=0.0)
     x2 = tl.load(x + 2 * quarter + columns, mask=inside, other=0.0)
     x3 = tl.load(x + 3 * quarter + columns, mask=inside, other=0.0)
+    return between(x0, x1, x2, x3)
+
+
+@triton.jit
+def between(x0, x1, x2, x3):
+    """Between the middle two of four numbers, as near to 0 as they allow; float32."""
     if x0.dtype == tl.bfloat16 and not INTERPRET:  # the same, two columns an instruction
         return tl.inline_asm_elementwise(
             """{ .reg .b32 a, b, c, zero;

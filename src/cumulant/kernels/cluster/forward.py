@@ -20,19 +20,23 @@ from .parts import (
     LOG2E,
     LOWEST,
     NOTHING,
-    block_tile,
     counted,
     far_logs,
     finished,
     finite,
+    first_row,
     key_means,
     log2_above_1,
     mass_and_gain,
     masses,
     near_block,
     origin_of,
+    own_head,
     packed,
     parts,
+    picked_tile,
+    placed,
+    query_head,
     ranks,
     reciprocal,
     squared,
@@ -58,14 +62,15 @@ def ranks_in_memory(scores, c, KP: tl.constexpr, CK: tl.constexpr):
 
 @kernel
 def query_moments(
-    q, moments, q_b, q_h, q_t, length_q, heads, scale,
-    D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, UNIT: tl.constexpr,
+    q, moments, q_b, q_h, q_t, length_q, heads, tiles, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). Mean and variance of the scaled queries of each tile, (B H, tiles, 2, BD) float32."""
     index, pid = tl.program_id(0), tl.program_id(1)
-    row, d = index * M + tl.arange(0, M), tl.arange(0, BD)
-    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
-    over = scale / tl.minimum(length_q - index * M, M).to(tl.float32)
+    start, d = first_row(index, tiles, M, GROUP), tl.arange(0, BD)
+    row = start + tl.arange(0, M)
+    q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
+    over = scale / tl.minimum(length_q - start, M).to(tl.float32)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD).to(tl.float32)
     mean, square = tl.sum(rows, 0) * over, tl.sum(rows * rows, 0) * (over * scale)
     moments += (pid.to(tl.int64) * tl.num_programs(0) + index) * (2 * BD) + d
@@ -75,22 +80,25 @@ def query_moments(
 
 @kernel
 def choose_by_mean(
-    moments, logs, vectors, near, tiles, clusters, T,
-    CLOSURE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
+    moments, logs, vectors, near, tiles, clusters, per, T,
+    PREFIX: tl.constexpr, CLOSURE: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles / N, B H). Near clusters of N tiles, in float32, by two cumulants of their queries.
+    """Grid (tiles / N, B H). Near clusters of N tiles, in float32, by two cumulants of their queries, -1 where there
+    are fewer; PREFIX: then the prefix tokens.
 
     The formula is that of `Far.mean_masses`. Cost a tile: 3 K D.
     """
     first, pid, d = tl.program_id(0) * N, tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     vectors += pid * (KP * (2 * BD + BE))
+    logs += (pid // per) * KP
     centre, tokens = tl.zeros((BD,), tl.float32), 0.0
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
         size = tl.exp2(tl.load(logs + c))
         centre += tl.sum(size[:, None] * tl.load(vectors + c[:, None] * (2 * BD + BE) + d[None, :]), 0)
         tokens += tl.sum(size)
-    centre /= tokens
+    centre /= tl.maximum(tokens, 1.0)
     part = tl.arange(0, KP // CK)[:, None]
     for index in range(first, tl.minimum(first + N, tiles)):
         own = moments + (pid * tiles + index) * (2 * BD) + d
@@ -108,16 +116,21 @@ def choose_by_mean(
             z = tl.where(c < clusters, tl.where(z == z, z, LOWEST), NOTHING)
             scores = tl.where(part == chunk // CK, z[None, :], scores)
         left = tl.reshape(scores, (KP,))
-        for i in range(T):
+        listed = near + (pid * tiles + index) * T
+        for i in range(T - PREFIX):
             best = tl.argmax(left, 0)
-            tl.store(near + (pid * tiles + index) * T + i, best)
+            tl.store(listed + i, tl.where(tl.max(left, 0) == NOTHING, -1, best))
             left = tl.where(tl.arange(0, KP) == best, NOTHING, left)
+        if PREFIX:
+            tl.store(listed + T - 1, KP)
 
 
 @kernel
 def choose(
-    q, logs, vectors, factors, scores, near, responding, q_b, q_h, q_t, length_q, heads, clusters, T, R, scale,
+    q, logs, vectors, factors, scores, near, responding, q_b, q_h, q_t,
+    length_q, heads, tiles, clusters, per, T, R, scale,
     CLOSURE: tl.constexpr, BY_ERROR: tl.constexpr, NEAR: tl.constexpr, GIVEN: tl.constexpr, LISTED: tl.constexpr,
+    GROUP: tl.constexpr, PREFIX: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
     SQUARE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -128,8 +141,9 @@ def choose(
     clusters are known.
     """
     index, pid = tl.program_id(0), tl.program_id(1)
-    row, d = index * M + tl.arange(0, M), tl.arange(0, BD)
-    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
+    row, d = first_row(index, tiles, M, GROUP) + tl.arange(0, M), tl.arange(0, BD)
+    q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
+    logs += (pid // per) * KP
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
     factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
@@ -166,11 +180,13 @@ def choose(
         near += slot * T
         if not GIVEN:
             rank = ranks_in_memory(scores, c, KP, at_once)
-            tl.store(near + rank, c, mask=rank < T)
+            tl.store(near + rank, c, mask=rank < T - PREFIX)
             tl.debug_barrier()
+        if PREFIX:
+            tl.store(near + T - 1, KP)
     if LISTED:
         if NEAR:
-            for i in range(T):
+            for i in range(T - PREFIX):
                 tl.store(scores + KP + tl.maximum(tl.load(near + i), 0), -1.0, mask=tl.load(near + i) >= 0)
             tl.debug_barrier()
         rank = ranks_in_memory(scores + KP, c, KP, at_once)
@@ -179,10 +195,11 @@ def choose(
 
 @kernel
 def attend(
-    q, k, v, o, rounding, lse, starts, logs, vectors, factors, matrices, near, responding, gains, tops,
+    q, k, v, o, rounding, lse, bounds, order, logs, vectors, factors, matrices, near, responding, gains, tops,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    length_q, heads, clusters, blocks, T, R, scale,
+    length_q, length_k, heads, tiles, clusters, per, blocks, T, R, scale,
     CLOSURE: tl.constexpr, CHOOSE: tl.constexpr, BY_ERROR: tl.constexpr, KEEP: tl.constexpr, NEAR: tl.constexpr,
+    GROUP: tl.constexpr, PREFIX: tl.constexpr, ORDERED: tl.constexpr,
     RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
     SQUARE: tl.constexpr, CHUNK_STAGES: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
@@ -199,12 +216,15 @@ def attend(
     """
     index, pid = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, M)
-    row, d, e = index * M + line, tl.arange(0, BD), tl.arange(0, BE)
+    row, d, e = first_row(index, tiles, M, GROUP) + line, tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = q.dtype.element_ty
-    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
+    q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
     k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
     v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
-    o = head(o, pid // heads, pid % heads, 0, o_b, o_h, o_t, UNIT)
+    o = query_head(o, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
+    bounds += (pid // per) * (2 * KP + 2)
+    order += (pid // per).to(tl.int64) * length_k
+    logs += (pid // per) * KP
     k_t, v_t = k_t * UNIT, v_t * UNIT
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
     factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
@@ -234,8 +254,10 @@ def attend(
                 answers = tl.sum(share * lift, 0)
             if NEAR:
                 rank = ranks(counted(tl.sum(share * x if BY_ERROR else share, 0), far), c)
-                tl.store(near + rank, c, mask=rank < T)
-                far = far & (rank >= T)
+                tl.store(near + rank, c, mask=rank < T - PREFIX)
+                if PREFIX:
+                    tl.store(near + T - 1, KP)
+                far = far & (rank >= T - PREFIX)
                 z = tl.where(far[None, :], z, NOTHING)
             if RESPONSE == 2:
                 rank = ranks(counted(answers, far), c)
@@ -281,10 +303,11 @@ def attend(
         a = scale * LOG2E
         away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
         for i in tl.range(0, T * blocks, num_stages=NEAR_STAGES):
-            first, end = near_block(near, starts, i, blocks, N, EVEN)
+            first, end = near_block(near, bounds, i, blocks, KP, N, EVEN)
             token = first + tl.arange(0, N)
-            keys = block_tile(k, token, k_t, d, end, D, BD, EVEN)
-            values = block_tile(v, token, v_t, e, end, E, BE, EVEN)
+            place = placed(order, token, token < end, ORDERED, EVEN)
+            keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)
+            values = picked_tile(v, place, token < end, v_t, e, E, BE, EVEN)
             u = finished(dot(rows, tl.trans(keys), None, PRECISION))
             if not EVEN:
                 u = tl.where((token < end)[None, :], u, NOTHING)
@@ -301,9 +324,11 @@ def attend(
         if dtype != tl.float32:
             answer = dot(rows, tl.load(matrices + BD * BE + cell), answer, PRECISION)
         out += answering[:, None] * answer
-    out *= (1.0 / total)[:, None]
+    some = total > 0.0  # a row that sees nothing gives 0
+    out *= tl.where(some, 1.0 / total, 0.0)[:, None]
     store_tile(o, out, row, o_t * UNIT, e, length_q, E, BE)
     if KEEP:
-        rounding = head(rounding, pid // heads, pid % heads, 0, o_b, o_h, o_t, UNIT)
+        rounding = query_head(rounding, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
         store_tile(rounding, out - cast(out, dtype).to(tl.float32), row, o_t * UNIT, e, length_q, E, BE)
-    tl.store(lse + pid.to(tl.int64) * length_q + row, top + tl.log2(total), mask=row < length_q)
+    lse += own_head(pid, index, tiles, GROUP) * length_q
+    tl.store(lse + row, tl.where(some, top + tl.log2(total), float("inf")), mask=row < length_q)

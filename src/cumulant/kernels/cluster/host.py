@@ -1,129 +1,160 @@
 """Cluster attention on the GPU: its operator and launches. Formulas: parts.py; sizes: plan.py.
 
-Shape legend: B sequences, H heads, Lq, Lk lengths, D, E widths, K clusters (KP padded), T near and R responding
-clusters of a tile of M queries.
+Shape legend: B sequences, H query heads, Hk key heads, Lq, Lk lengths, D, E widths, K clusters (KP padded), T near and
+R responding clusters of a tile of M queries; "heads" of what is kept are key heads, with the tiles of all query heads
+of one.
 
 Memory beside inputs and outputs: statistics K D E a head, and Lq K numbers of 16 bits (gains) forward, five times that
 backward; with one response for all none forward, three times backward. Linear in the length for a fixed K: no Lq x Lk
-and no Lq x K x D tensor exists.
+and no Lq x K x D tensor exists. What a launch needs beside tensors is kept by the plan: Python costs time too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..launch import cdiv, empty_like_rows, like_rows, stride_unit, strides
+from ..launch import cdiv, empty_like_rows, layout, like_rows
 from ..operator import Operator
-from . import backward, forward, statistics, sums
-from .plan import Call, Plan, no_numbers, plan_for, tables
+from ..tokens import Fixed
+from . import backward, forward, keys, statistics, sums
+from .plan import Call, Plan, no_numbers, of_blocks, plan_for
 
-_ROWS = ("CLOSURE", "NEAR", "D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION")
+_TILES = ("GROUP", "D", "BD", "M")
+_ROWS = (*_TILES, "CLOSURE", "NEAR", "BE", "CK", "KP", "SQUARE", "PRECISION")
 
 
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
-    """out, and lse (B H, Lq), vectors (B H, KP, 2 BD + BE), factors (B H, KP, 4 BD + 2 BE), matrices (B H, KP, BD, BE),
-    near (B H, tiles, T), responding (B H, tiles, R), and rounding (B, H, Lq, E).
+    """out, and lse (B H, Lq), vectors (B Hk, KP, 2 BD + BE), factors (B Hk, KP, 4 BD + 2 BE), matrices (B Hk, KP, BD,
+    BE), near (B Hk, tiles, T), responding (B Hk, tiles, R), and rounding (B, H, Lq, E).
 
-    One matrix for all clusters is kept as two of its type, (B H, 2, BD, BE). `rounding` is what the output lost in its
+    One matrix for all clusters is kept as two of its type, (B Hk, 2, BD, BE). `rounding` is what the output lost in its
     own to 16 bits, for a backward pass only.
     """
     query, plan = call.query, plan_for(call)
     shape, heads = plan.shape, plan.pairs
-    listed = shape.response if plan.response == 2 else 0
+    answering = shape.response if plan.response == 2 else 0
     return (
         empty_like_rows(query, shape.E),
-        query.new_empty(heads, shape.length_q, dtype=torch.float32),
+        query.new_empty(heads * shape.group, shape.length_q, dtype=torch.float32),
         query.new_empty(heads, plan.KP, 2 * plan.BD + plan.BE, dtype=torch.float32),
         query.new_empty(heads, plan.KP, 4 * plan.BD + 2 * plan.BE),
         query.new_empty(heads, 2 if plan.response == 3 else plan.KP, plan.BD, plan.BE),
-        query.new_empty(heads, plan.tiles, shape.near, dtype=torch.int32),
-        query.new_empty(heads, plan.tiles, listed, dtype=torch.int32),
+        query.new_empty(heads, plan.tiles, plan.listed, dtype=torch.int32),
+        query.new_empty(heads, plan.tiles, answering, dtype=torch.int32),
         empty_like_rows(query, shape.E) if keep and query.dtype != torch.float32 else query.new_empty(0),
     )
 
 
 def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
     plan, outputs = plan_for(call), empty(call, keep)
-    _statistics(plan, call, outputs)
-    _choose(plan, call, outputs)
-    _attend(plan, call, outputs)
+    unit, steps = layout(*call[:3], outputs[0])
+    _statistics(plan, call, outputs, unit, steps)
+    _choose(plan, call, outputs, unit, steps)
+    _attend(plan, call, outputs, unit, steps)
     return outputs
 
 
-def _tables(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    return tables(tuple(call.starts), plan.KP, call.query.device)
+def _fixed(plan: Plan, name: str, unit: int, *names: str, rows: int | None = None, **more: Any) -> Fixed:
+    """Constants of the kernel `name`: those that the plan knows by `names`, `more`, warps and registers; unit 0: it
+    reads fresh memory alone."""
+    known = {**plan.constants(*names), **more, **plan.resources(name, rows)}
+    return Fixed(known | {"UNIT": unit} if unit else known, unit in (0, 8))
 
 
-def _statistics(plan: Plan, call: Call, outputs: Sequence[Tensor]) -> None:
-    config, unit, starts = plan.config("statistics"), stride_unit(call.key, call.value), _tables(plan, call)[0]
+def _statistics(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps: Any) -> None:
     vectors, factors, matrices = outputs[2:5]
-    pooled = plan.response == 3
+    pooled, shape = plan.response == 3, plan.shape
     each = matrices.new_empty(plan.pairs, plan.KP, plan.BD, plan.BE) if pooled else matrices
-    statistics.statistics[(plan.KP, plan.pairs)](
-        call.key, call.value, starts, vectors, factors, each, *strides(unit, call.key, call.value),
-        plan.shape.length_k, plan.shape.heads, call.scale, N=config.block, FOLD=16, STAGES=config.stages, UNIT=unit,
-        **plan.constants("D", "E", "BD", "BE", "PRECISION"), **plan.resources("statistics", 128),
+    fixed = plan.once(
+        f"statistics {unit}",
+        lambda: _fixed(
+            plan, "statistics", unit, "ORDERED", "D", "E", "BD", "BE", "KP", "PRECISION", rows=128,
+            N=plan.config("statistics").block, FOLD=16, STAGES=plan.config("statistics").stages,
+        ),
+    )  # fmt: skip
+    statistics.statistics.start(
+        (plan.KP, plan.pairs, 1), fixed, call.key, call.value, call.bounds, _order(call), vectors, factors, each,
+        *steps[1], *steps[2], shape.length_k, shape.heads, shape.clusters, plan.per, call.scale,
     )  # fmt: skip
     if pooled:
         size, N = plan.BD * plan.BE, plan.config("pool").block
-        statistics.pool[(size // N, plan.pairs)](
-            each, starts, matrices, plan.shape.length_k, SIZE=size, N=N, **plan.constants("KP", "CK"),
-            **plan.resources("pool", 128),
-        )  # fmt: skip
+        fixed = plan.once("pool", lambda: _fixed(plan, "pool", 0, "KP", "CK", rows=128, SIZE=size, N=N))
+        statistics.pool.start((size // N, plan.pairs, 1), fixed, each, call.bounds, matrices, plan.per)
 
 
-def _choose(plan: Plan, call: Call, outputs: Sequence[Tensor]) -> None:
-    q, shape, (_, _, vectors, factors, _, near, responding, _) = call.query, plan.shape, outputs
-    logs, unit = _tables(plan, call)[1], stride_unit(q)
+def _order(call: Call) -> Tensor:
+    return no_numbers(call.key.device) if call.order is None else call.order
+
+
+def _choose(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps: Any) -> None:
+    shape, (_, _, vectors, factors, _, near, responding, _) = plan.shape, outputs
     if call.which is not None:
-        near.copy_(call.which.expand_as(near))
+        near[..., : shape.near].copy_(call.which.expand(*near.shape[:2], -1))
     choosing, listed = shape.near > 0 and call.which is None, plan.response == 2
     if choosing and shape.rank == "mean":
-        _choose_by_mean(plan, call, logs, vectors, near)
+        _choose_by_mean(plan, call, vectors, near, unit, steps)
         choosing = False
+    elif shape.prefix and not choosing:
+        near[..., shape.near] = plan.KP
     if not (choosing or listed) or plan.fused:
         return
     scores = vectors.new_empty(plan.pairs, plan.tiles, 2, plan.KP)
-    forward.choose[(plan.tiles, plan.pairs)](
-        q, logs, vectors, factors, scores, near, responding, *strides(unit, q),
-        shape.length_q, shape.heads, shape.clusters, shape.near, responding.shape[-1], call.scale,
-        BY_ERROR=shape.rank == "error", LISTED=listed, GIVEN=not choosing, UNIT=unit,
-        **plan.constants(*_ROWS), **plan.resources("choose"),
+    fixed = plan.once(
+        f"choose {unit}",
+        lambda: _fixed(
+            plan, "choose", unit, *_ROWS, "PREFIX",
+            BY_ERROR=shape.rank == "error", LISTED=listed, GIVEN=not choosing,
+        ),
+    )  # fmt: skip
+    forward.choose.start(
+        (plan.tiles, plan.pairs, 1), fixed, call.query, call.logs, vectors, factors, scores, _list(near),
+        _list(responding), *steps[0], shape.length_q, shape.heads, plan.head_tiles, shape.clusters, plan.per,
+        plan.listed, responding.shape[-1], call.scale,
     )  # fmt: skip
 
 
-def _choose_by_mean(plan: Plan, call: Call, logs: Tensor, vectors: Tensor, near: Tensor) -> None:
-    q, shape, unit, config = call.query, plan.shape, stride_unit(call.query), plan.config("choose_by_mean")
+def _choose_by_mean(plan: Plan, call: Call, vectors: Tensor, near: Tensor, unit: int, steps: Any) -> None:
+    shape, N = plan.shape, plan.config("choose_by_mean").block
     moments = vectors.new_empty(plan.pairs, plan.tiles, 2, plan.BD)
-    forward.query_moments[(plan.tiles, plan.pairs)](
-        q, moments, *strides(unit, q), shape.length_q, shape.heads, call.scale, UNIT=unit,
-        **plan.constants("D", "BD", "M"), **plan.resources("query_moments", 128),
+    fixed = plan.once(f"query_moments {unit}", lambda: _fixed(plan, "query_moments", unit, *_TILES, rows=128))
+    forward.query_moments.start(
+        (plan.tiles, plan.pairs, 1), fixed, call.query, moments, *steps[0],
+        shape.length_q, shape.heads, plan.head_tiles, call.scale,
     )  # fmt: skip
-    forward.choose_by_mean[(cdiv(plan.tiles, config.block), plan.pairs)](
-        moments, logs, vectors, near, plan.tiles, shape.clusters, shape.near, N=config.block,
-        **plan.constants("CLOSURE", "BD", "BE", "CK", "KP"), **plan.resources("choose_by_mean", 128),
+    names = ("PREFIX", "CLOSURE", "BD", "BE", "CK", "KP")
+    fixed = plan.once("by_mean", lambda: _fixed(plan, "choose_by_mean", 0, *names, rows=128, N=N))
+    forward.choose_by_mean.start(
+        (cdiv(plan.tiles, N), plan.pairs, 1), fixed, moments, call.logs, vectors, near,
+        plan.tiles, shape.clusters, plan.per, plan.listed,
     )  # fmt: skip
 
 
-def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor]) -> None:
+def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps: Any) -> None:
     shape, (out, lse, vectors, factors, matrices, near, responding, rounding) = plan.shape, outputs
     (q, k, v), heads, config = call[:3], plan.pairs, plan.config("attend")
-    unit, apart = stride_unit(q, k, v, out), plan.response in (1, 2)
-    gains = q.new_empty(heads, plan.tiles, plan.KP, shape.tile) if apart else q.new_empty(1)
+    apart, keep = plan.response in (1, 2), rounding.numel() > 0
     chunk = plan.CK if plan.fused or apart else min(config.keys or plan.CK, plan.KP)
     chunks = plan.KP // chunk
+    gains = q.new_empty(heads, plan.tiles, plan.KP, shape.tile) if apart else matrices
     tops = vectors.new_empty(heads, plan.tiles, chunks, shape.tile) if apart and chunks > 1 else vectors
-    forward.attend[(plan.tiles, heads)](
-        q, k, v, out, rounding, lse, *_tables(plan, call), vectors, factors, matrices, _list(near), _list(responding),
-        gains, tops, *strides(unit, q, k, v, out), shape.length_q, shape.heads, shape.clusters,
-        cdiv(shape.longest, config.block), shape.near, responding.shape[-1], call.scale,
-        CHOOSE=plan.fused, BY_ERROR=shape.rank == "error", KEEP=rounding.numel() > 0, EVEN=plan.even(config.block),
-        E=shape.E, RESPONSE=plan.response, N=config.block, CHUNK_STAGES=1 if plan.fused or apart else config.stages,
-        STAGES=config.stages, NEAR_STAGES=config.key_stages or config.stages, UNIT=unit,
-        **plan.constants(*_ROWS) | {"CK": chunk}, **plan.resources("attend"),
+    fixed = plan.once(
+        f"attend {unit} {keep}",
+        lambda: _fixed(
+            plan, "attend", unit, *_ROWS, "PREFIX", "ORDERED", "E", "RESPONSE",
+            CHOOSE=plan.fused, BY_ERROR=shape.rank == "error", KEEP=keep, EVEN=plan.even(config.block), N=config.block,
+            CHUNK_STAGES=1 if plan.fused or apart else config.stages, NEAR_STAGES=config.key_stages or config.stages,
+            STAGES=config.stages, CK=chunk,
+        ),
+    )  # fmt: skip
+    forward.attend.start(
+        (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, lse, call.bounds, _order(call), call.logs, vectors,
+        factors, matrices, _list(near), _list(responding), gains, tops, *steps[0], *steps[1], *steps[2], *steps[3],
+        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, shape.clusters, plan.per,
+        cdiv(plan.farthest, config.block), plan.listed, responding.shape[-1], call.scale,
     )  # fmt: skip
 
 
@@ -134,20 +165,25 @@ def _list(numbers: Tensor) -> Tensor:
 def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
     plan, vectors, responding = plan_for(call), outputs[2], outputs[6]
     dq, dk, dv = (like_rows(x) for x in call[:3])
-    per_query, rest = _backward_queries(plan, call, grad, dq, outputs)
-    grad_vectors = _backward_vectors(plan, call, grad, rest, vectors)
-    grad_matrices = _backward_matrices(plan, call, grad, rest[1], responding, vectors)
-    _backward_keys(plan, call, grad, dk, dv, outputs, per_query, grad_vectors, grad_matrices)
+    if plan.shape.masked:  # keys that take no part have no gradient
+        dk.zero_()
+        dv.zero_()
+    unit, steps = layout(*call[:3], outputs[0], grad, dq, dk, dv)
+    per_query, rest = _backward_queries(plan, call, grad, dq, outputs, unit, steps)
+    grad_vectors = _backward_vectors(plan, call, grad, rest, vectors, unit, steps)
+    grad_matrices = _backward_matrices(plan, call, grad, rest[1], responding, vectors, unit, steps)
+    _backward_keys(plan, call, grad, dk, dv, outputs, per_query, grad_vectors, grad_matrices, unit, steps)
+    if plan.shape.prefix:
+        _backward_prefix(plan, call, grad, dk, dv, per_query, unit, steps)
     return dq, dk, dv
 
 
 def _backward_queries(
-    plan: Plan, call: Call, g: Tensor, dq: Tensor, outputs: Sequence[Tensor]
+    plan: Plan, call: Call, g: Tensor, dq: Tensor, outputs: Sequence[Tensor], unit: int, steps: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Writes dq; returns shifts and deltas (B H, tiles, M), and weights, gains, dz and dx (B H, tiles, KP, M)."""
+    """Writes dq; returns shifts and deltas (B Hk, tiles, M), and weights, gains, dz and dx (B Hk, tiles, KP, M)."""
     shape, (out, lse, vectors, factors, matrices, near, responding, rounding) = plan.shape, outputs
     (q, k, v), heads, config = call[:3], plan.pairs, plan.config("query_gradients")
-    unit = stride_unit(q, k, v, out, g, dq)
     per_query = tuple(lse.new_empty(heads, plan.tiles, shape.tile) for _ in range(2))
     # Gains multiply the largest part of dq: in 16 bits they would add a third rounding to those of S and of dq itself.
     kinds = (q.dtype, torch.float32, q.dtype, q.dtype)
@@ -155,83 +191,139 @@ def _backward_queries(
     rest = tuple(
         q.new_empty(heads, plan.tiles, n, shape.tile, dtype=kind) for n, kind in zip(counts, kinds, strict=True)
     )
-    backward.query_gradients[(plan.tiles, heads)](
-        q, k, v, out, rounding, g, dq, lse, *per_query, *_tables(plan, call), vectors, factors, matrices, _list(near),
-        _list(responding), *rest, *strides(unit, q, k, v, out, g, dq), shape.length_q, shape.heads, shape.clusters,
-        cdiv(shape.longest, config.block), shape.near, responding.shape[-1], call.scale, EVEN=plan.even(config.block),
-        E=shape.E, N=config.block, RESPONSE=plan.response,
-        CHUNK_STAGES=1 if plan.response in (1, 2) else config.stages, STAGES=config.stages,
-        NEAR_STAGES=config.key_stages or config.stages, UNIT=unit,
-        **plan.constants(*_ROWS) | {"CK": min(config.keys or plan.CK, plan.KP)}, **plan.resources("query_gradients"),
+    fixed = plan.once(
+        f"query_gradients {unit}",
+        lambda: _fixed(
+            plan, "query_gradients", unit, *_ROWS, "ORDERED", "E", "RESPONSE", EVEN=plan.even(config.block),
+            N=config.block, CHUNK_STAGES=1 if plan.response in (1, 2) else config.stages,
+            STAGES=config.stages, NEAR_STAGES=config.key_stages or config.stages,
+            CK=min(config.keys or plan.CK, plan.KP),
+        ),
+    )  # fmt: skip
+    backward.query_gradients.start(
+        (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, g, dq, lse, *per_query, call.bounds, _order(call),
+        call.logs, vectors, factors, matrices, _list(near), _list(responding), *rest,
+        *steps[0], *steps[1], *steps[2], *steps[3], *steps[4], *steps[5],
+        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, shape.clusters, plan.per,
+        cdiv(plan.farthest, config.block), plan.listed, responding.shape[-1], call.scale,
     )  # fmt: skip
     return per_query, rest
 
 
-def _backward_vectors(plan: Plan, call: Call, g: Tensor, rest: Sequence[Tensor], vectors: Tensor) -> Tensor:
-    q, shape, config, unit = call.query, plan.shape, plan.config("vector_gradients"), stride_unit(call.query, g)
-    chunks = plan.KP // plan.CK
-    span, splits = plan.split(plan.pairs * chunks, q.device, 2, 0.001)
+def _backward_vectors(
+    plan: Plan, call: Call, g: Tensor, rest: Sequence[Tensor], vectors: Tensor, unit: int, steps: Any
+) -> Tensor:
+    q, shape, chunks, config = call.query, plan.shape, plan.KP // plan.CK, plan.config("vector_gradients")
+    span, splits = plan.once(f"vector splits {q.device}", lambda: plan.split(plan.pairs * chunks, q.device, 2, 0.001))
     partial = vectors.new_empty(splits, *vectors.shape)
     weights, _, dz, dx = rest
-    sums.vector_gradients[(chunks, plan.pairs, splits)](
-        q, g, weights, dz, dx, partial, *strides(unit, q, g), shape.length_q, shape.heads, plan.tiles, span, call.scale,
-        E=shape.E, N=min(config.block, shape.tile), STAGES=config.stages, UNIT=unit,
-        **plan.constants("WHOLE", "D", "BD", "BE", "M", "CK", "KP", "SQUARE", "PRECISION"),
-        **plan.resources("vector_gradients", 128),
+    names = (*_TILES, "WHOLE", "E", "BE", "CK", "KP", "SQUARE", "PRECISION")
+    fixed = plan.once(
+        f"vector_gradients {unit}",
+        lambda: _fixed(
+            plan, "vector_gradients", unit, *names, rows=128, N=min(config.block, shape.tile), STAGES=config.stages
+        ),
+    )
+    sums.vector_gradients.start(
+        (chunks, plan.pairs, splits), fixed, q, g, weights, dz, dx, partial, *steps[0], *steps[4],
+        shape.length_q, shape.heads, plan.head_tiles, plan.tiles, span, call.scale,
     )  # fmt: skip
     return partial[0] if splits == 1 else partial.sum(0)
 
 
-def _backward_matrices(plan: Plan, call: Call, g: Tensor, gains: Tensor, responding: Tensor, vectors: Tensor) -> Tensor:
-    """dS (B H, KP, BD, BE) float32, (B H, 1, BD, BE) of one matrix; anything where clusters answer with their means."""
+def _backward_matrices(
+    plan: Plan, call: Call, g: Tensor, gains: Tensor, responding: Tensor, vectors: Tensor, unit: int, steps: Any
+) -> Tensor:
+    """dS (B Hk, KP, BD, BE) float32, (B Hk, 1, BD, BE) of one matrix; anything where clusters answer with means."""
     if plan.response == 0:
         return vectors
-    q, shape, unit, heads = call.query, plan.shape, stride_unit(call.query, g), plan.pairs
+    q, shape, heads = call.query, plan.shape, plan.pairs
     name = "listed_gradients" if plan.response == 2 else "matrix_gradients"
-    config, tokens = plan.config(name), (*strides(unit, q, g), shape.length_q, shape.heads, plan.tiles)
-    constants = {"E": shape.E, "STAGES": config.stages, "UNIT": unit, **plan.resources(name, 128)}
-    constants |= plan.constants("D", "BD", "BE", "M", "KP", "PRECISION")
+    config, names = plan.config(name), (*_TILES, "E", "BE", "KP", "PRECISION")
+    tokens = (*steps[0], *steps[4], shape.length_q, shape.heads, plan.head_tiles, plan.tiles)
     if plan.response == 2:
         total = vectors.new_empty(heads, plan.KP, plan.BD, plan.BE)
-        lists = _tiles_of_clusters(responding, plan.KP)
-        sums.listed_gradients[(plan.KP, heads)](q, g, gains, total, *lists, *tokens, **constants)
+        lists = _tiles_of_clusters(plan, responding)
+        fixed = plan.once(f"{name} {unit}", lambda: _fixed(plan, name, unit, *names, rows=128, STAGES=config.stages))
+        sums.listed_gradients.start((plan.KP, heads, 1), fixed, q, g, gains, total, *lists, *tokens)
         return total
-    N = min(shape.tile, config.block)
     C, KP = (1, 1) if plan.response == 3 else (config.keys, plan.KP)
     groups = 1 if plan.response == 3 else cdiv(shape.clusters, C)
     # One matrix a head: writing a part of it costs next to nothing, and programs are small.
     resident, cost = (4, 0.0005) if plan.response == 3 else (config.key_stages, 0.03)
-    span, splits = plan.split(heads * groups, q.device, resident, cost)
+    span, splits = plan.once(f"splits {q.device}", lambda: plan.split(heads * groups, q.device, resident, cost))
     partial = vectors.new_empty(splits, heads, KP, plan.BD, plan.BE)
-    sums.matrix_gradients[(groups, heads, splits)](
-        q, g, gains, partial, *tokens, span, N=N, C=C, **constants | {"KP": KP}
-    )
+    more = {"N": min(shape.tile, config.block), "C": C, "KP": KP, "STAGES": config.stages}
+    fixed = plan.once(f"{name} {unit}", lambda: _fixed(plan, name, unit, *names, rows=128, **more))
+    sums.matrix_gradients.start((groups, heads, splits), fixed, q, g, gains, partial, *tokens, span)
     return partial[0] if splits == 1 else partial.sum(0)
 
 
-def _tiles_of_clusters(named: Tensor, KP: int) -> tuple[Tensor, Tensor]:
-    """Of lists of clusters (B H, tiles, T): how many tiles name each cluster, (B H, KP), and which (B H, KP, tiles)."""
+def _tiles_of_clusters(plan: Plan, named: Tensor) -> tuple[Tensor, Tensor]:
+    """Of lists of clusters (B Hk, tiles, T): how many tiles name each cluster, (B Hk, KP), and which."""
     heads, tiles, T = named.shape
-    counts, lists = named.new_empty(heads, KP), named.new_empty(heads, KP, tiles)
-    backward.tiles_of_clusters[(KP, heads)](named, counts, lists, tiles, T, N=256, num_warps=4)
+    counts, lists = named.new_empty(heads, plan.KP), named.new_empty(heads, plan.KP, tiles)
+    fixed = plan.once("tiles_of_clusters", lambda: Fixed({"N": 256, "num_warps": 4}, True))
+    keys.tiles_of_clusters.start((plan.KP, heads, 1), fixed, named, counts, lists, tiles, T)
     return counts, lists
 
 
 def _backward_keys(
     plan: Plan, call: Call, g: Tensor, dk: Tensor, dv: Tensor, outputs: Sequence[Tensor], per_query: Sequence[Tensor],
-    grad_vectors: Tensor, grad_matrices: Tensor,
+    grad_vectors: Tensor, grad_matrices: Tensor, unit: int, steps: Any,
 ) -> None:  # fmt: skip
-    (q, k, v), shape, config, starts = call[:3], plan.shape, plan.config("key_gradients"), _tables(plan, call)[0]
-    unit, vectors, near = stride_unit(q, k, v, g, dk, dv), outputs[2], outputs[5]
-    lists = _tiles_of_clusters(near, plan.KP) if shape.near else (starts, starts)
-    backward.key_gradients[(cdiv(shape.longest, config.block), shape.clusters, plan.pairs)](
-        q, k, v, g, dk, dv, *per_query, starts, vectors, grad_vectors, grad_matrices, *lists,
-        *strides(unit, q, k, v, g, dk, dv), shape.length_q, shape.length_k, shape.heads, plan.tiles, call.scale,
-        RESPONSE=plan.response > 0, POOLED=plan.response == 3, E=shape.E, N=config.block, ROWS=min(shape.tile, 64),
-        STAGES=config.stages, UNIT=unit,
-        **plan.constants("NEAR", "WHOLE", "D", "BD", "BE", "M", "KP", "PRECISION"),
-        **plan.resources("key_gradients", 128 if shape.tile >= 64 else 32),
+    (q, k, v), shape, config, vectors = call[:3], plan.shape, plan.config("key_gradients"), outputs[2]
+    lists = _tiles_of_clusters(plan, outputs[5]) if shape.near else (call.bounds, call.bounds)
+    loose = not shape.longest  # then a block more than a fair share; who has more takes them in turn
+    blocks = cdiv(shape.longest or 2 * shape.length_k // shape.clusters, config.block)
+    fixed = plan.once(
+        f"key_gradients {unit}",
+        lambda: _fixed(
+            plan, "key_gradients", unit, *_TILES, "ORDERED", "WHOLE", "E", "BE", "KP", "PRECISION",
+            rows=128 if shape.tile >= 64 else 32, LOOSE=loose, NEAR=shape.near, RESPONSE=plan.response > 0,
+            POOLED=plan.response == 3, N=config.block, ROWS=min(shape.tile, 64), STAGES=config.stages,
+        ),
+    )  # fmt: skip
+    keys.key_gradients.start(
+        (max(1, blocks), shape.clusters, plan.pairs), fixed, q, k, v, g, dk, dv, *per_query, call.bounds, _order(call),
+        vectors, grad_vectors, grad_matrices, *lists,
+        *steps[0], *steps[1], *steps[2], *steps[4], *steps[6], *steps[7],
+        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.tiles, plan.per, call.scale,
+    )  # fmt: skip
+
+
+def _backward_prefix(
+    plan: Plan, call: Call, g: Tensor, dk: Tensor, dv: Tensor, per_query: Sequence[Tensor], unit: int, steps: Any
+) -> None:
+    (q, k, v), shape, config = call[:3], plan.shape, plan.config("key_gradients")
+    N, blocks = config.block, cdiv(shape.prefix, config.block)
+    name = f"prefix splits {q.device}"
+    span, splits = plan.once(name, lambda: plan.split(plan.pairs * blocks, q.device, 2, 0.001))
+    partial = per_query[0].new_empty(splits, plan.pairs, blocks, N, plan.BD + plan.BE)
+    names, rows = ("ORDERED", "D", "E", "BD", "BE", "KP"), 128 if shape.tile >= 64 else 32
+    fixed = plan.once(
+        f"prefix_gradients {unit}",
+        lambda: _fixed(
+            plan, "key_gradients", unit, *names, "GROUP", "WHOLE", "M", "PRECISION", rows=rows, N=N,
+            ROWS=min(shape.tile, 64), STAGES=config.stages,
+        ),
+    )  # fmt: skip
+    keys.prefix_gradients.start(
+        (blocks, splits, plan.pairs), fixed, q, k, v, g, partial, *per_query, call.bounds, _order(call),
+        *steps[0], *steps[1], *steps[2], *steps[4],
+        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.tiles, span, plan.per, call.scale,
+    )  # fmt: skip
+    name = f"finish_prefix {unit}"
+    fixed = plan.once(name, lambda: _fixed(plan, "key_gradients", unit, *names, rows=rows, N=N))
+    keys.finish_prefix.start(
+        (blocks, plan.pairs, 1), fixed, partial, dk, dv, call.bounds, _order(call), *steps[6], *steps[7],
+        shape.length_k, shape.heads, splits, partial.stride(0), plan.per,
     )  # fmt: skip
 
 
 attention = Operator("cluster", Call, run_forward, run_backward, empty, states=7, reads_out=True)
+
+
+def attention_of_blocks(*inputs: Any, **options: Any) -> Tensor:
+    """`attention`, called as `plan.of_blocks` is."""
+    return attention(*of_blocks(*inputs, **options))

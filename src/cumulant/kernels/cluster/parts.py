@@ -3,8 +3,11 @@
 Shape legend: B batch, H heads, L tokens, K clusters (KP: padded to a power of two), CK clusters of a chunk, M = n rows
 of a query tile, D, E widths, BD, BE those padded to powers of two, T near clusters of a tile, R responding ones.
 
-Clusters are the tokens [starts[c], starts[c + 1]); those from K on are empty. With a = scale log2(e) and a point
-`origin` near the keys, which no result depends on, everything below the exponential is in powers of two:
+Cluster c holds the tokens from bounds[c] to bounds[KP + 1 + c]; those from K on are empty, and in column KP are prefix
+tokens, near to every query. `order` (ORDERED) says where the tokens lie; those that no cluster holds come last. Bounds,
+sizes and order may be the same for all heads or differ from sequence to sequence or head to head: `per` heads in a row
+share them. Query heads that share a key head (GROUP) are more tiles of it. With a = scale log2(e) and a point `origin`
+near the keys, which no result depends on, everything below the exponential is in powers of two:
 
     z_c = a q.(k_mean_c - origin) + log2 n_c + phi(x_c) log2(e)       x_c = scale^2 sum_i q_i^2 var_c(k_i)
     z_l = a q.(k_l - origin)                                         tokens of near clusters
@@ -24,6 +27,7 @@ import triton
 import triton.language as tl
 
 from ..products import INTERPRET, cast, dot
+from ..tokens import head
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -284,10 +288,67 @@ def kept_short(x):
 @triton.jit
 def tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows `row` < end of x, (n, BLOCK), 0 beyond the end and beyond WIDTH."""
-    mask = (row < end)[:, None]
-    if WIDTH != BLOCK:
-        mask = mask & (columns < WIDTH)[None, :]
-    return tl.load(x + row.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    return picked_tile(x, row, row < end, stride, columns, WIDTH, BLOCK, False)
+
+
+@triton.jit
+def picked_tile(x, row, there, stride, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """Rows of x that are `there`, (n, BLOCK), 0 for others and beyond WIDTH; EVEN: all are."""
+    at = x + row.to(tl.int64)[:, None] * stride + columns[None, :]
+    if EVEN and WIDTH == BLOCK:
+        return tl.load(at)
+    else:
+        mask = there[:, None]
+        if WIDTH != BLOCK:
+            mask = mask & (columns < WIDTH)[None, :]
+        return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def placed(order, token, there, ORDERED: tl.constexpr, EVEN: tl.constexpr):
+    """Where tokens lie."""
+    if not ORDERED:
+        return token
+    elif EVEN:
+        return tl.load(order + token)
+    else:
+        return tl.load(order + token, mask=there, other=0)
+
+
+@triton.jit
+def query_head(x, pid, heads, index, tiles, x_b, x_h, x_t, GROUP: tl.constexpr, UNIT: tl.constexpr):
+    """Pointer to the query head of tile `index`; `tiles` to a head."""
+    h = pid % heads
+    if GROUP > 1:
+        h = h * GROUP + index // tiles
+    return head(x, pid // heads, h, 0, x_b, x_h, x_t, UNIT)
+
+
+@triton.jit
+def own_head(pid, index, tiles, GROUP: tl.constexpr):
+    """Number of the query head of a tile, of those of all sequences."""
+    if GROUP > 1:
+        return pid.to(tl.int64) * GROUP + index // tiles
+    else:
+        return pid.to(tl.int64)
+
+
+@triton.jit
+def first_row(index, tiles, M: tl.constexpr, GROUP: tl.constexpr):
+    """Place of a tile's first query in its head."""
+    if GROUP > 1:
+        return (index % tiles) * M
+    else:
+        return index * M
+
+
+@triton.jit
+def stepped(x, index, tiles, x_h, GROUP: tl.constexpr, UNIT: tl.constexpr):
+    """x, which points to the first query head of a key head, at that of tile `index`."""
+    if GROUP > 1:
+        return x + (index // tiles).to(tl.int64) * (x_h * UNIT)
+    else:
+        return x
 
 
 @triton.jit
@@ -300,7 +361,7 @@ def turned_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def near_block(near, starts, i, blocks, N: tl.constexpr, EVEN: tl.constexpr):
+def near_block(near, bounds, i, blocks, KP: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
     """First token of the i-th block of near tokens, and the end of its cluster (0 where the list has a hole).
 
     EVEN: clusters are whole numbers of blocks, all lists are full; then no more is read than the list.
@@ -310,21 +371,23 @@ def near_block(near, starts, i, blocks, N: tl.constexpr, EVEN: tl.constexpr):
         return (c * blocks + i % blocks) * N, (c + 1) * (blocks * N)
     else:
         at = tl.maximum(c, 0)
-        return tl.load(starts + at) + (i % blocks) * N, tl.where(c >= 0, tl.load(starts + at + 1), 0)
+        return tl.load(bounds + at) + (i % blocks) * N, tl.where(c >= 0, tl.load(bounds + (KP + 1) + at), 0)
 
 
 @triton.jit
 def block_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """`tile` of a block, EVEN: of which all rows are there, as of `near_block`."""
-    if EVEN and WIDTH == BLOCK:
-        return tl.load(x + row.to(tl.int64)[:, None] * stride + columns[None, :])
-    else:
-        return tile(x, row, stride, columns, end, WIDTH, BLOCK)
+    """`tile` of a block, EVEN: of which all rows are there."""
+    return picked_tile(x, row, row < end, stride, columns, WIDTH, BLOCK, EVEN)
 
 
 @triton.jit
 def store_tile(x, values, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    mask = (row < end)[:, None]
+    store_picked(x, values, row, row < end, stride, columns, WIDTH, BLOCK)
+
+
+@triton.jit
+def store_picked(x, values, row, there, stride, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    mask = there[:, None]
     if WIDTH != BLOCK:
         mask = mask & (columns < WIDTH)[None, :]
     tl.store(x + row.to(tl.int64)[:, None] * stride + columns[None, :], packed(values, x.dtype.element_ty), mask=mask)

@@ -5,19 +5,21 @@ Shape legend: that of parts.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
-from math import inf, log2
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import Config, cdiv, dot_precision, multiprocessors, padded
+from .bounds import padding, tables
 from .parts import CLOSURE_NUMBER
 
+T = TypeVar("T")
 CHUNK = 64  # clusters whose masses a program holds at once
 
 # Kernel -> Config(tokens of a block, warps, stages of the loop over clusters, -, stages of the loop over near tokens),
@@ -43,56 +45,87 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
 
 
 class Call(NamedTuple):
-    """One call -> (B, H, Lq, E)."""
+    """One call -> (B, H, Lq, E). Tables (bounds, logs, order) are those of parts.py, with S = 1, B or B Hk of them."""
 
     query: Tensor  # (B, H, Lq, D)
-    key: Tensor  # (B, H, Lk, D)
-    value: Tensor  # (B, H, Lk, E)
+    key: Tensor  # (B, Hk, Lk, D); query head h reads key head h // (H / Hk)
+    value: Tensor  # (B, Hk, Lk, E)
     which: Tensor | None  # near clusters of each tile, (tiles, near), -1 for none; None: the heaviest
-    starts: Sequence[int]  # cluster c holds the keys from starts[c] to starts[c + 1]: K + 1 numbers, the last Lk
+    bounds: Tensor  # (S, 2, KP + 1) int32, first token and end of each cluster, those of the prefix last
+    logs: Tensor  # (S, KP) float32, log2 of the sizes
+    order: Tensor | None  # (S, Lk) int32, where the tokens lie; None: as they are
+    clusters: int
+    longest: int  # tokens of the largest cluster, at most; 0: not known
+    equal: bool  # all clusters have as many
     scale: float
     tile: int = 128  # queries in a row that share their near clusters
     near: int = 0
     response: int = -1  # clusters that answer with their covariance; -1: all, -2: all with the mean of theirs by size
     closure: str = "tanh"
     rank: str = "mass"  # as of `cluster_attention`
+    prefix: int = 0  # tokens that are near to every query
+    masked: bool = False  # some tokens take no part
 
 
 class Shape(NamedTuple):
-    """Its sizes: B sequences of H heads, lengths, widths, clusters and near field; hashable, so plans are kept."""
+    """Its sizes; hashable, so plans are kept."""
 
     batch: int
-    heads: int
+    heads: int  # of the keys
+    group: int  # query heads of each
     length_q: int
     length_k: int
     D: int
     E: int
+    sets: int  # S
+    ordered: bool
     clusters: int
-    longest: int  # tokens of the largest cluster
-    equal: bool  # all clusters have as many
-    tile: int  # queries that share their near clusters
+    longest: int
+    equal: bool
+    tile: int
     near: int
-    response: int  # clusters of a tile that respond; -1: all, -2: all with one matrix
+    response: int
     closure: str
-    rank: str  # near clusters are those of largest "mass", "error" or "mean" mass of a tile
+    rank: str
     listed: bool  # near clusters are given, not chosen
+    prefix: int
+    masked: bool
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan:
     """What a launch needs beside its tensors."""
 
     shape: Shape
     dtype: torch.dtype
-    tiles: int
+    precision: str
+    head_tiles: int  # tiles of a query head
+    tiles: int  # those of all query heads of a key head
     BD: int
     BE: int
     KP: int
     CK: int
+    kept: dict[Any, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def pairs(self) -> int:
-        """Heads of all sequences."""
+        """Key heads of all sequences."""
         return self.shape.batch * self.shape.heads
+
+    @cached_property
+    def per(self) -> int:
+        """Key heads in a row that share their clusters."""
+        return self.pairs // self.shape.sets
+
+    @cached_property
+    def listed(self) -> int:
+        """Numbers in the list of a tile: near clusters, and the prefix."""
+        return self.shape.near + (self.shape.prefix > 0)
+
+    @cached_property
+    def farthest(self) -> int:
+        """Tokens of the largest near cluster or prefix, at most."""
+        return max(self.shape.longest or self.shape.length_k, self.shape.prefix)
 
     def config(self, name: str) -> Config:
         kinds = CONFIGS[name]
@@ -108,23 +141,25 @@ class Plan(NamedTuple):
         # Loops that are worth a pipeline name its stages themselves; the others must not take shared memory for one.
         return {"num_warps": max(1, min(config.warps, rows // 16)), "num_stages": 1, "maxnreg": config.registers}
 
-    @property
-    def precision(self) -> str:
-        """As of all kernels, but float32 without tf32 multiplies three times in tf32: to 22 digits, on tensor cores."""
-        usual = dot_precision(self.dtype)
-        return "tf32x3" if usual == "ieee" else usual
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """make(), kept."""
+        found = self.kept.get(name)
+        if found is None:
+            found = self.kept[name] = make()
+        return cast(T, found)
 
-    @property
+    @cached_property
     def fused(self) -> bool:
         """Whether `attend` chooses the clusters of a tile itself: it holds the masses of all."""
         known = self.shape.listed or self.shape.rank == "mean"
         return self.KP == self.CK and not known and (self.shape.near > 0 or self.response == 2)
 
     def even(self, block: int) -> bool:
-        """Whether near clusters are whole blocks of tokens."""
-        return self.shape.equal and self.shape.longest % block == 0 and not self.shape.listed
+        """Whether near tokens are clusters of whole blocks."""
+        whole = self.shape.equal and self.shape.longest % block == 0
+        return whole and not self.shape.listed and not self.shape.prefix
 
-    @property
+    @cached_property
     def response(self) -> int:
         """0: means only, 1: all clusters respond, 2: those listed, 3: all with one matrix."""
         return {0: 0, -1: 1, -2: 3}.get(self.shape.response, 2)
@@ -142,43 +177,44 @@ class Plan(NamedTuple):
         return span, cdiv(self.tiles, span)
 
     def constants(self, *names: str) -> dict[str, Any]:
+        shape = self.shape
         known = {
-            "D": self.shape.D, "E": self.shape.E, "BD": self.BD, "BE": self.BE, "M": self.shape.tile,
-            "CK": self.CK, "KP": self.KP, "CLOSURE": CLOSURE_NUMBER[self.shape.closure], "NEAR": self.shape.near,
-            "RESPONSE": self.response, "SQUARE": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
-            "PRECISION": self.precision, "WHOLE": self.shape.length_q % self.shape.tile == 0,
+            "D": shape.D, "E": shape.E, "BD": self.BD, "BE": self.BE, "M": shape.tile, "CK": self.CK, "KP": self.KP,
+            "CLOSURE": CLOSURE_NUMBER[shape.closure], "NEAR": self.listed, "GROUP": shape.group,
+            "PREFIX": int(shape.prefix > 0), "ORDERED": shape.ordered, "RESPONSE": self.response,
+            "SQUARE": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
+            "PRECISION": self.precision, "WHOLE": shape.length_q % shape.tile == 0,
         }  # fmt: skip
         return {name: known[name] for name in names}
 
 
 def plan_for(call: Call) -> Plan:
-    B, H, Lq, D = call.query.shape
-    sizes, K = [b - a for a, b in pairwise(call.starts)], len(call.starts) - 1
+    query, (B, Hk, Lk, D), K = call.query, call.key.shape, call.clusters
     shape = Shape(
-        B, H, Lq, call.key.shape[2], D, call.value.shape[-1], K, max(sizes), max(sizes) == min(sizes), call.tile,
-        call.near, -1 if call.response >= K - call.near else call.response, call.closure, call.rank,
-        call.which is not None,
+        B, Hk, query.shape[1] // Hk, query.shape[2], Lk, D, call.value.shape[-1], call.bounds.shape[0],
+        call.order is not None, K, call.longest, call.equal, call.tile, call.near,
+        -1 if call.response >= K - call.near else call.response, call.closure, call.rank, call.which is not None,
+        call.prefix, call.masked,
     )  # fmt: skip
-    return _plan_of(shape, call.query.dtype)
+    return _plan_of(shape, query.dtype, dot_precision(query.dtype))
 
 
 @lru_cache(256)
-def _plan_of(shape: Shape, dtype: torch.dtype) -> Plan:
-    # Products with 16 columns are miscompiled by the assembler that Triton 3.6 carries, so nothing is below 32.
-    KP = padded(shape.clusters, 32)
-    tiles = cdiv(shape.length_q, shape.tile)
-    return Plan(shape, dtype, tiles, padded(shape.D, 32), padded(shape.E, 32), KP, min(KP, CHUNK))
+def _plan_of(shape: Shape, dtype: torch.dtype, usual: str) -> Plan:
+    # As of all kernels, but float32 without tf32 multiplies three times in tf32: to 22 digits, on tensor cores.
+    precision = "tf32x3" if usual == "ieee" else usual
+    tiles, KP = cdiv(shape.length_q, shape.tile), padding(shape.clusters)
+    widths = padded(shape.D, 32), padded(shape.E, 32)
+    return Plan(shape, dtype, precision, tiles, tiles * shape.group, *widths, KP, min(KP, CHUNK))
 
 
-@lru_cache(64)
-def tables(starts: tuple[int, ...], KP: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First token of each cluster, (KP + 1,), and log2 of their sizes, (KP,); those that only pad are empty. Kept."""
-    first = [*starts, *[starts[-1]] * (KP + 1 - len(starts))]
-    logs = [log2(b - a) if b > a else -inf for a, b in pairwise(first)]
-    return (
-        torch.tensor(first, dtype=torch.int32, device=device),
-        torch.tensor(logs, dtype=torch.float32, device=device),
-    )
+def of_blocks(
+    query: Tensor, key: Tensor, value: Tensor, which: Tensor | None, starts: Sequence[int], scale: float, **options: Any
+) -> Call:
+    """A call with clusters that hold the keys from starts[c] to starts[c + 1], K + 1 numbers."""
+    sizes = [b - a for a, b in pairwise(starts)]
+    even = max(sizes), max(sizes) == min(sizes)
+    return Call(query, key, value, which, *tables(starts, 0, key.device), None, len(sizes), *even, scale, **options)
 
 
 @cache

@@ -10,40 +10,55 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import fold, head, kernel, reference
-from .parts import LOG2E, parts, tile
+from ..tokens import between, fold, head, kernel
+from .parts import LOG2E, parts, picked_tile, placed
 
 
 @triton.jit
-def common_point(x, stride, count, columns, WIDTH: tl.constexpr):
-    """A point (width,) that all `count` tokens at x are measured from: one of four, evenly spaced, or 0.
+def sample(x, stride, order, count, part, columns, WIDTH: tl.constexpr, ORDERED: tl.constexpr):
+    """One of the `count` tokens at x, `part` quarters of the way: (width,), 0 where there is none."""
+    at = (count // 4).to(tl.int64) * part
+    at = placed(order, at, count > 0, ORDERED, False)
+    return tl.load(x + at.to(tl.int64) * stride + columns, mask=columns < tl.where(count > 0, WIDTH, 0), other=0.0)
+
+
+@triton.jit
+def samples(x, stride, order, count, columns, WIDTH: tl.constexpr, ORDERED: tl.constexpr):
+    """Four tokens, evenly spaced."""
+    x0 = sample(x, stride, order, count, 0, columns, WIDTH, ORDERED)
+    x1 = sample(x, stride, order, count, 1, columns, WIDTH, ORDERED)
+    x2 = sample(x, stride, order, count, 2, columns, WIDTH, ORDERED)
+    return x0, x1, x2, sample(x, stride, order, count, 3, columns, WIDTH, ORDERED)
+
+
+@triton.jit
+def common_point(x0, x1, x2, x3):
+    """A point (width,) that all tokens are measured from, by four of them: one of these, or 0.
 
     0 where these four differ in sign or by more than a factor of 2. Differences of 16-bit numbers then need no
     rounding, because their terms are that much alike or because none is taken: products of them are exact.
     """
-    inside = columns < tl.where(count > 0, WIDTH, 0)
-    quarter = (count // 4).to(tl.int64) * stride
-    x0 = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
-    x1 = tl.load(x + quarter + columns, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + 2 * quarter + columns, mask=inside, other=0.0).to(tl.float32)
-    x3 = tl.load(x + 3 * quarter + columns, mask=inside, other=0.0).to(tl.float32)
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     low, high = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3)), tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
     alike = (low * high > 0.0) & (high <= 2.0 * low) | (low * high > 0.0) & (low >= 2.0 * high)
     return tl.where(alike, x1, 0.0)
 
 
 @triton.jit
-def sample_mean(x, first, end, stride, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def sample_mean(x, first, end, stride, order, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr):
     """The mean of 16 tokens, evenly spaced from `first` to `end`: (BLOCK,)."""
     some = first + (tl.arange(0, 16).to(tl.int64) * (end - first)) // 16
-    return tl.sum(tile(x, some, stride, columns, end, WIDTH, BLOCK).to(tl.float32), 0) * (1.0 / 16)
+    at = placed(order, some, some < end, ORDERED, False)
+    found = picked_tile(x, at, some < end, stride, columns, WIDTH, BLOCK, False)
+    return tl.sum(found.to(tl.float32), 0) * (1.0 / 16)
 
 
 @kernel
 def statistics(
-    k, v, starts, vectors, factors, matrices, k_b, k_h, k_t, v_b, v_h, v_t, length_k, heads, scale,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, FOLD: tl.constexpr,
-    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, bounds, order, vectors, factors, matrices, k_b, k_h, k_t, v_b, v_h, v_t,
+    length_k, heads, clusters, per, scale,
+    ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, KP: tl.constexpr,
+    N: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (KP, B H). Means and centred second moments of the tokens of one cluster, and their factors.
 
@@ -51,26 +66,34 @@ def statistics(
     off their mean is taken away from the moments at the end.
     """
     c, pid = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(starts + c), tl.load(starts + c + 1)
+    bounds += (pid // per) * (2 * KP + 2)
+    order += (pid // per).to(tl.int64) * length_k
+    first, end = tl.load(bounds + c), tl.load(bounds + (KP + 1) + c)
     d, e, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
     dtype: tl.constexpr = k.dtype.element_ty
     k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
     v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
     k_t, v_t = k_t * UNIT, v_t * UNIT
     over = 1.0 / tl.maximum(end - first, 1).to(tl.float32)
-    origin = reference(k, k_t, length_k, d, D)
+    count = length_k
+    if ORDERED:  # tokens that take no part may hold anything
+        count = tl.load(bounds + KP + clusters)
+    k0, k1, k2, k3 = samples(k, k_t, order, count, d, D, ORDERED)
+    origin = between(k0, k1, k2, k3)
     if dtype == tl.float32:
-        k_point = sample_mean(k, first, end, k_t, d, D, BD)
-        v_point = sample_mean(v, first, end, v_t, e, E, BE)
+        k_point = sample_mean(k, first, end, k_t, order, d, D, BD, ORDERED)
+        v_point = sample_mean(v, first, end, v_t, order, e, E, BE, ORDERED)
     else:
-        k_point = common_point(k, k_t, length_k, d, D)
-        v_point = common_point(v, v_t, length_k, e, E)
+        v0, v1, v2, v3 = samples(v, v_t, order, count, e, E, ORDERED)
+        k_point, v_point = common_point(k0, k1, k2, k3), common_point(v0, v1, v2, v3)
     S, P = tl.zeros((BD, BE), tl.float32), tl.zeros((FOLD, BD), tl.float32)
     k_sum, v_sum = tl.zeros((FOLD, BD), tl.float32), tl.zeros((FOLD, BE), tl.float32)
     for at in tl.range(first, end, N, num_stages=STAGES):
-        inside = (at + n < end)[:, None]
-        dk = tl.where(inside, tile(k, at + n, k_t, d, end, D, BD).to(tl.float32) - k_point[None, :], 0.0)
-        dv = tl.where(inside, tile(v, at + n, v_t, e, end, E, BE).to(tl.float32) - v_point[None, :], 0.0)
+        there = at + n < end
+        place, inside = placed(order, at + n, there, ORDERED, False), there[:, None]
+        dk = picked_tile(k, place, there, k_t, d, D, BD, False).to(tl.float32) - k_point[None, :]
+        dv = picked_tile(v, place, there, v_t, e, E, BE, False).to(tl.float32) - v_point[None, :]
+        dk, dv = tl.where(inside, dk, 0.0), tl.where(inside, dv, 0.0)
         S = dot(tl.trans(cast(dk, dtype)), cast(dv, dtype), S, PRECISION)
         k_sum += fold(dk, FOLD)
         v_sum += fold(dv, FOLD)
@@ -98,15 +121,17 @@ def statistics(
 
 
 @kernel
-def pool(matrices, starts, pooled, length_k, KP: tl.constexpr, CK: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
+def pool(matrices, bounds, pooled, per, KP: tl.constexpr, CK: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
     """Grid (SIZE / N, B H). The mean of S by the sizes of the clusters, (B H, 2, SIZE): rounded, and what that lost."""
     cell, pid = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1).to(tl.int64)
+    bounds += (pid // per) * (2 * KP + 2)
     matrices += pid * (KP * SIZE)
-    total = tl.zeros((N,), tl.float32)
+    total, tokens = tl.zeros((N,), tl.float32), 0.0
     for chunk in range(0, KP, CK):
         c = chunk + tl.arange(0, CK)
-        size = (tl.load(starts + c + 1) - tl.load(starts + c)).to(tl.float32)
+        size = (tl.load(bounds + (KP + 1) + c) - tl.load(bounds + c)).to(tl.float32)
         total += tl.sum(size[:, None] * tl.load(matrices + c[:, None] * SIZE + cell[None, :]).to(tl.float32), 0)
-    high, low = parts(total * (1.0 / length_k.to(tl.float32)), pooled.dtype.element_ty)
+        tokens += tl.sum(size)
+    high, low = parts(total * (1.0 / tl.maximum(tokens, 1.0)), pooled.dtype.element_ty)
     tl.store(pooled + pid * (2 * SIZE) + cell, high)
     tl.store(pooled + pid * (2 * SIZE) + SIZE + cell, low)

@@ -11,12 +11,13 @@ import triton.language as tl
 
 from ..products import dot
 from ..tokens import head, kernel
-from .parts import block_tile, finished, scaled, squared, tile, turned_tile, weighed
+from .parts import block_tile, finished, first_row, scaled, squared, stepped, tile, turned_tile, weighed
 
 
 @kernel
 def vector_gradients(
-    q, g, weights, dz, dx, vectors, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, span, scale,
+    q, g, weights, dz, dx, vectors, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, all_tiles, span, scale,
+    GROUP: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr,
@@ -28,16 +29,17 @@ def vector_gradients(
     pid, split = tl.program_id(1), tl.program_id(2)
     c, line = tl.program_id(0) * CK + tl.arange(0, CK), tl.arange(0, N)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
-    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
-    g = head(g, pid // heads, pid % heads, 0, g_b, g_h, g_t, UNIT)
-    start = pid.to(tl.int64) * tiles
+    q = head(q, pid // heads, pid % heads * GROUP, 0, q_b, q_h, q_t, UNIT)
+    g = head(g, pid // heads, pid % heads * GROUP, 0, g_b, g_h, g_t, UNIT)
+    start = pid.to(tl.int64) * all_tiles
     at = c[:, None] * M + line[None, :]
     dk, dv, ds = tl.zeros((CK, BD), tl.float32), tl.zeros((CK, BE), tl.float32), tl.zeros((CK, BD), tl.float32)
     parts: tl.constexpr = M // N
-    for i in tl.range(split * span * parts, tl.minimum(split * span + span, tiles) * parts, num_stages=STAGES):
-        row = i * N + line
-        rows = block_tile(q, row, q_t * UNIT, d, length_q, D, BD, WHOLE)
-        grad = block_tile(g, row, g_t * UNIT, e, length_q, E, BE, WHOLE)
+    for i in tl.range(split * span * parts, tl.minimum(split * span + span, all_tiles) * parts, num_stages=STAGES):
+        row = first_row(i // parts, tiles, M, GROUP) + (i % parts) * N + line
+        own_q, own_g = stepped(q, i // parts, tiles, q_h, GROUP, UNIT), stepped(g, i // parts, tiles, g_h, GROUP, UNIT)
+        rows = block_tile(own_q, row, q_t * UNIT, d, length_q, D, BD, WHOLE)
+        grad = block_tile(own_g, row, g_t * UNIT, e, length_q, E, BE, WHOLE)
         here = (start + i // parts) * (KP * M) + (i % parts) * N
         dk = dot(tl.load(dz + here + at), rows, dk, PRECISION)
         dv = dot(tl.load(weights + here + at), grad, dv, PRECISION)
@@ -51,7 +53,8 @@ def vector_gradients(
 
 @kernel
 def matrix_gradients(
-    q, g, gains, matrices, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, span,
+    q, g, gains, matrices, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, all_tiles, span,
+    GROUP: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -63,16 +66,17 @@ def matrix_gradients(
     pid, split = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * C
     line, d, e = tl.arange(0, N), tl.arange(0, BD), tl.arange(0, BE)
-    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
-    g = head(g, pid // heads, pid % heads, 0, g_b, g_h, g_t, UNIT)
-    start = pid.to(tl.int64) * tiles
+    q = head(q, pid // heads, pid % heads * GROUP, 0, q_b, q_h, q_t, UNIT)
+    g = head(g, pid // heads, pid % heads * GROUP, 0, g_b, g_h, g_t, UNIT)
+    start = pid.to(tl.int64) * all_tiles
     S0 = tl.zeros((BD, BE), tl.float32)
     S1, S2, S3, S4, S5, S6, S7 = S0, S0, S0, S0, S0, S0, S0
     parts: tl.constexpr = M // N
-    for i in tl.range(split * span * parts, tl.minimum(split * span + span, tiles) * parts, num_stages=STAGES):
-        row = i * N + line
-        rows = turned_tile(q, row, q_t * UNIT, d, length_q, D, BD)
-        grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
+    for i in tl.range(split * span * parts, tl.minimum(split * span + span, all_tiles) * parts, num_stages=STAGES):
+        row = first_row(i // parts, tiles, M, GROUP) + (i % parts) * N + line
+        own_q, own_g = stepped(q, i // parts, tiles, q_h, GROUP, UNIT), stepped(g, i // parts, tiles, g_h, GROUP, UNIT)
+        rows = turned_tile(own_q, row, q_t * UNIT, d, length_q, D, BD)
+        grad = tile(own_g, row, g_t * UNIT, e, length_q, E, BE)
         gain = gains + (start + i // parts) * (KP * M) + (first * M + (i % parts) * N) + line
         S0 = finished(dot(weighed(rows, tl.load(gain)), grad, S0, PRECISION))
         if C > 1:
@@ -102,24 +106,25 @@ def matrix_gradients(
 
 @kernel
 def listed_gradients(
-    q, g, gains, matrices, counts, lists, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles,
+    q, g, gains, matrices, counts, lists, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, all_tiles,
+    GROUP: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, KP: tl.constexpr,
     STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (KP, B H). dS of a cluster over the tiles to which it responds."""
     c, pid = tl.program_id(0), tl.program_id(1)
     line, d, e = tl.arange(0, M), tl.arange(0, BD), tl.arange(0, BE)
-    q = head(q, pid // heads, pid % heads, 0, q_b, q_h, q_t, UNIT)
-    g = head(g, pid // heads, pid % heads, 0, g_b, g_h, g_t, UNIT)
-    gains += pid.to(tl.int64) * tiles * (KP * M) + c * M
+    q = head(q, pid // heads, pid % heads * GROUP, 0, q_b, q_h, q_t, UNIT)
+    g = head(g, pid // heads, pid % heads * GROUP, 0, g_b, g_h, g_t, UNIT)
+    gains += pid.to(tl.int64) * all_tiles * (KP * M) + c * M
     slot = pid.to(tl.int64) * KP + c
-    lists += slot * tiles
+    lists += slot * all_tiles
     sums = tl.zeros((BD, BE), tl.float32)
     for j in tl.range(0, tl.load(counts + slot), num_stages=STAGES):
         index = tl.load(lists + j)
-        row = index * M + line
-        rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
-        grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
+        row = first_row(index, tiles, M, GROUP) + line
+        rows = tile(stepped(q, index, tiles, q_h, GROUP, UNIT), row, q_t * UNIT, d, length_q, D, BD)
+        grad = tile(stepped(g, index, tiles, g_h, GROUP, UNIT), row, g_t * UNIT, e, length_q, E, BE)
         gain = tl.load(gains + index.to(tl.int64) * (KP * M) + line)
         sums = dot(tl.trans(rows), scaled(grad, gain), sums, PRECISION)
     tl.store(matrices + slot * (BD * BE) + d[:, None] * BE + e[None, :], sums)

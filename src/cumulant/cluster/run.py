@@ -1,0 +1,68 @@
+"""The call that hands a case of cluster attention over to its kernels.
+
+Shape legend: B batch, H, Hk heads of queries and keys, Lq queries, Lk keys, D, E widths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..moments import statistics_dtype
+from .backend import TILES, Assignment, Case, slots_of
+from .kmeans import KMeans, kmeans
+from .statistics import origin
+from .tables import tables
+
+
+def run_kernels(kernels: str, case: Case) -> Tensor:
+    """(B, H, Lq, E) of query (B, H, Lq, D), key (B, Hk, Lk, D) and value (B, Hk, Lk, E), by `kernels`."""
+    return _run_short(case) if kernels == "short" else _run_clusters(case)
+
+
+def _run_short(case: Case) -> Tensor:
+    from ..kernels.short import host as triton_short
+
+    call, form = case.call, case.form
+    places, slots = slots_of(*case.blocks, call.prefix)
+    shared: dict[str, Any] = {"scale": call.softmax_scale, "prefix": call.prefix}
+    return triton_short.attention(*call[:3], places, slots, closure=form.closure, full=form.full, **shared)
+
+
+def _run_clusters(case: Case) -> Tensor:
+    from ..kernels.cluster import host as triton_cluster
+
+    call, form = case.call, case.form
+    mask = None if call.key_mask is None else call.key_mask.expand(*call.lead, call.key.shape[-2]).flatten(0, -2)
+    if isinstance(case.clusters, KMeans):
+        case = case._replace(clusters=_found(case, mask))
+    K, near = case.sizes[0], form.near
+    assert isinstance(near, int)
+    choosing = near > 0 or form.response is not None
+    return triton_cluster.attention(
+        *call[:3],
+        None,
+        *tables(case, mask),
+        scale=call.softmax_scale,
+        tile=form.near_rows if choosing and form.near_rows in TILES else 128 if call.query.shape[-2] > 64 else 64,
+        near=near,
+        response=-2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,
+        closure=form.closure,
+        rank=form.rank,
+        prefix=call.prefix,
+        masked=mask is not None,
+    )
+
+
+def _found(case: Case, mask: Tensor | None) -> Assignment:
+    """The clusters that k-means finds, as plain torch does."""
+    call, (B, Hk, _, _) = case.call, case.call.key.shape
+    dtype = statistics_dtype(call.key.dtype)
+    q = (call.query.to(dtype) * call.softmax_scale).view(B, Hk, -1, call.query.shape[-1])
+    k, weights = call.key.to(dtype), None if mask is None else mask.unsqueeze(1).to(dtype)
+    if weights is not None:
+        k = k.masked_fill((weights == 0).unsqueeze(-1), 0)
+    k = (k - origin(k, weights, False))[:, :, call.prefix :]
+    ids = kmeans(q, k, None if weights is None else weights[..., call.prefix :], case.clusters)
+    return Assignment(ids, case.sizes[0])

@@ -1,0 +1,89 @@
+"""Where kernels find the tokens of each cluster: tables of bounds, sizes and order (`kernels.cluster.parts`).
+
+Shape legend: B batch, Hk key heads, L keys after the prefix, Lk all keys, K clusters (KP padded), S sets of tables: 1
+for blocks, B with a key mask, B Hk where heads have clusters of their own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..call import Grid
+from ..kernels.cluster.bounds import padding
+from ..kernels.cluster.bounds import tables as tables_of
+from .backend import Assignment, Case, _blocks, block_sizes
+
+
+class Tables(NamedTuple):
+    """As `kernels.cluster.plan.Call` takes them."""
+
+    bounds: Tensor  # (S, 2, KP + 1)
+    logs: Tensor  # (S, KP)
+    order: Tensor | None  # (S, Lk)
+    clusters: int
+    longest: int
+    equal: bool
+
+
+def tables(case: Case, mask: Tensor | None) -> Tables:
+    """Of blocks, or of an `Assignment`; mask (B, Lk) bool: those of the tokens that take part."""
+    call, clusters = case.call, case.clusters
+    Lk, prefix, device = call.key.shape[-2], call.prefix, call.key.device
+    if isinstance(clusters, Assignment):
+        ids = clusters.ids.flatten(0, 1)
+        present = None if mask is None else mask.repeat_interleave(clusters.ids.shape[1], 0)
+        return _sorted(ids, present, prefix, clusters.clusters, 0)
+    blocks = clusters, Lk - prefix, call.grid, case.least
+    if mask is None:
+        return _made(*blocks, prefix, device) if torch.compiler.is_compiling() else _kept(*blocks, prefix, device)
+    K, longest = block_sizes(*blocks)
+    if isinstance(clusters, int) and call.grid is None:  # blocks of the tokens that take part
+        taking = mask[:, prefix:]
+        number = taking.sum(-1, keepdim=True)
+        count = (-(-number // case.least)).clamp(min=1, max=K)
+        ids = (taking.cumsum(-1) - 1).clamp(min=0) * count // number.clamp(min=1)
+        return _sorted(ids, mask, prefix, K, max(case.least, longest))
+    starts, order = _blocks(*blocks)
+    ids = torch.bucketize(torch.arange(Lk - prefix, device=device), torch.tensor(starts[1:], device=device), right=True)
+    if order is not None:
+        ids = torch.empty_like(ids).scatter(0, torch.tensor(order, device=device), ids)
+    return _sorted(ids.expand(len(mask), -1), mask, prefix, K, longest)
+
+
+def _made(clusters: Any, L: int, grid: Grid | None, least: int, prefix: int, device: torch.device) -> Tables:
+    """Of blocks, the same in every sequence."""
+    starts, order = _blocks(clusters, L, grid, least)
+    K, longest = block_sizes(clusters, L, grid, least)
+    bounds, logs = tables_of([prefix + start for start in starts], prefix, device)
+    places = None
+    if order is not None:
+        every = [*range(prefix), *(prefix + place for place in order)]
+        places = torch.tensor([every], dtype=torch.int32, device=device)
+    return Tables(bounds, logs, places, K, longest, longest * K == L)
+
+
+@lru_cache(64)
+def _kept(*blocks: Any) -> Tables:
+    with torch.inference_mode(False):  # what is kept from a call under inference_mode serves training too
+        return _made(*blocks)
+
+
+def _sorted(ids: Tensor, present: Tensor | None, prefix: int, K: int, longest: int) -> Tables:
+    """Of clusters ids (S, L), tokens that are not `present` (S, Lk) in none: sorted by cluster, prefix first."""
+    kind = torch.int16 if K < 1 << 15 else torch.int32
+    keys = F.pad(ids.to(kind), (prefix, 0), value=-1)
+    if present is not None:
+        keys = torch.where(present, keys, K)
+    found, order = keys.sort(stable=True)
+    numbers = torch.arange(K + 1, device=ids.device, dtype=torch.int32).expand(len(ids), -1)
+    edges = torch.searchsorted(found.int(), numbers.contiguous())
+    first, end = edges[:, :-1], edges[:, 1:]
+    none, start = edges.new_zeros(len(ids), padding(K) - K), edges.new_zeros(len(ids), 1)
+    bounds = torch.stack((torch.cat((first, none, start), -1), torch.cat((end, none, edges[:, :1]), -1)), 1)
+    logs = torch.cat((end - first, none), -1).float().log2()
+    return Tables(bounds.int(), logs, order.int(), K, longest, False)

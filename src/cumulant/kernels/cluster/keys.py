@@ -1,0 +1,215 @@
+"""Kernels for the gradients of keys and values of cluster attention. Formulas: backward.py; shape legend: parts.py.
+
+A cluster's keys meet the tiles that `tiles_of_clusters` lists for it. Prefix tokens are near to every query, so that
+their sums are split over the tiles.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..products import cast, dot
+from ..tokens import head, kernel
+from .parts import LOG2E, block_tile, finished, first_row, packed, parts, picked_tile, placed, stepped, store_picked
+
+
+@kernel
+def tiles_of_clusters(named, counts, lists, tiles, T, N: tl.constexpr):
+    """Grid (KP, B H). The tiles whose list (B H, tiles, T) names a cluster, (B H, KP, tiles) in order, and how many."""
+    c, pid = tl.program_id(0), tl.program_id(1)
+    slot = pid.to(tl.int64) * tl.num_programs(0) + c
+    named += pid.to(tl.int64) * tiles * T
+    lists += slot * tiles
+    found = 0
+    for first in range(0, tiles * T, N):
+        at = first + tl.arange(0, N)
+        here = (tl.load(named + at, mask=at < tiles * T, other=-1) == c).to(tl.int32)
+        tl.store(lists + found + tl.cumsum(here, 0) - 1, at // T, mask=here > 0)
+        found += tl.sum(here)
+    tl.store(counts + slot, found)
+
+
+@triton.jit
+def near_sums(
+    q, g, keys, values, shifts, deltas, lists, begin, end, length_q, tiles, q_h, q_t, g_h, g_t, scale,
+    LISTED: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv, (N, BD) and (N, BE), of keys and values that queries met one by one: those of tiles `begin` to `end`,
+    LISTED: of the tiles in `lists` from `begin` to `end`."""
+    d, e, line = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, ROWS)
+    dtype: tl.constexpr = keys.dtype
+    times: tl.constexpr = M // ROWS
+    key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
+    for j in tl.range(begin * times, end * times, num_stages=STAGES):
+        index = j // times
+        if LISTED:
+            index = tl.load(lists + index)
+        at = (j % times) * ROWS + line
+        row = first_row(index, tiles, M, GROUP) + at
+        rows = block_tile(stepped(q, index, tiles, q_h, GROUP, UNIT), row, q_t * UNIT, d, length_q, D, BD, WHOLE)
+        grad = block_tile(stepped(g, index, tiles, g_h, GROUP, UNIT), row, g_t * UNIT, e, length_q, E, BE, WHOLE)
+        shift, delta = tl.load(shifts + index * M + at), tl.load(deltas + index * M + at)
+        p = finished(dot(keys, tl.trans(rows), None, PRECISION))
+        change = finished(dot(values, tl.trans(grad), None, PRECISION))
+        p = tl.exp2(p * (scale * LOG2E) - shift[None, :])
+        change = p * (change - delta[None, :])
+        value_sums = dot(packed(p, dtype), grad, value_sums, PRECISION)
+        key_sums = finished(dot(packed(change, dtype), rows, key_sums, PRECISION))
+        value_sums = finished(value_sums)
+    return key_sums * scale, value_sums
+
+
+@triton.jit
+def block_gradients(
+    q, k, v, g, dk, dv, shifts, deltas, bounds, order, vectors, grad_vectors, grad_matrices, counts, lists,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    length_q, heads, tiles, all_tiles, scale, pid, c, first, begin, end,
+    NEAR: tl.constexpr, RESPONSE: tl.constexpr, POOLED: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+    ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `key_gradients` does for the N tokens from `first` on of cluster c."""
+    b, h = pid // heads, pid % heads
+    d, e, token = tl.arange(0, BD), tl.arange(0, BE), first + tl.arange(0, N)
+    dtype: tl.constexpr = q.dtype.element_ty
+    there = token < end
+    place = placed(order, token, there, ORDERED, False)
+    k, v = head(k, b, h, 0, k_b, k_h, k_t, UNIT), head(v, b, h, 0, v_b, v_h, v_t, UNIT)
+    key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
+    if NEAR:
+        q, g = head(q, b, h * GROUP, 0, q_b, q_h, q_t, UNIT), head(g, b, h * GROUP, 0, g_b, g_h, g_t, UNIT)
+        keys = picked_tile(k, place, there, k_t * UNIT, d, D, BD, False)
+        values = picked_tile(v, place, there, v_t * UNIT, e, E, BE, False)
+        skipped = pid.to(tl.int64) * all_tiles * M
+        key_sums, value_sums = near_sums(
+            q, g, keys, values, shifts + skipped, deltas + skipped, lists + (pid.to(tl.int64) * KP + c) * all_tiles,
+            0, tl.load(counts + pid * KP + c), length_q, tiles, q_h, q_t, g_h, g_t, scale,
+            True, GROUP, WHOLE, D, E, BD, BE, M, N, ROWS, STAGES, UNIT, PRECISION,
+        )  # fmt: skip
+    over = 1.0 / (end - begin).to(tl.float32)
+    at = pid.to(tl.int64) * KP + c
+    vectors += at * (2 * BD + BE)
+    grad_vectors += at * (2 * BD + BE)
+    # Read again: held in registers by the loop, keys and values would leave it fewer.
+    dk_c = picked_tile(k, place, there, k_t * UNIT, d, D, BD, False).to(tl.float32) - tl.load(vectors + d)[None, :]
+    dv_c = picked_tile(v, place, there, v_t * UNIT, e, E, BE, False).to(tl.float32)
+    dv_c -= tl.load(vectors + 2 * BD + e)[None, :]
+    of_mean, of_spread = tl.load(grad_vectors + d), tl.load(grad_vectors + BD + d)
+    key_sums += (of_mean[None, :] + 2.0 * dk_c * of_spread[None, :]) * over
+    value_sums += (tl.load(grad_vectors + 2 * BD + e) * over)[None, :]
+    if RESPONSE:
+        if POOLED:
+            all_c = tl.arange(0, KP)
+            tokens = tl.sum(tl.load(bounds + (KP + 1) + all_c) - tl.load(bounds + all_c), 0)
+            at, over = pid.to(tl.int64), 1.0 / tokens.to(tl.float32)
+        S = tl.load(grad_matrices + at * (BD * BE) + d[:, None] * BE + e[None, :])
+        S, low = parts(S * (scale * over), dtype)
+        key_sums = dot(cast(dv_c, dtype), tl.trans(S), key_sums, PRECISION)
+        value_sums = dot(cast(dk_c, dtype), S, value_sums, PRECISION)
+        if dtype != tl.float32:
+            key_sums = dot(cast(dv_c, dtype), tl.trans(low), key_sums, PRECISION)
+            value_sums = dot(cast(dk_c, dtype), low, value_sums, PRECISION)
+    store_picked(head(dk, b, h, 0, dk_b, dk_h, dk_t, UNIT), key_sums, place, there, dk_t * UNIT, d, D, BD)
+    store_picked(head(dv, b, h, 0, dv_b, dv_h, dv_t, UNIT), value_sums, place, there, dv_t * UNIT, e, E, BE)
+
+
+@kernel
+def key_gradients(
+    q, k, v, g, dk, dv, shifts, deltas, bounds, order, vectors, grad_vectors, grad_matrices, counts, lists,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    length_q, length_k, heads, tiles, all_tiles, per, scale,
+    LOOSE: tl.constexpr, NEAR: tl.constexpr, RESPONSE: tl.constexpr, POOLED: tl.constexpr, WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of a cluster, K, B H). dk and dv of N keys: from queries near to them and through the statistics.
+
+    POOLED: the gradient of one matrix for all clusters, their mean by size; each has its share of it. WHOLE: all tiles
+    are full. LOOSE: a cluster may have more blocks than there are programs for it, which then take several.
+    """
+    c, pid = tl.program_id(1), tl.program_id(2)
+    bounds += (pid // per) * (2 * KP + 2)
+    order += (pid // per).to(tl.int64) * length_k
+    begin, end = tl.load(bounds + c), tl.load(bounds + (KP + 1) + c)
+    first = begin + tl.program_id(0) * N
+    if LOOSE:
+        for at in range(first, end, tl.num_programs(0) * N):
+            block_gradients(
+                q, k, v, g, dk, dv, shifts, deltas, bounds, order, vectors, grad_vectors, grad_matrices, counts, lists,
+                q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+                length_q, heads, tiles, all_tiles, scale, pid, c, at, begin, end, NEAR, RESPONSE, POOLED, WHOLE, GROUP,
+                ORDERED, D, E, BD, BE, M, N, ROWS, KP, STAGES, UNIT, PRECISION,
+            )  # fmt: skip
+    elif first < end:
+        block_gradients(
+            q, k, v, g, dk, dv, shifts, deltas, bounds, order, vectors, grad_vectors, grad_matrices, counts, lists,
+            q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+            length_q, heads, tiles, all_tiles, scale, pid, c, first, begin, end, NEAR, RESPONSE, POOLED, WHOLE, GROUP,
+            ORDERED, D, E, BD, BE, M, N, ROWS, KP, STAGES, UNIT, PRECISION,
+        )  # fmt: skip
+
+
+@kernel
+def prefix_gradients(
+    q, k, v, g, partial, shifts, deltas, bounds, order,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, length_q, length_k, heads, tiles, all_tiles, span, per,
+    scale, WHOLE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of the prefix, splits, B H). Sums for dk and dv of N prefix tokens over `span` tiles, which all see
+    them: partial (splits, B H, blocks, N, BD + BE) float32."""
+    block, split, pid = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = pid // heads, pid % heads
+    bounds += (pid // per) * (2 * KP + 2)
+    order += (pid // per).to(tl.int64) * length_k
+    d, e, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
+    token = block * N + n
+    there = token < tl.load(bounds + 2 * KP + 1)
+    place = placed(order, token, there, ORDERED, False)
+    k, v = head(k, b, h, 0, k_b, k_h, k_t, UNIT), head(v, b, h, 0, v_b, v_h, v_t, UNIT)
+    keys = picked_tile(k, place, there, k_t * UNIT, d, D, BD, False)
+    values = picked_tile(v, place, there, v_t * UNIT, e, E, BE, False)
+    q, g = head(q, b, h * GROUP, 0, q_b, q_h, q_t, UNIT), head(g, b, h * GROUP, 0, g_b, g_h, g_t, UNIT)
+    skipped = pid.to(tl.int64) * all_tiles * M
+    key_sums, value_sums = near_sums(
+        q, g, keys, values, shifts + skipped, deltas + skipped, shifts, split * span,
+        tl.minimum(split * span + span, all_tiles), length_q, tiles, q_h, q_t, g_h, g_t, scale,
+        False, GROUP, WHOLE, D, E, BD, BE, M, N, ROWS, STAGES, UNIT, PRECISION,
+    )  # fmt: skip
+    at = ((split.to(tl.int64) * tl.num_programs(2) + pid) * tl.num_programs(0) + block) * N
+    partial += (at + n)[:, None] * (BD + BE)
+    tl.store(partial + d[None, :], key_sums)
+    tl.store(partial + BD + e[None, :], value_sums)
+
+
+@kernel
+def finish_prefix(
+    partial, dk, dv, bounds, order, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, length_k, heads, splits, plane, per,
+    ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
+    KP: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of the prefix, B H). Sums over splits, `plane` numbers apart, written to dk and dv."""
+    block, pid = tl.program_id(0), tl.program_id(1)
+    bounds += (pid // per) * (2 * KP + 2)
+    order += (pid // per).to(tl.int64) * length_k
+    d, e, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
+    token = block * N + n
+    there = token < tl.load(bounds + 2 * KP + 1)
+    place = placed(order, token, there, ORDERED, False)
+    partial += (((pid.to(tl.int64) * tl.num_programs(0) + block) * N) + n)[:, None] * (BD + BE)
+    key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
+    for _ in range(splits):
+        key_sums += tl.load(partial + d[None, :])
+        value_sums += tl.load(partial + BD + e[None, :])
+        partial += plane
+    dk = head(dk, pid // heads, pid % heads, 0, dk_b, dk_h, dk_t, UNIT)
+    dv = head(dv, pid // heads, pid % heads, 0, dv_b, dv_h, dv_t, UNIT)
+    store_picked(dk, key_sums, place, there, dk_t * UNIT, d, D, BD)
+    store_picked(dv, value_sums, place, there, dv_t * UNIT, e, E, BE)

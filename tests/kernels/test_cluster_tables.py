@@ -1,0 +1,72 @@
+"""Kernels of cluster attention for what people have: masks, grouped queries, prefix tokens, grids, found clusters.
+
+In Triton's interpreter or on a GPU, against plain torch in float64, outputs and gradients; memory is full of NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cluster_checks import compare
+from kernel_checks import DEVICE, poisoned_memory, tokens  # noqa: F401
+
+from cumulant.cluster import Blocks, KMeans, cluster_attention
+
+SHARED: dict[str, Any] = {"near": 2, "near_rows": 32, "rank": "mean", "response": "pooled"}
+EACH: dict[str, Any] = {"near": 0, "near_rows": 1, "rank": "mass", "response": None}
+
+
+def check(heads: int = 1, key_heads: int = 1, *, batch: int = 1, Lq: int = 36, Lk: int = 36, **options: Any) -> None:
+    q = tokens(batch, heads, Lq, 16)
+    k, v = tokens(batch, key_heads, Lk, 16, mean=1, seed=1), tokens(batch, key_heads, Lk, 24, mean=-1, seed=2)
+    compare(q, k, v, enable_gqa=heads != key_heads, **options)
+
+
+def mask(batch: int = 2, length: int = 36) -> torch.Tensor:
+    return (torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE)
+
+
+@pytest.mark.parametrize("form", [SHARED, SHARED | {"rank": "mass", "response": 2}], ids=["pooled", "listed"])
+def test_query_heads_that_share_a_key_head(form: dict[str, Any]) -> None:
+    check(4, 2, Lq=40, clusters=5, **form)
+
+
+@pytest.mark.parametrize("clusters", [5, Blocks(8)], ids=["of those present", "where they are"])
+def test_keys_that_take_no_part(clusters: int | Blocks) -> None:
+    check(batch=2, key_mask=mask(), clusters=clusters, **SHARED)
+
+
+def test_prefix_tokens_near_to_every_query() -> None:
+    check(2, 1, Lq=40, clusters=5, prefix=3, **SHARED)
+    check(clusters=5, prefix=3, **EACH | {"response": "pooled"})
+
+
+def test_a_masked_grid_with_a_prefix() -> None:
+    check(batch=2, Lq=37, Lk=37, key_mask=mask(length=37), clusters=(2, 3), grid=(5, 7), prefix=2, **SHARED)
+
+
+def test_clusters_found_by_k_means_of_masked_keys() -> None:
+    check(2, 1, batch=2, key_mask=mask(), clusters=KMeans(5, 2), **EACH)
+
+
+def test_any_assignment_of_the_keys() -> None:
+    ids = torch.randint(6, (1, 2, 36), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    check(2, 2, clusters=ids, **EACH | {"response": "pooled"})
+
+
+def test_nan_in_keys_that_take_no_part_goes_nowhere_and_a_row_that_sees_nothing_is_0() -> None:
+    q, k, v = (tokens(2, 1, 36, 16, seed=i) for i in range(3))
+    there = mask()
+    there[0] = False
+    clean = [x.masked_fill(~there[:, None, :, None], 0) for x in (k, v)]
+    broken = [x.masked_fill(~there[:, None, :, None], float("nan")) for x in (k, v)]
+    outs = []
+    for pair in (clean, broken):
+        leaves = [x.clone().requires_grad_() for x in (q, *pair)]
+        out = cluster_attention(*leaves, clusters=5, key_mask=there, backend="triton", **SHARED)
+        outs.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for x, y in zip(*outs, strict=True):
+        assert torch.equal(x, y)
+        assert not x[0].any()
