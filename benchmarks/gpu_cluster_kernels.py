@@ -23,7 +23,7 @@ from torch import Tensor  # noqa: E402
 
 from cumulant.kernels.cluster import host as triton_cluster  # noqa: E402
 from cumulant.kernels.cluster import plan as cluster_plan  # noqa: E402
-from cumulant.kernels.launch import Config  # noqa: E402
+from cumulant.kernels.launch import Config, layout  # noqa: E402
 
 DEVICE = "cpu" if QUICK else "cuda"
 HEADS, WIDTH, TILE = (1, 32, 32) if QUICK else (12, 64, 128)
@@ -98,22 +98,24 @@ def runners(L: int, form: Form, keep: bool = True) -> dict[str, Callable[[], Any
     """A call of each kernel on inputs of length L."""
     t, (q, k, v, g) = triton_cluster, inputs(L)
     starts = [-(-c * L // form.clusters) for c in range(form.clusters + 1)]
-    call = cluster_plan.Call(q, k, v, None, starts, WIDTH**-0.5, TILE, form.near, form.number, "tanh", form.rank)
+    options: dict[str, Any] = {"tile": TILE, "near": form.near, "response": form.number, "rank": form.rank}
+    call = cluster_plan.of_blocks(q, k, v, None, starts, WIDTH**-0.5, **options)
     plan, outputs = cluster_plan.plan_for(call), t.run_forward(call, keep)
     vectors, responding = outputs[2], outputs[6]
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    per_query, rest = t._backward_queries(plan, call, g, dq, outputs)
-    sums = (per_query, t._backward_vectors(plan, call, g, rest, vectors))
-    sums = (*sums, t._backward_matrices(plan, call, g, rest[1], responding, vectors))
-    t._backward_keys(plan, call, g, dk, dv, outputs, *sums)
+    at = layout(q, k, v, outputs[0], g, dq, dk, dv)
+    per_query, rest = t._backward_queries(plan, call, g, dq, outputs, *at)
+    sums = (per_query, t._backward_vectors(plan, call, g, rest, vectors, *at))
+    sums = (*sums, t._backward_matrices(plan, call, g, rest[1], responding, vectors, *at))
+    t._backward_keys(plan, call, g, dk, dv, outputs, *sums, *at)
     return {
-        "statistics": lambda: t._statistics(plan, call, outputs),
-        "choose": lambda: t._choose(plan, call, outputs),
-        "attend": lambda: t._attend(plan, call, outputs),
-        "query_gradients": lambda: t._backward_queries(plan, call, g, dq, outputs),
-        "vector_gradients": lambda: t._backward_vectors(plan, call, g, rest, vectors),
-        "matrix_gradients": lambda: t._backward_matrices(plan, call, g, rest[1], responding, vectors),
-        "key_gradients": lambda: t._backward_keys(plan, call, g, dk, dv, outputs, *sums),
+        "statistics": lambda: t._statistics(plan, call, outputs, *at),
+        "choose": lambda: t._choose(plan, call, outputs, *at),
+        "attend": lambda: t._attend(plan, call, outputs, *at),
+        "query_gradients": lambda: t._backward_queries(plan, call, g, dq, outputs, *at),
+        "vector_gradients": lambda: t._backward_vectors(plan, call, g, rest, vectors, *at),
+        "matrix_gradients": lambda: t._backward_matrices(plan, call, g, rest[1], responding, vectors, *at),
+        "key_gradients": lambda: t._backward_keys(plan, call, g, dk, dv, outputs, *sums, *at),
     }
 
 
@@ -161,6 +163,7 @@ def function_of(name: str) -> str:
 
 def use(name: str, config: Config) -> None:
     cluster_plan.CONFIGS[name] = (config, *cluster_plan.CONFIGS[name][1:])
+    cluster_plan._plan_of.cache_clear()  # plans keep what they launch with
 
 
 class Job(NamedTuple):
@@ -227,7 +230,6 @@ def compile_all(pool: ProcessPoolExecutor, forms: Sequence[Form], tuned: Sequenc
 
 def tune(save: Save, tuned: Sequence[str]) -> None:
     """Other configurations of each kernel; those stay in use that take the smallest share of the table's time."""
-    calls = [runners(L, form) for L, form in TUNED]
     for name in tuned:
         usual = cluster_plan.CONFIGS[name][0]
         times: dict[Config, list[float]] = {}
@@ -235,7 +237,7 @@ def tune(save: Save, tuned: Sequence[str]) -> None:
             use(name, config)
             try:
                 called = CALLED.get(name, function_of(name))
-                times[config] = [milliseconds(call[called], 5) for call in calls]
+                times[config] = [milliseconds(runners(L, form)[called], 5) for L, form in TUNED]
             except Exception as problem:
                 print("skipped", name, tuple(config), type(problem).__name__, flush=True)
         best = min(times, key=lambda c: sum(a / b for a, b in zip(times[c], times[usual], strict=True)))

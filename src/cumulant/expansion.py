@@ -56,23 +56,24 @@ def expand(call: Call, form: Form) -> Tensor:
     if weights is not None and weights.is_floating_point() and Lk:
         weights, unit = in_units(weights)
         weights = weights.to(statistics_dtype(query.dtype))
-    plain = partial(
-        _reference,
-        order=form.order,
-        full=form.full,
-        weights=weights,
-        is_causal=call.is_causal,
-        scale=scale,
-        unit=unit,
-        normalization=form.normalization,
-    )
     with without_autocast(query.device.type):  # statistics stay in float32
         path = path_for(form, q, k, v, weights, call.is_causal, scale)
         if path == "triton":
             out = triton(call.is_causal)(q, k, v, weights, form.order, scale, form.normalization)
             if unit is not None and form.normalization == "sum":
                 out = (out * unit[..., None, None]).to(query.dtype)
-        elif path == "cpu":
+            return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
+        plain = partial(
+            _reference,
+            order=form.order,
+            full=form.full,
+            weights=weights,
+            is_causal=call.is_causal,
+            scale=scale,
+            unit=unit,
+            normalization=form.normalization,
+        )
+        if path == "cpu":
             total = _total_weight(k, weights, unit) if form.normalization == "sum" else None
             out = cpu.attention(q, k, v, weights, form.order, scale, total, reference=plain)
         else:

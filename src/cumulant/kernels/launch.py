@@ -118,13 +118,21 @@ def stride_unit(*tensors: Tensor) -> int:
     return 1 if bits & 7 else 8
 
 
-def layout(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
+def layout(*tensors: Tensor) -> tuple[int, list[tuple[int, int, int]]]:
     """`stride_unit` and `strides` of each; 1 also where a stride would not be a 32-bit number of units."""
-    unit = stride_unit(*tensors)
-    found = [strides(unit, x) for x in tensors]
-    if unit == 8 and max(map(max, found)) >= 1 << 31:
-        return 1, [strides(1, x) for x in tensors]
-    return unit, found
+    bits, steps = 0, []
+    for x in tensors:
+        at = x.stride()
+        bits |= x.data_ptr() // x.element_size()
+        if len(at) == 4:
+            b, h, t, _ = at
+        else:
+            (t, h, _), b = at, 0
+        bits |= b | h | t
+        steps.append((b, h, t))
+    if bits & 7 or max(map(max, steps)) >= 1 << 34:
+        return 1, steps
+    return 8, [(b >> 3, h >> 3, t >> 3) for b, h, t in steps]
 
 
 def strides(unit: int, *tensors: Tensor) -> tuple[int, ...]:

@@ -57,7 +57,10 @@ class Operator:
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
         call = self.make(*inputs, **options)
-        wanted = torch.is_grad_enabled() and any(call[i].requires_grad for i in self.differentiable)
+        wanted = False
+        if torch.is_grad_enabled():
+            for i in self.differentiable:
+                wanted = wanted or call[i].requires_grad
         if not is_plain(call[0]):
             out: Tensor = self.forward(*call, wanted)[0]
             return out

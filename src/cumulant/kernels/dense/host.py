@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, batch_of
-from ..launch import cdiv, empty_like_rows, like_rows, stride_unit, strides
+from ..launch import cdiv, empty_like_rows, layout, like_rows, stride_unit, strides
 from ..operator import Operator
+from ..tokens import Fixed
 from . import backward, forward
 from .plan import CELLS, FUSED, MERGED, Plan, plan_for
 
@@ -51,12 +52,17 @@ def run_forward(batch: Batch, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fused_forward(plan: Plan, batch: Batch, out: Tensor, matrices: Tensor, vectors: Tensor, keep: bool) -> None:
     q, k, v, _, cu_q, cu_k, *_ = batch
-    config = plan.config("fused_forward", max(plan.longest_q, plan.longest_k))
-    unit, (w, w_strides) = stride_unit(q, k, v, out), batch.weighing()
-    forward.fused_forward[(plan.sequences * plan.heads,)](
-        q, k, v, w, out, matrices, vectors, cu_q, cu_k, *strides(unit, q, k, v), *w_strides, *strides(unit, out),
+    (unit, steps), (w, w_strides) = layout(q, k, v, out), batch.weighing()
+    fixed = plan.cache.get(("fused_forward", unit, keep, w is None))
+    if fixed is None:
+        config = plan.config("fused_forward", max(plan.longest_q, plan.longest_k))
+        constants = {"WEIGHTED": w is not None, "KEEP": keep, "UNIT": unit, **plan.constants(config, *FUSED)}
+        fixed = Fixed(constants, unit == 8 and w is None and not plan.ragged)
+        plan.cache["fused_forward", unit, keep, w is None] = fixed
+    forward.fused_forward.start(
+        (plan.sequences * plan.heads, 1, 1), fixed, q, k, v, w, out, matrices, vectors, cu_q, cu_k,
+        *steps[0], *steps[1], *steps[2], *w_strides, *steps[3],
         plan.longest_q, plan.longest_k, plan.heads, batch.scale,
-        WEIGHTED=w is not None, KEEP=keep, UNIT=unit, **plan.constants(config, *FUSED),
     )  # fmt: skip
 
 
@@ -107,12 +113,18 @@ def _fused_backward(
     plan: Plan, batch: Batch, grad: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, matrices: Tensor, vectors: Tensor
 ) -> None:
     q, k, v, _, cu_q, cu_k, *_ = batch
-    config = plan.config("fused_backward", max(plan.longest_q, plan.longest_k))
-    unit, (w, w_strides) = stride_unit(q, k, v, grad, dq, dk, dv), batch.weighing()
-    backward.fused_backward[(plan.sequences * plan.heads,)](
-        q, k, v, w, grad, dq, dk, dv, matrices, vectors, cu_q, cu_k, *strides(unit, q, k, v), *w_strides,
-        *strides(unit, grad, dq, dk, dv), plan.longest_q, plan.longest_k, plan.heads, batch.scale,
-        WEIGHTED=w is not None, UNIT=unit, **plan.constants(config, *FUSED),
+    (unit, steps), (w, w_strides) = layout(q, k, v, grad, dq, dk, dv), batch.weighing()
+    fixed = plan.cache.get(("fused_backward", unit, w is None))
+    if fixed is None:
+        config = plan.config("fused_backward", max(plan.longest_q, plan.longest_k))
+        constants = {"WEIGHTED": w is not None, "UNIT": unit, **plan.constants(config, *FUSED)}
+        fixed = plan.cache["fused_backward", unit, w is None] = Fixed(
+            constants, unit == 8 and w is None and not plan.ragged
+        )
+    backward.fused_backward.start(
+        (plan.sequences * plan.heads, 1, 1), fixed, q, k, v, w, grad, dq, dk, dv, matrices, vectors, cu_q, cu_k,
+        *steps[0], *steps[1], *steps[2], *w_strides, *steps[3], *steps[4], *steps[5], *steps[6],
+        plan.longest_q, plan.longest_k, plan.heads, batch.scale,
     )  # fmt: skip
 
 

@@ -126,9 +126,10 @@ class Plan:
     def constants(self, config: Config, *names: str, BD: int = 0, BE: int = 0) -> dict[str, Any]:
         """Compile-time arguments: those of every token kernel, and the named ones."""
         known = (config, names, BD, BE)
-        if known not in self.cache:
-            self.cache[known] = self._constants(config, names, BD or self.BD, BE or self.BE)
-        return self.cache[known]
+        found: dict[str, Any] | None = self.cache.get(known)
+        if found is None:
+            found = self.cache[known] = self._constants(config, names, BD or self.BD, BE or self.BE)
+        return found
 
     def _constants(self, config: Config, names: tuple[str, ...], BD: int, BE: int) -> dict[str, Any]:
         size = 4 if self.dtype == torch.float32 else 2
@@ -145,7 +146,7 @@ class Plan:
         }  # fmt: skip
 
     @cached_property
-    def cache(self) -> dict[Any, dict[str, Any]]:
+    def cache(self) -> dict[Any, Any]:
         return {}
 
 
