@@ -97,7 +97,8 @@ def cluster_attention(
         offset: with is_causal, the place of the first query among the keys: row i sees the keys j <= offset + i.
         backend: "auto", "reference" (plain torch, blockwise) or "triton": not causal, masks of bool, heads of at most
             128 (float32: 64), diagonal variance, near field of blocks for 32, 64 or 128 queries in a row; blocks of at
-            most 64 tokens of a short sequence with either variance. "auto" takes them on CUDA where they can compute the case, and says once what stands in the way else.
+            most 64 tokens of a short sequence with either variance. "auto" takes them on CUDA where they can compute
+            the case, and says once what stands in the way where they cannot.
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E;

@@ -13,7 +13,7 @@ from ..moments import statistics_dtype
 from .backend import TILES, Assignment, Case, slots_of
 from .kmeans import KMeans, kmeans
 from .statistics import origin
-from .tables import tables
+from .tables import flat_mask, tables
 
 
 def run_kernels(kernels: str, case: Case) -> Tensor:
@@ -34,16 +34,15 @@ def _run_clusters(case: Case) -> Tensor:
     from ..kernels.cluster import host as triton_cluster
 
     call, form = case.call, case.form
-    mask = None if call.key_mask is None else call.key_mask.expand(*call.lead, call.key.shape[-2]).flatten(0, -2)
     if isinstance(case.clusters, KMeans):
-        case = case._replace(clusters=_found(case, mask))
+        case = case._replace(clusters=_found(case, flat_mask(call)))
     K, near = case.sizes[0], form.near
     assert isinstance(near, int)
     choosing = near > 0 or form.response is not None
     return triton_cluster.attention(
         *call[:3],
         None,
-        *tables(case, mask),
+        *tables(case),
         scale=call.softmax_scale,
         tile=form.near_rows if choosing and form.near_rows in TILES else 128 if call.query.shape[-2] > 64 else 64,
         near=near,
@@ -51,7 +50,7 @@ def _run_clusters(case: Case) -> Tensor:
         closure=form.closure,
         rank=form.rank,
         prefix=call.prefix,
-        masked=mask is not None,
+        masked=call.key_mask is not None,
     )
 
 

@@ -6,16 +6,19 @@ for blocks, B with a key mask, B Hk where heads have clusters of their own.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Grid
+from ..call import Call, Grid
 from ..kernels.cluster.bounds import padding
 from ..kernels.cluster.bounds import tables as tables_of
+from ..tracing import is_plain
 from .backend import Assignment, Case, _blocks, block_sizes
 
 
@@ -30,8 +33,38 @@ class Tables(NamedTuple):
     equal: bool
 
 
-def tables(case: Case, mask: Tensor | None) -> Tables:
-    """Of blocks, or of an `Assignment`; mask (B, Lk) bool: those of the tokens that take part."""
+def flat_mask(call: Call) -> Tensor | None:
+    """The key mask as (B, Lk)."""
+    return None if call.key_mask is None else call.key_mask.expand(*call.lead, call.key.shape[-2]).flatten(0, -2)
+
+
+def tables(case: Case) -> Tables:
+    """Of blocks, or of an `Assignment`; with a key mask those of the tokens that take part.
+
+    Layers of a model share a mask: the tables of the last few are kept, as long as they are not written to.
+    """
+    mask = case.call.key_mask
+    if mask is None or isinstance(case.clusters, Assignment) or not _may_keep(mask):
+        return _tables(case, flat_mask(case.call))
+    kind = mask._version, case.clusters, case.call.grid, case.call.prefix, case.least, case.call.key.shape[:-1]
+    for seen, same, found in _masked:
+        if seen() is mask and same == kind:
+            return found
+    found = _tables(case, flat_mask(case.call))
+    _masked.appendleft((ref(mask), kind, found))
+    return found
+
+
+_masked: deque[tuple[ref[Tensor], Any, Tables]] = deque(maxlen=8)
+
+
+def _may_keep(mask: Tensor) -> bool:
+    """Whether writing to it would show, and nothing records operations to run them again."""
+    recorded = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_plain(mask) and not recorded and not mask.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _tables(case: Case, mask: Tensor | None) -> Tables:
     call, clusters = case.call, case.clusters
     Lk, prefix, device = call.key.shape[-2], call.prefix, call.key.device
     if isinstance(clusters, Assignment):
@@ -48,11 +81,21 @@ def tables(case: Case, mask: Tensor | None) -> Tables:
         count = (-(-number // case.least)).clamp(min=1, max=K)
         ids = (taking.cumsum(-1) - 1).clamp(min=0) * count // number.clamp(min=1)
         return _sorted(ids, mask, prefix, K, max(case.least, longest))
-    starts, order = _blocks(*blocks)
-    ids = torch.bucketize(torch.arange(Lk - prefix, device=device), torch.tensor(starts[1:], device=device), right=True)
-    if order is not None:
-        ids = torch.empty_like(ids).scatter(0, torch.tensor(order, device=device), ids)
+    ids = _ids(*blocks, device) if torch.compiler.is_compiling() else _kept_ids(*blocks, device)
     return _sorted(ids.expand(len(mask), -1), mask, prefix, K, longest)
+
+
+def _ids(clusters: Any, L: int, grid: Grid | None, least: int, device: torch.device) -> Tensor:
+    """Block of each of L tokens."""
+    starts, order = _blocks(clusters, L, grid, least)
+    ids = torch.bucketize(torch.arange(L, device=device), torch.tensor(starts[1:], device=device), right=True)
+    return ids if order is None else torch.empty_like(ids).scatter(0, torch.tensor(order, device=device), ids)
+
+
+@lru_cache(64)
+def _kept_ids(*blocks: Any) -> Tensor:
+    with torch.inference_mode(False):
+        return _ids(*blocks)
 
 
 def _made(clusters: Any, L: int, grid: Grid | None, least: int, prefix: int, device: torch.device) -> Tables:

@@ -20,7 +20,7 @@ from .products import INTERPRET, cast
 
 COUNTS = {
     "length_q", "length_k", "heads", "group", "span", "splits", "plane", "clusters", "tiles", "all_tiles", "blocks",
-    "T", "R", "per",
+    "all_blocks", "T", "R", "per",
 }  # fmt: skip
 
 
@@ -77,7 +77,8 @@ class Kernel:
                 fixed.compiled[device] = compiled, rest
             return
         compiled, rest = found
-        compiled[grid](*given, *rest)
+        # Addresses: of a tensor the launcher asks for its address, and the driver whether that is one of the device.
+        compiled[grid](*[x.data_ptr() if isinstance(x, Tensor) else x for x in given], *rest)
 
     def launched(self, grid, *given, **constants):
         kind = [torch.cuda.current_device(), *constants, *constants.values()]

@@ -64,7 +64,7 @@ def query_gradients(
     q, k, v, o, rounding, g, dq, lse, shifts, deltas, bounds, order, logs, vectors, factors, matrices, near, responding,
     weights, gains, dz, dx,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
-    length_q, length_k, heads, tiles, clusters, per, blocks, T, R, scale,
+    length_q, length_k, heads, tiles, clusters, per, blocks, all_blocks, T, R, scale,
     GROUP: tl.constexpr, ORDERED: tl.constexpr,
     CLOSURE: tl.constexpr, NEAR: tl.constexpr, RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr,
@@ -208,8 +208,8 @@ def query_gradients(
         tl.store(gains + line, answering)
         sums += answering[:, None] * turned_back(grad, S, S_low, PRECISION)
     if NEAR:
-        for i in tl.range(0, T * blocks, num_stages=NEAR_STAGES):
-            first, end = near_block(near, bounds, i, blocks, KP, N, EVEN)
+        for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
+            first, end = near_block(near, bounds, i, blocks, T, KP, N, EVEN)
             token = first + tl.arange(0, N)
             place = placed(order, token, token < end, ORDERED, EVEN)
             keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)

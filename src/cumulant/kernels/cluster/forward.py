@@ -197,7 +197,7 @@ def choose(
 def attend(
     q, k, v, o, rounding, lse, bounds, order, logs, vectors, factors, matrices, near, responding, gains, tops,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    length_q, length_k, heads, tiles, clusters, per, blocks, T, R, scale,
+    length_q, length_k, heads, tiles, clusters, per, blocks, all_blocks, T, R, scale,
     CLOSURE: tl.constexpr, CHOOSE: tl.constexpr, BY_ERROR: tl.constexpr, KEEP: tl.constexpr, NEAR: tl.constexpr,
     GROUP: tl.constexpr, PREFIX: tl.constexpr, ORDERED: tl.constexpr,
     RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -302,8 +302,8 @@ def attend(
             tl.debug_barrier()
         a = scale * LOG2E
         away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
-        for i in tl.range(0, T * blocks, num_stages=NEAR_STAGES):
-            first, end = near_block(near, bounds, i, blocks, KP, N, EVEN)
+        for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
+            first, end = near_block(near, bounds, i, blocks, T, KP, N, EVEN)
             token = first + tl.arange(0, N)
             place = placed(order, token, token < end, ORDERED, EVEN)
             keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)

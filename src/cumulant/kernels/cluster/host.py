@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import cdiv, empty_like_rows, layout, like_rows
+from ..launch import cdiv, empty_like_rows, layout, like_rows, padded
 from ..operator import Operator
 from ..tokens import Fixed
 from . import backward, forward, keys, statistics, sums
@@ -50,12 +50,31 @@ def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
 
 
 def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
+    if plan_for(call).copies:
+        call = _in_order(call)
     plan, outputs = plan_for(call), empty(call, keep)
     unit, steps = layout(*call[:3], outputs[0])
     _statistics(plan, call, outputs, unit, steps)
     _choose(plan, call, outputs, unit, steps)
     _attend(plan, call, outputs, unit, steps)
     return outputs
+
+
+def _in_order(call: Call) -> Call:
+    """The same call with keys and values copied in the order of the clusters."""
+    key, value = (x.new_empty(x.shape) for x in call[1:3])
+    _reorder(call, call.key, key, False)
+    _reorder(call, call.value, value, False)
+    return call._replace(key=key, value=value, order=None)
+
+
+def _reorder(call: Call, x: Tensor, y: Tensor, back: bool) -> None:
+    plan, (unit, steps), (_, _, Lk, width) = plan_for(call), layout(x, y), x.shape
+    constants = {"BACK": back, "D": width, "BD": padded(width), "N": 64, "UNIT": unit, "num_warps": 4}
+    fixed = plan.once(f"reorder {unit} {back} {width}", lambda: Fixed(constants, unit == 8))
+    statistics.reorder.start(
+        (cdiv(Lk, 64), plan.pairs, 1), fixed, x, y, _order(call), *steps[0], *steps[1], Lk, plan.shape.heads, plan.per
+    )
 
 
 def _fixed(plan: Plan, name: str, unit: int, *names: str, rows: int | None = None, **more: Any) -> Fixed:
@@ -154,7 +173,7 @@ def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
         (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, lse, call.bounds, _order(call), call.logs, vectors,
         factors, matrices, _list(near), _list(responding), gains, tops, *steps[0], *steps[1], *steps[2], *steps[3],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, shape.clusters, plan.per,
-        cdiv(plan.farthest, config.block), plan.listed, responding.shape[-1], call.scale,
+        *plan.blocks(config.block), plan.listed, responding.shape[-1], call.scale,
     )  # fmt: skip
 
 
@@ -163,6 +182,12 @@ def _list(numbers: Tensor) -> Tensor:
 
 
 def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    if plan_for(call).copies:
+        dq, *found = run_backward(_in_order(call), grad, *outputs)
+        dk, dv = (like_rows(x) for x in call[1:3])
+        for x, y in zip((dk, dv), found, strict=True):
+            _reorder(call, x, y, True)
+        return dq, dk, dv
     plan, vectors, responding = plan_for(call), outputs[2], outputs[6]
     dq, dk, dv = (like_rows(x) for x in call[:3])
     if plan.shape.masked:  # keys that take no part have no gradient
@@ -205,7 +230,7 @@ def _backward_queries(
         call.logs, vectors, factors, matrices, _list(near), _list(responding), *rest,
         *steps[0], *steps[1], *steps[2], *steps[3], *steps[4], *steps[5],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, shape.clusters, plan.per,
-        cdiv(plan.farthest, config.block), plan.listed, responding.shape[-1], call.scale,
+        *plan.blocks(config.block), plan.listed, responding.shape[-1], call.scale,
     )  # fmt: skip
     return per_query, rest
 

@@ -361,17 +361,21 @@ def turned_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def near_block(near, bounds, i, blocks, KP: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
-    """First token of the i-th block of near tokens, and the end of its cluster (0 where the list has a hole).
+def near_block(near, bounds, i, blocks, T, KP: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
+    """First token of the i-th block of near tokens, and the end of its cluster (0 where the list has a hole): `blocks`
+    of each in a list of T, the last of which, a prefix, may have more or fewer.
 
     EVEN: clusters are whole numbers of blocks, all lists are full; then no more is read than the list.
     """
-    c = tl.load(near + i // blocks)
     if EVEN:
+        c = tl.load(near + i // blocks)
         return (c * blocks + i % blocks) * N, (c + 1) * (blocks * N)
     else:
+        number = tl.minimum(i // blocks, T - 1)
+        c = tl.load(near + number)
         at = tl.maximum(c, 0)
-        return tl.load(bounds + at) + (i % blocks) * N, tl.where(c >= 0, tl.load(bounds + (KP + 1) + at), 0)
+        first = tl.load(bounds + at) + (i - number * blocks) * N
+        return first, tl.where(c >= 0, tl.load(bounds + (KP + 1) + at), 0)
 
 
 @triton.jit

@@ -34,13 +34,13 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "query_moments": (Config(0, 4, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "choose_by_mean": (Config(4, 4, 1), Config(4, 8, 1), Config(4, 4, 1)),
     "attend": (Config(128, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
-    "attend_pooled": (Config(128, 8, 2, 32, 2, 128), Config(64, 8, 1, 0, 2), Config(32, 8, 1, 0, 1)),
+    "attend_pooled": (Config(128, 8, 2, 32, 2, 128), Config(64, 8, 2, 32, 3), Config(32, 8, 1, 0, 1)),
     "query_gradients": (Config(64, 8, 3, 32, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
-    "query_gradients_pooled": (Config(64, 8, 2, 32, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
+    "query_gradients_pooled": (Config(64, 8, 2, 32, 2, 128), Config(64, 8, 2, 32, 2), Config(32, 8, 1, 0, 1)),
     "vector_gradients": (Config(64, 4, 2), Config(64, 8, 1), Config(32, 8, 1)),
     "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
     "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),
-    "key_gradients": (Config(64, 4, 3, registers=168), Config(64, 8, 1), Config(32, 8, 1)),
+    "key_gradients": (Config(64, 4, 3, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
 }
 
 
@@ -122,10 +122,16 @@ class Plan:
         """Numbers in the list of a tile: near clusters, and the prefix."""
         return self.shape.near + (self.shape.prefix > 0)
 
+    def blocks(self, block: int) -> tuple[int, int]:
+        """Blocks of a near cluster, at most, and those of all in the list of a tile, the prefix included."""
+        each = cdiv(self.shape.longest or self.shape.length_k, block)
+        return each, self.shape.near * each + cdiv(self.shape.prefix, block)
+
     @cached_property
-    def farthest(self) -> int:
-        """Tokens of the largest near cluster or prefix, at most."""
-        return max(self.shape.longest or self.shape.length_k, self.shape.prefix)
+    def copies(self) -> bool:
+        """Whether keys and values are put in order first: where each is read eight times or more."""
+        shape = self.shape
+        return shape.ordered and not shape.masked and shape.near * shape.longest * self.tiles >= 8 * shape.length_k
 
     def config(self, name: str) -> Config:
         kinds = CONFIGS[name]

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..products import cast, dot
 from ..tokens import between, fold, head, kernel
-from .parts import LOG2E, parts, picked_tile, placed
+from .parts import LOG2E, parts, picked_tile, placed, store_picked
 
 
 @triton.jit
@@ -51,6 +51,24 @@ def sample_mean(x, first, end, stride, order, columns, WIDTH: tl.constexpr, BLOC
     at = placed(order, some, some < end, ORDERED, False)
     found = picked_tile(x, at, some < end, stride, columns, WIDTH, BLOCK, False)
     return tl.sum(found.to(tl.float32), 0) * (1.0 / 16)
+
+
+@kernel
+def reorder(
+    x, y, order, x_b, x_h, x_t, y_b, y_h, y_t, length_k, heads, per,
+    BACK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of N tokens, B H). Tokens of x in the order of the clusters, y; BACK: those of y as they were, x."""
+    pid, d = tl.program_id(1), tl.arange(0, BD)
+    token = tl.program_id(0) * N + tl.arange(0, N)
+    there = token < length_k
+    place = tl.load(order + (pid // per).to(tl.int64) * length_k + token, mask=there, other=0)
+    x = head(x, pid // heads, pid % heads, 0, x_b, x_h, x_t, UNIT)
+    y = head(y, pid // heads, pid % heads, 0, y_b, y_h, y_t, UNIT)
+    if BACK:
+        store_picked(x, picked_tile(y, token, there, y_t * UNIT, d, D, BD, False), place, there, x_t * UNIT, d, D, BD)
+    else:
+        store_picked(y, picked_tile(x, place, there, x_t * UNIT, d, D, BD, False), token, there, y_t * UNIT, d, D, BD)
 
 
 @kernel
