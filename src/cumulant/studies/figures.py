@@ -5,6 +5,7 @@ Text and grid colours are left to the page, which sets them for light or dark wh
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from html import escape
@@ -14,6 +15,7 @@ from cumulant.studies.outcome import MANY_CLASSES
 from cumulant.style import COLOURS, DASHES, MARKS, colour, layout, logarithmic, mark, palette, transparent
 
 Figure = dict[str, Any]
+RING_SHIFT = 1.07  # along the axis, so that the rings of the orders stand side by side
 POWERS = ["0.0001 %", "0.001 %", "0.01 %", "0.1 %", "1 %", "10 %", "100 %", "1000 %", "10⁴ %", "10⁵ %"]
 
 
@@ -81,22 +83,24 @@ def epochs_of(run: dict[str, Any], field: str) -> list[int]:
 
 
 def error_by_order(results: dict[str, Any]) -> Figure:
-    """Relative error against the size of the logits, lines for random data, points for the trained softmax model."""
+    """Relative error against the size of the logits, lines for random data, rings for the trained softmax model."""
     error, trained = results["error"], results["trained"]
     data, sizes = [], [layer["logit_size"] for layer in trained]
-    for name, values in error["relative_error"].items():
+    for place, (name, values) in enumerate(error["relative_error"].items()):
         line = {"color": colour(name), "width": 2.4, "dash": DASHES.get(name, "solid")}
         data.append(
             scatter("lines", error["logit_sizes"], values, "%{y:.2~%} at %{x}", name=name, legendgroup=name, line=line)
         )
-        if trained:
-            ring = {"color": colour(name), "size": 9, "symbol": "circle-open", "line": {"width": 2}}
-            here, layers = f"{name}, trained model", [f"layer {layer['layer']}" for layer in trained]
+        if trained:  # one ring with the range over layers: a ring a layer would pile up
+            ring = {"color": colour(name), "size": 10, "symbol": "circle-open", "line": {"width": 2}}
             reached = [layer["relative_error"][name] for layer in trained]
-            hover = "%{text}: %{y:.2~%} at %{x:.2f}<extra>" + here + "</extra>"
+            here, size = statistics.median(reached), statistics.median(sizes) * RING_SHIFT ** (place - 1.5)
+            span = {"type": "data", "symmetric": False, "array": [max(reached) - here], "thickness": 1.5,
+                    "arrayminus": [here - min(reached)], "color": colour(name), "width": 4}  # fmt: skip
+            hover = f"{min(reached):.1%} to {max(reached):.1%} in the layers<extra>{name}, trained model</extra>"
             data.append(
-                scatter("markers", sizes, reached, hover, name=here, legendgroup=name, showlegend=False, text=layers,
-                        marker=ring)
+                scatter("markers", [size], [here], hover, name=f"{name}, trained model", legendgroup=name,
+                        showlegend=False, marker=ring, error_y=span)
             )  # fmt: skip
     across = {"tickvals": [0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10], "type": "log"}
     up = {"type": "log", "tickvals": [10.0**power for power in range(-6, 4)], "ticktext": POWERS}
@@ -125,7 +129,48 @@ def cost_by_length(results: dict[str, Any], field: str, y: str, factor: float) -
         )
     every = sorted({one["length"] for own in by_name.values() for one in own})
     ticks = {"type": "log", "tickvals": every[:: 1 if len(every) < 6 else 2], "tickformat": ",d"}
-    return {"data": data, "layout": layout("tokens L", y, height=380, xaxis=ticks, yaxis=logarithmic(tickformat="~g"))}
+    shape = layout("tokens L", y, height=380, xaxis=ticks, yaxis=logarithmic(tickformat="~g"))
+    meeting = crossing(by_name, field)
+    if meeting is not None:
+        name, length = meeting
+        shape["shapes"] = [{"type": "line", "x0": length, "x1": length, "yref": "paper", "y0": 0, "y1": 1,
+                            "line": {"color": colours[name], "dash": "dot", "width": 1.5}}]  # fmt: skip
+        text = f" {name} crosses softmax<br> at {length:,.0f} tokens"
+        shape["annotations"] = [{"x": math.log10(length), "y": 0, "yref": "paper", "xanchor": "left", "text": text,
+                                 "yanchor": "bottom", "showarrow": False}]  # fmt: skip
+    return {"data": data, "layout": shape}
+
+
+def crossing(by_name: dict[str, list[dict[str, Any]]], field: str) -> tuple[str, float] | None:
+    """Where the highest order compared becomes and stays cheaper than softmax: its name and the length between those
+    measured, on logarithmic axes; None where the curves do not cross there."""
+    name = next((one for one in ("cumulant3", "cumulant2", "linear") if one in by_name), None)
+    if name is None or "softmax" not in by_name:
+        return None
+    softmax, own = ({one["length"]: one[field] for one in by_name[key]} for key in ("softmax", name))
+    lengths = sorted(softmax.keys() & own.keys())
+    gaps = [math.log(softmax[length] / own[length]) for length in lengths]
+    after = next((i for i in range(len(gaps)) if all(gap > 0 for gap in gaps[i:])), 0)
+    if after == 0:
+        return None
+    share = gaps[after - 1] / (gaps[after - 1] - gaps[after])
+    return name, lengths[after - 1] * (lengths[after] / lengths[after - 1]) ** share
+
+
+def dial_curve(dial: dict[str, Any]) -> Figure:
+    """Error against multiply-adds along the dial, from second order to softmax."""
+    rows = dial["rows"][:-1]  # softmax has no error, and no place on a logarithmic axis
+    cost, error = [100 * one["cost"] for one in rows], [100 * one["error"] for one in rows]
+    titles = [one["title"] for one in rows]
+    line = {"color": colour("cluster64"), "width": 2.2}
+    points = scatter("lines+markers+text", cost, error, "%{text}: %{y:.1f} % at %{x:.1f} %<extra></extra>", text=titles,
+                     textposition="top right", cliponaxis=False, line=line, marker={"size": 8}, name="the dial",
+                     showlegend=False)  # fmt: skip
+    across = {"type": "log", "tickvals": [1, 2, 5, 10, 20, 50, 100], "range": [math.log10(min(cost) / 1.5), 2.2]}
+    shape = layout(
+        "multiply-adds, % of softmax", "error, %", hovermode="closest", xaxis=across, yaxis={"rangemode": "tozero"}
+    )
+    return {"data": [points], "layout": shape}
 
 
 def short(name: str) -> str:
@@ -206,4 +251,6 @@ def figures(results: dict[str, Any]) -> dict[str, Figure]:
         seconds = results["scaling"]["time_shown"]
         found["time-by-length"] = cost_by_length(results, seconds, "milliseconds per call", 1e3)
         found["memory-by-length"] = cost_by_length(results, "peak_bytes", "peak memory, MiB", 2.0**-20)
+    if results.get("dial"):
+        found["dial-curve"] = dial_curve(results["dial"])
     return found

@@ -1,4 +1,4 @@
-"""What the report shows besides the training runs: error against softmax, and time and memory on this machine."""
+"""What the report shows besides the training runs: error against softmax, time and memory on this machine, the dial."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ def measured(results: dict[str, Any], make_bar: Bar) -> dict[str, Any]:
     from cumulant.bench.error import LOGIT_SIZES
     from cumulant.bench.scaling import LENGTHS
     from cumulant.grammar import parse, read_blocks
+    from cumulant.studies.photograph import dial_on_a_photograph
 
     blocks = (one for name in results["attention"] for one in read_blocks(name))
     mechanisms = tuple(dict.fromkeys(parse(one)[0] for one in blocks))
-    with make_bar("measuring", len(LOGIT_SIZES) + len(LENGTHS), "step") as bar:
+    with make_bar("measuring", len(LOGIT_SIZES) + len(LENGTHS) + 1, "step") as bar:
+        bar.set_postfix_str("the dial on a photograph")
+        dial = dial_on_a_photograph()
+        bar.update()
         bar.set_postfix_str("error against softmax")
         error = softmax_error(on_size=lambda _: bar.update())
         bar.set_postfix_str("time and memory")
@@ -30,4 +34,4 @@ def measured(results: dict[str, Any], make_bar: Bar) -> dict[str, Any]:
             disturbed_on = cost["threads"]
             cost = scaling(mechanisms, LENGTHS, num_threads=1, on_length=lambda _: bar.update())
             cost["disturbed_on"] = disturbed_on
-    return {"error": error, "scaling": cost}
+    return {"error": error, "scaling": cost, "dial": dial}

@@ -14,6 +14,7 @@ function drawFigures() {
     const layout = structuredClone(figure.layout);
     layout.paper_bgcolor = layout.plot_bgcolor = "rgba(0,0,0,0)";
     layout.font = { family: getComputedStyle(document.body).fontFamily, color: css("--ink"), size: narrow ? 12 : 13 };
+    layout.dragmode = false;  // a finger scrolls the page, and a tap shows what a pointer does
     layout.hoverlabel = { bgcolor: css("--paper"), bordercolor: css("--line"), font: { color: css("--ink") } };
     for (const axis of [layout.xaxis, layout.yaxis]) {
       axis.gridcolor = axis.gridcolor || css("--line");
@@ -83,30 +84,41 @@ function mark(model, query) {
   return unit > 10 ? frame(0.012, "#fff") + frame(0.006, "#111") : frame(0.034, "#fff") + frame(0.017, "#111");
 }
 
+/** What a patch of a map weighs, in words, wherever a pointer or a finger is. */
+function readWeights(place, readout) {
+  const read = event => {
+    const cell = event.target.closest("rect[data-weight]");
+    if (cell) readout.textContent = `${cell.closest("svg").getAttribute("aria-label")}: weight ${cell.dataset.weight} here`;
+  };
+  place.addEventListener("pointermove", read);
+  place.addEventListener("pointerdown", read);
+}
+
 function drawing(model, inside, query, label) {
   return `<svg viewBox="0 0 ${model.grid[2]} ${model.grid[1]}" role="img" aria-label="${escaped(label)}"
     shape-rendering="crispEdges"><title>${escaped(label)}</title>${inside}${mark(model, query)}</svg>`;
 }
 
+/** An image address of (height, width, 3) bytes in base 64, from a place in them on. */
+function coloured(bytes64, [height, width], first) {
+  const bytes = Uint8Array.from(atob(bytes64), c => c.charCodeAt(0));
+  const canvas = document.createElement("canvas");
+  canvas.width = width;
+  canvas.height = height;
+  const context = canvas.getContext("2d"), image = context.createImageData(width, height);
+  for (let i = 0; i < height * width; i++) {
+    for (let c = 0; c < 3; c++) image.data[4 * i + c] = bytes[first + 3 * i + c];
+    image.data[4 * i + 3] = 255;
+  }
+  context.putImageData(image, 0, 0);
+  return canvas.toDataURL();
+}
+
 const pictures = {};
 function picture(number) {
-  const frame = Math.min(shown.frame, reference.grid[0] - 1), key = `${number}/${frame}`;
-  if (!(key in pictures)) {
-    const item = reference.items[number], [height, width] = item.size;
-    const bytes = Uint8Array.from(atob(item.pixels), c => c.charCodeAt(0));
-    const canvas = document.createElement("canvas");
-    canvas.width = width;
-    canvas.height = height;
-    const context = canvas.getContext("2d"), image = context.createImageData(width, height);
-    const first = frame * height * width * 3;
-    for (let i = 0; i < height * width; i++) {
-      for (let c = 0; c < 3; c++) image.data[4 * i + c] = bytes[first + 3 * i + c];
-      image.data[4 * i + 3] = 255;
-    }
-    context.putImageData(image, 0, 0);
-    pictures[key] = canvas.toDataURL();
-  }
-  const sharp = reference.items[number].size[0] < 32 ? "pixelated" : "auto";
+  const frame = Math.min(shown.frame, reference.grid[0] - 1), key = `${number}/${frame}`, item = reference.items[number];
+  pictures[key] ??= coloured(item.pixels, item.size, frame * item.size[0] * item.size[1] * 3);
+  const sharp = item.size[0] < 32 ? "pixelated" : "auto";
   return `<image href="${pictures[key]}" width="${reference.grid[2]}" height="${reference.grid[1]}"
     preserveAspectRatio="none" style="image-rendering:${sharp}"/>`;
 }
@@ -132,7 +144,7 @@ function drawMaps() {
       const negative = all.reduce((sum, v) => sum + Math.min(v, 0), 0);
       const right = own.predicted === own.label, columns = model.grid[2];
       const cells = values.map((value, k) => `<rect x="${k % columns}" y="${Math.floor(k / columns)}" width="1.02"
-        height="1.02" fill="${mapColour(value, limit)}"/>`).join("");
+        height="1.02" fill="${mapColour(value, limit)}" data-weight="${value.toFixed(4)}"/>`).join("");
       const share = (model.prefix ?? 1) ? `; class token ${all[0].toFixed(3)}` : "";  // older records do not say it
       const label = `${name}: weights of the marked patch, ${title}${share}`;
       html += `<div>${drawing(model, cells, own.query, label)}
@@ -149,8 +161,40 @@ function drawMaps() {
   document.getElementById("scale-note").textContent = `(${note})`;
 }
 
+/** The layer and head whose maps subtract most, in the signed mechanisms together: there is something to see there. */
+function mostNegative() {
+  let best = [0, -1], most = 0;
+  for (let layer = 0; layer < reference.layers.length; layer++)
+    for (let head = -1; head < reference.scores[0][0].length; head++) {
+      [shown.layer, shown.head] = [layer, head];
+      const mass = mapped.filter(name => !name.includes("normalization=sum")).reduce((sum, name) => sum +
+        reference.items.reduce((part, _, i) => part - weights(models[name], i).reduce((s, v) => s + Math.min(v, 0), 0), 0), 0);
+      if (mass > most) [best, most] = [[layer, head], mass];
+    }
+  [shown.layer, shown.head] = best;
+}
+
+const dial = page.dial;
+if (dial) {
+  const model = { grid: [1, ...dial.grid], frame: 0 }, [rows, columns] = dial.grid;
+  const cells = row => {
+    const limit = Math.max(...row.weights.map(Math.abs));
+    return row.weights.map((value, k) => `<rect x="${k % columns}" y="${Math.floor(k / columns)}" width="1.02" height="1.02"
+      fill="${mapColour(Math.sign(value) * Math.sqrt(Math.abs(value) / limit), 1)}" data-weight="${value.toFixed(5)}"/>`).join("");
+  };
+  const place = document.getElementById("dial-grid");
+  place.style.gridTemplateColumns = "repeat(auto-fill, minmax(min(46%, 200px), 1fr))";
+  const view = `<image href="${coloured(dial.pixels, dial.size, 0)}" width="${columns}" height="${rows}" preserveAspectRatio="none"/>`;
+  const one = (title, inside, under) => `<div><div class="head">${escaped(title)}</div>${drawing(model, inside, dial.query, title)}
+    <div class="under">${under}</div></div>`;
+  place.innerHTML = one("photograph", view, "the asking patch is marked") + dial.rows.map(row =>
+    one(row.title, cells(row), `error ${(100 * row.error).toFixed(1)} %, work ${(100 * row.cost).toFixed(1)} %`)).join("");
+}
+
 if (reference) {
   shown.frame = reference.frame;
+  mostNegative();
+  readWeights(document.getElementById("map-grid"), document.getElementById("map-readout"));
   // Weights over other numbers of tokens, or larger by that number, are not seen on one scale.
   const counts = new Set(mapped.map(name => page.maps.locality[name]?.tokens));
   if (counts.size > 1 || mapped.some(name => name.includes("normalization=sum"))) shown.scale = "own";

@@ -45,6 +45,7 @@ def render(results: dict[str, Any]) -> str:
         page={
             "figures": figures.figures(results),
             "maps": results["maps"],
+            "dial": results.get("dial"),
             "attention": names,
             "classes": [figures.short(name) for name in results["classes"]],
             "noun": noun,

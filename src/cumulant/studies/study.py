@@ -102,7 +102,7 @@ def write_results(
 
         results |= measured(results, lambda what, total, unit: bar_of(what, total, unit, progress))
     else:
-        results |= {"error": before.get("error"), "scaling": before.get("scaling")}
+        results |= {name: before.get(name) for name in ("error", "scaling", "dial")}
     write_atomically(out / "results.json", json.dumps(results, allow_nan=False).encode())
     report.write(results, out / "report.html")
     return json.loads(json.dumps(results))

@@ -246,6 +246,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "loss": statistics.mean(record["loss"][-1] for record in group),
                 "seconds": statistics.mean(record["seconds"] for record in group),
                 "epoch_seconds": statistics.median(epochs) if epochs else None,
+                "epoch_range": [min(epochs), max(epochs)] if epochs else None,
                 "items_per_second": group[0]["items_per_epoch"] / statistics.median(epochs) if epochs else None,
                 "devices": sorted({record["device"] for record in group}),
             }

@@ -131,8 +131,9 @@ def about_error(results: dict[str, Any]) -> list[str]:
         best = {name: [layer["relative_error"][name] for layer in layers] for name in curves}
         listed = joined([f"{percent(min(v))} to {percent(max(v))} ({name})" for name, v in best.items()])
         sentences.append(
-            f"The rings are the layers of the softmax model trained here, whose logit sizes are {low:.2f} to "
-            f"{high:.2f}. Were its attention replaced without further training, the error of a layer would be {listed}."
+            f"The rings, with their range over the layers, are the softmax model trained here, whose logit sizes are "
+            f"{low:.2f} to {high:.2f}. Were its attention replaced without further training, the error of a layer "
+            f"would be {listed}."
         )
         closest = min(min(values) for values in best.values())
         if closest > 0.1:
