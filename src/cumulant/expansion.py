@@ -18,7 +18,7 @@ from .causal import causal_attention
 from .kernels import launch, notice
 from .kernels.dense import cpu
 from .moments import centred_sums, full_third_by_pairs, ratio, statistics_dtype
-from .tensors import in_units
+from .tensors import in_units, one_batch
 from .tracing import transformed, without_autocast
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
@@ -51,7 +51,7 @@ def expand(call: Call, form: Form) -> Tensor:
     if form.backend == "cpu" and query.device.type != "cpu":
         raise ValueError(f'backend="cpu" needs tensors on the CPU, got {query.device}; use backend="auto"')
     lead, scale, Lk = call.lead, call.softmax_scale, key.shape[-2]
-    q, k, v = (_one_batch(x, lead) for x in (query, key, value))
+    q, k, v = (one_batch(x, lead) for x in (query, key, value))
     weights, unit = None if call.key_mask is None else call.key_mask.expand(*lead, Lk).reshape(prod(lead), Lk), None
     if weights is not None and weights.is_floating_point() and Lk:
         weights, unit = in_units(weights)
@@ -158,13 +158,6 @@ def _total_weight(key: Tensor, weights: Tensor | None, unit: Tensor | None) -> T
         return torch.full((1, 1, 1, 1), float(key.shape[-2]), dtype=dtype, device=key.device)
     total = weights.sum(-1, dtype=dtype, keepdim=True)
     return (total if unit is None else total * unit.to(dtype))[..., None, None]
-
-
-def _one_batch(x: Tensor, lead: torch.Size) -> Tensor:
-    """x (..., H, L, D) as (B, H, L, D). What has that shape stays itself: each view costs time in the backward pass."""
-    if len(lead) == 1 and x.shape[:-3] == lead:
-        return x
-    return x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:])
 
 
 def path_for(

@@ -6,6 +6,7 @@ Shape legend: ... leading dimensions, H query heads, Hk key heads, L tokens, D w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ ABSENT = float("-inf")
 def wide(x: Tensor) -> Tensor:
     """x in at least float32, in which sums are kept."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def one_batch(x: Tensor, lead: torch.Size) -> Tensor:
+    """x (..., H, L, D) as (B, H, L, D). What has that shape stays itself: each view costs time in the backward pass."""
+    if len(lead) == 1 and x.shape[:-3] == lead:
+        return x
+    return x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:])
 
 
 def fold_groups(query: Tensor, key_heads: int) -> Tensor:

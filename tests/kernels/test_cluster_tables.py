@@ -38,6 +38,14 @@ def test_keys_that_take_no_part(clusters: int | Blocks) -> None:
     check(batch=2, key_mask=mask(), clusters=clusters, **SHARED)
 
 
+def test_leading_dimensions_of_a_mask_are_those_of_the_batch() -> None:
+    q, k, v, there = (tokens(2, 1, 36, 16), tokens(2, 1, 36, 16, seed=1), tokens(2, 1, 36, 16, seed=2), mask())
+    flat = cluster_attention(q, k, v, clusters=5, key_mask=there, backend="triton", **SHARED)
+    split = [x.unsqueeze(1) for x in (q, k, v)]
+    out = cluster_attention(*split, clusters=5, key_mask=there.unsqueeze(1), backend="triton", **SHARED)
+    assert torch.equal(out, flat.unsqueeze(1))
+
+
 def test_prefix_tokens_near_to_every_query() -> None:
     check(2, 1, Lq=40, clusters=5, prefix=3, **SHARED)
     check(clusters=5, prefix=3, **EACH | {"response": "pooled"})
@@ -56,6 +64,7 @@ def test_any_assignment_of_the_keys() -> None:
     check(2, 2, clusters=ids, **EACH | {"response": "pooled"})
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # of rows that see nothing
 def test_nan_in_keys_that_take_no_part_goes_nowhere_and_a_row_that_sees_nothing_is_0() -> None:
     q, k, v = (tokens(2, 1, 36, 16, seed=i) for i in range(3))
     there = mask()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..call import Call, Grid, check_choice
 from ..closures import check_closure
 from ..moments import statistics_dtype
-from ..tensors import nothing
+from ..tensors import nothing, one_batch
 from ..tracing import without_autocast
 from .auto import AUTO, tuning
 from .backend import Assignment, Case, Form, kernels_for
@@ -139,12 +139,14 @@ def cluster_attention(
     case = Case(call, made, form, min(least, Lk))  # more than all tokens is all of them
     kernels = kernels_for(backend, case)
     with without_autocast(query.device.type):
-        q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]) for x in (query, key, value))
+        q, k, v = (one_batch(x, lead) for x in (query, key, value))
         if kernels is None:
-            out = _reference(q, k, v, case)
+            out = _reference(q, k, v, case).to(query.dtype)
         else:
-            out = run_kernels(kernels, case._replace(call=call._replace(query=q, key=k, value=v)))
-    return out.to(query.dtype).reshape(*lead, H, Lq, E)
+            mask = call.key_mask if key_mask is None or len(lead) == 1 else key_mask.expand(*lead, Lk).reshape(-1, Lk)
+            call = call._replace(query=q, key=k, value=v, key_mask=mask)
+            out = run_kernels(kernels, case._replace(call=call))
+    return out if out.shape == (*lead, H, Lq, E) else out.reshape(*lead, H, Lq, E)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
