@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import zoo
-from ...call import Call, Grid, check_choice
+from ...call import Call, Grid, check_choice, check_flag
 from ...grammar import parse
 from ...tensors import wide
 from ...zoo.registry import can
@@ -115,6 +115,10 @@ class LowRankAttention(HeadsLayer):
         self._check_width("x", x)
         tokens = x if context is None else context
         self._check_width("context", tokens)
+        check_flag("is_causal", is_causal)
+        if tokens.shape[:-2] != x.shape[:-2]:
+            shapes = f"{tuple(x.shape[:-2])} and {tuple(tokens.shape[:-2])}"
+            raise ValueError(f"leading dimensions of x and context must agree, got {shapes}")
         if is_causal and context is not None:
             raise ValueError("layer 'lama' pools: is_causal=True goes with its own tokens, got a context too")
         f = self.keys(tokens, self._context(x, key_mask if context is None else None, is_causal))
