@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from oracles import by_definition, relative
@@ -109,3 +111,18 @@ def test_masked_keys_have_no_weight_and_no_influence():
 def test_keys_without_width_have_equal_scores():
     nothing = torch.randn(1, 2, 3, 0, dtype=f64)
     assert torch.equal(scores(nothing, nothing), torch.full((1, 2, 3, 3), 1 / 3, dtype=f64))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        ([0, 9, 3], "cu_seq_q must rise from 0"),
+        ([0, 5, 13], "cu_seq_q must rise from 0 to the number of tokens, 12"),
+        ([0, 2, 12], "max_q must be at least the longest sequence, 10, got 7"),
+    ],
+)
+def test_offsets_that_lie_on_the_host_are_checked_before_a_kernel_gets_them(monkeypatch, offsets, said):
+    monkeypatch.setattr(sys.modules["cumulant.attention"], "path_for", lambda *_, **__: "triton")
+    x, good = torch.randn(12, 2, 4), torch.tensor([0, 5, 12])
+    with pytest.raises(ValueError, match=said):
+        attention_varlen(x, x, x, torch.tensor(offsets), good, 7, 7)

@@ -140,11 +140,8 @@ def attention_varlen(
         given = f"closure={closure!r}, around={around!r}"
         notice.plain_torch("attention_varlen", q, f"{given} take one sequence after the other; the defaults take all")
     if path == "triton":
-        # Offsets on a GPU are taken at their word: looking at them would wait for everything before them.
-        if max_q is None:
-            max_q = longest(offsets("cu_seq_q", cu_seq_q, query.shape[0], None, "max_q"))
-        if max_k is None:
-            max_k = longest(offsets("cu_seq_k", cu_seq_k, key.shape[0], None, "max_k"))
+        max_q = _longest("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
+        max_k = _longest("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
         with without_autocast(query.device.type):
             packed = query, key, value, None, order, call.softmax_scale, normalization
             cu_q, cu_k = (x.to(query.device, torch.int32).contiguous() for x in (cu_seq_q, cu_seq_k))
@@ -158,6 +155,15 @@ def attention_varlen(
     if not parts:
         return query.new_zeros(0, query.shape[1], value.shape[2])
     return torch.cat(parts, -2).transpose(0, 1)
+
+
+def _longest(name: str, cu_seq: Tensor, tokens: int, most: int | None, most_name: str) -> int:
+    """The longest sequence. Offsets on a GPU, or in a graph, are taken at their word where it is given: to look at them
+    would wait for everything before them."""
+    if most is not None and (cu_seq.device.type != "cpu" or torch.compiler.is_compiling()):
+        return most
+    at = offsets(name, cu_seq, tokens, most, most_name)
+    return longest(at) if most is None else most
 
 
 def scores(
