@@ -24,10 +24,12 @@ def test_a_hybrid_of_transformers_comes_back_as_it_was(tmp_path):
     torch.testing.assert_close(load(tmp_path / "again").eval()(**batch).last_hidden_state, said)
 
 
-def test_loading_a_hybrid_without_us_fails_and_never_answers_with_softmax(tmp_path):
+def test_a_hybrid_whose_layers_are_not_found_fails_and_never_answers_with_softmax(tmp_path):
     model = bert()
-    convert(model, layers=PLAN)
+    convert(model, layers=PLAN, force=True)
     model.save_pretrained(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("encoder.layer.0", "encoder.layer.7"))
     loaded = transformers().AutoModel.from_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match=r"loaded with cumulant\.convert\.load"):
         loaded(**padded())
@@ -198,3 +200,90 @@ def test_the_precision_of_the_weights_comes_back(tmp_path):
     convert(model)
     save(model, tmp_path)
     assert {p.dtype for p in load(tmp_path).parameters()} == {torch.bfloat16}
+
+
+def hybrid(folder, make=bert):
+    """A saved hybrid, and what it says."""
+    model, batch = make(), padded()
+    convert(model, layers=PLAN, force=True)
+    with torch.no_grad():
+        said = model(**batch)[0]
+    save(model, folder)
+    return said, batch
+
+
+def test_a_hybrid_loads_with_plain_from_pretrained(tmp_path):
+    said, batch = hybrid(tmp_path)
+    register_transformers()
+    loaded = transformers().AutoModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(**batch)[0], said)
+    save(loaded, tmp_path / "again")
+    torch.testing.assert_close(load(tmp_path / "again").eval()(**batch)[0], said)
+    restore(loaded)
+    assert not torch.allclose(loaded(**batch)[0], said)
+
+
+def test_a_hybrid_takes_a_new_head_and_gives_it_up(tmp_path):
+    said, batch = hybrid(tmp_path)
+    register_transformers()
+    headed = transformers().BertForSequenceClassification.from_pretrained(tmp_path, num_labels=3).eval()
+    torch.testing.assert_close(headed.bert(**batch)[0], said)
+    save(headed, tmp_path / "headed")
+    alone = transformers().BertModel.from_pretrained(tmp_path / "headed").eval()
+    torch.testing.assert_close(alone(**batch)[0], said)
+    restore(headed)
+    assert not torch.allclose(headed.bert(**batch)[0], said)
+
+
+def test_a_config_of_two_models_is_not_changed_for_the_other():
+    t = transformers()
+    config = bert().config
+    student, teacher = (t.BertModel(config).eval() for _ in range(2))
+    before = teacher(**padded())[0]
+    convert(student, layers=PLAN, force=True)
+    torch.testing.assert_close(teacher(**padded())[0], before)
+    assert not hasattr(teacher.config, "cumulant")
+    other = t.BertModel(config).eval()  # one that is made later is not converted either
+    other(**padded())
+
+
+class Adapted(torch.nn.Module):
+    """A PeftModel as far as saving sees it: attributes of the base are its own, and it writes adapters only."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_model, self.peft_config = torch.nn.ModuleDict({"model": base}), {"default": None}
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["base_model"]["model"], name)
+
+    def get_base_model(self):
+        return self.base_model["model"]
+
+    def merge_and_unload(self):
+        return self.base_model["model"]
+
+    def forward(self, **batch):
+        return self.base_model["model"](**batch)
+
+    def save_pretrained(self, folder):
+        (folder / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["base converted", "whole converted"])
+def test_a_model_with_adapters_is_saved_with_plan_and_weights(after, tmp_path):
+    model, batch = bert(), padded()
+    if after:
+        convert(model, layers=PLAN, force=True)
+        adapted = Adapted(model).eval()
+    else:
+        adapted = Adapted(model).eval()
+        convert(adapted, layers=PLAN, example=batch, force=True)
+    said = adapted(**batch)[0]
+    save(adapted, tmp_path)
+    torch.testing.assert_close(load(tmp_path).eval()(**batch)[0], said)
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    torch.testing.assert_close(adapted(**batch)[0], said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..inspect.batches import Batch
 from ..inspect.examples import example_for
 from ..inspect.opening import open_converted
 from ..nn.swapped import plan as plans
+from ..nn.swapped.choice import Choice
 from ..train.checkpoint import PLAN_FILE, WEIGHTS_FILE
 from ..train.checkpoint import save as save_weights
 from ..train.files import write_atomically
@@ -37,9 +39,12 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     A model of transformers is written by its own save_pretrained, with the tokenizer and preprocessor files of the
     folder it came from; its config.json carries the plan. What `cumulant
     train` made keeps its recipe and classes: `cumulant evaluate` takes the folder. A module of your own around a model
-    is loaded with `load(folder, model=fresh)`.
+    is loaded with `load(folder, model=fresh)`. Of a PeftModel the weights with its adapters merged in are written, which
+    `load` gives, and the adapters alone into the folder "adapter".
     """
     folder, plan = Path(folder), plans.plan_of(model)
+    if hasattr(model, "peft_config") and hasattr(model, "merge_and_unload"):
+        return _save_adapted(model, plan, folder)
     library = plans.library_of(model)
     folder.mkdir(parents=True, exist_ok=True)  # save_pretrained writes nothing where a file stands, and only logs it
     if library == plans.TRANSFORMERS and plans.config_of(model) is not None:
@@ -56,6 +61,22 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     (folder / PLAN_FILE).unlink(missing_ok=True)  # an older plan beside these weights would be another model
     save_weights(model, folder / WEIGHTS_FILE)
     write_atomically(folder / PLAN_FILE, json.dumps(known, indent=1).encode())
+    return folder
+
+
+def _save_adapted(model: Any, plan: dict[str, Choice], folder: Path) -> Path:
+    """A PeftModel: the model with its adapters merged into the weights, and the adapters by themselves beside it.
+
+    Its own save_pretrained writes the adapters alone, without the weights they belong to and without the plan.
+    """
+    merged = copy.deepcopy(model).merge_and_unload()
+    stored = {name.removeprefix("base_model.model."): choice for name, choice in plan.items()}
+    if plans.is_converted(merged):
+        plans.forget(merged)
+    plans.put_back(merged, {name: choice.to_json() for name, choice in stored.items()}, whole=False)
+    save(merged, folder)
+    (folder / "adapter").mkdir(exist_ok=True)
+    model.save_pretrained(folder / "adapter")
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..nn.swapped import hf
-from ..nn.swapped.plan import OURS, is_converted, put_back, set_implementation
+from ..nn.swapped.plan import OURS, is_converted, plan_of, put_back, set_implementation
 from ..optional import needed
 from ..train.checkpoint import PLAN_FILE, WEIGHTS_FILE, load, read_header, weights_file
 from ..train.files import read_json
@@ -138,6 +139,9 @@ def _converted_transformers(folder: Path, model: Any, kw: dict[str, Any]) -> nn.
         import transformers
 
         model = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0]).from_pretrained(folder, **kw)
+        if is_converted(model):  # it found its plan in the config
+            _check_plan(model, stored["layers"])
+            return model
         set_implementation(model, "sdpa")  # what `restore` goes back to
     elif not file.is_file():
         raise ValueError(f"{folder} keeps its weights in several files; leave out model= to load it")
@@ -149,6 +153,13 @@ def _converted_transformers(folder: Path, model: Any, kw: dict[str, Any]) -> nn.
             raise ValueError(f"{file} does not fit {type(model).__name__}: missing {missing}, unexpected {unexpected}")
     put_back(model, stored["layers"], whole=config.get("attn_implementation") != hf.MIXED)
     return model
+
+
+def _check_plan(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Refuse a model that took over only some of the layers of its plan."""
+    missing = sorted(set(stored) - set(plan_of(model)))
+    if missing:
+        raise ValueError(f"the plan replaces layers that {type(model).__name__} does not have: {', '.join(missing)}")
 
 
 def _with_weights(model: Any, path: Path) -> Opened:

@@ -55,6 +55,9 @@ def register_transformers(*names: str) -> list[str]:
         mask_interface.register(name, key_mask_function)
     attention_interface.register(MIXED, _entry(None))
     mask_interface.register(MIXED, key_mask_function)
+    from .loading import watch  # which puts plans into models, and those need this
+
+    watch()
     return list(choices)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from . import hf, inside, own, timm_layers
 from .choice import KEPT, SOFTMAX, Choice
 
 TRANSFORMERS, TIMM, OURS, TORCH = "transformers", "timm", "cumulant", "torch"
+OWN_CONFIGS = "_cumulant_own_configs"  # attribute of a model whose configs are its alone
 PLAN = "_cumulant_plan"  # attribute of a converted model: choices by layer, as `Choice`
 
 
@@ -58,6 +60,19 @@ def _configs(model: nn.Module) -> list[Any]:
                 if sub is not None and hasattr(sub, "_attn_implementation_internal"):
                     found[id(sub)] = sub
     return list(found.values())
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give the model configs that no other model has: what is put into this one must not reach, say, its teacher."""
+    if model.__dict__.get(OWN_CONFIGS):
+        return
+    shared = {id(config) for config in _configs(model)}
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in shared:
+                module.__dict__[name] = copy.deepcopy(value, memo)
+    model.__dict__[OWN_CONFIGS] = True
 
 
 def set_implementation(model: nn.Module, name: str) -> None:
@@ -179,6 +194,7 @@ def applied(model: nn.Module, plan: Mapping[str, Choice]) -> Iterator[None]:
 
 def _apply_transformers(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
     hf.register_transformers()
+    _own_configs(model)
     configs = [(config, config._attn_implementation) for config in _configs(model)]
     tags = [(m, getattr(m, hf.TAG, None)) for m in model.modules()]
     asking = {name: choice for name, choice in plan.items() if hf.asks(model.get_submodule(name))}
