@@ -39,8 +39,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     A model of transformers is written by its own save_pretrained, with the tokenizer and preprocessor files of the
     folder it came from; its config.json carries the plan. What `cumulant
     train` made keeps its recipe and classes: `cumulant evaluate` takes the folder. A module of your own around a model
-    is loaded with `load(folder, model=fresh)`. Of a PeftModel the weights with its adapters merged in are written, which
-    `load` gives, and the adapters alone into the folder "adapter".
+    is loaded with `load(folder, model=fresh)`. Of a PeftModel the weights with its adapters merged in are written,
+    which `load` gives, and the adapters alone into the folder "adapter".
     """
     folder, plan = Path(folder), plans.plan_of(model)
     if hasattr(model, "peft_config") and hasattr(model, "merge_and_unload"):
