@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from ... import zoo
@@ -48,7 +49,7 @@ class Inside:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    @torch.compiler.disable
+    @_disable_dynamo  # torch.compiler.disable would import the compiler here, and not when it is needed
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, run = self.module, type(self.module).forward
         before = getattr(_here, "watch", None)
