@@ -61,17 +61,17 @@ def test_regions_that_choose_themselves_are_windows(monkeypatch):
     made, x = layer(regions=2, top=1, lce=0), tokens()
     monkeypatch.setattr(made, "_chosen", lambda call, regions: torch.arange(4).view(1, 4, 1).expand(2, 4, 1))
     out, whole = made(x), layer(regions=1, top=1, lce=0)
-    for where in Regions.of(GRID, 2, x.device).places:
+    for where in Regions.of(GRID, 2).places(x.device):
         torch.testing.assert_close(out[:, where], whole(x[:, where], grid=(3, 2)))
 
 
 def test_an_output_depends_on_the_values_of_its_regions_alone():
     made, x = layer(regions=2, top=2, lce=0), tokens()
     weights, chosen = made.scores(x), made.choose(x)
-    regions = Regions.of(GRID, 2, x.device)
-    for region, where in enumerate(regions.places):
+    places = Regions.of(GRID, 2).places(x.device)
+    for region, where in enumerate(places):
         for b in range(2):
-            seen = set(regions.places[chosen[b, region]].flatten().tolist())
+            seen = set(places[chosen[b, region]].flatten().tolist())
             columns = weights[b, 0, where].sum(0).nonzero().flatten().tolist()
             assert set(columns) <= seen
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
@@ -91,12 +91,12 @@ def test_the_choice_has_no_gradient(monkeypatch):
 
 def test_swapping_whole_regions_swaps_their_outputs():
     made, x = layer(regions=2, top=2, lce=0), tokens()
-    regions = Regions.of(GRID, 2, x.device)
-    order = regions.places[[2, 0, 3, 1]].flatten()
+    places = Regions.of(GRID, 2).places(x.device)
+    order = places[[2, 0, 3, 1]].flatten()
     swapped = torch.empty_like(x)
-    swapped[:, regions.places.flatten()] = x[:, order]
+    swapped[:, places.flatten()] = x[:, order]
     out = torch.empty_like(x)
-    out[:, regions.places.flatten()] = made(x)[:, order]
+    out[:, places.flatten()] = made(x)[:, order]
     torch.testing.assert_close(made(swapped), out)
 
 

@@ -121,7 +121,7 @@ def test_the_heat_map_follows_its_patches():
 
 
 @pytest.mark.parametrize("attention", ["softmax", "cumulant2"])
-def test_the_layer_computes_with_the_kept_tokens_alone(attention):
+def test_the_layer_computes_with_the_kept_tokens_alone(attention, monkeypatch):
     torch.manual_seed(0)
     made = nn.create_layer("ia_red2", 16, 2, attention=attention, dtype=torch.float64, sparse=True).eval()
     torch.nn.init.normal_(made.interpreter.qk.weight, std=0.5)
@@ -132,6 +132,9 @@ def test_the_layer_computes_with_the_kept_tokens_alone(attention):
         made.sparse = False
         torch.testing.assert_close(gathered, made(x, attn_mask=given))
         made.sparse = True
+    padded = made(x)
+    monkeypatch.setattr("cumulant.nn.heads.ia_red2.GATHERED_FROM", 1)  # image by image
+    torch.testing.assert_close(made(x), padded)
     dropped = ~decide(made.importance(x), 0.5)
     assert dropped.any()
     assert not made(x)[dropped].any()

@@ -88,7 +88,8 @@ class BiLevelRouting(HeadsLayer):
         if self.far:
             out = self._with_far(flat, regions)
         else:
-            out = regions.join(self.mix.run(self._asked(flat, regions), None).transpose(-3, -2)).transpose(-3, -2)
+            out = self.mix.run(self._asked(flat, regions), None).transpose(-3, -2)
+            out = regions.join(out.unflatten(0, (len(flat.query), -1))).transpose(-3, -2)
             if call.prefix:
                 out = torch.cat((self.mix.run(_prefix_of(flat)), out), -2)
         return out.reshape(call.query.shape)
@@ -103,8 +104,9 @@ class BiLevelRouting(HeadsLayer):
         if self.far:
             raise ValueError("far=True has no weights to show here; take far=False")
         p, L = call.prefix, call.key.shape[-2]
-        A = self.mix.weigh(self._asked(flat, regions))  # (B, R, H, w, p + k w)
-        at = regions.places[self._chosen(flat, regions)].flatten(-2) + p
+        A = self.mix.weigh(self._asked(flat, regions))  # (B R, H, w, p + k w)
+        at = regions.places(A.device)[self._chosen(flat, regions)].flatten(-2) + p
+        A = A.unflatten(0, at.shape[:2])
         at = torch.cat((torch.arange(p, device=A.device).expand(*at.shape[:-1], p), at), -1)[:, :, None, None]
         full = A.new_zeros(*A.shape[:-1], L).scatter_add(-1, at.expand(A.shape), A)
         rows = regions.join(full.transpose(2, 3)).transpose(1, 2)
@@ -123,11 +125,11 @@ class BiLevelRouting(HeadsLayer):
             )
         call = call.checked()
         grid = resolve_grid(tokens, call.grid, call.prefix)
-        regions = Regions.of(grid, self.regions, call.query.device)
-        if self.top is not None and self.top > len(regions.places):
+        regions = Regions.of(grid, self.regions)
+        if self.top is not None and self.top > regions.many:
             raise ValueError(
-                f"top={self.top} regions, but the grid {grid} has {len(regions.places)}: the router of layer "
-                f"'biformer' cannot choose more than there are; take top={len(regions.places)} or fewer"
+                f"top={self.top} regions, but the grid {grid} has {regions.many}: the router of layer "
+                f"'biformer' cannot choose more than there are; take top={regions.many} or fewer"
             )
         query, key, value = (part.reshape(-1, *part.shape[-3:]) for part in call[:3])
         query = query * self.num_heads**-0.5 if self.logit_scale == "channels" else query
@@ -139,17 +141,20 @@ class BiLevelRouting(HeadsLayer):
         """The mask of the places of the regions, (B, R, w); None: all take part."""
         if call.key_mask is not None:
             return regions.cut(call.key_mask[:, call.prefix :])
-        return None if regions.there is None else regions.there.expand(len(call.query), -1, -1)
+        there = regions.there(call.query.device)
+        return None if there is None else there.expand(len(call.query), -1, -1)
 
     def _chosen(self, call: Call, regions: Regions) -> Tensor:
         """(B, R, k) regions: those of largest mean query times mean key over all heads. No gradients."""
         present, means = self._present(call, regions), []
         for part in call[:2]:
-            cut = regions.cut(wide(part.detach()).transpose(1, 2)[:, call.prefix :].flatten(-2))
-            if present is None:
-                means.append(cut.mean(-2))
+            tokens = part.detach().transpose(1, 2)[:, call.prefix :]
+            if present is None:  # one pass over what lies there, whatever its order
+                dtype = torch.float64 if part.dtype == torch.float64 else torch.float32
+                means.append(regions.split(tokens).mean((1, 3, 5), dtype=dtype).flatten(1, 2).flatten(-2))
             else:
                 there = (present != 0).unsqueeze(-1)
+                cut = wide(regions.cut(tokens).flatten(-2))
                 means.append(cut.masked_fill(~there, 0).sum(-2) / there.sum(-2).clamp(min=1))
         related = means[0] @ means[1].mT
         if present is not None:  # a region without tokens has nothing to say
@@ -157,13 +162,19 @@ class BiLevelRouting(HeadsLayer):
         return related.topk(min(self.top or TOP, related.shape[-1]), dim=-1).indices
 
     def _asked(self, call: Call, regions: Regions) -> Call:
-        """What the mechanism is asked: each region's queries (B, R, H, w, D) and the keys of its choice."""
+        """What the mechanism is asked: each region's queries (B R, H, w, D), one leading dimension as fused kernels
+        want it, and the keys of its choice."""
         p, chosen = call.prefix, self._chosen(call, regions)
-        batch = torch.arange(len(chosen), device=chosen.device)[:, None, None]
+        rows = (chosen + regions.many * torch.arange(len(chosen), device=chosen.device)[:, None, None]).flatten()
         query, key, value = (regions.cut(part.transpose(1, 2)[:, p:]) for part in call[:3])
-        key, value = (part[batch, chosen].flatten(2, 3) for part in (key, value))
+
+        def taken(part: Tensor) -> Tensor:
+            """(B, R, w, ...) of the chosen regions, (B, R, k w, ...): whole rows are copied."""
+            return part.flatten(0, 1).index_select(0, rows).view(*chosen.shape, *part.shape[2:]).flatten(2, 3)
+
+        key, value = taken(key), taken(value)
         present = self._present(call, regions)
-        mask = None if present is None else present[batch, chosen].flatten(-2)
+        mask = None if present is None else taken(present)
         if p:
             many = key.shape[1]
             first = (part.transpose(1, 2)[:, None, :p].expand(-1, many, -1, -1, -1) for part in call[1:3])
@@ -171,13 +182,15 @@ class BiLevelRouting(HeadsLayer):
             if mask is not None:
                 seen = mask.new_ones(len(mask), p) if call.key_mask is None else call.key_mask[:, :p]
                 mask = torch.cat((seen[:, None].expand(-1, many, -1), mask), -1)
-        query, key, value = (part.transpose(-3, -2) for part in (query, key, value))
+        query, key, value = (part.transpose(-3, -2).flatten(0, 1) for part in (query, key, value))
+        mask, present = (None if one is None else one.flatten(0, 1) for one in (mask, present))
         return Call(query, key, value, mask, query_mask=present, dropout_p=call.dropout_p)
 
     def _with_far(self, call: Call, regions: Regions) -> Tensor:
         """Softmax with the regions as clusters: the chosen ones exactly, the others by their cumulants."""
-        owner = regions.back // regions.places.shape[1]
-        near = min(self.top or TOP, len(regions.places))
+        each = torch.arange(regions.many, device=call.query.device)[None, :, None]
+        owner = regions.join(each.expand(-1, -1, math.prod(regions.sides[::2])))[0]
+        near = min(self.top or TOP, regions.many)
         return cluster_attention(
             *call[:3], clusters=owner.expand(1, 1, -1), near=near, prefix=call.prefix, key_mask=call.key_mask
         )
@@ -189,35 +202,62 @@ def _prefix_of(call: Call) -> Call:
 
 
 class Regions(NamedTuple):
-    """How the patches of a grid lie in regions of equal size."""
+    """How the patches of a grid lie in regions of equal size: F frames, a x b regions of down x across places each."""
 
-    places: Tensor  # (R, w): the number of each patch; 0 where a region is padded
-    there: Tensor | None  # (R, w): False where it is padded; None: nowhere
-    back: Tensor  # (N,): where each patch lies among the R w places
+    sides: tuple[int, int, int, int, int]  # F, a, down, b, across
+    padded: tuple[int, int]  # rows and columns that fill the last regions
 
     @classmethod
-    def of(cls, grid: Grid, regions: int, device: torch.device) -> Regions:
+    def of(cls, grid: Grid, regions: int) -> Regions:
         rows, cols = grid[-2:]
         down, across = (-(-side // min(regions, side)) if side else 1 for side in (rows, cols))
         more = -rows % down, -cols % across
-        ids = torch.arange(math.prod(grid), device=device).view(-1, rows, cols)
-        cut = F.pad(ids, (0, more[1], 0, more[0]), value=-1) if any(more) else ids
-        cut = cut.unflatten(2, (-1, across)).unflatten(1, (-1, down)).permute(1, 3, 0, 2, 4)
-        flat = cut.reshape(cut.shape[0] * cut.shape[1], -1)
-        back = torch.empty(ids.numel() + 1, dtype=torch.long, device=device)
-        back[flat.flatten()] = torch.arange(flat.numel(), device=device)  # -1, the padding, lies behind the last patch
-        return cls(flat.clamp(min=0), flat >= 0 if any(more) else None, back[:-1])
+        return cls((math.prod(grid[:-2]), (rows + more[0]) // down, down, (cols + more[1]) // across, across), more)
+
+    @property
+    def many(self) -> int:
+        return self.sides[1] * self.sides[3]
+
+    def split(self, tokens: Tensor) -> Tensor:
+        """(B, N, ...) as (B, F, a, down, b, across, ...): a view where nothing is padded, else with zeros."""
+        F_, a, down, b, across = self.sides
+        grid = tokens.unflatten(1, (F_, a * down - self.padded[0], b * across - self.padded[1]))
+        if any(self.padded):
+            behind = (0, 0) * (grid.ndim - 4)
+            grid = F.pad(grid, (*behind, 0, self.padded[1], 0, self.padded[0]))
+        return grid.unflatten(3, (b, across)).unflatten(2, (a, down))
 
     def cut(self, tokens: Tensor) -> Tensor:
         """(B, N, ...) as (B, R, w, ...), 0 where a region is padded."""
-        found = tokens[:, self.places]
-        if self.there is None:
-            return found
-        return found.masked_fill(~self.there.view(*self.there.shape, *[1] * (found.ndim - 3)), 0)
+        return self.split(tokens).movedim((2, 4), (1, 2)).flatten(3, 5).flatten(1, 2)
 
     def join(self, cut: Tensor) -> Tensor:
         """(B, R, w, ...) as (B, N, ...)."""
-        return cut.flatten(1, 2)[:, self.back]
+        F_, a, down, b, across = self.sides
+        grid = (
+            cut.unflatten(2, (F_, down, across))
+            .unflatten(1, (a, b))
+            .movedim((3, 4), (1, 3))
+            .flatten(4, 5)
+            .flatten(2, 3)
+        )
+        if any(self.padded):
+            grid = grid[:, :, : a * down - self.padded[0], : b * across - self.padded[1]]
+        return grid.flatten(1, 3)
+
+    def there(self, device: torch.device) -> Tensor | None:
+        """False where a region is padded, (1, R, w); None: nowhere."""
+        if not any(self.padded):
+            return None
+        F_, a, down, b, across = self.sides
+        patches = F_ * (a * down - self.padded[0]) * (b * across - self.padded[1])
+        return self.cut(torch.ones(1, patches, dtype=torch.uint8, device=device)) > 0
+
+    def places(self, device: torch.device) -> Tensor:
+        """The number of each patch, (R, w); 0 where a region is padded."""
+        F_, a, down, b, across = self.sides
+        patches = F_ * (a * down - self.padded[0]) * (b * across - self.padded[1])
+        return self.cut(torch.arange(patches, device=device)[None])[0]
 
 
 BIFORMER = register_layer(

@@ -74,6 +74,7 @@ class RedundancyReduction(HeadsLayer):
     """
 
     layer_name = "ia_red2"
+    _counts: list[int] | None = None  # tokens of each image while they lie end to end
 
     def __init__(
         self,
@@ -134,6 +135,10 @@ class RedundancyReduction(HeadsLayer):
             mask = as_key_mask(attn_mask, x)
             kept = self.kept(x, mask)
             flat = x.reshape(-1, *x.shape[-2:])
+            if mask is None or mask.dtype == torch.bool:
+                counts = kept.reshape(flat.shape[:2]).sum(-1).tolist()
+                if sum(counts) >= GATHERED_FROM * len(counts):
+                    return self._one_by_one(flat, kept.reshape(flat.shape[:2]), counts).reshape(x.shape)
             few, there, back = gather_kept(flat, kept.reshape(-1, x.shape[-2]))
             weights = there
             if mask is not None and mask.dtype != torch.bool:
@@ -144,6 +149,23 @@ class RedundancyReduction(HeadsLayer):
         assert call.key_mask is not None
         out = self.attend(call, x)
         return out * (call.key_mask != 0).unsqueeze(-1).to(out.dtype)
+
+    def _one_by_one(self, x: Tensor, kept: Tensor, counts: list[int]) -> Tensor:
+        """For long images: the kept tokens of all end to end, attention image by image, which needs no mask."""
+        few = x[kept].unsqueeze(0)
+        self._counts = counts
+        try:
+            out = self.attend(super().call(few), few)[0]
+        finally:
+            self._counts = None
+        return out.new_zeros(x.shape).masked_scatter(kept.unsqueeze(-1), out)
+
+    def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
+        if self._counts is None:
+            return super().mix_tokens(call, x, context)
+        parts = zip(*(part.split(self._counts, -2) for part in call[:3]), strict=True)
+        rows = [call._replace(query=q, key=k, value=v, key_mask=None, query_mask=None) for q, k, v in parts]
+        return torch.cat([super(RedundancyReduction, self).mix_tokens(one, x) for one in rows], -2)
 
     def _gathers(self, x: Tensor) -> bool:
         if self.sparse is True:

@@ -22,7 +22,7 @@ from .base import HeadsLayer, need
 
 STAGES = ("sparse", "reconstruct")
 TOP_BASIS, LEAST = 8, 0.02  # basis maps that a row mixes, and entries of them that count as 0
-GATHERED = 1 << 25  # numbers of gathered keys that are held at a time
+GATHERED = 1 << 26  # numbers of gathered keys that are held at a time
 FIRST = 1e-10  # of equal guesses, the earlier key
 NOT_OVER = {
     name: "each query has keys of its own: it has no cross attention, or parts that belong to a whole sequence"
@@ -140,8 +140,8 @@ class Sparsifiner(HeadsLayer):
             return super().mix_tokens(call, x, context)
         flat = self._flat(call)
         rows = [self.mix.run(self._prefix_of(flat))] if call.prefix else []
-        for asked, _, count in self._asked(flat):
-            out = self.mix.run(asked)[:, :, :, 0]  # (B, H, blocks, r, D)
+        for asked, chosen, count in self._asked(flat):
+            out = self.mix.run(asked).view(*chosen.shape[:3], self.block, self.head_dim)
             rows.append(out.flatten(2, 3)[:, :, :count])
         return torch.cat(rows, -2).reshape(call.query.shape)
 
@@ -158,7 +158,7 @@ class Sparsifiner(HeadsLayer):
         flat, L = self._flat(call), call.key.shape[-2]
         rows = [self.mix.weigh(self._prefix_of(flat))] if call.prefix else []
         for asked, chosen, count in self._asked(flat):
-            A = self.mix.weigh(asked)[:, :, :, 0]  # (B, H, blocks, r, b)
+            A = self.mix.weigh(asked).view(*chosen.shape[:3], self.block, chosen.shape[-1])  # (B, H, blocks, r, b)
             full = A.new_zeros(*A.shape[:-1], L).scatter(-1, chosen.unsqueeze(-2).expand(A.shape), A)
             rows.append(full.flatten(2, 3)[:, :, :count])
         return torch.cat(rows, -2).reshape(*call.query.shape[:-1], L)
@@ -181,8 +181,8 @@ class Sparsifiner(HeadsLayer):
         return call._replace(query=call.query[:, :, : call.prefix], prefix=0)
 
     def _asked(self, call: Call) -> Any:
-        """Calls (B, H, blocks; 1 head; r queries, b keys), the places of their keys and the rows that count; as many
-        blocks at a time as fit."""
+        """Calls (B H blocks; 1 head; r queries, b keys), one leading dimension as fused kernels want it, the places
+        of their keys and the rows that count; as many blocks at a time as fit."""
         (B, H, L, D), r, p = call.key.shape, self.block, call.prefix
         b = math.ceil(self.keep * L)
         at_once = max(1, GATHERED // max(1, B * H * b * D)) * r
@@ -192,23 +192,24 @@ class Sparsifiner(HeadsLayer):
             with torch.no_grad():
                 a = self.predictor.coefficients(rows, call.key, call.key_mask, dense=False)
                 a = F.pad(a, (0, 0, 0, more)).unflatten(2, (-1, r)).sum(3)  # the guess is linear in them
-                found = a @ wide(self.predictor.maps(L, self.signed_basis))
-                found = found - FIRST * torch.arange(L, device=found.device)
+                narrow = a.to(rows.dtype) @ self.predictor.maps(L, self.signed_basis).to(rows.dtype)
+                found = wide(narrow) - FIRST * torch.arange(L, device=rows.device)
                 if call.key_mask is not None:
                     found = found.masked_fill((call.key_mask == 0)[:, None, None], ABSENT)
                 chosen = found.topk(b, -1).indices  # (B, H, blocks, b)
-            query = F.pad(rows, (0, 0, 0, more)).unflatten(2, (-1, r)).unsqueeze(3)
-            key, value = (_taken(part, chosen).unsqueeze(3) for part in call[1:3])
+            query = F.pad(rows, (0, 0, 0, more)).unflatten(2, (-1, r)).flatten(0, 2).unsqueeze(1)
+            key, value = (_taken(part, chosen).unsqueeze(1) for part in call[1:3])
             mask = None
             if call.key_mask is not None:
-                mask = call.key_mask[:, None].expand(-1, H, -1).gather(2, chosen.flatten(2)).view(chosen.shape)
+                mask = call.key_mask[:, None].expand(-1, H, -1).gather(2, chosen.flatten(2)).view(-1, b)
             yield Call(query, key, value, mask, scale=call.scale, dropout_p=call.dropout_p), chosen, count
 
 
 def _taken(part: Tensor, chosen: Tensor) -> Tensor:
-    """Rows `chosen` (B, H, blocks, b) of (B, H, L, D), (B, H, blocks, b, D)."""
-    at = chosen.flatten(2).unsqueeze(-1).expand(-1, -1, -1, part.shape[-1])
-    return part.gather(2, at).unflatten(2, chosen.shape[2:])
+    """Rows `chosen` (B, H, blocks, b) of (B, H, L, D), (B H blocks, b, D): whole rows are copied."""
+    B, H, L, D = part.shape
+    first = L * torch.arange(B * H, device=part.device).view(B, H, 1, 1)
+    return part.reshape(-1, D).index_select(0, (chosen + first).flatten()).view(-1, chosen.shape[-1], D)
 
 
 def fitted(table: Tensor, length: int) -> Tensor:
