@@ -19,7 +19,7 @@ from ..call import check_choice
 from ..grammar import parse
 from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
-from ..nn.registry import get_layer
+from ..nn.registry import get_layer, number_layers
 from ..nn.streams import LayerStream, Recomputed, stream_of
 from .mechanisms import by_block
 from .vit import Block, checked_extras, spread_drop_path
@@ -106,6 +106,7 @@ class LanguageModel(nn.Module):
         self.norm = LAYER_NORM(embed_dim, **place)
         self.head = None if tie else nn.Linear(embed_dim, num_classes, bias=False, **place)
         self.set_drop_path(drop_path)
+        number_layers(self)
         self.reset_parameters(init_std)
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -238,6 +239,8 @@ def placing(layer: str) -> str:
     build = get_layer(layer).build
     if getattr(build, "own_positions", False):
         return "none"
+    if not getattr(build, "takes_rotary", True):
+        return "learned"
     made = build.__mro__ if inspect.isclass(build) else (build,)
     return "rotary" if any("rotary" in inspect.signature(one).parameters for one in made[:-1] or made) else "learned"
 

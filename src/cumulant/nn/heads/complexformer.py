@@ -16,8 +16,6 @@ from ...zoo.registry import can
 from ..registry import Layer, register_layer
 from .base import HeadsLayer
 
-TINY = 1e-4  # magnitude below which a phase passes no gradient: it would be that over the magnitude
-
 
 class ComplexAttention(HeadsLayer):
     """Query and key in polar form, channel c with channel c + h; delta and b are learned per head and channel.
@@ -38,6 +36,7 @@ class ComplexAttention(HeadsLayer):
     """
 
     layer_name = "complexformer"
+    own_positions = True
 
     def __init__(
         self,
@@ -51,6 +50,10 @@ class ComplexAttention(HeadsLayer):
         proj_bias: bool = False,
         **layer: Any,
     ) -> None:
+        if layer.get("rotary") and places:
+            raise ValueError(
+                "layer 'complexformer' turns by places itself, got rotary too; pass places=False or no rotary"
+            )
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, proj_bias=proj_bias, **layer)
         if self.head_dim % 2:
             raise ValueError(
@@ -81,35 +84,26 @@ class ComplexAttention(HeadsLayer):
         return query.to(value.dtype), key.to(value.dtype), value
 
     def _turned(self, z: Tensor, start: int, b: Tensor | None = None, gain: float = 1.0) -> Tensor:
-        """|z| exp(i (delta phase z + b + place g)) times a gain as real channels, of z (..., H, L, D)."""
-        delta = (
-            wide(self.delta) if z.shape[-3] == self.num_heads else wide(self.delta)[:: self.num_heads // z.shape[-3]]
-        )
-        z = wide(z)
-        magnitude, phase = polar(z)
-        angle = delta.unsqueeze(-2) * phase
-        if b is not None:
-            angle = angle + wide(b).unsqueeze(-2)
+        """|z| exp(i (delta phase z + b + place g)) times a gain, of z (..., H, L, D), as D real channels.
+
+        Real and imaginary parts come side by side, in query and key alike, so that their products are the same.
+        """
+        delta = wide(self.delta)[:: self.num_heads // z.shape[-3]].unsqueeze(-2)  # a key head may serve several
+        real, imaginary = wide(z).chunk(2, -1)
+        numbers = torch.complex(real, imaginary)
+        shift = real.new_zeros(1, 1) if b is None else wide(b).unsqueeze(-2)
         if self.places:
-            angle = angle + self._places(z, start)
-        magnitude = magnitude * gain if gain != 1 else magnitude
-        return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), -1)
+            shift = shift + self._places(real, start)
+        angle = torch.addcmul(shift.to(real.dtype), delta.to(real.dtype), numbers.angle())
+        size = numbers.abs()
+        turned = torch.polar(size if gain == 1 else size * gain, angle)
+        return torch.view_as_real(turned).flatten(-2)
 
     def _places(self, z: Tensor, start: int) -> Tensor:
         """place times frequency, (L, h)."""
         h = self.head_dim // 2
         frequency = self.base ** (-torch.arange(h, device=z.device, dtype=z.dtype) / h)
         return torch.arange(start, start + z.shape[-2], device=z.device, dtype=z.dtype).unsqueeze(-1) * frequency
-
-
-def polar(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Magnitude and phase (..., h) of z (..., 2 h), whose second half is imaginary."""
-    real, imaginary = z.chunk(2, -1)
-    square = real.square() + imaginary.square()
-    still = square < TINY * TINY
-    x, y = torch.where(still, real.detach(), real), torch.where(still, imaginary.detach(), imaginary)
-    x = torch.where(square == 0, torch.ones_like(x), x)  # the phase of 0 is 0
-    return (square + 1e-9).sqrt(), torch.atan2(y, x)
 
 
 def _even(dim: int, num_heads: int) -> int:

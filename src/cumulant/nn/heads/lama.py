@@ -45,6 +45,7 @@ class LowRankAttention(HeadsLayer):
     """
 
     layer_name = "lama"
+    takes_rotary = False
     rows_alone = False
     sums: Tensor | float | None = None  # of the tokens that a stream has seen
 
@@ -64,7 +65,7 @@ class LowRankAttention(HeadsLayer):
         check_choice("context", context, CONTEXTS)
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}")
-        for extra in ("qk_norm", "v_conv", "temperature", "num_kv_heads"):
+        for extra in ("qk_norm", "v_conv", "rotary", "temperature", "num_kv_heads"):
             if layer.get(extra):
                 raise ValueError(f"layer 'lama' has no projected query and key, and no {extra}, got {layer[extra]!r}")
         mechanism = zoo.get(parse(layer.get("attention", "softmax"))[0])

@@ -1,0 +1,259 @@
+"""Do routing and fewer heads save time? Layers of `cumulant.nn.heads` against the plain layer, on one GPU, in one run.
+
+    PYTHONPATH=src python benchmarks/gpu_heads.py            all cases (about a minute)
+    PYTHONPATH=src python benchmarks/gpu_heads.py --quick    tiny sizes on the CPU: that all of it runs
+
+Every layer is checked first, output and gradients, else no time is printed: in bfloat16 against float32, with about twice
+the plain layer's error; gathered rows against all rows; ComplexFormer, whose phases jump, in float32 against float64. Times
+are medians of interleaved rounds, bfloat16, forward without gradients and forward with backward. JSON goes to
+$OUT/gpu_heads.json if OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cumulant import create_model
+from cumulant.bench.provenance import provenance
+from cumulant.nn import create_layer
+
+QUICK = "--quick" in sys.argv
+DEVICE = "cpu" if QUICK else "cuda"
+DTYPE = torch.bfloat16
+ROUNDS = 2 if QUICK else 12
+
+
+@dataclass
+class Variant:
+    """A layer, or a model, and the arguments of its calls."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    call: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Case:
+    """Variants to be timed beside each other on tokens of one shape; the first is what the others are divided by.
+
+    `goal` maps a variant to the largest ratio of its forward time to the first's that the issue asks for.
+    """
+
+    name: str
+    tokens: Callable[[], Tensor]
+    variants: list[Variant]
+    goal: dict[str, float] = field(default_factory=dict)
+    backward: bool = True
+    checked: int = 1024  # tokens of the comparison
+
+
+def layer(name: str, dim: int, heads: int, attention: str = "softmax", **options: Any) -> Callable[[], nn.Module]:
+    return lambda: create_layer(name, dim, heads, attention=attention, **options)
+
+
+def tokens(length: int, dim: int, batch: int = 1) -> Callable[[], Tensor]:
+    return lambda: torch.randn(batch, 256 if QUICK else length, dim)
+
+
+def words(length: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(0, 256, (1, 256 if QUICK else length))
+
+
+def moh(length: int, attention: str) -> Case:
+    """Dense is all heads; then half of them, computed densely and by gathered rows."""
+    half = {"shared": 4, "top": 4, "attention": attention}
+    return Case(
+        f"MoH, 8 of 16 heads, {attention}, {length} tokens", tokens(length, 1024),
+        [
+            Variant("multihead", layer("multihead", 1024, 16, attention)),
+            Variant("moh", layer("moh", 1024, 16, sparse=True, **half)),
+            Variant("moh, all rows", layer("moh", 1024, 16, sparse=False, **half)),
+        ],
+        goal={"moh": 1 / 1.4} if attention == "softmax" and length == 16384 else {},
+    )  # fmt: skip
+
+
+def sqa(length: int, is_causal: bool) -> Case:
+    """The text model's layer: width 256, 16 heads of 16 channels."""
+    call = {"is_causal": is_causal}
+    kinds = [Variant(kind, layer("sqa", 256, 16, variant=kind), call) for kind in ("sqa", "ssqa", "xsqa")]
+    way = "causal" if is_causal else "full"
+    return Case(
+        f"SQA layer, {way}, {length} tokens", tokens(length, 256),
+        [Variant("multihead", layer("multihead", 256, 16), call), *kinds], goal={"sqa": 0.53, "xsqa": 0.36},
+    )  # fmt: skip
+
+
+def sqa_model(length: int) -> Case:
+    """The published ratios are of a whole model: 8 layers of width 256."""
+
+    def model(name: str | None) -> Callable[[], nn.Module]:
+        size = {"embed_dim": 256, "depth": 1 if QUICK else 8, "num_heads": 16, "num_classes": 256}
+        return lambda: create_model("lm_tiny", layer=name, **size)
+
+    names = {"multihead": None, "sqa": "sqa", "xsqa": "sqa+variant=xsqa"}
+    return Case(
+        f"SQA, language model of 8 layers, {length} tokens", words(length),
+        [Variant(name, model(made)) for name, made in names.items()], goal={"sqa": 0.53, "xsqa": 0.36}, backward=False,
+    )  # fmt: skip
+
+
+def complexformer(length: int) -> Case:
+    variants = [Variant(name, layer(name, 512, 8)) for name in ("multihead", "complexformer")]
+    variants.insert(1, Variant("multihead, rotary", layer("multihead", 512, 8, rotary=True)))
+    return Case(f"ComplexFormer, {length} tokens", tokens(length, 512), variants, goal={"complexformer": 1.15})
+
+
+def gda(length: int) -> Case:
+    variants = [Variant("multihead", layer("multihead", 512, 8)), Variant("gda", layer("gda", 512, 8))]
+    return Case(f"GDA, 6 signal and 2 noise heads, {length} tokens", tokens(length, 512), variants)
+
+
+CASES: list[Callable[[], Case]] = [
+    lambda: moh(16384, "softmax"),
+    lambda: moh(16384, "cumulant3"),
+    lambda: sqa(32768, False),
+    lambda: sqa(32768, True),
+    lambda: sqa_model(32768),
+    lambda: complexformer(16384),
+    lambda: complexformer(32768),
+    lambda: gda(8192),
+]
+
+
+def errors(one: nn.Module, two: nn.Module, x: Tensor, call: dict[str, Any]) -> tuple[float, float]:
+    """How far the second is from the first: of the output, and of the gradient of all parameters."""
+    found = []
+    for module in (one, two):
+        out = module(x.to(next(module.parameters()).dtype) if x.is_floating_point() else x, **call)
+        out.double().square().mean().backward()
+        grads = [p.grad.double().flatten() for p in module.parameters() if p.grad is not None]
+        found.append((out.detach().double(), torch.cat(grads)))
+    (a, da), (b, db) = found
+    return float((a - b).norm() / a.norm()), float((da - db).norm() / da.norm())
+
+
+def sound(case: Case) -> dict[str, str]:
+    """Why a variant may not be timed, by name; empty where all are right."""
+    faults: dict[str, str] = {}
+    x = case.tokens()[:, : case.checked].to(DEVICE)
+    base = (0.0, 0.0)
+    for variant in case.variants:
+        torch.manual_seed(0)
+        made: Any = variant.make().to(DEVICE)
+        allowed = tuple(2.5 * error + 0.005 for error in base)  # a layer with other parameters rounds otherwise
+        if variant.name == "complexformer":
+            found, allowed = errors(copy.deepcopy(made).double(), made, x, variant.call), (1e-3, 1e-2)
+        elif hasattr(made, "sparse"):  # rounding chooses other heads at ties, so both are rounded alike
+            made = made.to(DTYPE)
+            all_rows = copy.deepcopy(made)
+            all_rows.sparse = False
+            found = errors(all_rows, made, x, variant.call)
+        else:
+            found = errors(made, copy.deepcopy(made).to(DTYPE), x, variant.call)
+        if variant is case.variants[0]:
+            base = found
+        elif not all(error < most for error, most in zip(found, allowed, strict=True)):
+            faults[variant.name] = f"errors {found[0]:.1e}, {found[1]:.1e}, allowed {allowed[0]:.1e}, {allowed[1]:.1e}"
+    return faults
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    if DEVICE == "cpu":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Milliseconds of each variant, their ratios to the first, and peak memory of a forward."""
+    faults = sound(case)
+    modules = {v.name: (v.make().to(DEVICE, DTYPE), v) for v in case.variants if v.name not in faults}
+    x = case.tokens().to(DEVICE)
+    x = x.to(DTYPE) if x.is_floating_point() else x
+    runs: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "both": {}}
+    for name, (module, variant) in modules.items():
+
+        def forward(module: nn.Module = module, variant: Variant = variant) -> None:
+            with torch.no_grad():
+                module(x, **variant.call)
+
+        def both(module: nn.Module = module, variant: Variant = variant) -> None:
+            module(x, **variant.call).sum().backward()
+
+        runs["forward"][name] = forward
+        if case.backward:
+            runs["both"][name] = both
+    row: dict[str, Any] = {"case": case.name, "faults": faults, "goal": case.goal, "milliseconds": {}, "ratio": {}}
+    for which, functions in runs.items():
+        times: dict[str, list[float]] = {name: [] for name in functions}
+        for number in range(ROUNDS + 3):
+            for name, run in functions.items():
+                taken = seconds(run)
+                if number >= 3:
+                    times[name].append(1e3 * taken)
+        if times:
+            middle = {name: statistics.median(found) for name, found in times.items()}
+            row["milliseconds"][which] = middle
+            base = middle[case.variants[0].name]
+            row["ratio"][which] = {name: found / base for name, found in middle.items()}
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    print(row["case"], flush=True)
+    for name, why in row["faults"].items():
+        print(f"  {name:18} not timed: {why}")
+    for name, ratio in row["ratio"]["forward"].items():
+        goal = row["goal"].get(name)
+        said = "" if goal is None else f"  goal {goal:.2f}: {'reached' if ratio <= goal else 'MISSED'}"
+        both = row["ratio"].get("both", {}).get(name)
+        more = "" if both is None else f"  with backward {row['milliseconds']['both'][name]:8.3f} ms {both:5.2f}"
+        print(
+            f"  {name:18} forward {row['milliseconds']['forward'][name]:8.3f} ms {ratio:5.2f}{more}{said}", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, on the CPU")
+    parser.add_argument("--only", default="", help="cases whose name holds this word")
+    settings = parser.parse_args()
+    rows = []
+    for make in CASES:
+        case = make()
+        if settings.only.lower() not in case.name.lower():
+            continue
+        try:
+            row = measure(case)
+        except Exception as error:  # the others are still worth measuring
+            print(f"{case.name}\n  failed: {type(error).__name__}: {error}", flush=True)
+            continue
+        rows.append(row)
+        show(row)
+        if "OUT" in os.environ:
+            content = {**provenance("PYTHONPATH=src python benchmarks/gpu_heads.py"), "rows": rows}
+            Path(os.environ["OUT"], "gpu_heads.json").write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()
