@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/gpu_heads.py            all cases (about a minute)
     PYTHONPATH=src python benchmarks/gpu_heads.py --quick    tiny sizes on the CPU: that all of it runs
 
-Every layer is checked first, output and gradients, else no time is printed: in bfloat16 against float32, with about twice
-the plain layer's error; gathered rows against all rows; ComplexFormer, whose phases jump, in float32 against float64. Times
-are medians of interleaved rounds, bfloat16, forward without gradients and forward with backward. JSON goes to
-$OUT/gpu_heads.json if OUT is set.
+Every layer is checked first, output and gradients, else no time is printed: in bfloat16 against float32, with about
+twice the plain error; gathered rows against all rows; ComplexFormer, whose phases jump, in float32 against float64.
+Times are medians of interleaved rounds of four calls in a row, as layers of a model follow each other, in bfloat16:
+forward without gradients, and forward with backward. JSON goes to $OUT/gpu_heads.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cumulant.nn import create_layer
 QUICK = "--quick" in sys.argv
 DEVICE = "cpu" if QUICK else "cuda"
 DTYPE = torch.bfloat16
-ROUNDS = 2 if QUICK else 12
+ROUNDS, CALLS = (2, 1) if QUICK else (10, 4)
 
 
 @dataclass
@@ -174,14 +174,16 @@ def sound(case: Case) -> dict[str, str]:
 def seconds(run: Callable[[], Any]) -> float:
     if DEVICE == "cpu":
         begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
+        for _ in range(CALLS):
+            run()
+        return (time.perf_counter() - begin) / CALLS
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    run()
+    for _ in range(CALLS):
+        run()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return start.elapsed_time(end) / 1e3 / CALLS
 
 
 def measure(case: Case) -> dict[str, Any]:

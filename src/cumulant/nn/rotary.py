@@ -5,10 +5,14 @@ Shape legend: ... leading dimensions, H heads, L tokens, D width.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..tensors import wide
+from ..tracing import is_plain, transformed
 
 BASE = 10_000.0
 
@@ -31,9 +35,29 @@ def rotate(x: Tensor, base: float, start: int = 0) -> Tensor:
     if not half:
         return x
     X = wide(x)
-    places = torch.arange(start, start + x.shape[-2], device=x.device, dtype=X.dtype)
-    speeds = base ** (-torch.arange(half, device=x.device, dtype=X.dtype) / half)
-    angles = places[:, None] * speeds
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = turns(X, half, base, start)[1:]
     a, b, rest = X.split((half, half, x.shape[-1] - 2 * half), -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1).to(x.dtype)
+
+
+def turns(x: Tensor, half: int, base: float, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Angles place * base^(-i/half) of the tokens of x (..., L, D), (L, half), and their cosines and sines."""
+    asked = x.shape[-2], half, base, start, x.device, x.dtype
+    steady = is_plain(x) and not transformed() and not torch.compiler.is_compiling()
+    if not steady or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _turns(*asked)
+    return _kept_turns(*asked)
+
+
+def _turns(
+    length: int, half: int, base: float, start: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    places = torch.arange(start, start + length, device=device, dtype=dtype)
+    angles = places[:, None] * base ** (-torch.arange(half, device=device, dtype=dtype) / half)
+    return angles, angles.cos(), angles.sin()
+
+
+@lru_cache(8)  # every layer of a model asks for the same: eight small kernels, twice a layer
+def _kept_turns(*asked: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.inference_mode(False):  # what is kept may meet gradients later
+        return _turns(*asked)

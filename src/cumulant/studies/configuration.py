@@ -1,8 +1,11 @@
-"""What is compared: a mechanism and extras, written `cumulant3+v_conv+pool=gap`, turned into values of a recipe."""
+"""What is compared: a mechanism and extras, written `cumulant3+v_conv+pool=gap`, turned into values of a recipe.
+
+A layer is an extra, and its options stand behind it: `softmax+layer=moh+top=2`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +42,21 @@ def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
     zoo.get(mechanism)
     # Of every run the last weights are compared: nothing is chosen, so nothing is held out.
     recipe = replace(recipe, attention=mechanism, holdout=0.0)
-    for key, value in extras.items():
+    for key, value in _layer_whole(extras, mechanism).items():
         recipe = with_extra(recipe, key, value, name)
     return recipe
+
+
+def _layer_whole(extras: Mapping[str, Any], mechanism: str) -> dict[str, Any]:
+    """The extras with those of a layer behind its name: `layer=moh`, `top=2` as `layer=moh+top=2`."""
+    from cumulant import grammar, nn, zoo
+
+    if not isinstance(extras.get("layer"), str):
+        return dict(extras)
+    known = nn.get_layer(extras["layer"]).options
+    own = {key: value for key, value in extras.items() if key in known and key not in zoo.get(mechanism).options}
+    rest = {key: value for key, value in extras.items() if key not in own}
+    return {**rest, "layer": grammar.write(extras["layer"], own)}
 
 
 def _by_block(recipe: TrainRecipe, blocks: Sequence[str], name: str) -> TrainRecipe:

@@ -18,7 +18,14 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def fused_softmax(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """`F.scaled_dot_product_attention`; without cuDNN where gradients may be asked for."""
+    """`F.scaled_dot_product_attention`; without cuDNN where gradients may be asked for.
+
+    Values some times as wide as keys go in parts: the quick kernels take one width, and with the others the gradients
+    of a GDA layer took six times those of a plain one (H200, 8,192 tokens, benchmarks/gpu_heads.py).
+    """
+    width = query.shape[-1]
+    if query.is_cuda and value.shape[-1] > width > 0 and not value.shape[-1] % width and not options.get("dropout_p"):
+        return torch.cat([fused_softmax(query, key, part, **options) for part in value.split(width, -1)], -1)
     with sdpa_kernel(WITHOUT_CUDNN) if may_need_gradients(key) else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, **options)
 

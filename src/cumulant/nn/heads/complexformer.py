@@ -14,6 +14,7 @@ from ...tensors import wide
 from ...tracing import without_autocast
 from ...zoo.registry import can
 from ..registry import Layer, register_layer
+from ..rotary import turns
 from .base import HeadsLayer
 
 
@@ -76,34 +77,33 @@ class ComplexAttention(HeadsLayer):
 
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = super().project(x, context)
+        delta, b = wide(self.delta), wide(self.b)
+        keys = delta[:: self.num_heads // key.shape[-3]]  # a key head may serve several
+        gain = 1.0 if self.scale is None else self.scale * self.head_dim**0.5  # mechanisms divide by its root
         with without_autocast(query.device.type):
-            gain = 1.0 if self.scale is None else self.scale * self.head_dim**0.5  # mechanisms divide by its root
-            start = self.first_place
-            query = self._turned(query, start, self.b, gain)
-            key = self._turned(key, start if context is None else 0)
-        return query.to(value.dtype), key.to(value.dtype), value
+            if context is None and query.shape == key.shape:  # side by side, in half the passes
+                both = torch.cat((delta, keys)), torch.cat((b, torch.zeros_like(b)))
+                factor = torch.ones_like(both[0][:, :1, None])
+                factor[: self.num_heads] = gain
+                turned = self._turned(torch.cat((query, key), -3), self.first_place, *both, factor)
+                query, key = turned.to(value.dtype).chunk(2, -3)
+            else:
+                query = self._turned(query, self.first_place, delta, b, gain).to(value.dtype)
+                key = self._turned(key, 0, keys, torch.zeros_like(keys)).to(value.dtype)
+        return query, key, value
 
-    def _turned(self, z: Tensor, start: int, b: Tensor | None = None, gain: float = 1.0) -> Tensor:
+    def _turned(self, z: Tensor, start: int, delta: Tensor, b: Tensor, gain: Tensor | float = 1.0) -> Tensor:
         """|z| exp(i (delta phase z + b + place g)) times a gain, of z (..., H, L, D), as D real channels.
 
         Real and imaginary parts come side by side, in query and key alike, so that their products are the same.
         """
-        delta = wide(self.delta)[:: self.num_heads // z.shape[-3]].unsqueeze(-2)  # a key head may serve several
-        real, imaginary = wide(z).chunk(2, -1)
+        real, imaginary = (wide(z) * gain).chunk(2, -1)
         numbers = torch.complex(real, imaginary)
-        shift = real.new_zeros(1, 1) if b is None else wide(b).unsqueeze(-2)
+        shift = b.unsqueeze(-2)
         if self.places:
-            shift = shift + self._places(real, start)
-        angle = torch.addcmul(shift.to(real.dtype), delta.to(real.dtype), numbers.angle())
-        size = numbers.abs()
-        turned = torch.polar(size if gain == 1 else size * gain, angle)
-        return torch.view_as_real(turned).flatten(-2)
-
-    def _places(self, z: Tensor, start: int) -> Tensor:
-        """place times frequency, (L, h)."""
-        h = self.head_dim // 2
-        frequency = self.base ** (-torch.arange(h, device=z.device, dtype=z.dtype) / h)
-        return torch.arange(start, start + z.shape[-2], device=z.device, dtype=z.dtype).unsqueeze(-1) * frequency
+            shift = shift + turns(real, self.head_dim // 2, self.base, start)[0]
+        angle = torch.addcmul(shift, delta.unsqueeze(-2), numbers.angle())
+        return torch.view_as_real(torch.polar(numbers.abs(), angle)).flatten(-2)
 
 
 def _even(dim: int, num_heads: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...call import Call, check_choice
@@ -93,12 +94,12 @@ class MixtureOfHeads(HeadsLayer):
         """
         parts: list[Tensor] = []
         if self.shared:
-            one = wide(x).new_ones((*x.shape[:-1], self.shared))
+            one = _full(x, self.shared, 1.0)
             parts.append(one if self.weigh_shared is None else _softmax(self.weigh_shared(x)) * self.shared)
-        p = m = wide(x).new_zeros((*x.shape[:-1], self.routed))
+        p = m = _full(x, self.routed, 0.0)
         if self.top:
             p = self._probabilities(x, query)
-            m = torch.zeros_like(p).scatter(-1, p.topk(self.top, -1).indices, 1.0)
+            m = largest(p, self.top)
             parts.append(m + m * (p - p.detach()) if self.router == "norm" else self._renormalised(p * m))
         if self.weigh_stages is not None:
             stages = _softmax(self.weigh_stages(x)) * 2
@@ -159,32 +160,48 @@ class MixtureOfHeads(HeadsLayer):
         """Gated output (..., R, L, D) of the routed heads; only rows with m = 1 are computed, and heads that no token
         of the batch chose not at all. Heads that are used about alike go together, others one by one."""
         chosen = m.mT > 0  # (..., R, L)
-        counts = chosen.sum(-1)
+        number = chosen.cumsum(-1)  # of the rows up to each, so that row n of a head is where it is n + 1
+        counts = number[..., -1]
         most = counts.flatten(0, -2).amax(0).tolist() if counts.ndim > 1 else counts.tolist()  # waits for the device
-        places = (~chosen).to(torch.uint8).argsort(dim=-1, stable=True)  # the chosen tokens first, in their order
-        routed = [part[..., self.shared :, :, :] for part in call[:3]]
-        # Rows beyond a head's own count are computed and weighted with 0.
-        weight = weight.to(call.query.dtype)
         used = [head for head in range(self.routed) if most[head]]
         even = max(most) * len(used) <= UNEVEN * sum(most)
         groups = [used] if even else [[head] for head in used]
+        routed = [part[..., self.shared :, :, :] for part in call[:3]]
+        if len(used) == self.routed and even:
+            return self._rows(call, x, routed, chosen, number, max(most)) * weight.to(call.query.dtype)
         out = routed[2].new_zeros((*call.query.shape[:-3], self.routed, call.query.shape[-2], self.head_dim))
         for heads in groups:
-            whole = len(heads) == self.routed
-            rows = places[..., : max(most[head] for head in heads)]
-            rows = rows if whole else rows[..., heads, :]
-            query, key, value = routed if whole else [part[..., heads, :, :] for part in routed]
-            at = rows.unsqueeze(-1)
-            query = query.gather(-2, at.expand(*rows.shape, query.shape[-1]))
-            found = self.mix.run(call._replace(query=query, key=key, value=value, query_mask=None), x)
-            gate = weight if whole else weight[..., heads, :, :]
-            found = found * gate.gather(-2, at)
-            at = at.expand(found.shape)
-            if whole:
-                return out.scatter(-2, at, found)
-            part = found.new_zeros(*found.shape[:-2], out.shape[-2], found.shape[-1]).scatter(-2, at, found)
-            out = out.index_copy(-3, torch.tensor(heads, device=out.device), part)
-        return out
+            parts = [part[..., heads, :, :] for part in routed]
+            rows = max(most[head] for head in heads)
+            found = self._rows(call, x, parts, chosen[..., heads, :], number[..., heads, :], rows)
+            out = out.index_copy(-3, torch.tensor(heads, device=out.device), found)
+        return out * weight.to(call.query.dtype)
+
+    def _rows(self, call: Call, x: Tensor, parts: list[Tensor], chosen: Tensor, number: Tensor, rows: int) -> Tensor:
+        """Output (..., h, L, D) of some heads, computed for at most `rows` chosen rows of each; the others are 0."""
+        query, key, value = parts
+        length = query.shape[-2]
+        # Every token that was not chosen goes to one place too many, which is cut off.
+        at = torch.where(chosen, number - 1, rows)
+        tokens = torch.arange(length, device=at.device).expand(at.shape)
+        places = torch.zeros((*at.shape[:-1], rows + 1), dtype=at.dtype, device=at.device).scatter(-1, at, tokens)
+        wanted = places[..., :rows].unsqueeze(-1).expand(*at.shape[:-1], rows, query.shape[-1])
+        own = call._replace(query=query.gather(-2, wanted), key=key, value=value, query_mask=None)
+        found = self.mix.run(own, x)
+        found = F.pad(found, (0, 0, 0, 1))
+        return found.gather(-2, at.unsqueeze(-1).expand(*at.shape, found.shape[-1]))
+
+
+def largest(p: Tensor, count: int) -> Tensor:
+    """1 for the `count` largest of p along its last axis, the first of equals, and 0 for the others.
+
+    By comparing all pairs: for a few heads that is much quicker on a GPU than `topk`, and does not depend on its ties.
+    """
+    p = p.detach()
+    heads = torch.arange(p.shape[-1], device=p.device)
+    one, other = p.unsqueeze(-1), p.unsqueeze(-2)
+    before = (other > one) | ((other == one) & (heads < heads.unsqueeze(-1)))
+    return (before.sum(-1) < count).to(p.dtype)
 
 
 def balance_loss(p: Tensor, m: Tensor, present: Tensor | None = None) -> Tensor:
@@ -196,6 +213,12 @@ def balance_loss(p: Tensor, m: Tensor, present: Tensor | None = None) -> Tensor:
         count = torch.full((), p[..., 0].numel(), dtype=p.dtype, device=p.device)
     tokens = tuple(range(p.ndim - 1))
     return p.shape[-1] * (p.sum(tokens) / count * (m.sum(tokens) / count)).sum()
+
+
+def _full(x: Tensor, heads: int, value: float) -> Tensor:
+    """So much for every token and head, in the dtype of gates."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.full((*x.shape[:-1], heads), value, dtype=dtype, device=x.device)
 
 
 def _softmax(logits: Tensor) -> Tensor:
