@@ -45,6 +45,11 @@ COMMANDS = {  # name -> where its options are, and what it does, as the first pa
         "train.command:Evaluate",
         "Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text bits a byte.",
     ),
+    "study": (
+        "studies.command:Study",
+        "Train what papers compare, in small, and say whether their ordering holds: each with seeds and an A/A "
+        "control.",
+    ),
     "bench": (
         "studies.command:Bench",
         "Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe.",

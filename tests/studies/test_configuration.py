@@ -63,3 +63,11 @@ def test_changes_for_all_runs_reach_recipe_and_model_but_no_single_mechanism():
 
 def test_the_order_of_extras_makes_no_other_model():
     assert configured(DIGITS, "cumulant3+v_conv+gate") == configured(DIGITS, "cumulant3+gate+v_conv")
+
+
+def test_options_of_a_layer_stand_behind_it():
+    recipe = configured(DIGITS, "cumulant3+top=2+layer=moh+v_conv+shared=1")
+    assert recipe.model_options["layer"] == "moh+shared=1+top=2"
+    assert recipe.attention_extras == {"v_conv": True}
+    with pytest.raises(ValueError, match="unknown extra 'top'"):
+        configured(DIGITS, "softmax+layer=gda+top=2")

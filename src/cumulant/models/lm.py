@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
         layer: str | None = None,
         qkv_bias: bool = True,
         qk_norm: bool = False,
-        positions: str = "auto",
+        positions: str | None = "auto",
         tie: bool = True,
         drop_rate: float = 0.0,
         attn_drop: float = 0.0,
@@ -81,6 +81,7 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config: dict[str, Any] | None = None  # set by create_model
+        positions = "none" if positions is None else positions  # how a name with options writes it
         check_choice("positions", positions, POSITIONS)
         for name, count in {"num_classes": num_classes, "context": context, "depth": depth}.items():
             if count < 1:

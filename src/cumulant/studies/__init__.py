@@ -12,6 +12,7 @@ from types import ModuleType
 STUDIES = {  # name -> its file in this folder
     "cumulant-vit": "cumulant_vit",  # cumulant reproduce
     "mechanisms": "mechanisms",  # cumulant bench train
+    "heads": "heads",  # cumulant study heads
 }
 
 

@@ -1,11 +1,11 @@
-"""`cumulant reproduce` and `cumulant bench`: what a user may choose, and what happens then. No heavy import."""
+"""`cumulant reproduce`, `study` and `bench`: what a user may choose, and what happens then. No heavy import."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -179,6 +179,53 @@ class TrainBench:
             kept = "Finished runs are kept: give the same command again to go on."
             return stopped(f". {stop}".rstrip() + f"\n{kept}")
         return published(result, self, mechanisms.table)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Train what papers compare, in small, and say whether their ordering holds: each with seeds and an A/A control.
+
+    Finished runs are kept, so a stopped command goes on where it was when it is given again.
+
+    Example: cumulant study heads --layers moh
+    """
+
+    name: Annotated[Literal["heads"], tyro.conf.Positional]
+    """heads: the layers of `cumulant list layers` against plain attention."""
+    layers: tuple[str, ...] = ("all",)
+    """Layers by name; all: every one that has an ordering."""
+    seeds: int = 3
+    """Runs of each configuration."""
+    control: int = 3
+    """Further runs of the baseline with other seeds: the A/A control."""
+    epochs: int = 0
+    """Passes over the training part. 0: as in the recipe."""
+    workers: int = 1
+    """Runs beside each other on CPUs, each with one thread."""
+    device: str | None = None
+    """cpu or cuda; by default cuda where there is one."""
+    minutes: float | None = None
+    """Begin no run that would not end within so many minutes, and stop one that has not."""
+    out: Path = Path("runs/study")
+    """Folder for the runs and heads.json."""
+    fresh: bool = False
+    """Train every run anew, also those that are finished."""
+    json: bool = False
+    """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        check_least(self, epochs=0, seeds=1, control=1, workers=1, minutes=0)
+
+    def run(self) -> int:
+        from . import get
+
+        study = get(self.name)
+        try:
+            result = study.run(self, sys.stderr)
+        except KeyboardInterrupt as stop:
+            return stopped(f". {stop}".rstrip() + "\nFinished runs are kept: give the same command again to go on.")
+        show(result, study.table(result), self.json)
+        return 3 if any(found["missing"] for found in result["layers"].values()) else 0
 
 
 @dataclass(frozen=True)
