@@ -92,18 +92,18 @@ class MixtureOfHeads(HeadsLayer):
 
         `router="norm"` reads the query (..., H, L, D).
         """
+        shared, routed, stages = self._logits(x, query)
         parts: list[Tensor] = []
         if self.shared:
-            one = _full(x, self.shared, 1.0)
-            parts.append(one if self.weigh_shared is None else _softmax(self.weigh_shared(x)) * self.shared)
+            parts.append(_full(x, self.shared, 1.0) if shared is None else _softmax(shared) * self.shared)
         p = m = _full(x, self.routed, 0.0)
-        if self.top:
-            p = self._probabilities(x, query)
+        if routed is not None:
+            p = _softmax(routed)
             m = largest(p, self.top)
             parts.append(m + m * (p - p.detach()) if self.router == "norm" else self._renormalised(p * m))
-        if self.weigh_stages is not None:
-            stages = _softmax(self.weigh_stages(x)) * 2
-            parts = [part * stages[..., i : i + 1] for i, part in enumerate(parts)]
+        if stages is not None:
+            both = _softmax(stages) * 2
+            parts = [part * both[..., i : i + 1] for i, part in enumerate(parts)]
         return torch.cat(parts, -1), p, m
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -118,13 +118,20 @@ class MixtureOfHeads(HeadsLayer):
             ), -3)  # fmt: skip
         return super().mix_tokens(call, x, context) * weight.to(call.query.dtype)
 
-    def _probabilities(self, x: Tensor, query: Tensor | None) -> Tensor:
-        if self.route is not None:
-            return _softmax(self.route(x))
-        assert query is not None
-        norms = wide(query)[..., self.shared :, :, :].norm(dim=-1).mT  # (..., L, R)
-        spread = norms.std(-1, keepdim=True) if self.routed > 1 else torch.ones_like(norms)
-        return _softmax(norms / spread.clamp(min=torch.finfo(norms.dtype).eps))
+    def _logits(self, x: Tensor, query: Tensor | None) -> list[Tensor | None]:
+        """Of shared heads (..., L, S), routed heads (..., L, R) and stages (..., L, 2), each where there are some."""
+        linears = (self.weigh_shared, self.route, self.weigh_stages)
+        there = [linear.weight for linear in linears if linear is not None]
+        found: list[Tensor | None] = [None, None, None]
+        if there:  # in one product: each reads all tokens for a few numbers
+            parts = iter(F.linear(x, torch.cat(there)).split([weight.shape[0] for weight in there], -1))
+            found = [None if linear is None else next(parts) for linear in linears]
+        if self.top and self.router == "norm":
+            assert query is not None
+            norms = wide(query)[..., self.shared :, :, :].norm(dim=-1).mT  # (..., L, R)
+            spread = norms.std(-1, keepdim=True) if self.routed > 1 else torch.ones_like(norms)
+            found[1] = norms / spread.clamp(min=torch.finfo(norms.dtype).eps)
+        return found
 
     def _renormalised(self, chosen: Tensor) -> Tensor:
         total = chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).eps)
@@ -159,7 +166,7 @@ class MixtureOfHeads(HeadsLayer):
     def _chosen(self, call: Call, x: Tensor, m: Tensor, weight: Tensor) -> Tensor:
         """Gated output (..., R, L, D) of the routed heads; only rows with m = 1 are computed, and heads that no token
         of the batch chose not at all. Heads that are used about alike go together, others one by one."""
-        chosen = m.mT > 0  # (..., R, L)
+        chosen = m.mT.contiguous() > 0  # (..., R, L), so that counting runs along memory
         number = chosen.cumsum(-1)  # of the rows up to each, so that row n of a head is where it is n + 1
         counts = number[..., -1]
         most = counts.flatten(0, -2).amax(0).tolist() if counts.ndim > 1 else counts.tolist()  # waits for the device
