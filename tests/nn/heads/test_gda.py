@@ -1,6 +1,7 @@
 """GDA: what its page lets one check without trained weights."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -131,3 +132,21 @@ def test_the_difference_of_two_second_orders_is_one_second_order_of_twice_the_wi
     two = cumulant.attention(q1, k1, v, order=2) - factor * cumulant.attention(q2, k2, v, order=2)
     one = cumulant.attention(torch.cat((q1, -factor * q2), -1), torch.cat((k1, k2), -1), v, order=2, scale=0.5)
     torch.testing.assert_close(two, one - factor * v.mean(-2, keepdim=True))
+
+
+def test_a_conversion_replaces_both_maps_and_restoring_brings_both_back():
+    torch.manual_seed(0)
+    model, images = create_model("vit_nano_patch2_8", layer="gda", num_classes=3).eval(), torch.randn(2, 1, 8, 8)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(20)
+        before = model(images)
+        made = create_model("vit_nano_patch2_8", layer="gda", attention="cumulant2", num_classes=3).eval()
+        made.load_state_dict(model.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that so small a model is not quicker
+            cumulant.convert(model, "cumulant2", example=images)
+        torch.testing.assert_close(model(images), made(images))
+        assert not torch.allclose(model(images), before)
+        cumulant.convert.restore(model)
+        torch.testing.assert_close(model(images), before)

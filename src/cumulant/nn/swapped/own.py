@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ... import zoo
 from ...call import Call
 from ...zoo.mixing import Mixer
-from .. import AxialAttention, CumulantAttention, MultiheadAttention
+from .. import CumulantAttention, MultiheadAttention
 from .choice import Choice, mix, weights
 
 
@@ -39,19 +39,19 @@ class HeadMix(Mixer):
 def swap(name: str, module: nn.Module, choice: Choice) -> Callable[[], None]:
     """Put the choice into a layer; returns what takes it out again."""
     assert isinstance(module, MultiheadAttention)
-    axial = isinstance(module, AxialAttention)
-    if axial and choice.heads is not None:
-        raise ValueError(f"{name}: heads of AxialAttention differ already; choose whole layers")
+    several = len(module.mixer_names) > 1
+    if several and choice.heads is not None:
+        raise ValueError(f"{name}: heads of {type(module).__name__} differ already; choose whole layers")
     if isinstance(module, CumulantAttention):
         raise ValueError(f"{name} is a CumulantAttention; convert a model made with cumulant.create_model")
     mechanism = zoo.get(choice.attention)
-    mixers = ["mix", "mix_space"] if axial else ["mix"]
+    mixers = module.mixer_names
     before = {key: getattr(module, key) for key in ("mechanism", "attention_options", "attn_drop", "fold", *mixers)}
     after: dict[str, Any] = {
         "mechanism": mechanism,
         "attention_options": dict(choice.options),
         "attn_drop": module.attn_drop if choice.drops else 0.0,
-        "fold": "auto" if choice.foldable and not axial and _plain(module) else False,
+        "fold": "auto" if choice.foldable and not several and _plain(module) else False,
         **{key: HeadMix(choice, module) for key in mixers},
     }
     _put(module, after)
