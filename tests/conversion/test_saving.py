@@ -6,9 +6,12 @@ from small_models import bert, padded, transformers, vit
 
 import cumulant
 from cumulant.conversion import Choice, convert, load, register_transformers, restore, save, saving
+from cumulant.inspect.batches import answers, relative_error
+from cumulant.inspect.examples import example_for
 from cumulant.nn.swapped.choice import KEPT
 from cumulant.nn.swapped.plan import apply, attention_layers, remember
 from cumulant.train import checkpoint
+from tools.tiny_models import tiny_model
 
 PLAN = {0: "cumulant2", 1: {"attention": "cumulant3", "heads": [0, 3]}}
 
@@ -287,3 +290,16 @@ def test_a_model_with_adapters_is_saved_with_plan_and_weights(after, tmp_path):
     torch.testing.assert_close(load(tmp_path).eval()(**batch)[0], said)
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     torch.testing.assert_close(adapted(**batch)[0], said)
+
+
+@pytest.mark.parametrize("name", ["SamModel", "DeepseekOcr2Model"])
+def test_a_model_that_chooses_its_classes_by_the_name_of_its_attention_comes_back(name, tmp_path):
+    model = tiny_model(getattr(transformers(), name))
+    batch = example_for(model)
+    convert(model, example=batch, force=True)
+    said = answers(model, [batch])
+    save(model, tmp_path)
+    loaded = load(tmp_path)
+    assert relative_error(answers(loaded.eval(), [batch]), said) < 1e-5
+    restore(loaded)
+    assert loaded.config._attn_implementation in ("sdpa", "eager")

@@ -118,7 +118,7 @@ class _Words:
 
     def __init__(self, model: Any) -> None:
         self.model, self.config, self.main = model, model.config, model.main_input_name
-        self.parts = _parts(model.config)
+        self.parts = parts_of(model.config)
         parameters = inspect.signature(model.forward).parameters.values()
         self.takes = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("args", "self")]
         self.needs = [p.name for p in parameters if p.name in self.takes and p.default is p.empty]
@@ -297,7 +297,7 @@ class _Words:
         yield self.noise(B, (length or 0) + lags, self.find("num_time_features") or 0)
 
 
-def _parts(config: Any) -> list[Any]:
+def parts_of(config: Any) -> list[Any]:
     """The config and all within it, the outermost first."""
     found = [config]
     for part in found:

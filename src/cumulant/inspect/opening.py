@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..nn.swapped import hf
-from ..nn.swapped.plan import OURS, is_converted, plan_of, put_back, set_implementation
+from ..nn.swapped.plan import OURS, is_converted, put_back
 from ..optional import needed
 from ..train.checkpoint import PLAN_FILE, WEIGHTS_FILE, load, read_header, weights_file
 from ..train.files import read_json
@@ -21,7 +20,7 @@ from ..train.processes import chosen_device
 from ..train.recipe_files import from_json
 from ..train.train_recipe import IMAGENET_MEAN, IMAGENET_STD, TrainRecipe
 from .batches import Batch
-from .examples import expected_input
+from .examples import expected_input, parts_of
 
 NAMED = (
     "a file or folder of `cumulant train` or `cumulant convert`, a folder of save_pretrained, timm:NAME or "
@@ -138,11 +137,7 @@ def _converted_transformers(folder: Path, model: Any, kw: dict[str, Any]) -> nn.
         hf.register_transformers()
         import transformers
 
-        model = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0]).from_pretrained(folder, **kw)
-        if is_converted(model):  # it found its plan in the config
-            _check_plan(model, stored["layers"])
-            return model
-        set_implementation(model, "sdpa")  # what `restore` goes back to
+        model = _before(getattr(transformers, (config.get("architectures") or ["AutoModel"])[0]), folder, kw)
     elif not file.is_file():
         raise ValueError(f"{folder} keeps its weights in several files; leave out model= to load it")
     else:
@@ -155,11 +150,18 @@ def _converted_transformers(folder: Path, model: Any, kw: dict[str, Any]) -> nn.
     return model
 
 
-def _check_plan(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Refuse a model that took over only some of the layers of its plan."""
-    missing = sorted(set(stored) - set(plan_of(model)))
-    if missing:
-        raise ValueError(f"the plan replaces layers that {type(model).__name__} does not have: {', '.join(missing)}")
+def _before(kind: Any, folder: Path, kw: dict[str, Any]) -> nn.Module:
+    """The model as it was before its conversion, which `restore` goes back to.
+
+    It is not made under our name: SAM and others choose the classes of their layers by the name.
+    """
+    import transformers
+
+    reader = getattr(kind, "config_class", None) or transformers.AutoConfig
+    config, rest = reader.from_pretrained(folder, **kw, return_unused_kwargs=True)
+    for part in parts_of(config):
+        part._attn_implementation_internal = None
+    return kind.from_pretrained(folder, config=config, **rest)
 
 
 def _with_weights(model: Any, path: Path) -> Opened:
