@@ -92,6 +92,14 @@ def test_what_no_kernel_takes_on_a_gpu_is_said_once(name: str) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_warning_points_to_the_line_that_called() -> None:
+    q = torch.randn(1, 2, 40, 16, dtype=torch.float64)
+    with pytest.warns(notice.SlowPathWarning) as caught:
+        cluster_attention(q, q, q, clusters=4)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_who_asks_for_plain_torch_is_told_nothing() -> None:
     q = torch.randn(1, 2, 40, 16)
     assert said(lambda: attention(q, q, q, backend="reference")) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 
 import torch
@@ -29,11 +30,19 @@ def plain_torch(operator: str, x: Tensor, obstacle: str) -> None:
         return
     _said.add(kind)
     warnings.warn(
-        f"{operator} runs in plain torch on this GPU, several times slower than its kernels: {obstacle}. This is said "
-        'once; backend="reference" asks for plain torch.',
+        f"{operator} runs in plain torch on this GPU, which is slower than a kernel: {obstacle}. This is said once; "
+        'backend="reference" asks for plain torch.',
         SlowPathWarning,
-        stacklevel=2,
+        stacklevel=_outside(),
     )
+
+
+def _outside() -> int:
+    """The stacklevel at which `plain_torch` points to the line that called this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cumulant."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def forget() -> None:
