@@ -173,6 +173,8 @@ class _Words:
         word = self.find("image_token_id", "image_token_index")
         for some in (pictures, pictures[:1]):  # what else goes with pixels is not for all that name it
             for batch in self._filled({**base, **dict.fromkeys(some)}):
+                if "input_ids" not in batch:  # the config does not tell how many words there are
+                    continue
                 texts = 1 if "image_grid_thw" in batch else B
                 count = 0 if word is None else self._image_words({name: batch[name] for name in some if name in batch})
                 if word is None:
