@@ -60,8 +60,9 @@ _masked: deque[tuple[ref[Tensor], Any, Tables]] = deque(maxlen=8)
 
 def _may_keep(mask: Tensor) -> bool:
     """Whether writing to it would show, and nothing records operations to run them again."""
-    recorded = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    return is_plain(mask) and not recorded and not mask.is_inference() and not torch.is_inference_mode_enabled()
+    if not is_plain(mask) or mask.is_inference() or torch.is_inference_mode_enabled():
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _tables(case: Case, mask: Tensor | None) -> Tables:
