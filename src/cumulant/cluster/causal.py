@@ -31,6 +31,9 @@ def causal_clusters(
     (D + E) + A D E with A = N clusters, or (keep + 1) log2(N) when they are merged.
     """
     G, L = q.shape[2], offset + q.shape[3]
+    # What no row may see must not reach it, NaN included; rows that see a token without numbers have none themselves.
+    broken = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+    k, v = (x.masked_fill(broken.unsqueeze(-1), 0) for x in (k, v))
     C = min(blocks.size, L)
     N = -(-L // C)
     first = offset // C  # block of the first row
@@ -67,7 +70,10 @@ def causal_clusters(
     assert isinstance(form.near, int)
     field = Seen(exact, min(form.near, N), hidden=hidden, table=table)
     out = mix(rows, Far.of(moments), tokens, field, form, by_row=True)
-    return out.unflatten(3, (G, C)).transpose(2, 3).flatten(3, 4)[..., before : before + q.shape[3], :]
+    out = out.unflatten(3, (G, C)).transpose(2, 3).flatten(3, 4)[..., before : before + q.shape[3], :]
+    last = torch.arange(offset, L, device=q.device).clamp(max=broken.shape[-1] - 1)  # the last token that a row sees
+    lost = broken.cumsum(-1)[..., last] > 0
+    return out.masked_fill(lost[:, :, None, :, None], float("nan"))
 
 
 def merged_lists(blocks: Moments, N: int, keep: int, recent: int) -> tuple[Moments, Tensor]:
@@ -86,7 +92,7 @@ def merged_lists(blocks: Moments, N: int, keep: int, recent: int) -> tuple[Momen
     offset, lists = 0, []
     past = (torch.arange(N, device=blocks.weight.device) - recent).clamp(min=0)
     for level in levels:
-        later = ((past - keep) // 2).clamp(min=0)
+        later = ((past - keep) >> 1).clamp(min=0)  # // 2, of which inductor would make an index it cannot bound
         which = 2 * later.unsqueeze(-1) + torch.arange(keep + 1, device=past.device)
         lists.append(torch.where(which < past.unsqueeze(-1), which + offset, -1))
         offset, past = offset + level.weight.shape[2], later

@@ -1,0 +1,145 @@
+"""Weights of any size, tokens far from zero, 16 bits at the ends of their range: as exact as plain torch, or nearly."""
+
+import pytest
+import torch
+from oracles import by_definition, relative
+
+from cumulant import Moments, attention, scores
+from cumulant.closures import gain
+from cumulant.kernels import workers
+from cumulant.streaming import SlidingWindow, Stream
+
+ROUNDING = {torch.float32: 6e-8, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+def tokens(*lengths, width=8, dtype=torch.float32, keys=0.0, values=0.0):
+    q, k, v = (torch.randn(1, 2, L, width) for L in (*lengths, lengths[-1]))
+    return [x.to(dtype) for x in (q, k + keys, v + values)]
+
+
+def with_gradients(function, inputs, grad):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
+
+
+def errors(inputs, grad=None, **asked):
+    """Of output, dq, dk and dv, against float64 reference code, itself held to the definition elsewhere."""
+    grad = torch.randn(1, 2, inputs[0].shape[-2], inputs[2].shape[-1]) if grad is None else grad
+    found = with_gradients(lambda *x: attention(*x, **asked), inputs, grad.to(inputs[0].dtype))
+    mask = asked.pop("key_mask", None)
+    asked |= {"backend": "reference", "key_mask": mask if mask is None else mask.double() / mask.double().max()}
+    unit = 1.0 if mask is None or asked.get("normalization") != "sum" else mask.double().max()
+    wide = [x.double() for x in inputs]
+    exact = with_gradients(lambda *x: attention(*x, **asked) * unit, wide, grad.to(inputs[0].dtype))
+    return [relative(a, b) for a, b in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("unit", [1e-8, 1e5])
+def test_float16_kernels_do_not_depend_on_the_unit_of_the_weights(unit, is_causal):
+    weights = unit * (torch.rand(1, 20) + 0.1)
+    found = errors(tokens(20, 20, dtype=torch.float16), key_mask=weights, is_causal=is_causal, backend="triton")
+    assert max(found) < 4 * ROUNDING[torch.float16]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("unit", [1e-40, 3e38])
+def test_weights_at_the_ends_of_float32_are_weights(unit, is_causal, backend):
+    """Their sum, or one over it, has no number in float32."""
+    weights = unit * (torch.rand(1, 9) * 0.8 + 0.2)
+    assert max(errors(tokens(9, 9), key_mask=weights, is_causal=is_causal, backend=backend)) < 1e-6
+
+
+def test_causal_rows_of_weights_over_twelve_decades_are_exact():
+    q, k, v = tokens(40, 40)
+    weights = 10 ** (torch.rand(1, 40) * 12 - 6)
+    out = attention(q, k, v, key_mask=weights, scale=30.0, is_causal=True).double()
+    exact = by_definition(q, k, v, order=3, weights=weights, scale=30.0, is_causal=True)
+    assert ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 1e-6
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize(("keys", "values"), [(1e3, 0.0), (0.0, 1e3)])
+def test_gradients_of_tokens_far_from_zero_lose_no_digits(order, backend, keys, values):
+    assert max(errors(tokens(30, 40, keys=keys, values=values), order=order, backend=backend)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", [2, 3])
+def test_causal_kernels_give_equal_values_back_whatever_the_logits(order, dtype):
+    q, k, v = tokens(40, 40, dtype=dtype)
+    ones = torch.ones_like(v)
+    assert torch.equal(attention(q, k, ones, order=order, is_causal=True, scale=17.0, backend="triton"), ones)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_closed_responses_of_values_far_from_zero(dtype, is_causal):
+    found = errors(tokens(30, 30, dtype=dtype, values=100.0), order=2, closure="tanh", is_causal=is_causal)
+    assert max(found) < 12 * ROUNDING[dtype]
+
+
+def test_closed_responses_do_not_overflow_where_the_answer_does_not():
+    q, k, v = tokens(10, 30)
+    inputs = [x.half() for x in (30 * q, 30 * k, 2000 * v + 3000 * k)]
+    assert attention(*inputs, order=2).isinf().any()
+    assert max(errors(inputs, 0.01 * torch.ones(1, 2, 10, 8), order=2, closure="tanh")) < 4 * ROUNDING[torch.float16]
+
+
+def test_closed_rows_are_as_defined():
+    q, k, v = (x.double() for x in tokens(5, 12))
+    x, dk = 0.7 * q, k - k.mean(-2, keepdim=True)
+    f = gain((x * x * (dk * dk).mean(-2, keepdim=True)).sum(-1, keepdim=True), "langevin")
+    expected = v.mean(-2, keepdim=True) + f * (x @ dk.mT) @ (v - v.mean(-2, keepdim=True)) / 12
+    torch.testing.assert_close(attention(q, k, v, order=2, closure="langevin", scale=0.7), expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_in_float16_have_gradients_where_exact_ones_are_small(backend, weighted):
+    inputs = [x.half() for x in (0.3 * x for x in tokens(20, 400))]
+    grad, mask = 200 * torch.ones(1, 2, 20, 8), torch.rand(1, 400) if weighted else None
+    found = errors([*inputs[:2], inputs[2] * 0.01], grad, normalization="sum", key_mask=mask, backend=backend)
+    assert max(found) < 4 * ROUNDING[torch.float16]
+
+
+def test_scores_of_drifting_keys_give_what_attention_gives():
+    q, k, v = tokens(60, 60)
+    k = k + torch.linspace(0, 300, 60)[:, None]
+    weights = scores(q, k, is_causal=True, scale=1.0)
+    exact = attention(q.double(), k.double(), v.double(), is_causal=True, scale=1.0)
+    assert relative(weights @ v, exact) < 2e-6
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("values", [0.0, 1e3])
+def test_streams_windows_and_merges_of_keys_far_from_zero(order, values):
+    q, k, v = tokens(1, 300, keys=1e3, values=values)
+    exact = attention(q.double(), k.double(), v.double(), order=order)
+    stream, window, own = Stream(order=order), SlidingWindow(100, order=order), {"order": order}
+    for i in range(300):
+        stream.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        window.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+    halves = (Moments.of(k[:, :, n], v[:, :, n], **own) for n in (slice(120), slice(120, None)))
+    first, second = halves
+    assert relative(stream.state.apply(q), exact) < 1e-6
+    assert relative(first.merge(second).apply(q), exact) < 1e-6
+    assert relative(first.merge(second).remove(first).apply(q), second.apply(q)) < 1e-6
+    last = attention(q.double(), k[:, :, 200:].double(), v[:, :, 200:].double(), order=order)
+    assert relative(window.apply(q), last) < 1e-6
+
+
+def test_threads_change_no_bit(monkeypatch):
+    """Tiles are the same for any number of threads, and so is the order in which their sums are added."""
+    inputs = [x.contiguous() for x in tokens(5000, 5000, width=16)]
+    grad = torch.randn(1, 2, 5000, 16)
+    alone, asked = with_gradients(attention, inputs, grad), []
+    monkeypatch.setattr(workers.torch, "get_num_threads", lambda: asked.append(1) or 3)
+    for x, y in zip(with_gradients(attention, inputs, grad), alone, strict=True):
+        assert torch.equal(x, y)
+    assert asked
+    with torch.inference_mode():
+        assert torch.equal(attention(*inputs), alone[0])
