@@ -168,3 +168,27 @@ def test_a_place_that_is_none_is_named(offset, is_causal):
     q = torch.randn(1, 1, 4, 2)
     with pytest.raises(ValueError, match="offset must be a place, 0 or more, of causal queries"):
         cluster_attention(q, q, q, clusters=2, is_causal=is_causal, offset=offset)
+
+
+@pytest.mark.parametrize("blocks", [Blocks(8), Blocks(8, keep=1), Blocks(8, keep=1, recent=1)], ids=str)
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_a_token_without_numbers_reaches_no_row_before_it(blocks, which):
+    q, k, v = (torch.randn(1, 2, 40, 4) for _ in range(3))
+    clean = cluster_attention(q, k, v, clusters=blocks, is_causal=True)
+    for place in (3, 20):
+        broken = {"key": k.clone(), "value": v.clone()}
+        broken[which][:, 0, place] = float("nan")
+        out = cluster_attention(q, **broken, clusters=blocks, is_causal=True)
+        assert torch.equal(out[:, :, :place], clean[:, :, :place])
+        assert torch.equal(out[:, 1], clean[:, 1])
+        assert out[:, 0, place:].isnan().all()
+
+
+def test_inductor_compiles_blocks_that_merge():
+    q, k, v = (torch.randn(1, 1, 24, 4) for _ in range(3))
+
+    def attend(q, k, v):
+        return cluster_attention(q, k, v, clusters=Blocks(4, keep=1), is_causal=True)
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(attend, fullgraph=True)(q, k, v), attend(q, k, v))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..call import Call, Grid, check_choice
 from ..closures import check_closure
 from ..moments import statistics_dtype
-from ..tensors import nothing, one_batch
+from ..tensors import in_units, nothing, one_batch, repeat_heads
 from ..tracing import without_autocast
 from .auto import AUTO, tuning
 from .backend import Assignment, Case, Form, kernels_for
@@ -28,7 +28,7 @@ from .kmeans import KMeans, kmeans
 from .layout import Blocks, Layout, check_grid, whole
 from .run import run_kernels
 from .short import answers_by_token, token_responses
-from .statistics import VARIANCES, origin
+from .statistics import VARIANCES, origin, value_point
 
 BACKENDS = ("auto", "reference", "triton")
 QUERIES = ("each", "mean")
@@ -144,8 +144,13 @@ def cluster_attention(
             out = _reference(q, k, v, case).to(query.dtype)
         else:
             mask = call.key_mask if key_mask is None or len(lead) == 1 else key_mask.expand(*lead, Lk).reshape(-1, Lk)
+            point = None
+            if q.dtype == torch.float32 and mask is None:  # which has digits to lose far from 0; 16 bits have few
+                point = value_point(v, None, is_causal)
+                k, v = k - origin(k, None, is_causal), v - point
             call = call._replace(query=q, key=k, value=v, key_mask=mask)
             out = run_kernels(kernels, case._replace(call=call))
+            out = out if point is None else out + repeat_heads(point, H)
     return out if out.shape == (*lead, H, Lq, E) else out.reshape(*lead, H, Lq, E)
 
 
@@ -157,17 +162,26 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     q = (q.to(dtype) * call.softmax_scale).unflatten(1, (Hk, q.shape[1] // Hk))  # (B, Hk, G, Lq, D)
     weights = None
     if call.key_mask is not None:
-        weights = call.key_mask.expand(*call.lead, Lk).reshape(B, 1, Lk).to(dtype)
+        weights = call.key_mask.expand(*call.lead, Lk).reshape(B, 1, Lk)
+        weights = (in_units(weights)[0] if weights.is_floating_point() else weights).to(dtype)
         absent = (weights == 0).unsqueeze(-1)
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
-    k = k - origin(k, weights, call.is_causal)
+    k, point = k - origin(k, weights, call.is_causal), value_point(v, weights, call.is_causal)
+    v = v - point if weights is None else (v - point).masked_fill(absent, 0)
     if call.is_causal:
-        return causal_clusters(q, k, v, weights, _causal_blocks(case, call.offset + q.shape[-2]), form, call.offset)
-    asking, layout = _means(q, k, weights, case) if form.together else (q, None)
-    out = _noncausal(asking, pack(q, k, v, weights, case), form, prefix, Lk, given)
-    if layout is None:
-        return out
-    return torch.cat((out[..., :prefix, :], layout.handed_out(out[..., prefix:, :], Lk - prefix)), -2)
+        blocks = _causal_blocks(case, call.offset + q.shape[-2])
+        out = causal_clusters(q, k, v, weights, blocks, form, call.offset)
+    else:
+        asking, layout = _means(q, k, weights, case) if form.together else (q, None)
+        out = _noncausal(asking, pack(q, k, v, weights, case), form, prefix, Lk, given)
+        if layout is not None:
+            out = torch.cat((out[..., :prefix, :], layout.handed_out(out[..., prefix:, :], Lk - prefix)), -2)
+    if weights is None:
+        return out + point.unsqueeze(2)
+    seen = (weights > 0).cumsum(-1)  # of the last key that a row sees; a row without any stays 0
+    last = torch.arange(out.shape[-2], device=q.device) + call.offset
+    last = last.clamp(max=Lk - 1) if call.is_causal else torch.full_like(last, Lk - 1)
+    return out + torch.where((seen[..., last] > 0)[:, :, None, :, None], point.unsqueeze(2), 0)
 
 
 def cluster_scores(query: Tensor, key: Tensor, *, clusters: Clusters, **options: Any) -> Tensor:

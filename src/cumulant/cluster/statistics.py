@@ -95,3 +95,14 @@ def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
         return k.mean(-2, keepdim=True)
     share = ratio(weights, weights.sum(-1, keepdim=True)).detach()
     return (share.unsqueeze(-1) * k).sum(-2, keepdim=True)
+
+
+def value_point(v: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
+    """The same for values: rows of weights sum to 1, and what all values share cancels in gradients. 0 if around 0."""
+    point = origin(v, weights, is_causal)
+    if is_causal:
+        return point
+    share = None if weights is None else ratio(weights, weights.sum(-1, keepdim=True)).detach().unsqueeze(-1)
+    squares = (v.detach() - point).square()
+    spread = squares.mean(-2, keepdim=True) if share is None else (share * squares).sum(-2, keepdim=True)
+    return torch.where(point.square() > spread, point, 0)

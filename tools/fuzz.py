@@ -1,0 +1,203 @@
+"""Hostile numbers against direct enumeration in float64, by hand: `python tools/fuzz.py --cases 10000 --seed 1`.
+
+The oracle is written from specs/cumulant.md alone and shares no code with the library or its tests: for each row the
+weights that it sees, their averages, deviations and the printed sums over them, in float64. A case draws dtype, sizes,
+order, closure, weights over many decades, offsets of keys and values, logits, causality, normalisation, backend or
+stream, and compares output and gradients. What passes: an error of at most a few roundings of the dtype, twice
+what plain torch in that dtype has (its formula is evaluated in float32 for 16 bits, then rounded).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+from torch import Tensor
+
+import cumulant
+from cumulant.streaming import SlidingWindow, Stream
+
+HALF = {torch.float32: 6e-8, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+def row_by_row(q: Tensor, k: Tensor, v: Tensor, w: Tensor, form: dict) -> Tensor:
+    """q (B, H, Lq, D), k (B, H, Lk, D), v (B, H, Lk, E), w (B, Lk) in float64; q carries the scale."""
+    outs = []
+    for i in range(q.shape[-2]):
+        seen = w.clone()
+        if form["is_causal"]:
+            seen[:, i + 1 :] = 0
+        total = seen.sum(-1)[:, None, None]
+        p = (seen / seen.sum(-1, keepdim=True).clamp_min(1e-320))[:, None, :, None]
+        dk, dv = k - (p * k).sum(-2, keepdim=True), v - (p * v).sum(-2, keepdim=True)
+        x = q[:, :, i, :].unsqueeze(-2)
+        u = (x * dk).sum(-1, keepdim=True)
+        row = (p * v).sum(-2)
+        if form["order"] >= 2:
+            gain = 1.0
+            if form["closure"] is not None:
+                s2 = (x * x * (p * dk * dk).sum(-2, keepdim=True)).sum(-1)
+                s = (s2 + 1e-300).sqrt() * (math.sqrt(3) if form["closure"] == "langevin" else 1)
+                gain = torch.tanh(s) / s if form["closure"] == "tanh" else 3 * (1 / torch.tanh(s) - 1 / s) / s
+                gain = torch.where(s < 1e-3, 1.0 - s * s / (3 if form["closure"] == "tanh" else 15), gain)
+            row = row + gain * (p * u * dv).sum(-2)
+        if form["order"] == 3:
+            square = u * u if form["full"] else (x * x * dk * dk).sum(-1, keepdim=True)
+            row = row + 0.5 * (p * square * dv).sum(-2)
+        outs.append(row * (total if form["normalization"] == "sum" else 1))
+    return torch.stack(outs, -2)
+
+
+def draw(rng: random.Random) -> tuple[dict, dict, list[Tensor], Tensor | None]:
+    """What is asked (for the oracle too), how it is asked, tokens and weights."""
+    torch.manual_seed(rng.randrange(1 << 30))
+    order = rng.choice((1, 2, 2, 3, 3))
+    form = {
+        "order": order,
+        "full": order == 3 and rng.random() < 0.2,
+        "closure": rng.choice((None, "tanh", "langevin")) if order == 2 else None,
+        "is_causal": rng.random() < 0.4,
+        "normalization": rng.choice(("mean", "mean", "sum")),
+    }
+    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+    B, H, D, E = rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((1, 5, 8, 16)), rng.choice((1, 4, 12))
+    Lk = rng.choice((1, 2, 3, 7, 20, 33, 70))
+    Lq = Lk if form["is_causal"] and rng.random() < 0.7 else rng.choice((1, 3, 20))
+    offsets = (0.0, 0.0, 1.0, 30.0) + ((1e3, -1e4) if dtype == torch.float32 else (100.0,))
+    spread = rng.choice((1.0, 1.0, 0.01, 10.0))
+    q = torch.randn(B, H, Lq, D) * rng.choice((1.0, 0.1, 3.0))
+    k = torch.randn(B, H, Lk, D) * spread + rng.choice(offsets) * torch.sign(torch.randn(D))
+    v = torch.randn(B, H, Lk, E) * rng.choice((1.0, 0.0, 0.1)) + rng.choice(offsets)
+    if rng.random() < 0.15:
+        k = k + torch.linspace(0, rng.choice((10.0, 300.0)), Lk)[:, None]
+    kind = rng.choice(("none", "none", "bool", "float", "decades", "tiny", "huge"))
+    w = None if kind == "none" else torch.rand(B, Lk) + 0.05
+    if kind == "bool":
+        w = w > 0.4
+    elif kind == "decades":
+        w = 10 ** (torch.rand(B, Lk) * 12 - 6)
+    elif kind == "tiny":
+        w = w * 10.0 ** rng.choice((-5, -8, -30, -40))
+    elif kind == "huge":
+        w = w * 10.0 ** rng.choice((5, 30, 37))
+        form["normalization"] = "mean"
+    if w is not None and kind != "bool" and rng.random() < 0.4:
+        w = w * (torch.rand(B, Lk) > 0.3)
+    how = {"scale": rng.choice((None, 0.3, 2.0)), "key_mask": w}
+    return form, how, [x.to(dtype) for x in (q, k, v)], w
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Relative, but for what the dtype cannot hold: half a step of its smallest numbers."""
+    if not bool(torch.isfinite(found).all()):
+        return math.inf
+    step = torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps
+    off = ((found.double() - exact).abs() - step).clamp(min=0)
+    return (off.norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+def run(rng: random.Random, kernels: bool) -> tuple[str, float, float, str] | None:
+    """One case: where it is worst, the error there, what is allowed, and what was asked."""
+    form, how, tokens, w = draw(rng)
+    dtype, (q, k, v) = tokens[0].dtype, tokens
+    backend = rng.choice(("triton", "reference")) if kernels else rng.choice(("auto", "auto", "reference"))
+    wide = [x.double().requires_grad_() for x in tokens]
+    scale = q.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
+    weights = torch.ones(k.shape[0], k.shape[-2], dtype=torch.float64) if w is None else w.double()
+    exact = row_by_row(wide[0] * scale, wide[1], wide[2], weights, form)
+    if exact.abs().max() > 0.9 * torch.finfo(dtype).max:
+        return None
+    leaves = [x.detach().clone().requires_grad_() for x in tokens]
+    named = f"{dtype} {backend} q{tuple(q.shape)} k{tuple(k.shape)} E{v.shape[-1]} {form} scale={how['scale']}"
+    named += f" k~{k.float().mean():.3g}+-{k.float().std():.2g} v~{v.float().mean():.3g}+-{v.float().std():.2g}"
+    named += "" if w is None else f" w {w.dtype} {w.float().min():.2g}..{w.float().max():.2g}"
+    try:
+        out = cumulant.attention(*leaves, **form, **how, backend=backend)
+    except ValueError as refused:
+        return None if backend == "triton" else ("refused", math.inf, 0.0, f"{named}: {refused}")
+    grad = torch.randn(out.shape).to(dtype)
+    found = torch.autograd.grad(out, leaves, grad, allow_unused=True)
+    wanted = torch.autograd.grad(exact, wide, grad.double(), allow_unused=True)
+    half = HALF[dtype]
+    bound = (64 if dtype == torch.float32 else 8) * half
+    worst = ("out", error(out, exact), bound, named)
+    for name, a, b in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        if a is None or b is None or (name != "dv" and bool((v == v[..., :1, :]).all())):
+            continue  # equal values leave queries and keys nothing but the rounding of the oracle
+        here = error(a, b)
+        if b.abs().max() < 0.9 * torch.finfo(dtype).max and here > worst[1]:
+            worst = (name, here, bound, named)
+    return worst
+
+
+def stream(rng: random.Random) -> tuple[str, float, float, str] | None:
+    """A stream, a window or merged parts against all tokens at once."""
+    form, how, (q, k, v), _ = draw(rng)
+    form |= {"is_causal": False, "normalization": "mean", "closure": None}
+    q, k, v = q[:, :, :1].float(), k.float(), v.float()
+    scale = 0.3 if how["scale"] is None else how["scale"]
+    what, L = rng.choice(("stream", "window", "merge")), k.shape[-2]
+    first = 0
+    if what == "stream":
+        held = Stream(order=form["order"], full=form["full"])
+        for i in range(L):
+            held.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        out = held.state.apply(q, scale)
+    elif what == "window":
+        size = rng.choice((1, 4, 30))
+        held = SlidingWindow(size, order=form["order"], full=form["full"])
+        for i in range(L):
+            held.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        out, first = held.apply(q, scale), max(0, L - size)
+    else:
+        cut = rng.randrange(L + 1)
+        parts = [
+            cumulant.Moments.of(k[:, :, n], v[:, :, n], order=form["order"], full=form["full"])
+            for n in (slice(0, cut), slice(cut, L))
+        ]
+        out = parts[0].merge(parts[1]).apply(q, scale)
+    k, v = k[:, :, first:].double(), v[:, :, first:].double()
+    exact = row_by_row(q.double() * scale, k, v, torch.ones(k.shape[0], k.shape[-2], dtype=torch.float64), form)
+    named = f"{what} {form} k{tuple(k.shape)} k~{k.mean():.3g}+-{k.std():.2g} v~{v.mean():.3g}"
+    return what, error(out, exact), 64 * HALF[torch.float32], named
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kernels", type=int, default=300, help="cases of these through Triton's interpreter: slow")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    counts, bad, begin = Counter(), [], time.time()
+    for case in range(args.cases):
+        rng = random.Random(args.seed * 1_000_003 + case)
+        every = max(1, args.cases // max(1, args.kernels))
+        kernels = args.kernels > 0 and case % every == 0
+        found = stream(rng) if not kernels and case % 5 == 1 else run(rng, kernels)
+        if found is None:
+            counts["not asked"] += 1
+            continue
+        where, size, bound, named = found
+        counts["kernel" if kernels else "stream" if where in ("stream", "window", "merge") else "call"] += 1
+        if not size <= bound:
+            bad.append((size / bound, case, where, size, named))
+            counts["bad"] += 1
+    for over, case, where, size, named in sorted(bad, reverse=True)[:40]:
+        print(f"case {case} {where} {size:.1e} ({over:.1f} x) {named}")
+    print(f"seed {args.seed}: {dict(counts)} in {time.time() - begin:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
