@@ -73,7 +73,7 @@ def main() -> None:
                         rows.append(row)
                         print(
                             f"L {L:>5} order {order} {way:8}{row['ours']:8.2f} -> {row['ours_busy']:8.2f} ms "
-                            f"({row['slowdown']:.2f} x)   products {row['products']:.2f} -> {row['products_busy']:.2f} ms "
+                            f"({row['slowdown']:.2f} x)   products {row['products']:.2f} -> {row['products_busy']:.2f} "
                             f"({row['slowdown_of_products']:.2f} x)   over {row['over']:.2f}",
                             flush=True,
                         )
