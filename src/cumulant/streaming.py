@@ -47,7 +47,8 @@ class Stream:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Takes in key (..., H, L, D) and value (..., H, L, E). What one sequence holds may go on as several."""
         check_tokens(key, value, self.held, grow=True)
-        new = _moments(key, value, self.order, self.full)
+        kernel = self.order > 1 and not self.full and launch.available(key)
+        new = _moments(key, value, self.order, self.full, kernel)
         merged = new if self.state is None else self.state.merge(new)
         self.state = Moments._make(None if x is None else x.contiguous() for x in merged)
 
@@ -132,10 +133,10 @@ class SlidingWindow:
         return _moments(key, value, self.order, self.full)
 
 
-def _moments(key: Tensor, value: Tensor, order: int, full: bool) -> Moments:
-    """Sums that go on in float64, but for those that the kernel of a step keeps."""
+def _moments(key: Tensor, value: Tensor, order: int, full: bool, kernel: bool = False) -> Moments:
+    """Moments whose sums go on in float64; with `kernel` as that of a step keeps them."""
     moments = Moments.of(key, value, order=order, full=full)
-    if (launch.available(key) and order > 1 and not full) or key.device.type == "mps":
+    if kernel or key.device.type == "mps":
         return moments
     S, P, T = (None if x is None else x.double() for x in moments[3:])
     return moments._replace(S=S, P=P, T=T)
