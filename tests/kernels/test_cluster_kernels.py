@@ -312,9 +312,7 @@ def test_memory_of_a_training_step_grows_as_the_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "keys", "values"),
-    [(torch.float32, 1e3, 0.0), (torch.float32, 0.0, 1e3)],
-    ids=["keys", "values"],
+    ("dtype", "keys", "values"), [(torch.float32, 1e3, 0.0), (torch.float32, 0.0, 1e3)], ids=["keys", "values"]
 )
 def test_tokens_far_from_zero_cost_neither_kernels_nor_plain_torch_any_digits(dtype, keys, values):
     q, k, v = (tokens(1, 1, L, 16, seed=L + i) for i, L in enumerate((64, 96, 96)))

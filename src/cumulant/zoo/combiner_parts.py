@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..moments import ratio
 from ..tensors import ABSENT, softmax_or_zero, wide
 from ..tracing import transformed
-from .products import about_mean, factor, multiplies_narrow, pair_products, product, written_down
+from .products import about_mean, factor, multiplies_narrow, pair_products, product, recorded, written_down
 
 POOLINGS = ("max", "mean", "sum")
 SUMMARY_KEYS = ("wsum", "none", None)  # names with options write None as "none"
@@ -79,7 +79,7 @@ def segmented(
 
     With `own` the own segment is a region too, if not causal: its tokens then count twice. Cost: L (c + L / c)(D + E).
     """
-    near_v, centre = (v, None) if is_causal else about_mean(v, dtype)
+    near_v, centre = about_mean(v, dtype) if recorded(q, k) and not is_causal else (v, None)
     first_k, first_v = (wide(x[..., :prefix, :]) for x in (k, near_v))
     tokens = _segments(q[..., prefix:, :], k[..., prefix:, :], near_v[..., prefix:, :], bias[..., prefix:], c)
     near = pair_products(tokens.q, tokens.k, dtype) + tokens.bias.unsqueeze(-2)

@@ -21,6 +21,7 @@ from .products import (
     fraction,
     one_hot_weights,
     product,
+    recorded,
     sum_of_tokens,
     sums_of_products,
     weighted,
@@ -121,7 +122,8 @@ def _over_all_keys(
         K = repeat_heads(sum_of_tokens(columns * turn_k[..., i : i + 1]), rows.shape[-3])
         parts.append(dot_with_one(rows, K) * turn_q[..., i : i + 1])
     total = parts[0] + parts[1]
-    rows, (near, centre) = factor(rows / total.clamp(min=eps), dtype), about_mean(value, dtype)
+    near, centre = about_mean(value, dtype) if recorded(rows, columns) else (value, None)
+    rows = factor(rows / total.clamp(min=eps), dtype)
     KV = sums_of_products(_turned(columns, turn_k, dtype), near, dtype)  # (..., Hk, 2 D, E)
     KV = KV.unflatten(-2, (2, D)).transpose(-3, -2).flatten(-2)  # (..., Hk, D, 2 E)
     sums = product(fold_groups(rows, columns.shape[-3]), KV, dtype).reshape(*rows.shape[:-1], 2, E)

@@ -49,7 +49,7 @@ def mala_attention(
     total = (features_q * keys).sum(-1, keepdim=True) if is_causal else dot_with_one(features_q, keys)
     total = total * scale
     gain = scale * (1 + 1 / (total + eps))
-    out = gain * feature_product(turned_q, turned_k, wide(value), dtype, is_causal=is_causal, chunk=chunk)
+    out = gain * feature_product(turned_q, turned_k, wide(value), dtype, is_causal=is_causal, chunk=chunk, centred=True)
     return out - total * repeat_heads(mean, heads)
 
 

@@ -22,23 +22,31 @@ TINY = 1e-30  # the least number of keys: a row without any divides 0 by it
 
 
 def feature_product(
-    query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, *, is_causal: bool = False, chunk: int = 128
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, *, is_causal: bool = False, chunk: int = 128,
+    along: Tensor | None = None, centred: bool = False,
+) -> Tensor:  # fmt: skip
     """out_t = sum_s (q_t.k_s) v_s over all keys, or over s <= t: (..., H, Lq, D), (..., Hk, Lk, D), (..., Hk, Lk, E).
 
-    `dtype` is that of the mechanism's inputs, see `product`. Cost: 2 L D E; the causal form L C (D + E) more with
-    chunks of C tokens.
+    `dtype` is that of the mechanism's inputs, see `product`. Values are taken about their mean where gradients are
+    recorded, or `centred` asks for it; `along` is q_t.(sum of k) where it is known. Cost: 2 L D E; the causal form
+    L C (D + E) more with chunks of C tokens.
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     if is_causal:
         return _causal_product(query, key, value, dtype, chunk)
     rows = fold_groups(query, key.shape[-3])
-    near, centre = about_mean(value, dtype)
-    out = product(rows, sums_of_products(key, near, dtype), dtype)
-    if centre is not None:
-        out = out + dot_with_one(wide(rows), sum_of_tokens(wide(key))) * centre
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    near, centre = about_mean(value, dtype) if centred or recorded(query, key) else (value, None)
+    out = product(rows, sums_of_products(key, near, dtype), dtype).reshape(*query.shape[:-1], value.shape[-1])
+    if centre is None:
+        return out
+    heads = query.shape[-3]
+    along = dot_with_one(wide(query), repeat_heads(sum_of_tokens(wide(key)), heads)) if along is None else along
+    return out + along * repeat_heads(centre, heads)
+
+
+def recorded(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def about_mean(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -69,11 +77,13 @@ def fraction(
         return sums[..., :E], sums[..., E : E + 1]
     # The sum over keys comes first: no column of ones, for which the values would have to be copied. Written as a sum
     # and not as a product of matrices, a compiler takes it where it makes the features.
-    # Features are rounded as products take them and stay wide: gradients from above and below nearly cancel in them.
-    query, key = wide(factor(query, dtype)), wide(factor(key, dtype))
-    total = key.sum(-2, keepdim=True)
+    # Features that learn are rounded as products take them and stay wide: gradients from above and below nearly cancel.
+    query, key = factor(query, dtype), factor(key, dtype)
+    if recorded(query, key):
+        query, key = wide(query), wide(key)
+    total = key.sum(-2, keepdim=True, dtype=wide(key).dtype)
     total = (query * repeat_heads(total, query.shape[-3])).sum(-1, keepdim=True)
-    return feature_product(query, key, value, dtype), total
+    return feature_product(query, key, value, dtype, along=total), total
 
 
 def sum_of_tokens(x: Tensor) -> Tensor:
