@@ -7,6 +7,7 @@ stream, and compares output and gradients. What passes: an error of at most a fe
 what plain torch in that dtype has (its formula is evaluated in float32 for 16 bits, then rounded).
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 import argparse
