@@ -39,8 +39,8 @@ class MixtureOfHeads(HeadsLayer):
         router: "learned", or "norm" for the router without parameters: the largest norms of the query over their
             deviation, gates 0 or 1 with a straight-through gradient, to go on from a trained layer.
         balance: weight of the balance loss.
-        sparse: compute only the rows that were chosen: True, False, or "auto", from 4,096 tokens on where the mechanism
-            allows it. The output is the same.
+        sparse: compute only the rows that were chosen: True, False, or "auto", from 4,096 tokens on over mechanisms of
+            quadratic cost. The output is the same.
     """
 
     layer_name = "moh"
@@ -151,7 +151,8 @@ class MixtureOfHeads(HeadsLayer):
         )
         if self.sparse is not True:
             plain = not torch.compiler.is_compiling() and is_plain(call.query) and not transformed()
-            return able and self.sparse == "auto" and plain and call.query.shape[-2] >= GATHERED_FROM
+            quadratic = not self.mechanism.subquadratic  # or the rows cost less than finding them
+            return able and self.sparse == "auto" and plain and quadratic and call.query.shape[-2] >= GATHERED_FROM
         if not able:
             raise ValueError(
                 f"sparse=True computes the chosen rows alone, which {self.mechanism.name!r} cannot here (causal rows, "
