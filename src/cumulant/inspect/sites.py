@@ -99,7 +99,8 @@ def swappable_sites(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     library = library_of(model)
     if library == TRANSFORMERS:
         asking = _asking(model, run)
-        return _numbered([*asking, *_inside(model, run, [site.module for site in asking])])
+        others = _inside(model, run, [site.module for site in asking])
+        return _in_order(model, [*asking, *others]) if asking and others else _numbered([*asking, *others])
     sites: list[Site] = []
     for name, module in model.named_modules():
         if library == OURS and isinstance(module, MultiheadAttention):
@@ -123,6 +124,10 @@ def swappable_sites(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     if library == OURS:
         return sites
     sites += _inside(model, run, [model.get_submodule(site.name) for site in sites])
+    return _in_order(model, sites)
+
+
+def _in_order(model: nn.Module, sites: list[Site]) -> list[Site]:
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
     return _numbered(sorted(sites, key=lambda site: order[site.name]))
 

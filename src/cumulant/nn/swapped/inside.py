@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ... import zoo
 from ...call import Call
 from .choice import KEPT, SOFTMAX, Choice, mix, placed, weights
-from .logits import Logits, Weighted, product, step
+from .logits import Logits, Weighted, found, numbers, product, step
 from .masks import DenseMaskError, Pattern, merged
 
 TAG = "_cumulant_choice"  # attribute of a module: its choice
@@ -153,13 +153,14 @@ class _Watch(TorchFunctionMode):
         made = product(func, args, kwargs)
         if made is not None:
             return made
-        if any(isinstance(x, Logits) for x in (*args, *kwargs.values())):
-            return self._step(func, args, kwargs)
+        logits = found(args) or found(kwargs)
+        if logits is not None:
+            return self._step(func, args, kwargs, logits)
         if _is_softmax(func) and isinstance(args[0], Tensor) and args[0].ndim >= 3:
             self._refuse(args[0])
         return func(*args, **kwargs)
 
-    def _step(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _step(self, func: Any, args: Any, kwargs: Any, logits: Logits) -> Any:
         said, order = step(func, args, kwargs), None
         if isinstance(said, tuple) and not isinstance(said, Weighted):  # an einsum, with the order of its result
             said, order = said
@@ -169,10 +170,9 @@ class _Watch(TorchFunctionMode):
             return out if order is None else out.permute(order)
         if said is not NotImplemented:
             return said
-        logits = next(x for x in (*args, *kwargs.values()) if isinstance(x, Logits))
         if logits.is_weights or _is_softmax(func):
             self._refuse(logits)
-        return Logits.__torch_function__(func, (), args, kwargs)
+        return func(*numbers(args), **numbers(kwargs))
 
     def _refuse(self, logits: Any) -> None:
         why = f"{type(self.module).__name__} does more to its logits than to scale and mask them"

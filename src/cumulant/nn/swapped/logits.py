@@ -94,7 +94,7 @@ class Logits:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Outside the module that made them, logits are numbers."""
-        return func(*map(_numbers, args), **{name: _numbers(x) for name, x in (kwargs or {}).items()})
+        return func(*numbers(tuple(args)), **numbers(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -109,11 +109,21 @@ class Logits:
         return call
 
 
-def _numbers(x: Any) -> Any:
-    """Logits as numbers, those in a list (of torch.cat, say) too."""
-    if isinstance(x, list | tuple):
-        return type(x)(map(_numbers, x)) if any(isinstance(one, Logits) for one in x) else x
-    return x.actual() if isinstance(x, Logits) else x
+def numbers(given: Any) -> Any:
+    """Arguments with numbers in the place of logits, in lists too."""
+    if isinstance(given, Logits):
+        return given.actual()
+    if isinstance(given, dict):
+        return {name: numbers(x) for name, x in given.items()}
+    return type(given)(map(numbers, given)) if type(given) in (tuple, list) else given
+
+
+def found(given: Any) -> Logits | None:
+    """The first logits among arguments, in lists too."""
+    if isinstance(given, Logits):
+        return given
+    inner = given.values() if isinstance(given, dict) else given if type(given) in (tuple, list) else ()
+    return next((one for one in map(found, inner) if one is not None), None)
 
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
