@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from . import conversion as conversion  # it answers to its old name, cumulant.convert, too
+from .arrival import register_on_arrival
 from .lazy import lazy
 
 __version__ = "0.2.0"
@@ -24,3 +25,4 @@ if TYPE_CHECKING:
     from .streaming import Stream as Stream
 
 lazy(__name__)
+register_on_arrival()

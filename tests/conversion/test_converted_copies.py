@@ -55,13 +55,13 @@ def test_a_layer_of_timm_is_converted_in_the_mode_that_the_model_is_in():
     assert model.blocks[0].attn.training
     images = torch.randn(2, 3, 32, 32)
     assert not torch.equal(model(images), model(images))  # the softmax heads still drop
-    assert report.dropout_off == {}
+    assert report.key_dropout == {}
 
 
 def test_softmax_heads_of_our_own_layer_keep_their_dropout():
     model = ours(attn_drop=0.5)
     report = convert(model, layers={"*": "cumulant3", 0: {"attention": "cumulant3", "heads": [0]}})
-    assert list(report.dropout_off) == ["blocks.1.attn", "blocks.2.attn", "blocks.3.attn"]
+    assert list(report.key_dropout) == ["blocks.1.attn", "blocks.2.attn", "blocks.3.attn"]
     images = torch.randn(2, 1, 8, 8)
     assert torch.equal(model(images), model(images))
     model.train()

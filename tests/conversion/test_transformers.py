@@ -151,19 +151,25 @@ def test_the_name_can_be_given_at_load(tmp_path):
     torch.testing.assert_close(loaded(**padded()).last_hidden_state, model(**padded()).last_hidden_state)
 
 
-def test_attention_dropout_is_an_error_and_not_ignored():
-    model = bert(attention_probs_dropout_prob=0.1).train()
-    model.set_attn_implementation("cumulant3")
-    with pytest.raises(ValueError, match="forms none"):
-        model(**padded())
-
-
-def test_convert_switches_attention_dropout_off_and_says_so():
-    model = bert(attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.0)
-    report = convert(model)
-    assert set(report.dropout_off.values()) == {0.1}
-    said = model(**padded()).last_hidden_state
-    torch.testing.assert_close(model.train()(**padded()).last_hidden_state, said)
+@pytest.mark.parametrize("converted", [False, True], ids=["by name", "converted"])
+def test_attention_dropout_drops_whole_keys_in_training_and_nothing_else(converted):
+    """With all but one key dropped a query gets the value of that key, whatever it asks."""
+    model = bert(attention_probs_dropout_prob=0.4, hidden_dropout_prob=0.0, num_hidden_layers=1)
+    if converted:
+        assert set(convert(model).key_dropout.values()) == {0.4}
+    else:
+        model.set_attn_implementation("cumulant3")
+    batch = {"input_ids": torch.arange(3, 12)[None]}
+    said = model(**batch).last_hidden_state
+    assert torch.equal(model(**batch).last_hidden_state, said)
+    model.train()
+    torch.manual_seed(1)
+    stay = torch.rand(1, 9) >= 0.4
+    torch.manual_seed(1)
+    dropped = model(**batch).last_hidden_state
+    wanted = model.eval()(**batch, attention_mask=stay.long()).last_hidden_state
+    assert 0 < stay.sum() < 9
+    torch.testing.assert_close(dropped, wanted)
 
 
 def swin():

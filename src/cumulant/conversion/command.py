@@ -37,7 +37,8 @@ class Diagnose:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run of `cumulant train` (its last weights) or a file of weights, a folder of transformers, or timm:NAME."""
+    """A run of `cumulant train` (its last weights) or a file of weights, a folder of transformers, a name OWNER/MODEL
+    of the Hugging Face Hub, or timm:NAME."""
     data: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[DATA]")] = None
     """Data set or folder of images or videos; a .txt or .parquet file of texts. Without it, the data that a run of
     `cumulant train` was trained on; for other models noise."""
@@ -98,7 +99,8 @@ class Convert:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run of `cumulant train` (its last weights) or a file of weights, a folder of transformers, or timm:NAME."""
+    """A run of `cumulant train` (its last weights) or a file of weights, a folder of transformers, a name OWNER/MODEL
+    of the Hugging Face Hub, or timm:NAME."""
     data: str | None = None
     """Data to measure the change on and to distil with, as for `cumulant diagnose`; needed with --layers auto and
     dial."""

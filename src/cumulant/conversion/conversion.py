@@ -43,7 +43,7 @@ class ConversionReport:
     measured_error: float
     compared: str | None = field(default="output", kw_only=True)  # name of the output; None if the layers reach none
     predicted_error: float | None = None  # from the diagnosis, with layers="auto"
-    dropout_off: dict[str, float] = field(default_factory=dict)  # attention dropout that no longer acts
+    key_dropout: dict[str, float] = field(default_factory=dict)  # attention dropout that acts on whole keys now
     measured_on: str = "noise"  # "data" if some was given
     seconds: tuple[float, float] | None = None  # forward pass before and after, on what the error was measured
     device: str = "cpu"  # where that was
@@ -51,6 +51,12 @@ class ConversionReport:
     peak_bytes: tuple[int, int] | None = None  # the same for memory, on CUDA
     dial: ModelDial | None = None  # clusters, heads, error and cost of each layer, with layers="dial"
     distillation: DistillResult | None = None  # what training after the swap reached, where there was some
+
+    @property
+    def dropout_off(self) -> dict[str, float]:
+        """Layers whose attention dropout no longer acts: none, see `key_dropout`."""
+        warnings.warn("dropout_off is now key_dropout: dropout acts on whole keys", DeprecationWarning, stacklevel=2)
+        return {}
 
     def to_json(self) -> dict[str, Any]:
         values = {key: value for key, value in vars(self).items() if key not in ("replaced", "distillation", "dial")}
@@ -77,8 +83,8 @@ class ConversionReport:
         if self.peak_bytes is not None:
             before, after = (x / 2**20 for x in self.peak_bytes)
             lines.append(f"peak memory: {before:.0f} MiB before, {after:.0f} MiB after")
-        if self.dropout_off:
-            lines.append(f"attention dropout switched off in {len(self.dropout_off)} layers: no probabilities to drop")
+        if self.key_dropout:
+            lines.append(f"attention dropout of {len(self.key_dropout)} layers drops whole keys in training now")
         if self.distillation is not None:
             lines.append(str(self.distillation))
         return "\n".join(lines)
@@ -220,7 +226,7 @@ def convert(
         measured_error=relative_error(got, wanted),
         compared=compared,
         predicted_error=predicted,
-        dropout_off={s.name: s.dropout for s in found if s.name in plan and s.dropout and not plan[s.name].drops},
+        key_dropout={s.name: s.dropout for s in found if s.name in plan and s.dropout and not plan[s.name].drops},
         measured_on="noise" if used is None and example is None else "data",
         seconds=(seconds, seconds_after),
         device=str(device_of(model)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,10 @@ from .batches import Batch
 from .examples import expected_input, parts_of
 
 NAMED = (
-    "a file or folder of `cumulant train` or `cumulant convert`, a folder of save_pretrained, timm:NAME or "
-    "transformers:NAME"
+    "a file or folder of `cumulant train` or `cumulant convert`, a folder of save_pretrained, a name OWNER/MODEL of "
+    "the Hugging Face Hub, timm:NAME or transformers:NAME"
 )
+HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # a name of the Hub
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Opened:
 
 def open_model(word: str | Path, device: str | None = None, *, pickles: bool = True, **kw: Any) -> Opened:
     """The model that a word names: a run or weights of `cumulant train`, what `cumulant convert` made of a model,
-    timm:NAME, a folder that save_pretrained wrote, or transformers:NAME.
+    timm:NAME, a folder that save_pretrained wrote, or a name of the Hugging Face Hub (OWNER/MODEL, or transformers:NAME
+    where it has no owner). From the Hub what its own cache has is taken without a network.
 
     A run's folder stands for its last weights; the best are opened by naming their file. No code of a model's own is
     run, and with `pickles=False` no weights are read that are not safetensors. `kw` go to timm.create_model or
@@ -90,6 +94,8 @@ def open_model(word: str | Path, device: str | None = None, *, pickles: bool = T
         return _transformers(str(path), place, pickles, kw)
     if (path / PLAN_FILE).is_file():
         return _with_weights(open_converted(path, **kw).to(place), path)
+    if not path.exists() and HUB.fullmatch(str(word)):
+        return _transformers(str(word), place, pickles, kw)
     if not path.exists():
         raise FileNotFoundError(f"no model {str(word)!r}: no checkpoint at {path}; expected {NAMED}")
     return _with_weights(load(path, device=place), path)
@@ -242,11 +248,11 @@ def _transformers(name: str, device: torch.device, pickles: bool, kw: dict[str, 
         model = open_converted(folder, None, **safe, **kw)
     else:
         # Of a folder the words of the file: transformers knows no config of a model that it does not have.
-        stated = stated or transformers.AutoConfig.from_pretrained(name).to_dict()
+        stated = stated or _from_hub(name, lambda: transformers.AutoConfig.from_pretrained(name)).to_dict()
         kind = (stated.get("architectures") or ["AutoModel"])[0]
         if not hasattr(transformers, kind):
             raise ValueError(f"{name} holds a {kind}, which transformers {transformers.__version__} does not have")
-        model = getattr(transformers, kind).from_pretrained(name, **safe, **kw)
+        model = _from_hub(name, lambda: getattr(transformers, kind).from_pretrained(name, **safe, **kw))
     config: Any = model.config
     classes: tuple[str, ...] = ()
     if "Classification" in type(model).__name__:
@@ -260,6 +266,20 @@ def _transformers(name: str, device: torch.device, pickles: bool, kw: dict[str, 
     mean, std = (tuple(given.get(key) or ()) for key in ("image_mean", "image_std"))
     pixels = _pixels(model, size=size, mean=mean * (3 // max(1, len(mean))), std=std * (3 // max(1, len(std))))
     return Opened(model.to(device).eval(), name, f"{config.model_type} of transformers", pixels, classes)
+
+
+def _from_hub(name: str, get: Callable[[], Any]) -> Any:
+    """What `get` reads of a model by name; where it cannot, an error that says what was looked for."""
+    try:
+        return get()
+    except OSError as error:
+        if Path(name).is_dir():
+            raise
+        first = " ".join(str(error).split()).partition(". ")[0]
+        raise FileNotFoundError(
+            f"no model {name!r}: there is no such folder here, and neither the Hugging Face Hub nor its cache on this "
+            f"machine gave it ({first}). Expected {NAMED}"
+        ) from error
 
 
 def _preprocessing(name: str) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def observed() -> bool:
 def mix(module: nn.Module, choice: Choice, call: Call) -> Tensor:
     """Attention of a converted layer, (B, H, Lq, E). Cost: that of the mechanism, plus softmax for heads that keep it.
 
-    Dropout acts on softmax heads only: the other mechanisms form no probabilities.
+    Dropout acts on the probabilities of softmax heads; the other mechanisms form none and lose whole keys.
     """
     if observed():
         for observer in tuple(_observers):
@@ -217,10 +217,20 @@ def weights(choice: Choice, call: Call) -> Tensor:
     return torch.where(chosen[:, None, None], A, of(KEPT))
 
 
+def without_some_keys(call: Call) -> Call:
+    """Attention dropout of a mechanism that forms no probabilities: keys leave a sequence with that probability, for
+    all queries and heads at once. The others need no factor: what mechanisms take is a mean over the keys."""
+    stay = torch.rand(*call.key.shape[:-3], call.key.shape[-2], device=call.key.device) >= call.dropout_p
+    mask = call.key_mask
+    if mask is not None:
+        stay = mask & stay if mask.dtype == torch.bool else mask * stay
+    return call._replace(key_mask=stay, dropout_p=0.0)
+
+
 def _all_heads(choice: Choice, call: Call) -> Tensor:
     mechanism = zoo.get(choice.attention)
-    if not mechanism.dropout:
-        call = call._replace(dropout_p=0.0)
+    if not mechanism.dropout and call.dropout_p:
+        call = without_some_keys(call)
     if call.query.shape[-3] != call.key.shape[-3]:
         if mechanism.grouped_queries:
             call = call._replace(enable_gqa=True)

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from .inside import wants_weights
 from .masks import DenseMaskError, dense, every_key, key_mask_function, linear_form, understood
 
 MIXED = "cumulant_mixed"  # the implementation of a model whose layers differ
+BASE = "transformers.modeling_utils"  # has the base of all models, which knows the registry for them
 CARRIED = "_cumulant_cache"  # attribute of keys that come from a MomentsCache
 UNSUPPORTED = {
     "position_bias": "adds a position bias to the logits",
@@ -58,12 +59,57 @@ def register_transformers(*names: str) -> list[str]:
     from .loading import watch  # which puts plans into models, and those need this
 
     watch()
+    _ours.update(choices, (MIXED,))
+    _guard()
     return list(choices)
+
+
+_ours: set[str] = set()
+
+
+def _guard() -> None:
+    """Let transformers refuse our names for models that would take them and go on computing softmax."""
+    from transformers import PreTrainedModel
+
+    if getattr(PreTrainedModel, "_cumulant_guard", False):
+        return
+    kind: Any = PreTrainedModel
+    correct, put = kind.get_correct_attn_implementation, kind.set_attn_implementation
+
+    @wraps(correct)
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
+        found = correct(self, *args, **kwargs)
+        _check_asks(type(self), found)
+        return found
+
+    @wraps(put)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        _check_asks(type(self), attn_implementation)
+        put(self, attn_implementation, *args, **kwargs)
+
+    kind.get_correct_attn_implementation = get_correct_attn_implementation
+    kind.set_attn_implementation = set_attn_implementation
+    kind._cumulant_guard = True
+
+
+def _check_asks(kind: Any, name: Any) -> None:
+    """An error for a class of models under a name of ours whose attention never asks the registry."""
+    if not isinstance(name, str) or name not in _ours or kind._can_set_attn_implementation():
+        return
+    home = sys.modules.get(kind.__module__)
+    there: list[Any] = [x for x in vars(home or kind).values() if isinstance(x, type) and issubclass(x, nn.Module)]
+    if any(_class_asks(x) for x in there):
+        return
+    raise ValueError(
+        f"{kind.__name__} takes attn_implementation={name!r} but computes attention itself, and would go on with "
+        "softmax; cumulant.convert(model) replaces such modules where they are plain, and says why where they are not"
+    )
 
 
 @cache
 def _class_asks(kind: Any) -> bool:
-    named = [f for base in kind.__mro__ if base is not nn.Module for f in vars(base).values() if hasattr(f, "__code__")]
+    bases = [base for base in kind.__mro__ if base.__module__ not in ("torch.nn.modules.module", BASE)]
+    named = [f for base in bases for f in vars(base).values() if hasattr(f, "__code__")]
     return any("ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(f).__code__.co_names for f in named)
 
 
@@ -95,11 +141,6 @@ def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
         **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
         choice = getattr(module, TAG, None) if fixed is None else fixed
-        if fixed is not None and dropout:
-            raise ValueError(
-                f"dropout={dropout} on attention probabilities, but {fixed.attention!r} forms none; set the attention "
-                "dropout of the config to 0, or use cumulant.convert, which switches it off and reports it"
-            )
         attention_mask = linear_form(attention_mask)
         reason = None
         if fixed is None and (choice is None or choice.attention == "softmax" or _discovery is not None):
@@ -118,7 +159,7 @@ def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
             shared: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
             return _softmax(module, query, key, value, attention_mask, shared)
         # A layer that stays softmax goes through our own, so that observers see it; the answer is the same.
-        call = Call(query, key, value, scale=scaling, dropout_p=dropout if choice.drops else 0.0)
+        call = Call(query, key, value, scale=scaling, dropout_p=dropout)
         return _converted(module, choice, call, attention_mask, is_causal, rest)
 
     return attend

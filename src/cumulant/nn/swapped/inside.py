@@ -228,7 +228,7 @@ def attend(
         raise ValueError(
             f"{type(module).__name__} is causal and computes attention itself: {choice} cannot follow it there"
         )
-    call, rows = placed(choice, call._replace(dropout_p=dropout if choice.drops else 0.0), pattern.offset)
+    call, rows = placed(choice, call._replace(dropout_p=dropout), pattern.offset)
     return mix(module, choice, call)[:, :, rows].reshape(*query.shape[:-1], value.shape[-1])
 
 

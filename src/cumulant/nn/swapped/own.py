@@ -50,8 +50,8 @@ def swap(name: str, module: nn.Module, choice: Choice) -> Callable[[], None]:
     after: dict[str, Any] = {
         "mechanism": mechanism,
         "attention_options": dict(choice.options),
-        "attn_drop": module.attn_drop if choice.drops else 0.0,
-        "fold": "auto" if choice.foldable and not several and _plain(module) else False,
+        "attn_drop": module.attn_drop,
+        "fold": "auto" if choice.foldable and not several and not module.attn_drop and _plain(module) else False,
         **{key: HeadMix(choice, module) for key in mixers},
     }
     _put(module, after)

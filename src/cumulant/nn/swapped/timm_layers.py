@@ -178,7 +178,7 @@ class ConvertedAttention(nn.Module):
             isinstance(getattr(self, name, None), nn.Identity | None) for name in ("q_norm", "k_norm", "norm", "gate")
         )
         square = getattr(self, "qkv", None) is not None and self.qkv.weight.shape[0] == 3 * x.shape[-1]
-        may = bool(self.fold and self.choice.foldable and plain and square and rope is None)
+        may = bool(self.fold and self.choice.foldable and plain and square and rope is None and not self._dropout())
         return folds("auto" if may else False, x, self.num_heads, is_causal=is_causal)
 
 
