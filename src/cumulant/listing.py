@@ -113,22 +113,25 @@ def models() -> tuple[list[dict[str, Any]], str]:
     width = max(len(row["name"]) for row in rows)
     lines = [f"{'name':{width}}  {'parameters':>11}  {'GMACs':>9}  input"]
     for row in rows:
-        work = "" if row["macs"] is None else f"{row['macs'] / 1e9:,.3f}"
+        work = "depends" if row["macs"] is None else f"{row['macs'] / 1e9:,.3f}"
         size = " x ".join(map(str, row["input"])) or "any"
         lines.append(f"{row['name']:{width}}  {row['parameters']:11,}  {work:>9}  {size}")
     return rows, "\n".join([*lines, MODELS_LEGEND])
 
 
-def multiply_adds(model: Any, shape: tuple[int, ...]) -> int:
+def multiply_adds(model: Any, shape: tuple[int, ...]) -> int | None:
     """Of all matrix products and convolutions for one input of that shape, counted while a forward pass runs that
-    computes no numbers: the model is on the meta device."""
+    computes no numbers: the model is on the meta device. None where they depend on what is in the input."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     tokens = len(shape) == 1
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.eval()(torch.empty(1, *shape, device="meta", dtype=torch.int64 if tokens else torch.float32))
+        try:
+            model.eval()(torch.empty(1, *shape, device="meta", dtype=torch.int64 if tokens else torch.float32))
+        except RuntimeError:  # it asks for the numbers, to leave tokens out, say
+            return None
     return counter.get_total_flops() // 2
 
 
