@@ -103,13 +103,29 @@ def test_blocks_and_streams_check_their_options():
     ("change", "kind", "message"),
     [
         (lambda q, k, v: (q, k, v.double()), TypeError, r"share dtype and device, got torch.float32 on cpu"),
-        (lambda q, k, v: (q, k.long(), v), TypeError, r"key must be floating point, got torch.int64"),
+        (lambda q, k, v: (q, k.long(), v), TypeError, r"key must be floating point.*got torch.int64"),
         (lambda q, k, v: (q, k, v.tolist()), TypeError, r"value must be a torch.Tensor, got list"),
-        (lambda q, k, v: (q, k[..., :5], v), ValueError, r"key must be as the tokens before it, \(2, 2, tokens, 6\)"),
-        (lambda q, k, v: (q, k.double(), v.double()), TypeError, r"kept in torch.float32 on cpu, got torch.float64"),
-        (lambda q, k, v: (q[..., :5], k, v), ValueError, r"query must be \(2, heads, queries, 6\).*\(2, 2, 1, 5\)"),
+        (
+            lambda q, k, v: (q, k[..., :5], v),
+            ValueError,
+            r"query and key must have the same batch and width.* 6\).* 5\)",
+        ),
+        (
+            lambda q, k, v: (q, k.double(), v.double()),
+            TypeError,
+            r"must share a dtype, got query torch.float32, key torch.float64",
+        ),
+        (
+            lambda q, k, v: (q[..., :5], k, v),
+            ValueError,
+            r"same batch and width, got \(2, 2, 1, 5\) and \(2, 2, tokens, 6\)",
+        ),
         (lambda q, k, v: (q[:, :1].repeat(1, 3, 1, 1), k, v), ValueError, r"query heads \(3\) must be a multiple"),
-        (lambda q, k, v: (q.repeat(1, 1, 2, 1), k, v), ValueError, r"must hold one token"),
+        (
+            lambda q, k, v: (q.repeat(1, 1, 2, 1), k, v),
+            ValueError,
+            r"query must have shape .* one token, got \(2, 2, 2, 6\)",
+        ),
     ],
     ids=["types", "integers", "a list", "width", "another type", "query width", "heads", "two queries"],
 )
@@ -130,7 +146,7 @@ def test_weights_and_assignments_name_what_they_were_given():
         cluster_scores(query, key[0, 0, 0], clusters=4)
     with pytest.raises(TypeError, match=r"options must be KMeans.*got int"):
         kmeans_assignment(query, key, 4)
-    with pytest.raises(TypeError, match=r"scale must be a number, got str"):
+    with pytest.raises(TypeError, match=r"scale must be a number, got 'large'"):
         ClusterStream(Blocks(4), scale="large")
 
 

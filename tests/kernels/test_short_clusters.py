@@ -57,10 +57,10 @@ def test_poisoned_memory_may_be_a_leaf() -> None:
 @pytest.mark.parametrize("prefix", [2, 32])
 def test_many_prefix_tokens(prefix: int) -> None:
     q, k, v = tokens(1, 1, 20, 16), tokens(1, 2, 60, 16, mean=1)[:, :1], tokens(1, 1, 60, 16, seed=2)
-    compare(q, k, v, clusters=7, prefix=prefix)
+    compare(q, k, v, clusters=8, prefix=prefix)
 
 
-@pytest.mark.parametrize(("clusters", "L"), [(21, 21), (30, 60), (1, 33), (3, 151)])
+@pytest.mark.parametrize(("clusters", "L"), [(21, 21), (30, 60), (1, 33), (5, 151)])
 def test_single_tokens_pairs_and_clusters_as_long_as_a_tile(clusters: int, L: int) -> None:
     q, k, v = (tokens(1, 1, L, 64, seed=i) for i in range(3))
     compare(q, k, v, clusters=clusters, prefix=L % 2)
@@ -131,10 +131,8 @@ def test_two_runs_are_bitwise_equal() -> None:
     [
         ({"clusters": 6, "near": 1}, "near=0, got 1"),
         ({"clusters": 6, "response": 2, "variance": "full"}, "all clusters respond, got response=2"),
-        ({"clusters": 2, "prefix": 1}, "at most 64 tokens in a cluster, got 65"),
-        ({"clusters": 12, "prefix": 33}, "at most 32 prefix tokens, got 33"),
     ],
-    ids=["near", "few respond", "long clusters", "long prefix"],
+    ids=["near", "few respond"],
 )
 def test_what_the_kernels_cannot_take_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
     q = tokens(1, 2, 130, 16)

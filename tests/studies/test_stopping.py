@@ -10,56 +10,19 @@ from pathlib import Path
 import pytest
 from small_studies import SMALL
 
-from cumulant import cli
-from cumulant.studies import runs
 from cumulant.studies.budget import epochs_done
 from cumulant.train import read_log
 
 TWO_ENDLESS_RUNS = ["--attention", "softmax", "linear", "--seeds=1", "--control=0", "--workers=2", "--epochs=100000"]
 
 
-class Command:
-    """`cumulant reproduce` in a group of its own, as a shell starts it.
-
-    `fresh` is the command in a new interpreter, whose workers start anew too. Otherwise they are copies of this one,
-    which saves four imports of torch: what is sent to whom, and what is done then, is the same.
-    """
-
-    def __init__(self, out, fresh=False):
-        words = ["reproduce", "--out", str(out), *TWO_ENDLESS_RUNS, "--change", *SMALL, "log_steps=1"]
-        self.told, self.status = out.with_name(f"{out.name}.err"), None
-        with self.told.open("w") as errors:
-            if fresh:
-                line = [sys.executable, "-m", "cumulant.cli", *words]
-                devnull = subprocess.DEVNULL
-                self.pid = subprocess.Popen(line, stderr=errors, stdout=devnull, start_new_session=True).pid
-                return
-            import torch._dynamo  # noqa: F401  training does, and each worker would by itself
-
-            self.pid = os.fork()
-            if self.pid == 0:
-                os.setsid()
-                os.dup2(errors.fileno(), 2)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                sys.stderr, sys.stdout = (os.fdopen(number, "w", closefd=False) for number in (2, 1))  # not pytest's
-                runs.START = "fork"
-                status = 1
-                try:
-                    status = cli.main(words)
-                finally:
-                    sys.stderr.flush()
-                    os._exit(status)
-
-    def running(self):
-        if self.status is None:
-            process, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if process else None
-        return self.status is None
-
-    def said(self):
-        """What it told on the way to its end, which must come."""
-        wait_until(lambda: not self.running(), "the command did not end")
-        return self.told.read_text()
+def reproduce(out):
+    """The command in a group of its own, as a shell starts it."""
+    words = [sys.executable, "-m", "cumulant.cli", "reproduce", "--out", str(out)]
+    return subprocess.Popen(
+        [*words, *TWO_ENDLESS_RUNS, "--change", *SMALL, "log_steps=1"], stderr=subprocess.PIPE, text=True,
+        start_new_session=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
 
 
 def folders(out):
@@ -74,66 +37,61 @@ def wait_until(seen, otherwise):
     raise AssertionError(otherwise)
 
 
-def wait_until_both_train(command, out):
-    wait_until(lambda: len(folders(out)) == 2 or not command.running(), "the two runs did not begin")
-    assert command.running(), command.said()
+def wait_until_both_train(child, out):
+    wait_until(lambda: len(folders(out)) == 2 or child.poll() is not None, "the two runs did not begin")
+    assert child.poll() is None, child.communicate()[1]
     return folders(out)
 
 
-def ctrl_c(command):
+def ctrl_c(child):
     """What a terminal does: one SIGINT to every process of the group."""
-    os.killpg(command.pid, signal.SIGINT)
+    os.killpg(child.pid, signal.SIGINT)
 
 
-def timeout(command):
+def timeout(child):
     """What `timeout -s INT` does: a signal to the command, and one more to its group."""
-    os.kill(command.pid, signal.SIGINT)
-    ctrl_c(command)
+    child.send_signal(signal.SIGINT)
+    ctrl_c(child)
 
 
-def ended(command):
+def ended(child):
     """The command alone is told to end, as `kill` does."""
-    os.kill(command.pid, signal.SIGTERM)
+    child.terminate()
 
 
-def everyone(command):
+def everyone(child):
     """A batch system ends all processes of a job, each by itself."""
-    for number in Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split():
+    for number in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split():
         os.kill(int(number), signal.SIGTERM)
-    ended(command)
+    child.terminate()
 
 
-@pytest.mark.parametrize(
-    ("stop", "fresh"), [(ctrl_c, False), (timeout, True), (ended, False), (everyone, False)],
-    ids=["ctrl_c", "timeout, in new interpreters", "ended", "everyone"],
-)  # fmt: skip
-def test_a_stop_keeps_every_running_run_and_says_so(tmp_path, stop, fresh):
-    out = tmp_path / "out"
-    command = Command(out, fresh)
-    there = wait_until_both_train(command, out)
-    stop(command)
-    said = command.said()
-    assert command.status == 130
+@pytest.mark.parametrize("stop", [ctrl_c, timeout, ended, everyone])
+def test_a_stop_keeps_every_running_run_and_says_so(tmp_path, stop):
+    child = reproduce(tmp_path)
+    there = wait_until_both_train(child, tmp_path)
+    stop(child)
+    said = child.communicate(timeout=120)[1]
+    assert child.returncode == 130
     for name, folder in zip(("linear", "softmax"), there, strict=True):
         assert f"{name}, seed 0: kept after {epochs_done(folder):.2f} epochs" in said
         assert epochs_done(folder) > 0
 
 
 def test_the_same_command_goes_on_where_workers_without_a_parent_have_stopped(tmp_path):
-    out = tmp_path / "out"
-    command = Command(out)
-    there = wait_until_both_train(command, out)
-    os.kill(command.pid, signal.SIGKILL)  # nothing can be said any more; the workers notice that they are alone
-    command.said()
+    child = reproduce(tmp_path)
+    there = wait_until_both_train(child, tmp_path)
+    child.kill()  # nothing can be said any more; the workers notice that they are alone
+    child.communicate()
     wait_until(lambda: min(map(epochs_done, there)) > 0, "the workers kept nothing")
     before = {path: epochs_done(path) for path in there}
-    command = Command(out)
+    child = reproduce(tmp_path)
     try:
         beyond = lambda: all(read_log(path)[-1]["epoch"] > done + 1 for path, done in before.items())  # noqa: E731
         wait_until(beyond, "the runs did not go on")
     finally:
-        ended(command)
-        command.said()
+        ended(child)
+        child.communicate(timeout=120)
     for path in there:
         steps = [line["step"] for line in read_log(path) if line["kind"] == "train"]
         assert steps == list(range(1, len(steps) + 1)), "no step was done twice or left out"

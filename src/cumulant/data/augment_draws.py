@@ -105,7 +105,8 @@ def crop_sides(uniform: Tensor, settings: Augmentation, height: int, width: floa
     low, high = settings.crop_ratio
     tall, wide = _sides(uniform, settings.crop_scale, settings.crop_ratio, height * width)
     tall, wide, found = _first_that_fits(tall, wide, (tall <= height) & (wide <= width))
-    width = torch.as_tensor(width, dtype=tall.dtype, device=tall.device)
+    if not isinstance(width, Tensor):
+        width = torch.full_like(tall, width)  # filled there: a copy from the host would wait for the device
     most = (width / low).clamp(max=height), width.clamp(max=height * high)
     return torch.where(found, tall, most[0]), torch.where(found, wide, most[1])
 

@@ -21,7 +21,10 @@ def by_block(
     if len(names) == 1:
         names = names * count
     if len(names) != count:
-        raise ValueError(f"attention must be one name, or one for each of the {count} {what}, got {len(names)} names")
+        raise ValueError(
+            f"attention must be one name, or one for each of the {count} {what}, got {len(names)} names in "
+            f"{','.join(map(str, names))!r}; give several as words, without commas, where they are to be compared"
+        )
     if len(set(names)) == 1:
         return [{"attention": name, "attention_options": options} for name in names]
     known = {name: zoo.get(parse(name)[0]).options for name in names}

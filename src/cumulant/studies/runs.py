@@ -199,14 +199,11 @@ def how_far(runs: Iterable[Run], shop: Workshop) -> str:
     return "; ".join(said)
 
 
-START = "spawn"  # of worker processes: forked threads of torch would hang
-
-
 class _Team:
     """Worker processes, each fed with the next run as soon as it is free; they are ended here whatever happens."""
 
     def __init__(self, shop: Workshop, workers: int, report: Report, budget: Budget) -> None:
-        context: Any = multiprocessing.get_context(START)
+        context = multiprocessing.get_context("spawn")  # forked threads of torch would hang
         self.shop, self.report, self.budget = shop, report, budget
         self.tasks: Any = context.Queue()
         self.events: Any = context.Queue()
