@@ -120,7 +120,7 @@ def test_a_wrong_option_ends_with_the_nearest_or_what_is_right(capsys, words, wa
         (["digits", "--model", "vit_tiny", "--out", "OUT"], "vit_tiny_patch16_224"),
         (["digits", "--data", "nowhere", "--out", "OUT"], "nowhere"),
         (["digits", "--model-options", "depht=3", "--out", "OUT"], "did you mean 'depth'?"),
-        (["digits", "--model-options", "depth=deep", "--out", "OUT"], "cannot be built with {"),
+        (["digits", "--model-options", "depth=deep", "--out", "OUT"], "depth must be a whole number"),
         (["digits", "--data-options", "testpart=test", "--out", "OUT"], "did you mean 'test_part'?"),
         (["digits", "--model", "vivit_nano_patch4x2_32", "--out", "OUT"], "digits holds images"),
         (["digits", "--device", "tpu", "--out", "OUT"], "device must be cpu or cuda, got 'tpu'"),
