@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from cumulant.data.augmentation import Augmentation
@@ -63,6 +64,7 @@ def in_child(work) -> int:
     process = os.fork()
     if process == 0:
         try:
+            torch.set_num_threads(1)  # threads do not survive a fork: waiting for a second one would never end
             work()
         except BaseException:
             traceback.print_exc()
