@@ -137,6 +137,8 @@ def test_threads_change_no_bit(monkeypatch):
     inputs = [x.contiguous() for x in tokens(5000, 5000, width=16)]
     grad = torch.randn(1, 2, 5000, 16)
     alone, asked = with_gradients(attention, inputs, grad), []
+    monkeypatch.setattr(workers, "_POOLS", {})
+    monkeypatch.setattr(workers.torch, "set_num_threads", lambda count: None)  # or all tests after this one have three
     monkeypatch.setattr(workers.torch, "get_num_threads", lambda: asked.append(1) or 3)
     for x, y in zip(with_gradients(attention, inputs, grad), alone, strict=True):
         assert torch.equal(x, y)
