@@ -5,13 +5,25 @@ Shape legend: ... leading dimensions, H query heads, Hk key heads, L tokens, D w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 
 import torch
 from torch import Tensor
 
 ABSENT = float("-inf")
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch on `count` threads for a while. On small tensors several only wait for each other: take 1."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import zoo
+from ..tensors import threads
 from .error import relative_error
 from .provenance import cores
 
@@ -68,17 +68,6 @@ def peak_memory(call: Callable[[], Any]) -> int:
         peak = max(peak, held)
     del result  # alive until here: the output is part of the peak
     return peak
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Torch on `count` threads for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def scaling(

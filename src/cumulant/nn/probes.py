@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import zoo
+from ..tensors import threads
 from ..zoo.probes import LENGTH, draw, same
 from .registry import CLAIMS, create_layer, get_layer
 
@@ -24,13 +25,9 @@ def marks(name: str) -> dict[str, bool]:
 
     A mark is False if the use raises or if its result is not what the use requires.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         found = {claim: probe(name, claim) for claim in CLAIMS}
         return {**found, "any_mechanism": not refusing(name)}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def mechanism_for(name: str) -> str:

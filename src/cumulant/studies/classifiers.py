@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from cumulant.bench.scaling import threads
 from cumulant.studies.records import MAPS, failed_record, make_record
 from cumulant.studies.runs import Record
 from cumulant.studies.training import Training, Trainings
+from cumulant.tensors import threads
 from cumulant.train.files import write_atomically
 
 if TYPE_CHECKING:

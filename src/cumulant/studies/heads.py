@@ -95,7 +95,7 @@ class Layers(Trainings):
         return source if source.kind == "text" else super().share(run)
 
     def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
-        from cumulant.bench.scaling import threads
+        from cumulant.tensors import threads
         from cumulant.train import train
 
         recipe, start = replace(run.recipe, seed=run.seed, workers=0), time.perf_counter()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -49,6 +48,7 @@ def digits_models(
     progress: IO[str] | None = None,
 ) -> dict[str, Explorable]:
     """Digits models of these mechanisms: read from the folder `cache`, or trained into it with a progress bar."""
+    from ..tensors import threads
     from ..train import RecipeError, train
 
     models = {}
@@ -56,23 +56,10 @@ def digits_models(
         folder, recipe = cache / f"digits-{name}", digits_recipe(name, epochs)
         if not (folder / "result.json").is_file() and progress is not None:
             print(f"training a small digits model with {name} ({number} of {len(mechanisms)})", file=progress)
-        with one_thread():
+        with threads(1):  # models this small gain nothing from more, and on a busy machine wait for them
             try:
                 train(recipe, folder, device=device, fresh=fresh, progress=progress)
             except RecipeError:  # made by another version with another recipe
                 train(recipe, folder, device=device, fresh=True, progress=progress)
         models[name] = explorable(open_model(folder, device))
     return models
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and on a busy machine wait for it at every step."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..tensors import threads
 from .registry import CAPABILITIES, Mechanism, get, names
 
 LENGTH = 12
@@ -30,12 +31,8 @@ def capabilities(name: str | None = None) -> dict[str, dict[str, bool]]:
     means is said at the fields of `Mechanism`.
     """
     chosen = names() if name is None else [get(name).name]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on such small tensors threads only wait for each other
-    try:
+    with threads(1):
         return {one: {capability: probe(get(one), capability) for capability in CAPABILITIES} for one in chosen}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def probe(mechanism: Mechanism, capability: str) -> bool:
