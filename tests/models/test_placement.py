@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from cumulant.models import create_model
+from cumulant.models.parts import resize_positions
 from cumulant.models.tubelet import resize_time
-from cumulant.models.vit import resize_positions
 
 SMALL = {"depth": 2, "embed_dim": 16, "num_heads": 2, "num_classes": 3, "drop_path": 0.5}
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from cumulant import zoo
 from cumulant.models import VisionTransformer, create_model
+from cumulant.models.parts import DropPath, PatchEmbed, resize_positions
 from cumulant.models.registry import VIT_CONFIGS
-from cumulant.models.vit import DropPath, PatchEmbed, resize_positions
 from cumulant.zoo.mixing import Bound
 
 PARAMETERS = {

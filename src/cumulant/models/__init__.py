@@ -2,12 +2,22 @@
 
 import warnings
 
+from .backbone import Backbone, Features
 from .lm import LanguageModel
 from .registry import create_model, names, register_model
 from .vit import VisionTransformer
 from .vivit import ViViT
 
-__all__ = ["LanguageModel", "ViViT", "VisionTransformer", "create_model", "names", "register_model"]
+__all__ = [
+    "Backbone",
+    "Features",
+    "LanguageModel",
+    "ViViT",
+    "VisionTransformer",
+    "create_model",
+    "names",
+    "register_model",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..call import check_choice
+from .parts import resize_positions
 from .tubelet import TUBELET_INITS, over_time
-from .vit import VisionTransformer, resize_positions
+from .vit import VisionTransformer
 
 if TYPE_CHECKING:
     from .vivit import ViViT

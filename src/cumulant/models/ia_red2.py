@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from ..nn.heads.ia_red2 import Interpreter, decide, gather_kept, policy_loss, reward, scatter_kept
 from ..zoo.registry import options_of
-from .vit import Block, VisionTransformer
+from .backbone import FeatureInfo
+from .parts import Block
+from .vit import VisionTransformer
 
 
 class Kept(NamedTuple):
-    """What the interpreters said and decided: for each group I and u, (B, T)."""
+    """What the interpreters said and decided, for each group I and u, (B, T); and the tokens after it, (B, T, C)."""
 
     told: list[Tensor]
     kept: list[Tensor]
+    after: list[Tensor]
 
 
 @options_of(VisionTransformer)
@@ -52,14 +55,18 @@ class InterpretedViT(VisionTransformer):
             raise ValueError("an interpreter asks as the class token, which is never dropped: pool must be 'cls'")
         cast(Any, self.blocks[0]).attn.mechanism.require("key_mask")
         self.groups, self.threshold = groups, threshold
+        ends = [sum(groups[: number + 1]) - 1 for number in range(len(groups))]
+        self.feature_info = FeatureInfo(self.feature_info[end] for end in ends)
         place: dict[str, Any] = {"device": rest.get("device"), "dtype": rest.get("dtype")}
         self.interpreters = nn.ModuleList(
             Interpreter(self.embed_dim, interpreter_heads or heads, **place) for _ in groups
         )
 
-    def forward_features(self, images: Tensor) -> Tensor:
-        """Tokens (B, T, C) after the last block and norm, 0 where they were dropped."""
-        return self.passed(images)[0]
+    def _walk(self, x: Tensor, wanted: Sequence[int] = (), norm: bool = False, to_end: bool = True) -> Any:
+        """Tokens (B, T, C) after the last block and norm, 0 where they were dropped; maps after groups of blocks."""
+        last, found = self.passed(x)
+        states = [self._normed(found.after[group]) if norm else found.after[group] for group in wanted]
+        return last, [self._as_map(state, self.patch_embed.grid(*x.shape[-2:])) for state in states]
 
     def passed(
         self, images: Tensor, *, last: int | None = None, sample: int | None = None, dense: bool = False,
@@ -72,7 +79,7 @@ class InterpretedViT(VisionTransformer):
         """
         x, start = self.embed(images), 0
         kept = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        found = Kept([], [])
+        found = Kept([], [], [])
         for number, size in enumerate(self.groups):
             if fixed is not None:
                 kept, told = fixed[number] & kept, kept.to(x.dtype)
@@ -91,6 +98,7 @@ class InterpretedViT(VisionTransformer):
                 x = scatter_kept(few, there, back, x.shape)
             else:
                 x = _through(blocks, x, None)
+            found.after.append(x)
         return self.norm(x) * kept.unsqueeze(-1).to(x.dtype), found
 
     def heat(self, images: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..nn.attention import LAYER_NORM
 from ..nn.registry import get_layer, number_layers
 from ..nn.streams import LayerStream, Recomputed, stream_of
 from .mechanisms import by_block
-from .vit import Block, checked_extras, spread_drop_path
+from .parts import Block, checked_extras, drop_paths, spread_drop_path
 from .vocabulary import Vocabulary
 
 POSITIONS = ("auto", "rotary", "learned", "none")
@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
 
     def set_drop_path(self, rate: float) -> None:
         """Stochastic depth that grows linearly from 0 in the first block to `rate` in the last."""
-        spread_drop_path(self.blocks, rate)
+        spread_drop_path(drop_paths(self.blocks), rate)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.logits(self.blocks(self.embedded(tokens)))

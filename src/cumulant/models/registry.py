@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..grammar import read_blocks, suggest, write_blocks
+from .backbone import Features
 from .dual_stream import DualStream
 from .ia_red2 import InterpretedViT
 from .lm import LanguageModel
@@ -120,6 +121,8 @@ def create_model(
     attention: str | Sequence[str] = "softmax",
     layer: str | None = None,
     num_classes: int = 1000,
+    features_only: bool = False,
+    out_indices: int | Sequence[int] | None = None,
     **kw: Any,
 ) -> Any:
     """A freshly initialised model; `kw` are further arguments of its class: of `VisionTransformer` (img_size, pool,
@@ -128,10 +131,21 @@ def create_model(
     `attention` names a mechanism, with options behind it ("cumulant3+around=mean"), or one for each block, in a list or
     in one text ("4xagent,8xsoftmax"); `layer` names an attention layer. The arguments are kept in `model.config`, from
     which `cumulant.train.load` rebuilds it.
+
+    `features_only` makes a network of images a list of maps, those of `out_indices` (see `Features`): no classifier.
     """
+    known = model_arguments(name)
+    if features_only:
+        if input_kind(name) == "text":
+            raise ValueError(f"features_only=True makes maps of images and clips, and {name} takes texts")
+        kept = {"features_only": True, **({} if out_indices is None else {"out_indices": out_indices})}
+        made = Features(create_model(name, attention=attention, layer=layer, num_classes=0, **kw), out_indices)
+        made.config = {**(made.model.config or {}), **kept}
+        return made
+    if out_indices is not None:
+        raise ValueError(f"out_indices={out_indices!r} names levels of features: give features_only=True with it")
     attention = attention if isinstance(attention, str) else write_blocks(read_blocks(attention))
     given = {"attention": attention, "num_classes": num_classes, **kw, **({} if layer is None else {"layer": layer})}
-    known = model_arguments(name)
     unknown = [key for key in given if key not in known]
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]!r} of {name}; {suggest(unknown[0], known)}")

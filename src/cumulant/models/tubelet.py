@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import check_choice
-from .vit import as_product, resize_positions
+from .parts import as_product, resize_positions
 
 Grid = tuple[int, int, int]
 TUBELET_INITS = ("random", "inflate", "central")

@@ -18,28 +18,30 @@ from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
 from ..nn.extras import conv_kernel
 from ..zoo.grid import guess_grid, square_grid
+from .backbone import FeatureInfo
 from .from_image import load_image_weights
 from .mechanisms import by_block
-from .tubelet import TUBELET_INITS, TubeletEmbed, resize_clip_positions, resize_time
-from .vit import (
-    Backbone,
+from .parts import (
     Block,
     DropPath,
     Mlp,
-    VisionTransformer,
+    Repeated,
     checked_extras,
+    drop_paths,
     hidden_width,
     pair,
     resize_positions,
     spread_drop_path,
 )
+from .tubelet import TUBELET_INITS, TubeletEmbed, resize_clip_positions, resize_time
+from .vit import TokenBackbone, VisionTransformer
 
 VARIANTS = (1, 2, 3, 4, "average")
 AXIS_ORDERS = ("space-time", "time-space")
 DROP_PATH_STYLES = ("scaled", "released")
 
 
-class FactorisedBlock(nn.Module):
+class FactorisedBlock(Repeated):
     """Model 3: x + space(norm1(x)), then x + time(temporal_norm(x)), or the other way round, then x + mlp(norm2(x)).
 
     Space attends within each frame, (B n_t, S, C), time at each place, (B S, n_t, C).
@@ -82,7 +84,7 @@ class FactorisedBlock(nn.Module):
         return out.unflatten(0, places.shape[:2]).transpose(1, 2).flatten(1, 2)
 
 
-class ViViT(Backbone):
+class ViViT(TokenBackbone):
     """Clips (B, in_chans, T, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
     | variant | attention | sequences of |
@@ -207,7 +209,9 @@ class ViViT(Backbone):
             self.temporal_pos_embed = self._table(self.num_prefix_tokens + n_t, place)
             self.temporal_blocks = nn.Sequential(*(block("time", one) for one in mechanisms[depth:]))
             self.temporal_norm = LAYER_NORM(embed_dim, **place)
-        self.head = self._head(place)
+        self.head = self._made_classifier(embed_dim, place)
+        levels = range(depth)
+        self.feature_info = FeatureInfo.of((embed_dim, tubelet[1], f"blocks.{number}") for number in levels)
         self._finish(drop_path, init_std)
         self.register_load_state_dict_pre_hook(_resize_loaded_times)
 
@@ -221,9 +225,9 @@ class ViViT(Backbone):
     def set_drop_path(self, rate: float) -> None:
         """Stochastic depth that grows linearly from 0 in the first block of each encoder to `rate` in its last."""
         released = self.drop_path_style == "released"
-        spread_drop_path(self.blocks, 0.0 if released and self.variant == 3 else rate, rescale=not released)
+        spread_drop_path(drop_paths(self.blocks), 0.0 if released and self.variant == 3 else rate, rescale=not released)
         if self.variant == 2:
-            spread_drop_path(self.temporal_blocks, rate, rescale=not released)
+            spread_drop_path(drop_paths(self.temporal_blocks), rate, rescale=not released)
 
     def load_image_weights(self, image_model: VisionTransformer, tubelet_init: str = "central") -> list[str]:
         """Start from an image model of the same width, depth and patch size; see `models/from_image.py`.
@@ -249,26 +253,38 @@ class ViViT(Backbone):
             positions = resize_clip_positions(self.pos_embed, self.grid_size, grid)
         return self._with_positions(x, (self.cls_token,), positions)
 
-    def forward_features(self, clips: Tensor) -> Tensor:
+    def _begin(self, clips: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        return self.embed(clips), self.patch_embed.grid(*clips.shape[2:])
+
+    def _level(self, level: nn.Module, state: Tensor, at: tuple[int, ...]) -> Tensor:
+        return super()._level(level, state, at[1:] if self.per_frame else at)
+
+    def _as_map(self, state: Tensor, at: tuple[int, ...]) -> Tensor:
+        """(B, C, n_t, n_h, n_w), also where frames are encoded alone."""
+        if not self.per_frame:
+            return super()._as_map(state, at)
+        return super()._as_map(state, at[1:]).unflatten(0, (-1, at[0])).transpose(1, 2)
+
+    def _end(self, state: Tensor, at: tuple[int, ...]) -> Tensor:
         """Tokens after the last block and norm: (B, prefix + N, C) in variants 1, 3 and 4.
 
         In variant 2 these are the tokens over time, (B, prefix + n_t, C); for "average", each frame's pooled
         features, (B, n_t, C).
         """
-        x, grid = self.embed(clips), self.patch_embed.grid(*clips.shape[2:])
-        x = self.norm(self._encode(x, grid[1:] if self.per_frame else grid, self.blocks))
+        x = self.norm(state)
         if not self.per_frame:
             return x
-        x = self._pooled(x).unflatten(0, (-1, grid[0]))
+        x = super()._pooled(x).unflatten(0, (-1, at[0]))
         if self.variant == "average":
             return x
-        positions = resize_time(self.temporal_pos_embed, self.num_prefix_tokens, grid[0])
+        positions = resize_time(self.temporal_pos_embed, self.num_prefix_tokens, at[0])
         x = self._with_positions(x, (self.temporal_cls_token,), positions)
-        return self.temporal_norm(self._encode(x, (grid[0], 1), self.temporal_blocks))
+        for block in self.temporal_blocks:
+            x = super()._level(block, x, (at[0], 1))
+        return self.temporal_norm(x)
 
-    def forward_head(self, tokens: Tensor) -> Tensor:
-        """Pooling and classification of what `forward_features` gives."""
-        return self.head(tokens.mean(1) if self.variant == "average" else self._pooled(tokens))
+    def _pooled(self, tokens: Tensor) -> Tensor:
+        return tokens.mean(1) if self.variant == "average" else super()._pooled(tokens)
 
     def _fitted(self, table: Tensor) -> Tensor:
         if self.per_frame:

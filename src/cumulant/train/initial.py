@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from ..data.part import shorten
 from ..models import create_model
 from ..models.from_image import load_image_weights
-from ..models.vit import VisionTransformer, square_grid
+from ..models.vit import VisionTransformer
 from ..models.vivit import ViViT
 from ..optional import needed
+from ..zoo.grid import square_grid
 from .checkpoint import read_header, weights_file
 
 HEADS = ("head.", "head_dist.")  # for other classes these are made anew

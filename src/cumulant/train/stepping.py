@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..models.vit import Block
-from ..models.vivit import FactorisedBlock
+from ..models.parts import Repeated
 
 PLAIN_CALLS = 2  # before recording: compilation, memory and the optimizer's state are made in them
 
@@ -22,7 +21,7 @@ PLAIN_CALLS = 2  # before recording: compilation, memory and the optimizer's sta
 def compile_blocks(model: nn.Module, mode: str | None) -> bool:
     """torch.compile every block of the model in place: equal blocks share their code, so that compiling takes as long
     as for one. False if the model has none."""
-    blocks = [module for module in model.modules() if isinstance(module, Block | FactorisedBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, Repeated)]
     for block in blocks:
         block.compile(dynamic=False, mode=mode)
     return bool(blocks)

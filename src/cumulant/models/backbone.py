@@ -1,0 +1,221 @@
+"""One interface for all vision networks, under timm's names: features, classifier, depth, memory.
+
+Shape legend: B images, C channels of a level, H x W pixels, S stride of a level.
+
+A network has levels (the blocks of a ViT, the stages of a pyramid), one entry of `feature_info` each, and says
+
+    _begin(images) -> state, at     the stem; `at` is what levels must know beside the state: a grid, say
+    _levels() -> modules            in order
+    _level(module, state, at)       what one does; `_run` in it saves memory where that is asked for
+    _as_map(state, at)              the state as a map (B, C, H/S, W/S)
+    _end(state, at)                 what `forward_features` returns
+    _pooled(features)               (B, num_features), what the classifier reads
+
+from which all else here follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..call import check_choice, check_count, check_dtype, check_flag
+from .parts import drop_paths, reset_linear, spread_drop_path
+
+FORMATS = ("NCHW", "NLC")
+
+
+class FeatureInfo(list[dict[str, Any]]):
+    """A level each, as timm writes them: {"num_chs": 384, "reduction": 16, "module": "blocks.5"}."""
+
+    @classmethod
+    def of(cls, levels: Iterable[tuple[int, int, str]]) -> FeatureInfo:
+        """From channels, stride and name of the module of each level."""
+        return cls({"num_chs": channels, "reduction": stride, "module": name} for channels, stride, name in levels)
+
+    def channels(self) -> list[int]:
+        return [level["num_chs"] for level in self]
+
+    def reduction(self) -> list[int]:
+        """Pixels from one place of the map to the next."""
+        return [level["reduction"] for level in self]
+
+    def module_name(self) -> list[str]:
+        return [level["module"] for level in self]
+
+    def taken(self, indices: int | Sequence[int] | None) -> list[int]:
+        """Levels in order: all, the last so many, or those of these numbers; negative ones count from the end."""
+        last = isinstance(indices, int) and not isinstance(indices, bool) and 0 < indices <= len(self)
+        if indices is None or last:
+            return list(range(len(self)))[-(cast(int, indices) or 0) :] if last else list(range(len(self)))
+        many = list(indices) if isinstance(indices, Sequence) and not isinstance(indices, str) else [None]
+        if not many or any(type(i) is not int or not -len(self) <= i < len(self) for i in many):
+            raise ValueError(f"indices must be None, a number of levels from 1 to {len(self)}, or numbers of levels "
+                             f"from {-len(self)} to {len(self) - 1}, got {indices!r}")  # fmt: skip
+        return sorted({cast(int, i) % len(self) for i in many})
+
+
+class Backbone(nn.Module):
+    """What every vision network answers; see the head of this file for what a subclass defines."""
+
+    feature_info: FeatureInfo
+    in_chans: int
+    grad_checkpointing = False
+    _begin: Any
+    _as_map: Any
+    _end: Any
+    _pooled: Any
+
+    def __init__(self, num_classes: int, num_features: int, init_std: float | None = 0.02) -> None:
+        super().__init__()
+        self.config: dict[str, Any] | None = None  # set by create_model
+        check_count("embed_dim", num_features)
+        self.num_classes, self.num_features, self.init_std = check_classes(num_classes), num_features, init_std
+
+    # What a subclass may say otherwise.
+
+    def _levels(self) -> Iterable[nn.Module]:
+        return cast(Any, self).blocks
+
+    def _level(self, level: nn.Module, state: Any, at: Any) -> Any:
+        return self._run(level, state)
+
+    def _normed(self, state: Any) -> Any:
+        raise ValueError(f"norm=True, but {type(self).__name__} has no norm that fits all of its levels")
+
+    def _set_pool(self, pool: str) -> dict[str, Any]:
+        """Pool otherwise from now on; returns the arguments of `create_model` that say so."""
+        raise ValueError(f"global_pool={pool!r}, but {type(self).__name__} pools in one way; leave it out")
+
+    def classifiers(self) -> dict[str, int]:
+        """Names of the last linear layers, with what they read: one, of `num_features`, unless a network has more."""
+        return {"head": self.num_features}
+
+    def _made_classifier(self, width: int, place: dict[str, Any]) -> nn.Module:
+        return nn.Linear(width, self.num_classes, **place) if self.num_classes else nn.Identity()
+
+    # What follows.
+
+    def checked(self, images: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W), or an error that says what they are instead."""
+        check_dtype("images", images)
+        if images.ndim != 4 or images.shape[1] != self.in_chans:
+            raise ValueError(
+                f"images must have shape (batch, {self.in_chans}, height, width), got {tuple(images.shape)}"
+            )
+        return images
+
+    def _run(self, module: nn.Module, *given: Any, **named: Any) -> Any:
+        """A call whose inner activations are computed again in the backward pass, where that was asked for."""
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(module, *given, use_reentrant=False, **named)
+        return module(*given, **named)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """In training keep only what goes in and out of each block, and compute the rest again: less memory, about a
+        third more time, the same gradients."""
+        check_flag("enable", enable)
+        self.grad_checkpointing = enable
+
+    def set_drop_path(self, rate: float) -> None:
+        """Stochastic depth that grows linearly from 0 in the first block to `rate` in the last."""
+        spread_drop_path(drop_paths(self), rate)
+
+    def _walk(self, x: Tensor, wanted: Sequence[int] = (), norm: bool = False, to_end: bool = True) -> Any:
+        """What `forward_features` returns (None unless `to_end`), and the maps of the levels that are wanted."""
+        state, at = self._begin(x)
+        maps: list[Tensor] = []
+        for index, level in enumerate(self._levels()):
+            state = self._level(level, state, at)
+            if index in wanted:
+                maps.append(self._as_map(self._normed(state) if norm else state, at))
+                if not to_end and len(maps) == len(wanted):
+                    return None, maps
+        return self._end(state, at), maps
+
+    def forward_features(self, x: Tensor) -> Any:
+        """What the network makes of its input before pooling."""
+        return self._walk(x)[0]
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        *,
+        norm: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """`forward_features` and maps (B, C, H/S, W/S) of levels, whose C and S are in `feature_info`.
+
+        Args:
+            indices: which levels: all, the last so many, or these.
+            norm: after the last norm of the network, where it fits them.
+            output_fmt: "NCHW", or "NLC" for tokens.
+            intermediates_only: maps alone; levels after the last of them are not run.
+        """
+        check_choice("output_fmt", output_fmt, FORMATS)
+        wanted = self.feature_info.taken(indices)
+        last, maps = self._walk(x, wanted, norm, to_end=not intermediates_only)
+        maps = [one.flatten(2).mT for one in maps] if output_fmt == "NLC" else maps
+        return maps if intermediates_only else (last, maps)
+
+    def forward_head(self, x: Any, pre_logits: bool = False) -> Any:
+        """Pooling and, unless `pre_logits`, classification of what `forward_features` gives."""
+        pooled = self._pooled(x)
+        return pooled if pre_logits else self.get_classifier()(pooled)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.forward_head(self.forward_features(x))
+
+    def get_classifier(self) -> nn.Module:
+        """The last linear layer; an identity where `num_classes` is 0."""
+        return self.get_submodule(next(iter(self.classifiers())))
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new, freshly drawn classifier for so many classes; 0 leaves it out. `global_pool`: another pooling."""
+        told = {} if global_pool is None else self._set_pool(global_pool)
+        self.num_classes = check_classes(num_classes)
+        weight = next(self.parameters())
+        for name, width in self.classifiers().items():
+            owner, _, last = name.rpartition(".")
+            fresh = self._made_classifier(width, {"device": weight.device, "dtype": weight.dtype})
+            if isinstance(fresh, nn.Linear):
+                reset_linear(fresh, self.init_std, (fresh.out_features,))
+            setattr(self.get_submodule(owner), last, fresh)
+        if self.config is not None:  # what a checkpoint is opened with
+            self.config |= {"num_classes": num_classes, **told}
+
+
+class Features(nn.Module):
+    """A network as a list of maps: images to [(B, C, H/S, W/S)], a level each; C and S are in `feature_info`.
+
+    Made by `create_model(name, features_only=True, out_indices=...)`.
+    """
+
+    def __init__(self, model: Backbone, out_indices: int | Sequence[int] | None = None) -> None:
+        super().__init__()
+        if not isinstance(model, Backbone):
+            raise TypeError(f"features come from a vision network, not from {type(model).__name__}")
+        self.model, self.config = model, model.config
+        self.out_indices = model.feature_info.taken(out_indices)
+        self.feature_info = FeatureInfo(model.feature_info[index] for index in self.out_indices)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        return self.model.forward_intermediates(images, self.out_indices, intermediates_only=True)
+
+    def set_drop_path(self, rate: float) -> None:
+        self.model.set_drop_path(rate)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.model.set_grad_checkpointing(enable)
+
+
+def check_classes(num_classes: int) -> int:
+    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
+        raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes!r}")
+    return num_classes
