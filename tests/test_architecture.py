@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "cumulant"
 
 # What every room may use: it uses nothing of the house itself but what stands to the right of it here.
-GROUND = ("call", "held", "moments", "closures", "tensors", "tracing", "lazy", "optional", "style", "command",
+GROUND = ("call", "held", "moments", "closures", "tensors", "tracing", "shards", "lazy", "optional", "style", "command",
           "grammar")  # fmt: skip
 # A room sees those to the right of it. `attention` is the files of the core: one idea, several files.
 INNER = ("train", "data", "models", "nn", "zoo", "cluster", "attention", "kernels")

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from . import shards
 from .around import around_mean, check_around
 from .call import Call, check_offsets, longest, offsets
 from .closures import check_closure
@@ -80,6 +81,9 @@ def attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor] = expand
         if form.order != 2 or form.around != "zero":
             got = f"order={form.order!r}, around={form.around!r}"
             raise ValueError(f"closure={form.closure!r} closes the second order around 0: pass order=2, got {got}")
+    across = shards.answerer()
+    if across is not None:
+        return across.attend(call, form, what)
     if form.around == "mean":
         return around_mean(what, call, form)
     call = call.checked()
@@ -134,6 +138,9 @@ def attention_varlen(
     form = Form(order, full, normalization, closure, around, apart, backend).checked()
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     call = Call(q, k, v, None, is_causal, scale, enable_gqa).checked()
+    across = shards.answerer()
+    if across is not None:
+        return across.varlen(call, form, cu_seq_q, cu_seq_k)
     plain = closure in (None, "gauss") and around == "zero"  # others need all of a sequence: one by one
     path = path_for(form, q, k, v, None, is_causal, call.softmax_scale) if plain else "reference"
     if not plain and form.backend == "auto":

@@ -13,12 +13,15 @@ reference point of a chunk is the mean of everything before it: near the data, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import Moments, _shifted, _uncentred, centred_sums, ratio, statistics_dtype
+from .moments import Moments, _shifted, _uncentred, added, centred_sums, means_dtype, ratio, statistics_dtype
 
+Carry = Callable[[Moments], Callable[[], Moments]]
 DIAGONAL_CHUNK = 64  # at D = E = 64 the chunk states then take no more room than the values
 FULL_CHUNK = 256  # the full third order carries D^2 E numbers a chunk, so fewer chunks
 
@@ -34,11 +37,13 @@ def causal_attention(
     scale: float,
     gain: Tensor | None = None,
     chunk: int | None = None,
+    carry: Carry | None = None,
 ) -> Tensor:
     """query (..., K, G, Lq, D), key (..., K, Lk, D), value (..., K, Lk, E), weights (..., K or 1, Lk) -> like query.
 
     Rows and keys are aligned at the first token; a row whose visible keys all have weight 0 gives 0. With `gain`
-    (..., 1) rows are sums instead of means: multiplied by it and by the weight that they see.
+    (..., 1) rows are sums instead of means: multiplied by it and by the weight that they see. `carry` takes the moments
+    of all tokens and gives, when it is asked, those of tokens before the first (..., K): a sequence goes on.
     Cost: L (C (D + E) + D E) a head, memory O(L) (times D^2 E / C when full).
     """
     length, dtype = query.shape[-2], statistics_dtype(query.dtype)
@@ -73,7 +78,9 @@ def causal_attention(
     q = F.pad(query.to(dtype) * scale, (0, 0, 0, rows - length)).unflatten(-2, (N, C))
     q = q.movedim(-4, -3)  # (..., K, N, G, C, D): a chunk's query heads share its keys
 
-    before = _prefix(centred_sums(key, value, order, full, weights))
+    chunks = centred_sums(key, value, order, full, weights)
+    first_moments = None if carry is None else _carried(carry, chunks, key_origin, value_origin)
+    before = _prefix(chunks, first_moments)
     key, value = key - before.key_mean.unsqueeze(-2), value - before.value_mean.unsqueeze(-2)
     W = before.weight.unsqueeze(-1) + weights.cumsum(-1)
     over_W = ratio(torch.ones_like(W), W)
@@ -125,23 +132,48 @@ def _scores(q: Tensor, key: Tensor, weights: Tensor, over_W: Tensor, before: Mom
     return A, product(features, torch.cat((before.S, before.T), -2))
 
 
-def _prefix(chunks: Moments) -> Moments:
+def _carried(carry: Carry, chunks: Moments, *origins: Tensor) -> Callable[[], Moments]:
+    """What comes before all chunks, (..., K), measured from the origins (..., K, 1, D or E) as they are."""
+    dim = chunks.weight.ndim - 1
+    own = chunks.filled(x.movedim(dim, 0) for x in chunks.kept()).union(added)
+    points = [x.squeeze(-2).to(means_dtype(x)) for x in origins]
+    waiting = carry(own._replace(key_mean=own.key_mean + points[0], value_mean=own.value_mean + points[1]))
+
+    def moved() -> Moments:
+        first = waiting()
+        return first._replace(key_mean=first.key_mean - points[0], value_mean=first.value_mean - points[1])
+
+    return moved
+
+
+def _sums(moments: Moments, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    W, k, v, *rest = moments.to(dtype)
+    return W, W.unsqueeze(-1) * k, W.unsqueeze(-1) * v, *_shifted(W, k, v, *rest)
+
+
+def _prefix(chunks: Moments, first: Callable[[], Moments] | None = None) -> Moments:
     """Moments of everything before each chunk, from those of the chunks along the last leading dimension.
 
     The sums run in float64 where the device has it: raw sums about the first token, which a drifting sequence
-    can take far off centre, then lose nothing before they are centred again.
+    can take far off centre, then lose nothing before they are centred again. `first` gives what comes before all; it is
+    asked last, since it may have to be waited for.
     """
     dtype = chunks.weight.dtype
     wide = dtype if chunks.weight.device.type == "mps" else torch.float64
     dim = chunks.weight.ndim - 1
-    W, k, v, *rest = chunks.to(wide)
-    sums = (W, W.unsqueeze(-1) * k, W.unsqueeze(-1) * v, *_shifted(W, k, v, *rest))
 
     def before(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         return torch.cat((torch.zeros_like(x.narrow(dim, 0, 1)), x.cumsum(dim).narrow(dim, 0, x.shape[dim] - 1)), dim)
 
-    W, k, v, *rest = (before(x) for x in sums)  # type: ignore[assignment]
+    sums = [before(x) for x in _sums(chunks, wide)]
+    if first is not None:
+        both = zip(sums, _sums(first(), wide), strict=True)
+        sums = [None if x is None or y is None else x + y.unsqueeze(dim) for x, y in both]
+    W, k, v, *rest = sums
+    assert W is not None
+    assert k is not None
+    assert v is not None
     k, v = ratio(k, W.unsqueeze(-1)), ratio(v, W.unsqueeze(-1))
     return Moments(W, k, v, *_uncentred(W, k, v, *rest)).to(dtype)

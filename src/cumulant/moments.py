@@ -14,6 +14,7 @@ it: of two means far from the origin a merge needs the small difference. So keys
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,26 @@ class Moments(NamedTuple):
             return Moments(W, key_mean, value_mean)
         a, b = self._about(key_mean, value_mean), other._about(key_mean, value_mean)
         return Moments(W, key_mean, value_mean, *(_sum(x, y) for x, y in zip(a, b, strict=True)))
+
+    def union(self, add: Callable[..., tuple[Tensor, ...]]) -> Moments:
+        """Moments of the union of many disjoint sets, over which `add` sums tensors: `added`, or a sum over workers.
+
+        Means first, then sums about the mean of all: two sums, of 1 + D + E and of D + 2 D E numbers at order 3.
+        """
+        W, k, v = self[:3]
+        weight, *means = add(W, W.unsqueeze(-1) * k, W.unsqueeze(-1) * v)
+        key_mean, value_mean = (ratio(x, weight.unsqueeze(-1)) for x in means)
+        about = [x for x in self._about(key_mean, value_mean) if x is not None]
+        return Moments(weight, key_mean, value_mean, *(add(*about) if about else ()))
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """The fields that are there."""
+        return tuple(x for x in self if x is not None)
+
+    def filled(self, fields: Iterable[Tensor]) -> Moments:
+        """Moments of the same kind with other fields, in the order of `kept`."""
+        new = iter(fields)
+        return Moments._make(None if x is None else next(new) for x in self)
 
     def remove(self, other: Moments) -> Moments:
         """Moments of the set without the tokens of `other`, which must be in it: the inverse of `merge`.
@@ -252,6 +273,11 @@ def _centre(x: Tensor, share: Tensor) -> Centred:
     x = x - mean
     rest = (share * x).sum(-2, keepdim=True)
     return (mean.squeeze(-2), rest.squeeze(-2)), x - rest
+
+
+def added(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each summed over its first dimension, that of the sets in `Moments.union`."""
+    return tuple(x.sum(0) for x in tensors)
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import shards
 from ..call import check_flag
 from ..kernels import launch, notice
 from ..moments import ratio, statistics_dtype
@@ -76,7 +77,7 @@ def folds(
     `fold` is True, False, or "auto": where it is expected to be faster and nobody watches.
     """
     check_flag("is_causal", is_causal)
-    if _plain_layers:
+    if _plain_layers or shards.answerer() is not None:  # the tokens of other workers are in no covariance of ours
         return False
     if fold is True and is_causal:
         raise ValueError('fold=True has no causal form: use fold="auto" or False, or pass is_causal=False')

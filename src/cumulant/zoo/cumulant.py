@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import shards
 from ..attention import attend, attention_varlen
 from ..call import Call
 from ..expansion import Form, weigh
@@ -50,7 +51,8 @@ def _mechanism(order: int) -> Mechanism:
     @options_of(partial(Form, order))
     def function(call: Call, **options: Any) -> Tensor:
         form = Form(order, **options)
-        if form == Form(1) and call.key_mask is None and not call.is_causal and not transformed():
+        whole = not transformed() and shards.answerer() is None
+        if form == Form(1) and call.key_mask is None and not call.is_causal and whole:
             return mean_of_values(call)
         return attend(call, form)
 
@@ -69,7 +71,9 @@ def _mechanism(order: int) -> Mechanism:
         stream=partial(Stream, order=order),
         packed=partial(attention_varlen, order=order),
         wants_query_mask=True,  # for around="mean": padded queries are not in the mean
-        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged raw key_shift"),
+        **can(
+            "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged raw key_shift mergeable"
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from .. import shards
 from ..call import Call, check_flag, check_share
 from ..grammar import parse, suggest, write
 from ..tracing import without_autocast
@@ -73,6 +74,7 @@ class Mechanism:
     subquadratic: bool = False
     streaming: bool = False  # a state of constant size can be carried from token to token
     ragged: bool = False  # packed sequences of different lengths without padding
+    mergeable: bool = False  # what it knows of keys and values merges: a sequence may be split over workers
     dropout: bool = False  # `dropout_p` acts on its probabilities
 
     # Behaviour that follows from the formula; the conformance suite checks both what is and what is not claimed.
@@ -142,6 +144,8 @@ class Mechanism:
     def run(self, call: Call, **options: Any) -> Tensor:
         """The output for a call, (..., H, Lq, E)."""
         self.check(call)
+        if shards.answerer() is not None:
+            self.require("mergeable", "a sequence split over workers (context_parallel)")
         return self._prepared(self.function, call, options)
 
     def weigh(self, call: Call, **options: Any) -> Tensor:

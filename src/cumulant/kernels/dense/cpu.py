@@ -20,10 +20,10 @@ Backward, tokens are centred about the means as float32 holds them, x = k~ + a a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,24 +49,34 @@ def attention(
     weights: Tensor | None,
     order: int,
     scale: float,
-    total: Tensor | None,
+    total: Tensor | bool | None,
     reference: Callable[[Tensor, Tensor, Tensor], Tensor],
+    across: Across | None = None,
 ) -> Tensor:
     """query (B, Hq, Lq, D), key (B, H, Lk, D), value (B, H, Lk, E), weights (B, Lk) or None -> (B, Hq, Lq, E).
 
-    `total` (B or 1, 1, 1, 1): nu, where it is not 1. `reference` computes the same by differentiable operations; only
-    second derivatives and batched gradients use it. Cost: 2 L D E products a head at order 2, 4 L D E at order 3; reads
-    q, k, v once, writes the output once.
+    `total` (B or 1, 1, 1, 1): nu, where it is not 1; True: the sum of the weights. `reference` computes the same by
+    differentiable operations; only second derivatives and batched gradients use it. `across` has what the tokens and
+    queries of other workers add. Cost: 2 L D E products a head at order 2, 4 L D E at order 3; reads q, k, v once,
+    writes the output once.
     """
     if weights is not None:  # before anything asks which are 0: what the statistics cannot hold is
         weights = weights.to(statistics_dtype(query.dtype))
-    return _Attention.apply(query, key, value, weights, order, scale, total, reference)
+    return _Attention.apply(query, key, value, weights, order, scale, total, reference, across)
+
+
+class Across(Protocol):
+    """Where other workers hold more of the sequence: what their tokens and queries add."""
+
+    def merge(self, moments: Moments) -> Moments: ...
+
+    def add(self, *tensors: Tensor) -> tuple[Tensor, ...]: ...
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
-        ctx.order, ctx.scale, ctx.total, ctx.reference = rest
+        ctx.order, ctx.scale, ctx.total, ctx.reference, ctx.across = rest
         ctx.save_for_backward(query, key, value, weights)
         out, tiles, kept = empty_like_rows(query, value.shape[-1]), list(_tiles(key)), is_plain(query)
 
@@ -77,12 +87,15 @@ class _Attention(torch.autograd.Function):
 
         def read_out(task: tuple[Moments, _Tile, slice]) -> None:
             state, tile, n = task
-            nu = tile.total(ctx.total)
+            nu = tile.total(ctx.total, state)
             _read_out(tile(query, n), state, nu, tile(out, n), ctx.scale, _Workspace(query, kept))
 
         spans = _spans(len(tiles), key)
         parts = _run(moments, [(tile, n) for n in spans for tile in tiles], kept)
         ctx.states = [reduce(Moments.merge, parts[i :: len(tiles)]) for i in range(len(tiles))]
+        if ctx.across is not None:
+            whole = ctx.across.merge(Moments._make(_of_tiles(ctx.states)))
+            ctx.states = [Moments._make(one) for one in _to_tiles(whole, [len(x.weight) for x in ctx.states])]
         both = zip(ctx.states, tiles, strict=True)
         _run(read_out, [(*one, n) for one in both for n in _spans(len(tiles), query)], kept)
         return out
@@ -90,7 +103,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with without_autocast("cpu"):  # which a caller may have left on
-            return (*_Attention.gradients(ctx, grad), None, None, None, None, None)
+            return (*_Attention.gradients(ctx, grad), *(None,) * 6)
 
     @staticmethod
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,18 +121,22 @@ class _Attention(torch.autograd.Function):
 
         def queries(task: tuple[Moments, _Tile, slice]) -> Sums:
             state, tile, n = task
-            q, do, nu = tile(query, n), tile(grad, n), tile.total(ctx.total)
+            q, do, nu = tile(query, n), tile(grad, n), tile.total(ctx.total, state)
             return _backward_queries(q, do, state, nu, tile(dq, n), ctx.scale, _Workspace(query, kept))
 
         def keys(task: tuple[Moments, Sums, _Tile, slice]) -> None:
             state, sums, tile, n = task
             tokens, to = (tile(key, n), tile(value, n), tile.weights(weights, n)), (tile(dk, n), tile(dv, n))
-            nu = tile.total(ctx.total)
+            nu = tile.total(ctx.total, state)
             _backward_keys(*tokens, state, nu, sums, *to, ctx.scale, _Workspace(query, kept))
 
         both, spans = list(zip(ctx.states, tiles, strict=True)), _spans(len(tiles), query)
         parts = _run(queries, [(*one, n) for n in spans for one in both], kept)
         sums = [reduce(_added, parts[i :: len(tiles)]) for i in range(len(tiles))]
+        if ctx.across is not None:
+            third = sums[0][2] is not None
+            whole = ctx.across.add(*(x for x in _of_tiles(sums) if x is not None))
+            sums = _to_tiles(whole if third else (*whole, None), [len(x[0]) for x in sums])
         spans = _spans(len(tiles), key)
         _run(keys, [(one[0], some, one[1], n) for one, some in zip(both, sums, strict=True) for n in spans], kept)
         return dq, dk, dv
@@ -131,6 +148,16 @@ def _run(task: Callable[[Any], Any], items: list[Any], plain: bool) -> list[Any]
 
 def _added(a: Sums, b: Sums) -> Sums:
     return a[0] + b[0], a[1] + b[1], None if a[2] is None or b[2] is None else a[2] + b[2]
+
+
+def _of_tiles(parts: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
+    """What tiles found, side by side along their first dimension."""
+    return [None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)]
+
+
+def _to_tiles(whole: Sequence[Tensor | None], sizes: list[int]) -> list[Any]:
+    """The inverse: what belongs to each tile."""
+    return list(zip(*((None,) * len(sizes) if x is None else x.split(sizes) for x in whole), strict=True))
 
 
 class _Tile:
@@ -148,10 +175,12 @@ class _Tile:
         if x is None:
             return None
         x = x[self.batches, n]
-        return x[:, None].expand(-1, self.heads.stop - self.heads.start, -1).reshape(-1, x.shape[-1], 1)
+        return x[:, None].expand(-1, self.heads.stop - self.heads.start, -1).flatten(0, 1).unsqueeze(-1)
 
-    def total(self, x: Tensor | None) -> Tensor | None:
-        """(B or 1, 1, 1, 1) numbers as (g or 1, 1, 1)."""
+    def total(self, x: Tensor | bool | None, state: Moments) -> Tensor | None:
+        """(B or 1, 1, 1, 1) numbers as (g or 1, 1, 1); True: the weights of the state."""
+        if isinstance(x, bool):
+            return state.weight[:, None, None] if x else None
         if x is None or x.shape[0] == 1:
             return None if x is None else x[0]
         return x[self.batches, 0].repeat_interleave(self.heads.stop - self.heads.start, 0)
@@ -159,7 +188,7 @@ class _Tile:
 
 def _tiles(key: Tensor) -> Iterator[_Tile]:
     B, H, L, D = key.shape
-    pairs = max(1, TILE // (D * L))
+    pairs = max(1, TILE // max(1, D * L))
     batches, heads = max(1, pairs // H), min(H, pairs)
     heads = -(-H // -(-H // heads))  # even shares
     for b in range(0, B, batches):
@@ -171,8 +200,8 @@ def _spans(tiles: int, x: Tensor) -> list[slice]:
     """The tokens of x (B, heads, L, width) cut so that even few tiles of heads make `TASKS` tasks, of whole chunks."""
     L = x.shape[-2]
     n = max(TOKENS, L) if tiles >= TASKS else -(-L // -(-TASKS // tiles))
-    n = -(-n // TOKENS) * TOKENS
-    return [slice(start, min(L, start + n)) for start in range(0, L, n)]
+    n = max(1, -(-n // TOKENS)) * TOKENS
+    return [slice(start, min(L, start + n)) for start in range(0, max(1, L), n)]
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
@@ -253,6 +282,9 @@ def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, spa
     P, T = (space.zeros(g, D), torch.zeros_like(S)) if order == 3 else (None, None)
     absent = None
     as_they_are = False
+    if not L:
+        k_mean, v_mean = (S.new_zeros(g, width, dtype=torch.float64) for width in (D, E))
+        return Moments(S.new_zeros(g), k_mean, v_mean, S, P, T)
     if weights is None:
         W = torch.full((g, 1), float(L), dtype=space.dtype, device=space.device)
         k_mean, v_mean = (_sample(x, SAMPLE).mean(-2, dtype=space.dtype).view(g, -1) for x in (key, value))

@@ -1,0 +1,88 @@
+"""`context_parallel`: within it, attention sees the whole sequence while each worker holds its part.
+
+Shape legend: ... leading dimensions, H heads, L tokens of this worker, D, E widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import shards
+from ..call import Call, check_choice
+from ..cluster.backend import Case
+from ..expansion import Form, expand
+from .attend import attend
+from .exchange import Workers
+from .parts import Parts, check_lengths
+
+ORDERS = ("rank", "zigzag")
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh, dim: str = "cp", *, order: str = "rank", lengths: Sequence[int] | None = None
+) -> Iterator[Workers]:
+    """Within this, `attention` and what is built on it see the tokens of all workers along `dim` of the mesh.
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))
+        with context_parallel(mesh):
+            loss(model(shard(tokens, mesh))).backward()
+
+    Each worker holds a part of the sequence, of any length, none included. What it gets is its part of the whole
+    output, and gradients of the sum of all workers' losses. The backward pass belongs inside, too: layers that are
+    recomputed there ask again. All workers must make the same calls.
+
+    Args:
+        mesh: a `DeviceMesh`; `dim` names the dimension along which sequences are split.
+        order: "rank", parts follow each other as workers do; "zigzag", worker r holds pieces r and 2 W - 1 - r of 2 W.
+        lengths: tokens of every worker, for what needs to know places (packed sequences, softmax); gathered if None.
+
+    Yields the workers, for sums of one's own: `workers.add(x)`.
+    """
+    workers = Workers.of(mesh, dim)
+    check_choice("order", order, ORDERS)
+    if lengths is not None:
+        check_lengths(lengths, workers.size)
+    with shards.answered_by(Answerer(Parts(workers, order == "zigzag", lengths))):
+        yield workers
+
+
+class Answerer:
+    """Who answers attention calls inside `context_parallel`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def attend(self, call: Call, form: Form, what: Callable[..., Tensor]) -> Tensor:
+        """`cumulant.attention`."""
+        if what is not expand:
+            raise ValueError(
+                "no worker holds all keys, so that weights have no row to stand in: ask outside the context"
+            )
+        call = call.checked()
+        self.agree("attention", call, form)
+        with shards.answered_by(None):
+            return attend(self.parts, call, form)
+
+    def varlen(self, call: Call, form: Form, cu_seq_q: Tensor, cu_seq_k: Tensor) -> Tensor:
+        raise ValueError("attention_varlen is not split over workers; pass one sequence to attention")
+
+    def cluster(self, case: Case) -> Tensor:
+        raise ValueError("cluster_attention is not split over workers; use attention")
+
+    def agree(self, kind: str, call: Call, *facts: object) -> None:
+        """Raises unless all workers have the same kind of tokens, whatever their number."""
+        (H, _, D), key, value = call.query.shape[-3:], call.key, call.value
+        self.parts.workers.agree(
+            kind,
+            f"batch {tuple(call.lead)}",
+            f"heads {H} and {key.shape[-3]}",
+            f"widths {D} and {value.shape[-1]}",
+            call.query.dtype,
+            f"causal {call.is_causal}",
+            *facts,
+        )
