@@ -47,8 +47,7 @@ COMMANDS = {  # name -> where its options are, and what it does, as the first pa
     ),
     "study": (
         "studies.command:Study",
-        "Train what papers compare, in small, and say whether their ordering holds: each with seeds and an A/A "
-        "control.",
+        "Try what papers say about attention, in minutes: each claim is confirmed, refuted or not told apart.",
     ),
     "bench": (
         "studies.command:Bench",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import fill
@@ -136,11 +135,10 @@ def multiply_adds(model: Any, shape: tuple[int, ...]) -> int | None:
 
 
 def studies() -> tuple[list[dict[str, Any]], str]:
-    """What is compared in each, and the command that does it."""
-    from . import studies
+    """What is claimed in each, and how long it takes."""
+    from .studies.listed import listed
 
-    rows = [{"name": name, "summary": brief(studies.get(name))} for name in studies.names()]
-    return rows, "\n".join(f"{row['name']}\n{under(0, row['summary'])}" for row in rows)
+    return listed()
 
 
 LISTS: dict[str, Callable[[], tuple[list[dict[str, Any]], str]]] = {
@@ -149,11 +147,6 @@ LISTS: dict[str, Callable[[], tuple[list[dict[str, Any]], str]]] = {
     "models": models,
     "studies": studies,
 }
-
-
-def brief(thing: object) -> str:
-    """The first paragraph of a docstring."""
-    return inspect.cleandoc(thing.__doc__ or "").split("\n\n")[0]
 
 
 def under(width: int, text: str) -> str:

@@ -204,8 +204,10 @@ def css() -> str:
     )
 
 
-def page(package: str, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
-    """The report.html.j2 of a package as one self-contained page: plotly is inline, nothing is fetched."""
+def page(
+    package: str, filters: Mapping[str, Callable[..., Any]], template: str = "report.html.j2", **values: Any
+) -> str:
+    """A template of a package as one self-contained page: `plotlyjs` is there to be inlined, nothing is fetched."""
     with needed("the report needs jinja2 and plotly", "train"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
         from plotly.offline import get_plotlyjs
@@ -219,4 +221,4 @@ def page(package: str, filters: Mapping[str, Callable[..., Any]], **values: Any)
     )
     environment.filters.update(filters)
     signs = {"below": NEGATIVE, "above": POSITIVE}
-    return environment.get_template("report.html.j2").render(css=css(), signs=signs, plotlyjs=get_plotlyjs(), **values)
+    return environment.get_template(template).render(css=css(), signs=signs, plotlyjs=get_plotlyjs(), **values)

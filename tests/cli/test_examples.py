@@ -32,6 +32,7 @@ RUN = {  # an example: what is run for it, itself where it takes seconds; in thi
     "cumulant list": None,
     "cumulant list mechanisms --json": None,
     "cumulant list models": None,
+    "cumulant study list": None,
     "cumulant bench error --sizes 0.1 0.5 1 2": None,
     f"cumulant bench error --attention all --checkpoint {DIGITS}": (
         f"cumulant bench error --attention linear cumulant3 --checkpoint {DIGITS}"
@@ -54,6 +55,7 @@ PARSED = {  # an example that is read by the parser and not run: why
     "cumulant train tiny-imagenet-100 --data path/to/tiny-imagenet-100 --attention cumulant3 --seed 1": DATA,
     "cumulant evaluate runs/ucf101-cumulant3-0 path/to/ucf101 --views 4 --json": DATA,
     "cumulant study heads --layers moh": "takes minutes; tests/studies/test_heads_study.py runs a short form",
+    "cumulant study random-features --attention softmax linear cumulant3": "takes minutes; tests/studies measure its parts",
     "cumulant bench efficiency": LONG,
     "cumulant bench speed": COMPILES,
     "cumulant bench speed --lengths 1024 4096": COMPILES,

@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import ttest_ind
 
 from cumulant.studies.cumulant_vit import CLAIM
-from cumulant.studies.verdict import compare, describe, judge, ordering, pairs, summarise, verdict
+from cumulant.studies.verdict import Claim, compare, describe, judge, ordering, pairs, summarise, verdict
 
 FAR_APART = {
     "softmax": [0.990, 0.991, 0.989, 0.990],
@@ -30,6 +30,15 @@ def test_the_interval_is_that_of_welchs_test():
 def test_a_clear_ordering_reproduces_the_claim_with_a_tie_in_the_middle():
     assert judge(CLAIM, FAR_APART, 0.0)[0] == "reproduced"
     assert ordering(FAR_APART, 0.0) == "softmax > cumulant3 ≈ cumulant2 > linear"
+
+
+def test_ties_alone_do_not_reproduce_a_claim():
+    ties = Claim((("cumulant3", "cumulant2", True), ("cumulant2", "linear", True)))
+    same = {name: [0.97, 0.98, 0.96] for name in ("cumulant3", "cumulant2", "linear")}
+    assert judge(ties, same, 0.0)[0] == "undecided"
+    keyword, sentence, _ = judge(ties, FAR_APART, 0.0)
+    assert keyword == "partly"
+    assert "cumulant2 >= linear is seen, cumulant3 >= cumulant2 is not" in sentence
 
 
 def test_a_pair_that_differs_across_neighbours_that_do_not_is_named():

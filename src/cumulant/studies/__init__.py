@@ -1,7 +1,8 @@
 """Experiments from the literature: one engine, and one file for each study with its plan, its claim and its judgement.
 
-A study's module has `CLAIM` or `CLAIMS`, `planned(...)` (its runs, see `plan` and `training`) and a function that makes
-them with `runs.train_all` and says what they allow to be said. Nothing heavy is loaded here.
+A study that measures has a `STUDY` (see `measuring`). One that trains classifiers has `CLAIM` or `CLAIMS`,
+`planned(...)` (its runs, see `plan` and `training`) and functions that make them and say what they allow to be said.
+Nothing heavy is loaded here.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from importlib import import_module
 from types import ModuleType
 
 STUDIES = {  # name -> its file in this folder
-    "cumulant-vit": "cumulant_vit",  # cumulant reproduce
-    "mechanisms": "mechanisms",  # cumulant bench train
-    "heads": "heads",  # cumulant study heads
+    "cumulant-vit": "cumulant_vit",  # also cumulant reproduce
+    "mechanisms": "mechanisms",  # also cumulant bench train
+    "heads": "heads",
+    "random-features": "random_features",
 }
 
 
 def names() -> list[str]:
-    """The studies that there are."""
+    """The studies that there are: what `cumulant study` takes."""
     return list(STUDIES)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import tyro
 
@@ -183,49 +183,83 @@ class TrainBench:
 
 @dataclass(frozen=True)
 class Study:
-    """Train what papers compare, in small, and say whether their ordering holds: each with seeds and an A/A control.
+    """Try what papers say about attention, in minutes: each claim is confirmed, refuted or not told apart.
 
-    Finished runs are kept, so a stopped command goes on where it was when it is given again.
+    `cumulant study list` says what each study claims and how long it takes. Finished runs are kept, so a stopped
+    command goes on where it was when it is given again; changed settings begin new records.
+
+    Example: cumulant study list
+
+    Example: cumulant study random-features --attention softmax linear cumulant3
 
     Example: cumulant study heads --layers moh
     """
 
-    name: Annotated[Literal["heads"], tyro.conf.Positional]
-    """heads: the layers of `cumulant list layers` against plain attention."""
+    name: Annotated[str, tyro.conf.Positional]
+    """list, or the name of a study that it prints."""
+    setting: str = "small"
+    """Which of the study's settings: small, for two cores, or the one of its page, paper."""
+    change: tuple[str, ...] = ()
+    """Single values of the setting to change: seeds=5 steps=1000."""
+    attention: tuple[str, ...] = ()
+    """Mechanisms to ask, where the study asks several; by default as in the setting."""
     layers: tuple[str, ...] = ("all",)
-    """Layers by name; all: every one that has an ordering."""
-    seeds: int = 3
-    """Runs of each configuration."""
-    control: int = 3
-    """Further runs of the baseline with other seeds: the A/A control."""
+    """heads alone: layers by name; all: every one that has an ordering."""
+    seeds: int | None = None
+    """Runs of each configuration; by default as in the setting."""
+    control: int | None = None
+    """Further runs of the baseline with other seeds, the A/A control; by default as many as seeds."""
     epochs: int = 0
-    """Passes over the training part. 0: as in the recipe."""
-    workers: int = 1
-    """Runs beside each other on CPUs, each with one thread."""
+    """heads, cumulant-vit and mechanisms: passes over the training part. 0: as in the recipe."""
+    workers: int | None = None
+    """Runs beside each other on CPUs, each with one thread; by default 2, of heads 1."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     minutes: float | None = None
     """Begin no run that would not end within so many minutes, and stop one that has not."""
     out: Path = Path("runs/study")
-    """Folder for the runs and heads.json."""
+    """Folder for the records, results.json, page.html and figures, below NAME."""
     fresh: bool = False
-    """Train every run anew, also those that are finished."""
+    """Make every run anew, also those that are finished."""
     json: bool = False
     """Print JSON instead of the table."""
 
     def __post_init__(self) -> None:
-        check_least(self, epochs=0, seeds=1, control=1, workers=1, minutes=0)
+        check_least(self, epochs=0, seeds=1, control=0, workers=1, minutes=0)
+
+    def command(self) -> str:
+        """The command line that gives these results."""
+        left_out = {"name", "workers", "device", "minutes", "out", "fresh", "json"}
+        return command_line(f"study {self.name}", self, left_out)
 
     def run(self) -> int:
-        from . import get
+        from . import get, measuring
+        from .listed import listed
 
-        study = get(self.name)
+        if self.name == "list":
+            show(*listed(), self.json)
+            return 0
+        if self.name in ("cumulant-vit", "mechanisms"):
+            return self._other().run()
+        module = get(self.name)
+        study = getattr(module, "STUDY", None)
         try:
-            result = study.run(self, sys.stderr)
+            result = module.run(self, sys.stderr) if study is None else measuring.run(study, self, sys.stderr)
         except KeyboardInterrupt as stop:
             return stopped(f". {stop}".rstrip() + "\nFinished runs are kept: give the same command again to go on.")
-        show(result, study.table(result), self.json)
-        return 3 if any(found["missing"] for found in result["layers"].values()) else 0
+        show(result, (module if study is None else measuring).table(result), self.json)
+        if not self.json and "page" in result:
+            print(f"\nopen {result['page']} in a browser to see the figures")
+        return 3 if result["missing"] else 0
+
+    def _other(self) -> Reproduce | TrainBench:
+        """The command of a study that has one of its own."""
+        shared: dict[str, Any] = {"device": self.device, "minutes": self.minutes, "fresh": self.fresh}
+        shared |= {"json": self.json, "out": self.out / self.name}
+        shared |= {name: getattr(self, name) for name in ("seeds", "control", "attention") if getattr(self, name)}
+        if self.name == "mechanisms":
+            return TrainBench(**shared, epochs=self.epochs)
+        return Reproduce(**shared, epochs=self.epochs or None, workers=self.workers or 2, change=self.change)
 
 
 @dataclass(frozen=True)

@@ -135,16 +135,18 @@ def run(settings: Study, progress: IO[str] | None = None) -> dict[str, Any]:
     made = {"provenance": provenance(f"cumulant study heads --layers {' '.join(names)}")}
     budget, found = Budget(settings.minutes), {}
     for name in names:
-        runs = planned(name, settings.seeds, settings.control, settings.epochs)
+        counts = settings.seeds or 3, 3 if settings.control is None else settings.control, settings.epochs
+        runs = planned(name, *counts)
         data = open_recipe_source(runs[0].recipe).identity()["digest"]
-        runs = planned(name, settings.seeds, settings.control, settings.epochs, data)
+        runs = planned(name, *counts, data)
         shop = Layers(settings.out / "heads" / name, str(chosen_device(settings.device)), made, settings.fresh)
-        records = complete(runs, shop, workers=settings.workers, budget=budget, progress=progress)
+        records = complete(runs, shop, workers=settings.workers or 1, budget=budget, progress=progress)
         found[name] = judged(name, runs, records)
         settings.out.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"study": "heads", **made, "layers": found}, indent=1)
         (settings.out / "heads.json").write_text(content, encoding="utf-8")
-    return {"study": "heads", **made, "layers": found}
+    missing = [left for one in found.values() for left in one["missing"]]
+    return {"study": "heads", **made, "layers": found, "missing": missing}
 
 
 def judged(name: str, runs: Sequence[Training], records: Mapping[Training, Record]) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 CONTROL_SEED = 1000  # of the first control run: whatever the number of seeds, no run is both compared and control
 
@@ -36,6 +39,11 @@ class Run:
 
     def __str__(self) -> str:
         return f"{self.configuration}, seed {self.seed}"
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """A fingerprint of values that JSON can hold."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def mark(fingerprint: str, seed: int) -> str:

@@ -129,15 +129,20 @@ def train_all(
     return left
 
 
-def complete(runs: Sequence[R], shop: Workshop, **options: Any) -> dict[R, Record]:
-    """The records of these runs: those that are kept, and of the others those made now; `options` as of `train_all`."""
+def complete(runs: Sequence[R], shop: Workshop, told: Report | None = None, **options: Any) -> dict[R, Record]:
+    """The records of these runs: those that are kept, and of the others those made now; `options` as of `train_all`,
+    `told` hears of all of them."""
     paths = {run: shop.record(run) for run in runs}
     found = {run: read_json(path) for run, path in paths.items() if path.is_file() and not shop.fresh}
 
     def report(run: R, record: Record | None) -> None:
         if record is not None:
             found[run] = record
+        if told is not None:
+            told(run, record)
 
+    for run, record in list(found.items()):
+        report(run, record)
     train_all([run for run in runs if run not in found], shop, report=report, before=len(found), **options)
     return {run: found[run] for run in runs if run in found}
 

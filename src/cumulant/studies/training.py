@@ -5,7 +5,6 @@ A run is known by its recipe, the content of its data and its seed, not by the p
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cumulant.studies.configuration import configured
-from cumulant.studies.plan import CONTROL_SEED, Key, Run, seeded
+from cumulant.studies.plan import CONTROL_SEED, Key, Run, digest, seeded
 from cumulant.studies.runs import Workshop
 
 if TYPE_CHECKING:
@@ -85,16 +84,12 @@ def deciding(recipe: TrainRecipe) -> dict[str, Any]:
 def fingerprint(recipe: TrainRecipe, data: str | None = None) -> str:
     """Digest of all that decides the outcome of a run besides its seed and the code; `data`: that of the data's
     content, which then counts instead of its name."""
-    return _digest(deciding(recipe) | ({} if data is None else {"data": data}))
+    return digest(deciding(recipe) | ({} if data is None else {"data": data}))
 
 
 def key_by_name(record: Mapping[str, Any]) -> Key:
     """What a record would be known by if data of one name were the same: for records without their data at hand."""
-    return _digest(record["recipe"]), record["seed"]
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(record["recipe"]), record["seed"]
 
 
 def check_models(runs: Sequence[Training], source: Source) -> None:

@@ -13,7 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cumulant.studies.statements import CONFIRMED, OPEN, REFUTED, half_width
+from cumulant.studies.statements import judge as judge_interval
+
 NAMED = 3  # pairs that differ across neighbours that do not
+OUTCOMES = {CONFIRMED: "above", REFUTED: "below", OPEN: "level"}  # of "the first is above the second"
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,9 @@ class Comparison:
     @property
     def outcome(self) -> str:
         """'above' or 'below' when the difference counts, else 'level'."""
-        if self.low is None or self.high is None or abs(self.difference) <= self.control_gap:
+        if abs(self.difference) <= self.control_gap:
             return "level"
-        return "above" if self.low > 0 else "below" if self.high < 0 else "level"
+        return OUTCOMES[judge_interval(self.low, self.high, least=0)]
 
 
 def compare(first: str, second: str, accuracies: Mapping[str, Sequence[float]], control_gap: float = 0.0) -> Comparison:
@@ -56,10 +60,8 @@ def compare(first: str, second: str, accuracies: Mapping[str, Sequence[float]], 
     va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
     if va + vb == 0:
         return Comparison(first, second, difference, difference, difference, control_gap)
-    from scipy.stats import t  # type: ignore[import-untyped]  # comes with scikit-learn
-
     freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    margin = float(t.ppf(0.975, freedom)) * math.sqrt(va + vb)
+    margin = half_width(math.sqrt(va + vb), freedom)
     return Comparison(first, second, difference, difference - margin, difference + margin, control_gap)
 
 
@@ -83,11 +85,9 @@ def describe(result: Comparison) -> str:
     return f"{result.first} is {result.outcome} {result.second} by {size} ({interval})"
 
 
-def agreement(outcome: str, tie_agrees: bool) -> str:
-    """What a comparison says about one link of the claim."""
-    if outcome == "level":
-        return "not contradicted" if tie_agrees else "not resolved"
-    return "seen" if outcome == "above" else "reversed"
+def agreement(outcome: str) -> str:
+    """What a comparison says about one link of the claim; a tie is not told apart, also where it would agree."""
+    return next(word for word, found in OUTCOMES.items() if found == outcome)
 
 
 def ordering(accuracies: Mapping[str, Sequence[float]], control_gap: float) -> str:
@@ -120,8 +120,9 @@ def judge(
 ) -> tuple[str, str, list[Comparison]]:
     """Whether the ordering of a paper holds: a keyword, a sentence, the comparisons behind it.
 
-    'reproduced': every '>' is seen and '>=' is not reversed; 'contradicted': some link is reversed; 'partly': some
-    '>' is seen and none reversed; 'undecided': no '>' is seen and none reversed; 'untested': a mechanism is missing.
+    'reproduced': every '>' is seen, '>=' is not reversed, and not all of it is ties; 'contradicted': some link is
+    reversed; 'partly': some link is seen and none reversed; 'undecided': none is seen and none reversed; 'untested': a
+    mechanism is missing.
     """
     links = [link for link in paper.links if link[0] in accuracies and link[1] in accuracies]
     results = [compare(first, second, accuracies, control_gap) for first, second, _ in links]
@@ -129,17 +130,20 @@ def judge(
         missing = sorted(paper.names - set(accuracies))
         return "untested", f"The paper's ordering is not tested: {', '.join(missing)} did not take part.", results
     reversed_ = [r for r in results if r.outcome == "below"]
-    strict = [r for r, (_, _, tie) in zip(results, links, strict=True) if not tie]
-    seen = [r for r in strict if r.outcome == "above"]
-    unseen = [f"{r.first} > {r.second}" for r in strict if r.outcome != "above"]
+    ties = [tie for _, _, tie in links]
+    signs = [(r, f"{r.first} {'>=' if tie else '>'} {r.second}", tie) for r, tie in zip(results, ties, strict=True)]
+    seen = [text for r, text, _ in signs if r.outcome == "above"]
+    unseen = [text for r, text, tie in signs if r.outcome == "level" and not tie]
+    level = [text for r, text, tie in signs if r.outcome == "level" and tie]
     if reversed_:
         which = " and ".join(f"{r.second} came out above {r.first}" for r in reversed_)
         return "contradicted", f"The paper's ordering does not hold on this data: {which}.", results
-    if not unseen:
-        return "reproduced", "The paper's ordering reproduces on this data.", results
+    if seen and not unseen and (not all(ties) or not level):
+        but = f"; {' and '.join(level)} is not told apart, which does not contradict it" if level else ""
+        return "reproduced", f"The paper's ordering reproduces on this data{but}.", results
     if seen:
-        found = " and ".join(f"{r.first} > {r.second}" for r in seen)
-        text = f"The paper's ordering reproduces in part: {found} is seen, {' and '.join(unseen)} is not."
+        missed = " and ".join(unseen or level)
+        text = f"The paper's ordering reproduces in part: {' and '.join(seen)} is seen, {missed} is not."
         return "partly", text, results
     if any(r.low is None for r in results):
         text = "The paper's ordering is not tested: where there is one run of a mechanism, chance cannot be judged."
@@ -186,11 +190,7 @@ def verdict(
         "control_gap": gap,
         "control_text": control_text,
         "comparisons": [
-            {
-                **_values(result),
-                "tie_agrees": ties[result.first, result.second],
-                "agreement": agreement(result.outcome, ties[result.first, result.second]),
-            }
+            {**_values(result), "tie_agrees": ties[result.first, result.second], "agreement": agreement(result.outcome)}
             for result in links
         ],
         "pairs": [_values(result) for result in pairs(paper, accuracies, gap)],
