@@ -55,7 +55,7 @@ PARSED = {  # an example that is read by the parser and not run: why
     "cumulant train tiny-imagenet-100 --data path/to/tiny-imagenet-100 --attention cumulant3 --seed 1": DATA,
     "cumulant evaluate runs/ucf101-cumulant3-0 path/to/ucf101 --views 4 --json": DATA,
     "cumulant study heads --layers moh": "takes minutes; tests/studies/test_heads_study.py runs a short form",
-    "cumulant study random-features --attention softmax linear cumulant3": "takes minutes; tests/studies measure its parts",
+    "cumulant study random-features --attention softmax linear cumulant3": LONG,
     "cumulant bench efficiency": LONG,
     "cumulant bench speed": COMPILES,
     "cumulant bench speed --lengths 1024 4096": COMPILES,
