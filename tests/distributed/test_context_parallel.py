@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cumulant
+from cumulant import zoo
 from cumulant.distributed import context_parallel
 from cumulant.distributed.parts import first_piece
 
@@ -31,7 +32,9 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1)) if found.numel() else 0.0
 
 
-def compared(mesh, call, lengths, *, order="rank", dtype=torch.float64, mask=None, heads=(4, 2), batch=2) -> float:
+def compared(
+    mesh, call, lengths, *, order="rank", softmax="ring", dtype=torch.float64, mask=None, heads=(4, 2), batch=2
+) -> float:
     """How far `call(query, key, value, key_mask=...)` in parts is from the whole, outputs and gradients."""
     rank, L = mesh.get_local_rank("cp"), sum(lengths)
     torch.manual_seed(1)
@@ -52,7 +55,7 @@ def compared(mesh, call, lengths, *, order="rank", dtype=torch.float64, mask=Non
     wanted.backward(grad)
     rows = rows_of(lengths, rank, order)
     parts = [x[:, :, rows].clone().requires_grad_() for x in (query, key, value)]
-    with context_parallel(mesh, order=order):
+    with context_parallel(mesh, order=order, softmax=softmax):
         # Whoever has no padding passes no mask.
         own = there[:, rows] if there is not None and (mask != "one worker" or rank == 0) else None
         found = call(*parts, key_mask=own)
@@ -64,6 +67,13 @@ def compared(mesh, call, lengths, *, order="rank", dtype=torch.float64, mask=Non
 def attention(**options):
     def call(query, key, value, key_mask):
         return cumulant.attention(query, key, value, key_mask=key_mask, enable_gqa=True, **options)
+
+    return call
+
+
+def mechanism(name, **options):
+    def call(query, key, value, key_mask):
+        return zoo.get(name)(query, key, value, key_mask=key_mask, enable_gqa=True, **options)
 
     return call
 
@@ -87,6 +97,13 @@ CASES = {
     "causal, padding on one worker": (attention(is_causal=True), {"mask": "one worker"}),
     "zigzag": (attention(is_causal=True), {"order": "zigzag"}),
     "zigzag, masked": (attention(order=2, is_causal=True), {"order": "zigzag", "mask": "bool"}),
+    "softmax": (mechanism("softmax"), {}),
+    "softmax, causal": (mechanism("softmax", is_causal=True), {}),
+    "softmax, masked": (mechanism("softmax"), {"mask": "one worker"}),
+    "softmax, causal and weighted": (mechanism("softmax", is_causal=True), {"mask": "weights"}),
+    "softmax, zigzag": (mechanism("softmax", is_causal=True), {"order": "zigzag"}),
+    "softmax, gathered": (mechanism("softmax"), {"softmax": "gather", "mask": "weights"}),
+    "softmax, gathered, zigzag": (mechanism("softmax", is_causal=True), {"order": "zigzag", "softmax": "gather"}),
     "zigzag, not causal": (attention(), {"order": "zigzag"}),
 }
 

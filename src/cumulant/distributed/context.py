@@ -18,13 +18,20 @@ from ..expansion import Form, expand
 from .attend import attend
 from .exchange import Workers
 from .parts import Parts, check_lengths
+from .softmax import TRAVELS
+from .softmax import softmax as exact
 
 ORDERS = ("rank", "zigzag")
 
 
 @contextmanager
 def context_parallel(
-    mesh: DeviceMesh, dim: str = "cp", *, order: str = "rank", lengths: Sequence[int] | None = None
+    mesh: DeviceMesh,
+    dim: str = "cp",
+    *,
+    order: str = "rank",
+    lengths: Sequence[int] | None = None,
+    softmax: str = "ring",
 ) -> Iterator[Workers]:
     """Within this, `attention` and what is built on it see the tokens of all workers along `dim` of the mesh.
 
@@ -40,22 +47,25 @@ def context_parallel(
         mesh: a `DeviceMesh`; `dim` names the dimension along which sequences are split.
         order: "rank", parts follow each other as workers do; "zigzag", worker r holds pieces r and 2 W - 1 - r of 2 W.
         lengths: tokens of every worker, for what needs to know places (packed sequences, softmax); gathered if None.
+        softmax: exact attention sends keys and values round a "ring", or everywhere at once ("gather"): they grow with
+            the sequence, all other messages do not.
 
     Yields the workers, for sums of one's own: `workers.add(x)`.
     """
     workers = Workers.of(mesh, dim)
     check_choice("order", order, ORDERS)
+    check_choice("softmax", softmax, TRAVELS)
     if lengths is not None:
         check_lengths(lengths, workers.size)
-    with shards.answered_by(Answerer(Parts(workers, order == "zigzag", lengths))):
+    with shards.answered_by(Answerer(Parts(workers, order == "zigzag", lengths), softmax)):
         yield workers
 
 
 class Answerer:
     """Who answers attention calls inside `context_parallel`."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, parts: Parts, travel: str = "ring") -> None:
+        self.parts, self.travel = parts, travel
 
     def attend(self, call: Call, form: Form, what: Callable[..., Tensor]) -> Tensor:
         """`cumulant.attention`."""
@@ -67,6 +77,12 @@ class Answerer:
         self.agree("attention", call, form)
         with shards.answered_by(None):
             return attend(self.parts, call, form)
+
+    def softmax(self, call: Call) -> Tensor:
+        """The mechanism "softmax", of a prepared call."""
+        self.agree("softmax", call, self.travel)
+        with shards.answered_by(None):
+            return exact(self.parts, call, self.travel)
 
     def varlen(self, call: Call, form: Form, cu_seq_q: Tensor, cu_seq_k: Tensor) -> Tensor:
         raise ValueError("attention_varlen is not split over workers; pass one sequence to attention")

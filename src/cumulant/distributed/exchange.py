@@ -45,8 +45,14 @@ class Message(NamedTuple):
         """As bytes (..., n); all tensors may have the same further leading dimensions."""
         lead = tensors[0].shape[: tensors[0].ndim - len(self.shapes[0])]
         parts = [tensors[i].contiguous().reshape(*lead, self.shapes[i].numel()).view(torch.uint8) for i in self._order]
-        size = sum(part.shape[-1] for part in parts)
-        return torch.cat([*parts, parts[0].new_zeros(*lead, -size % 8)], -1)
+        missing = self.size - sum(part.shape[-1] for part in parts)
+        return torch.cat([*parts, parts[0].new_zeros(*lead, missing)], -1)
+
+    @property
+    def size(self) -> int:
+        """Bytes: those of the tensors in whole words of 8, one at least."""
+        content = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(*self, strict=True))
+        return max(8, content + -content % 8)
 
     def unpack(self, flat: Tensor) -> list[Tensor]:
         found: dict[int, Tensor] = {}
@@ -68,12 +74,8 @@ class Pending(NamedTuple):
 
     def rows(self) -> list[Tensor]:
         with self.workers.told():
-            return self.message.unpack(_c10d.wait_tensor(self.flat).unflatten(0, (-1, self._size)))
-
-    @property
-    def _size(self) -> int:
-        content = sum(s.numel() * d.itemsize for s, d in zip(self.message.shapes, self.message.dtypes, strict=True))
-        return content + -content % 8
+            flat = _c10d.wait_tensor(self.flat)
+        return self.message.unpack(flat.unflatten(0, (-1, self.message.size)))
 
 
 class Gather(NamedTuple):
@@ -233,6 +235,14 @@ class Workers:
         to, of = ([len(flat) * (r == self.rank + step) for r in range(self.size)] for step in (by, -by))
         return self._swap(flat if sum(to) else flat[:0], of, to, message)
 
+    def turned(self, flat: Tensor, message: Message) -> Pending:
+        """Starts sending bytes to the next worker round the ring; `message` is what comes from the one before."""
+        to, of = (
+            [n * (r == (self.rank + step) % self.size) for r in range(self.size)]
+            for n, step in ((len(flat), 1), (message.size, -1))
+        )
+        return self._swap(flat, of, to, message)
+
     def reduced(self, flat: Tensor, message: Message, dtype: torch.dtype) -> Pending:
         with self.told():
             total = _c10d.all_reduce(flat.view(dtype), "sum", self.group.group_name)
@@ -259,6 +269,10 @@ class Workers:
         given = torch.tensor([own], device=self.device)
         (rows,) = Gather(self).finish(Gather(self).start([given]))
         return [int(n) for n in rows.flatten().tolist()]
+
+    def any(self, own: bool) -> bool:
+        """Whether it is so on any worker."""
+        return own if self.size == 1 else any(self.numbers(int(own)))
 
     def agree(self, kind: str, *facts: Any) -> None:
         """Raises, on every worker, unless all call with the same facts; looked at once for each kind of call.

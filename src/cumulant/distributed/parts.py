@@ -31,6 +31,12 @@ class Parts:
         """Where the pieces of a worker stand among all pieces."""
         return [rank, 2 * self.workers.size - 1 - rank] if self.zigzag else [rank]
 
+    def slices(self, tokens: int) -> list[slice]:
+        """The pieces of a worker that holds so many tokens."""
+        if not self.zigzag:
+            return [slice(0, tokens)]
+        return [slice(0, first_piece(tokens)), slice(first_piece(tokens), tokens)]
+
     def lengths(self, tokens: int) -> list[int]:
         """Tokens of every worker, of which this one holds `tokens`."""
         if self._lengths is not None:

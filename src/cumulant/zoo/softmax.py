@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import shards
 from ..call import Call
 from ..tensors import log_weights, nothing, wide
 from .fused import fused_softmax
@@ -18,6 +19,10 @@ def softmax_attention(call: Call) -> Tensor:
     Key weights w are 1 unless the call has a key mask. A row without any key gives 0. Cost: Lq Lk (D + E).
     """
     query, key, value = call[:3]
+    across = shards.answerer()
+    if across is not None:
+        out: Tensor = across.softmax(call)
+        return out
     if key.shape[-2] == 0:
         return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
     shared = {"scale": call.scale, "enable_gqa": call.enable_gqa, "dropout_p": call.dropout_p}
@@ -63,6 +68,6 @@ SOFTMAX = register(
         cost="L^2 (D + E)",
         function=softmax_attention,
         row_weights=softmax_weights,
-        **can("causal cross causal_cross key_mask grouped_queries ragged dropout key_shift"),
+        **can("causal cross causal_cross key_mask grouped_queries ragged dropout key_shift mergeable"),
     )
 )
