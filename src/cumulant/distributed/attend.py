@@ -17,7 +17,7 @@ from ..causal import causal_attention
 from ..expansion import Form
 from ..kernels import notice
 from ..kernels.dense import cpu
-from ..moments import centred_sums, statistics_dtype
+from ..moments import Moments, centred_sums, statistics_dtype
 from ..tensors import fold_groups, nothing, one_batch
 from ..tracing import transformed, without_autocast
 from .parts import Parts, first_piece
@@ -37,8 +37,7 @@ def attend(parts: Parts, call: Call, form: Form) -> Tensor:
     q, k, v = (one_batch(x, lead) for x in (query, key, value))
     weights = None
     if call.key_mask is not None:
-        mask = call.key_mask.expand(*lead, key.shape[-2]).reshape(prod(lead), key.shape[-2])
-        weights = mask.to(statistics_dtype(query.dtype))
+        weights = call.key_mask.expand(*lead, key.shape[-2]).reshape(prod(lead), key.shape[-2])
     if not (prod(lead) and key.shape[-3] and query.shape[-3]):
         return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
     with without_autocast(query.device.type):
@@ -51,6 +50,7 @@ def _over_all(
     parts: Parts, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, form: Form, scale: float
 ) -> Tensor:
     """q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E), weights (B, S) -> (B, H, L, E)."""
+    weights = None if weights is None else weights.to(statistics_dtype(q.dtype))
     plain = partial(_reference, parts, weights=weights, form=form, scale=scale)
     tiled = form.backend in ("auto", "cpu") and q.device.type == "cpu" and form.order > 1 and not form.full
     learned = weights is not None and weights.requires_grad
@@ -81,7 +81,7 @@ def _causal(parts: Parts, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | Non
         raise ValueError(f"is_causal needs as many queries as keys on each worker, got {length} and {k.shape[-2]}")
     notice.plain_torch("causal attention over several workers", q, "its kernels begin with the first token")
     if weights is None:
-        weights = k.new_ones((), dtype=statistics_dtype(q.dtype)).expand(k.shape[0], length)
+        weights = torch.ones((), dtype=torch.bool, device=k.device).expand(k.shape[0], length)
     grouped = q.unflatten(-3, (heads, q.shape[-3] // heads))
     # A worker without tokens holds one that does not count; the shorter of two pieces ends with one.
     pieces = [
@@ -90,7 +90,7 @@ def _causal(parts: Parts, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | Non
     gain = None if form.normalization == "mean" else k.new_ones(1, 1, 1)
     out = causal_attention(
         *pieces[:3], order=form.order, full=form.full, weights=pieces[3].unsqueeze(-2), scale=scale, gain=gain,
-        carry=parts.before,
+        carry=lambda own: parts.before(_in(own, statistics_dtype(q.dtype))),
     )  # fmt: skip
     if parts.zigzag:
         first = first_piece(length)
@@ -98,6 +98,11 @@ def _causal(parts: Parts, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | Non
     else:
         out = out[0][..., :length, :]
     return out.flatten(-4, -3)
+
+
+def _in(moments: Moments, dtype: torch.dtype) -> Moments:
+    """Sums in one dtype on all workers: where keys have weights, they are kept in float64."""
+    return moments.filled(x if i in (1, 2) else x.to(dtype) for i, x in enumerate(moments.kept()))
 
 
 def _pieces(x: Tensor, zigzag: bool, axis: int) -> list[Tensor]:

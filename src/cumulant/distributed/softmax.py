@@ -46,7 +46,11 @@ def softmax(parts: Parts, call: Call, travel: str = "ring") -> Tensor:
         got = f"{query.shape[-2]} and {key.shape[-2]}"
         raise ValueError(f"is_causal needs as many queries as keys on each worker, got {got}")
     added = log_weights(call.key_mask, wide(query))
-    bias = wide(key).new_zeros(key.shape[0], key.shape[-2]) if added is None else added.reshape(*key.shape[:1], key.shape[-2])
+    bias = (
+        wide(key).new_zeros(key.shape[0], key.shape[-2])
+        if added is None
+        else added.reshape(*key.shape[:1], key.shape[-2])
+    )
     lengths = parts.lengths(key.shape[-2])
     asked = Asked(parts, lengths, call.softmax_scale, call.is_causal, travel)
     out: Tensor = _Softmax.apply(asked, query, key, value, bias if parts.workers.any(added is not None) else None)
