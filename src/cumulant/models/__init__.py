@@ -2,16 +2,24 @@
 
 import warnings
 
+from .activator import Activator
 from .backbone import Backbone, Features
+from .crossvit import CrossViT
 from .lm import LanguageModel
 from .registry import create_model, names, register_model
+from .shvit import SHViT
+from .tnt import TNT
 from .vit import VisionTransformer
 from .vivit import ViViT
 
 __all__ = [
+    "TNT",
+    "Activator",
     "Backbone",
+    "CrossViT",
     "Features",
     "LanguageModel",
+    "SHViT",
     "ViViT",
     "VisionTransformer",
     "create_model",

@@ -16,7 +16,7 @@ from which all else here follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..call import check_choice, check_count, check_dtype, check_flag
-from .parts import drop_paths, reset_linear, spread_drop_path
+from ..zoo.grid import square_grid
+from .foreign import Apart, join, take_apart
+from .parts import drop_paths, reset_linear, resize_positions, spread_drop_path
 
 FORMATS = ("NCHW", "NLC")
 
@@ -65,6 +67,7 @@ class Backbone(nn.Module):
     feature_info: FeatureInfo
     in_chans: int
     grad_checkpointing = False
+    num_prefix_tokens = 0
     _begin: Any
     _as_map: Any
     _end: Any
@@ -75,6 +78,7 @@ class Backbone(nn.Module):
         self.config: dict[str, Any] | None = None  # set by create_model
         check_count("embed_dim", num_features)
         self.num_classes, self.num_features, self.init_std = check_classes(num_classes), num_features, init_std
+        self.register_load_state_dict_pre_hook(_before_loading)
 
     # What a subclass may say otherwise.
 
@@ -90,6 +94,18 @@ class Backbone(nn.Module):
     def _set_pool(self, pool: str) -> dict[str, Any]:
         """Pool otherwise from now on; returns the arguments of `create_model` that say so."""
         raise ValueError(f"global_pool={pool!r}, but {type(self).__name__} pools in one way; leave it out")
+
+    def position_tables(self) -> Mapping[str, tuple[int, ...]]:
+        """Names of the positional tables (1, prefix + N, C), with the grid that each is made for."""
+        return {}
+
+    def _fitted(self, table: Tensor, grid: Any) -> Tensor:
+        """The positional table of a checkpoint made for another (square) size, resized to this one's."""
+        return resize_positions(table, square_grid(table.shape[1], self.num_prefix_tokens), grid)
+
+    def timm_parts(self) -> Apart:
+        """Layers whose `qkv` timm keeps in parts, see `models/foreign.py`."""
+        return {}
 
     def classifiers(self) -> dict[str, int]:
         """Names of the last linear layers, with what they read: one, of `num_features`, unless a network has more."""
@@ -172,6 +188,24 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return self.forward_head(self.forward_features(x))
 
+    def timm_state_dict(self) -> dict[str, Tensor]:
+        """The weights under timm's names, where timm has this network; `load_state_dict` takes both."""
+        state = dict(self.state_dict())
+        take_apart(state, self.timm_parts())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch does it, from our names or timm's; positional tables of other sizes are resized. Weights that do not
+        fit are an error, which says what they are of."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            from .registry import named_after  # which imports this file
+
+            known = named_after(self, state_dict)
+            hint = f"; these weights fit create_model({known})" if known else ""
+            raise RuntimeError(f"{error}{hint}") from None
+
     def get_classifier(self) -> nn.Module:
         """The last linear layer; an identity where `num_classes` is 0."""
         return self.get_submodule(next(iter(self.classifiers())))
@@ -213,6 +247,14 @@ class Features(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.model.set_grad_checkpointing(enable)
+
+
+def _before_loading(model: Backbone, state: dict[str, Any], name: str, *_: Any) -> None:
+    join(state, model.timm_parts(), name)
+    for table, grid in model.position_tables().items():
+        given, own = state.get(name + table), getattr(model, table)
+        if given is not None and given.shape != own.shape and given.shape[-1] == own.shape[-1]:
+            state[name + table] = model._fitted(given, grid)
 
 
 def check_classes(num_classes: int) -> int:

@@ -22,7 +22,7 @@ from ..nn.attention import LAYER_NORM
 from ..nn.registry import get_layer, number_layers
 from ..nn.streams import LayerStream, Recomputed, stream_of
 from .mechanisms import by_block
-from .parts import Block, checked_extras, drop_paths, spread_drop_path
+from .parts import Block, checked_extras, drop_paths, reset_extras, spread_drop_path
 from .vocabulary import Vocabulary
 
 POSITIONS = ("auto", "rotary", "learned", "none")
@@ -120,10 +120,7 @@ class LanguageModel(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-        for module in self.modules():  # after the linear layers inside them
-            reset = getattr(module, "reset_extras", None)
-            if callable(reset):
-                reset()
+        reset_extras(self)
         if self.pos_embed is not None:
             nn.init.normal_(self.pos_embed, std=std)
 

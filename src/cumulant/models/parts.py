@@ -159,15 +159,23 @@ def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) 
     return torch.cat([prefix, image.flatten(2).mT.to(table.dtype)], dim=1)
 
 
-def reset_linear(linear: nn.Linear, std: float | None, parts: tuple[int, ...]) -> None:
+def reset_linear(linear: nn.Linear, std: float | None, parts: tuple[int, ...] = ()) -> None:
     """Truncated normal, or Xavier-uniform for each of the matrices of so many rows stacked in this one; biases 0."""
     if std is not None:
         nn.init.trunc_normal_(linear.weight, std=std)
     else:
-        for part in linear.weight.split(parts):
+        for part in linear.weight.split(parts or (linear.out_features,)):
             nn.init.xavier_uniform_(part)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
+
+
+def reset_extras(model: nn.Module) -> None:
+    """Initialise what layers have beside their linear parts, which come first."""
+    for module in model.modules():
+        reset = getattr(module, "reset_extras", None)
+        if callable(reset):
+            reset()
 
 
 def pair(size: int | tuple[int, int], name: str = "img_size") -> tuple[int, int]:

@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..grammar import read_blocks, suggest, write_blocks
+from .activator import Activator
 from .backbone import Features
+from .crossvit import CrossViT
 from .dual_stream import DualStream
 from .ia_red2 import InterpretedViT
 from .lm import LanguageModel
+from .shvit import SHViT
+from .tnt import TNT
 from .vit import VisionTransformer
 from .vivit import ViViT
 
@@ -68,6 +72,64 @@ INTERPRETED = {name.replace("vit", "ia_red2"): VIT_CONFIGS[name] for name in
 DUAL_CONFIGS: dict[str, dict[str, Any]] = {"dual_stream_tiny": LM_CONFIGS["lm_tiny"]}
 
 
+# With 1000 classes; nano ones with 10.
+TNT_CONFIGS: dict[str, dict[str, Any]] = {
+    "tnt_ti": {"embed_dim": 192, "inner_dim": 12, "num_heads": 3, "inner_heads": 2},  # 6,076,408
+    "tnt_s": {"embed_dim": 384, "inner_dim": 24, "num_heads": 6, "inner_heads": 4},  # 23,768,584
+    "tnt_b": {"embed_dim": 640, "inner_dim": 40, "num_heads": 10, "inner_heads": 4},  # 65,428,680
+    "tnt_s_legacy": {"embed_dim": 384, "inner_dim": 24, "num_heads": 6, "inner_heads": 4, "legacy": True},  # 23,755,336
+    "tnt_nano": {  # 189,530
+        "img_size": 32, "patch_size": 8, "inner_stride": 2, "embed_dim": 64, "inner_dim": 8, "depth": 3, "num_heads": 4,
+        "inner_heads": 2,
+    },
+}  # fmt: skip
+_FOUR = {"depth": (1, 4), "mlp_ratio": 4}
+_CROSSVIT: dict[str, dict[str, Any]] = {
+    "ti": {"embed_dim": (96, 192), "num_heads": (3, 3), **_FOUR},  # 7,014,800
+    "s": {"embed_dim": (192, 384), "num_heads": (6, 6), **_FOUR},  # 26,856,272
+    "b": {"embed_dim": (384, 768), "num_heads": (12, 12), **_FOUR},  # 105,025,232
+    "9": {"embed_dim": (128, 256), "num_heads": (4, 4), "depth": (1, 3)},  # 8,553,296; dagger 8,776,592
+    "15": {"embed_dim": (192, 384), "num_heads": (6, 6), "depth": (1, 5)},  # 27,528,464; dagger 28,209,008
+    "18": {"embed_dim": (224, 448), "num_heads": (7, 7), "depth": (1, 6)},  # 43,271,408; dagger 44,266,976
+}
+_AT_408 = {"conv_stem": True, "img_size": 408, "img_scale": (1.0, 384 / 408)}
+CROSSVIT_CONFIGS: dict[str, dict[str, Any]] = {
+    **{f"crossvit_{name}": config for name, config in _CROSSVIT.items()},
+    **{f"crossvit_{name}_dagger": {**_CROSSVIT[name], "conv_stem": True} for name in ("9", "15", "18")},
+    **{f"crossvit_{name}_dagger_408": {**_CROSSVIT[name], **_AT_408} for name in ("15", "18")},
+    "crossvit_nano": {  # 228,980
+        "img_size": 32, "img_scale": (1.0, 1.0), "patch_size": (4, 8), "embed_dim": (32, 64), "depth": (1, 2),
+        "stages": 2, "num_heads": (2, 2), "mlp_ratio": 2,
+    },
+}  # fmt: skip
+SHVIT_CONFIGS: dict[str, dict[str, Any]] = {
+    "shvit_s1": {"embed_dim": (128, 224, 320), "depth": (2, 4, 5), "partial_dim": (32, 48, 68)},  # 6,330,808
+    "shvit_s2": {"embed_dim": (128, 308, 448), "depth": (2, 4, 5), "partial_dim": (32, 66, 96)},  # 11,483,072
+    "shvit_s3": {"embed_dim": (192, 352, 448), "depth": (3, 5, 5), "partial_dim": (48, 75, 96)},  # 14,245,273
+    "shvit_s4": {  # 16,588,484
+        "img_size": 256, "embed_dim": (224, 336, 448), "depth": (4, 7, 6), "partial_dim": (48, 72, 96),
+    },
+    "shvit_nano": {  # 186,186
+        "img_size": 32, "embed_dim": (32, 48, 64), "depth": (1, 2, 2), "partial_dim": (8, 12, 16), "qk_dim": 8,
+        "stem_depth": 2,
+    },
+}  # fmt: skip
+# With the 10 classes of CIFAR-10.
+ACTIVATOR_CONFIGS: dict[str, dict[str, Any]] = {
+    "activator": {},  # 2,650,890
+    "activator_glu": {"mlp": False},  # 1,599,242
+    "activator_nano": {"embed_dim": 64, "hidden_dim": 128, "drop_rate": 0.1},
+}
+
+
+# What timm calls them; `create_model` takes both.
+TIMM_NAMES = {
+    **{f"tnt_{size}_patch16_224": f"tnt_{size}" for size in ("s", "b", "s_legacy")},
+    **{f"crossvit_{size}_240": f"crossvit_{own}" for size, own in (("tiny", "ti"), ("small", "s"), ("base", "b"))},
+    **{f"crossvit_{size}_240": f"crossvit_{size}" for size in ("9", "15", "18", "9_dagger", "15_dagger", "18_dagger")},
+}
+
+
 class Entry(NamedTuple):
     """What a name stands for: a class of models, and the arguments that make this one."""
 
@@ -98,9 +160,9 @@ def input_kind(name: str) -> str:
 
 def model_arguments(name: str) -> list[str]:
     """What `create_model` takes for that name beside it."""
-    if not isinstance(name, str) or name not in _MODELS:
+    if not isinstance(name, str) or TIMM_NAMES.get(name, name) not in _MODELS:
         raise ValueError(f"unknown model {name!r}; {suggest(name, names())}")
-    return [key for key in inspect.signature(_MODELS[name].kind).parameters if key != "self"]
+    return [key for key in inspect.signature(_MODELS[TIMM_NAMES.get(name, name)].kind).parameters if key != "self"]
 
 
 def input_shape(name: str) -> tuple[int, ...]:
@@ -135,6 +197,7 @@ def create_model(
     `features_only` makes a network of images a list of maps, those of `out_indices` (see `Features`): no classifier.
     """
     known = model_arguments(name)
+    name = TIMM_NAMES.get(name, name)
     if features_only:
         if input_kind(name) == "text":
             raise ValueError(f"features_only=True makes maps of images and clips, and {name} takes texts")
@@ -156,12 +219,30 @@ def create_model(
     return model
 
 
+def named_after(model: nn.Module, state: Mapping[str, Any]) -> str | None:
+    """How `create_model` is called for a network of this model's kind that has weights of those names and shapes."""
+    rows = [len(one) for key, one in state.items() if key.startswith("head") and getattr(one, "ndim", 0) == 2]
+    kept = {key: x for key, x in (getattr(model, "config", None) or {}).items() if key in ("attention", "layer")}
+    for name in [name for name in names() if _MODELS[name].kind is type(model)]:
+        given = {**kept, "num_classes": rows[-1] if rows else 0}
+        try:
+            nn.Module.load_state_dict(create_model(name, device="meta", **given), state, assign=True)
+        except (RuntimeError, ValueError):
+            continue
+        return ", ".join([repr(name), *(f"{key}={one!r}" for key, one in given.items())])
+    return None
+
+
 for _kind, _configs in (
     (VisionTransformer, VIT_CONFIGS),
     (ViViT, VIVIT_CONFIGS),
     (LanguageModel, LM_CONFIGS),
     (DualStream, DUAL_CONFIGS),
     (InterpretedViT, INTERPRETED),
+    (TNT, TNT_CONFIGS),
+    (CrossViT, CROSSVIT_CONFIGS),
+    (SHViT, SHVIT_CONFIGS),
+    (Activator, ACTIVATOR_CONFIGS),
 ):
     for _name, _config in _configs.items():
         register_model(_name, _kind, **_config)

@@ -8,7 +8,7 @@ blocks.N.{norm1, attn.qkv, attn.proj, norm2, mlp.fc1, mlp.fc2}.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,10 +18,19 @@ from ..call import check_choice, check_count, check_flag, check_share
 from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
 from ..nn.registry import number_layers
-from ..zoo.grid import square_grid
 from .backbone import Backbone, FeatureInfo
 from .mechanisms import by_block
-from .parts import Block, DropPath, PatchEmbed, checked_extras, hidden_width, pair, reset_linear, resize_positions
+from .parts import (
+    Block,
+    DropPath,
+    PatchEmbed,
+    checked_extras,
+    hidden_width,
+    pair,
+    reset_extras,
+    reset_linear,
+    resize_positions,
+)
 
 
 class TokenBackbone(Backbone):
@@ -57,7 +66,6 @@ class TokenBackbone(Backbone):
             raise ValueError(f"init_std must be a finite number that is not negative, got {init_std!r}")
         self.init_std = init_std
         self.reset_parameters(init_std)
-        self.register_load_state_dict_pre_hook(_resize_loaded_positions)
 
     def reset_parameters(self, std: float | None = 0.02) -> None:
         """DeiT: truncated normal of that std for linear weights, tokens and positions; biases 0, norms 1.
@@ -67,15 +75,12 @@ class TokenBackbone(Backbone):
         stacked = {f"{name}.qkv": module.widths for name, module in self.named_modules() if hasattr(module, "widths")}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                reset_linear(module, std, stacked.get(name, (module.out_features,)))
+                reset_linear(module, std, stacked.get(name, ()))
                 if std is None and name.endswith((".fc1", ".fc2")):
                     nn.init.normal_(module.bias, std=1e-6)
             elif isinstance(module, nn.LayerNorm | nn.Conv2d | DropPath):
                 module.reset_parameters()
-        for module in self.modules():  # after the linear layers inside them
-            reset = getattr(module, "reset_extras", None)
-            if callable(reset):
-                reset()
+        reset_extras(self)
         for name, table in self.named_parameters(recurse=False):
             if std is not None:
                 nn.init.trunc_normal_(table, std=std)
@@ -89,30 +94,22 @@ class TokenBackbone(Backbone):
         prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
         return self.pos_drop(torch.cat([*prefix, x], dim=1) + positions)
 
-    def _level(self, level: nn.Module, state: Tensor, at: tuple[int, ...]) -> Tensor:
+    def _level(self, level: nn.Module, state: Any, at: Any) -> Any:
         return self._run(level, state, grid=at, prefix=self.num_prefix_tokens)
 
-    def _normed(self, state: Tensor) -> Tensor:
+    def _normed(self, state: Any) -> Any:
         return self.norm(state)
 
-    def _as_map(self, state: Tensor, at: tuple[int, ...]) -> Tensor:
+    def _as_map(self, state: Any, at: Any) -> Tensor:
         return state[:, self.num_prefix_tokens :].mT.unflatten(-1, at)
 
-    def _fitted(self, table: Tensor) -> Tensor:
-        """The positional table of a checkpoint made for another (square) size, resized to this one's."""
-        return resize_positions(table, square_grid(table.shape[1], self.num_prefix_tokens), self.grid_size)
+    def position_tables(self) -> Mapping[str, tuple[int, ...]]:
+        return {"pos_embed": self.grid_size}
 
     def _pooled(self, tokens: Tensor) -> Tensor:
         if self.pool == "gap":
             return tokens[:, self.num_prefix_tokens :].mean(1)
         return tokens[:, 0 if self.pool == "cls" else -1]
-
-
-def _resize_loaded_positions(model: TokenBackbone, state: dict[str, Any], name: str, *_: Any) -> None:
-    """Before loading: fit the positional table of a checkpoint made for another size."""
-    table = state.get(f"{name}pos_embed")
-    if table is not None and table.shape != model.pos_embed.shape and table.shape[-1] == model.embed_dim:
-        state[f"{name}pos_embed"] = model._fitted(table)
 
 
 class VisionTransformer(TokenBackbone):

@@ -286,7 +286,7 @@ class ViViT(TokenBackbone):
     def _pooled(self, tokens: Tensor) -> Tensor:
         return tokens.mean(1) if self.variant == "average" else super()._pooled(tokens)
 
-    def _fitted(self, table: Tensor) -> Tensor:
+    def _fitted(self, table: Tensor, grid: tuple[int, ...]) -> Tensor:
         if self.per_frame:
             return resize_positions(table, square_grid(table.shape[1], self.num_prefix_tokens), self.grid_size[1:])
         clip = guess_grid(table.shape[1] - self.num_prefix_tokens, self.grid_size)

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..data.part import shorten
-from ..models import create_model
+from ..models import Backbone, create_model
+from ..models.foreign import join
 from ..models.from_image import load_image_weights
 from ..models.vit import VisionTransformer
 from ..models.vivit import ViViT
@@ -21,7 +22,7 @@ from .checkpoint import read_header, weights_file
 
 HEADS = ("head.", "head_dist.")  # for other classes these are made anew
 WRAPPERS = ("model.", "module.", "_orig_mod.")  # what trainers put before every name
-OF_ATTENTION = ".attn."  # parameters that a mechanism has beside its projections start as they are made
+OF_ATTENTION = ".attn"  # parameters that a mechanism has beside its projections start as they are made
 
 
 def start_from(model: nn.Module, word: str) -> list[str]:
@@ -35,6 +36,8 @@ def start_from(model: nn.Module, word: str) -> list[str]:
     kernel = tensors.get("patch_embed.proj.weight")
     if isinstance(model, ViViT) and kernel is not None and kernel.ndim == 4:
         return _video(model, tensors, config, word)
+    if isinstance(model, Backbone):
+        join(tensors, model.timm_parts())
     own, misfit = model.state_dict(), f"init={word!r} does not fit {_called(model)}"
     heads = [name for name in tensors if name.startswith(HEADS)]
     if any(name in own and own[name].shape != tensors[name].shape for name in heads):
@@ -51,7 +54,8 @@ def start_from(model: nn.Module, word: str) -> list[str]:
         wrong = [line.strip().rstrip(".") for line in str(error).splitlines() if "size mismatch" in line]
         raise ValueError(f"{misfit}: {shorten(wrong, 2) or error}") from error
     lost = [name for name in missing if not name.startswith(HEADS) and OF_ATTENTION not in name]
-    lost += [name for name in missing if name.endswith((".attn.qkv.weight", ".attn.proj.weight"))]
+    projections = (".qkv.weight", ".proj.weight")
+    lost += [name for name in missing if OF_ATTENTION in name and name.endswith(projections)]
     if lost:
         raise ValueError(f"{misfit}: it has nothing for {shorten(lost)}")
     return missing

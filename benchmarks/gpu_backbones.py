@@ -1,0 +1,251 @@
+"""Vision networks on one GPU: training throughput against timm's, and of linear-time attention against softmax.
+
+    PYTHONPATH=src python benchmarks/gpu_backbones.py                     everything, about two minutes
+    PYTHONPATH=src python benchmarks/gpu_backbones.py --only tnt shvit    these networks
+    PYTHONPATH=src python benchmarks/gpu_backbones.py --quick             tiny sizes on the CPU: that all of it runs
+
+A step is forward, backward and fused AdamW under bf16 autocast, with drop rates 0. Ours and timm's have equal batches
+and are compiled alike, block by block. Nothing is timed before it is checked: ours gives timm's answers
+from timm's weights in float32, and bf16 with another mechanism is off by at most twice what it is with softmax.
+Networks compile side by side in processes of their own; they are timed one after another, when all have compiled:
+medians of CUDA events. JSON goes to $OUT/gpu_backbones.json after each network if OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cumulant import create_model
+from cumulant.bench.provenance import provenance
+
+# Ours, timm's, pixels and images.
+AGAINST: dict[str, tuple[str, str, int, int]] = {
+    "vit": ("vit_small_patch16_224", "vit_small_patch16_224", 224, 256),
+    "tnt": ("tnt_s", "tnt_s_patch16_224", 224, 128),
+    "crossvit": ("crossvit_15", "crossvit_15_240", 240, 256),
+    "shvit": ("shvit_s4", "shvit_s4", 256, 512),
+    "maxvit": ("maxvit_t", "maxvit_tiny_tf_224", 224, 128),
+}
+# Classes, ours and timm's, that are compiled; not what is inside of one that is.
+COMPILED = ("Block", "TNTBlock", "ClassFusion", "CrossAttentionBlock", "SHViTBlock", "BasicBlock", "Residual",
+            "PatchMerging", "ActivatorBlock", "MaxxVitBlock", "MaxViTBlock")  # fmt: skip
+ATTENTIONS = ("softmax", "cumulant3", "cluster16")
+# Ours, its arguments, and pixels with images; tokens of the longest attention in the key.
+SWAPS: dict[str, tuple[str, dict[str, Any], dict[int, tuple[int, int]]]] = {
+    "vit": ("vit_small_patch16_224", {}, {1024: (512, 64), 4096: (1024, 16)}),
+    "tnt": ("tnt_s", {}, {1024: (512, 32), 4096: (1024, 8)}),
+    "crossvit": ("crossvit_15", {}, {1600: (480, 64), 6400: (960, 16)}),
+    "shvit": ("shvit_s4", {}, {1024: (1024, 32), 4096: (2048, 8)}),
+    "activator": ("activator", {"mixer": "attention", "drop_rate": 0.0}, {1024: (128, 256), 4096: (256, 64)}),
+    "maxvit": ("maxvit_t", {"mixing": "global"}, {3136: (224, 32)}),
+    "spectformer": ("spectformer_s", {}, {1024: (512, 64), 4096: (1024, 16)}),
+}
+GOAL = 1.5  # times softmax, from 1,024 tokens on
+
+
+class Step:
+    """One training step of a model on fixed images."""
+
+    def __init__(self, model: nn.Module, px: int, batch: int, device: str) -> None:
+        self.device, self.batch = device, batch
+        self.model = model.to(device, memory_format=torch.channels_last).train()
+        if device == "cuda":
+            compile_inside(self.model)
+        self.images = torch.randn(batch, 3, px, px, device=device).contiguous(memory_format=torch.channels_last)
+        self.labels = torch.randint(0, 1000, (batch,), device=device)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
+
+    def __call__(self) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = F.cross_entropy(self.model(self.images).float(), self.labels)
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return loss
+
+    def ms(self, rounds: int) -> float:
+        if self.device == "cpu":
+            start = time.perf_counter()
+            self()
+            return 1e3 * (time.perf_counter() - start)
+        for _ in range(3):
+            self()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+        for mark in marks[:-1]:
+            mark.record()
+            self()
+        marks[-1].record()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+
+
+def compile_inside(module: nn.Module) -> None:
+    for child in module.children():
+        if type(child).__name__ in COMPILED:
+            child.compile(dynamic=False)
+        else:
+            compile_inside(child)
+
+
+def off(model: nn.Module, images: Tensor) -> float:
+    """Relative error of the answers in bf16."""
+    model.eval()
+    with torch.no_grad():
+        exact = model(images)
+        with torch.autocast(images.device.type, torch.bfloat16):
+            said = model(images).float()
+    return float((said - exact).norm() / exact.norm())
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """Norms that start at 0 would hide what is behind them."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.ones_(module.weight)
+    return model
+
+
+def against(name: str, which: str, quick: bool, device: str) -> dict[str, Step]:
+    import timm
+
+    ours, theirs, px, batch = AGAINST[name]
+    torch.manual_seed(0)
+    other = drawn(timm.create_model(theirs)).to(device)
+    own = create_model(ours).to(device)
+    own.load_state_dict(other.state_dict())
+    images = torch.randn(2, 3, px, px, device=device)
+    with torch.no_grad():
+        gap = float((own.eval()(images) - other.eval()(images)).norm() / other(images).norm())
+    if gap > 1e-3:
+        raise ValueError(f"{ours} is off timm's {theirs} by {gap:.2g}: nothing is timed")
+    model = own if which == "ours" else other
+    return {which: Step(model, px, 2 if quick else batch, device)}
+
+
+def swaps(name: str, count: int, quick: bool, device: str) -> dict[str, Step]:
+    ours, given, sizes = SWAPS[name]
+    steps, plain = {}, None
+    for tokens, (px, batch) in [*sizes.items()][:count]:
+        for attention in ATTENTIONS:
+            torch.manual_seed(0)
+            model = drawn(create_model(ours, attention=attention, img_size=px, **given)).to(device)
+            error = off(model, torch.randn(1, 3, px, px, device=device))
+            plain = error if attention == "softmax" else plain
+            if plain is not None and not error <= 2 * plain + 1e-3:
+                print(f"{name} {attention}: bf16 is off by {error:.2g}, softmax by {plain:.2g}: not timed", flush=True)
+                continue
+            steps[f"{attention}@{tokens}"] = Step(model, px, 1 if quick else batch, device)
+            if quick:
+                break
+    return steps
+
+
+def work(kind: str, name: str, which: str, asked: argparse.Namespace, gates: Any, told: Any) -> None:
+    torch._inductor.config.compile_threads = 2
+    torch._dynamo.config.recompile_limit = 64
+    quick, device = asked.quick, "cpu" if asked.quick else "cuda"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    ready, turn = gates
+    start, rows, steps = time.perf_counter(), [], {}
+    try:
+        steps = against(name, which, quick, device) if kind == "against" else swaps(name, asked.sizes, quick, device)
+        for label in list(steps):
+            try:
+                for _ in range(1 if quick else 2):
+                    steps[label]()
+            except Exception as error:  # one that does not run must not stop the others
+                print(f"{kind} {name} {label}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+                steps.pop(label)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except Exception as error:
+        print(f"{kind} {name} {which}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+    print(f"{kind} {name} {which} ready after {time.perf_counter() - start:.0f} s", flush=True)
+    with contextlib.suppress(threading.BrokenBarrierError):  # some are slow: the others go on
+        ready.wait(max(1.0, asked.wait - (time.perf_counter() - start)))
+    with turn:
+        for label, step in steps.items():
+            ms = step.ms(10)
+            alone = not ready.broken
+            rows.append(
+                {
+                    "kind": kind,
+                    "network": name,
+                    "which": label,
+                    "ms": ms,
+                    "images": 1e3 * step.batch / ms,
+                    "alone": alone,
+                }
+            )
+        steps.clear()
+    told.put(rows)
+
+
+def shown(rows: list[dict[str, Any]]) -> str:
+    found = {(row["kind"], row["network"], row["which"]): row["images"] for row in rows}
+    lines = [f"{'network':24} {'ours':>9} {'timm':>9}  images/s, ratio"]
+    for name in AGAINST:
+        ours, theirs = (found.get(("against", name, which)) for which in ("ours", "timm"))
+        if ours and theirs:
+            lines.append(f"{AGAINST[name][0]:24} {ours:9,.0f} {theirs:9,.0f}  {ours / theirs:.2f}")
+    lines.append(f"\n{'network, tokens':24} " + " ".join(f"{attention:>10}" for attention in ATTENTIONS) + "  ratios")
+    for name, (ours, _, sizes) in SWAPS.items():
+        for tokens in sizes:
+            rates = [found.get(("swap", name, f"{attention}@{tokens}")) for attention in ATTENTIONS]
+            if rates[0]:
+                ratios = " ".join("-" if rate is None else f"{rate / rates[0]:.2f}" for rate in rates[1:])
+                met = "" if rates[1] is None or rates[1] >= GOAL * rates[0] else f"  below {GOAL}"
+                cells = " ".join(f"{'-' if rate is None else format(rate, ',.0f'):>10}" for rate in rates)
+                lines.append(f"{ours + f', {tokens:,}':24} {cells}  {ratios}{met}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[*{**AGAINST, **SWAPS}])
+    parser.add_argument("--kinds", nargs="*", default=["against", "swap"])
+    parser.add_argument("--sizes", type=int, default=2, help="of the images with other attention, from the smallest on")
+    parser.add_argument("--wait", type=float, default=400, help="seconds that the slowest may take to compile")
+    parser.add_argument("--quick", action="store_true")
+    asked = parser.parse_args()
+    from cumulant.models import names
+
+    jobs = [("against", name, which) for name in AGAINST for which in ("ours", "timm") if AGAINST[name][0] in names()]
+    jobs += [("swap", name, "") for name in SWAPS if SWAPS[name][0] in names()]
+    jobs = [job for job in jobs if job[1] in asked.only and job[0] in asked.kinds]
+    context = mp.get_context("spawn")
+    told, gates = context.Queue(), (context.Barrier(len(jobs)), context.Lock())
+    started = [context.Process(target=work, args=(*job, asked, gates, told)) for job in jobs]
+    for process in started:
+        process.start()
+    rows: list[dict[str, Any]] = []
+    for _ in jobs:
+        rows += told.get()
+        if "OUT" in os.environ:
+            record = {"rows": rows, "provenance": provenance("python benchmarks/gpu_backbones.py")}
+            (Path(os.environ["OUT"]) / "gpu_backbones.json").write_text(json.dumps(record, indent=1, default=str))
+    for process in started:
+        process.join()
+    print(shown(rows))
+    if not all(row["alone"] for row in rows):
+        print("some were timed while others still compiled")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
