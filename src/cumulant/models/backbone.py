@@ -16,7 +16,8 @@ from which all else here follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -128,6 +129,9 @@ class Backbone(nn.Module):
     def _run(self, module: nn.Module, *given: Any, **named: Any) -> Any:
         """A call whose inner activations are computed again in the backward pass, where that was asked for."""
         if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            norms = [one for one in module.modules() if isinstance(one, nn.BatchNorm2d)]
+            if norms and not torch.compiler.is_compiling():
+                named["context_fn"] = lambda: (nullcontext(), counted_once(norms))
             return checkpoint(module, *given, use_reentrant=False, **named)
         return module(*given, **named)
 
@@ -255,6 +259,19 @@ def _before_loading(model: Backbone, state: dict[str, Any], name: str, *_: Any) 
         given, own = state.get(name + table), getattr(model, table)
         if given is not None and given.shape != own.shape and given.shape[-1] == own.shape[-1]:
             state[name + table] = model._fitted(given, grid)
+
+
+@contextmanager
+def counted_once(norms: Sequence[nn.BatchNorm2d]) -> Iterator[None]:
+    """While activations are computed again, batches are not counted again in running statistics."""
+    kept = [dict(norm._buffers) for norm in norms]
+    for norm, buffers in zip(norms, kept, strict=True):
+        norm._buffers.update({name: one if one is None else one.clone() for name, one in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, kept, strict=True):
+            norm._buffers.update(buffers)
 
 
 def check_classes(num_classes: int) -> int:
