@@ -15,6 +15,10 @@ STUDIES = {  # name -> its file in this folder
     "mechanisms": "mechanisms",  # also cumulant bench train
     "heads": "heads",
     "random-features": "random_features",
+    "universal-approximation": "universal_approximation",
+    "pavlovian": "pavlovian",
+    "position-bias": "position_bias",
+    "visual-analytics": "visual_analytics",
 }
 
 

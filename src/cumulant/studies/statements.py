@@ -119,20 +119,28 @@ def _values(quantity: Quantity, seeds: Sequence[Measured]) -> tuple[list[float],
     return values, lacking
 
 
+def number(configuration: str, key: str) -> Quantity:
+    """What was measured of a configuration under `key`."""
+    return lambda of: of[configuration][key]
+
+
+def quotient(first: Quantity, second: Quantity) -> Quantity:
+    return lambda of: first(of) / second(of)
+
+
+def difference(first: Quantity, second: Quantity) -> Quantity:
+    return lambda of: first(of) - second(of)
+
+
 def above(
     first: str, second: str, key: str, text: str = "", *, by: float = 0.0, source: str = "published", control: str = ""
 ) -> Statement:
     """`first` is above `second` in what was measured under `key`, seed by seed; `control`: whose repetition shows
     what chance does, see `AGAIN`."""
-
-    def difference(of: Measured) -> float:
-        return of[first][key] - of[second][key]
-
-    def chance(of: Measured) -> float:
-        return of[control + AGAIN][key] - of[control][key]
-
+    chance = difference(number(control + AGAIN, key), number(control, key)) if control else None
     text = text or f"{first} above {second} in {key}"
-    return Statement(text, difference, least=by, source=source, chance=chance if control else None)
+    quantity = difference(number(first, key), number(second, key))
+    return Statement(text, quantity, least=by, source=source, chance=chance)
 
 
 def values(found: Judged) -> dict[str, Any]:
