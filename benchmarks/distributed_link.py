@@ -1,0 +1,275 @@
+"""Cumulant attention against ring softmax over a slow link: 4 workers in network namespaces, 1 Gbit/s and 10 ms.
+
+    sudo python benchmarks/distributed_link.py            # table, and benchmarks/results/distributed_link.json
+    sudo python benchmarks/distributed_link.py --quick
+
+Each worker lives in a namespace of its own, 10 ms and 1 Gbit/s away from the others (`Link`; TCP keeps its window after
+a pause, as on any tuned link). Float32, B 1, 12 heads of 64, 65,536 tokens in all.
+
+Four workers need four idle cores, which a small machine does not have. So the two parts of a step are measured apart
+and added: arithmetic as the processor time of one worker's part, alone, and messages as the time on the clock of the
+same calls over the link with the arithmetic left out (cumulants: few tokens, since messages do not depend on them;
+ring: the whole keys and values go round, nobody multiplies). The sum leaves no overlap to either side; for the ring the
+larger of the two is printed as well, which is what perfect overlap would give it, and the ratio is taken of that. One
+step of each, whole and on the clock, is measured beside it at a length that a small machine can carry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import heapq
+import json
+import os
+import select
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from distributed_scaling import HEADS, WIDTH, check, cumulants, softmax, step, tokens
+from torch.distributed.device_mesh import init_device_mesh
+
+from cumulant.bench.provenance import provenance
+from cumulant.distributed import context_parallel
+from cumulant.distributed.exchange import Workers
+from cumulant.distributed.parts import Parts
+from cumulant.distributed.softmax import Asked, _blocks, _blocks_and_gradients, _Part
+
+RESULTS = Path(__file__).parent / "results" / "distributed_link.json"
+WORLD, DELAY, RATE, MTU = 4, 10e-3, 125e6, 32000  # seconds, bytes a second, bytes
+
+
+def tool(*words: str, fails: bool = False) -> None:
+    subprocess.run(words, check=not fails, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL if fails else None)
+
+
+def namespace(rank: int) -> str:
+    return f"cumulant{rank}"
+
+
+class Link(threading.Thread):
+    """A namespace for each worker, 10.77.0.x, and a switch between them that holds packets back.
+
+    It needs no `netem` in the kernel: devices are tunnels whose other end this thread reads. A packet leaves its worker
+    when those before it have left at RATE, and arrives DELAY later.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.remove()
+        self.ends = [self.make(rank) for rank in range(WORLD)]
+        self.going = True
+
+    def make(self, rank: int) -> int:
+        name, device = namespace(rank), f"cm{rank}"
+        inside = ("ip", "netns", "exec", name)
+        tool("ip", "netns", "add", name)
+        end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22x", device.encode(), 0x1001))  # TUNSETIFF: tun, no header
+        tool("ip", "link", "set", device, "netns", name)
+        for words in (
+            f"ip link set {device} name link0 mtu {MTU} txqueuelen 10000",
+            "ip link set link0 up",
+            f"ip addr add 10.77.0.{rank + 1}/24 dev link0",
+            "ip link set lo up",
+            "sysctl -qw net.ipv4.tcp_slow_start_after_idle=0",
+            "ip route change 10.77.0.0/24 dev link0 initcwnd 200 initrwnd 200",
+        ):
+            tool(*inside, *words.split())
+        return end
+
+    def remove(self) -> None:
+        for rank in range(WORLD):
+            tool("ip", "netns", "del", namespace(rank), fails=True)
+
+    def run(self) -> None:
+        free = [0.0] * WORLD  # when each worker's line is free again
+        waiting: list[tuple[float, int, int, bytes]] = []
+        count = 0
+        while self.going:
+            now = time.monotonic()
+            while waiting and waiting[0][0] <= now:
+                _, _, to, packet = heapq.heappop(waiting)
+                with suppress(BlockingIOError):
+                    os.write(self.ends[to], packet)
+            patience = max(0.0, min(0.05, waiting[0][0] - time.monotonic())) if waiting else 0.05
+            for end in select.select(self.ends, [], [], patience)[0]:
+                with suppress(BlockingIOError):
+                    for _ in range(64):
+                        packet = os.read(end, MTU + 64)
+                        rank, to = self.ends.index(end), packet[19] - 1
+                        if packet[0] >> 4 == 4 and 0 <= to < WORLD:
+                            free[rank] = max(free[rank], time.monotonic()) + len(packet) / RATE
+                            count += 1
+                            heapq.heappush(waiting, (free[rank] + DELAY, count, to, packet))
+
+    def stop(self) -> None:
+        self.going = False
+        self.join()
+        for end in self.ends:
+            os.close(end)
+        self.remove()
+
+
+def clocked(work: Callable[[], object], rounds: int) -> float:
+    """Seconds of the slowest worker, median."""
+    times = []
+    for i in range(rounds + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        spent = torch.tensor([time.perf_counter() - start])
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        if i:
+            times.append(float(spent))
+    return statistics.median(times)
+
+
+def worker(rank: int, path: str, quick: bool) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "link0"
+    dist.init_process_group("gloo", store=dist.FileStore(path, WORLD), rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "cp"))
+    whole, part, rounds = (4096, 1024, 2) if quick else (65536, 16384, 7)
+    found: dict[str, float] = {}
+    calls = {"cumulant2": cumulants(2), "cumulant3": cumulants(3), "cumulant3 causal": cumulants(3, True)}
+    for call in calls.values():
+        check(mesh, call)
+    with context_parallel(mesh):
+        for name, call in calls.items():
+            for backward in (False, True):
+                which = "both" if backward else "forward"
+                few = tokens(64 if "causal" in name else 8)
+                found[f"{name} {which} messages"] = clocked(lambda c=call, b=backward, x=few: step(c, x, b), rounds)
+    parts = Parts(Workers.of(mesh), lengths=[part] * WORLD)
+    asked = Asked(parts, [part] * WORLD, WIDTH**-0.5, False, "ring")
+    key, value = tokens(part)[1:]
+    found["softmax forward messages"] = clocked(lambda: [None for _ in _blocks(asked, [key, value])], 2)
+
+    def back() -> None:
+        grads = [torch.zeros_like(key), torch.zeros_like(value)]
+        for _ in _blocks_and_gradients(asked, [key, value], grads):
+            pass
+
+    found["softmax both messages"] = found["softmax forward messages"] + clocked(back, 1)
+    short = 1024 if quick else 4096
+    check(mesh, softmax)
+    with context_parallel(mesh):
+        for name, call in {**calls, "softmax": softmax}.items():
+            x = tokens(short // WORLD)
+            found[f"{name} both on the clock, {short} tokens"] = clocked(lambda c=call, x=x: step(c, x, True), 3)
+    if rank == 0:
+        Path(path + ".json").write_text(json.dumps({"seconds": found, "tokens": whole, "part": part}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def processor_seconds(work: Callable[[], object], rounds: int) -> float:
+    """Of this process, the least of the rounds: waiting for a core, or for another's memory, is not work."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times[1:])
+
+
+def arithmetic(whole: int, part: int, rounds: int) -> dict[str, float]:
+    """Processor seconds of one worker's part, and of all tokens on one worker."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, call in {"cumulant2": cumulants(2), "cumulant3": cumulants(3)}.items():
+        for n, who in ((part, "part"), (whole, "one worker")):
+            for backward in (False, True):
+                which = "both" if backward else "forward"
+                x = tokens(n)
+                found[f"{name} {which} {who}"] = processor_seconds(
+                    lambda c=call, x=x, b=backward: step(c, x, b), rounds
+                )
+    causal, n = cumulants(3, True), part // 4  # plain torch, linear in the length
+    x = tokens(n)
+    for backward in (False, True):
+        spent = processor_seconds(lambda b=backward: step(causal, x, b), 1)
+        for who, times in (("part", part / n), ("one worker", whole / n)):
+            found[f"cumulant3 causal {'both' if backward else 'forward'} {who}"] = spent * times
+    # One head of one block of the ring; a worker has HEADS of each of WORLD blocks.
+    query, key, value = (y[:, :1] for y in tokens(part))
+    block = _Part(query, key, value, None, WIDTH**-0.5, False)
+    out, lse = block.forward()
+    times = HEADS * WORLD
+    found["softmax forward part"] = times * processor_seconds(block.forward, 1)
+    back = processor_seconds(lambda: block.backward(out, out, lse), 1)
+    found["softmax both part"] = found["softmax forward part"] + times * back
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--store")
+    options = parser.parse_args()
+    if options.rank is not None:
+        worker(options.rank, options.store, options.quick)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/store"
+        link_between = Link()
+        link_between.start()
+        try:
+            several = [
+                subprocess.Popen(
+                    ["ip", "netns", "exec", namespace(r), sys.executable, __file__, "--rank", str(r), "--store", path]
+                    + ["--quick"] * options.quick
+                )
+                for r in range(WORLD)
+            ]
+            failed = [one.wait() for one in several]
+            if any(failed):
+                raise SystemExit("a worker failed")
+        finally:
+            link_between.stop()
+        found = json.loads(Path(path + ".json").read_text())
+    link = found["seconds"]
+    own = arithmetic(found["tokens"], found["part"], 2 if options.quick else 4)
+    table = {}
+    for which in ("forward", "both"):
+        ring = own[f"softmax {which} part"], link[f"softmax {which} messages"]
+        table[f"softmax ring {which}"] = {
+            "arithmetic": ring[0],
+            "messages": ring[1],
+            "sum": sum(ring),
+            "larger": max(ring),
+        }
+        for name in ("cumulant2", "cumulant3", "cumulant3 causal"):
+            work, message = own[f"{name} {which} part"], link[f"{name} {which} messages"]
+            alone = own[f"{name} {which} one worker"]
+            table[f"{name} {which}"] = {
+                "arithmetic": work,
+                "messages": message,
+                "sum": work + message,
+                "over an ideal quarter": (work + message) / (alone / WORLD),
+                "ring over it": max(ring) / (work + message),
+            }
+    for name, row in table.items():
+        print(f"{name:26}", *(f"{key} {value:8.3f}  " for key, value in row.items()))
+    clock = {name: value for name, value in link.items() if "clock" in name}
+    print(*(f"{name:52} {value:8.3f} s" for name, value in clock.items()), sep="\n")
+    if not options.quick:
+        record = provenance("python benchmarks/distributed_link.py")
+        record["link"] = {"workers": WORLD, "seconds of delay": DELAY, "bytes a second": RATE}
+        found = {"seconds": table, "on the clock": clock, "one worker": own}
+        RESULTS.write_text(json.dumps({**record, "tokens": 65536, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
