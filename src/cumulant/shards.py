@@ -18,6 +18,32 @@ def answerer() -> Any:
     return _answerer
 
 
+def summed(*sums: Any) -> tuple[Any, ...]:
+    """Sums over the tokens that a call holds, over all of them: in one message where workers hold the others."""
+    return sums if _answerer is None else _answerer.add(*sums)
+
+
+def after(*sums: Any) -> tuple[Any, ...] | None:
+    """Of sums over the tokens that a call holds, those of all that came before; None where nothing can have."""
+    return None if _answerer is None else _answerer.earlier(*sums)
+
+
+def largest(x: Any) -> Any:
+    """The largest of what workers have; x itself where there is one. No gradient."""
+    return x.detach() if _answerer is None else _answerer.largest(x)
+
+
+def place(tokens: int) -> tuple[int, int]:
+    """Of the first of so many tokens in their sequence, and how many that has."""
+    return (0, tokens) if _answerer is None else _answerer.place(tokens)
+
+
+def needs_all(what: str) -> None:
+    """Raises where workers hold the other tokens, for what looks at single ones of them."""
+    if _answerer is not None:
+        raise ValueError(f"{what} needs tokens that other workers hold, and is not split: leave it off, or the context")
+
+
 @contextmanager
 def answered_by(new: Any) -> Iterator[None]:
     """Within this, calls go to `new`; None: each holds its whole sequence."""

@@ -7,10 +7,11 @@ import torch
 from processes import side_by_side
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 import cumulant
-from cumulant import zoo
-from cumulant.distributed import context_parallel
+from cumulant import shards, zoo
+from cumulant.distributed import context_parallel, shard, unshard
 from cumulant.distributed.parts import first_piece
 
 WORLD = 8
@@ -29,7 +30,8 @@ def rows_of(lengths: list[int], rank: int, order: str) -> Tensor:
 
 def apart(found: Tensor, wanted: Tensor) -> float:
     """Largest difference, in units of the largest number wanted (1 at least)."""
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1)) if found.numel() else 0.0
+    difference = (found - wanted).detach().abs().amax() if found.numel() else torch.zeros(())
+    return float(difference / wanted.detach().abs().amax().clamp(min=1)) if found.numel() else 0.0
 
 
 def compared(
@@ -78,6 +80,15 @@ def mechanism(name, **options):
     return call
 
 
+def few_heads(name, **options):
+    """Where query heads share no key head."""
+
+    def call(query, key, value, key_mask):
+        return zoo.get(name)(query[:, :2], key, value, key_mask=key_mask, **options).repeat(1, 2, 1, 1)
+
+    return call
+
+
 CASES = {
     "order 1": (attention(order=1), {}),
     "order 2": (attention(order=2), {}),
@@ -104,8 +115,14 @@ CASES = {
     "softmax, zigzag": (mechanism("softmax", is_causal=True), {"order": "zigzag"}),
     "softmax, gathered": (mechanism("softmax"), {"softmax": "gather", "mask": "weights"}),
     "softmax, gathered, zigzag": (mechanism("softmax", is_causal=True), {"order": "zigzag", "softmax": "gather"}),
+    **{f"{name}{', causal' * causal}": (mechanism(name, is_causal=causal), {"mask": mask})
+       for name in ("linear", "mala", "focused_linear", "cosformer", "cumulant1", "cumulant2", "cumulant3")
+       for causal, mask in ((False, "weights"), (True, "one worker"))},
+    "rala": (few_heads("rala"), {"mask": "one worker"}),
+    "flow": (few_heads("flow"), {"mask": "weights"}),
+    "flow, causal": (few_heads("flow", is_causal=True), {"mask": "one worker"}),
     "zigzag, not causal": (attention(), {"order": "zigzag"}),
-}
+}  # fmt: skip
 
 
 def everything(rank: int, world: int) -> dict[tuple[str, int, str], float]:
@@ -138,3 +155,160 @@ def test_uneven_parts_give_what_one_process_gives(errors, name, workers):
 @pytest.mark.parametrize("name", CASES)
 def test_so_do_parts_in_single_precision(errors, name):
     assert errors[name, 4, "float32"] <= 1e-4
+
+
+def counts_and_layers(rank: int, world: int) -> dict[str, object]:
+    """Collectives and numbers sent; a layer with rotary places; bfloat16; what is refused."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    found: dict[str, object] = {}
+
+    def sizes(order, tokens, is_causal=False):
+        query, key, value = (torch.randn(1, 3, tokens, 8, requires_grad=True) for _ in range(3))
+        with context_parallel(mesh):
+            cumulant.attention(query, key, value, order=order, is_causal=is_causal)  # kinds of tokens are compared once
+            with Sent() as forward:
+                out = cumulant.attention(query, key, value, order=order, is_causal=is_causal)
+            with Sent() as backward:
+                out.sum().backward()
+        return forward.sizes, backward.sizes
+
+    found["sizes"] = {(order, n): sizes(order, n) for order in (2, 3) for n in (4, 40)}
+    found["causal sizes"] = {n: sizes(3, n, is_causal=True) for n in (4, 40)}
+
+    torch.manual_seed(2)
+    layer = cumulant.nn.MultiheadAttention(16, 4, attention="cumulant2", rotary=True, num_kv_heads=2)
+    folded = cumulant.nn.CumulantAttention(16, 4, order=2, fold=True)
+    x = torch.randn(2, 6 * world, 16)
+    own = slice(6 * rank, 6 * rank + 6)
+    with context_parallel(mesh):
+        found["rotary layer"] = apart(layer(x[:, own], is_causal=True), layer_whole(layer, x, is_causal=True)[:, own])
+        found["folded layer"] = apart(folded(x[:, own]), layer_whole(folded, x)[:, own])
+
+    narrow = [torch.randn(1, 2, 8 * world, 8).bfloat16() for _ in range(3)]
+    part = [t[:, :, 8 * rank : 8 * rank + 8] for t in narrow]
+    exact = cumulant.attention(*(t.double() for t in narrow))[:, :, 8 * rank : 8 * rank + 8]
+    plain = cumulant.attention(*narrow, backend="reference")[:, :, 8 * rank : 8 * rank + 8]
+    with context_parallel(mesh):
+        found["bfloat16"] = float((cumulant.attention(*part) - exact).abs().max()), float((plain - exact).abs().max())
+        found["shard"] = float((unshard(shard(narrow[0], mesh), mesh) - narrow[0]).abs().max())
+        found["zigzag shard"] = apart(unshard(shard(x, mesh, order="zigzag"), mesh, order="zigzag"), x)
+
+    q = torch.randn(1, 2, 5, 4)
+    for name, error in (
+        ("dtype", lambda: cumulant.attention(*(q.double() if rank == 1 else q for _ in range(3)))),
+        ("heads", lambda: cumulant.attention(*(torch.randn(1, 2 + rank % 2, 5, 4) for _ in range(3)))),
+        ("mechanism", lambda: zoo.get("lla")(q, q, q)),
+        ("cluster", lambda: cumulant.cluster_attention(q, q, q, clusters=2)),
+        ("scores", lambda: cumulant.scores(q, q)),
+        ("v_conv", lambda: cumulant.nn.MultiheadAttention(8, 2, attention="linear", v_conv=True)(
+            torch.randn(1, 4, 8), grid=(2, 2))),
+    ):  # fmt: skip
+        with context_parallel(mesh), pytest.raises((ValueError, TypeError)) as raised:
+            error()
+        found[f"refused {name}"] = str(raised.value)
+    with pytest.raises(ValueError, match="no dimension 'tp', its dimensions are"), context_parallel(mesh, "tp"):
+        pass
+    with pytest.raises(TypeError, match="mesh must be a torch"), context_parallel("cpu"):
+        pass
+    return found
+
+
+def layer_whole(layer, x, **how):
+    """What the layer gives one process that holds all tokens."""
+    with shards.answered_by(None):
+        return layer(x, **how)
+
+
+class Sent(CommDebugMode):
+    """Bytes of each collective of this process, what it sends to itself left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "all_to_all" in str(func):
+            self.sizes.append(max(args[2]))  # to each other worker
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __exit__(self, *args):
+        super().__exit__(*args)
+        assert len(self.sizes) == self.get_total_counts()
+
+
+@pytest.fixture(scope="module")
+def told():
+    answers = side_by_side(4, counts_and_layers)
+    failed = [answer for answer in answers if isinstance(answer, str)]
+    assert not failed, failed[0]
+    return answers
+
+
+def test_a_call_is_one_collective_each_way_whose_size_knows_nothing_of_the_length(told):
+    for answer in told:
+        for order, numbers in ((2, 1 + 2 * 8 + 8 * 8), (3, 1 + 3 * 8 + 2 * 8 * 8)):
+            forward, backward = answer["sizes"][order, 4]
+            assert answer["sizes"][order, 40] == (forward, backward)
+            means = 2 * 8  # which travel in float64
+            assert 0 <= forward[0] - 3 * 4 * (numbers + means) < 8  # three heads; whole words of 8 bytes
+            assert (len(forward), len(backward)) == (1, 1)
+            assert backward[0] <= forward[0]
+
+
+def test_causal_parts_scan_in_log2_steps_of_constant_size(told):
+    for answer in told:
+        assert answer["causal sizes"][4] == answer["causal sizes"][40]
+        assert all(len(one) == 2 for one in answer["causal sizes"][4])
+
+
+def test_layers_know_the_places_of_their_tokens_and_do_not_fold(told):
+    assert max(answer[name] for answer in told for name in ("rotary layer", "folded layer")) < 1e-5
+
+
+def test_bfloat16_is_as_close_as_plain_torch(told):
+    for answer in told:
+        ours, plain = answer["bfloat16"]
+        assert ours <= 2 * plain
+
+
+def test_shards_go_together_again(told):
+    assert all(answer["shard"] == 0 and answer["zigzag shard"] == 0 for answer in told)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("dtype", ["worker 1", "torch.float64", "worker 0", "torch.float32"]),
+        ("heads", ["worker 1", "heads 3 and 3", "worker 0", "heads 2 and 2"]),
+        ("mechanism", ["'lla' does not have mergeable", "nearest mechanism that can"]),
+        ("cluster", ["not split over workers"]),
+        ("scores", ["no worker holds all keys"]),
+        ("v_conv", ["v_conv", "other workers hold"]),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_all_workers_alike(told, what, words):
+    for answer in told:
+        assert all(word in answer[f"refused {what}"] for word in words), answer[f"refused {what}"]
+
+
+def left_alone(rank: int, world: int) -> str:
+    """Worker 1 stops between two calls; the others are told."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    q = torch.randn(1, 2, 5, 4)
+    with context_parallel(mesh):
+        cumulant.attention(q, q, q)
+        if rank == 1:
+            return "stopped"
+        try:
+            cumulant.attention(q, q, q)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing happened"
+
+
+def test_a_worker_that_stops_ends_the_others_with_a_word_and_no_hang():
+    answers = side_by_side(3, left_alone, patience=60)
+    assert answers[1] == "stopped"
+    for rank in (0, 2):
+        assert f"worker {rank} of 3 on mesh dimension 'cp' did not get its message" in answers[rank]
+        assert "one of them has stopped" in answers[rank]

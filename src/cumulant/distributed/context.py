@@ -84,6 +84,26 @@ class Answerer:
         with shards.answered_by(None):
             return exact(self.parts, call, self.travel)
 
+    def add(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Sums over the tokens of this worker, over those of all."""
+        return self.parts.workers.add(*sums)
+
+    def earlier(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Sums over the tokens of this worker, over those of the workers before it."""
+        if self.parts.zigzag:
+            raise ValueError('causal sums follow the order of workers: pass order="rank" to context_parallel')
+        return self.parts.sums_before(*sums)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of all workers, without gradient."""
+        return self.parts.workers.largest(x)
+
+    def place(self, tokens: int) -> tuple[int, int]:
+        """Of this worker's first token, and how many tokens there are in all."""
+        if self.parts.zigzag:
+            raise ValueError('places of tokens follow the order of workers: pass order="rank" to context_parallel')
+        return self.parts.start(tokens), sum(self.parts.lengths(tokens))
+
     def varlen(self, call: Call, form: Form, cu_seq_q: Tensor, cu_seq_k: Tensor) -> Tensor:
         raise ValueError("attention_varlen is not split over workers; pass one sequence to attention")
 

@@ -256,6 +256,14 @@ class Workers:
         """Sums over all workers, in one message."""
         return tensors if self.size == 1 else exchange(Sum(self), *tensors)
 
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest over all workers, element by element; no gradient."""
+        if self.size == 1:
+            return x.detach()
+        kind = Gather(self)
+        (rows,) = kind.finish(kind.start([x.detach()]))
+        return rows.amax(0)
+
     def merge(self, moments: Moments) -> Moments:
         """Moments of the tokens of all workers. One collective, or two where there are many workers."""
         if self.size == 1:

@@ -66,6 +66,16 @@ class Parts:
             moments, exchange(kind, *moments.kept(), pending=pending)
         )
 
+    def sums_before(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Of sums of every worker, those of the workers before this one: log2(W) shifts."""
+        earlier = exchange(Shift(self.workers, 1), *sums)
+        seen, by = [a + b for a, b in zip(earlier, sums, strict=True)], 1
+        while (by := 2 * by) < self.workers.size:
+            found = exchange(Shift(self.workers, by), *seen)
+            earlier = tuple(a + b for a, b in zip(earlier, found, strict=True))
+            seen = [a + b for a, b in zip(seen, found, strict=True)]
+        return earlier
+
     def _picked(self, moments: Moments, rows: tuple[Tensor, ...]) -> Moments:
         """Of moments (W, p, ...) of all pieces, those before each of ours."""
         workers = self.workers

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import zoo
+from .. import shards, zoo
 from ..call import DTYPES, Call, Grid, check_count, check_dtype, check_flag, check_mask, check_share
 from ..expansion import weigh
 from ..grammar import parse, suggest
@@ -239,7 +239,7 @@ class MultiheadAttention(nn.Module):
         there = key_mask if context is None else None
         query, key, value = self.project(x, context)
         if self.rotary is not None:
-            query, key = (rotate(part, self.rotary, self.first_place) for part in (query, key))
+            query, key = (rotate(x, self.rotary, self.first_place + shards.place(x.shape[-2])[0]) for x in (query, key))
         grouped = self.enable_gqa
         return Call(query, key, value, key_mask, is_causal, None, grouped, there, grid, prefix, dropout_p=dropout)
 
@@ -322,6 +322,7 @@ class MultiheadAttention(nn.Module):
 
     def _convolved(self, v_conv: ValueConv, call: Call, context: Tensor | None) -> Tensor:
         """Convolution of the values (..., H, L, D) on the grid, (..., L, C); absent tokens count as 0."""
+        shards.needs_all("v_conv, a convolution of the values,")
         grid, prefix = call.grid, call.prefix
         if context is not None or call.is_causal:
             raise ValueError("v_conv mixes neighbours on a grid: it needs context=None and is_causal=False")

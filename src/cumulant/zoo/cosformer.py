@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import shards
 from ..call import Call, check_count
 from ..held import check_tokens
 from ..tensors import fold_groups, repeat_heads, wide
@@ -45,14 +46,15 @@ def cosformer_attention(
     A row without any key, or whose ReLU is 0, gives 0. Cost: 4 L D E.
     """
     query, key, dtype = wide(call.query), wide(call.key), call.query.dtype
-    longest = max(query.shape[-2], key.shape[-2])
+    (after_q, all_q), (after_k, all_k) = (shards.place(x.shape[-2]) for x in (query, key))
+    longest = max(all_q, all_k)
     if max_len is None:
         max_len = max(1, longest)
     elif not isinstance(max_len, Tensor) and max_len < longest:
         raise ValueError(f"max_len must be at least the number of tokens, {longest}, got {max_len}")
     rows = F.relu(query if call.scale is None else query * call.scale)
     columns = weighted(F.relu(key), call.key_weights(key.dtype))
-    turn_q, turn_k = (_turns(_angles(x, max_len)) for x in (query, key))
+    turn_q, turn_k = (_turns(_angles(x, max_len, after)) for x, after in ((query, after_q), (key, after_k)))
     if not call.is_causal:
         return _over_all_keys(rows, columns, call.value, turn_q, turn_k, eps, dtype)
     rows, columns = _turned(rows, turn_q, dtype), _turned(columns, turn_k, dtype)
@@ -117,14 +119,16 @@ def _over_all_keys(
     the sum of the weights where it makes the factor, which is of width D, and no gradient needs the products.
     """
     D, E = columns.shape[-1], value.shape[-1]
-    parts = []
-    for i in range(2):
-        K = repeat_heads(sum_of_tokens(columns * turn_k[..., i : i + 1]), rows.shape[-3])
-        parts.append(dot_with_one(rows, K) * turn_q[..., i : i + 1])
-    total = parts[0] + parts[1]
     near, centre = about_mean(value, dtype) if recorded(rows, columns) else (value, None)
-    rows = factor(rows / total.clamp(min=eps), dtype)
     KV = sums_of_products(_turned(columns, turn_k, dtype), near, dtype)  # (..., Hk, 2 D, E)
+    sums_k = [sum_of_tokens(columns * turn_k[..., i : i + 1]) for i in range(2)]
+    if shards.answerer() is not None:
+        KV = KV if centre is None else KV + torch.cat(sums_k, -1).mT @ centre
+        KV, *sums_k = shards.summed(KV, *sums_k)
+        centre = None
+    parts = [dot_with_one(rows, repeat_heads(K, rows.shape[-3])) * turn_q[..., i : i + 1] for i, K in enumerate(sums_k)]
+    total = parts[0] + parts[1]
+    rows = factor(rows / total.clamp(min=eps), dtype)
     KV = KV.unflatten(-2, (2, D)).transpose(-3, -2).flatten(-2)  # (..., Hk, D, 2 E)
     sums = product(fold_groups(rows, columns.shape[-3]), KV, dtype).reshape(*rows.shape[:-1], 2, E)
     out = (sums * turn_q.unsqueeze(-1)).sum(-2)
@@ -144,6 +148,6 @@ COSFORMER = register(
         stream=CosformerStream,
         length_option="max_len",
         order_free=False,
-        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged"),
+        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged mergeable"),
     )
 )

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import shards
 from ..call import Call, check_scale
 from ..held import Held, check_step
 from ..tensors import wide
 from ..tracing import outside_autocast
-from .products import TINY, count_of, factor, feature_product, one_hot_weights, ones_for, weighted
+from .products import TINY, count_of, factor, feature_product, one_hot_weights, ones_for, peak, running, weighted
 from .registry import Mechanism, can, register
 
 EPS = 1e-6
@@ -54,30 +55,44 @@ def flow(call: Call, clamp: float | None, eps: float) -> Flow:
 
 def _full_flow(q: Tensor, k: Tensor, w_q: Tensor | None, w_k: Tensor | None, clamp: float | None, eps: float) -> Flow:
     L, S = count_of(q, w_q), count_of(k, w_k)
-    incoming = 1 / _dot(q, weighted(k, w_k).sum(-2, keepdim=True), eps)
-    outgoing = 1 / _dot(k, weighted(q, w_q).sum(-2, keepdim=True), eps)
-    conserved_in = _dot(q, (k * weighted(outgoing, w_k)).sum(-2, keepdim=True), eps)
-    conserved_out = _clamped(_dot(k, (q * weighted(incoming, w_q)).sum(-2, keepdim=True), eps), clamp)
+    sum_k, sum_q = shards.summed(*(weighted(x, w).sum(-2, keepdim=True) for x, w in ((k, w_k), (q, w_q))))
+    incoming, outgoing = 1 / _dot(q, sum_k, eps), 1 / _dot(k, sum_q, eps)
+    flows = (k * weighted(outgoing, w_k), q * weighted(incoming, w_q))
+    flow_k, flow_q = shards.summed(*(x.sum(-2, keepdim=True) for x in flows))
+    conserved_in = _dot(q, flow_k, eps)
+    conserved_out = _clamped(_dot(k, flow_q, eps), clamp)
     logits = conserved_out if w_k is None else conserved_out.masked_fill(w_k == 0, torch.finfo(k.dtype).min)
-    peak = logits.amax(-2, keepdim=True).detach() if logits.shape[-2] else 0.0
-    kernel = weighted((logits - peak).exp(), w_k)
-    competition = kernel / kernel.sum(-2, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny) * S
+    kernel = weighted((logits - peak(logits)).exp(), w_k)
+    (mass,) = shards.summed(kernel.sum(-2, keepdim=True))
+    competition = kernel / mass.clamp(min=torch.finfo(k.dtype).tiny) * S
     return Flow(q * incoming, k * competition, torch.sigmoid(conserved_in * (L / S)))
 
 
 def _causal_flow(q: Tensor, k: Tensor, w_q: Tensor | None, w_k: Tensor | None, clamp: float | None, eps: float) -> Flow:
     w_q, w_k = (ones_for(x) if w is None else w for x, w in ((q, w_q), (k, w_k)))
-    count_q, count_k = (w.cumsum(-2).clamp(min=TINY) for w in (w_q, w_k))
-    incoming = 1 / _dot(q, (w_k * k).cumsum(-2), eps)
-    outgoing = 1 / _dot(k, (w_q * q).cumsum(-2), eps)
-    conserved_in = _dot(q, (w_k * k * outgoing * count_q).cumsum(-2), eps) / count_k
+    count_q, count_k, seen_k, seen_q = running([w_q, w_k, w_k * k, w_q * q])
+    count_q, count_k = count_q.clamp(min=TINY), count_k.clamp(min=TINY)
+    incoming, outgoing = 1 / _dot(q, seen_k, eps), 1 / _dot(k, seen_q, eps)
+    flow_k, flow_q = running([w_k * k * outgoing * count_q, w_q * q * incoming * count_k])
+    conserved_in = _dot(q, flow_k, eps) / count_k
     # Keys before the first query that counts have no flow to conserve: eps over no queries would be a huge logit.
     sinks = torch.where(count_q > TINY, count_q, 1)
-    conserved_out = _clamped(_dot(k, (w_q * q * incoming * count_k).cumsum(-2), eps) / sinks, clamp)
+    conserved_out = _clamped(_dot(k, flow_q, eps) / sinks, clamp)
     # log w + cr, so that the running sum of exponentials is safe without a clamp, too.
     logits = (conserved_out + w_k.clamp(min=TINY).log()).masked_fill(w_k == 0, -1e30)
-    competition = count_k * (logits - torch.logcumsumexp(logits, -2)).exp()
+    competition = count_k * (logits - _running_log_sum(logits)).exp()
     return Flow(q * incoming, k * competition * (w_k != 0), torch.sigmoid(conserved_in))
+
+
+def _running_log_sum(logits: Tensor) -> Tensor:
+    """log of the sum of exp over the tokens up to each one, (..., L, 1)."""
+    sums = torch.logcumsumexp(logits, -2)
+    if shards.answerer() is None:
+        return sums
+    top = peak(logits).clamp(min=-1e30)  # that of all workers
+    (before,) = shards.after((logits - top).exp().sum(-2, keepdim=True)) or (None,)
+    there = before > 0
+    return torch.logaddexp(sums, torch.where(there, torch.where(there, before, 1).log() + top, -2e30))
 
 
 def _dot(x: Tensor, y: Tensor, eps: float) -> Tensor:
@@ -160,6 +175,6 @@ FLOW = register(
         stream=FlowStream,
         independent_rows=False,
         value_shift=False,
-        **can("causal cross key_mask subquadratic streaming ragged wants_query_mask"),
+        **can("causal cross key_mask subquadratic streaming ragged wants_query_mask mergeable"),
     )
 )

@@ -54,7 +54,7 @@ def focused_linear_attention(
     features_k, weights = _map(key, power, channel_scale), call.key_weights(key.dtype)
     features_k = weighted(features_k, weights)
     sums, total = fraction(features_q, features_k, call.value, call.query.dtype, is_causal=is_causal, chunk=chunk)
-    count = sums_seen(ones_for(key) if weights is None else weights, query.shape[-2], is_causal)
+    (count,) = sums_seen([ones_for(key) if weights is None else weights], query.shape[-2], is_causal)
     return sums / (total + eps * count.clamp(min=TINY))
 
 
@@ -183,6 +183,6 @@ FOCUSED = register(
         module=FocusedLinearAttention,
         stream=FocusedStream,
         pattern_options={"causal": {"use_conv": False}, "cross": {"use_conv": False, "use_position": False}},
-        **can("causal cross key_mask grouped_queries subquadratic streaming ragged wants_grid"),
+        **can("causal cross key_mask grouped_queries subquadratic streaming ragged wants_grid mergeable"),
     )
 )

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import shards
 from ..call import Call, Grid
 from ..tensors import repeat_heads, wide, without_absent
 from .products import factor, written_down
@@ -89,6 +90,7 @@ class GridConv(nn.Conv2d):
 
     def of(self, call: Call) -> Tensor:
         """The convolution of a call's values on its grid, of absent ones as 0; key heads serve several query heads."""
+        shards.needs_all("the convolution of the values (use_conv or use_lepe)")
         value = repeat_heads(without_absent(call.value, call.key_mask), call.query.shape[-3])
         width = value.shape[-1] if self.per_head else value.shape[-1] * value.shape[-3]
         if width != self.in_channels:

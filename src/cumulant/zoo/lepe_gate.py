@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import shards
 from ..call import Call
 from .grid import GridConv, check_one_grid, resolve_grid, rotary_angles, rotate
 from .mixing import Mixer
@@ -20,6 +21,7 @@ INIT_STD = 0.02
 
 def rotated(query: Tensor, key: Tensor, call: Call, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Features of a call's queries and keys turned by their place on its grid, which they must share; see `rotate`."""
+    shards.needs_all("use_rope, a turn by the place on a grid,")
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"use_rope=True needs queries and keys on one grid, got {query.shape[-2]} and {key.shape[-2]} tokens; "

@@ -74,6 +74,6 @@ LINEAR = register(
         function=linear_attention,
         row_weights=linear_weights,
         stream=LinearStream,
-        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged"),
+        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged mergeable"),
     )
 )

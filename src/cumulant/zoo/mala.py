@@ -39,9 +39,8 @@ def mala_attention(
     weights = ones_for(features_k) if weights is None else weights
     features_k = features_k * weights
     turned_q, turned_k = rotated(features_q, features_k, call) if use_rope else (features_q, features_k)
-    count, values, keys = (
-        sums_seen(x, query.shape[-2], is_causal) for x in (weights, wide(value) * weights, features_k)
-    )
+    tokens = weights, wide(value) * weights, features_k
+    count, values, keys = sums_seen(tokens, query.shape[-2], is_causal)
     count, keys = count.clamp(min=TINY), repeat_heads(keys, heads)
     mean = values / count
     # What s_ij has before phi(q_i).phi(k_j).
@@ -92,7 +91,8 @@ MALA = register(
         stream=MalaStream,
         pattern_options={"causal": {"use_lepe": False}, "cross": {"use_lepe": False, "use_rope": False}},
         **can(
-            "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged wants_grid wants_input"
+            "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged wants_grid wants_input "
+            "mergeable"
         ),
     )
 )

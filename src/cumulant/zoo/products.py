@@ -6,13 +6,14 @@ Shape legend: ... leading dimensions, H heads, Hk key heads, G = H / Hk, Lq quer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import shards
 from ..call import Call
 from ..tensors import fold_groups, repeat_heads, wide, without_absent
 from ..tracing import transformed
@@ -37,6 +38,10 @@ def feature_product(
         return _causal_product(query, key, value, dtype, chunk)
     rows = fold_groups(query, key.shape[-3])
     near, centre = about_mean(value, dtype) if centred or recorded(query, key) else (value, None)
+    if shards.answerer() is not None:  # sums of all workers, each about a mean of its own
+        sums = sums_of_products(key, near, dtype)
+        sums = sums if centre is None else sums + sum_of_tokens(wide(key)).mT @ centre
+        return product(rows, shards.summed(sums)[0], dtype).reshape(*query.shape[:-1], value.shape[-1])
     out = product(rows, sums_of_products(key, near, dtype), dtype).reshape(*query.shape[:-1], value.shape[-1])
     if centre is None:
         return out
@@ -69,11 +74,11 @@ def fraction(
 ) -> tuple[Tensor, Tensor]:
     """`feature_product` and the sum of its weights, (..., H, Lq, E) and (..., H, Lq, 1)."""
     E = value.shape[-1]
-    if is_causal:
+    if is_causal or shards.answerer() is not None:  # which sends both in one message
         columns = with_ones(value)
         if columns.is_cuda:
             columns = F.pad(columns, (0, -columns.shape[-1] % 8))  # tensor cores want rows of 16 bytes
-        sums = feature_product(query, key, columns, dtype, is_causal=True, chunk=chunk)
+        sums = feature_product(query, key, columns, dtype, is_causal=is_causal, chunk=chunk)
         return sums[..., :E], sums[..., E : E + 1]
     # The sum over keys comes first: no column of ones, for which the values would have to be copied. Written as a sum
     # and not as a product of matrices, a compiler takes it where it makes the features.
@@ -98,9 +103,25 @@ def dot_with_one(x: Tensor, y: Tensor) -> Tensor:
     return (spans * y).sum(-1, keepdim=True).flatten(-3, -2)
 
 
-def sums_seen(x: Tensor, rows: int, is_causal: bool) -> Tensor:
-    """x (..., Lk, F) summed over the keys that each row sees, (..., 1, F), or in the causal form (..., rows, F)."""
-    return fit_length(x, rows).cumsum(-2) if is_causal else sum_of_tokens(x)
+def sums_seen(tensors: Sequence[Tensor], rows: int, is_causal: bool) -> tuple[Tensor, ...]:
+    """Each (..., Lk, F) summed over the keys that each row sees, (..., 1, F), or in the causal form (..., rows, F)."""
+    if not is_causal:
+        return shards.summed(*(sum_of_tokens(x) for x in tensors))
+    return running([fit_length(x, rows) for x in tensors])
+
+
+def running(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Each (..., L, F) summed over the tokens up to each one."""
+    sums, before = [x.cumsum(-2) for x in tensors], shards.after(*(x.sum(-2, keepdim=True) for x in tensors))
+    return tuple(sums) if before is None else tuple(a + b for a, b in zip(sums, before, strict=True))
+
+
+def peak(logits: Tensor) -> Tensor:
+    """The largest of logits (..., L, 1), (..., 1, 1), without gradient; the least number where there are none."""
+    least = logits.new_full((*logits.shape[:-2], 1, 1), torch.finfo(logits.dtype).min)
+    found = logits.amax(-2, keepdim=True) if logits.shape[-2] else least
+    top: Tensor = shards.largest(found)
+    return top
 
 
 def ones_for(x: Tensor) -> Tensor:
@@ -114,6 +135,9 @@ def weighted(x: Tensor, weights: Tensor | None) -> Tensor:
 
 def count_of(x: Tensor, weights: Tensor | None) -> Tensor | float:
     """The number of tokens of x (..., L, F) that count, or the sum of their weights (..., L, 1); never 0."""
+    if shards.answerer() is not None:  # one worker may have weights and another none: the same shape from both
+        weights = ones_for(x) if weights is None else weights
+        return shards.summed(weights.expand(*x.shape[:-3], 1, -1, 1).sum(-2, keepdim=True))[0].clamp(min=TINY)
     return max(1, x.shape[-2]) if weights is None else weights.sum(-2, keepdim=True).clamp(min=TINY)
 
 
@@ -233,7 +257,10 @@ def _causal_product(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtyp
     rows = query.transpose(-4, -3).flatten(-3, -2)  # (..., Hk, n, G C, D)
 
     # Shift before summing: taking the own chunk off again would let the future in through rounding.
-    earlier = F.pad(sums_of_products(key, value, dtype), (0, 0, 0, 0, 1, -1)).cumsum(-3)
+    chunk_sums = sums_of_products(key, value, dtype)
+    earlier = F.pad(chunk_sums, (0, 0, 0, 0, 1, -1)).cumsum(-3)
+    before = shards.after(chunk_sums.sum(-3, keepdim=True))
+    earlier = earlier if before is None else earlier + before[0]
     within = pair_products(rows, key, dtype).unflatten(-2, (-1, chunk)).tril().flatten(-3, -2)
     out = product(rows, earlier, dtype) + product(within, value, dtype)
     out = out.unflatten(-2, (-1, chunk)).transpose(-4, -3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import shards
 from ..call import Call
 from ..tensors import wide
 from .lepe_gate import LepeGate, rotated
@@ -18,6 +19,7 @@ from .products import (
     factor,
     feature_product,
     one_hot_weights,
+    peak,
     sum_of_tokens,
     weighted,
     written_down,
@@ -46,7 +48,7 @@ def rala_attention(call: Call, *, use_alpha: bool = True, use_rope: bool = False
         features_k = features_k * kernel
     else:
         features_k = weighted(features_k, w_k) / count_of(features_k, w_k)
-    total = dot_with_one(features_q, sum_of_tokens(features_k)) + eps * mass
+    total = dot_with_one(features_q, *shards.summed(sum_of_tokens(features_k))) + eps * mass
     if use_rope:
         features_q, features_k = rotated(features_q, features_k, call, dtype)
     return feature_product(features_q, features_k, call.value, dtype) / total
@@ -59,14 +61,14 @@ def alpha(
 
     Queries enter the mean by their weights. Cost: L D.
     """
-    mean = sum_of_tokens(weighted(features_q, w_q)) / count_of(features_q, w_q)
+    (total,) = shards.summed(sum_of_tokens(weighted(features_q, w_q)))
+    mean = total / count_of(features_q, w_q)
     logits = dot_with_one(features_k, mean) * scale
     if w_k is not None:
         logits = logits.masked_fill(w_k == 0, torch.finfo(logits.dtype).min)
-    if logits.shape[-2]:
-        logits = logits - logits.amax(-2, keepdim=True).detach()
+    logits = logits - peak(logits)
     kernel = written_down(weighted(logits.exp(), w_k))
-    mass = kernel.sum(-2, keepdim=True)
+    (mass,) = shards.summed(kernel.sum(-2, keepdim=True))
     return kernel, torch.where(mass > 0, mass, 1.0)
 
 
@@ -90,6 +92,6 @@ RALA = register(
         module=RankAugmentedAttention,
         pattern_options={"cross": {"use_lepe": False, "use_rope": False}},
         independent_rows=False,
-        **can("cross key_mask subquadratic ragged wants_grid wants_input wants_query_mask"),
+        **can("cross key_mask subquadratic ragged wants_grid wants_input wants_query_mask mergeable"),
     )
 )

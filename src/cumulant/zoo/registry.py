@@ -146,6 +146,7 @@ class Mechanism:
         self.check(call)
         if shards.answerer() is not None:
             self.require("mergeable", "a sequence split over workers (context_parallel)")
+            shards.answerer().agree(self.name, call)
         return self._prepared(self.function, call, options)
 
     def weigh(self, call: Call, **options: Any) -> Tensor:
