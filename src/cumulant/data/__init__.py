@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .part import DecodeError as DecodeError
     from .part import Part as Part
     from .part import Source as Source
+    from .scenes import ScenePart as ScenePart
     from .source import ALIASES as ALIASES
     from .source import open_source as open_source
     from .text import TextLoader as TextLoader

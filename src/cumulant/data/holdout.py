@@ -14,6 +14,7 @@ from .images import Images, TensorImages
 from .order import mix
 from .part import GROUP_IN_NAME, Part
 from .rows import Items
+from .scenes import ScenePart
 from .text import TextPart
 
 Picks = NDArray[np.int64]
@@ -78,6 +79,8 @@ def unjittered(part: Part) -> Part:
 def choose(part: Part, picks: Picks) -> Part:
     """The items `picks` of a part as a part of their own."""
     there = torch.from_numpy(picks)
+    if isinstance(part, ScenePart):
+        return ScenePart(part.images[there, :-1], part.images[there, -1], part.title)
     if isinstance(part, TensorImages):
         ratios = None if part.ratios is None else part.ratios[there]
         return TensorImages(part.images[there], part.labels[there], part.title, ratios)

@@ -65,7 +65,7 @@ class Source:
     """A data set: two parts with the same classes. Label i means `classes[i]`."""
 
     name: str
-    kind: Literal["image", "video", "text"]
+    kind: Literal["image", "video", "text", "scene"]
     train: Part
     test: Part
     classes: tuple[str, ...]
@@ -73,7 +73,7 @@ class Source:
     """Its identity where that is known already: of what was decoded from files, that of the files."""
 
     def __post_init__(self) -> None:
-        if self.kind != "text":  # there the classes are symbols, of which a part need not have all
+        if self.kind not in ("text", "scene"):  # there classes are of symbols or pixels: a part need not have all
             check_labels(self.name, self.train.labels, self.test.labels, self.classes)
 
     def identity(self) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from .digits import digits_source
 from .folders import tree_source, ucf_lists, ucf_source
 from .part import DataError, Source, shorten
 from .rows import HubRows, parquet_rows
+from .scenes import scenes_source
 from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, names_from_tsv, table_source
 from .tars import find_tars, tar_source
 from .text import sentences_source, text_files, text_source
@@ -44,24 +45,29 @@ def open_source(
     label_column: str | None = None,
     tokens: str | None = None,
     context: int | None = None,
+    size: int | None = None,
 ) -> Source:
     """The data set called `data`. Labels are read and checked here; pixels are decoded later.
 
-    `data` is, in this order: "digits", "sentences"; a folder or a text file; the name of one in $CUMULANT_DATA; one of
-    `ALIASES` (tiny-imagenet, tiny-imagenet-100, imagenet-100, imagenet-1k, cifar10, cifar100, ucf101) or another
-    "owner/name" of the Hugging Face Hub, which needs the package `datasets`. A folder holds parquet shards
-    (train-*.parquet and validation- or test-*.parquet), tar shards of WebDataset (train-*.tar, ...), or train/<class>/
-    and val|validation|test/<class>/ with images or clips, or UCF-101's clips and split lists, or a text: one *.txt, or
-    train.txt and val|validation|test.txt.
+    `data` is, in this order: "digits", "sentences", "scenes"; a folder or a text file; the name of one in
+    $CUMULANT_DATA; one of `ALIASES` (tiny-imagenet, tiny-imagenet-100, imagenet-100, imagenet-1k, cifar10, cifar100,
+    ucf101) or another "owner/name" of the Hugging Face Hub, which needs the package `datasets`. A folder holds parquet
+    shards (train-*.parquet and validation- or test-*.parquet), tar shards of WebDataset (train-*.tar, ...), or
+    train/<class>/ and val|validation|test/<class>/ with images or clips, or UCF-101's clips and split lists, or a text:
+    one *.txt, or train.txt and val|validation|test.txt.
 
     Video: a clip has `frames` frames, every `stride`-th; the test part shows each video in `views` temporal clips
     times `crops` squares; `split` is UCF-101's 1, 2 or 3. `test_part` names the part to test on where there are
     several (validation comes before test); `image_column` and `label_column` where a table has several.
-    Text: `tokens` is "chars" or "bytes", `context` the tokens of a window (256).
+    Text: `tokens` is "chars" or "bytes", `context` the tokens of a window (256). Scenes: `size` is their side (64).
     """
     sampling = ClipSampling(frames, stride, views, crops)
     choices: dict[str, Any] = dict(test_part=test_part, image_column=image_column, label_column=label_column)
     reading: dict[str, Any] = {"tokens": tokens, "context": context}
+    if data == "scenes":
+        refuse("scenes", split=None if split == 1 else split, **choices, **reading)
+        return scenes_source(64 if size is None else size)
+    refuse(f"{data} (no scenes)", size=size)
     if data == "sentences":
         refuse("sentences", split=None if split == 1 else split, **choices)
         return sentences_source(**reading)
@@ -113,8 +119,8 @@ def local_folder(data: str | Path) -> Path | None:
         return None
     looked = " or ".join(str(place) for place in places)
     raise FileNotFoundError(
-        f"no data set {str(data)!r}: no folder {looked}, and not one of digits, sentences, {', '.join(ALIASES)} "
-        "or owner/name of the Hugging Face Hub"
+        f"no data set {str(data)!r}: no folder {looked}, and not one of digits, sentences, scenes, "
+        f"{', '.join(ALIASES)} or owner/name of the Hugging Face Hub"
     )
 
 

@@ -5,6 +5,7 @@ import warnings
 from .activator import Activator
 from .backbone import Backbone, Features
 from .crossvit import CrossViT
+from .dense import Segmenter
 from .lm import LanguageModel
 from .registry import create_model, names, register_model
 from .shvit import SHViT
@@ -20,6 +21,7 @@ __all__ = [
     "Features",
     "LanguageModel",
     "SHViT",
+    "Segmenter",
     "ViViT",
     "VisionTransformer",
     "create_model",

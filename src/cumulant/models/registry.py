@@ -153,9 +153,9 @@ def names() -> list[str]:
 
 
 def input_kind(name: str) -> str:
-    """What the model of that name is for: "image", "video" or "text"."""
-    kind = _MODELS[name].kind
-    return "video" if getattr(kind, "takes_clips", False) else "text" if getattr(kind, "takes_text", False) else "image"
+    """What the model of that name is for: "image", "video", "text", or "scene", images with a class a pixel."""
+    marks = {"takes_clips": "video", "takes_text": "text", "takes_scenes": "scene"}
+    return next((kind for mark, kind in marks.items() if getattr(_MODELS[name].kind, mark, False)), "image")
 
 
 def model_arguments(name: str) -> list[str]:

@@ -11,6 +11,7 @@ from ..data.augment import Augment
 from ..data.loader import Loader
 from ..data.order import mix
 from ..data.part import Part, Source
+from ..data.scenes import ScenePart
 from ..data.source import open_source
 from ..data.text import TextLoader, TextPart
 from ..grammar import suggest
@@ -28,6 +29,7 @@ DATA_OPTIONS = (
     "label_column",
     "tokens",
     "context",
+    "size",
 )  # of `open_source`, beside what the recipe says of videos
 
 
@@ -37,7 +39,8 @@ def open_recipe_source(recipe: TrainRecipe, data: str | None = None) -> Source:
     if unknown:
         raise ValueError(f"unknown data option {unknown[0]!r}; {suggest(unknown[0], list(DATA_OPTIONS))}")
     video = {name: getattr(recipe, name) for name in ("frames", "stride", "views", "crops", "split")}
-    return open_source(data or recipe.data, **video, **recipe.data_options)
+    side = {"size": recipe.image_size} if (data or recipe.data) == "scenes" else {}
+    return open_source(data or recipe.data, **{**video, **side, **recipe.data_options})
 
 
 def build_model(recipe: TrainRecipe, source: Source) -> nn.Module:
@@ -93,7 +96,7 @@ def loader_of(
     return Loader(
         part,
         recipe.batch_size,
-        size=recipe.loaded_size,
+        size=part.size if isinstance(part, ScenePart) else recipe.loaded_size,
         seed=recipe.seed,
         shuffle=training,
         drop_last=training,

@@ -1,4 +1,4 @@
-"""What is learned from the data: classes of images and videos, or the next token of a text. The trainer asks no more.
+"""What is learned from the data: classes of images and videos, of pixels, or the next token of a text.
 
 Shape legend: b items of one batch in this process, T tokens of a window, N windows, V symbols.
 """
@@ -23,6 +23,7 @@ from .build import augment_of
 from .files import write_atomically
 from .predictions import Predictions, predict
 from .processes import Processes
+from .segmentation import PixelScores, Segmentation
 from .train_recipe import TrainRecipe
 
 OnBatch = Callable[[int], None]
@@ -147,11 +148,16 @@ class TokenScores:
         return TokenScores(**load_file(path))
 
 
+Found = Predictions | TokenScores | PixelScores
+
+
 def task_of(recipe: TrainRecipe, source: Source) -> Task:
     """What a recipe learns from that data."""
-    return Language(recipe, source) if source.kind == "text" else Classification(recipe, source)
+    kinds: dict[str, Callable[[TrainRecipe, Source], Task]] = {"text": Language, "scene": Segmentation}
+    return kinds.get(source.kind, Classification)(recipe, source)
 
 
-def load_predictions(path: str | Path) -> Predictions | TokenScores:
+def load_predictions(path: str | Path) -> Found:
     """What a run said of its test part."""
-    return (TokenScores if "rank" in load_file(path) else Predictions).load(path)
+    held = load_file(path)
+    return (TokenScores if "rank" in held else PixelScores if "confusion" in held else Predictions).load(path)

@@ -34,13 +34,12 @@ from .folder import bytes_held, check_data, check_recipe, claim, clear, read_res
 from .initial import start_from
 from .log import Log
 from .meter import Meter
-from .predictions import Predictions
 from .processes import Processes, local, processes
 from .progress import Bar, Stop
 from .recipe_files import to_json
 from .state import STATE, bytes_needed, load_state, mend_state, remove_states, save_state, whole_weights
 from .stepping import Recorded, compile_blocks, quick_float32
-from .tasks import TokenScores, load_predictions, task_of
+from .tasks import Found, TokenScores, load_predictions, task_of
 from .train_recipe import TrainRecipe
 
 
@@ -48,8 +47,8 @@ from .train_recipe import TrainRecipe
 class TrainResult:
     """What a finished run reached; accuracies from 0 to 1, of the averaged weights where the recipe averages.
 
-    Of a text the accuracy is that of the next token, `nats` its mean loss. All are of the test part; `best`: those of
-    the weights that the hold-out chose, without one of the last.
+    Of a text the accuracy is that of the next token, `nats` its mean loss; of scenes that of the pixels, beside mIoU.
+    All are of the test part; `best`: those of the weights that the hold-out chose, without one of the last.
     """
 
     out: Path
@@ -66,6 +65,7 @@ class TrainResult:
     nats: float | None = None
     bits_per_byte: float | None = None
     best_nats: float | None = None
+    miou: float | None = None
 
     @property
     def summary(self) -> str:
@@ -74,12 +74,14 @@ class TrainResult:
         best = f"{self.best_top1:.2%}" if self.best_nats is None else f"{self.best_nats:.4f} nats"
         if self.nats is not None:
             text = f"{self.nats:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte, top-1 {self.top1:.2%}"
+        if self.miou is not None:
+            text = f"mIoU {self.miou:.2%}  pixels {self.top1:.2%}"
         chosen = f"  (the hold-out chose epoch {self.best_epoch}: {best})"
         return text if self.best_epoch == self.epochs else text + chosen
 
     @property
     def predictions(self) -> Any:
-        """What the last weights say of the test part: `Predictions` of classes, or `TokenScores` of a text."""
+        """What the last weights say of the test part: `Predictions` of classes, `PixelScores`, or `TokenScores`."""
         return load_predictions(self.out / "predictions.safetensors")
 
 
@@ -223,7 +225,7 @@ class _Run:
                 self.log = stack.enter_context(Log(self.out, after=done.step, **where))
             stop = stack.enter_context(Stop(self.team))
             self.bar = stack.enter_context(Bar(self.screen, total, done.step, recipe.batch_size))
-            found: Predictions | TokenScores | None = None
+            found: Found | None = None
             for epoch in range(done.step // self.steps, recipe.epochs):
                 start, first = time.perf_counter(), done.step - epoch * self.steps
                 self.model.train()
@@ -295,7 +297,7 @@ class _Run:
 
         self.meter.request(step, write)
 
-    def _evaluate(self, epoch: int) -> Predictions | TokenScores:
+    def _evaluate(self, epoch: int) -> Found:
         """What the test part says; the weights that are best on the hold-out are kept, of equal ones the later."""
         recipe, done = self.recipe, self.done
         self._check_numbers()
@@ -344,7 +346,7 @@ class _Run:
             with naming(str(self.out / name)):
                 save(self.model, self.out / name, notes=notes, tensors=tensors)
 
-    def _finish(self, found: Predictions | TokenScores, epoch_seconds: float) -> TrainResult:
+    def _finish(self, found: Found, epoch_seconds: float) -> TrainResult:
         with self.average.in_place() if self.average else nullcontext():
             self._keep("last.safetensors", self.recipe.epochs, found.top(1))
         text = isinstance(found, TokenScores)

@@ -1,0 +1,311 @@
+"""More tokens at linear cost: accuracy of one ViT at patches of 8, 4, 2 and 1 pixels, against what it takes.
+
+    PYTHONPATH=src python benchmarks/more_tokens.py train --data FOLDER/tiny-imagenet-100 --seconds 460
+    PYTHONPATH=src python benchmarks/more_tokens.py time          alone on its GPU: microseconds an image
+    PYTHONPATH=src python benchmarks/more_tokens.py report        table, crossings and figure from both records
+
+`train` decodes the images once and starts a process a mechanism; each works through its plan of patches and seeds and
+leaves out what would not end in time. All runs have the recipe below. Times while others train beside it say nothing, therefore
+`time`: a forward and backward pass, and a forward pass, of the same model as a CUDA graph in bfloat16, not compiled.
+Records go to $OUT (or benchmarks/results), `more_tokens.json` and `more_tokens_time.json`; `--quick`: a toy on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant import create_model
+from cumulant.bench.provenance import provenance
+from cumulant.data import Source, TensorImages, open_source
+from cumulant.data.augmentation import Augmentation
+from cumulant.data.held import hold
+from cumulant.style import colour, mark, new_figure, save, styled
+from cumulant.train import TrainRecipe, train
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+MECHANISMS = ("softmax", "cumulant2", "cumulant3", "cluster16", "rala")
+SIDE, PATCHES = 64, (8, 4, 2, 1)
+EPOCHS, IMAGES = 8, 50_000
+MODEL: dict[str, Any] = {"embed_dim": 128, "depth": 4, "num_heads": 2, "mlp_ratio": 2, "pool": "gap", "init_std": 0.05}
+FIRST = [(8, 0), (4, 0), (2, 0)]
+SEEDS = [(8, 1), (4, 1), (8, 2), (4, 2), (2, 1), (2, 2)]
+CONTROL = [(8, 3), (4, 3), (8, 4), (4, 4), (8, 5), (4, 5)]  # softmax again with other seeds: what chance does
+LEAST = 100  # seconds that must be left for a run at patch 1
+
+
+def plan(name: str) -> list[tuple[int, int]]:
+    """Patches and seeds in order; at patch 1 first what is quickest there, softmax last of all."""
+    fine = [(1, 0)]
+    if name == "softmax":
+        return FIRST + SEEDS[:4] + CONTROL + SEEDS[4:] + fine
+    return FIRST + (fine + SEEDS if name in ("cumulant2", "cumulant3") else SEEDS + fine)
+
+
+BATCH = {8: 512, 4: 512, 2: 256, 1: 64}  # of a timed pass
+
+
+def recipe(attention: str, patch: int, seed: int, quick: bool) -> TrainRecipe:
+    model = {**MODEL, **({"embed_dim": 16, "depth": 1} if quick else {}), "patch_size": patch}
+    return TrainRecipe(
+        data="tiny-imagenet-100", image_size=SIDE, mean=(0.480, 0.448, 0.398), std=(0.277, 0.269, 0.282),
+        model="vit_nano_patch4_32", model_options=model, attention=attention, epochs=1 if quick else EPOCHS,
+        batch_size=8 if quick else 512, accumulate=4 if patch == 1 else 1, optimizer="muon", lr=2e-3, min_lr=1e-5,
+        warmup_epochs=0.5 if quick else 1.0, weight_decay=0.05, label_smoothing=0.1, clip=1.0,
+        augmentation=Augmentation(flip=0.5, shift=4), precision="fp32" if quick else "bf16",
+        compile=not quick and patch <= 2, in_memory="yes", eval_epochs=EPOCHS, checkpoint_epochs=0, seed=seed,
+    )  # fmt: skip
+
+
+def started(settings: argparse.Namespace) -> None:
+    """Decode once, then one process a mechanism; their records together."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        held = Path(folder) / "pixels.pt"
+        torch.save(pixels(settings), held)
+        left = settings.seconds - (time.monotonic() - began) - 5
+        command = [sys.executable, __file__, "one", "--pixels", str(held), "--seconds", str(left)]
+        command += ["--quick"] if settings.quick else []
+        many = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"}
+        children = {
+            name: subprocess.Popen([*command, "--attention", name, "--record", f"{folder}/{name}.json"], env=many)
+            for name in settings.attention
+        }
+        while any(child.poll() is None for child in children.values()):
+            time.sleep(2)
+            runs = [run for name in children if (file := Path(folder) / f"{name}.json").is_file()
+                    for run in json.loads(file.read_text())]  # fmt: skip
+            recorded("more_tokens", runs=runs, epochs=EPOCHS, model=MODEL)
+            if time.monotonic() - began > settings.seconds:
+                for child in children.values():
+                    child.kill()
+        print({name: child.returncode for name, child in children.items()})
+    for run in sorted(runs, key=lambda run: (-run["patch"], run["attention"], run["seed"])):
+        print(f"{run['attention']:10} patch {run['patch']}  seed {run['seed']}  top-1 {run['top1']:.2%}  "
+              f"{run['seconds']:.0f} s")  # fmt: skip
+
+
+def pixels(settings: argparse.Namespace) -> dict[str, Any]:
+    """Images and labels of both parts, decoded."""
+    if settings.quick:
+        parts = [(torch.randint(0, 256, (16, 3, SIDE, SIDE), dtype=torch.uint8), torch.arange(16) % 2)] * 2
+        return {"parts": parts, "classes": ("a", "b")}
+    source = open_source(settings.data)
+    held = hold(source, SIDE)
+    assert held is not None
+    assert isinstance(held.train, TensorImages)
+    assert isinstance(held.test, TensorImages)
+    return {"parts": [(part.images, part.labels) for part in (held.train, held.test)], "classes": source.classes}
+
+
+def worked(settings: argparse.Namespace) -> None:
+    """The plan of one mechanism, as far as the time goes; the record is written after every run."""
+    end = time.monotonic() + settings.seconds
+    held = torch.load(settings.pixels)
+    parts = [TensorImages(*part, title) for part, title in zip(held["parts"], ("train", "test"), strict=True)]
+    source = Source("tiny-imagenet-100", "image", parts[0], parts[1], held["classes"])
+    name, runs, taken = settings.attention[0], [], {}
+    for patch, seed in plan(name):
+        expected = taken.get(patch, LEAST if patch == 1 and not settings.quick else 0)
+        if time.monotonic() + expected > end:
+            print(f"{name} patch {patch} seed {seed}: about {expected:.0f} s do not fit any more", flush=True)
+            continue
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as out:
+            found = train(recipe(name, patch, seed, settings.quick), out, source=source)
+        taken[patch] = time.monotonic() - began
+        runs.append({"attention": name, "patch": patch, "seed": seed, "control": (patch, seed) in CONTROL,
+                     "top1": found.top1, "top5": found.top5, "loss": found.loss, "parameters": found.parameters,
+                     "seconds": found.seconds, "epoch_seconds": found.epoch_seconds})  # fmt: skip
+        Path(settings.record).write_text(json.dumps(runs))
+        print(f"{name} patch {patch} seed {seed}: {found.top1:.2%}, {taken[patch]:.0f} s", flush=True)
+
+
+def timed(settings: argparse.Namespace) -> None:
+    """Microseconds an image of every mechanism and patch, training (forward and backward) and answering."""
+    device, rows = "cpu" if settings.quick else "cuda", []
+    for patch in PATCHES:
+        for name in settings.attention:
+            torch.manual_seed(0)
+            model = create_model("vit_nano_patch4_32", attention=name, num_classes=100, img_size=SIDE,
+                                 device=device, **{**MODEL, "patch_size": patch})  # fmt: skip
+            count = 2 if settings.quick else BATCH[patch]
+            images, labels = torch.randn(count, 3, SIDE, SIDE, device=device), torch.zeros(count, device=device).long()
+            try:
+                row = {"attention": name, "patch": patch, "tokens": (SIDE // patch) ** 2, "batch": count,
+                       **passes(model, images, labels)}  # fmt: skip
+            except RuntimeError as error:
+                row = {"attention": name, "patch": patch, "failure": str(error).splitlines()[0]}
+            rows.append(row)
+            print(row, flush=True)
+            recorded("more_tokens_time", rows=rows, model=MODEL)
+
+
+def passes(model: torch.nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Microseconds an image, of both kinds of pass."""
+
+    def both() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        with torch.autocast(images.device.type, torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
+        loss.backward()
+
+    @torch.no_grad()
+    def answer() -> None:
+        with torch.autocast(images.device.type, torch.bfloat16):
+            model(images)
+
+    model.train()
+    training, recorded_too = taken_by(both, images.device)
+    model.eval()
+    answering, _ = taken_by(answer, images.device)
+    return {"train_us": training / len(images), "infer_us": answering / len(images), "graph": recorded_too}
+
+
+def taken_by(call: Callable[[], None], device: torch.device) -> tuple[float, bool]:
+    """Median microseconds of a call, replayed as a CUDA graph where it can be one."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return 1e6 * (time.perf_counter() - start), False
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    graph, run = torch.cuda.CUDAGraph(), call
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        run = graph.replay
+    except RuntimeError:
+        torch.cuda.synchronize()
+    samples = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        samples.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(samples[2:]), run is not call
+
+
+def recorded(name: str, **content: Any) -> None:
+    file = ROOT / "COMMIT"  # of a copy without its history
+    origin = provenance(" ".join(["python benchmarks/more_tokens.py", *sys.argv[1:2]]))
+    origin["commit"] = origin["commit"] or (file.read_text().strip()[:12] if file.is_file() else None)
+    if torch.cuda.is_available():
+        origin["machine"]["gpu"] = torch.cuda.get_device_name()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({**origin, **content}, indent=1))
+
+
+# The report.
+
+Point = tuple[float, float]
+
+
+def crossing(first: list[Point], second: list[Point]) -> str:
+    """Where two curves (time, accuracy) cross, straight lines between points over the logarithm of the time."""
+    low, high = max(first[0][0], second[0][0]), min(first[-1][0], second[-1][0])
+    if low >= high:
+        return "have no time in common"
+    grid = [low * (high / low) ** (i / 400) for i in range(401)]
+    ahead = [at(second, x) - at(first, x) for x in grid]
+    turns = [x for x, a, b in zip(grid[1:], ahead, ahead[1:], strict=False) if (a > 0) != (b > 0)]
+    if turns:
+        return "cross at " + ", ".join(f"{x:.3g}" for x in turns)
+    return f"do not cross from {low:.3g} to {high:.3g}: the second is {'above' if ahead[0] > 0 else 'below'} throughout"
+
+
+def at(curve: list[Point], x: float) -> float:
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if x <= x1 * (1 + 1e-9):
+            return y0 + (y1 - y0) * math.log(x / x0) / math.log(x1 / x0)
+    return curve[-1][1]
+
+
+def report(settings: argparse.Namespace) -> None:
+    folder = ROOT / "benchmarks" / "results"
+    runs = json.loads((folder / "more_tokens.json").read_text())["runs"]
+    rows = json.loads((folder / "more_tokens_time.json").read_text())["rows"]
+    cost = {(row["attention"], row["patch"]): row for row in rows if "failure" not in row}
+    print(
+        f"| attention | patch | tokens | top-1, % | seeds | train, µs an image | {EPOCHS} epochs, s | answer, µs an image |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    curves: dict[str, list[tuple[int, float, float, float]]] = {}
+    for name in MECHANISMS:
+        for patch in PATCHES:
+            own = [100 * run["top1"] for run in runs
+                   if (run["attention"], run["patch"], run["control"]) == (name, patch, False)]  # fmt: skip
+            one = cost.get((name, patch))
+            if one is None:
+                continue
+            spread = f" ± {statistics.stdev(own):.1f}" if len(own) > 1 else ""
+            told = f"{statistics.mean(own):.1f}{spread}" if own else "not trained"
+            total = one["train_us"] * IMAGES * EPOCHS / 1e6
+            cells = [name, patch, f"{one['tokens']:,}", told, len(own), f"{one['train_us']:.0f}", f"{total:.0f}"]
+            print(f"| {' | '.join(map(str, cells))} | {one['infer_us']:.1f} |")
+            if own:
+                curves.setdefault(name, []).append((patch, total, one["infer_us"], statistics.mean(own)))
+    for patch in (8, 4):
+        again = [100 * run["top1"] for run in runs if run["control"] and run["patch"] == patch]
+        if again:
+            print(f"A/A control: softmax at patch {patch} with {len(again)} other seeds {statistics.mean(again):.1f} %")
+    for column, what in ((1, "training time, s"), (2, "time of an answer, µs")):
+        for name in MECHANISMS[1:]:
+            if name in curves:
+                both = [[(point[column], point[3]) for point in curves[one]] for one in ("softmax", name)]
+                print(f"{what}: the curves of softmax and {name} {crossing(*both)}")
+    if not settings.quick:
+        drawn(curves, ROOT / "docs" / "figures" / "more_tokens")
+
+
+@styled
+def drawn(curves: dict[str, list[tuple[int, float, float, float]]], path: Path) -> None:
+    figure, axes = new_figure(1, 2, (10, 4.2), sharey=True)
+    for axis, column, label in ((axes[0, 0], 1, "training, s on an H200"), (axes[0, 1], 2, "answer, µs an image")):
+        for name, points in curves.items():
+            x, y = [point[column] for point in points], [point[3] for point in points]
+            axis.plot(x, y, color=colour(name), marker=mark(name), label=name)
+            axis.annotate(f"{points[-1][0]} px", (x[-1], y[-1]), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axis.set(xlabel=label, xscale="log")
+        axis.grid(alpha=0.25)
+    axes[0, 0].set_ylabel("top-1, %")
+    axes[0, 0].legend()
+    save(figure, path, ("svg",))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("train", "one", "time", "report"))
+    parser.add_argument("--data", default="tiny-imagenet-100")
+    parser.add_argument("--attention", nargs="+", default=list(MECHANISMS))
+    parser.add_argument("--seconds", type=float, default=460)
+    parser.add_argument("--pixels")
+    parser.add_argument("--record")
+    parser.add_argument("--quick", action="store_true")
+    settings = parser.parse_args()
+    {"train": started, "one": worked, "time": timed, "report": report}[settings.what](settings)
+
+
+if __name__ == "__main__":
+    main()
