@@ -4,9 +4,9 @@
     PYTHONPATH=src python benchmarks/dense.py time       alone on its GPU: milliseconds an image and peak memory
     PYTHONPATH=src python benchmarks/dense.py report     table and figure from both records
 
-The scenes are those of `cumulant.data.scenes`: scikit-learn's digits scattered over coloured grounds; a larger scene has
-more digits, not larger ones. One ViT with patches of 8 pixels: 1,024 tokens at 256 pixels, 262,144 at 4,096. Times are of
-one image in bfloat16 as a CUDA graph, not compiled. Records go to $OUT (or benchmarks/results), `dense.json` and
+The scenes are those of `cumulant.data.scenes`: scikit-learn's digits scattered over coloured grounds; a larger scene
+has more digits, not larger ones. One ViT with patches of 8 pixels: 1,024 tokens at 256 pixels, 262,144 at 4,096. Times
+are of one image in bfloat16 as a CUDA graph, not compiled. Records go to $OUT (or benchmarks/results), `dense.json` and
 `dense_time.json`; `--quick` is a toy on the CPU.
 """
 

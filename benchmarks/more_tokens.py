@@ -5,7 +5,7 @@
     PYTHONPATH=src python benchmarks/more_tokens.py report        table, crossings and figure from both records
 
 `train` decodes the images once and starts a process a mechanism; each works through its plan of patches and seeds and
-leaves out what would not end in time. All runs have the recipe below. Times while others train beside it say nothing, therefore
+leaves out what would not end in time. All runs have the recipe below. Times beside others say nothing, therefore
 `time`: a forward and backward pass, and a forward pass, of the same model as a CUDA graph in bfloat16, not compiled.
 Records go to $OUT (or benchmarks/results), `more_tokens.json` and `more_tokens_time.json`; `--quick`: a toy on the CPU.
 """
@@ -247,9 +247,8 @@ def report(settings: argparse.Namespace) -> None:
     runs = json.loads((folder / "more_tokens.json").read_text())["runs"]
     rows = json.loads((folder / "more_tokens_time.json").read_text())["rows"]
     cost = {(row["attention"], row["patch"]): row for row in rows if "failure" not in row}
-    print(
-        f"| attention | patch | tokens | top-1, % | seeds | train, µs an image | {EPOCHS} epochs, s | answer, µs an image |"
-    )
+    heads = ["attention", "patch", "tokens", "top-1, %", "seeds", "train, µs an image", f"{EPOCHS} epochs, s"]
+    print(f"| {' | '.join(heads)} | answer, µs an image |")
     print("|---|---|---|---|---|---|---|---|")
     curves: dict[str, list[tuple[int, float, float, float]]] = {}
     for name in MECHANISMS:
