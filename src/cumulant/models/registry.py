@@ -15,7 +15,10 @@ from .crossvit import CrossViT
 from .dual_stream import DualStream
 from .ia_red2 import InterpretedViT
 from .lm import LanguageModel
+from .maxvit import MAXVIT_CONFIGS, MaxViT
 from .shvit import SHViT
+from .spectformer import HIERARCHICAL_CONFIGS, SPECTFORMER_CONFIGS, HierarchicalSpectFormer, SpectFormer
+from .tic import TIC_CONFIGS, TiC
 from .tnt import TNT
 from .vit import VisionTransformer
 from .vivit import ViViT
@@ -243,6 +246,10 @@ for _kind, _configs in (
     (CrossViT, CROSSVIT_CONFIGS),
     (SHViT, SHVIT_CONFIGS),
     (Activator, ACTIVATOR_CONFIGS),
+    (MaxViT, MAXVIT_CONFIGS),
+    (SpectFormer, SPECTFORMER_CONFIGS),
+    (HierarchicalSpectFormer, HIERARCHICAL_CONFIGS),
+    (TiC, TIC_CONFIGS),
 ):
     for _name, _config in _configs.items():
         register_model(_name, _kind, **_config)
