@@ -97,7 +97,7 @@ class MBConv(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """What is added to the logit of places i and j of a window: table[h, row i - row j + P - 1, and so of columns]."""
+    """What is added to the logit of places i and j of a window: table[h, row j - row i + P - 1, and so of columns]."""
 
     def __init__(self, heads: int, side: int, **place: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class RelativeBias(nn.Module):
         """(heads, P^2, P^2)."""
         table, P = self.relative_position_bias_table, self.side
         places = torch.arange(P, device=table.device)
-        apart = places[:, None] - places + P - 1
+        apart = places - places[:, None] + P - 1
         return table[:, apart[:, None, :, None], apart[None, :, None, :]].flatten(3).flatten(1, 2)
 
 

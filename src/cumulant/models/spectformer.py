@@ -43,10 +43,10 @@ class SpectralGate(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int], prefix: int = 0) -> Tensor:
         W = resize_filter(self.complex_weight, self.grid, grid)
-        with torch.autocast(x.device.type, enabled=False):  # there is no FFT of half precision
-            spectrum = torch.fft.rfft2(wide(x).unflatten(1, grid), dim=(1, 2), norm="ortho")
-            spectrum = spectrum * torch.view_as_complex(wide(W).contiguous())
-            return torch.fft.irfft2(spectrum, s=grid, dim=(1, 2), norm="ortho").flatten(1, 2).to(x.dtype)
+        # Widened: there is no FFT of half precision on a CPU, nor of every length on a GPU.
+        spectrum = torch.fft.rfft2(wide(x).unflatten(1, grid), dim=(1, 2), norm="ortho")
+        spectrum = spectrum * torch.view_as_complex(wide(W).contiguous())
+        return torch.fft.irfft2(spectrum, s=grid, dim=(1, 2), norm="ortho").flatten(1, 2).to(x.dtype)
 
 
 def resize_filter(weight: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:

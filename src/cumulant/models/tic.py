@@ -23,18 +23,14 @@ from .backbone import Backbone, FeatureInfo
 from .mechanisms import by_block
 from .parts import DropPath, Repeated, reset_linear
 
-PADS, MIXINGS, VARIANTS, POOLINGS = (
-    ("zero", "mask"),
-    ("auto", "window", "global"),
-    ("code", "block"),
-    ("none", "attention", "pool"),
-)
+PADS, MIXINGS = ("zero", "mask"), ("auto", "window", "global")
+VARIANTS, POOLINGS = ("code", "block"), ("none", "attention", "pool")
 Kernel = tuple[int, int]
 
 
 def window_attention(
-    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, *, dilation: int = 1, pad: str = "zero", drop: float = 0.0,
-    pooled: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, *, dilation: int = 1, pad: str = "zero",
+    drop: float = 0.0, pooled: bool = False,
 ) -> Tensor:  # fmt: skip
     """out_i = sum_o a_io v_(i+o), a_io = softmax over the K offsets o of q_i.k_(i+o) d^-1/2. All (B, h, d, H, W).
 
@@ -86,7 +82,8 @@ class MSA(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, kernel: Kernel, *, dilation: int = 1, pad: str = "zero", mixing: str = "auto",
+        self, dim: int, heads: int, kernel: Kernel, grid: Kernel | None = None, *, dilation: int = 1,
+        pad: str = "zero", mixing: str = "auto",
         attention: str = "softmax", attention_options: dict[str, Any] | None = None, drop: float = 0.0,
         shift: int | str = 0, pooling: bool = False, **place: Any,
     ) -> None:  # fmt: skip
@@ -102,20 +99,13 @@ class MSA(nn.Module):
         self.mechanism = zoo.get(name)
         self.plain = name == "softmax"  # by sums over offsets, without laying out windows
         self.is_global = mixing == "global" or (mixing == "auto" and not self.plain)
-        self.heads, self.kernel, self.dilation, self.pad, self.drop, self.shift = (
-            heads,
-            kernel,
-            dilation,
-            pad,
-            drop,
-            shift,
-        )
+        self.heads, self.kernel, self.dilation, self.pad = heads, kernel, dilation, pad
+        self.drop, self.shift = drop, shift
         if not self.is_global and not self.plain:
             self.mechanism.require("cross", "a window has one query and many keys")
         self.qkv = nn.Conv2d(dim, 3 * dim, 1, **place)
-        self.mix = self.mechanism.build(
-            dim, heads, grid_size=None, prefix=0, **place, **own, **(attention_options or {})
-        )
+        given = {"grid_size": grid, "prefix": 0, **place, **own, **(attention_options or {})}
+        self.mix = self.mechanism.build(dim, heads, **given)
         gated = pooling and not self.is_global
         self.gate = nn.Parameter(torch.zeros(dim, 1, 1, **place)) if gated else None
 
@@ -129,8 +119,8 @@ class MSA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).chunk(3, 1)
         if self.is_global:
-            tokens = (part.unflatten(1, (self.heads, -1)).flatten(-2).mT for part in (query, key, value))
-            call = Call(*tokens, grid=tuple(x.shape[-2:]))
+            q, k, v = (part.unflatten(1, (self.heads, -1)).flatten(-2).mT for part in (query, key, value))
+            call = Call(q, k, v, grid=tuple(x.shape[-2:]))
             return self.mix.run(call, x.flatten(2).mT).mT.unflatten(-1, x.shape[-2:]).flatten(1, 2)
         if self.shift:
             by = [side // 2 for side in x.shape[-2:]] if self.shift == "half" else [cast(int, self.shift)] * 2
@@ -138,8 +128,8 @@ class MSA(nn.Module):
         out = self._windows(query, key, value)
         if self.gate is None:
             return out
-        means = (F.avg_pool2d(part, 2, ceil_mode=True, count_include_pad=False) for part in (key, value))
-        return out + self.gate * self._windows(query, *means, pooled=True)
+        key, value = (F.avg_pool2d(part, 2, ceil_mode=True, count_include_pad=False) for part in (key, value))
+        return out + self.gate * self._windows(query, key, value, pooled=True)
 
     def _windows(self, query: Tensor, key: Tensor, value: Tensor, pooled: bool = False) -> Tensor:
         q, k, v = (part.unflatten(1, (self.heads, -1)) for part in (query, key, value))
@@ -172,7 +162,7 @@ class MSAConv(Repeated):
     def __init__(self, msa: nn.Module, dim: int, out: int, kernel: Kernel, stride: int, **place: Any) -> None:
         super().__init__()
         self.msa = msa
-        self.mlp = nn.Conv2d(dim, out, kernel, stride, tuple(side // 2 for side in kernel), bias=False, **place)
+        self.mlp = nn.Conv2d(dim, out, kernel, stride, (kernel[0] // 2, kernel[1] // 2), bias=False, **place)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.mlp(x + self.msa(x)))
@@ -284,12 +274,12 @@ class TiC(Backbone):
         count = sum(depths) + len(depths) - 1 if blocks else len(widths)
         mechanisms = iter(by_block(attention, attention_options, count, "attentions, in order"))
 
-        def msa(dim: int, many: int, **more: Any) -> nn.Module:
-            given = next(mechanisms)
+        def msa(dim: int, many: int, level: int, **more: Any) -> nn.Module:
+            given, side = next(mechanisms), -(-img_size // (stem_stride * 2**level))
             if layer is not None:
-                return OnMap(create_layer(layer, dim, many, **given, **place))
+                return OnMap(create_layer(layer, dim, many, grid_size=(side, side), **given, **place))
             shared: dict[str, Any] = {"dilation": dilation, "pad": pad, "mixing": mixing, "drop": attn_drop}
-            return MSA(dim, many, cast(Kernel, sides), **shared, **given, **more, **place)
+            return MSA(dim, many, cast(Kernel, sides), (side, side), **shared, **given, **more, **place)
 
         def norm_of(dim: int) -> nn.Module:
             kinds: dict[str, Any] = {"batch": nn.BatchNorm2d, "layer": ChannelNorm}
@@ -299,20 +289,21 @@ class TiC(Backbone):
             if blocks and dim == out:
                 return nn.Identity()
             inner = 1 if pooling == "pool" else stride
-            made = MSAConv(msa(dim, many), dim, out, cast(Kernel, sides), inner, **place)
+            made = MSAConv(msa(dim, many, max(0, len(stages) - 1)), dim, out, cast(Kernel, sides), inner, **place)
             return nn.Sequential(made, nn.AvgPool2d(stride, ceil_mode=True)) if inner != stride else made
 
         wide = 3 if stem_stride == 1 else stem_stride
         stem = nn.Conv2d(in_chans, widths[0], wide, stem_stride, 1 if stem_stride == 1 else 0, bias=blocks, **place)
         self.stem = nn.Sequential(stem, norm_of(widths[0]))
-        stages, number = [], 0
+        stages: list[nn.Module] = []
+        number = 0
         for ((dim, out), many), depth in zip(steps, depths, strict=True):
             stage: list[nn.Module] = [change(dim, out, heads[len(stages) - 1] if stages else many, 2 if stages else 1)]
             if not blocks:
                 stage.append(norm_of(out))
             for _ in range(depth if blocks else 0):
                 reach = 0 if not shift or number % 2 else "half" if number % 4 == 2 else max(sides) // 2
-                inside = msa(out, many, **({} if layer else {"shift": reach, "pooling": pooling == "attention"}))
+                inside = msa(out, many, len(stages), shift=reach, pooling=pooling == "attention")
                 stage.append(TiCBlock(inside, out, norm == "batch", **place))
                 number += 1
             stages.append(nn.Sequential(*stage))
@@ -369,8 +360,8 @@ _NANO = {"heads": (2, 4, 8), "variant": "block", "norm": "batch"}
 # The numbers are parameters with 10 classes, of tiny with 1000.
 TIC_CONFIGS: dict[str, dict[str, Any]] = {
     "tic_nano": {},  # 31,226; norm="batch" adds 256
-    "tic_nano_block": _NANO,
-    "tic_tiny": {
+    "tic_nano_block": _NANO,  # 93,242
+    "tic_tiny": {  # 19,902,440
         "img_size": 224, "variant": "block", "stem_stride": 4, "widths": (64, 128, 256, 512), "depths": (2, 2, 6, 2),
         "heads": (2, 4, 8, 16), "kernel": 7, "norm": "layer",
     },
