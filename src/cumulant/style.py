@@ -205,12 +205,20 @@ def css() -> str:
 
 
 def page(
-    package: str, filters: Mapping[str, Callable[..., Any]], template: str = "report.html.j2", **values: Any
+    package: str,
+    filters: Mapping[str, Callable[..., Any]],
+    template: str = "report.html.j2",
+    plotly: bool = True,
+    **values: Any,
 ) -> str:
-    """A template of a package as one self-contained page: `plotlyjs` is there to be inlined, nothing is fetched."""
+    """A template of a package as one self-contained page: nothing is fetched, and `plotlyjs` is there to be inlined."""
     with needed("the report needs jinja2 and plotly", "train"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
-        from plotly.offline import get_plotlyjs
+
+        if plotly:
+            from plotly.offline import get_plotlyjs
+
+            values["plotlyjs"] = get_plotlyjs()
 
     environment = Environment(
         loader=PackageLoader("cumulant", package),
@@ -221,4 +229,4 @@ def page(
     )
     environment.filters.update(filters)
     signs = {"below": NEGATIVE, "above": POSITIVE}
-    return environment.get_template(template).render(css=css(), signs=signs, plotlyjs=get_plotlyjs(), **values)
+    return environment.get_template(template).render(css=css(), signs=signs, **values)

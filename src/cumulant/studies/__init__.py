@@ -14,11 +14,14 @@ STUDIES = {  # name -> its file in this folder
     "cumulant-vit": "cumulant_vit",  # also cumulant reproduce
     "mechanisms": "mechanisms",  # also cumulant bench train
     "heads": "heads",
+    "deconstructing": "deconstructing",
+    "attention-sink": "attention_sink",
     "random-features": "random_features",
     "universal-approximation": "universal_approximation",
     "pavlovian": "pavlovian",
     "position-bias": "position_bias",
     "visual-analytics": "visual_analytics",
+    "in-context-linear-regression": "in_context_regression",
 }
 
 

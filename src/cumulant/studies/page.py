@@ -14,6 +14,6 @@ TAGS = {"confirmed": "above", "refuted": "below"}  # the classes of report.css; 
 
 def write(result: Mapping[str, Any], figures: Sequence[tuple[str, str]], path: Path) -> None:
     """Write the page to `path`, whole or not at all; `figures`: title and SVG of each."""
-    text = style.page("studies", {"tag": lambda word: TAGS.get(word, "level")}, template="study.html.j2",
-                      result=result, figures=figures)  # fmt: skip
+    filters = {"tag": lambda word: TAGS.get(word, "level")}
+    text = style.page("studies", filters, "study.html.j2", plotly=False, result=result, figures=figures)
     write_atomically(path, text.encode())

@@ -113,9 +113,12 @@ def _values(quantity: Quantity, seeds: Sequence[Measured]) -> tuple[list[float],
     values, lacking = [], ""
     for one in seeds:
         try:
-            values.append(float(quantity(one)))
+            value = float(quantity(one))
         except KeyError as error:
             lacking = str(error.args[0])
+            continue
+        if math.isfinite(value):
+            values.append(value)
     return values, lacking
 
 

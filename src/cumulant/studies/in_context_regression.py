@@ -1,0 +1,414 @@
+"""In-context linear regression: what heads learn, which attention needs how many of them, and how close theory comes.
+
+A prompt is L examples z = (x, y) with y = beta.x + noise, and a query (x_q, 0); one attention layer without residual
+answers yhat = sum_h O_h V_h Z a(K_h Z, Q_h z_q). Its heads are read as KQ_h = K_h^T Q_h / sqrt(d + 1), OV_h = O_h V_h.
+
+Shape legend: B prompts, H heads, L examples, d width of x, D = d + 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulant.studies.measuring import Study, Table, mean_of
+from cumulant.studies.statements import Measured, Quantity, Statement
+
+RAW = "unnormalised"  # sum_l (k_l.q) v_l over the length: linear attention of the theory
+GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 4.0, 8.0)  # w of ideal heads
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The recipe of the study."""
+
+    width: int = 5
+    examples: int = 40
+    noise: float = 0.1  # variance
+    steps: int = 5000
+    batch: int = 256
+    lr: float = 0.004
+    last_lr: float = 0.0001  # for the last 30 % of the steps
+    lengths: tuple[int, ...] = (10, 20, 40, 80, 160)
+    test: int = 40000
+    attention: tuple[str, ...] = ("softmax", "linear", "cumulant2", "cumulant3", "cumulant3+full", "cluster4")
+    seeds: int = 3
+
+
+def prompts(settings: Settings, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Examples (B, L, D), queries (B, D) and their labels (B,): beta ~ N(0, I / d), x ~ N(0, I)."""
+    d = settings.width
+    device = generator.device
+    beta = torch.randn(count, d, 1, generator=generator, device=device) * d**-0.5
+    x = torch.randn(count, length + 1, d, generator=generator, device=device)
+    noise = torch.randn(count, length + 1, 1, generator=generator, device=device)
+    y = x @ beta + math.sqrt(settings.noise) * noise
+    query = torch.cat([x[:, -1], torch.zeros_like(y[:, -1])], -1)
+    return torch.cat([x, y], -1)[:, :-1], query, y[:, -1, 0]
+
+
+def attend(name: str, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query (B, H, 1, D), key (B, H, L, D), value (B, H, L, 1) -> (B, H, 1, 1)."""
+    if name == RAW:
+        return (query * scale) @ (key.mT @ value) / key.shape[-2]
+    from cumulant import zoo
+
+    return zoo.get(name)(query, key, value, scale=scale)
+
+
+class Heads(torch.nn.Module):
+    """The layer: full-width heads without biases, initialised as `nn.Linear` is."""
+
+    K: Tensor
+    Q: Tensor
+    V: Tensor
+    out: Tensor
+
+    def __init__(self, name: str, heads: int, size: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.name = name
+        shapes = {"K": (heads, size, size), "Q": (heads, size, size), "V": (heads, size, size), "out": (heads, 1, size)}
+        for part, shape in shapes.items():
+            start = torch.rand(shape, generator=generator, device=generator.device)
+            self.register_parameter(part, torch.nn.Parameter((2 * start - 1) * size**-0.5))
+
+    def forward(self, examples: Tensor, query: Tensor) -> Tensor:
+        rows = examples[:, None]
+        query, key, value = query[:, None, None] @ self.Q.mT, rows @ self.K.mT, rows @ (self.out @ self.V).mT
+        return attend(self.name, query, key, value, self.scale).sum((1, 2, 3))
+
+    @property
+    def scale(self) -> float:
+        return self.Q.shape[-1] ** -0.5
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """KQ (H, D, D), rows of the key, and OV (H, D)."""
+        with torch.no_grad():
+            return self.K.mT @ self.Q * self.scale, (self.out @ self.V).squeeze(1)
+
+
+def train(settings: Settings, name: str, heads: int, seed: int, device: str) -> Heads:
+    """Adam on fresh prompts at every step."""
+    generator = torch.Generator(device).manual_seed(seed)
+    model = Heads(name, heads, settings.width + 1, generator)
+    optimiser = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
+    for step in range(settings.steps):
+        if step == int(0.7 * settings.steps):
+            optimiser.param_groups[0]["lr"] = settings.last_lr
+        examples, query, label = prompts(settings, settings.batch, settings.examples, generator)
+        loss = (model(examples, query) - label).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model
+
+
+Predictor = Callable[[Tensor, Tensor], Tensor]
+
+
+def risks(settings: Settings, predict: Predictor, device: str, seed: int = 0) -> dict[str, float]:
+    """Mean squared error by length, on the same prompts for every predictor."""
+    found = {}
+    for length in settings.lengths:
+        generator = torch.Generator(device).manual_seed(10**6 + length + 1000 * seed)
+        errors, left = [], settings.test
+        while left > 0:
+            examples, query, label = prompts(settings, min(left, 5000), length, generator)
+            with torch.no_grad():
+                errors.append((predict(examples, query) - label).square().sum().item())
+            left -= len(label)
+        found[f"L={length}"] = sum(errors) / settings.test
+    return found
+
+
+# What theory says.
+
+
+def step_risk(settings: Settings, length: int, eta: float) -> float:
+    """Of yhat = (eta / L) sum_l y_l x_l.x_q at L examples: 1 + s2 - 2 eta + eta^2 (1 + (d + 1 + s2 d) / L)."""
+    d, s2 = settings.width, settings.noise
+    return 1 + s2 - 2 * eta + eta**2 * (1 + (d + 1 + s2 * d) / length)
+
+
+def debiased_risk(settings: Settings, length: int, eta: float) -> float:
+    """Of yhat = (eta / L) sum_l (y_l - ybar) (x_l - xbar).x_q, exactly.
+
+    With S the covariance of the examples' x, L S is a Wishart matrix of n = L - 1 degrees of freedom, so
+    E tr S = d n / L and E tr S^2 = d n (n + d + 1) / L^2; the noise adds s2 d n / L^2.
+    """
+    d, s2, n = settings.width, settings.noise, length - 1
+    return 1 + s2 - 2 * eta * n / length + eta**2 * n * (n + d + 1 + s2 * d) / length**2
+
+
+def best_eta(settings: Settings, debiased: bool) -> float:
+    """The step that is best at the training length."""
+    length, more = settings.examples, settings.width + 1 + settings.noise * settings.width
+    return length / ((length - 1 if debiased else length) + more)
+
+
+def gradient_step(eta: float, debiased: bool) -> Predictor:
+    def predict(examples: Tensor, query: Tensor) -> Tensor:
+        x, y = examples[..., :-1], examples[..., -1:]
+        if debiased:
+            x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
+        return eta / x.shape[1] * (x.mT @ y).squeeze(-1).mul(query[:, :-1]).sum(-1)
+
+    return predict
+
+
+def ridge(settings: Settings) -> Predictor:
+    """The Bayes predictor: ridge regression with parameter d s2."""
+
+    def predict(examples: Tensor, query: Tensor) -> Tensor:
+        x, y = examples[..., :-1], examples[..., -1:]
+        ground = settings.width * settings.noise * torch.eye(x.shape[-1], device=x.device)
+        return torch.linalg.solve(x.mT @ x + ground, x.mT @ y).squeeze(-1).mul(query[:, :-1]).sum(-1)
+
+    return predict
+
+
+def ideal_heads(name: str, w: Sequence[float], m: Sequence[float]) -> Predictor:
+    """Heads that the theory reads out: KQ = w I on x, OV = m on y."""
+
+    def predict(examples: Tensor, query: Tensor) -> Tensor:
+        strength = torch.tensor(w, device=query.device, dtype=query.dtype)[:, None, None]
+        weight = torch.tensor(m, device=query.device, dtype=query.dtype)
+        x, y = examples[:, None, :, :-1], examples[:, None, :, -1:]
+        several = (-1, len(w), -1, -1)
+        out = attend(name, query[:, None, None, :-1] * strength, x.expand(several), y.expand(several), 1.0)
+        return out.flatten(1) @ weight
+
+    return predict
+
+
+def best_ideal(settings: Settings, name: str, pair: bool, device: str, seed: int) -> tuple[float, float, float]:
+    """The least risk at the training length of one ideal head, or a +/- pair: (risk, w, m); m is the best for each w
+    of `GRID`."""
+    generator = torch.Generator(device).manual_seed(77 + seed)
+    examples, query, label = prompts(settings, min(settings.test, 20000), settings.examples, generator)
+    best = (math.inf, 0.0, 0.0)
+    for w in GRID:
+        out = ideal_heads(name, (w, -w) if pair else (w,), (1.0, -1.0) if pair else (1.0,))(examples, query)
+        m = float(out @ label / out.square().sum())
+        risk = float((m * out - label).square().mean())
+        best = min(best, (risk, w, m))
+    return best
+
+
+# The study.
+
+
+def plan(settings: Settings) -> list[str]:
+    counts = {"softmax": (1, 2, 4)}
+    names = [f"{name}, {count} heads" for name in settings.attention for count in counts.get(name, (1, 2))]
+    return ["references", *names, f"{RAW}, 1 heads", *(f"{name}, ideal" for name in settings.attention)]
+
+
+def measure(settings: Settings, configuration: str, seed: int, device: str) -> dict[str, Any]:
+    if configuration == "references":
+        return references(settings, device, seed)
+    name, what = configuration.rsplit(", ", 1)
+    if what == "ideal":
+        return ideals(settings, name, device, seed)
+    model = train(settings, name, int(what.split()[0]), seed, device)
+    found: dict[str, Any] = risks(settings, model, device, seed)
+    found |= structure(*model.read())
+    if name == RAW:
+        fixed = risks(settings, lambda z, q: model(z, q) * z.shape[1] / settings.examples, device, seed)
+        found |= {f"fixed {key}": value for key, value in fixed.items()}
+    found |= likeness(settings, name, found["w"], found["m"], device, seed)
+    return found
+
+
+def references(settings: Settings, device: str, seed: int) -> dict[str, Any]:
+    found = {"ridge": risks(settings, ridge(settings), device, seed)}
+    for debiased in (False, True):
+        eta = best_eta(settings, debiased)
+        found["debiased step" if debiased else "step"] = risks(settings, gradient_step(eta, debiased), device, seed)
+    return {f"{name} {key}": value for name, each in found.items() for key, value in each.items()}
+
+
+def ideals(settings: Settings, name: str, device: str, seed: int) -> dict[str, Any]:
+    """The best single head and the best pair, and how far the pair is from a debiased gradient step at its own step."""
+    found: dict[str, Any] = {}
+    for kind, pair in (("one", False), ("pair", True)):
+        risk, w, m = best_ideal(settings, name, pair, device, seed)
+        found |= {f"{kind} risk": risk, f"{kind} w": w, f"{kind} m": m}
+    generator = torch.Generator(device).manual_seed(seed)
+    examples, query, _ = (x.double() for x in prompts(settings, 500, settings.examples, generator))
+    w, m = 0.5, 0.7
+    difference = ideal_heads(name, (w, -w), (m, -m))(examples, query) - gradient_step(2 * w * m, True)(examples, query)
+    return {**found, "pair from debiased step": float(difference.abs().max())}
+
+
+def structure(kq: Tensor, ov: Tensor) -> dict[str, Any]:
+    """Whether heads read as the theory says: KQ diagonal on x and nothing on y, OV on y alone, signs in pairs."""
+    inner = kq[:, :-1, :-1]
+    diagonal = inner.diagonal(dim1=-2, dim2=-1)
+    w, m = diagonal.mean(-1), ov[:, -1]
+    off = (inner - torch.diag_embed(diagonal)).abs().amax((-2, -1))
+    label = kq[:, -1, :-1].abs().amax(-1)  # the column of the query's label, which is always 0, has no gradient
+    return {
+        "w": w.tolist(), "m": m.tolist(), "product": float((w * m).sum()),
+        "off-diagonal": float((off / w.abs()).max()), "label of KQ": float(label.max()),
+        "x of OV": float((ov[:, :-1].abs().amax(-1) / m.abs()).max()),
+        "sum of OV": float(m.sum().abs() / m.abs().max()),
+    }  # fmt: skip
+
+
+def likeness(
+    settings: Settings, name: str, w: Sequence[float], m: Sequence[float], device: str, seed: int
+) -> dict[str, float]:
+    """Correlation of ideal heads at the learned weights with a debiased and a plain gradient step, on fresh prompts."""
+    examples, query, _ = prompts(settings, 5000, settings.examples, torch.Generator(device).manual_seed(55 + seed))
+    if name == RAW:
+        return {}
+    own = ideal_heads(name, w, m)(examples, query)
+    found = {}
+    for debiased in (True, False):
+        other = gradient_step(1.0, debiased)(examples, query)
+        found["like debiased" if debiased else "like plain"] = float(torch.corrcoef(torch.stack([own, other]))[0, 1])
+    return found
+
+
+def likelier(found: Mapping[str, Any]) -> float:
+    """How much more predictions are like a debiased step than like a plain one."""
+    return found["like debiased"] - found["like plain"]
+
+
+def statements(settings: Settings) -> list[Statement]:
+    at = f"L={settings.examples}"
+    lengths = [f"L={length}" for length in settings.lengths]
+
+    def ratio(first: str, second: str, key: str = at, other: str = "") -> Quantity:
+        return lambda of: of[first][key] / of[second][other or key]
+
+    def value(name: str, key: str) -> Quantity:
+        return lambda of: of[name][key]
+
+    def known(text: str, quantity: Quantity, least: float = -math.inf, most: float = math.inf) -> Statement:
+        return Statement(text, quantity, least, most, "known")
+
+    def falls(name: str) -> Quantity:
+        return lambda of: max(of[name][b] / of[name][a] for a, b in itertools.pairwise(lengths))
+
+    def worst(name: str, theory: dict[str, float]) -> Quantity:
+        return lambda of: max(abs(of[name][key] / risk - 1) for key, risk in theory.items())
+
+    one, two, four = (f"softmax, {count} heads" for count in (1, 2, 4))
+    raw, far = f"{RAW}, 1 heads", f"L={2 * settings.examples}"
+    best = step_risk(settings, settings.examples, best_eta(settings, False))
+    found = [
+        known(f"risk of 2 softmax heads at {at}", value(two, at), 0.243 * 0.95, 0.243 * 1.05),
+        known(f"risk of 1 softmax head over that of 2 at {at}", ratio(one, two), least=1.5),
+        known(f"risk of 4 softmax heads over that of 2 at {at}", ratio(four, two), 0.97, 1.03),
+        known("off-diagonal of KQ over its diagonal, 1 head", value(one, "off-diagonal"), most=0.05),
+        known("off-diagonal of KQ over its diagonal, 2 heads", value(two, "off-diagonal"), most=0.05),
+        known("label row of KQ, 2 heads", value(two, "label of KQ"), most=0.02),
+        known("OV on x over OV on y, 2 heads", value(two, "x of OV"), most=0.02),
+        known("sum of OV over its largest, 2 heads: a +/- pair", value(two, "sum of OV"), most=0.05),
+        known("product w m, summed over 2 heads", value(two, "product"), 0.84, 0.94),
+        known("2 softmax heads: largest risk over that of the length before", falls(two), most=1.0),
+        known(f"unnormalised, over the training length always: risk at {far}", value(raw, f"fixed {far}"), least=0.8),
+        known("2 softmax heads are a debiased step: correlation", value(two, "like debiased"), least=0.999),
+        known("the same, less that with a plain step", lambda of: likelier(of[two]), least=0.0),
+        known("best plain step over its closed form", lambda of: of["references"][f"step {at}"] / best, 0.97, 1.03),
+    ]
+    eta = best_eta(settings, True)
+    theory = {f"L={length}": debiased_risk(settings, length, eta) for length in settings.lengths}
+    c1, c2, full = "cumulant2, 1 heads", "cumulant2, 2 heads", "cumulant3+full, 1 heads"
+    exact = value("cumulant2, ideal", "pair from debiased step")
+    found += [
+        Statement("a +/- pair of cumulant2 is a debiased step: difference", exact, -1, 1e-10, "derived", exact=True),
+        Statement("2 cumulant2 heads from the closed form, worst length", worst(c2, theory), -1, 0.05, "derived"),
+        Statement(f"1 cumulant2 head over 2 at {at}: one is enough", ratio(c1, c2), 0.95, 1.1, "derived"),
+        Statement(f"1 softmax head over 1 cumulant2 head at {at}", ratio(one, c1), least=1.2, source="new"),
+        Statement(f"1 head of full third order over 1 of second at {at}", ratio(full, c1), least=1.0, source="new"),
+        Statement(f"1 softmax head over 1 of full third order at {at}", ratio(one, full), least=1.0, source="new"),
+    ]
+    for name in settings.attention:
+        for count, kind in ((1, "one risk"), (2, "pair risk")):
+            text = f"{name}, {count} heads, trained, over the best ideal {'head' if count == 1 else 'pair'} at {at}"
+            found.append(
+                Statement(text, ratio(f"{name}, {count} heads", f"{name}, ideal", at, kind), 0.95, 1.05, "new")
+            )
+    return found
+
+
+def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
+    lengths = [f"L={length}" for length in settings.lengths]
+    trained = [name for name in plan(settings) if name.endswith("heads")]
+    rows = [[name, *(mean_of(seeds, name, key) for key in lengths)] for name in trained]
+    fixed = f"{RAW}, 1 heads"
+    rows.append(
+        [f"{fixed}, over {settings.examples} always", *(mean_of(seeds, fixed, f"fixed {key}") for key in lengths)]
+    )
+    rows += [[name, *(mean_of(seeds, "references", f"{name} {key}") for key in lengths)]
+             for name in ("step", "debiased step", "ridge")]  # fmt: skip
+    for debiased, name in ((False, "step, closed form"), (True, "debiased step, closed form")):
+        risk = debiased_risk if debiased else step_risk
+        eta = best_eta(settings, debiased)
+        rows.append([name, *(f"{risk(settings, length, eta):.3f}" for length in settings.lengths)])
+    keys = ("product", "off-diagonal", "label of KQ", "x of OV", "sum of OV", "like debiased", "like plain")
+    read = [[name, *(mean_of(seeds, name, key) for key in keys)] for name in trained]
+    best = ("one risk", "one w", "pair risk", "pair w")
+    ideal = [[name, *(mean_of(seeds, f"{name}, ideal", key) for key in best)] for name in settings.attention]
+    return [
+        Table(f"Risk by length of the prompt, trained at {settings.examples}", ["", *lengths], rows),
+        Table("What the heads read", ["", *keys], read),
+        Table("Ideal heads (KQ = w I, OV on the label), best over w", ["", *best], ideal),
+    ]
+
+
+def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
+    """Risk against length: one head, two heads, beside theory."""
+    from cumulant.style import SOFT, colour, mark, new_figure
+
+    figure, axes = new_figure(1, 2, (8.5, 3.4), sharey=True)
+    eta = best_eta(settings, True)
+    for count, axis in zip((1, 2), axes[0], strict=True):
+        for number, name in enumerate(settings.attention):
+            own = [one[f"{name}, {count} heads"] for one in seeds if f"{name}, {count} heads" in one]
+            if own:
+                risk = [statistics.mean(one[f"L={length}"] for one in own) for length in settings.lengths]
+                axis.plot(settings.lengths, risk, color=colour(name, number), marker=mark(name), ms=4, label=name)
+        theory = [debiased_risk(settings, length, eta) for length in settings.lengths]
+        axis.plot(settings.lengths, theory, color=SOFT, ls=":", label="debiased step, closed form")
+        bayes = [
+            statistics.mean(one["references"][f"ridge L={length}"] for one in seeds) for length in settings.lengths
+        ]
+        axis.plot(settings.lengths, bayes, color=SOFT, ls="--", label="ridge (Bayes)")
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="examples in the prompt",
+            title=f"{count} {'head' if count == 1 else 'heads'}",
+        )
+        axis.set_xticks(settings.lengths, [str(length) for length in settings.lengths])
+        axis.minorticks_off()
+    axes[0, 0].set_yticks([0.1, 0.2, 0.5, 1.0], ["0.1", "0.2", "0.5", "1"])
+    axes[0, 0].set_ylabel("mean squared error")
+    axes[0, 1].legend(fontsize=7)
+    return {"Risk against the length of the prompt": figure}
+
+
+STUDY = Study(
+    name="in-context-linear-regression",
+    claim="One softmax layer trained on regression prompts ends in +/- pairs of heads that compute a debiased gradient "
+    "step; one head is clearly worse, and longer prompts help.",
+    paper="He et al., In-Context Linear Regression Demystified, ICML 2025",
+    settings={"small": Settings(), "paper": Settings(steps=15000, lr=1e-3, last_lr=1e-4, seeds=5)},
+    plan=plan,
+    measure=measure,
+    statements=statements,
+    tables=tables,
+    figures=figures,
+    needs=("cross",),
+)

@@ -1,0 +1,27 @@
+"""Random features: what one frozen layer can express."""
+
+import pytest
+import torch
+
+from cumulant.studies import random_features as study
+
+
+@pytest.mark.parametrize("name", ["cumulant2", "cumulant3", "cumulant3+full"])
+def test_cumulant_heads_express_as_many_functions_as_their_moments_have(name):
+    assert study.span(name, 0) == study.dimensions(name, 3)
+
+
+def test_features_of_attention_do_not_depend_on_the_order_of_the_keys():
+    x = study.prompts(20, 6, 4, 0)
+    other = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
+    for name in ("RFA", "BRFA", "softmax", "cumulant3"):
+        torch.testing.assert_close(study.features(name, x, 5, 0), study.features(name, other, 5, 0))
+    assert not torch.allclose(study.features("RFMLP", x, 5, 0), study.features("RFMLP", other, 5, 0))
+
+
+def test_the_query_with_the_covariance_is_what_the_second_order_learns_and_the_mean_alone_is_not():
+    samples = (160,)
+    x = study.prompts(samples[0] + 2 * study.TEST, 6, 3, 0)
+    found = study.errors(study.features("cumulant2", x, 40, 0), study.targets(x), samples)
+    assert found["f4 n=160"] < 1e-3
+    assert found["f2 p=1 n=160"] > 0.9
