@@ -22,6 +22,7 @@ from torch import Tensor
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.memories import MOST, capacity, delta, features, hebb, mse, signs, slope, tail, unit, vote
 from cumulant.studies.statements import Measured, Quantity, Statement, difference, number, quotient
+from cumulant.style import styled
 
 RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0)  # n / d of experiment 1
 ERRORS = {0.1: 0.0007, 0.185: 0.0092, 0.3: 0.0332, 0.5: 0.0778, 1.0: 0.1582}  # n / d of experiment 2, with its theory
@@ -326,6 +327,7 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     return made
 
 
+@styled
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """Capacity against d_k, with the derived laws as lines."""
     from statistics import mean
@@ -358,7 +360,9 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     place.set_yscale("log")
     place.set_xticks(settings.holding, [str(w) for w in settings.holding])
     place.set(xlabel="key width d_k", ylabel="pairs held at SNR 1")
-    place.annotate("lines: number of stored features", (0.02, 0.95), xycoords="axes fraction", fontsize=8, color=SOFT)
+    place.annotate(
+        "lines: number of stored features", (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=8, color=SOFT
+    )
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, labelcolor=INK)
     return {"Capacity of operators": figure}
 
@@ -373,5 +377,5 @@ STUDY = Study(
     statements=statements,
     tables=tables,
     figures=figures,
-    seconds={},
+    seconds={"two cores": 41},
 )

@@ -32,6 +32,7 @@ from cumulant.studies.rollouts import (
     uniform,
 )
 from cumulant.studies.statements import Measured, Statement, above, number
+from cumulant.style import styled
 
 TRAINED = "trained"
 KNOWN: dict[str, dict[Any, float]] = {  # mass of the first token (A3: of the prefix) in the last row, by layers
@@ -343,6 +344,7 @@ def law(name: str, size: float) -> float | None:
         return None
 
 
+@styled
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """Rate against the size of the logits with its law, and gaps against depth."""
     from cumulant.style import SOFT, colour, mark, new_figure

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.memories import slope
 from cumulant.studies.statements import Measured, Quantity, Statement, number, quotient
+from cumulant.style import styled
 
 TOKENS = 8
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -315,6 +316,7 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     ]
 
 
+@styled
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """The constructions against their size, and the error of max by operator and heads."""
     from statistics import mean
@@ -347,7 +349,8 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
         label="cumulant2, M Legendre keys",
     )
     place.set(xlabel="M", ylabel="sup error of sin(3x)", title="constructions")
-    place.legend(fontsize=7)
+    place.legend(fontsize=7, loc="lower right")
+    place.set_xlim(right=3000)
     bars = [("softmax", "max, large"), *((n, f"max, {n}") for n in settings.attention if n != "softmax")]
     bars += [
         (f"{n}, {w}", f"max, {n}, {w}")
@@ -378,5 +381,5 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("noncausal",),
-    seconds={},
+    seconds={"two cores": 851},
 )

@@ -23,6 +23,7 @@ from cumulant import explain
 from cumulant.explain import patterns as kinds
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.statements import Measured, Statement, above, difference, number, quotient
+from cumulant.style import styled
 
 MAPPED = 128  # images whose maps are kept
 SHOWN = 40  # pictures of the overview
@@ -272,6 +273,7 @@ def kinds_of(one: Mapping[str, Any]) -> str:
     return "; ".join(f"{one['kinds'][k]} {100 * one['share'][k]:.0f} % ({one['worth'][k]:.3f})" for k in order)
 
 
+@styled
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """The four views of the first seed: images, importance, strength, patterns."""
     there = [name for name in settings.attention if name in seeds[0]]
