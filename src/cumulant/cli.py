@@ -51,7 +51,8 @@ COMMANDS = {  # name -> where its options are, and what it does, as the first pa
     ),
     "bench": (
         "studies.command:Bench",
-        "Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe.",
+        "Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe, four "
+        "uses.",
     ),
     "diagnose": (
         "conversion.command:Diagnose",

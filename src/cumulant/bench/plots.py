@@ -1,4 +1,4 @@
-"""The figures of the bench as files: error against cost, cost against length, accuracy against cost."""
+"""The figures of the bench as files: error against cost, cost against length, accuracy against cost, four uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..style import RULE, SOFT, colour, dashed, mark, new_figure, save, styled
+from ..style import DIVERGING, RULE, SOFT, SPARE, colour, dashed, mark, new_figure, save, styled
 
 FILES = ("svg", "png"), 110
 SHOWN = 3  # random cases in a figure, spread over the sizes
@@ -116,6 +116,44 @@ def training(result: dict[str, Any], path: Path) -> None:
         f"{result['baseline']}", fontsize=10,
     )  # fmt: skip
     _shared_legend(figure, axes.flat, columns=6)
+    save(figure, path, *FILES)
+
+
+@styled
+def uses(result: dict[str, Any], path: Path) -> None:
+    """The compositional index of every mechanism in each use of attention, and how uses agree."""
+    index = {use: found["own"] for use, found in result["index"].items()}
+    names = list(dict.fromkeys(name for own in index.values() for name in own))
+    means = {name: [own[name]["index"] for own in index.values() if name in own] for name in names}
+    names.sort(key=lambda name: sum(means[name]) / len(means[name]))
+    figure, axes = new_figure(1, 2, (11.5, 0.28 * len(names) + 1.8), width_ratios=(2, 1))
+    left, right = axes[0]
+    for number, (use, own) in enumerate(index.items()):
+        there = [name for name in names if name in own]
+        x = [own[name]["index"] for name in there]
+        spread = [[a - min(own[name]["each"]) for a, name in zip(x, there, strict=True)],
+                  [max(own[name]["each"]) - a for a, name in zip(x, there, strict=True)]]  # fmt: skip
+        y = [names.index(name) + 0.18 * (1.5 - number) for name in there]
+        left.errorbar(x, y, xerr=[[max(0.0, one) for one in side] for side in spread], label=use, linestyle="none",
+                      marker="osD^"[number % 4], markersize=5, color=SPARE[number], capsize=1.5)  # fmt: skip
+    for name in ("softmax", "softmax again"):
+        if name in names:
+            left.axhspan(names.index(name) - 0.45, names.index(name) + 0.45, color=RULE, alpha=0.4, linewidth=0)
+    left.axvline(0, color=RULE, linewidth=1)
+    left.set(yticks=range(len(names)), yticklabels=names, xlabel="index: standard deviations above the mean mechanism")
+    left.legend(loc="lower right", fontsize=8)
+    kinds = list(index)
+    matrix = [[1.0 if a == b else float("nan") for b in kinds] for a in kinds]
+    for one in result["correlation"]:
+        a, b = (kinds.index(use) for use in one["uses"])
+        matrix[a][b] = matrix[b][a] = one["r"]
+    right.imshow(matrix, cmap=DIVERGING, vmin=-1, vmax=1)
+    for a, row in enumerate(matrix):
+        for b, r in enumerate(row):
+            text = "-" if r != r else f"{r:+.2f}"
+            right.text(b, a, text, ha="center", va="center", color="white" if abs(r) > 0.6 else "black")
+    right.set(xticks=range(len(kinds)), yticks=range(len(kinds)), xticklabels=kinds, yticklabels=kinds,
+              title="correlation over mechanisms")  # fmt: skip
     save(figure, path, *FILES)
 
 

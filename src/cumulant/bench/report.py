@@ -21,11 +21,13 @@ KEYS = {  # without which a result can be neither drawn nor told
     "error": ("variants", "cases", "groups", "left_out"),
     "efficiency": ("rows", "crossings", "checks", "setting", "given_up", "left_out"),
     "train": ("ranking", "control", "claims", "runs", "failed"),
+    "cab": ("rows", "index", "correlation", "support", "setting", "failed"),
 }
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "error": plots.pareto,
     "efficiency": plots.efficiency,
     "train": plots.training,
+    "cab": plots.uses,
 }
 NOT_SAID = ("out", "json", "fresh", "minutes")  # they do not change the numbers
 
@@ -78,7 +80,7 @@ def redraw(out: Path, *names: str) -> None:
 
 
 def read(out: Path) -> dict[str, dict[str, Any]]:
-    """The results in a folder by name: error, efficiency, train."""
+    """The results in a folder by name: error, efficiency, train, cab."""
     paths = {name: out / f"{name}.json" for name in PLOTS}
     found = {name: read_result(path, *KEYS[name]) for name, path in paths.items() if path.is_file()}
     if not found:

@@ -121,10 +121,12 @@ def text_files(folder: Path) -> list[Path]:
 
 def sentences_source(*, tokens: str | None = None, context: int | None = None) -> Source:
     """Generated stories of who has what, each with a question whose answer stands before it; no file is needed."""
-    return _split("sentences", "".join(map(_story, range(1200))).encode(), tokens, context)
+    return _split("sentences", "".join(map(story, range(1200))).encode(), tokens, context)
 
 
-def _story(number: int) -> str:
+def story(number: int) -> str:
+    """The story of that number: three people, their things, an aside and a question."""
+
     def some(names: tuple[str, ...], salt: int) -> list[str]:
         return [names[i] for i in np.argsort(mix(number, salt, np.arange(len(names))))[:3]]
 

@@ -182,6 +182,72 @@ class TrainBench:
 
 
 @dataclass(frozen=True)
+class Cab:
+    """Train small tasks in which attention is used in four ways: self and cross, causal and not (after CAB, ICML 2023).
+
+    One use is replaced at a time, the others stay softmax; softmax again with other seeds is the A/A control.
+    Mechanisms that lack a use are left out of its columns. Finished runs are kept, so a stopped command goes on.
+
+    Example: cumulant bench cab --attention linear cumulant2 cumulant3 --tasks lm restore --seeds 1
+
+    Example: cumulant bench cab --data FOLDER --workers 12
+    """
+
+    what: ClassVar[str] = "cab"
+    data: Path | None = None
+    """Folder with tiny-shakespeare, imdb, tiny-imagenet-100, legal-rhetorical-roles, ett-small; without: generated."""
+    tasks: tuple[str, ...] = ("all",)
+    """lm, mlm, sr, reviews, roles, lstf, restore; all: every one."""
+    attention: tuple[str, ...] = ("all",)
+    """Mechanisms by name, with options of their layers as in agent+conv=false; all: every one."""
+    size: Literal["auto", "small", "full"] = "auto"
+    """Lengths and widths. auto: full on a GPU, small elsewhere."""
+    steps: int = 400
+    """Of every run."""
+    lr: float = 2e-3
+    """The highest rate; a tenth of the steps leads up to it, a cosine down to 0."""
+    seeds: int = 3
+    """Runs of each mechanism in each column."""
+    control: int = 3
+    """Further runs of softmax with other seeds in each column: the A/A control."""
+    limit: float | None = None
+    """A run that would take more seconds is left out, with a line."""
+    workers: int = 1
+    """Runs beside each other, on a GPU too."""
+    device: str | None = None
+    """cpu or cuda; by default cuda where there is one."""
+    minutes: float | None = None
+    """Begin no run that would not end within so many minutes, and stop one that has not."""
+    out: Path = Path("runs/bench")
+    """Folder for the runs (below cab), cab.json, the plot and report.html."""
+    fresh: bool = False
+    """Train every run anew, also those that are finished."""
+    json: bool = False
+    """Print JSON instead of the table."""
+
+    def __post_init__(self) -> None:
+        check_least(self, steps=1, seeds=1, control=0, workers=1, minutes=0, limit=0)
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, got {self.lr}")
+
+    def run(self) -> int:
+        from ..bench.command import published
+        from ..bench.report import prepare
+        from .cab import leaderboard, study
+        from .runs import TimeOverError
+
+        prepare(self.out)
+        try:
+            result = study.run(self, sys.stderr)
+        except TimeOverError as error:
+            return time_over(error)
+        except KeyboardInterrupt as stop:
+            kept = "Finished runs are kept: give the same command again to go on."
+            return stopped(f". {stop}".rstrip() + f"\n{kept}")
+        return published(result, self, leaderboard.table)
+
+
+@dataclass(frozen=True)
 class Study:
     """Try what papers say about attention, in minutes: each claim is confirmed, refuted or not told apart.
 
@@ -264,7 +330,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe.
+    """Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe, four uses.
 
     Example: cumulant bench speed --lengths 1024 4096
     """
@@ -274,6 +340,7 @@ class Bench:
         | Annotated[Error, tyro.conf.subcommand("error")]
         | Annotated[Efficiency, tyro.conf.subcommand("efficiency")]
         | Annotated[TrainBench, tyro.conf.subcommand("train")]
+        | Annotated[Cab, tyro.conf.subcommand("cab")]
     )
 
     def run(self) -> int:

@@ -1,6 +1,7 @@
 """Runs of a study: each in a folder of its own, kept as a record when it is finished, never done twice.
 
-On CPUs worker processes work side by side; on a GPU one run follows the other in this process. A killed training goes
+On CPUs, and on a GPU where a study says so, worker processes work side by side; else one run follows the other in this
+process. A killed training goes
 on from its last saved state, a stopped one from the step at which it was stopped.
 """
 
@@ -55,6 +56,11 @@ class Workshop(ABC):
     made: dict[str, Any]  # where it comes from: part of every record
     fresh: bool = False
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether worker processes may share the device."""
+        return self.device == "cpu"
+
     @abstractmethod
     def make(self, run: Any, shared: Any = None, progress: IO[str] | None = None) -> Record:
         """Do the run; its record. One of a run that came to nothing has "failed", with the reason."""
@@ -88,7 +94,8 @@ def train_all(
     progress: IO[str] | None = None,
     before: int = 0,
 ) -> list[R]:
-    """Do `runs` in order, `workers` at a time on CPUs, telling `report` of every finished run; those left undone.
+    """Do `runs` in order, telling `report` of every finished run, `workers` at a time where the workshop lets them
+    stand side by side; those left undone.
 
     `before` of the study's runs were finished already. With workers beside this process `report` hears of every epoch
     too; otherwise the trainer draws its bar on `progress`. Runs for which the budget has no time are left undone; one
@@ -98,7 +105,7 @@ def train_all(
 
     budget = budget or Budget(None)
     workers = min(workers, len(runs))
-    if workers > 1 and shop.device == "cpu":
+    if workers > 1 and shop.side_by_side:
         return _Team(shop, workers, report, budget).train(runs)
     left: list[R] = []
     for number, run in enumerate(runs, before + 1):

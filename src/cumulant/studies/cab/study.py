@@ -1,0 +1,204 @@
+"""All runs of the benchmark: planned, made side by side, kept under what they depend on, and put into one table."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from cumulant.grammar import suggest
+from cumulant.studies.budget import Budget
+from cumulant.studies.cab import data, synthetic
+from cumulant.studies.cab.leaderboard import judged
+from cumulant.studies.cab.patterns import support
+from cumulant.studies.cab.tasks import Task, tasks_of
+from cumulant.studies.cab.training import NotReachedError, Schedule, trained
+from cumulant.studies.plan import Run, seeded
+from cumulant.studies.runs import Record, TimeOverError, Workshop, train_all
+from cumulant.studies.study import bar_of
+from cumulant.tensors import threads
+from cumulant.train.files import read_json
+
+if TYPE_CHECKING:
+    from cumulant.studies.command import Cab
+
+BASELINE = "softmax"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One task in which one use of attention is replaced."""
+
+    task: str
+    pattern: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.pattern} {self.task}"
+
+
+@dataclass(frozen=True)
+class Training(Run):
+    """One backbone from one seed. Columns share runs in which every use is softmax."""
+
+    task: Task = field(compare=False, hash=False, repr=False)
+    uses: Mapping[str, str] = field(compare=False, hash=False)
+    schedule: Schedule = field(compare=False, hash=False)
+    tensors: Path = field(compare=False, hash=False)
+
+
+@dataclass(frozen=True)
+class Shop(Workshop):
+    """Trains one backbone a run; on a GPU too several stand side by side, since each leaves most of it idle."""
+
+    limit: float | None = None
+
+    @property
+    def side_by_side(self) -> bool:
+        return True
+
+    def make(self, run: Training, shared: Any = None, progress: IO[str] | None = None) -> Record:
+        head = {"configuration": run.configuration, "seed": run.seed, "epochs": run.epochs, **self.made}
+        try:
+            with threads(1):
+                tensors = _loaded(str(run.tensors), self.device)
+                made = trained(run.task, tensors, run.uses, run.seed, run.schedule, self.device, self.limit)
+            return {**head, **made}
+        except NotReachedError as error:
+            return {**head, "failed": str(error)}
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            NotImplementedError,
+        ) as error:  # of one mechanism, not of the others
+            return {**head, "failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"}
+
+
+@functools.lru_cache(1)
+def _loaded(path: str, device: str) -> dict[str, torch.Tensor]:
+    return load_file(path, device=device)
+
+
+def chosen_tasks(names: Sequence[str], size: str) -> dict[str, Task]:
+    """Those named, or all."""
+    known = tasks_of(size)
+    for name in names:
+        if name not in known and name != "all":
+            raise ValueError(f"unknown task {name!r} of CAB; {suggest(name, known)}")
+    return known if "all" in names else {name: known[name] for name in dict.fromkeys(names)}
+
+
+def prepared(task: Task, folder: Path | None, out: Path) -> tuple[Path, str]:
+    """The file with a task's tensors, made unless it is there, and the digest of its content."""
+    about = json.dumps([task.told(), None if folder is None else _stamp(folder / task.data)], sort_keys=True)
+    path = out / "data" / f"{task.name}-{hashlib.sha256(about.encode()).hexdigest()[:8]}.safetensors"
+    if not path.is_file():
+        tensors = synthetic.made(task) if folder is None else data.read(task, folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
+        part.replace(path)
+    return path, data.digest(load_file(path))
+
+
+def _stamp(place: Path) -> list[Any]:
+    """Names, sizes and times of the files of a data set: whether they have to be read again."""
+    files = sorted(file for file in place.glob("*") if file.is_file())
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def planned(
+    columns: Mapping[Column, Sequence[str]], tasks: Mapping[str, Task], tensors: Mapping[str, tuple[Path, str]],
+    schedule: Schedule, seeds: int, controls: int, precision: str,
+) -> dict[tuple[Column, str, int, str], Training]:  # fmt: skip
+    """The run of every cell (column, mechanism, seed, role): seed by seed, then the baseline again."""
+    cells: dict[tuple[Column, str, int, str], Training] = {}
+    for column, mechanisms in columns.items():
+        task, (path, content) = tasks[column.task], tensors[column.task]
+        for name, seed, role in seeded(mechanisms, BASELINE, seeds, controls):
+            uses = {} if name == BASELINE else {column.pattern: name}
+            deciding = [task.told(), asdict(schedule), uses, content, precision]
+            mark = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
+            what = " ".join([task.name, *(f"{pattern} {one}" for pattern, one in (uses or {"all": name}).items())])
+            run = Training(what, seed, role, mark, task=task, uses=uses, schedule=schedule, tensors=path)
+            cells[column, name, seed, role] = run
+    return dict(sorted(cells.items(), key=lambda cell: (cell[0][3] == "control", cell[0][2])))
+
+
+def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:
+    """Train what is missing, then the leaderboard; `missing` of it names runs for which there was no time."""
+    from cumulant.bench.provenance import provenance
+    from cumulant.studies.mechanisms import chosen
+    from cumulant.train.processes import chosen_device
+
+    device = chosen_device(settings.device)
+    size = settings.size if settings.size != "auto" else "full" if device.type == "cuda" else "small"
+    tasks, names = chosen_tasks(settings.tasks, size), chosen(settings.attention)
+    names = [BASELINE, *(name for name in names if name != BASELINE)]
+    served = {name: support(name) for name in names}
+    columns = {
+        Column(task.name, pattern): [name for name in names if not served[name][pattern]]
+        for task in tasks.values() for pattern in task.uses
+    }  # fmt: skip
+    tensors = {name: prepared(task, settings.data, settings.out) for name, task in tasks.items()}
+    precision = "bf16" if device.type == "cuda" else "float32"
+    cells = planned(
+        columns, tasks, tensors, Schedule(settings.steps, settings.lr), settings.seeds, settings.control, precision
+    )  # fmt: skip
+    made = {"provenance": provenance("cumulant bench cab"), "device": device.type}
+    shop = Shop(settings.out / "cab", str(device), made, settings.fresh, limit=settings.limit)
+    records, left = finished(list(dict.fromkeys(cells.values())), shop, settings, progress)
+    if not records:
+        raise TimeOverError(settings.minutes)
+    found = {cell: records[one] for cell, one in cells.items() if one in records}
+    return {
+        "bench": "cab", "device": device.type, "missing": [str(one) for one in left],
+        "setting": {
+            **{key: getattr(settings, key) for key in ("steps", "lr", "seeds", "control")},
+            "size": size, "precision": precision, "device": device.type,
+            "data": "generated" if settings.data is None else "files",
+            "digests": {name: content for name, (_, content) in tensors.items()},
+            "tasks": {name: task.told() for name, task in tasks.items()},
+        },
+        "support": served,
+        **judged(tasks, {(at.pattern, at.task, name, seed, by): one for (at, name, seed, by), one in found.items()}),
+    }  # fmt: skip
+
+
+def finished(
+    runs: Sequence[Training], shop: Shop, settings: Cab, progress: IO[str] | None
+) -> tuple[dict[Training, Record], list[Training]]:
+    """Records of these runs, those kept and those made now, and the runs for which there was no time; one that came to
+    nothing is tried again."""
+    kept = {one: read_json(shop.record(one)) for one in runs if shop.record(one).is_file() and not settings.fresh}
+    found = {one: record for one, record in kept.items() if "failed" not in record}
+    own = {shop.record(one).name for one in runs}
+    strange = [path for path in (shop.out / "records").glob("*.json") if path.name not in own]
+    if progress is not None:
+        if strange:
+            print(f"not used: {len(strange)} records of other settings, mechanisms or data", file=progress)
+        if found:
+            print(f"{len(found)} of {len(runs)} runs are finished already (--fresh trains them anew)", file=progress)
+    waiting = [one for one in runs if one not in found]
+    with bar_of("training", len(waiting), "run", progress) as bar:
+
+        def report(one: Training, record: Record | None) -> None:
+            if record is not None:
+                found[one] = record
+                bar.set_postfix_str(f"{one}: {record.get('failed') or _said(record)}", refresh=False)
+                bar.update()
+
+        left = train_all(waiting, shop, report=report, workers=settings.workers, budget=Budget(settings.minutes))
+    return found, left
+
+
+def _said(record: Record) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in record["metrics"].items())
