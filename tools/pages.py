@@ -32,6 +32,7 @@ COMMANDS = {
     "cluster_error": "python benchmarks/cluster_error.py --model MODEL --reviews REVIEWS",
     "cluster_stream": "python benchmarks/cluster_stream.py",
     "around_mean": "python benchmarks/around_mean.py CHECKPOINT IMAGES",
+    "cab": "cumulant bench cab --data FOLDER --steps 400 --workers 14\ncumulant bench efficiency --time-limit 0.1",
 }
 
 
@@ -334,24 +335,30 @@ PAGES = {
     ),
     "docs/lab/local-cumulants.md": ("cluster_error", "cluster_stream"),
     "docs/zoo/cumulant.md": ("around_mean",),
+    "docs/cab.md": ("cab",),
     "docs/zoo/orderings.md": ("zoo_orderings",),
 }  # fmt: skip
 
 
 def read(repository: Path) -> dict[str, Result]:
     """The results that are there, by name."""
-    paths = {name: repository / "benchmarks" / "results" / f"{name}.json" for name in (*BLOCKS, "zoo_orderings")}
+    paths = {name: repository / "benchmarks" / "results" / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab")}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
 def written(repository: Path) -> dict[str, str]:
     """The pages as the results would have them."""
+    from tools import cab_page  # which takes its tables from here
+
     results = read(repository)
     blocks = {
         name: f"```\n{COMMANDS[name]}\n```\n\n" + (block(results[name]) if name in results else "Not run yet.")
         for name, block in BLOCKS.items()
     }
     blocks["zoo_orderings"] = orderings_block(results)
+    blocks["cab"] = f"```\n{COMMANDS['cab']}\n```\n\n" + (
+        cab_page.block(results) if "cab" in results else "Not run yet."
+    )
     return {
         page: fill((repository / page).read_text(encoding="utf-8"), {name: blocks[name] for name in names})
         for page, names in PAGES.items()

@@ -209,6 +209,16 @@ def test_a_mechanism_without_all_columns_has_no_index_and_is_named():
     assert found["own"].keys() == {"softmax", "linear"}
 
 
+def test_a_metric_in_which_all_are_equal_is_no_part_of_the_index():
+    values = {
+        ("CS", "restore"): {n: [{"perplexity": x, "accuracy": 0.5}] for n, x in {"softmax": 1, "linear": 2}.items()}
+    }
+    found = leaderboard.judged(SMALL, cells(values))["index"]["CS"]
+    assert found["own"]["softmax"]["index"] == pytest.approx(2**-0.5)
+    column = {("CS", "lm"): {name: [{"perplexity": 4.0}] for name in ("softmax", "linear")}}
+    assert leaderboard.judged(SMALL, cells(column))["index"] == {}
+
+
 @pytest.mark.parametrize(("slope", "verdict"), [(1, "confirmed"), (-1, "refuted")])
 def test_correlation_between_uses_is_pearsons_and_judges_the_published_reading(slope, verdict):
     x = np.linspace(-1, 1, 8)

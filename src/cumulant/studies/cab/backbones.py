@@ -1,16 +1,16 @@
 """Small transformers with attention in all four uses; which mechanism serves which is a mapping {"NS": "cumulant3"}.
 
-Uses that the mapping does not name are softmax, as in CAB: one column compares one use. Places are learned tables,
-which favour no mechanism.
+Uses that the mapping does not name are softmax, as in CAB: one column compares one use. Places are learned tables
+that begin as waves, which favour no mechanism.
 
 Shape legend: B items, L tokens, M tokens of the source, S sentences of W words, C width, V symbols.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from cumulant.models.vit import Mlp
 from cumulant.nn.attention import LAYER_NORM
 from cumulant.studies.cab.patterns import layer_of
 
+STD = 0.02  # of tokens and places at first
 MORE_PARAMETERS = 1.1  # at most so many times those of the softmax backbone, tables of tokens and places left out
 
 
@@ -71,7 +72,7 @@ class Stack(nn.Module):
 
     def __init__(self, size: Size, uses: Uses, length: int, *, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(length, size.width))
+        self.pos_embed = nn.Parameter(STD * waves(length, size.width))
         self.layers = nn.ModuleList(Layer(size, uses, length, causal=causal, cross=cross) for _ in range(size.depth))
         self.norm = LAYER_NORM(size.width)
 
@@ -83,10 +84,17 @@ class Stack(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """With small numbers at first."""
+    """Of the size of places at first."""
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=STD)
+
+
+def waves(length: int, width: int) -> Tensor:
+    """Sines and cosines of places (Vaswani et al.), (length, width)."""
+    rates = torch.exp(-math.log(10000.0) * torch.arange(0, width, 2) / width)
+    angles = torch.arange(length)[:, None] * rates
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :width]
 
 
 class Masked(nn.Module):
@@ -223,7 +231,7 @@ def fitted(build: Callable[[Size, Uses], nn.Module], size: Size, uses: Uses) -> 
     over = counted(model) - MORE_PARAMETERS * count
     if over > 0:
         mlps = sum(isinstance(module, Mlp) for module in model.modules())
-        hidden = size.hidden - 8 * ceil(over / (mlps * (2 * size.width + 1)) / 8)
+        hidden = size.hidden - 8 * math.ceil(over / (mlps * (2 * size.width + 1)) / 8)
         if hidden < size.width:
             more = ", ".join(uses.values())
             raise ValueError(f"{more} brings {over + 0.1 * count:,.0f} parameters more to a backbone of {count:,}")

@@ -81,7 +81,8 @@ def beyond(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], task: Task
 def indices(pattern: str, tasks: Mapping[str, Task], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """CAB's index of every mechanism that has all columns of a pattern: of its means, and of each seed.
 
-    Constants are those of the means of these mechanisms, the control left out. None where fewer than two have it.
+    Constants are those of the means of these mechanisms, the control left out; a metric in which all are
+    equal says nothing and is left out. None where nothing is left to compare.
     """
     own = [row for row in rows if row["pattern"] == pattern]
     columns = list(dict.fromkeys(row["task"] for row in own))
@@ -93,12 +94,22 @@ def indices(pattern: str, tasks: Mapping[str, Task], rows: Sequence[Mapping[str,
     table = {name: flat(found, "mean") for name, found in whole.items() if name != AGAIN}
     if len(table) < 2:
         return None
+    equal = {metric for metric in next(iter(table.values())) if len({row[metric] for row in table.values()}) == 1}
+    signs = {
+        name: kept for name, ms in signs.items() if (kept := {m: sign for m, sign in ms.items() if m not in equal})
+    }
+    if not signs:
+        return None
     constants = constants_of(table, signs)
     scores: dict[str, Any] = {}
+
+    def scored(values: dict[str, float]) -> float:
+        return compositional_index({m: x for m, x in values.items() if m not in equal}, constants)
+
     for name, found in whole.items():
         count = min(len(values) for row in found.values() for values in row["values"].values())
-        each = [compositional_index(flat(found, "values", seed), constants) for seed in range(count)]
-        scores[name] = {"index": compositional_index(flat(found, "mean"), constants), "each": each}
+        each = [scored(flat(found, "values", seed)) for seed in range(count)]
+        scores[name] = {"index": scored(flat(found, "mean")), "each": each}
     answer: dict[str, Any] = {
         "tasks": columns, "constants": constants, "own": scores,
         "incomplete": [name for name in by_name if name not in whole],

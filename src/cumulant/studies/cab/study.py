@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from cumulant.studies.cab.leaderboard import judged
 from cumulant.studies.cab.patterns import support
 from cumulant.studies.cab.tasks import Task, tasks_of
 from cumulant.studies.cab.training import NotReachedError, Schedule, trained
-from cumulant.studies.plan import Run, seeded
+from cumulant.studies.plan import CONTROL_SEED, Run, seeded
 from cumulant.studies.runs import Record, TimeOverError, Workshop, train_all
 from cumulant.studies.study import bar_of
 from cumulant.tensors import threads
@@ -119,18 +119,20 @@ def planned(
     columns: Mapping[Column, Sequence[str]], tasks: Mapping[str, Task], tensors: Mapping[str, tuple[Path, str]],
     schedule: Schedule, seeds: int, controls: int, precision: str,
 ) -> dict[tuple[Column, str, int, str], Training]:  # fmt: skip
-    """The run of every cell (column, mechanism, seed, role): seed by seed, then the baseline again."""
+    """The run of every cell (column, mechanism, seed, role): seed by seed, the baseline's other seeds among
+    them, so that a stopped benchmark has its A/A control."""
     cells: dict[tuple[Column, str, int, str], Training] = {}
     for column, mechanisms in columns.items():
         task, (path, content) = tasks[column.task], tensors[column.task]
+        own = replace(schedule, epochs=schedule.epochs * task.longer)
         for name, seed, role in seeded(mechanisms, BASELINE, seeds, controls):
             uses = {} if name == BASELINE else {column.pattern: name}
-            deciding = [task.told(), asdict(schedule), uses, content, precision]
+            deciding = [task.told(), asdict(own), uses, content, precision]
             mark = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
             what = " ".join([task.name, *(f"{pattern} {one}" for pattern, one in (uses or {"all": name}).items())])
-            run = Training(what, seed, role, mark, task=task, uses=uses, schedule=schedule, tensors=path)
+            run = Training(what, seed, role, mark, task=task, uses=uses, schedule=own, tensors=path)
             cells[column, name, seed, role] = run
-    return dict(sorted(cells.items(), key=lambda cell: (cell[0][3] == "control", cell[0][2])))
+    return dict(sorted(cells.items(), key=lambda cell: cell[0][2] % CONTROL_SEED))
 
 
 def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Task(ABC):
     data: ClassVar[str]  # the folder it is made of
     uses: ClassVar[tuple[str, ...]]
     metrics: ClassVar[Mapping[str, int]]
+    longer: ClassVar[int] = 1  # times the steps of the others
     size: Size
     batch: int
 
@@ -306,6 +307,7 @@ class RestoreTask(Task):
     title = "text to text"
     data = "tiny-shakespeare"
     uses = ("CS", "CC")
+    longer = 2  # to find where in the source it is takes longest
     metrics: ClassVar[Mapping[str, int]] = {"perplexity": -1, "accuracy": 1}
     source: int
     target: int
@@ -350,7 +352,7 @@ def tasks_of(size: str) -> dict[str, Task]:
             ReviewTask(narrow, 32, shape=(16, 32), words=4096),
             RoleTask(narrow, 8, shape=(64, 32), words=4096),
             SeriesTask(narrow, 16, past=336, start=48, horizon=720),
-            RestoreTask(wide, 32, source=160, target=160),
+            RestoreTask(wide, 64, source=64, target=64),
         ]
     else:
         tiny = Size(32, 2, 1, 64)
