@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cumulant.models.lm import LanguageModel
-from cumulant.models.vit import Mlp
+from cumulant.models.parts import Mlp
 from cumulant.nn.attention import LAYER_NORM
 from cumulant.studies.cab.patterns import layer_of
 
