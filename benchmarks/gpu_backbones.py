@@ -42,7 +42,8 @@ AGAINST: dict[str, tuple[str, str, int, int]] = {
 }
 # Classes, ours and timm's, that are compiled; not what is inside of one that is.
 COMPILED = ("Block", "TNTBlock", "ClassFusion", "CrossAttentionBlock", "SHViTBlock", "BasicBlock", "Residual",
-            "PatchMerging", "ActivatorBlock", "MaxxVitBlock", "MaxViTBlock")  # fmt: skip
+            "PatchMerging", "ActivatorBlock", "MaxxVitBlock", "MaxViTBlock",
+            "SpectralBlock")  # fmt: skip
 ATTENTIONS = ("softmax", "cumulant3", "cluster16")
 # Ours, its arguments, and pixels with images; tokens of the longest attention in the key.
 SWAPS: dict[str, tuple[str, dict[str, Any], dict[int, tuple[int, int]]]] = {
@@ -51,7 +52,7 @@ SWAPS: dict[str, tuple[str, dict[str, Any], dict[int, tuple[int, int]]]] = {
     "crossvit": ("crossvit_15", {}, {1600: (480, 64), 6400: (960, 16)}),
     "shvit": ("shvit_s4", {}, {1024: (1024, 32), 4096: (2048, 8)}),
     "activator": ("activator", {"mixer": "attention", "drop_rate": 0.0}, {1024: (128, 256), 4096: (256, 64)}),
-    "maxvit": ("maxvit_t", {"mixing": "global"}, {3136: (224, 32)}),
+    "maxvit": ("maxvit_t", {"partition": "global"}, {3136: (224, 32)}),
     "spectformer": ("spectformer_s", {}, {1024: (512, 64), 4096: (1024, 16)}),
 }
 GOAL = 1.5  # times softmax, from 1,024 tokens on

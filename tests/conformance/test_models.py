@@ -10,7 +10,7 @@ from torch import nn
 
 import cumulant
 from cumulant.models import Backbone
-from cumulant.models.registry import _MODELS, input_kind, input_shape
+from cumulant.models.registry import _MODELS, input_shape
 
 # The smallest of each family, with arguments that make it smaller still; "other" is another size that it takes.
 SMALL = {
@@ -23,11 +23,15 @@ SMALL = {
     "Activator": ("activator_nano", {"depth": 2, "drop_rate": 0.0}, 48),
     "MaxViT": ("maxvit_nano", {}, 64),
     "SpectFormer": ("spectformer_nano", {}, 64),
-    "TiC": ("tic_nano", {}, 64),
+    "HierarchicalSpectFormer": (
+        "spectformer_h_s",
+        {"img_size": 64, "depths": (1, 1, 1, 1), "widths": (16, 32, 48, 64), "heads": (2, 2, 2, 2)},
+        96,
+    ),
+    "TiC": ("tic_nano_block", {}, 64),
 }
-FAMILIES = list(
-    dict.fromkeys(_MODELS[name].kind.__name__ for name in cumulant.models.names() if input_kind(name) != "text")
-)
+KINDS = [_MODELS[name].kind for name in cumulant.models.names()]
+FAMILIES = list(dict.fromkeys(kind.__name__ for kind in KINDS if isinstance(kind, type) and issubclass(kind, Backbone)))
 NO_ATTENTION = ("Activator",)  # as published; see tests/models
 DATA_DEPENDENT = ("InterpretedViT",)  # drops tokens by what is in them: neither exported nor compiled as one graph
 CLASSES = 5

@@ -143,7 +143,10 @@ class Backbone(nn.Module):
 
     def set_drop_path(self, rate: float) -> None:
         """Stochastic depth that grows linearly from 0 in the first block to `rate` in the last."""
-        spread_drop_path(drop_paths(self), rate)
+        paths = drop_paths(self)
+        if rate and not paths:
+            raise ValueError(f"drop_path={rate!r}, but this {type(self).__name__} has no residual branch to drop")
+        spread_drop_path(paths, rate)
 
     def _walk(self, x: Tensor, wanted: Sequence[int] = (), norm: bool = False, to_end: bool = True) -> Any:
         """What `forward_features` returns (None unless `to_end`), and the maps of the levels that are wanted."""

@@ -346,10 +346,11 @@ class MaxViT(Backbone):
         return [self.stem, *self.stages]
 
     def _begin(self, images: Tensor) -> tuple[Tensor, None]:
+        self.checked(images)
         if self.partition == "window" and not self.pad:
             what = f"{self.window} windows' places of {self.stride} pixels," if self.window > 1 else "the stride"
             check_multiple(what, self.window * self.stride, *images.shape[-2:])
-        return self.checked(images), None
+        return images, None
 
     def _level(self, level: nn.Module, state: Tensor, at: None) -> Tensor:
         if level is self.stem:
