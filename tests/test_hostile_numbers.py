@@ -89,6 +89,18 @@ def test_closed_responses_do_not_overflow_where_the_answer_does_not():
     assert max(errors(inputs, 0.01 * torch.ones(1, 2, 10, 8), order=2, closure="tanh")) < 4 * ROUNDING[torch.float16]
 
 
+@pytest.mark.parametrize("unit", [1e37, 1e-40])
+def test_the_unit_of_weights_does_not_change_a_closed_response(unit):
+    inputs, weights = tokens(5, 70), torch.rand(1, 70) * 0.9 + 0.1
+    assert max(errors(inputs, order=2, closure="langevin", key_mask=weights * unit)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_that_cancel_where_a_response_saturates_are_rounded_once(dtype):
+    q, k, v = tokens(20, 7, width=1, dtype=dtype)
+    assert errors([2 * q.sign(), 2 * k, v], order=2, closure="tanh", scale=1.0)[1] < 8 * ROUNDING[dtype]
+
+
 def test_closed_rows_are_as_defined():
     q, k, v = (x.double() for x in tokens(5, 12))
     x, dk = 0.7 * q, k - k.mean(-2, keepdim=True)

@@ -14,6 +14,7 @@ from .call import Call
 from .closures import gain
 from .expansion import Form
 from .moments import ratio, statistics_dtype
+from .tensors import in_units
 from .tracing import without_autocast
 
 
@@ -27,22 +28,22 @@ def saturated(what: Callable[[Call, Form], Tensor], call: Call, form: Form) -> T
         return what(call, form)
     assert form.closure is not None
     given = call.query.dtype
+    # Widened once: where f saturates, gradients through it and past it cancel, and each would be rounded on its own.
+    query, key, value = (x.to(statistics_dtype(given)) for x in (call.query, call.key, call.value))
     with without_autocast(call.query.device.type):
-        f = gain(_variance(call), form.closure)
-        query = call.query.to(f.dtype) * f
+        query = query * gain(_variance(call._replace(query=query, key=key)), form.closure)
     if form.backend == "triton" or (form.backend == "auto" and query.is_cuda):  # kernels multiply what is alike
-        return what(call._replace(query=query.to(given)), form)
-    return what(call._replace(query=query, key=call.key.to(f.dtype), value=call.value.to(f.dtype)), form).to(given)
+        query, key, value = query.to(given), key.to(given), call.value
+    return what(call._replace(query=query, key=key, value=value), form).to(given)
 
 
 def _variance(call: Call) -> Tensor:
-    """s^2 (..., H, Lq, 1) of each row over the keys that it sees, at least float32."""
-    query, key, key_mask, dtype = call.query, call.key, call.key_mask, statistics_dtype(call.query.dtype)
-    q = query.to(dtype) * call.softmax_scale
-    k, w = key.to(dtype), key.new_ones(key.shape[-2:-1], dtype=dtype).unsqueeze(-1)
-    if key_mask is not None:
-        w = key_mask.to(dtype)[..., None, :, None]
-        k = k.masked_fill(w == 0, 0)
+    """s^2 (..., H, Lq, 1) of each row over the keys that it sees, of a call in at least float32."""
+    q, k, dtype = call.query * call.softmax_scale, call.key, call.query.dtype
+    w = k.new_ones(k.shape[-2:-1]).unsqueeze(-1)
+    if call.key_mask is not None:
+        w = in_units(call.key_mask)[0].to(dtype)[..., None, :, None]
+        k = k.masked_fill((call.key_mask == 0)[..., None, :, None], 0)
     first = (w > 0).int().argmax(-2, keepdim=True)
     # Any origin near the keys will do. (take_along_dim would fix every size under torch.compile.)
     k = k - k.detach().gather(-2, first.expand(*k.shape[:-2], 1, k.shape[-1]))
@@ -60,5 +61,5 @@ def _variance(call: Call) -> Tensor:
         share = ratio(w, w.sum(-2, keepdim=True))
         k = k - (share * k).sum(-2, keepdim=True)
         spread = (share * k * k).sum(-2, keepdim=True)
-    groups = query.shape[-3] // max(1, key.shape[-3])
+    groups = q.shape[-3] // max(1, k.shape[-3])
     return (q * q * spread.repeat_interleave(groups, -3)).sum(-1, keepdim=True)
