@@ -9,6 +9,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+from quick_interpreter import quicken
 
 try:
     from hypothesis import settings
@@ -17,6 +18,7 @@ except ImportError:  # a GPU machine may run `pytest -m gpu` without it
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    quicken()
 
 torch.set_num_threads(1)  # pytest-xdist uses the cores
 if settings is not None:

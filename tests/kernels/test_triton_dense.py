@@ -63,21 +63,20 @@ def test_outputs_and_gradients_equal_the_reference(
 @pytest.mark.parametrize("order", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs(order: int, dtype: torch.dtype) -> None:
-    q, k, v = (tokens(1, 2, 130, 64, mean=m, dtype=dtype, seed=m) for m in (0, 1, 2))
+    q, k, v = (tokens(1, 1, 70, 64, mean=m, dtype=dtype, seed=m) for m in (0, 1, 2))
     compare(q, k, v, None, order, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("D", "E", "order"), [(144, 256, 3), (256, 24, 2)])
+@pytest.mark.parametrize(("D", "E", "order"), [(144, 24, 3), (24, 136, 3), (256, 24, 2)])
 def test_heads_wider_than_a_program(D: int, E: int, order: int) -> None:
     q, k, v = tokens(1, 1, 33, D), tokens(1, 1, 40, D, mean=1), tokens(1, 1, 40, E, mean=1)
     compare(q, k, v, None, order, TOLERANCE[torch.float32])
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("normalization", ["mean", "sum"])
+@pytest.mark.parametrize(("kind", "normalization"), [("bool", "mean"), ("float", "sum")])
 def test_absent_tokens_reach_nothing_even_as_nan(kind: str, normalization: str) -> None:
-    q, k, v = tokens(3, 2, 40, 16), tokens(3, 2, 130, 16, mean=5), tokens(3, 2, 130, 24, mean=5)
+    q, k, v = tokens(3, 1, 20, 16), tokens(3, 1, 130, 16, mean=5), tokens(3, 1, 130, 24, mean=5)
     weights = tokens(3, 130).abs() * (tokens(3, 130, seed=3) > 0)
     weights[0] = 0  # a row without keys
     weights[1, :100] = 0  # the first blocks of it without keys
@@ -86,7 +85,7 @@ def test_absent_tokens_reach_nothing_even_as_nan(kind: str, normalization: str) 
     absent = (weights == 0)[:, None, :, None]
     k, v = k.masked_fill(absent, float("nan")), v.masked_fill(absent, float("inf"))
     compare(q, k, v, weights, 3, 5e-6, normalization)
-    assert not triton_dense.attention(q, k, v, weights, 3, 0.25, normalization)[0].any()
+    assert not triton_dense.attention(q[:1], k[:1], v[:1], weights[:1], 3, 0.25, normalization).any()
 
 
 @pytest.mark.usefixtures("path")
@@ -97,7 +96,7 @@ def test_sum_normalization_without_a_mask() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_views_of_a_projection_are_read_in_place() -> None:
-    B, L, H, D = 2, 65, 2, 24
+    B, L, H, D = 1, 50, 2, 24
     qkv = tokens(B, L, 3, H, D, mean=1).requires_grad_()
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     out = triton_dense.attention(q, k, v, None, 3, 0.2)
@@ -114,17 +113,17 @@ def test_views_of_a_projection_are_read_in_place() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("order", [2, 3])
 def test_a_packed_batch_equals_a_loop_over_its_sequences(order: int) -> None:
-    lengths_q, lengths_k = [5, 0, 70, 1], [65, 3, 0, 130]
+    lengths_q, lengths_k = [5, 0, 20, 1], [65, 3, 0, 70]
     cu_q, cu_k = (
         torch.tensor([0, *x], device=DEVICE).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k)
     )  # fmt: skip
     q, k, v = (
         tokens(n, h, d, mean=1, seed=i)
-        for i, (n, h, d) in enumerate([(76, 2, 16), (198, 1, 16), (198, 1, 24)])
+        for i, (n, h, d) in enumerate([(26, 2, 16), (138, 1, 16), (138, 1, 24)])
     )  # fmt: skip
     inputs = [x.requires_grad_() for x in (q, k, v)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    out = triton_dense.attention(*inputs, None, order, 0.3, cu_q=cu_q, cu_k=cu_k, max_q=70, max_k=130)
+    out = triton_dense.attention(*inputs, None, order, 0.3, cu_q=cu_q, cu_k=cu_k, max_q=20, max_k=70)
     parts = zip(*(x.split(n) for x, n in zip(exact, (lengths_q, lengths_k, lengths_k), strict=True)), strict=True)
     expected = torch.cat(
         [reference(*(x.transpose(0, 1)[None] for x in p), None, order, 0.3)[0].mT.mT for p in parts], 1
@@ -148,17 +147,16 @@ def test_more_spans_than_are_merged_at_a_time(order: int, monkeypatch: pytest.Mo
     assert plan.span("partial_moments", 330, 1, plan.config("partial_moments", 330).block)[1] > dense_plan.MERGED
     weights = torch.ones(1, 330, dtype=torch.bool, device=DEVICE)
     weights[:, :100] = False  # the first spans without keys
-    compare(q, k, v, None, order, 1e-5)
-    compare(q, k, v, weights, order, 1e-5)
+    compare(q, k, v, None if order == 2 else weights, order, 1e-5)
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("order", [2, 3])
 def test_keys_far_from_zero_cost_no_digits(order: int) -> None:
     """bfloat16 keys a hundred spreads away: at most twice the error of the plain version in the same precision."""
-    q, v = tokens(1, 2, 96, 32, dtype=torch.bfloat16), tokens(1, 2, 200, 32, dtype=torch.bfloat16, seed=1)
-    k = tokens(1, 2, 200, 32, mean=100, dtype=torch.bfloat16, seed=2)
-    grad = tokens(1, 2, 96, 32, dtype=torch.bfloat16, seed=3)
+    q, v = tokens(1, 1, 96, 32, dtype=torch.bfloat16), tokens(1, 1, 130, 32, dtype=torch.bfloat16, seed=1)
+    k = tokens(1, 1, 130, 32, mean=100, dtype=torch.bfloat16, seed=2)
+    grad = tokens(1, 1, 96, 32, dtype=torch.bfloat16, seed=3)
     scale = 32**-0.5
 
     def run(function, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
