@@ -1,4 +1,4 @@
-"""A place with timm and torchvision for the tests of timm models, where torchvision does not fit torch: `make test`.
+"""A place with timm, torchvision and diffusers for tests of them, where torchvision does not fit torch: `make test`.
 
     python tests/timm_for_tests.py FOLDER
     PYTHONPATH=FOLDER python -m pytest -m timm
@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = ("timm", "torchvision==0.28.0")
+PACKAGES = ("timm", "torchvision==0.28.0", "diffusers")
 NAMES = """import torch
 
 _names = torch.library.Library("torchvision", "DEF")

@@ -1,4 +1,4 @@
-"""Our names for transformers, registered when it is there. No heavy import: transformers brings in torch itself."""
+"""Our names for transformers, timm and diffusers, registered when these are there; nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -9,32 +9,49 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-READY = "transformers.modeling_utils"  # with this module transformers has its registries, and models
 
-
-def register_on_arrival() -> None:
-    """Register now if transformers is imported with its models, or else right after it will be; nothing is imported."""
-    if READY in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _Arrival) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Arrival())
-
-
-def _register() -> None:
+def _transformers() -> None:
     from .nn.swapped.hf import register_transformers
 
     register_transformers()
 
 
+def _timm() -> None:
+    from .nn.swapped.timm_layers import register_timm
+
+    register_timm()
+
+
+def _diffusers() -> None:
+    from .nn.swapped.diffusers_backend import register_diffusers
+
+    register_diffusers()
+
+
+REGISTER = {  # with this module a library has its registry
+    "transformers.modeling_utils": _transformers,
+    "timm.models.vision_transformer": _timm,
+    "diffusers.models.attention_dispatch": _diffusers,
+}
+
+
+def register_on_arrival() -> None:
+    """Register now with what is imported, and with the rest right after it will be; nothing is imported."""
+    for name, register in REGISTER.items():
+        if name in sys.modules:
+            register()
+    if not any(isinstance(finder, _Arrival) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Arrival())
+
+
 class _Arrival(MetaPathFinder):
-    """Finds one module as Python does, and registers once it was loaded."""
+    """Finds these modules as Python does, and registers once they were loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != READY:
+        if fullname not in REGISTER:
             return None
-        sys.meta_path.remove(self)
         found = PathFinder.find_spec(fullname, path, target)
         if found is not None and found.loader is not None:
             found.loader = _Loaded(found.loader)
@@ -53,7 +70,7 @@ class _Loaded(Loader):
         module.__loader__ = self.loader
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
-        _register()
+        REGISTER[module.__name__]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

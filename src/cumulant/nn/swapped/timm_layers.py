@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...call import Call
+from ...optional import needed
 from ..attention import as_key_mask
 from ..fold import folded_attention, folds
-from .choice import Choice, mix
+from .choice import Choice, fitting, mix
 
 # Classes whose formula is softmax(q k^T) v between projections. Matched by name, so that timm is never imported.
 SELF = {
@@ -199,3 +200,29 @@ def converted(original: nn.Module, choice: Choice) -> ConvertedAttention:
     """The module that takes the place of a timm attention."""
     kind: Any = ConvertedClassAttention if class_name(original) in CLASS_TOKEN else ConvertedAttention
     return kind(original, choice)
+
+
+def register_timm(*names: str) -> list[str]:
+    """Make every fitting mechanism an `attn_layer` of timm's vision transformers, and return their names.
+
+        model = timm.create_model("vit_small_patch16_224", attn_layer="cumulant3")
+
+    Done when timm is imported; call it for names with options, "cumulant3+around=mean". Weights keep timm's names.
+    """
+    with needed("this needs timm", "timm"):
+        from timm.models import vision_transformer as home
+    if not hasattr(home, "ATTN_LAYERS"):  # timm before 1.0.20 has no names for attention
+        return []
+    choices = {name: Choice.named(name) for name in (*fitting(), *names)}
+    home.ATTN_LAYERS.update({name: _layer(home.Attention, choice) for name, choice in choices.items()})
+    return list(choices)
+
+
+def _layer(base: Any, choice: Choice) -> type[ConvertedAttention]:
+    """A class that is made as timm makes its attention."""
+
+    class NamedAttention(ConvertedAttention):
+        def __init__(self, dim: int, num_heads: int = 8, **options: Any) -> None:
+            super().__init__(base(dim, num_heads, **options), choice)
+
+    return NamedAttention
