@@ -112,6 +112,18 @@ def test_a_study_is_kept_goes_on_and_says_when_its_settings_changed(tmp_path, ca
     ).replace("https://matplotlib.org", "")
 
 
+def test_a_study_without_time_is_written_from_what_is_there(tmp_path):
+    options = Study("toy", out=tmp_path, workers=1, device="cpu", attention=("softmax", "linear"))
+    able = replace(
+        STUDY, needs=(), control=None, figures=lambda settings, seeds: [one["linear"] for one in seeds] and {}
+    )
+    measuring.run(able, options)
+    next((tmp_path / "toy" / "records").glob("linear-0-*")).unlink()
+    result = measuring.run(able, replace(options, minutes=0))
+    assert result["missing"] == ["linear, seed 0"]
+    assert result["statements"][0]["seeds"] == 3
+
+
 def test_a_mechanism_that_lacks_the_pattern_is_skipped_with_a_line(tmp_path):
     result = measuring.run(STUDY, Study("toy", out=tmp_path, workers=1, device="cpu", attention=("softmax", "linear")))
     assert result["skipped"] == {"softmax": "lacks subquadratic"}

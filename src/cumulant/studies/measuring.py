@@ -232,13 +232,15 @@ def outcome(
 
 
 def drawings(study: Study, settings: Any, records: Mapping[Measurement, Record], out: Path) -> list[tuple[str, str]]:
-    """The figures as (title, SVG), also written to the folder `figures`."""
+    """The figures of the seeds that are complete, as (title, SVG), also written to the folder `figures`."""
     from cumulant.style import save
 
-    if study.figures is None or not records:
+    planned_names = set(study.plan(able(study, settings)[0]))
+    seeds = [one for one in by_seed(records) if planned_names <= one.keys()]  # a stopped study has others
+    if study.figures is None or not seeds:
         return []
     found = []
-    for title, figure in study.figures(settings, by_seed(records)).items():
+    for title, figure in study.figures(settings, seeds).items():
         name = "-".join("".join(letter if letter.isalnum() else " " for letter in title.lower()).split())
         (path,) = save(figure, out / "figures" / name, ("svg",))
         text = path.read_text(encoding="utf-8")

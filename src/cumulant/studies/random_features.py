@@ -270,4 +270,5 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("cross",),
+    seconds={"two cores": 226, "an H200": 173},
 )
