@@ -2,6 +2,7 @@
 
     python benchmarks/distributed_scaling.py             # tables, and benchmarks/results/distributed_scaling.json
     python benchmarks/distributed_scaling.py --quick     # small, to see that it runs
+    python benchmarks/distributed_scaling.py --weak      # weak scaling and what is sent
 
 One process a worker, one thread each, pinned to a core of its own where there are as many, gloo over the loopback.
 Float32, B 1, 12 heads of 64. Time is that of the slowest worker, the median of several rounds after a barrier. Nothing
@@ -125,7 +126,7 @@ def counted(mesh: DeviceMesh, call: Callable[..., Tensor], n: int) -> dict[str, 
     return found
 
 
-def measure(rank: int, quick: bool, path: Path) -> dict[str, Any]:
+def measure(rank: int, quick: bool, weak: bool, path: Path) -> dict[str, Any]:
     """Writes what it found after each number of workers."""
     n, whole, rounds = (512, 4096, 1) if quick else (8192, 65536, 4)
     found: dict[str, Any] = {"weak": {}, "strong": {}, "ring": {}, "counted": {}}
@@ -138,7 +139,7 @@ def measure(rank: int, quick: bool, path: Path) -> dict[str, Any]:
                 # All eight cores are busy whatever W is: what changes with W is the exchange alone.
                 each = n // 8 if "causal" in name else n  # which runs in plain torch
                 found["weak"][f"{name} n={each} W={W}"] = seconds(call, tokens(each), True, rounds, dist.group.WORLD)
-            if rank < W and "causal" not in name:  # only W cores are busy
+            if rank < W and "causal" not in name and not weak:  # only W cores are busy
                 with context_parallel(mesh):
                     for backward in (False, True):
                         which = "both" if backward else "forward"
@@ -149,13 +150,13 @@ def measure(rank: int, quick: bool, path: Path) -> dict[str, Any]:
             for name, call in (*CALLS.items(), ("softmax ring", softmax)):
                 for tokens_each in (64, 256):
                     found["counted"][f"{name} W={W} n={tokens_each}"] = counted(mesh, call, tokens_each)
-        if W == 4:
+        if W == 4 and not weak:
             check(mesh, softmax)
             with context_parallel(mesh):
                 for length in (2048,) if quick else (8192,):
                     found["ring"][f"L={length} forward W=4"] = seconds(softmax, tokens(length // W), False, 1, None)
         if rank == 0:
-            command = "python benchmarks/distributed_scaling.py" + " --quick" * quick
+            command = "python benchmarks/distributed_scaling.py" + " --quick" * quick + " --weak" * weak
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({**provenance(command), "seconds": found}, indent=1) + "\n")
     return found
@@ -168,7 +169,7 @@ def run(rank: int, path: str, options: Any, answers: Any) -> None:
     if len(cores) >= WORLD:
         os.sched_setaffinity(0, {cores[rank * len(cores) // WORLD]})
     dist.init_process_group("gloo", store=dist.FileStore(path, WORLD), rank=rank, world_size=WORLD)
-    found = measure(rank, options.quick, options.out)
+    found = measure(rank, options.quick, options.weak, options.out)
     if rank == 0:
         answers.put(found)
     dist.barrier()
@@ -184,6 +185,7 @@ def store() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--weak", action="store_true", help="leave out strong scaling and the ring")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     context = torch.multiprocessing.get_context("spawn")

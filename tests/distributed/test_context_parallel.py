@@ -40,6 +40,7 @@ def compared(
     """How far `call(query, key, value, key_mask=...)` in parts is from the whole, outputs and gradients."""
     rank, L = mesh.get_local_rank("cp"), sum(lengths)
     torch.manual_seed(1)
+    PACK[0] = L
     query, key, value = (
         torch.randn(batch, h, L, w, dtype=dtype) for h, w in zip((*heads, heads[1]), (5, 5, 6), strict=True)
     )
@@ -89,6 +90,18 @@ def few_heads(name, **options):
     return call
 
 
+def packed(**options):
+    """Sequences end to end, of which some lie on several workers; batch 1."""
+
+    def call(query, key, value, key_mask):
+        at = torch.tensor([0, 2, 2, 11, 12, 33, 35]).clamp(max=PACK[0])
+        rows = (x[0].transpose(0, 1) for x in (query, key, value))
+        return cumulant.attention_varlen(*rows, at, at, enable_gqa=True, **options).transpose(0, 1)[None]
+
+    return call
+
+
+PACK = [0]  # tokens of the whole pack
 CASES = {
     "order 1": (attention(order=1), {}),
     "order 2": (attention(order=2), {}),
@@ -118,6 +131,10 @@ CASES = {
     **{f"{name}{', causal' * causal}": (mechanism(name, is_causal=causal), {"mask": mask})
        for name in ("linear", "mala", "focused_linear", "cosformer", "cumulant1", "cumulant2", "cumulant3")
        for causal, mask in ((False, "weights"), (True, "one worker"))},
+    "packed": (packed(), {"batch": 1}),
+    "packed, full, sums": (packed(full=True, normalization="sum"), {"batch": 1}),
+    "packed, causal": (packed(order=2, is_causal=True), {"batch": 1}),
+    "packed, causal sums": (packed(is_causal=True, normalization="sum"), {"batch": 1}),
     "rala": (few_heads("rala"), {"mask": "one worker"}),
     "flow": (few_heads("flow"), {"mask": "weights"}),
     "flow, causal": (few_heads("flow", is_causal=True), {"mask": "one worker"}),

@@ -28,10 +28,7 @@ def attend(parts: Parts, call: Call, form: Form) -> Tensor:
 
     Non-causal: one exchange of moments forward and one of their gradients backward. Causal: an exclusive scan.
     """
-    if form.around != "zero":
-        raise ValueError(f'around={form.around!r} is not split over workers; pass around="zero"')
-    if form.closure not in (None, "gauss"):
-        raise ValueError(f"closure={form.closure!r} is not split over workers; pass closure=None")
+    check_form(form)
     query, key, value = call[:3]
     lead, scale = call.lead, call.softmax_scale
     q, k, v = (one_batch(x, lead) for x in (query, key, value))
@@ -44,6 +41,14 @@ def attend(parts: Parts, call: Call, form: Form) -> Tensor:
         run = _causal if call.is_causal else _over_all
         out = run(parts, q, k, v, weights, form, scale)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
+
+
+def check_form(form: Form) -> None:
+    """Raises for expansions that need more than moments."""
+    if form.around != "zero":
+        raise ValueError(f'around={form.around!r} is not split over workers; pass around="zero"')
+    if form.closure not in (None, "gauss"):
+        raise ValueError(f"closure={form.closure!r} is not split over workers; pass closure=None")
 
 
 def _over_all(

@@ -15,11 +15,12 @@ from .. import shards
 from ..call import Call, check_choice
 from ..cluster.backend import Case
 from ..expansion import Form, expand
-from .attend import attend
+from .attend import attend, check_form
 from .exchange import Workers
 from .parts import Parts, check_lengths
 from .softmax import TRAVELS
 from .softmax import softmax as exact
+from .varlen import varlen
 
 ORDERS = ("rank", "zigzag")
 
@@ -105,7 +106,11 @@ class Answerer:
         return self.parts.start(tokens), sum(self.parts.lengths(tokens))
 
     def varlen(self, call: Call, form: Form, cu_seq_q: Tensor, cu_seq_k: Tensor) -> Tensor:
-        raise ValueError("attention_varlen is not split over workers; pass one sequence to attention")
+        """`cumulant.attention_varlen` of a call (H, T, D); `cu_seq` cut the whole pack, of which it holds a part."""
+        check_form(form)
+        self.agree("attention_varlen", call, form)
+        with shards.answered_by(None):
+            return varlen(self.parts, call, form, cu_seq_q, cu_seq_k)
 
     def cluster(self, case: Case) -> Tensor:
         raise ValueError("cluster_attention is not split over workers; use attention")

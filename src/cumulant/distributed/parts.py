@@ -81,7 +81,7 @@ class Parts:
         workers = self.workers
         everyone = moments.filled(x.flatten(0, 1) for x in rows)
         order = torch.tensor([place for r in range(workers.size) for place in self.places(r)])
-        found = [_only(everyone, order < place).union(added) for place in self.places(workers.rank)]
+        found = [only(everyone, order < place).union(added) for place in self.places(workers.rank)]
         return moments.filled(torch.stack(x) for x in zip(*(one.kept() for one in found), strict=True))
 
     def _scanned(self, moments: Moments, rows: tuple[Tensor, ...]) -> Moments:
@@ -94,7 +94,7 @@ class Parts:
         return earlier
 
 
-def _only(sets: Moments, these: Tensor) -> Moments:
+def only(sets: Moments, these: Tensor) -> Moments:
     """Moments (n, ...) in which only some of the n sets hold anything."""
     there = these.to(sets.weight.device)
 
