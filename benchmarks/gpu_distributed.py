@@ -1,4 +1,4 @@
-"""Split attention on a GPU with NCCL, one worker: exchanges with gradients, attention against one process, a CUDA graph.
+"""Split attention on a GPU with NCCL, one worker: exchanges and their gradients, attention, and CUDA graphs.
 
 python benchmarks/gpu_distributed.py
 """
