@@ -27,7 +27,7 @@ def test_a_built_in_recipe_says_what_to_expect_and_makes_its_model(name):
     for mark in (f"Command:  cumulant train {name}", "Machine:  ", "Time:     ", "Expected: "):
         assert any(mark in line for line in head), mark
     recipe, digits = read_recipe(name), few_digits()
-    kind = "video" if recipe.model.startswith("vivit") else "image"
+    kind = {"vivit": "video", "segmenter": "scene"}.get(recipe.model.split("_")[0], "image")
     source = Source("stand-in", kind, digits.train, digits.test, digits.classes)
     if recipe.model.startswith("lm_"):
         source = open_recipe_source(recipe, "sentences")
