@@ -7,9 +7,10 @@ TIMM   := $(CURDIR)/$(VENV)/timm-for-tests
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help install demo test test-gpu lint docs clean
+.PHONY: help install demo ray test test-gpu lint docs clean
 help:
 	@echo "make demo     train the four mechanisms on the embedded data and write the report"
+	@echo "make ray      start a Ray of two workers here and compare two mechanisms on it"
 	@echo "make test     run all tests"
 	@echo "make test-gpu the tests that need a GPU, with the python that PYTHON names (pytest, torch, Triton)"
 	@echo "make lint     ruff and mypy"
@@ -33,6 +34,10 @@ install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/cumulant reproduce
+
+ray: $(STAMP)
+	$(PIP) -c constraints.txt -e ".[ray]"
+	$(BIN)/python -m tools.local_ray
 
 # Where timm cannot be in the environment, the tests of its models have it in a place and a session of their own.
 test: $(STAMP)

@@ -13,8 +13,9 @@ from small_studies import small_run, workshop
 
 from cumulant.data import ClipPart, ClipSampling, Source, TensorImages, TensorVideos
 from cumulant.studies.budget import Budget, epochs_done
+from cumulant.studies.crews import Workers
 from cumulant.studies.plan import Run, seeded
-from cumulant.studies.runs import RunError, Workshop, _Team, complete, train_all
+from cumulant.studies.runs import Queue, RunError, Workshop, _Team, complete, train_all
 from cumulant.train import read_log, trainer
 
 
@@ -139,8 +140,9 @@ def test_a_run_that_cannot_be_made_is_named(tmp_path, workers):
 
 
 def test_a_worker_that_was_ended_from_outside_is_told_and_not_waited_for(tmp_path):
-    team = _Team(workshop(tmp_path), 1, lambda *_: None, Budget(None))
-    team.processes = [SimpleNamespace(exitcode=0)]  # after a SIGTERM it has saved its state and left
+    shop, crew, given = workshop(tmp_path), Workers(workshop(tmp_path), 1), (lambda *_: None, Budget(None))
+    crew.processes = [SimpleNamespace(exitcode=0)]  # after a SIGTERM it has saved its state and left
+    team = _Team(crew, Queue([], shop, given[1], given[0], None), shop, *given)
     team.running[small_run()] = (0.0, 1.0, 0)
     with pytest.raises(RunError, match="a training process ended by itself with exit status 0"):
         team._listen()

@@ -289,7 +289,7 @@ class Run:
             self.log.settle()
         with naming(f"the state after step {self.done.step} into {self.folder}"):
             write_atomically(self.folder / NOTES, json.dumps(self.notes).encode())
-            save_state(self.folder, self.model, self.optimizer, None, self.meter, self.done, write=True)
+            save_state(self.folder, self.model, self.optimizer, None, self.meter, self.done)
 
     def _finish(self) -> DistillResult:
         change = (self.notes["before"], self._change()) if self.measured else None

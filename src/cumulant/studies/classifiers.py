@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from cumulant.studies.records import MAPS, failed_record, make_record
+from cumulant.studies.records import MAPS, failed_record, is_record, key_of, make_record
 from cumulant.studies.runs import Record
 from cumulant.studies.training import Training, Trainings
 from cumulant.tensors import threads
@@ -26,6 +26,13 @@ class Classifiers(Trainings):
 
     def maps(self, run: Training) -> Path:
         return self.out / "records" / f"{run.name}{MAPS}"
+
+    def finished(self, run: Training) -> Record | None:
+        """A file that is no record of this version does not count."""
+        with suppress(OSError, ValueError):
+            record = super().finished(run)
+            return record if is_record(record) and key_of(record) == run.key else None
+        return None
 
     def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
         """Train one model and look at its maps.

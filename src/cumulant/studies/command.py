@@ -10,10 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from ..bench.command import Efficiency, Error, Speed
-from ..command import check_least, command_line, failed, show, stopped, time_over
+from ..command import check_choices, check_least, command_line, failed, show, stopped, time_over
 
 # What decides the results; where they go, and how quickly they are made, does not.
 DECISIVE = ("data", "recipe", "attention", "seeds", "control", "epochs", "change", "workers")
+
+
+Place = Literal["here", "folder", "ray"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Reproduce:
     Example: cumulant reproduce --attention softmax cumulant3 --seeds 3 --epochs 10 --out runs/quick
 
     Example: cumulant reproduce --data path/to/tiny-imagenet-100 --seeds 3 --minutes 25
+
+    Example: cumulant reproduce --on folder --out /shared/digits
 
     Example: cumulant reproduce --data path/to/tiny-imagenet-100 --attention softmax cumulant3 cumulant3+v_conv
     """
@@ -57,6 +62,9 @@ class Reproduce:
     workers: int = 2
     """Training runs at the same time on CPUs, one core each; on a GPU one after the other. Results do not depend on
     it."""
+    on: Place = "here"
+    """Where runs are made. folder: on every machine that gives the same command with the same --out, a folder that all
+    of them see; each takes the next run that nobody has. ray: on the Ray cluster of $RAY_ADDRESS, or of this one."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one, except for the digits."""
     minutes: float | None = None
@@ -71,6 +79,7 @@ class Reproduce:
 
     def __post_init__(self) -> None:
         check_least(self, seeds=1, epochs=1, workers=1, control=0)
+        check_choices(self)
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be positive, got {self.minutes}")
         if not self.attention:
@@ -150,6 +159,8 @@ class TrainBench:
     """Runs per mechanism."""
     control: int = 2
     """Further runs of the baseline, softmax unless it takes no part: the A/A control."""
+    on: Place = "here"
+    """Where runs are made: here, folder (shared by machines with the same --out) or ray; see cumulant reproduce."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     minutes: float | None = None
@@ -163,6 +174,7 @@ class TrainBench:
 
     def __post_init__(self) -> None:
         check_least(self, epochs=0, seeds=1, control=1, minutes=0)
+        check_choices(self)
 
     def run(self) -> int:
         from ..bench.command import published
@@ -279,6 +291,8 @@ class Study:
     """heads, cumulant-vit and mechanisms: passes over the training part. 0: as in the recipe."""
     workers: int | None = None
     """Runs beside each other on CPUs, each with one thread; by default 2, of heads 1."""
+    on: Place = "here"
+    """Where runs are made: here, folder (shared by machines with the same --out) or ray; see cumulant reproduce."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     minutes: float | None = None
@@ -292,10 +306,11 @@ class Study:
 
     def __post_init__(self) -> None:
         check_least(self, epochs=0, seeds=1, control=0, workers=1, minutes=0)
+        check_choices(self)
 
     def command(self) -> str:
         """The command line that gives these results."""
-        left_out = {"name", "workers", "device", "minutes", "out", "fresh", "json"}
+        left_out = {"name", "workers", "on", "device", "minutes", "out", "fresh", "json"}
         return command_line(f"study {self.name}", self, left_out)
 
     def run(self) -> int:
@@ -320,7 +335,7 @@ class Study:
 
     def _other(self) -> Reproduce | TrainBench:
         """The command of a study that has one of its own."""
-        shared: dict[str, Any] = {"device": self.device, "minutes": self.minutes, "fresh": self.fresh}
+        shared: dict[str, Any] = {name: getattr(self, name) for name in ("device", "minutes", "fresh", "on")}
         shared |= {"json": self.json, "out": self.out / self.name}
         shared |= {name: getattr(self, name) for name in ("seeds", "control", "attention") if getattr(self, name)}
         if self.name == "mechanisms":

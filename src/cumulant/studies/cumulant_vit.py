@@ -20,7 +20,7 @@ from cumulant.studies.plan import Run
 from cumulant.studies.records import by_name, read_records, source_digest
 from cumulant.studies.runs import TimeOverError
 from cumulant.studies.study import earlier_results, train_missing, write_results
-from cumulant.studies.training import Training, check_models, trainings
+from cumulant.studies.training import Training, check_models, device_of, trainings
 from cumulant.studies.verdict import Claim
 from cumulant.train.files import claim_room
 
@@ -62,15 +62,6 @@ def planned(settings: Reproduce, data: str | None = None) -> list[Training]:
     return trainings(recipe_of(settings), names, settings.baseline, settings.seeds, count, data=data)
 
 
-def device_of(settings: Reproduce) -> str:
-    """Where the runs are trained: the digits are too small for a GPU to help."""
-    from cumulant.train.processes import chosen_device
-
-    if settings.device is None and settings.data == "digits":
-        return "cpu"
-    return str(chosen_device(settings.device))
-
-
 def reproduce(
     settings: Reproduce, *, progress: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
 ) -> dict[str, Any]:
@@ -91,7 +82,7 @@ def reproduce(
     check_models(runs, source)
     if progress is not None:
         print(f"data: {source}", file=progress)
-    device, out = device_of(settings), settings.folder
+    device, out = device_of(settings, small=settings.data == "digits"), settings.folder
     claim_room(out, 0)
     made: dict[str, Any] = {"provenance": provenance(settings.command()), "source": source_digest()}
     shop = Classifiers(out, device, made, settings.fresh)

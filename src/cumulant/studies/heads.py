@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from cumulant.studies.budget import Budget
 from cumulant.studies.plan import CONTROL_SEED
 from cumulant.studies.runs import Record, complete
-from cumulant.studies.training import Training, Trainings, trainings
+from cumulant.studies.training import Training, Trainings, device_of, trainings
 from cumulant.studies.verdict import Claim, verdict
 
 if TYPE_CHECKING:
@@ -126,7 +126,6 @@ def run(settings: Study, progress: IO[str] | None = None) -> dict[str, Any]:
     from cumulant.bench.provenance import provenance
     from cumulant.grammar import suggest
     from cumulant.train.build import open_recipe_source
-    from cumulant.train.processes import chosen_device
 
     names = list(ORDERINGS) if "all" in settings.layers else list(dict.fromkeys(settings.layers))
     for name in names:
@@ -139,8 +138,10 @@ def run(settings: Study, progress: IO[str] | None = None) -> dict[str, Any]:
         runs = planned(name, *counts)
         data = open_recipe_source(runs[0].recipe).identity()["digest"]
         runs = planned(name, *counts, data)
-        shop = Layers(settings.out / "heads" / name, str(chosen_device(settings.device)), made, settings.fresh)
-        records = complete(runs, shop, workers=settings.workers or 1, budget=budget, progress=progress)
+        shop = Layers(settings.out / "heads" / name, device_of(settings), made, settings.fresh)
+        records = complete(
+            runs, shop, workers=settings.workers or 1, budget=budget, progress=progress, on=settings.on
+        )
         found[name] = judged(name, runs, records)
         settings.out.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"study": "heads", **made, "layers": found}, indent=1)

@@ -155,19 +155,19 @@ def run(study: Study, options: Options, progress: IO[str] | None = None) -> dict
     from cumulant.bench.provenance import provenance
     from cumulant.studies.page import write
     from cumulant.studies.study import bar_of
-    from cumulant.train.processes import chosen_device
+    from cumulant.studies.training import device_of
 
     settings, out = chosen(study, options), options.out / study.name
     controls = (settings.seeds if options.control is None else options.control) if study.control else 0
     runs, skipped = planned(study, settings, controls)
     made = {"provenance": provenance(options.command())}
-    shop = Measurements(out, str(chosen_device(options.device)), made, options.fresh, study)
+    shop = Measurements(out, device_of(options), made, options.fresh, study)
     for sentence in about_records(runs, shop):
         if progress is not None:
             print(sentence, file=progress)
     with bar_of(study.name, len(runs), "run", progress) as bar:
         records = complete(
-            runs, shop, workers=options.workers or 2, budget=Budget(options.minutes),
+            runs, shop, workers=options.workers or 2, budget=Budget(options.minutes), on=options.on,
             told=lambda run, record: bar.update(record is not None),
         )  # fmt: skip
     result = outcome(study, settings, runs, records, skipped)

@@ -23,7 +23,7 @@ from cumulant.grammar import parse, write
 from cumulant.studies.budget import Budget
 from cumulant.studies.command import TrainBench
 from cumulant.studies.runs import Record, TimeOverError, train_all
-from cumulant.studies.training import Training, Trainings, fingerprint, trainings
+from cumulant.studies.training import Training, Trainings, device_of, fingerprint, trainings
 from cumulant.studies.verdict import compare
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ class Bench(Trainings):
     def record(self, run: Training) -> Path:
         return self.folder(run) / RECORD
 
+    def finished(self, run: Training) -> Record | None:
+        """Folders are named without the recipe: only a record of this one counts, and none of a failure."""
+        record = super().finished(run) or {"failure": "none"}
+        return record if not record["failure"] and record.get("recipe_digest") == self.made["recipe_digest"] else None
+
     def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
         """Whatever is wrong with one mechanism must not cost the runs of the others: it is told, and tried anew."""
         from cumulant.train import RecipeError, train
@@ -90,7 +95,6 @@ def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]
     `settings.minutes` had no time for."""
     from cumulant.train import read_recipe
     from cumulant.train.build import open_recipe_source
-    from cumulant.train.processes import chosen_device
 
     recipe = read_recipe(settings.recipe)
     recipe = replace(recipe, data=settings.data or recipe.data).lasting(settings.epochs or recipe.epochs)
@@ -101,7 +105,7 @@ def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]
     runs = planned(recipe, names, baseline, settings, data)
     common = digest(recipe, data)
     made = {"recipe_digest": common, "provenance": provenance(f"cumulant bench train --recipe {stem}")}
-    shop = Bench(settings.out / stem, str(chosen_device(settings.device)), made, settings.fresh)
+    shop = Bench(settings.out / stem, device_of(settings), made, settings.fresh)
     if progress is not None:
         print(f"data: {source}", file=progress)
     kept, strange = earlier(settings.out, [shop.folder(run) for run in runs], common)
@@ -112,7 +116,8 @@ def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]
     records: dict[Training, Record] = {}
 
     def report(run: Training, record: Record | None) -> None:
-        assert record is not None  # no run is made beside this process
+        if record is None:  # an epoch of a run that is made elsewhere
+            return
         if progress is not None:
             print(f"  {record['failure'] or format(record['top1'], '.2%')}", file=progress, flush=True)
         if run == runs[0] and record["failure"]:  # without a baseline there is nothing to compare with
@@ -125,7 +130,9 @@ def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]
         report(one, kept.pop((one.configuration, one.seed)))
     missing = [run for run in runs if run not in records]
     budget = Budget(settings.minutes)
-    left = train_all(missing, shop, report=report, budget=budget, progress=progress, before=len(records))
+    left = train_all(
+        missing, shop, report=report, budget=budget, progress=progress, before=len(records), on=settings.on
+    )
     found = [records[run] for run in runs if run in records]
     found += kept.values()  # runs of earlier commands that this one does not name stay in the table
     if not found:

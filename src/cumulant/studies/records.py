@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -160,7 +160,7 @@ def read_records(folder: Path) -> tuple[dict[Key, dict[str, Any]], list[str]]:
             content = None
         several = content.get("runs", [content]) if isinstance(content, dict) else content
         several = several if isinstance(several, list) else []
-        records = [one for one in several if _is_record(one)]
+        records = [one for one in several if is_record(one)]
         if not records:
             unreadable.append(path.name)
         for record in records:
@@ -209,7 +209,8 @@ def _data_digest(record: Mapping[str, Any]) -> str | None:
     return record.get("data", {}).get("digest")
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether this is a record that this version can read."""
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         return False
     return isinstance(value.get("fingerprint"), str) and isinstance(value.get("seed"), int)

@@ -1,38 +1,37 @@
 """Runs of a study: each in a folder of its own, kept as a record when it is finished, never done twice.
 
 On CPUs, and on a GPU where a study says so, worker processes work side by side; else one run follows the other in this
-process. A killed training goes
-on from its last saved state, a stopped one from the step at which it was stopped.
+process. Several machines share the runs by claims in a folder that all of them see, or a Ray cluster makes them. A
+killed training goes on from its last saved state, a stopped one from the step at which it was stopped.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import torch
 
-from cumulant.data.jobs import apart
 from cumulant.studies.budget import Budget, epochs_done
+from cumulant.studies.claims import Claims
+from cumulant.studies.crews import Crew, RayCluster, Workers
 from cumulant.studies.plan import Run
 from cumulant.train.files import read_json, write_atomically
 from cumulant.train.progress import ONE_STOP
 
 R = TypeVar("R", bound=Run)
 Record = dict[str, Any]
+POLL = 1.0  # seconds between two looks at what others do
 Report = Callable[[Any, Record | None], None]  # (run, None) after an epoch, (run, record) at the end
 
 
@@ -79,6 +78,11 @@ class Workshop(ABC):
         write_atomically(self.record(run), json.dumps(record, allow_nan=False).encode())
         return record
 
+    def finished(self, run: Any) -> Record | None:
+        """The record that is kept of a run; None where there is none that counts."""
+        path = self.record(run)
+        return read_json(path) if path.is_file() else None
+
     def share(self, run: Any) -> Any:
         """What this run can take from the one before it in the same process, such as decoded data; None for nothing."""
         return None
@@ -93,28 +97,48 @@ def train_all(
     budget: Budget | None = None,
     progress: IO[str] | None = None,
     before: int = 0,
+    on: str = "here",
 ) -> list[R]:
     """Do `runs` in order, telling `report` of every finished run, `workers` at a time where the workshop lets them
     stand side by side; those left undone.
 
     `before` of the study's runs were finished already. With workers beside this process `report` hears of every epoch
     too; otherwise the trainer draws its bar on `progress`. Runs for which the budget has no time are left undone; one
-    that outlasts it is stopped with its state saved.
+    that outlasts it is stopped with its state saved. `on`: "folder" shares the runs with whoever else has the same
+    plan in the folder of the shop, "ray" gives them to a Ray cluster.
     """
+    if on == "folder" and shop.fresh:
+        raise ValueError("--fresh would train anew what other machines have just finished: leave it out of --on folder")
+    budget = budget or Budget(None)
+    with Claims(shop.out / "claims") if on == "folder" else nullcontext() as claims:
+        waiting = Queue(runs, shop, budget, report, claims)
+        crew: Crew | None = None
+        if on == "ray":
+            crew = RayCluster(shop)
+        elif min(workers, len(runs)) > 1 and shop.side_by_side:
+            crew = Workers(shop, min(workers, len(runs)))
+        if crew is not None:
+            undone = _Team(crew, waiting, shop, report, budget).train()
+        else:
+            undone = _one_by_one(waiting, shop, report, budget, progress, before, len(runs))
+    return sorted(undone, key=list(runs).index)
+
+
+def _one_by_one(
+    waiting: Queue[R], shop: Workshop, report: Report, budget: Budget, progress: IO[str] | None, before: int, count: int
+) -> list[R]:
+    """In this process; the runs that are left undone."""
     from cumulant.train import RecipeError
 
-    budget = budget or Budget(None)
-    workers = min(workers, len(runs))
-    if workers > 1 and shop.side_by_side:
-        return _Team(shop, workers, report, budget).train(runs)
-    left: list[R] = []
-    for number, run in enumerate(runs, before + 1):
-        to_do = run.epochs - epochs_done(shop.folder(run))
-        if not budget.fits(run.configuration, to_do):
-            left.append(run)
+    while waiting:
+        if (found := waiting.next()) is None:
+            if waiting:  # others are at the rest
+                time.sleep(POLL)
             continue
+        run, to_do = found
         if progress is not None:
-            print(f"[{number}/{before + len(runs)}] {run}, {run.role}", file=progress)
+            number = before + count - len(waiting.runs)
+            print(f"[{number}/{before + count}] {run}, {run.role}", file=progress)
         started = budget.clock()
         try:
             with one_stop(), time_limit(budget) as over:
@@ -122,7 +146,8 @@ def train_all(
         except KeyboardInterrupt:
             if not over.is_set():
                 raise KeyboardInterrupt(how_far([run], shop)) from None
-            left.append(run)
+            waiting.left.append(run)
+            waiting.done(run)
             continue
         except (RecipeError, OSError, ImportError):  # of the folder or the machine, not of this run
             raise
@@ -132,15 +157,16 @@ def train_all(
             _clean_up()
         if "failed" not in record:
             budget.saw(run.configuration, to_do, budget.clock() - started)
+        waiting.done(run)
         report(run, record)
-    return left
+    return waiting.left
 
 
 def complete(runs: Sequence[R], shop: Workshop, told: Report | None = None, **options: Any) -> dict[R, Record]:
     """The records of these runs: those that are kept, and of the others those made now; `options` as of `train_all`,
     `told` hears of all of them."""
-    paths = {run: shop.record(run) for run in runs}
-    found = {run: read_json(path) for run, path in paths.items() if path.is_file() and not shop.fresh}
+    kept = {} if shop.fresh else {run: shop.finished(run) for run in runs}
+    found = {run: record for run, record in kept.items() if record is not None}
 
     def report(run: R, record: Record | None) -> None:
         if record is not None:
@@ -212,75 +238,46 @@ def how_far(runs: Iterable[Run], shop: Workshop) -> str:
 
 
 class _Team:
-    """Worker processes, each fed with the next run as soon as it is free; they are ended here whatever happens."""
+    """A crew kept busy: each of its places is given the next run as soon as it is free."""
 
-    def __init__(self, shop: Workshop, workers: int, report: Report, budget: Budget) -> None:
-        context = multiprocessing.get_context("spawn")  # forked threads of torch would hang
-        self.shop, self.report, self.budget = shop, report, budget
-        self.tasks: Any = context.Queue()
-        self.events: Any = context.Queue()
-        self.processes = [
-            context.Process(target=_work, args=(self.tasks, self.events, shop), daemon=True) for _ in range(workers)
-        ]
+    def __init__(self, crew: Crew, waiting: Queue[R], shop: Workshop, report: Report, budget: Budget) -> None:
+        self.crew, self.waiting, self.shop, self.report, self.budget = crew, waiting, shop, report, budget
         self.running: dict[Any, tuple[float, float, int]] = {}  # when it began, epochs to do, epochs told
 
-    def train(self, runs: Sequence[R]) -> list[R]:
+    def train(self) -> list[Any]:
         with one_stop():
             try:
-                return self._train(runs)
+                with self.crew:
+                    return self._train()
             except KeyboardInterrupt:  # every worker has ended by now, and saved its state before
                 raise KeyboardInterrupt(how_far(self.running, self.shop)) from None
 
-    def _train(self, runs: Sequence[R]) -> list[R]:
-        # The workers leave the answer to Ctrl-C to this process, whose one SIGTERM has their trainers save their state:
-        # until they are in groups of their own, which a terminal's signal does not reach, they inherit this.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            for process in self.processes:
-                process.start()
-        finally:
-            signal.signal(signal.SIGINT, handler)
-        waiting, left = list(runs), []
-        try:
-            while waiting or self.running:
-                while waiting and len(self.running) < len(self.processes):
-                    run = waiting.pop(0)
-                    to_do = run.epochs - epochs_done(self.shop.folder(run))
-                    if self.budget.fits(run.configuration, to_do):
-                        self.running[run] = (self.budget.clock(), to_do, 0)
-                        self.tasks.put(run)
-                    else:
-                        left.append(run)
-                if self.running and self.budget.left is not None and self.budget.left <= 0:
-                    return sorted([*left, *self.running, *waiting], key=list(runs).index)
-                self._listen()
-            return left
-        finally:
-            if not self.running:
-                for _ in self.processes:
-                    self.tasks.put(None)
-                for process in self.processes:
-                    process.join(5)
-            for process in self.processes:
-                process.terminate()
-            for process in self.processes:
-                process.join()
+    def _train(self) -> list[Any]:
+        while self.waiting or self.running:
+            while len(self.running) < self.crew.size and (found := self.waiting.next()) is not None:
+                run, to_do = found
+                self.running[run] = (self.budget.clock(), to_do, 0)
+                self.crew.begin(run)
+            if self.running and self.budget.left is not None and self.budget.left <= 0:
+                return [*self.waiting.left, *self.running, *self.waiting.runs]
+            self._listen()
+        return self.waiting.left
 
     def _listen(self) -> None:
         """Wait up to a second for a finished run; tell of the epochs that the others have logged since."""
         try:
-            run, record, failure = self.events.get(timeout=1)
-        except queue.Empty:
-            dead = [p.exitcode for p in self.processes if p.exitcode is not None]  # also 0: none was told to end yet
-            if dead:
-                raise RunError(f"a training process ended by itself with exit status {dead[0]}") from None
-        else:
-            if failure is not None:
+            heard = self.crew.heard(POLL)
+        except RuntimeError as error:
+            raise RunError(str(error)) from None
+        if heard is not None:
+            run, record, failure = heard
+            if record is None:
                 raise RunError(f"{run}: {failure}")
-            self._tell_epochs(run, record["epochs"])
+            self._tell_epochs(run, record.get("epochs", 0))
             began, to_do, _ = self.running.pop(run)
             if "failed" not in record:
                 self.budget.saw(run.configuration, to_do, self.budget.clock() - began)
+            self.waiting.done(run)
             self.report(run, record)
         for run in self.running:
             self._tell_epochs(run, _epochs_logged(self.shop.folder(run)))
@@ -292,29 +289,53 @@ class _Team:
         self.running[run] = (began, to_do, max(count, told))
 
 
-def _work(tasks: Any, events: Any, shop: Workshop) -> None:
-    """Take runs until there are none, or until the process that started this one is gone."""
-    apart(0)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    while (run := tasks.get()) is not None:
-        try:
-            events.put((run, shop.kept(run), None))
-        except KeyboardInterrupt:
-            return
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(last.filename).name}:{last.lineno}"
-            events.put((run, None, f"{type(error).__name__}: {error} ({where})"))
-            return
+class Queue(Generic[R]):
+    """The runs to make, handed out in order; with claims, those that another machine makes are asked for again."""
 
+    def __init__(
+        self, runs: Sequence[R], shop: Workshop, budget: Budget, report: Report, claims: Claims | None
+    ) -> None:
+        self.runs, self.left = list(runs), []  # type: tuple[list[R], list[R]]
+        self.shop, self.budget, self.report, self.claims = shop, budget, report, claims
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    while parent is not None and parent.is_alive():
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)  # the trainer saves its state
-    time.sleep(60)
-    os._exit(1)
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    def next(self) -> tuple[R, float] | None:
+        """A run that nobody makes yet and its epochs to do, None if there is none now; those without time are left."""
+        for run in list(self.runs):
+            if self._made_elsewhere(run):
+                continue
+            to_do = run.epochs - epochs_done(self.shop.folder(run))
+            if not self.budget.fits(run.configuration, to_do):
+                self.left.append(run)
+            elif self.claims is None:
+                self.runs.remove(run)
+                return run, to_do
+            elif not self.claims.take(run.name):
+                continue
+            elif not self._made_elsewhere(run):  # nor between our looking and claiming
+                self.runs.remove(run)
+                return run, to_do
+            else:
+                self.claims.give_back(run.name)
+                continue
+            self.runs.remove(run)
+        return None
+
+    def done(self, run: R) -> None:
+        """Its record is kept, or it is left undone."""
+        if self.claims is not None:
+            self.claims.give_back(run.name)
+
+    def _made_elsewhere(self, run: R) -> bool:
+        """Whether another machine has finished a run; then it is told."""
+        record = self.shop.finished(run) if self.claims is not None else None
+        if record is None:
+            return False
+        self.runs.remove(run)
+        self.report(run, record)
+        return True
 
 
 def _epochs_logged(folder: Path) -> int:

@@ -31,7 +31,8 @@ def train_missing(
             print(sentence, file=progress)
     missing = [run for run in runs if settings.fresh or run.key not in kept]
     for run in missing:
-        shop.record(run).unlink(missing_ok=True)
+        if settings.fresh or shop.finished(run) is None:  # another machine may have just finished it
+            shop.record(run).unlink(missing_ok=True)
     here = device_name(shop.device)
     names = {run.key[0]: run.configuration for run in runs}
     for one in kept.values():
@@ -44,7 +45,7 @@ def train_missing(
         others = {record["source"] for run in runs if (record := kept.get(run.key))} - {source_digest()}
         if others:
             print("some of them were made with another version of the code; the report says which", file=progress)
-    side_by_side = shop.device == "cpu" and min(settings.workers, len(missing)) > 1
+    side_by_side = settings.on == "ray" or (shop.device == "cpu" and min(settings.workers, len(missing)) > 1)
     finished = len(runs) - len(missing)
     with bar_of("training", sum(run.epochs for run in missing), "epoch", progress if side_by_side else None) as bar:
 
@@ -60,6 +61,7 @@ def train_missing(
         left = train_all(
             missing, shop, workers=settings.workers, report=report, budget=budget,
             progress=None if side_by_side else progress, before=finished,
+            on=settings.on,
         )  # fmt: skip
     if left and progress is not None:
         print(f"no time was left for {len(left)} of {len(runs)} runs", file=progress)

@@ -92,6 +92,16 @@ def key_by_name(record: Mapping[str, Any]) -> Key:
     return digest(record["recipe"]), record["seed"]
 
 
+def device_of(settings: Any, small: bool = False) -> str:
+    """Where the runs of a command are trained; on other machines what it names is theirs to have. `small`: on data that
+    a GPU does not help with, unless it is named."""
+    from cumulant.train.processes import chosen_device
+
+    if settings.device is None and small:
+        return "cpu"
+    return settings.device if settings.device and settings.on == "ray" else str(chosen_device(settings.device))
+
+
 def check_models(runs: Sequence[Training], source: Source) -> None:
     """Build every model once: a wrong value of an extra is told before anything is trained."""
     from cumulant.train.build import build_model

@@ -3,6 +3,7 @@
 recipe.json        what the folder is for          log.jsonl                one line per logged step
 data.json          what the data set held          result.json              of a finished run
 state.safetensors  to go on from; gone at the end  state-before.safetensors the one before it, likewise
+state-*-*.safetensors    parts of these that other processes wrote
 best.safetensors   best on the hold-out so far     last.safetensors         weights after the last step
 predictions.safetensors  class probabilities of the test part
 """
@@ -20,7 +21,7 @@ from ..data.identity import changes
 from ..data.part import Source
 from .files import read_json, write_atomically
 from .recipe_files import differences, from_json, to_json
-from .state import BEFORE, FRESH, STATE
+from .state import BEFORE, FRESH, PART, STATE, remove_states
 from .train_recipe import TrainRecipe
 
 # In the order in which a run is deleted: what makes it finished, then what it goes on from, what it is for at the end.
@@ -86,13 +87,16 @@ def clear(folder: Path) -> None:
     """Delete the run in the folder, so that the rest of a stopped deletion is known for a run that has to begin."""
     for name in ("tensorboard", "wandb"):
         shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / FILES[0]).unlink(missing_ok=True)
+    remove_states(folder)
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
 
 
 def bytes_held(folder: Path) -> int:
     """What the run in the folder takes of the disk, without its log for TensorBoard."""
-    return sum(path.stat().st_size for name in FILES if (path := folder / name).is_file())
+    paths = [*(folder / name for name in FILES), *folder.glob(PART)]
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def read_result(folder: Path, names: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -158,20 +158,3 @@ def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor on the CPU. Every process must ask at the same time."""
     full = tensor.full_tensor() if cut(tensor) else tensor
     return full.detach().to("cpu", copy=True).contiguous()
-
-
-def like(full: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, placed and cut as `other` is."""
-    full = full.to(other.device)
-    if not cut(other):
-        return full
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(full, other.device_mesh, other.placements)
-
-
-@torch.no_grad()
-def put(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into the model, in place, by the names of its state dict."""
-    for name, target in model.state_dict().items():
-        local(target).copy_(local(like(tensors[name], target)))

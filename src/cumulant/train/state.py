@@ -1,4 +1,7 @@
-"""The state from which a run goes on: one safetensors file with a checksum, and the one before it beside it."""
+"""The state from which a run goes on: a safetensors file with a checksum, and the one before it beside it.
+
+Of several processes each writes a part of its own (`shards`); the file names them, and all are one state or none.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -20,9 +25,11 @@ from .average import Average
 from .checkpoint import read_header
 from .files import write_atomically
 from .meter import Meter
-from .processes import like, put, whole
+from .processes import whole
 
 STATE, BEFORE = "state.safetensors", "state-before.safetensors"
+PART = "state-*-*.safetensors"  # of a state of several processes
+PARTS, CUT = "parts", "cut"  # entries of a header: names and checksums of parts; of pieces, their place in the whole
 FRESH = "choose another folder with --out, or start afresh with --fresh, which deletes that run"
 UNCHECKED = {"format", "progress", "torch"}  # all that the header of a state had before there were checksums
 
@@ -60,24 +67,66 @@ def save_state(
     average: Average | None,
     meter: Meter,
     progress: Progress,
-    *,
-    write: bool,
 ) -> None:
-    """Gather everything (all processes together) and, if `write`, put it into one file; the last one is kept too."""
-    tensors = {f"model.{name}": tensor for name, tensor in whole_weights(model).items()}
+    """Save everything, all processes together, each its own part; the last state is kept too."""
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     if average is not None:
         with average.in_place():
-            tensors |= {f"average.{name}": tensor for name, tensor in whole_weights(model).items()}
+            tensors |= {f"average.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{key}.{name}"] = whole(value)
-    tensors["loss"] = whole(meter.processes.sum(meter.total.detach().clone()) / meter.processes.world)
+        tensors |= {f"optimizer.{key}.{name}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    tensors["loss"] = meter.processes.sum(meter.total.detach().clone()) / meter.processes.world
     progress.loss_steps = meter.steps
-    if write:
-        header = {"format": "pt", "progress": json.dumps(asdict(progress)), "torch": torch.__version__}
-        header["checksum"] = checksum(tensors, header)
-        content = to_bytes(tensors, metadata=header)
-        write_atomically(folder / STATE, content, before=folder / BEFORE)
+    header = {"format": "pt", "progress": json.dumps(asdict(progress)), "torch": torch.__version__}
+    if meter.processes.world == 1:
+        write_state(folder, {name: whole(tensor) for name, tensor in tensors.items()}, {}, header, {})
+        return
+    from .shards import save_shards
+
+    save_shards(folder, tensors, header)
+
+
+def write_state(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    cut: Mapping[str, Any],
+    header: Mapping[str, str],
+    parts: Mapping[str, str],
+) -> None:
+    """The first file of a state, the only one of one process, takes its place. `parts`: the others' with checksums."""
+    more = {PARTS: json.dumps(parts)} if parts else {}
+    write_part(folder / STATE, tensors, cut, {**header, **more}, before=folder / BEFORE)
+    remove_parts(folder)
+
+
+def write_part(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    cut: Mapping[str, Any],
+    header: Mapping[str, str] | None = None,
+    before: Path | None = None,
+) -> str:
+    """Tensors, or pieces of them, as one file; its checksum. `cut`: where a piece begins, and the whole shape."""
+    own = {"format": "pt", **(header or {}), **({CUT: json.dumps(cut)} if cut else {})}
+    own["checksum"] = checksum(tensors, own)
+    write_atomically(path, to_bytes(dict(tensors), metadata=own), before=before)
+    return own["checksum"]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of the state whose first one this is."""
+    return [path, *(path.with_name(name) for name in json.loads(read_header(path).get(PARTS, "{}")))]
+
+
+def remove_parts(folder: Path) -> None:
+    """Delete parts that belong to neither of the two states: of older ones, or of one that was never finished."""
+    kept: set[Path] = set()
+    for name in (STATE, BEFORE):
+        with suppress(OSError, ValueError, safetensors.SafetensorError):  # a damaged one is seen to elsewhere
+            kept.update(parts_of(folder / name))
+    for path in folder.glob(PART):
+        if path not in kept:
+            path.unlink(missing_ok=True)
 
 
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
@@ -95,6 +144,7 @@ def mend_state(folder: Path) -> None:
     newest, older = folder / STATE, folder / BEFORE
     why = damage(newest)
     if why is None or not (newest.is_file() or older.is_file()):
+        remove_parts(folder)
         return
     also = damage(older)
     if also is not None:
@@ -110,6 +160,19 @@ def mend_state(folder: Path) -> None:
 
 def damage(path: Path) -> str | None:
     """Why nothing can go on from the state in that file; None for one that is whole."""
+    why = _damage(path)
+    if why is not None:
+        return why
+    for name, known in json.loads(read_header(path).get(PARTS, "{}")).items():
+        part = path.with_name(name)
+        why = _damage(part) or (None if read_header(part).get("checksum") == known else "of another state")
+        if why is not None:
+            return f"its part {name}: {why}"
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """The same of one file."""
     if not path.is_file():
         return "missing"
     try:
@@ -123,8 +186,8 @@ def damage(path: Path) -> str | None:
 
 def remove_states(folder: Path) -> None:
     """Of a run that is finished."""
-    for name in (STATE, BEFORE):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / STATE, folder / BEFORE, *folder.glob(PART)):
+        path.unlink(missing_ok=True)
 
 
 def read_progress(path: Path) -> Progress:
@@ -139,38 +202,49 @@ def load_state(
     """Put everything back and say how far the run was. Without a file it has not begun."""
     if not path.is_file():
         return Progress()
+    from .shards import load_shards
+
     try:
-        tensors, progress = load_file(path), read_progress(path)
-        _check_fit(tensors, model, average is not None)
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        shapes, progress = shapes_of(path), read_progress(path)
+        _check_fit(shapes, model, average is not None)
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is no state that this run can go on from ({error}): {FRESH}") from error
+    weights = model.state_dict()
     if average is not None:
-        put(model, _under("average.", tensors))
+        load_shards(path, {f"average.{name}": tensor for name, tensor in weights.items()})
         average.take()
-    put(model, _under("model.", tensors))
+    wanted = {f"model.{name}": tensor for name, tensor in weights.items()} | {"loss": meter.total}
     for name, parameter in model.named_parameters():
         for key in ("step", "exp_avg", "exp_avg_sq"):
-            full = tensors.get(f"optimizer.{key}.{name}")
-            if full is not None:
+            if f"optimizer.{key}.{name}" in shapes:
                 # The step counter is one number, never cut into shards.
-                placed = full.to(parameter.device) if key == "step" else like(full, parameter)
-                optimizer.state[parameter][key] = placed
-    meter.total.copy_(tensors["loss"])
+                one = (
+                    torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter.detach())
+                )
+                optimizer.state[parameter][key] = wanted[f"optimizer.{key}.{name}"] = one
+    load_shards(path, wanted)
     meter.steps = progress.loss_steps
     return progress
 
 
-def _check_fit(tensors: Mapping[str, Tensor], model: nn.Module, averaged: bool) -> None:
+def shapes_of(path: Path) -> dict[str, torch.Size]:
+    """The shape of every tensor of a state, those that were cut whole again."""
+    found: dict[str, torch.Size] = {}
+    for file in parts_of(path):
+        with safetensors.safe_open(file, framework="pt") as content:
+            cut = json.loads((content.metadata() or {}).get(CUT, "{}"))
+            for name in content.keys():  # noqa: SIM118
+                found[name] = torch.Size(cut[name][1] if name in cut else content.get_slice(name).get_shape())
+    return found
+
+
+def _check_fit(shapes: Mapping[str, torch.Size], model: nn.Module, averaged: bool) -> None:
     """Refuse the tensors of another model: each must have its place and its shape."""
     own = model.state_dict()
     wanted = {"loss": torch.Size()} | {f"model.{name}": one.shape for name, one in own.items()}
     wanted |= {f"average.{name}": one.shape for name, one in own.items()} if averaged else {}
-    found = {name: one.shape for name, one in tensors.items() if not name.startswith("optimizer.")}
+    found = {name: shape for name, shape in shapes.items() if not name.startswith("optimizer.")}
     for name in wanted | found:
         if found.get(name) != wanted.get(name):
             got, want = (f"shape {tuple(of[name])}" if name in of else "nothing" for of in (found, wanted))
             raise ValueError(f"{name}: {got} in the file, {want} in the model")
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

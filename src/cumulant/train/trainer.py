@@ -325,7 +325,7 @@ class _Run:
         with naming(f"the state after step {self.done.step} into {self.out}"):
             if self.log is not None:
                 self.log.settle()
-            save_state(self.out, self.model, self.optimizer, self.average, self.meter, self.done, write=self.team.first)
+            save_state(self.out, self.model, self.optimizer, self.average, self.meter, self.done)
 
     def _check_numbers(self) -> None:
         """Nothing is evaluated or kept with a loss or weights that are no numbers. A gradient that is none spoils the

@@ -1,0 +1,196 @@
+"""Who makes runs beside this process: worker processes on this machine, or the machines of a Ray cluster."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cumulant.data.jobs import apart
+from cumulant.optional import needed
+from cumulant.train.files import write_atomically
+
+if TYPE_CHECKING:
+    from cumulant.studies.runs import Record, Workshop
+
+    Heard = tuple[Any, Record | None, str | None]  # a run with its record, or with the reason why there is none
+
+RETRIES = 3  # of a run whose worker was lost, before the run itself is held to be the reason
+PASSED_ON = ("CUMULANT_DATA", "CUMULANT_CACHE", "ONEDNN_MAX_CPU_ISA")
+
+
+class Crew(Protocol):
+    """Makes runs, `size` at a time. In a `with`; at its end whatever is still being made is stopped, its state kept."""
+
+    size: int
+
+    def __enter__(self) -> Crew: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def begin(self, run: Any) -> None:
+        """Have a run made."""
+        ...
+
+    def heard(self, seconds: float) -> Heard | None:
+        """A run that is finished or failed, waited for so long; RuntimeError where nothing can be heard any more."""
+        ...
+
+
+class Workers:
+    """Worker processes, each fed with the next run as soon as it is free; they are ended here whatever happens."""
+
+    def __init__(self, shop: Workshop, size: int) -> None:
+        context = multiprocessing.get_context("spawn")  # forked threads of torch would hang
+        self.size, self.busy = size, 0
+        self.tasks: Any = context.Queue()
+        self.events: Any = context.Queue()
+        self.processes: Sequence[Any] = [
+            context.Process(target=_work, args=(self.tasks, self.events, shop), daemon=True) for _ in range(size)
+        ]
+
+    def __enter__(self) -> Workers:
+        # The workers leave the answer to Ctrl-C to this process, whose one SIGTERM has their trainers save their state:
+        # until they are in groups of their own, which a terminal's signal does not reach, they inherit this.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for process in self.processes:
+                process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if not self.busy:
+            for _process in self.processes:
+                self.tasks.put(None)
+            for process in self.processes:
+                process.join(5)
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join()
+
+    def begin(self, run: Any) -> None:
+        self.busy += 1
+        self.tasks.put(run)
+
+    def heard(self, seconds: float) -> Heard | None:
+        try:
+            found: Heard = self.events.get(timeout=seconds)
+        except queue.Empty:
+            dead = [p.exitcode for p in self.processes if p.exitcode is not None]  # also 0: none was told to end yet
+            if dead:
+                raise RuntimeError(f"a training process ended by itself with exit status {dead[0]}") from None
+            return None
+        self.busy -= 1
+        return found
+
+
+def _work(tasks: Any, events: Any, shop: Workshop) -> None:
+    """Take runs until there are none, or until the process that started this one is gone."""
+    apart(0)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while (run := tasks.get()) is not None:
+        try:
+            events.put((run, shop.kept(run), None))
+        except KeyboardInterrupt:
+            return
+        except Exception as error:
+            events.put((run, None, told(error)))
+            return
+
+
+def told(error: BaseException) -> str:
+    """An error of a run that was made elsewhere, with the line that it comes from."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)  # the trainer saves its state
+    time.sleep(60)
+    os._exit(1)
+
+
+class RayCluster:
+    """The machines of the Ray cluster that $RAY_ADDRESS names, or that runs here: one run a core, or one a GPU.
+
+    The record of a run, and what lies beside it, come back with the answer, so that a folder which all machines see is
+    not needed; where `shop.out` is one, a run whose machine was lost goes on from its state on another.
+    """
+
+    def __init__(self, shop: Workshop) -> None:
+        with needed("--on ray needs the package ray", "ray"):
+            import ray
+        self.ray, self.shop = ray, replace(shop, out=shop.out.absolute())
+        self.running: dict[Any, Any] = {}
+        unit = "GPU" if shop.device.startswith("cuda") else "CPU"
+        try:
+            if not ray.is_initialized():
+                ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+        except ConnectionError as error:
+            raise ConnectionError(
+                "--on ray finds no Ray cluster: start one with `ray start --head`, join it from other machines with "
+                "`ray start --address HOST:6379`, or name it in RAY_ADDRESS"
+            ) from error
+        self.size = int(ray.cluster_resources().get(unit, 0))
+        if not self.size:
+            raise ValueError(f"--on ray with device={shop.device!r}: no machine of the cluster has a {unit}")
+        needs = {"num_cpus": 1, "num_gpus": int(unit == "GPU"), "max_retries": RETRIES}
+        self.make = ray.remote(**needs)(_made)
+        self.around = (os.getcwd(), {name: os.environ[name] for name in PASSED_ON if name in os.environ})
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for task in self.running:
+            self.ray.cancel(task, force=False)  # a Ctrl-C for the trainer, which saves its state
+        if self.running:
+            self.ray.wait(list(self.running), num_returns=len(self.running), timeout=30)
+
+    def begin(self, run: Any) -> None:
+        self.running[self.make.remote(self.shop, run, *self.around)] = run
+
+    def heard(self, seconds: float) -> Heard | None:
+        if not self.running:
+            time.sleep(seconds)
+            return None
+        done, _ = self.ray.wait(list(self.running), timeout=seconds)
+        if not done:
+            return None
+        run = self.running.pop(done[0])
+        try:
+            record, files, failure = self.ray.get(done[0])
+        except self.ray.exceptions.RayError as error:
+            why = str(error).strip().splitlines()[0]
+            return run, None, f"its worker was lost {RETRIES + 1} times, or the cluster is gone: {why}"
+        for name, content in files.items():
+            write_atomically(self.shop.record(run).parent / name, content)
+        return run, record, failure
+
+
+def _made(shop: Workshop, run: Any, folder: str, variables: dict[str, str]) -> tuple[Any, dict[str, bytes], str | None]:
+    """On another machine: the record of a run and the files that belong to it, or why there is none."""
+    os.environ.update(variables)
+    if os.path.isdir(folder):  # data may be named from there
+        os.chdir(folder)
+    try:
+        record = shop.kept(run)
+    except Exception as error:
+        return None, {}, told(error)
+    kept = shop.record(run)
+    files = {path.name: path.read_bytes() for path in kept.parent.glob(f"{kept.stem}.*") if path.suffix == ".json"}
+    return record, files, None
