@@ -1,20 +1,25 @@
 """Two processes train as one does: the same loss curve, the same weights, with DDP and with FSDP2."""
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import PLAIN, few_digits, kill_self
 
-from cumulant.train import optimise, read_log, read_recipe, train
-from cumulant.train.state import read_progress
+from cumulant.train import optimise, read_log, read_recipe, state, train
+from cumulant.train.checkpoint import read_header
+from cumulant.train.state import PARTS, damage, mend_state, read_progress
 
 RECIPE = replace(PLAIN, log_steps=1)
 
@@ -23,6 +28,19 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+def dies_writing(number):
+    """Of this process the `number`-th part of a state is cut short, and the process with it."""
+    write, calls = state.write_atomically, iter(range(1, 1 << 30))
+
+    def cut_short(path, content, before=None):
+        if path.match("state-*-*.safetensors") and next(calls) == number:
+            path.with_name(f".{path.name}.1").write_bytes(content[: len(content) // 2])
+            kill_self()
+        write(path, content, before=before)
+
+    state.write_atomically = cut_short
 
 
 def work(rank, port, recipe, folder, dies_at, signals):
@@ -38,6 +56,8 @@ def work(rank, port, recipe, folder, dies_at, signals):
         apply(*arguments)
 
     optimise.apply = counted
+    if rank and isinstance(dies_at, str):
+        dies_writing(int(dies_at))
     try:
         train(recipe, folder, source=few_digits(), device="cpu")
     except KeyboardInterrupt:
@@ -85,10 +105,60 @@ def test_two_processes_follow_the_loss_curve_of_one(alone, tmp_path, parallel):
     assert_same_run(tmp_path, alone)
 
 
-def test_shards_killed_in_the_middle_go_on_as_shards_and_then_in_one_process(alone, tmp_path):
-    shards = replace(RECIPE, parallel="fsdp")
-    assert train_with_two(shards, tmp_path, dies_at=9) == [-9, -9]
-    assert train_with_two(shards, tmp_path, dies_at=7) == [-9, -9]  # begins after step 6: seven more
+SHARDS = replace(RECIPE, parallel="fsdp")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of two processes that were killed in step 9: states after steps 5 and 6."""
+    folder = tmp_path_factory.mktemp("killed")
+    assert train_with_two(SHARDS, folder, dies_at=9) == [-9, -9]
+    return folder
+
+
+def test_shards_killed_in_the_middle_go_on_as_shards_and_then_in_one_process(alone, killed, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    assert train_with_two(SHARDS, tmp_path, dies_at=7) == [-9, -9]  # begins after step 6: seven more
+    train(RECIPE, tmp_path, source=few_digits(), device="cpu")
+    assert_same_run(tmp_path, alone)
+    assert not list(tmp_path.glob("state*"))
+
+
+def cut_short(part, _other):
+    part.write_bytes(part.read_bytes()[:-100])
+
+
+def missing(part, _other):
+    part.unlink()
+
+
+def of_another_state(part, other):
+    shutil.copy(other, part)
+
+
+@pytest.mark.parametrize("spoil", [cut_short, missing, of_another_state])
+def test_a_state_with_a_spoiled_part_gives_way_to_the_one_before_it(killed, tmp_path, spoil):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    newest, older = (
+        [tmp_path / name for name in json.loads(read_header(tmp_path / first)[PARTS])]
+        for first in ("state.safetensors", "state-before.safetensors")
+    )
+    assert len(newest) == len(older) == 1
+    (tmp_path / "state-00000000-1.safetensors").write_bytes(b"of a state that was never finished")
+    assert damage(tmp_path / "state.safetensors") is None
+    spoil(newest[0], older[0])
+    with pytest.warns(UserWarning, match=f"its part {newest[0].name}: .*, after step 5"):
+        mend_state(tmp_path)
+    mend_state(tmp_path)
+    assert read_progress(tmp_path / "state.safetensors").step == 5
+    assert list(tmp_path.glob("state-*-*")) == older
+
+
+def test_a_process_killed_while_it_writes_its_part_leaves_the_state_before_it(alone, tmp_path, capfd):
+    assert train_with_two(SHARDS, tmp_path, dies_at="2") == [1, -9]
+    assert "ConnectionError: another process of this run is gone" in capfd.readouterr().err
+    assert read_progress(tmp_path / "state.safetensors").step == 5
+    assert damage(tmp_path / "state.safetensors") is None
     train(RECIPE, tmp_path, source=few_digits(), device="cpu")
     assert_same_run(tmp_path, alone)
 
@@ -121,19 +191,25 @@ def test_what_the_first_process_refuses_is_told_by_both(tmp_path, capfd):
     assert "Connection" not in said
 
 
-def test_torchrun_starts_the_command_on_two_processes(tmp_path):
-    recipe = tmp_path / "short.toml"
+def test_torchrun_starts_the_command_anew_when_a_process_was_killed(tmp_path):
+    recipe, two = tmp_path / "short.toml", tmp_path / "two"
     recipe.write_text(
-        'data = "digits"\nimage_size = 8\nmodel = "vit_nano_patch2_8"\nepochs = 1\nbatch_size = 64\n'
-        "warmup_epochs = 0\nlog_steps = 5\nworkers = 0\nclip = 1.0\n[model_options]\nin_chans = 3\ndepth = 1\n"
-        "[augmentation]\nmixup = 0.8\n"
+        'data = "digits"\nimage_size = 8\nmodel = "vit_nano_patch2_8"\nepochs = 2\nbatch_size = 64\n'
+        "warmup_epochs = 0\nlog_steps = 5\nworkers = 0\nclip = 1.0\ncheckpoint_steps = 7\n[model_options]\n"
+        "in_chans = 3\ndepth = 1\n[augmentation]\nmixup = 0.8\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    command += ["-m", "cumulant.cli", "train", str(recipe), "--out", str(tmp_path / "two"), "--device", "cpu"]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("top-1") == 1
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["-m", "cumulant.cli", "train", str(recipe), "--out", str(two), "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+    while not (two / "state.safetensors").exists():
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.01)
+    workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    assert out.count("top-1") == 1
+    assert "going on after step" in err
     train(read_recipe(recipe), tmp_path / "one", device="cpu")
-    assert [loss for _, loss in losses(tmp_path / "two")] == pytest.approx(
-        [loss for _, loss in losses(tmp_path / "one")], rel=2e-4
-    )
+    assert losses(two) == [(step, pytest.approx(loss, rel=2e-4)) for step, loss in losses(tmp_path / "one")]

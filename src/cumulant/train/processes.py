@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Answer = TypeVar("Answer")
+LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,36 @@ def chosen_device(device: torch.device | str | None = None) -> torch.device:
     return chosen
 
 
+def join(backend: str) -> None:
+    """Meet the other processes that torchrun started.
+
+    Its agent may keep one store over all restarts: addresses that processes before these left there are not looked at.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        dist.init_process_group(backend)
+        return
+    store, rank, world = next(dist.rendezvous("env://"))
+    apart = dist.PrefixStore(f"attempt {attempt} of {world}", store)
+    dist.init_process_group(backend, store=apart, rank=rank, world_size=world)
+
+
+@contextmanager
+def telling_of_lost_processes() -> Iterator[None]:
+    """What a collective says when another process is gone, or did not come in time, with what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if not isinstance(error, dist.DistError) and not any(word in said for word in LOST):
+            raise
+        raise ConnectionError(
+            f"another process of this run is gone or did not answer in time ({said.splitlines()[0][:200]}): it was "
+            "killed, or its own message says why. What was saved before is whole: give the same command again to go on "
+            "from there (torchrun --max-restarts 3 does so by itself)"
+        ) from error
+
+
 @contextmanager
 def processes(device: torch.device | str | None = None) -> Iterator[Processes]:
     """The processes that torchrun started, joined for as long as this is held; alone without torchrun."""
@@ -134,9 +165,10 @@ def processes(device: torch.device | str | None = None) -> Iterator[Processes]:
         torch.cuda.set_device(chosen)
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        join("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield Processes(chosen, dist.get_rank(), dist.get_world_size())
+        with telling_of_lost_processes():
+            yield Processes(chosen, dist.get_rank(), dist.get_world_size())
     finally:
         if ours:
             gc.collect()  # a model in DDP, part of a cycle, would keep the group's threads until the interpreter ends

@@ -10,7 +10,8 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,24 @@ FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor], header: dict[str, str]) -> None:
     """Save what all processes hold; each tensor, or piece of one, is written by one of them."""
-    dcp.save(dict(tensors), storage_writer=Writer(folder, header), planner=DefaultSavePlanner(**FLAT))
+    with plainly():
+        dcp.save(dict(tensors), storage_writer=Writer(folder, header), planner=DefaultSavePlanner(**FLAT))
 
 
 def load_shards(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill these tensors, whole or cut in any way, from a state that any number of processes has written."""
-    with warnings.catch_warnings():
+    with plainly(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(tensors), storage_reader=Reader(path), planner=DefaultLoadPlanner(**FLAT))
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """The first error of any process as it is: a full disk, say, is an OSError for everyone."""
+    try:
+        yield
+    except dcp.CheckpointException as error:  # which is no Exception
+        raise next(failure for failure, _ in error.failures.values()) from error
 
 
 class Writer(StorageWriter):
