@@ -139,9 +139,7 @@ def run(settings: Study, progress: IO[str] | None = None) -> dict[str, Any]:
         data = open_recipe_source(runs[0].recipe).identity()["digest"]
         runs = planned(name, *counts, data)
         shop = Layers(settings.out / "heads" / name, device_of(settings), made, settings.fresh)
-        records = complete(
-            runs, shop, workers=settings.workers or 1, budget=budget, progress=progress, on=settings.on
-        )
+        records = complete(runs, shop, workers=settings.workers or 1, budget=budget, progress=progress, on=settings.on)
         found[name] = judged(name, runs, records)
         settings.out.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"study": "heads", **made, "layers": found}, indent=1)
