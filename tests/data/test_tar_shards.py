@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cumulant.data import DataError, Loader, open_source
+from cumulant.data import DataError, Loader, TensorImages, open_source
 from cumulant.data.order import by_shards
 from cumulant.train import TrainRecipe, train
 
@@ -60,10 +60,10 @@ def test_members_are_read_with_their_labels(folder):
     assert torch.equal(copied.decode(9, SIDE), source.train.decode(9, SIDE))
 
 
-@pytest.mark.parametrize("window", [0, 2])
-def test_an_epoch_in_shards_resumes_inside_on_another_number_of_processes(folder, window):
+@pytest.mark.parametrize(("window", "lanes"), [(0, 1), (2, 1), (1, 6)])
+def test_an_epoch_in_shards_resumes_inside_on_another_number_of_processes(folder, window, lanes):
     part = open_source(folder).train
-    options = {"size": SIDE, "seed": 4, "shard_window": window, "in_memory": False, "workers": 0}
+    options = {"size": SIDE, "seed": 4, "shard_window": window, "in_memory": False, "workers": 0, "shard_lanes": lanes}
     whole = list(Loader(part, 6, **options).epoch(3))
     assert sorted(torch.cat([batch[2] for batch in whole]).tolist()) == list(range(24))
     for world in (2, 3):
@@ -82,6 +82,32 @@ def test_with_a_window_few_shards_are_read_at_a_time_and_every_item_comes_once()
         assert all(len(set(shards[order[first : first + 150]])) == 3 for first in range(0, 600, 150))
         assert len(set(shards[order[:20]])) == 3  # mixed, not one after the other
     assert (orders[0] != orders[1]).any()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_with_lanes_a_process_reads_its_own_part_of_the_shards(world):
+    part = TensorImages(torch.zeros(400, 3, 1, 1, dtype=torch.uint8), torch.arange(400) % 2)
+    part.shard_of = np.repeat(np.arange(20), 20)
+    lanes = {"shard_window": 1, "shard_lanes": 4}
+    loaders = [Loader(part, 8, size=1, rank=r, world=world, in_memory=False, workers=0, **lanes) for r in range(world)]
+    seen = [torch.cat([positions for *_, positions in loader.epoch(1)]).numpy() for loader in loaders]
+    assert sorted(np.concatenate(seen)) == list(range(400))
+    # 20 shards over the processes, and those on a border between two lanes
+    assert [len(set(part.shard_of[one])) for one in seen] == [20 // world] * world
+    steps = [np.stack([positions.numpy() for *_, positions in loader.epoch(1)]) for loader in loaders]
+    assert all(len(set(part.shard_of[lane])) <= 2 for one in steps for lane in one[0].reshape(-1, 2))
+
+
+def test_lanes_that_do_not_fit_are_refused(folder):
+    part = open_source(folder).train
+    for given, said in (
+        ({"shard_lanes": 4}, "must be 1 unless shards are shuffled by shard_window, without repeats, got 4"),
+        ({"shard_window": 1, "shard_lanes": 4}, "must divide batch_size=6 and be a multiple of world=1, got 4"),
+        ({"shard_window": 1, "shard_lanes": 2, "world": 3}, "be a multiple of world=3, got 2"),
+        ({"shard_window": 1, "shard_lanes": 0}, "shard_lanes must be positive, got 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Loader(part, 6, size=SIDE, **given)
 
 
 def test_parquet_shards_have_a_window_too(tmp_path):
@@ -105,7 +131,7 @@ def test_a_window_for_data_without_shards_is_refused():
 def test_every_test_item_is_counted_once_by_three_processes(folder):
     part = open_source(folder).test
     loaders = [
-        Loader(part, 3, size=SIDE, shuffle=False, drop_last=False, in_memory=False, workers=0, rank=r, world=3)
+        Loader(part, 4, size=SIDE, shuffle=False, drop_last=False, in_memory=False, workers=0, rank=r, world=3)
         for r in range(3)
     ]
     seen = torch.cat([batch[2] for loader in loaders for batch in loader.epoch(0)])

@@ -68,6 +68,9 @@ class Loader:
             batches are full (`drop_last`), and otherwise, as in evaluation, it is left out.
         shard_window: of a part that lies in shards, shuffle so many of them at a time, in an order that is shuffled
             itself, so that only these are read; 0: shuffle over all. Either is a function of seed and epoch alone.
+        shard_lanes: with a window, so many readers each go through shards of their own, `shard_window` at a time, so
+            that a rank reads about 1 / world of all shards wherever world divides this number. The order is the same
+            for all of them, so that an epoch goes on in any other.
         progress: show a bar while decoding into memory; None: in a terminal.
     """
 
@@ -90,8 +93,9 @@ class Loader:
         progress: bool | None = None,
         whole: bool = False,
         shard_window: int = 0,
+        shard_lanes: int = 1,
     ) -> None:
-        self.shard_window = shard_window
+        self.shard_window, self.shard_lanes = shard_window, shard_lanes
         self.part, self.batch_size, self.size, self.seed = part, batch_size, size, seed
         self.shuffle, self.repeats, self.drop_last = shuffle, repeats, drop_last
         self.rank, self.world, self.device = rank, world, torch.device(device)
@@ -151,6 +155,7 @@ class Loader:
             drop_last=self.drop_last,
             shards=getattr(self.part, "shard_of", None),
             window=self.shard_window,
+            lanes=self.shard_lanes,
         )
         slots, bounds = [np.arange(0)], [0]
         for first in range(first_step * self.batch_size, len(order), self.batch_size):
@@ -249,7 +254,7 @@ def open_files(part: Part, size: int) -> None:
 
 def check_arguments(loader: Loader, workers: int | None, in_memory: bool | str, max_bad: int | None) -> None:
     """Refuse what makes no sense, by name."""
-    for name in ("batch_size", "size", "repeats", "world"):
+    for name in ("batch_size", "size", "repeats", "world", "shard_lanes"):
         value = getattr(loader, name)
         if value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
@@ -257,7 +262,7 @@ def check_arguments(loader: Loader, workers: int | None, in_memory: bool | str, 
             raise ValueError(f"{name} must be a whole number, got {value!r}")
     if not isinstance(loader.rank, int) or not 0 <= loader.rank < loader.world:
         raise ValueError(f"rank must be between 0 and world - 1 = {loader.world - 1}, got {loader.rank}")
-    if loader.batch_size % loader.world:
+    if loader.batch_size % loader.world and loader.drop_last:
         raise ValueError(f"batch_size must be a multiple of world={loader.world}, got {loader.batch_size}")
     items = len(loader.part)
     if loader.drop_last and loader.batch_size > items:
@@ -270,6 +275,16 @@ def check_arguments(loader: Loader, workers: int | None, in_memory: bool | str, 
         raise ValueError(f'in_memory must be True, False or "auto", got {in_memory!r}')
     if loader.shard_window and getattr(loader.part, "shard_of", None) is None:
         raise ValueError(f"shard_window must be 0 for data that is not in shards, got {loader.shard_window}")
+    lanes = loader.shard_lanes
+    if lanes > 1 and not (loader.shard_window and loader.shuffle and loader.repeats == 1):
+        raise ValueError(
+            f"shard_lanes must be 1 unless shards are shuffled by shard_window, without repeats, got {lanes}"
+        )
+    if loader.batch_size % lanes or (lanes > 1 and lanes % loader.world):
+        raise ValueError(
+            f"shard_lanes must divide batch_size={loader.batch_size} and be a multiple of world={loader.world}, "
+            f"got {lanes}"
+        )
     for name, given in (("workers", workers), ("max_bad", max_bad), ("shard_window", loader.shard_window)):
         if given is not None and (not isinstance(given, int) or given < 0):
             raise ValueError(f"{name} must be None or a whole number of at least 0, got {given!r}")

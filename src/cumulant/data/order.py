@@ -37,13 +37,15 @@ def epoch_order(
     drop_last: bool,
     shards: NDArray[np.int64] | None = None,
     window: int = 0,
+    lanes: int = 1,
 ) -> tuple[NDArray[np.int64], Seeds | None]:
     """Positions (n,) of one epoch in the order of use, and one seed (n,) a slot (None without shuffling).
 
     With `repeats` r every global batch is r copies, one after the other, of ceil(B / r) distinct items (cut to B),
     so that an epoch keeps its number of steps and sees about N / r items; copies stand B / r apart, so that
     neighbours, which mixup pairs, are different items. With `window` w, `shards` (N,) being the shard of each item, w
-    shards at a time are shuffled among themselves, and the shards before.
+    shards at a time are shuffled among themselves, and the shards before. With `lanes` l the order is cut into l equal
+    pieces, and each batch takes B / l items of each in turn: l readers then have shards of their own.
     """
     slots = items // batch * batch if drop_last else items
     if not shuffle:
@@ -51,6 +53,10 @@ def epoch_order(
     generator = torch.Generator().manual_seed(int(mix(seed, epoch)))
     if window and shards is not None:
         shuffled = by_shards(shards, window, generator)
+        if lanes > 1:
+            steps = len(shuffled) // batch  # what is left behind the last whole batch has no lane
+            lined = shuffled[: steps * batch].reshape(lanes, steps, batch // lanes).swapaxes(0, 1).reshape(-1)
+            shuffled = np.concatenate([lined, shuffled[steps * batch :]])
     else:
         shuffled = torch.randperm(items, generator=generator).numpy()
     if repeats > 1:

@@ -109,6 +109,7 @@ def loader_of(
         max_bad=recipe.max_bad,
         progress=None if screen is not None and screen.isatty() else False,
         shard_window=recipe.shard_window if training else 0,
+        shard_lanes=recipe.shard_lanes if training else 1,
         whole=training and recipe.augmentation.crops,
     )
 

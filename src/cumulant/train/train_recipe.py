@@ -133,6 +133,9 @@ class TrainRecipe:
     """Keep the decoded data on the device."""
     shard_window: int = 0
     """Data in tar or parquet shards: shuffle so many of them at a time, so that only these are read. 0: over all."""
+    shard_lanes: int = 1
+    """With shard_window: so many readers, each with shards of its own, so that a process reads only its part of them.
+    Take a multiple of every number of processes that the run may have; it must divide batch_size."""
     max_bad: int | None = None
     """So many damaged images or videos of a part are passed over. None: 1 %, at least 10, at most half."""
     eval_epochs: int = 1
@@ -153,7 +156,7 @@ class TrainRecipe:
             object.__setattr__(self, "attention", write_blocks(read_blocks(self.attention)))
         least = {
             **dict.fromkeys(("image_size", "frames", "stride", "views", "crops", "split"), 1),
-            **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs"), 1),
+            **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs", "shard_lanes"), 1),
             **dict.fromkeys(("decode_size", "lr", "lr_batch", "min_lr", "warmup_epochs", "weight_decay"), 0),
             **dict.fromkeys(("checkpoint_epochs", "checkpoint_steps", "log_steps", "seed", "shard_window"), 0),
         }
