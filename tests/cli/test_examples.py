@@ -52,6 +52,7 @@ PARSED = {  # an example that is read by the parser and not run: why
     "cumulant reproduce": LONG,
     "cumulant reproduce --data path/to/tiny-imagenet-100 --seeds 3 --minutes 25": DATA,
     "cumulant reproduce --data path/to/tiny-imagenet-100 --attention softmax cumulant3 cumulant3+v_conv": DATA,
+    "cumulant reproduce --on folder --out /shared/digits": "for several machines; see tests/studies/test_claims.py",
     "cumulant train tiny-imagenet-100 --data path/to/tiny-imagenet-100 --attention cumulant3 --seed 1": DATA,
     "cumulant evaluate runs/ucf101-cumulant3-0 path/to/ucf101 --views 4 --json": DATA,
     "cumulant study heads --layers moh": "takes minutes; tests/studies/test_heads_study.py runs a short form",
