@@ -11,9 +11,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "cumulant"
 GROUND = ("call", "held", "moments", "closures", "tensors", "tracing", "shards", "lazy", "optional", "style", "command",
           "grammar")  # fmt: skip
 # A room sees those to the right of it. `attention` is the files of the core: one idea, several files.
-INNER = ("train", "data", "models", "nn", "zoo", "cluster", "attention", "kernels")
+INNER = ("train", "distributed", "data", "models", "nn", "zoo", "cluster", "attention", "kernels")
 # These stand outside and look in; each also at those before it, nobody at them.
-OUTER = ("distributed", "inspect", "conversion", "explain", "bench", "studies", "web")
+OUTER = ("inspect", "conversion", "explain", "bench", "studies", "web")
 CORE = ("attention", "expansion", "around", "saturated", "causal", "streaming")
 DOORS = ("__init__", "arrival", "cli", "listing")  # the public names, transformers and the command line see everything
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 _answerer: Any = None
 
 
@@ -42,6 +44,16 @@ def needs_all(what: str) -> None:
     """Raises where workers hold the other tokens, for what looks at single ones of them."""
     if _answerer is not None:
         raise ValueError(f"{what} needs tokens that other workers hold, and is not split: leave it off, or the context")
+
+
+def count() -> int:
+    """How many workers hold the sequence."""
+    return 1 if _answerer is None else _answerer.parts.workers.size
+
+
+def cut(x: Tensor, axis: int = 1) -> Tensor:
+    """This worker's part of what all of them have whole; all of it where nothing is split."""
+    return x if _answerer is None else _answerer.cut(x, axis)
 
 
 @contextmanager

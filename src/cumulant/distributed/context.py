@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,7 +18,7 @@ from ..cluster.backend import Case
 from ..expansion import Form, expand
 from .attend import attend, check_form
 from .exchange import Workers
-from .parts import Parts, check_lengths
+from .parts import Parts, check_lengths, held
 from .softmax import TRAVELS
 from .softmax import softmax as exact
 from .varlen import varlen
@@ -114,6 +115,10 @@ class Answerer:
 
     def cluster(self, case: Case) -> Tensor:
         raise ValueError("cluster_attention is not split over workers; use attention")
+
+    def cut(self, x: Tensor, axis: int) -> Tensor:
+        pieces = held(x.shape[axis], self.parts, self.parts.workers.rank)
+        return torch.cat([x.narrow(axis, one.start, one.stop - one.start) for one in pieces], axis)
 
     def agree(self, kind: str, call: Call, *facts: object) -> None:
         """Raises unless all workers have the same kind of tokens, whatever their number."""

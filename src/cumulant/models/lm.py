@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import zoo
+from .. import shards, zoo
 from ..call import check_choice
 from ..grammar import parse
 from ..nn import create_layer
@@ -129,7 +129,8 @@ class LanguageModel(nn.Module):
         spread_drop_path(drop_paths(self.blocks), rate)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.logits(self.blocks(self.embedded(tokens)))
+        """Of tokens that are one part of a split context (`distributed.context_parallel`), the logits of that part."""
+        return self.logits(self.blocks(self.embedded(tokens, shards.place(tokens.shape[-1])[0])))
 
     def embedded(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Tokens (B, L), the first at place `start`, as (B, L, C)."""

@@ -46,7 +46,9 @@ def as_product(proj: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
     cells = [(side // part, part) for side, part in zip(x.shape[2:], proj.kernel_size, strict=True)]
     cut = x.reshape(*x.shape[:2], *(size for cell in cells for size in cell))
     rows = cut.permute(0, *range(2, cut.ndim, 2), 1, *range(3, cut.ndim, 2))
-    return F.linear(rows.reshape(x.shape[0], math.prod([n for n, _ in cells]), -1), proj.weight.flatten(1), proj.bias)
+    weight = proj.weight.flatten(1)
+    tokens = rows.reshape(x.shape[0], math.prod([n for n, _ in cells]), weight.shape[1])  # an empty batch has no -1
+    return F.linear(tokens, weight, proj.bias)
 
 
 class Mlp(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .. import shards
 from ..call import check_choice, check_count, check_flag, check_share
 from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
@@ -107,9 +108,21 @@ class TokenBackbone(Backbone):
         return {"pos_embed": self.grid_size}
 
     def _pooled(self, tokens: Tensor) -> Tensor:
+        if shards.answerer() is not None:
+            return self._pooled_of_all(tokens)
         if self.pool == "gap":
             return tokens[:, self.num_prefix_tokens :].mean(1)
         return tokens[:, 0 if self.pool == "cls" else -1]
+
+    def _pooled_of_all(self, tokens: Tensor) -> Tensor:
+        """The same of tokens (B, n, C) that are one part of a sequence which several workers hold."""
+        start, whole = shards.place(tokens.shape[1])
+        place = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        if self.pool == "gap":
+            weight = (place >= self.num_prefix_tokens) / (whole - self.num_prefix_tokens)
+        else:
+            weight = place == (0 if self.pool == "cls" else whole - 1)
+        return shards.summed((tokens * weight.to(tokens.dtype)[:, None]).sum(1))[0]
 
 
 class VisionTransformer(TokenBackbone):
@@ -207,7 +220,9 @@ class VisionTransformer(TokenBackbone):
         return dict.fromkeys(["head"] + ["head_dist"] * (self.dist_token is not None), self.embed_dim)
 
     def _begin(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        return self.embed(images), self.patch_embed.grid(*images.shape[-2:])
+        if self.dist_token is not None and shards.answerer() is not None:
+            raise ValueError("distilled=True reads two tokens, which one worker may not hold: it cannot be split")
+        return shards.cut(self.embed(images)), self.patch_embed.grid(*images.shape[-2:])
 
     def _end(self, state: Tensor, at: tuple[int, ...]) -> Tensor:
         """All tokens after the last block and norm, (B, T, C)."""

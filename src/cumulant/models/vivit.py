@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import shards
 from ..call import check_choice, check_count, check_dtype
 from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
@@ -76,7 +77,8 @@ class FactorisedBlock(Repeated):
 
     def _space(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
         frames = self.norm1(x).reshape(-1, grid[1] * grid[2], x.shape[-1])
-        return self.attn(frames, grid=grid[1:]).reshape(x.shape)
+        with shards.answered_by(None):  # a worker's frames are whole
+            return self.attn(frames, grid=grid[1:]).reshape(x.shape)
 
     def _time(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
         places = self.temporal_norm(x).unflatten(1, (grid[0], -1)).transpose(1, 2)
@@ -254,10 +256,24 @@ class ViViT(TokenBackbone):
         return self._with_positions(x, (self.cls_token,), positions)
 
     def _begin(self, clips: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        return self.embed(clips), self.patch_embed.grid(*clips.shape[2:])
+        x, grid = self.embed(clips), self.patch_embed.grid(*clips.shape[2:])
+        if shards.answerer() is None:
+            return x, grid
+        if self.variant == 4:
+            raise ValueError("variant=4 mixes time and space in one layer: it is not split over workers; use 1, 2 or 3")
+        if self.variant == 1:
+            return shards.cut(x), grid
+        if grid[0] < shards.count():
+            raise ValueError(f"a clip of {grid[0]} tubelets in time cannot be split over {shards.count()} workers")
+        frames = shards.cut(x.reshape(clips.shape[0], grid[0], -1, x.shape[-1]))
+        own = (frames.shape[1], *grid[1:])
+        return frames.flatten(0 if self.per_frame else 1, 1 if self.per_frame else 2), own
 
     def _level(self, level: nn.Module, state: Tensor, at: tuple[int, ...]) -> Tensor:
-        return super()._level(level, state, at[1:] if self.per_frame else at)
+        if not self.per_frame:
+            return super()._level(level, state, at)
+        with shards.answered_by(None):  # a worker's frames are whole
+            return super()._level(level, state, at[1:])
 
     def _as_map(self, state: Tensor, at: tuple[int, ...]) -> Tensor:
         """(B, C, n_t, n_h, n_w), also where frames are encoded alone."""
@@ -274,17 +290,26 @@ class ViViT(TokenBackbone):
         x = self.norm(state)
         if not self.per_frame:
             return x
-        x = super()._pooled(x).unflatten(0, (-1, at[0]))
+        with shards.answered_by(None):
+            x = super()._pooled(x).unflatten(0, (-1, at[0]))
         if self.variant == "average":
             return x
-        positions = resize_time(self.temporal_pos_embed, self.num_prefix_tokens, at[0])
-        x = self._with_positions(x, (self.temporal_cls_token,), positions)
+        start, whole = shards.place(at[0])
+        positions = resize_time(self.temporal_pos_embed, self.num_prefix_tokens, whole)
+        prefix, token = self.num_prefix_tokens, self.temporal_cls_token
+        if token is not None and start:  # it stands before the frames of another worker; its gradient here is 0
+            x, token = x + 0 * token, None
+        first, last = start + prefix * (start > 0), start + at[0] + prefix
+        x = self._with_positions(x, (token,), positions[:, first:last])
         for block in self.temporal_blocks:
             x = super()._level(block, x, (at[0], 1))
         return self.temporal_norm(x)
 
     def _pooled(self, tokens: Tensor) -> Tensor:
-        return tokens.mean(1) if self.variant == "average" else super()._pooled(tokens)
+        if self.variant != "average":
+            return super()._pooled(tokens)
+        _, frames = shards.place(tokens.shape[1])
+        return shards.summed(tokens.sum(1))[0] / frames
 
     def _fitted(self, table: Tensor, grid: tuple[int, ...]) -> Tensor:
         if self.per_frame:

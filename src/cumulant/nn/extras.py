@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import shards
 from ..attention import attend
 from ..call import Call
 from ..expansion import Form, expand
@@ -136,7 +137,7 @@ class Temperature(nn.Module):
             return out
         gain, value = (2 * self.second - self.third).exp()[heads, None, None], call.value
         everything = call.key_mask is None and not call.is_causal and normalization == "mean" and value.shape[-2]
-        if what is expand and everything:
+        if what is expand and everything and shards.answerer() is None:
             mean = repeat_heads(wide(value).mean(-2, keepdim=True), out.shape[-3])
         else:
             mean = attend(call, Form(1, normalization=normalization), what)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Fields of a recipe that do not decide what comes out of a run.
 INDIFFERENT = {
-    "seed", "data", "workers", "in_memory", "max_bad", "parallel", "compile", "compile_mode", "cuda_graph",
-    "eval_epochs", "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard", "wandb",
+    "seed", "data", "workers", "in_memory", "max_bad", "parallel", "context_parallel", "compile", "compile_mode",
+    "cuda_graph", "eval_epochs", "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard", "wandb",
 }  # fmt: skip
 ALWAYS = {"model", "attention", "epochs", "batch_size", "lr", "image_size"}
 

@@ -7,6 +7,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
+from .. import zoo
 from ..data.augment import Augment
 from ..data.loader import Loader
 from ..data.order import mix
@@ -14,8 +15,8 @@ from ..data.part import Part, Source
 from ..data.scenes import ScenePart
 from ..data.source import open_source
 from ..data.text import TextLoader, TextPart
-from ..grammar import suggest
-from ..models import create_model, names
+from ..grammar import parse, read_blocks, suggest
+from ..models import LanguageModel, VisionTransformer, ViViT, create_model, names
 from ..models.registry import input_kind, model_arguments
 from .muon import Muon, muon_groups
 from .optimise import adamw, decay_groups, set_drop_path
@@ -76,6 +77,23 @@ def text_options(source: Source) -> dict[str, Any]:
     return {"context": source.train.context, **({"vocabulary": chars} if len(chars) == len(source.classes) else {})}
 
 
+def check_split(model: nn.Module, recipe: TrainRecipe) -> None:
+    """Refuse what would not be the same with its tokens on several processes."""
+    asked = f"context_parallel={recipe.context_parallel}"
+    if type(model) not in (VisionTransformer, ViViT, LanguageModel):
+        raise ValueError(f"{asked} splits the tokens of vit_*, vivit_* and lm_* models, got model={recipe.model!r}")
+    for block in read_blocks(recipe.attention):
+        zoo.get(parse(block)[0]).require("mergeable", asked)
+    layer = recipe.model_options.get("layer") or "multihead"
+    if layer != "multihead":
+        raise ValueError(f"{asked} splits plain attention layers, got layer={layer!r} in model_options")
+    dropped = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    if dropped and recipe.drop_path:
+        raise ValueError(f"{asked}: drop_rate and drop_path cannot both be drawn right for split tokens; set one to 0")
+    if recipe.compile:
+        raise ValueError(f"{asked} is not for compiled models: set compile=false")
+
+
 def build_optimizer(model: nn.Module, recipe: TrainRecipe, recordable: bool) -> torch.optim.Optimizer:
     """The optimizer of a recipe; `recordable` as of `adamw`."""
     muon = recipe.optimizer == "muon"
@@ -89,7 +107,7 @@ def loader_of(
 ) -> Loader | TextLoader:
     """Batches of a part: in training shuffled, to be augmented anew each time, otherwise each item once."""
     if isinstance(part, TextPart):
-        where: dict[str, Any] = {"rank": team.rank, "world": team.world, "device": team.device}
+        where: dict[str, Any] = {"rank": team.data_rank, "world": team.data_world, "device": team.device}
         return TextLoader(
             part, recipe.batch_size, seed=recipe.seed, shuffle=training, drop_last=training, **where
         )  # fmt: skip
@@ -101,8 +119,8 @@ def loader_of(
         shuffle=training,
         drop_last=training,
         repeats=recipe.repeats if training else 1,
-        rank=team.rank,
-        world=team.world,
+        rank=team.data_rank,
+        world=team.data_world,
         device=team.device,
         workers=recipe.workers,
         in_memory="auto" if recipe.in_memory == "auto" else recipe.in_memory == "yes",

@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 Answer = TypeVar("Answer")
@@ -28,11 +30,47 @@ class Processes:
     device: torch.device
     rank: int = 0
     world: int = 1
+    context: int = 1  # so many processes in a row share each sequence
+    mesh: DeviceMesh | None = None  # of data x context
 
     @property
     def first(self) -> bool:
         """Whether this process writes the files."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this process's share of a batch, of `data_world`."""
+        return self.rank // self.context
+
+    @property
+    def data_world(self) -> int:
+        return self.world // self.context
+
+    def sharing(self, context: int) -> Processes:
+        """These processes with so many in a row for each sequence."""
+        if self.world % context:
+            raise ValueError(
+                f"context_parallel must divide the number of processes, got context_parallel={context}, "
+                f"{self.world} process{'es' if self.world > 1 else ''} (start more with torchrun --nproc-per-node)"
+            )
+        if context == 1:
+            return self
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(self.device.type, (self.world // context, context), mesh_dim_names=("dp", "cp"))
+        return replace(self, context=context, mesh=mesh)
+
+    def split(self, tokens: int | None = None) -> AbstractContextManager[Any]:
+        """While this is held, attention sees the tokens of all processes that share a sequence; `tokens`: its length,
+        where it is cut before the model sees it."""
+        if self.mesh is None:
+            return nullcontext()
+        from ..distributed import context_parallel
+
+        ends = [(tokens or 0) * r // self.context for r in range(self.context + 1)]
+        lengths = None if tokens is None else [b - a for a, b in pairwise(ends)]
+        return context_parallel(self.mesh, lengths=lengths)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, in place."""

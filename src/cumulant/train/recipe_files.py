@@ -20,8 +20,8 @@ from .train_recipe import TrainRecipe
 Settings = TypeVar("Settings")
 
 # What may change between two parts of a run: the steps stay the same, but for rounding and what is told of them.
-FREE = ("workers", "in_memory", "max_bad", "parallel", "accumulate", "cuda_graph", "eval_epochs", "checkpoint_epochs",
-        "checkpoint_steps", "log_steps", "tensorboard", "wandb")  # fmt: skip
+FREE = ("workers", "in_memory", "max_bad", "parallel", "context_parallel", "accumulate", "cuda_graph", "eval_epochs",
+        "checkpoint_epochs", "checkpoint_steps", "log_steps", "tensorboard", "wandb")  # fmt: skip
 
 
 def recipe_names() -> list[str]:

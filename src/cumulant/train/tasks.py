@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +18,10 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from .. import shards
 from ..data.augmentation import Augmentation
 from ..data.part import Source
+from ..data.text import TextPart
 from .build import augment_of
 from .files import write_atomically
 from .predictions import Predictions, predict
@@ -36,7 +39,17 @@ class Task(Protocol):
         self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int, ratio: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    def loss(self, answer: Tensor, targets: Tensor) -> Tensor: ...
+    def split(self, team: Processes) -> AbstractContextManager[Any]:
+        """While this is held, the processes that share a sequence see all of it."""
+        ...
+
+    def own(self, x: Tensor) -> Tensor:
+        """What of inputs or targets goes into this process's model while they are split."""
+        ...
+
+    def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
+        """Its mean over all processes is the loss of the batch."""
+        ...
 
     def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> Any: ...
 
@@ -47,6 +60,12 @@ class Classification:
     def __init__(self, recipe: TrainRecipe, source: Source) -> None:
         self.classes, self.precision = len(source.classes), recipe.precision
         self.prepare = augment_of(recipe, self.classes)
+
+    def split(self, team: Processes) -> AbstractContextManager[Any]:
+        return team.split()
+
+    def own(self, x: Tensor) -> Tensor:
+        return x  # the model cuts the tokens that it makes, and every process has the answer
 
     def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(answer.float(), targets)
@@ -65,6 +84,18 @@ class Language:
         if recipe.repeats != 1:
             raise ValueError(f"{source.name} is a text: repeats must be 1, got {recipe.repeats}")
         self.precision, self.smoothing = recipe.precision, recipe.label_smoothing
+        assert isinstance(source.train, TextPart)
+        self.context = source.train.context
+
+    def split(self, team: Processes) -> AbstractContextManager[Any]:
+        if self.context < team.context:
+            raise ValueError(
+                f"context_parallel={team.context} processes cannot share {self.context} tokens: each needs one at least"
+            )
+        return team.split(self.context)
+
+    def own(self, x: Tensor) -> Tensor:
+        return shards.cut(x)
 
     def prepare(
         self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int, ratio: Tensor | None = None
@@ -72,7 +103,9 @@ class Language:
         return batch, labels
 
     def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(answer.float().flatten(0, -2), targets.flatten(), label_smoothing=self.smoothing)
+        mean = F.cross_entropy(answer.float().flatten(0, -2), targets.flatten(), label_smoothing=self.smoothing)
+        _, whole = shards.place(targets.shape[1])
+        return mean * (targets.shape[1] * shards.count() / whole)  # parts may differ by a token
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> TokenScores:
@@ -82,12 +115,15 @@ class Language:
         model.eval()
         try:
             for tokens, targets, places in loader.epoch(0):
+                tokens, targets = self.own(tokens), self.own(targets)
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                     answer = model(tokens)
                 logs = answer.float().log_softmax(-1)
                 own = logs.gather(-1, targets[..., None])
-                nats[places] = -own[..., 0]
-                rank[places] = (logs > own).sum(-1).to(rank.dtype)
+                start, _ = shards.place(tokens.shape[1])
+                here = slice(start, start + tokens.shape[1])
+                nats[places, here] = -own[..., 0]
+                rank[places, here] = (logs > own).sum(-1).to(rank.dtype)
                 if on_batch is not None:
                     on_batch(len(tokens))
         finally:

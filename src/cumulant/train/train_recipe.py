@@ -125,6 +125,9 @@ class TrainRecipe:
     """On one GPU, without accumulation: record a step and replay it, so that the host is not in the way."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: whole copies of the model, or FSDP2 shards of it."""
+    context_parallel: int = 1
+    """Under torchrun: so many processes share the tokens of each image, clip or text. For a ViT or ViViT at high
+    resolution, or a language model with a long context, with a mechanism that merges (cumulant1 to cumulant3)."""
     seed: int = 0
     """Initial weights, order, augmentation and dropout."""
     workers: int | None = None
@@ -156,7 +159,8 @@ class TrainRecipe:
             object.__setattr__(self, "attention", write_blocks(read_blocks(self.attention)))
         least = {
             **dict.fromkeys(("image_size", "frames", "stride", "views", "crops", "split"), 1),
-            **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs", "shard_lanes"), 1),
+            **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs"), 1),
+            **dict.fromkeys(("shard_lanes", "context_parallel"), 1),
             **dict.fromkeys(("decode_size", "lr", "lr_batch", "min_lr", "warmup_epochs", "weight_decay"), 0),
             **dict.fromkeys(("checkpoint_epochs", "checkpoint_steps", "log_steps", "seed", "shard_window"), 0),
         }

@@ -27,7 +27,7 @@ from ..data.part import Part, Source, shorten
 from ..nn.losses import auxiliary_loss
 from . import optimise
 from .average import Average
-from .build import AUGMENT, DROPOUT, build_model, build_optimizer, loader_of, open_recipe_source
+from .build import AUGMENT, DROPOUT, build_model, build_optimizer, check_split, loader_of, open_recipe_source
 from .checkpoint import save
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
 from .folder import bytes_held, check_data, check_recipe, claim, clear, read_result
@@ -101,7 +101,7 @@ def train(
     """
     out, settings = Path(out), recipe.scaled()
     with ExitStack() as stack:
-        team = stack.enter_context(processes(device))
+        team = stack.enter_context(processes(device)).sharing(settings.context_parallel)
 
         def prepare() -> Source | None:
             claim_room(out, 0)
@@ -138,17 +138,18 @@ class _Run:
         self, recipe: TrainRecipe, out: Path, source: Source, team: Processes, progress: IO[str] | None
     ) -> None:
         recipe.check_schedule()
-        share, rest = divmod(recipe.batch_size, team.world * recipe.accumulate)
+        share, rest = divmod(recipe.batch_size, team.data_world * recipe.accumulate)
+        each = f" of context_parallel={team.context}" if team.context > 1 else ""
         if rest:
             raise ValueError(
                 f"batch_size must be a multiple of processes times accumulate, got batch_size={recipe.batch_size}, "
-                f"{team.world} processes, accumulate={recipe.accumulate}"
+                f"{team.data_world} {'groups' if each else 'processes'}{each}, accumulate={recipe.accumulate}"
             )
         mixes = recipe.augmentation.mixup > 0 or recipe.augmentation.cutmix > 0
-        if mixes and recipe.batch_size // team.world % 2:
+        if mixes and recipe.batch_size // team.data_world % 2:
             raise ValueError(
                 "mixup and cutmix pair the samples of a process: batch_size must be a multiple of twice the processes, "
-                f"got batch_size={recipe.batch_size}, {team.world} processes"
+                f"got batch_size={recipe.batch_size}, {team.data_world} {'groups' if each else 'processes'}{each}"
             )
         self.part: Part = source.train
         self.held: Part | None = None
@@ -165,6 +166,8 @@ class _Run:
         self.log: Log | None = None
         self.share, self.task = share, task_of(recipe, source)
         self.model = build_model(recipe, source)
+        if team.context > 1:
+            check_split(self.model, recipe)
         self.fresh: list[str] = []
         if recipe.init is not None and not (out / STATE).is_file():
             self.fresh = start_from(self.model, recipe.init)
@@ -189,6 +192,7 @@ class _Run:
         """Data, model, device and length of the run, in one line."""
         recipe, team, done = self.recipe, self.team, self.done
         many = f" in {team.world} processes" if team.world > 1 else ""
+        many += f", {team.context} to a sequence" if team.context > 1 else ""
         later = f", going on after step {done.step}" if done.step else ""
         apart = f" ({len(self.held):,} of the train {self.source.kind}s held out)" if self.held else ""
         begins = f"; begins with the weights of {recipe.init}" if recipe.init is not None and not done.step else ""
@@ -258,8 +262,11 @@ class _Run:
         recipe, team, done = self.recipe, self.team, self.done
         step = done.step
         seed = int(mix(recipe.seed, AUGMENT, step))
-        images, targets = self.task.prepare(pixels, labels, seed=seed, rank=team.rank, world=team.world, ratio=ratio)
-        torch.manual_seed(int(mix(recipe.seed, DROPOUT, step, team.rank)))
+        images, targets = self.task.prepare(
+            pixels, labels, seed=seed, rank=team.data_rank, world=team.data_world, ratio=ratio
+        )
+        # Those who share a sequence drop the same branches of it, or with dropout each its own numbers.
+        torch.manual_seed(int(mix(recipe.seed, DROPOUT, step, team.data_rank if recipe.drop_path else team.rank)))
         optimise.set_rate(self.optimizer, optimise.learning_rate(recipe, (step + 1) / self.steps))
         loss = self.update(images, targets)
         done.step = step + 1
@@ -273,7 +280,8 @@ class _Run:
         parts = zip(images.split(self.share), targets.split(self.share), strict=True)
         loss = torch.zeros((), device=team.device)
         for number, (x, y) in enumerate(parts, 1):
-            with team.without_exchange(self.core, quiet=number < recipe.accumulate):
+            with team.without_exchange(self.core, quiet=number < recipe.accumulate), self.task.split(team):
+                x, y = self.task.own(x), self.task.own(y)
                 with torch.autocast(team.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
                     part = self.objective(x, y)
                 (part / recipe.accumulate).backward()
@@ -304,8 +312,9 @@ class _Run:
         # Seldom and short: compiling the evaluation too would take longer than it saves.
         eager = torch.compiler.set_stance("force_eager") if recipe.compile else nullcontext()
         with self.average.in_place() if self.average else nullcontext(), eager:
-            found = self.task.evaluate(self.model, self.test, self.team)
-            held = None if self.chooser is None else self.task.evaluate(self.model, self.chooser, self.team)
+            with self.task.split(self.team):
+                found = self.task.evaluate(self.model, self.test, self.team)
+                held = None if self.chooser is None else self.task.evaluate(self.model, self.chooser, self.team)
             if held is None or held.score >= done.best:
                 done.best, done.best_epoch = -1.0 if held is None else held.score, epoch
                 told = found.told()
