@@ -6,6 +6,7 @@ Shape legend: b scenes of one batch, K classes, S x S pixels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ class Segmentation:
             raise ValueError(f"{source.name} has a class for every pixel, and augmentation moves none: leave it out")
         self.precision, self.smoothing, self.classes = recipe.precision, recipe.label_smoothing, len(source.classes)
         self.mean, self.std = (torch.tensor(one).reshape(-1, 1, 1) * 255 for one in recipe.colours)
+
+    def split(self, team: Processes) -> AbstractContextManager[Any]:
+        return team.split()
+
+    def own(self, x: Tensor) -> Tensor:
+        return x
 
     def prepare(
         self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int, ratio: Tensor | None = None
