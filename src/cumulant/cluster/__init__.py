@@ -10,6 +10,7 @@ from .dial import Choice, Dial, choose
 from .kmeans import KMeans
 from .layout import Blocks
 from .streaming import ClusterStream
+from .tree import Tree
 
 __all__ = [
     "CLOSURES",
@@ -18,6 +19,7 @@ __all__ = [
     "ClusterStream",
     "Dial",
     "KMeans",
+    "Tree",
     "choose",
     "cluster_attention",
     "cluster_scores",

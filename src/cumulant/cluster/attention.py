@@ -24,12 +24,14 @@ from .backend import Assignment, Case, Form, kernels_for
 from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .choice import RANKS
-from .fields import Seen, mix
+from .fields import Exact, Seen, mix
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Layout, check_grid, whole
+from .layout import Blocks, Layout, check_grid, of_size, whole
+from .levels import two_levels
 from .run import run_kernels
 from .short import answers_by_token, token_responses
-from .statistics import VARIANCES, origin, value_point
+from .statistics import VARIANCES, log, origin, value_point
+from .tree import Tree, tree_order
 
 BACKENDS = ("auto", "reference", "triton")
 QUERIES = ("each", "mean")
@@ -72,8 +74,9 @@ def cluster_attention(
         value: (..., H, Lk, E).
         clusters: a number K, blocks of consecutive tokens of equal size (on a `grid`, about K blocks as square as it
             allows; as many as tokens or more: every token its own); (a, b) or (a, b, c), blocks along each side of the
-            `grid`; `Blocks(size)`; `KMeans(K)`, in the queries' metric; or an assignment, integers in [0, K) of shape
-            (..., Hk or 1, Lk - prefix). torch.compile in one graph takes blocks only.
+            `grid`; `Blocks(size)`; `Tree(K)`, by content and all of one size, with two levels if it has leaves;
+            `KMeans(K)`, in the queries' metric; or an assignment, integers in [0, K) of shape (..., Hk or 1, Lk -
+            prefix). torch.compile in one graph takes blocks and trees.
         near: so many clusters of largest mass for each query are exact; or "neighbours", the own and all touching
             blocks (with Lq = Lk). As many as there are clusters: softmax.
         closure: "tanh" or "langevin", which saturate, or "gauss", which is second order as it stands.
@@ -91,7 +94,8 @@ def cluster_attention(
         response: only so many clusters of largest weight answer with their covariance, the others with their mean;
             "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one.
         near_rows: so many queries in a row share their near clusters, and those that respond where `response` limits
-            them: one matrix product each. The GPU wants 64 or 128. With "neighbours" each chooses for itself.
+            them: one matrix product each. The GPU wants 64 or 128. With "neighbours" each chooses for itself. With a
+            `Tree` they share who are alike, not who stand in a row.
         queries: "each" asks for itself; "mean": those of a block ask once, with their mean, and all get its answer, at
             K / Lk of the cost (blocks of a sequence or grid, as many queries as keys).
         least: blocks hold at least so many tokens, where K would make smaller ones.
@@ -115,6 +119,7 @@ def cluster_attention(
         Lk,
         is_causal=is_causal,
         blocks=isinstance(clusters, int | tuple | Blocks),
+        tree=clusters if isinstance(clusters, Tree) else None,
         asking=queries,
     )
     rank = found.rank if rank == AUTO else rank
@@ -133,6 +138,10 @@ def cluster_attention(
     if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
         clusters, call = 1, call._replace(grid=None, prefix=0)
         form = form._replace(near=1, near_rows=1, together=False)
+    if isinstance(clusters, Tree):
+        _check_tree(clusters, call, form)
+        with without_autocast(query.device.type):
+            return _by_content(call, clusters.for_tokens(Lk - prefix), form, backend)
     if isinstance(clusters, Tensor) and not is_causal:
         made: Any = Assignment(*check_assignment(clusters, lead, key.shape[-3], Lk - call.prefix, key.device))
     else:
@@ -156,6 +165,95 @@ def cluster_attention(
             out = run_kernels(kernels, case._replace(call=call))
             out = out if point is None else out + repeat_heads(point, H)
     return out if out.shape == (*lead, H, Lq, E) else out.reshape(*lead, H, Lq, E)
+
+
+def _check_tree(tree: Tree, call: Call, form: Form) -> None:
+    """Raises for what clusters by content cannot do."""
+    if call.is_causal:
+        raise TypeError("clusters must be an int or Blocks(size, keep, recent) when is_causal, got Tree")
+    if form.near == "neighbours":
+        raise ValueError(
+            'near="neighbours" needs blocks of a sequence or a grid: clusters of a Tree have no neighbours'
+        )
+    if form.together:
+        raise ValueError('queries="mean" needs blocks of a sequence or a grid: clusters of a Tree hold no queries')
+    if tree.leaves > 1 and (form.near_rows != 1 or form.full or not (form.pooled or form.response == 0)):
+        got = (
+            f"near_rows={form.near_rows}, variance={'full' if form.full else 'diagonal'!r}, response={form.response!r}"
+        )
+        raise ValueError(
+            'a Tree with leaves takes near_rows=1, variance="diagonal" and response="pooled" or 0 (all "auto" as they '
+            f"are), got {got}"
+        )
+
+
+def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
+    """Attention over keys in the order of a tree: blocks of that order, or two levels of them."""
+    (query, key, value), prefix, lead = call[:3], call.prefix, call.lead
+    Hk, Lk, E = key.shape[-3], key.shape[-2], value.shape[-1]
+    q = one_batch(query, lead).unflatten(1, (Hk, -1)).flatten(0, 1)  # (N, G, Lq, D): heads of keys are sequences
+    k, v = (one_batch(x, lead).flatten(0, 1) for x in (key, value))  # (N, Lk, .)
+    mask = None
+    if call.key_mask is not None:
+        mask = call.key_mask.expand(*lead, Lk).reshape(-1, Lk).repeat_interleave(Hk, 0)
+    parts, L = tree.count * tree.leaves, Lk - prefix
+    absent = None if mask is None else mask[:, prefix:] == 0
+    order = tree_order(q.flatten(1, 2), k[:, prefix:], parts, tree, absent) + prefix
+    order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
+    k, v = (x.gather(1, order.unsqueeze(-1).expand_as(x)) for x in (k, v))
+    mask = None if mask is None else mask.gather(1, order)
+    size = -(-L // parts)
+    G, Lq = q.shape[1:3]
+    if tree.leaves > 1:
+        out = _two_levels(q, k, v, mask, call, tree, form, size)
+    else:
+        asking = None
+        if form.near_rows > 1:  # those who share near clusters are alike too
+            tiles = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)
+            looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
+            asking = tree_order(looking, q.flatten(0, 1), tiles, tree).view(len(q), G, Lq, 1)
+            q = q.gather(2, asking.expand_as(q))
+        out = cluster_attention(
+            q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
+            prefix=prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=G > 1, rank=form.rank,
+            variance="full" if form.full else "diagonal", response="pooled" if form.pooled else form.response,
+            near_rows=form.near_rows, backend=backend,
+        )  # fmt: skip
+        out = out if asking is None else torch.zeros_like(out).scatter(2, asking.expand_as(out), out)
+    return out.reshape(*lead, Hk * G, Lq, E)
+
+
+def _two_levels(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call, tree: Tree, form: Form, size: int
+) -> Tensor:
+    """q (N, G, Lq, D) over sorted k (N, Lk, D), v (N, Lk, E), in plain torch: (N, G, Lq, E)."""
+    prefix, dtype = call.prefix, statistics_dtype(q.dtype)
+    given, G = q.dtype, q.shape[1]
+    rows = q.flatten(1, 2).unsqueeze(1).to(dtype) * call.softmax_scale  # (N, 1, G Lq, D)
+    k, v = k.unsqueeze(1).to(dtype), v.unsqueeze(1).to(dtype)
+    weights = None
+    if mask is not None:
+        weights = (in_units(mask)[0] if mask.is_floating_point() else mask).to(dtype).unsqueeze(1)
+        gone = (weights == 0).unsqueeze(-1)
+        k, v = k.masked_fill(gone, 0), v.masked_fill(gone, 0)
+    k, point = k - origin(k, weights, False), value_point(v, weights, False)
+    v = v - point
+    if weights is not None:
+        v = v.masked_fill(gone, 0)
+    exact = None
+    if prefix:
+        first = k.new_zeros(1, 1, prefix) if weights is None else log(weights[..., :prefix])
+        exact = Exact(k[:, :, None, :prefix], v[:, :, None, :prefix], first[:, :, None, None, :])
+        k, v, weights = k[:, :, prefix:], v[:, :, prefix:], None if weights is None else weights[..., prefix:]
+    layout = of_size(size, k.shape[2], k.device)
+    lacking = tree.count * tree.leaves - layout.clusters  # leaves that no token is left for
+    slots = layout.weights(k, weights).expand(len(k), 1, -1, -1)
+    keys, values, slots = (
+        F.pad(x, (*(0, 0) * (x.ndim - 3), 0, lacking)) for x in (layout.pack(k), layout.pack(v), slots)
+    )
+    out = two_levels(rows, keys, values, slots, exact, tree, form)
+    seen = point if mask is None else torch.where((mask > 0).any(-1)[:, None, None, None], point, 0)
+    return (out + seen).to(given).squeeze(1).unflatten(1, (G, -1))
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:

@@ -1,6 +1,8 @@
 """What "auto" stands for in `cluster_attention`: one rule for every device, so that a call has one answer.
 
     near > 0 of blocks, not causal, 1,024 queries and keys or more     near_rows=128   rank="mean"   response="pooled"
+    near > 0 of a Tree, as many                                        near_rows=64    rank="mean"   response="pooled"
+    a Tree with leaves                                                 near_rows=1     rank="error"  response="pooled"
     everything else                                                    near_rows=1     rank="mass"   response=None
 
 The first line is what matrix products want: near clusters for a tile of queries, one covariance for all clusters. It is
@@ -10,6 +12,8 @@ coarser; short sequences do not need it, and clusters that are not runs of token
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from .tree import Tree
 
 LONG = 1024  # queries and keys from which tiles of queries share their near clusters
 AUTO = "auto"
@@ -25,12 +29,25 @@ class Tuning(NamedTuple):
 
 EACH = Tuning(1, "mass", None)
 SHARED = Tuning(128, "mean", "pooled")
+ALIKE = Tuning(64, "mean", "pooled")  # queries by content: a tile of 128 has twice the error of one of 32
+LEVELS = Tuning(1, "error", "pooled")
 
 
 def tuning(
-    near: int | str, queries: int, keys: int, *, is_causal: bool = False, blocks: bool = True, asking: str = "each"
+    near: int | str,
+    queries: int,
+    keys: int,
+    *,
+    is_causal: bool = False,
+    blocks: bool = True,
+    tree: Tree | None = None,
+    asking: str = "each",
 ) -> Tuning:
     """The options of a call with so many queries and keys; `blocks`: clusters are blocks, `asking`: as `queries=`."""
+    if tree is not None and tree.leaves > 1:
+        return LEVELS
     many = queries >= LONG and keys >= LONG
     near_field = isinstance(near, int) and near > 0
-    return SHARED if near_field and many and blocks and not is_causal and asking == "each" else EACH
+    if not (near_field and many and not is_causal and asking == "each"):
+        return EACH
+    return ALIKE if tree is not None else SHARED if blocks else EACH

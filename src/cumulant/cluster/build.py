@@ -17,8 +17,9 @@ from .fields import Exact, Far, Tokens
 from .kmeans import KMeans, kmeans
 from .layout import Blocks, Layout, assigned, consecutive, cuts, divide, of_size, on_grid
 from .statistics import log, merge_pieces, moments_of
+from .tree import Tree
 
-Clusters = int | tuple[int, ...] | Blocks | KMeans | Tensor
+Clusters = int | tuple[int, ...] | Blocks | Tree | KMeans | Tensor
 
 
 class Packed(NamedTuple):
@@ -111,8 +112,8 @@ def make_layout(q: Tensor, k: Tensor, weights: Tensor | None, case: Case, near: 
 
 def check_clusters(clusters: Clusters) -> None:
     """Raises for what can never be clusters, whatever the tokens."""
-    if isinstance(clusters, bool) or not isinstance(clusters, int | tuple | Blocks | KMeans | Tensor):
-        kinds = "an int, a tuple of ints, Blocks, KMeans or an integer tensor"
+    if isinstance(clusters, bool) or not isinstance(clusters, int | tuple | Blocks | Tree | KMeans | Tensor):
+        kinds = "an int, a tuple of ints, Blocks, Tree, KMeans or an integer tensor"
         raise TypeError(f"clusters must be {kinds}, got {type(clusters).__name__}")
     if isinstance(clusters, int) and clusters < 1:
         raise ValueError(f"clusters must be at least 1, got {clusters}")

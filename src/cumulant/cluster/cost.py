@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .kmeans import KMeans
 from .layout import Blocks
+from .tree import Tree
 
 
 def softmax_multiply_adds(L: int, D: int, E: int, is_causal: bool = False) -> float:
@@ -23,14 +24,18 @@ def multiply_adds(
     response: int | str | None = None,
     variance: str = "diagonal",
     asking: float = 1.0,
-    kmeans: KMeans | None = None,
+    kmeans: KMeans | Tree | None = None,
 ) -> float:
     """L (K D + K D or K D^2 + K E + r D E + near_tokens (D + E)), statistics and the search for clusters included.
 
     `near_tokens` is the mean number of tokens that a query treats exactly, `response` the number r of clusters that
     answer with their covariance (None: all; "pooled": one for all). Statistics: L (D E + D), without D E if r = 0, with
-    D^2 if "full". `asking` is the share of queries that ask: K / L with queries="mean".
+    D^2 if "full". `asking` is the share of queries that ask: K / L with queries="mean". `kmeans` is the search for
+    clusters, k-means or a tree; of a tree with leaves, K clusters and the leaves of those that a query opens.
     """
+    if isinstance(kmeans, Tree):
+        kmeans = kmeans.for_tokens(L)
+        K = kmeans.count + kmeans.opened * kmeans.leaves
     r = K if response is None else 1 if isinstance(response, str) else min(response, K)
     spread = D if variance == "diagonal" else D * D
     query = K * D + K * spread + K * E + r * D * E + near_tokens * (D + E)

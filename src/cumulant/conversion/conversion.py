@@ -214,7 +214,7 @@ def convert(
             undo()
             raise
     plans.remember(model, plan, undo, whole=len(plan) == len(found))
-    reasons = {site.name: site.refusal(asked) or "not chosen" for site in found if site.name not in plan}
+    reasons = {site.name: site.refusal(asked) or _stays(site) for site in found if site.name not in plan}
     if dial is not None:
         reasons |= dial.reasons
     return ConversionReport(
@@ -251,10 +251,15 @@ def restore(model: nn.Module) -> None:
     plans.forget(model)
 
 
+def _stays(site: Site) -> str:
+    return f"it looks within windows of {site.window} x {site.window} tokens" if site.window else "not chosen"
+
+
 def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, Choice]:
     """The choice for each layer that the user named; an error for one that is not there or cannot be replaced."""
     if layers is None:
         able = [site for site in found if site.refusal(asked) is None]
+        able = [site for site in able if not site.window] or able  # windows are short already: they stay
         if not able:
             reasons = "; ".join(dict.fromkeys(str(site.refusal(asked)) for site in found))
             raise ValueError(f"no attention layer can take {asked}: {reasons}")

@@ -23,13 +23,15 @@ from ..cluster.attention import cluster_attention
 from ..cluster.auto import AUTO, tuning
 from ..cluster.cost import causal_multiply_adds, multiply_adds, softmax_multiply_adds
 from ..cluster.dial import check_counts, check_target
+from ..cluster.kmeans import KMeans
 from ..cluster.layout import Blocks
+from ..cluster.tree import Tree
 from ..inspect.batches import call, evaluating, some
 from ..inspect.examples import example_for
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
-from ..zoo.cluster import LEAST, past_blocks
+from ..zoo.cluster import LEAST, clusters_of, past_blocks
 from .checks import find_sites
 from .paying import Times, seconds_of
 
@@ -46,6 +48,9 @@ NAMES = (
     "cluster64+near=8+response=0",
     "cluster64+near=8+response=pooled",
     "cluster64+near=16+response=pooled",
+    "cluster64+find=tree+near=4",
+    "cluster64+find=tree+leaves=4+opened=8+near=8",
+    "cluster64+find=tree+leaves=4+opened=12+near=12",
 )
 # For causal layers, where `cluster16` keeps the newest 16 blocks of the past apart and merges older ones: no near field
 # and no pooled covariance, but exact tokens of the recent past. In a small language model of 1,024 tokens no layer was
@@ -67,6 +72,7 @@ CAUSAL_NAMES = (
 # Of softmax's multiply-adds: what takes more is no gain, as blocks of two tokens, which take three quarters.
 WORTH = 2 / 3
 PAST = ("block", "recent")  # options of causal attention alone
+FOUND = ("find", "leaves", "opened")  # options that say which clusters
 AXIAL = "its heads look along different axes, for which the dial is not set"
 
 
@@ -328,22 +334,30 @@ def _squares(difference: Tensor, there: Tensor) -> Tensor:
 def _arguments(choice: Choice, made: Call) -> dict[str, Any]:
     """What the mechanism passes to `cluster_attention` in a layer that calls it so."""
     Lq, Lk = made.query.shape[-2], made.key.shape[-2]
-    options = {key: value for key, value in _tuned(choice, Lq, Lk, made.is_causal).items() if key not in PAST}
+    tuned = _tuned(choice, Lq, Lk, made.is_causal)
+    options = {key: value for key, value in tuned.items() if key not in (*PAST, *FOUND)}
     if made.is_causal:
         return {"clusters": _past(choice), "is_causal": True, **options}
     if made.query.shape[-2] == made.key.shape[-2]:
         options |= {"grid": made.grid, "prefix": made.prefix if made.grid is not None else 0}
-    return {"clusters": _blocks(choice), "least": LEAST, **options}
+    return {"clusters": _clusters(choice), "least": LEAST, **options}
 
 
 def _tuned(choice: Choice, Lq: int, Lk: int, is_causal: bool) -> dict[str, Any]:
     """The options of a candidate with numbers in place of "auto", which are those of the whole sequence."""
-    found = tuning(choice.options.get("near", 0), Lq, Lk, is_causal=is_causal)._asdict()
+    clusters = None if is_causal else _clusters(choice)
+    tree = clusters if isinstance(clusters, Tree) else None
+    blocks = clusters is None or isinstance(clusters, int)
+    found = tuning(choice.options.get("near", 0), Lq, Lk, is_causal=is_causal, blocks=blocks, tree=tree)._asdict()
     return found | {name: option for name, option in choice.options.items() if option != AUTO}
 
 
 def _blocks(choice: Choice) -> int:
     return int(choice.attention.removeprefix("cluster"))
+
+
+def _clusters(choice: Choice) -> int | Tree | KMeans:
+    return clusters_of(_blocks(choice), **{name: choice.options[name] for name in FOUND if name in choice.options})
 
 
 def _past(choice: Choice) -> Blocks:
@@ -354,6 +368,8 @@ def _past(choice: Choice) -> Blocks:
 def _causal_work(choice: Choice, Lq: int, Lk: int, D: int, E: int) -> float:
     """Multiply-adds of a candidate in a causal layer for one head and sequence; infinite if it has no causal form."""
     options = _tuned(choice, Lq, Lk, True)
+    if any(name in choice.options for name in FOUND):
+        return inf
     response, variance = options["response"], options.get("variance", "diagonal")
     if Lq != Lk or options.get("near") or isinstance(response, str) or options["near_rows"] != 1:
         return inf
@@ -372,5 +388,12 @@ def _work(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> float
         near = 3 ** (1 if made.grid is None else len(made.grid))
     options = _tuned(choice, Lq, Lk, False)
     form = {name: options[name] for name in ("response", "variance") if name in options}
+    clusters = _clusters(choice)
+    search = None if isinstance(clusters, int) else clusters
+    if isinstance(search, Tree):
+        search = search.for_tokens(Lk)
+        K = search.count * search.leaves
+    # Queries that share near clusters of a tree are put in order too.
+    also = search.multiply_adds(Lq, D) if isinstance(search, Tree) and options["near_rows"] != 1 else 0
     exact = min(Lk, near * Lk / K + prefix)
-    return multiply_adds(Lk, D, E, K, near_tokens=exact, asking=Lq / Lk, **form)
+    return also + multiply_adds(Lk, D, E, K, near_tokens=exact, asking=Lq / Lk, kmeans=search, **form)

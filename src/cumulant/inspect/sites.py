@@ -36,7 +36,7 @@ class Site:
     axes: along which it looks: "all" tokens; within frames, "space"; at one place, "time"; or "frames", over one token
     for each frame. Of layers that may be swapped, see `swappable_sites`: why this one has to stay softmax (`obstacle`;
     None: it has not), its attention dropout, its `pattern` ("self", "causal" or "cross"), and as `prefix` the class
-    tokens and the like at the start, where the model says.
+    tokens and the like at the start, where the model says; `window`: it looks within windows of so many tokens a side.
     """
 
     number: int
@@ -49,6 +49,7 @@ class Site:
     dropout: float = 0.0
     pattern: str = "self"
     prefix: int = 0
+    window: int = 0
 
     @property
     def attention(self) -> str:
@@ -184,7 +185,14 @@ def _asking(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
             sites[name] = Site(number, name, module, heads, FUSED, **known)
         elif pattern != "self":
             sites[name] = replace(sites[name], pattern=pattern)
-    return list(sites.values())
+    return [replace(site, window=_window_of(model, site.name)) for site in sites.values()]
+
+
+def _window_of(model: nn.Module, name: str) -> int:
+    """Side of the windows that the block around a layer cuts its picture into; 0 where it sees all of it (Hiera)."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    size = getattr(parent, "window_size", 0)
+    return size if isinstance(size, int) and hasattr(parent, "query_stride") else 0
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Cluster attention with 4, 16 and 64 blocks as mechanisms; the mathematics is in `cumulant.cluster`."""
+"""Cluster attention with 4, 16 and 64 clusters as mechanisms; the mathematics is in `cumulant.cluster`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call import Call
-from ..cluster import Blocks, ClusterStream, cluster_attention, cluster_scores
+from ..call import Call, check_choice
+from ..cluster import Blocks, ClusterStream, KMeans, Tree, cluster_attention, cluster_scores
 from ..cluster.auto import AUTO
 from .registry import Mechanism, can, options_of, register
 
 COUNTS = (4, 16, 64)
+FIND = ("blocks", "tree", "kmeans")  # how clusters are found
 # A block of one token is softmax at more than its price: the mechanisms make blocks of two tokens at least.
 LEAST = 2
 BLOCK = 64  # tokens of a block in causal attention
@@ -23,7 +24,26 @@ def past_blocks(count: int, *, block: int = BLOCK, recent: int = 0) -> Blocks:
     return Blocks(block, keep=count, recent=recent)
 
 
+def clusters_of(count: int, *, find: str = "blocks", leaves: int = 1, opened: int = 0) -> int | Tree | KMeans:
+    """What `cluster_attention` takes as clusters; leaves and opened are those of a tree."""
+    check_choice("find", find, FIND)
+    if find == "tree":
+        return Tree(count, leaves, opened)
+    if leaves != 1 or opened:
+        raise ValueError(f"leaves={leaves}, opened={opened} belong to find='tree', got find={find!r}")
+    return count if find == "blocks" else KMeans(count, 3, 4)
+
+
+def _check_past(*, find: str = "blocks", leaves: int = 1, opened: int = 0) -> None:
+    if find != "blocks" or leaves != 1 or opened:
+        raise ValueError(
+            f"find={find!r} has no causal form: clusters by content would know later tokens; past blocks are "
+            'find="blocks", with block and recent'
+        )
+
+
 def _stream(count: int, *, block: int = BLOCK, recent: int = 0, **options: Any) -> ClusterStream:
+    _check_past(**{name: options.pop(name) for name in ("find", "leaves", "opened") if name in options})
     given = {name: option for name, option in options.items() if option != AUTO}
     return ClusterStream(past_blocks(count, block=block, recent=recent), **given)
 
@@ -40,8 +60,12 @@ def _options(
     rank: str = "auto",
     block: int = BLOCK,
     recent: int = 0,
+    find: str = "blocks",
+    leaves: int = 1,
+    opened: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `cluster_attention`: the blocks are a grid's, a sequence's, or past ones.
+    """Arguments of `cluster_attention`: the blocks are a grid's, a sequence's, or past ones; or clusters by content,
+    where `find` is "tree" (with leaves, if it has any, of so many that are opened) or "kmeans".
 
     A grid is that of the queries; where keys are others it says nothing of them.
     """
@@ -49,15 +73,17 @@ def _options(
     shared |= {"near": near, "closure": closure, "variance": variance}
     shared |= {"response": response, "near_rows": near_rows, "rank": rank}
     if call.is_causal:
+        _check_past(find=find, leaves=leaves, opened=opened)
         return {"clusters": past_blocks(count, block=block, recent=recent), **shared}
+    clusters = clusters_of(count, find=find, leaves=leaves, opened=opened)
     query, key = call.query, call.key
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim > 1 and key.ndim > 1
     if tensors and query.shape[-2] == key.shape[-2]:  # what is no tensor is named by the function
         shared |= {"grid": call.grid, "prefix": call.prefix}
-    return {"clusters": count, "least": LEAST, **shared}
+    return {"clusters": clusters, "least": LEAST, **shared}
 
 
-def _mechanism(count: int) -> Mechanism:
+def mechanism(count: int) -> Mechanism:
     @options_of(_options)
     def function(call: Call, **options: Any) -> Tensor:
         return cluster_attention(*call[:3], **_options(count, call, **options))
@@ -81,4 +107,4 @@ def _mechanism(count: int) -> Mechanism:
 
 
 for _count in COUNTS:
-    register(_mechanism(_count))
+    register(mechanism(_count))

@@ -6,6 +6,7 @@ Shape legend: B batch, H query heads, Hk key heads, Lq queries, Lk keys, D key w
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -268,12 +269,19 @@ def _converted(
     if pattern.key_mask is not None and pattern.key_mask.shape[-1] != keys:
         raise ValueError(f"the mask is for {pattern.key_mask.shape[-1]} keys, but {type(module).__name__} has {keys}")
     asking = pattern.key_mask if queries == keys else None  # self-attention: what is absent asks nothing
-    call = call._replace(key_mask=pattern.key_mask, is_causal=pattern.is_causal, query_mask=asking)
+    grid = _grid(module, queries) if queries == keys and not pattern.is_causal else None
+    call = call._replace(key_mask=pattern.key_mask, is_causal=pattern.is_causal, query_mask=asking, grid=grid)
     whole = choice.heads is None and not observed() and not wants_weights(rest)
     call, rows = placed(choice, call, pattern.offset, whole)
     out = mix(module, choice, call)[:, :, rows]
     A = weights(choice, call)[:, :, rows] if wants_weights(rest) else None
     return out.transpose(1, 2).contiguous(), A
+
+
+def _grid(module: nn.Module, tokens: int) -> tuple[int, int] | None:
+    """Rows and columns of the tokens of a Hiera, a square picture's or window's; None elsewhere."""
+    side = math.isqrt(tokens)
+    return (side, side) if hasattr(module, "query_stride") and side * side == tokens else None
 
 
 def _causal(module: nn.Module, is_causal: bool | None, mask: Tensor | None) -> bool:

@@ -1,0 +1,203 @@
+"""SAM 2 at 4,096 pixels: time and error of its global layers, and of the whole compiled encoder, beside softmax.
+
+    PYTHONPATH=src:. python benchmarks/sam2_speed.py MODEL PICTURES [--size 4096] [--names ...] [--whole NAME ...]
+
+Layers: queries, keys and values of every global layer, captured in bfloat16 from one picture; out as called, in a CUDA
+graph; softmax is the quicker of cuDNN and flash of the same run. The error is ||out - softmax|| / ||softmax - <v>||,
+squared in the second column, over all queries. No time is printed where the output has no numbers. `--whole` compiles
+the encoder with these in its global layers and takes the time and the peak memory of a forward pass. JSON goes to
+$OUT/sam2_speed_SIZE.json if OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from real_models import global_layers, load, pictures, replaced, share_of_work
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cumulant import zoo
+from cumulant.bench.provenance import provenance
+from cumulant.call import Call
+from cumulant.kernels.notice import SlowPathWarning
+from cumulant.nn.swapped.choice import Choice, observing
+
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+NAMES = (
+    *(f"cluster64+near={t}" for t in (1, 2, 4)),
+    *(f"cluster256+near={t}" for t in (2, 4, 8, 16)),
+    "cluster256+near=4+near_rows=64",
+    *(f"cluster256+find=tree+near={t}" for t in (2, 4, 8)),
+    "cluster256+find=tree+near=4+near_rows=128",
+)
+
+
+def captured(model: Any, x: Tensor) -> dict[str, Call]:
+    """The calls of the global layers for a picture."""
+    found: dict[str, Call] = {}
+    encoder = model.vision_encoder
+    names = {encoder.get_submodule(name): name for name in global_layers(model)}
+
+    def see(module: torch.nn.Module, call: Call) -> None:
+        if module in names:
+            found[names[module]] = call._replace(
+                **{key: getattr(call, key).clone() for key in ("query", "key", "value")}
+            )
+
+    with replaced(model, "softmax"), observing(see):
+        encoder(x)
+    return found
+
+
+def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Median of a few replays of a CUDA graph of several calls; as called where it cannot be recorded."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    calls = 4
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
+        again: Callable[[], Any] = graph.replay
+    except RuntimeError:
+        torch.cuda.synchronize()
+
+        def again() -> None:
+            for _ in range(calls):
+                run()
+
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        again()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(times)
+
+
+def softmax(call: Call) -> tuple[float, str]:
+    """Seconds of the quickest softmax, and its name."""
+    best = (float("inf"), "none")
+    for name, peer in PEERS.items():
+        try:
+            with sdpa_kernel(peer):
+                best = min(best, (seconds(lambda: F.scaled_dot_product_attention(*call[:3], scale=call.scale)), name))
+        except RuntimeError as error:
+            print(f"{name} does not take this: {error}")
+    return best
+
+
+def layers(calls: dict[str, Call], names: list[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for layer, call in calls.items():
+        time, peer = softmax(call)
+        exact = F.scaled_dot_product_attention(*call[:3], scale=call.scale).double()
+        size = (exact - call.value.double().mean(-2, keepdim=True)).square().sum()
+        L, D = call.query.shape[-2:]
+        print(f"{layer}: softmax {time * 1e3:.3f} ms ({peer})")
+        for name in names:
+            choice = Choice.named(name)
+            mechanism = zoo.get(choice.attention)
+            run = lambda m=mechanism, c=call, o=choice.options: m.run(c, **o)  # noqa: E731
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", SlowPathWarning)
+                out = run().double()
+            error = float((out - exact).square().sum() / size)
+            del out
+            own = seconds(run) if error == error else float("nan")
+            row = {"layer": layer, "name": name, "seconds": own, "softmax": time, "peer": peer, "squared_error": error}
+            row |= {"work": share_of_work(name, L, D), "plain_torch": bool(caught)}
+            rows.append(row)
+            print(
+                f"  {name:46s} {own * 1e3:7.3f} ms  {time / own:5.1f} x  squared error {error:.4f}  "
+                f"multiply-adds {row['work']:.1%}{'  plain torch' if caught else ''}",
+                flush=True,
+            )
+    return rows
+
+
+def whole(model: Any, x: Tensor, names: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    encoder = model.vision_encoder
+    for name in ["softmax", *names]:
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        encoder.set_attn_implementation("sdpa")
+        compiled = torch.compile(encoder)
+        if name == "softmax":
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+                row = _whole(lambda run=compiled: run(x))
+        else:
+            with replaced(model, name):
+                row = _whole(lambda run=compiled: run(x))
+        rows.append({"name": name, **row})
+        print(f"{name:46s} encoder {row['seconds'] * 1e3:.2f} ms, peak {row['peak'] / 2**30:.2f} GiB", flush=True)
+    return rows
+
+
+def _whole(run: Callable[[], Any]) -> dict[str, float]:
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return {"seconds": statistics.median(times), "peak": torch.cuda.max_memory_allocated()}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("pictures", type=Path)
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--names", nargs="*", default=NAMES)
+    parser.add_argument("--whole", nargs="*", default=())
+    parser.add_argument("--picture", default="truck")
+    parser.add_argument("--batch", type=int, default=1)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this measures a GPU, and none is here")
+    model = load(options.model, options.size).to("cuda", torch.bfloat16)
+    shown = {picture.name: picture for picture in pictures(options.pictures, crops=False)}
+    if options.picture not in shown:
+        raise SystemExit(f"no picture {options.picture!r} in {options.pictures}; there are {', '.join(shown)}")
+    x = shown[options.picture].tensor(options.size).to("cuda", torch.bfloat16).repeat(options.batch, 1, 1, 1)
+    record: dict[str, Any] = {"provenance": provenance(), "size": options.size, "batch": options.batch}
+
+    def keep() -> None:
+        if out := os.environ.get("OUT"):
+            Path(out, f"sam2_speed_{options.size}_{options.batch}.json").write_text(json.dumps(record))
+
+    if options.names:
+        record["layers"] = layers(captured(model, x), list(options.names))
+        keep()
+    if options.whole:
+        record["whole"] = whole(model, x, list(options.whole))
+        keep()
+
+
+if __name__ == "__main__":
+    main()

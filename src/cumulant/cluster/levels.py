@@ -1,0 +1,113 @@
+"""Two levels of clusters by content: each query opens a few clusters and meets their leaves, of these a few exactly.
+
+Shape legend: B batch, H key heads, n query rows, K clusters of r leaves, m tokens of a leaf, t opened clusters, u near
+leaves, p exact tokens, D, E widths. Queries carry the scale.
+
+    (w_c, w_b, w_l) = softmax over (log Z_c of closed clusters, log Z_b of far leaves of open ones, q.k_l of the rest)
+    out = sum_c w_c v_mean_c + sum_b w_b v_mean_b + sum_l w_l v_l + (sum_c w_c f_c + sum_b w_b f_b) S^T q
+
+Opened are the clusters of largest mass times s^2, and near the leaves of largest: where an expansion of second order
+errs most. S is the covariance within clusters, one for all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..closures import gain
+from ..tensors import ABSENT, softmax_or_zero
+from .backend import Form
+from .choice import heaviest
+from .fields import Exact, Far, Tokens, recomputed, room
+from .grouped import near_answers
+from .statistics import log, merge_pieces, moments_of
+from .tree import Tree
+
+
+def two_levels(
+    q: Tensor, key: Tensor, value: Tensor, slots: Tensor, exact: Exact | None, tree: Tree, form: Form
+) -> Tensor:
+    """Rows q (B, H, n, D) over leaves key (B, H, K r, m, D), value (B, H, K r, m, E), slots (B, H, K r, m), in blocks.
+
+    Cost a row: (K + t r) (2 D + E) + u m (D + E) + D E.
+    """
+    moments = moments_of(key, value, slots)
+    owner = torch.arange(tree.count, device=q.device).repeat_interleave(tree.leaves)[None, None]
+    clusters = Far.of(merge_pieces(moments, owner, tree.count)).pooled()
+    leaves = Far.of(moments)._replace(response=None)
+    tokens = Tokens(key, value, log(slots))
+    B, H, _, D = q.shape
+    E, m = value.shape[-1], key.shape[-2]
+    of_row = (
+        4 * tree.count
+        + tree.opened * tree.leaves * (2 * D + E)
+        + (form.near if isinstance(form.near, int) else 0)
+        * (m + 3 * (D + E) if tokens.grouped(q.unsqueeze(-2), True) else m * (D + E))
+    )
+    step = max(1, room(q) // max(1, B * H * of_row))
+    parts = [recomputed(_rows, rows, clusters, leaves, tokens, exact, tree, form) for rows in q.split(step, 2)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _rows(q: Tensor, clusters: Far, leaves: Far, tokens: Tokens, exact: Exact | None, tree: Tree, form: Form) -> Tensor:
+    closure, r, near = form.closure, tree.leaves, form.near
+    assert isinstance(near, int)
+    log_Z, variance = clusters.masses(q, closure)
+    opened = _largest(log_Z, variance, tree.opened, form)
+    closed = _without(log_Z, opened)
+    ids = (opened.clamp(min=0).unsqueeze(-1) * r + torch.arange(r, device=q.device)).flatten(-2)  # (B, H, n, t r)
+    own = _picked(leaves, ids)
+    leaf_Z, leaf_variance = (x.squeeze(-2) for x in own.masses(q.unsqueeze(-2), closure))
+    leaf_Z = leaf_Z.masked_fill((opened < 0).repeat_interleave(r, -1), ABSENT)
+    logits, values = [closed, leaf_Z], [clusters.value_mean, own.value_mean]
+    near = min(near, ids.shape[-1])
+    if near:
+        chosen = _largest(leaf_Z, leaf_variance, near, form)  # among those of open clusters
+        logits[1] = _without(leaf_Z, chosen)
+        which = ids.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
+        if tokens.grouped(q.unsqueeze(-2), True):
+            mass, value = near_answers(q.unsqueeze(-2), which, *tokens[:3])
+            logits.append(mass.squeeze(-2))
+            values.append(value.squeeze(-3))
+        else:
+            key, value, log_weight = tokens.gather(which)
+            logits.append((key @ q.unsqueeze(-1)).squeeze(-1) + log_weight)
+            values.append(value)
+    if exact is not None:
+        logits.append(q @ exact.key.squeeze(2).mT + exact.log_weight.squeeze(2))
+        values.append(exact.value.squeeze(2))
+    w = softmax_or_zero(torch.cat(logits, -1)).split([x.shape[-1] for x in logits], -1)
+    out = torch.zeros_like(values[0][..., :1, :])
+    for weight, value in zip(w, values, strict=True):
+        each = value.ndim > weight.ndim  # clusters or tokens of each row's own
+        out = out + ((weight.unsqueeze(-2) @ value).squeeze(-2) if each else weight @ value)
+    if clusters.pool is not None and form.response != 0:
+        lift = (w[0] * gain(variance, closure)).sum(-1) + (w[1] * gain(leaf_variance, closure)).sum(-1)
+        out = out + lift.unsqueeze(-1) * (q @ clusters.pool)
+    return out
+
+
+def _largest(log_Z: Tensor, variance: Tensor, count: int, form: Form) -> Tensor:
+    """Numbers (..., n, count) of the clusters of each row by the rank of the form, -1 where there are fewer."""
+    rank = "mass" if form.rank == "mass" else "error"
+    return heaviest(log_Z.detach(), variance.detach(), count, rank, None, True, True)
+
+
+def _without(log_Z: Tensor, which: Tensor) -> Tensor:
+    """log Z with -inf at `which`; a -1 goes to a column beyond the last, which is cut off again."""
+    K = log_Z.shape[-1]
+    taken = torch.zeros(*log_Z.shape[:-1], K + 1, dtype=torch.bool, device=log_Z.device)
+    return log_Z.masked_fill(taken.scatter(-1, torch.where(which < 0, K, which), True)[..., :K], ABSENT)
+
+
+def _picked(far: Far, ids: Tensor) -> Far:
+    """Of clusters (B, H, K), those with numbers ids (B, H, n, a) as lists of each row."""
+
+    def take(x: Tensor) -> Tensor:
+        flat = x.flatten(3) if x.ndim > 3 else x.unsqueeze(-1)
+        flat = flat.expand(*ids.shape[:2], *flat.shape[2:])
+        found = flat.gather(2, ids.flatten(2).unsqueeze(-1).expand(-1, -1, -1, flat.shape[-1]))
+        return found.unflatten(2, ids.shape[2:])
+
+    return Far(take(far.log_weight).squeeze(-1), take(far.key_mean), take(far.value_mean), take(far.spread), None)

@@ -1,0 +1,166 @@
+"""Clusters by content: halves along the direction in which queries tell keys apart, and two levels of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulant import zoo
+from cumulant.cluster import Tree, cluster_attention, multiply_adds
+from cumulant.cluster.tree import tree_order
+
+TWO = Tree(8, leaves=4, opened=3)
+
+
+def tokens(L: int = 101, H: int = 2, D: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys around a few centres in no order; queries and values at random."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    centres = 2 * draw(H, 8, D)
+    key = centres[:, torch.randint(0, 8, (L,), generator=generator)] + 0.3 * draw(H, L, D)
+    return draw(1, H, L, D), key.unsqueeze(0), draw(1, H, L, D)
+
+
+def error(out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Tensor) -> float:
+    exact = F.scaled_dot_product_attention(query, key, value, **options)
+    return float((out - exact).norm() / (exact - value.mean(-2, keepdim=True)).norm())
+
+
+def two_levels_by_hand(query: Tensor, key: Tensor, value: Tensor, tree: Tree, near: int) -> Tensor:
+    """One query head, (L, D) each, by loops over clusters: the formula as it is printed."""
+    L, D = key.shape
+    parts = tree.count * tree.leaves
+    order = tree_order(query[None], key[None], parts, tree)[0]
+    leaves = order.split(-(-L // parts))
+    leaves = [*leaves, *[order[:0]] * (parts - len(leaves))]
+    clusters = [torch.cat(leaves[c * tree.leaves : (c + 1) * tree.leaves]) for c in range(tree.count)]
+    inner = sum((key[x] - key[x].mean(0)).T @ (value[x] - value[x].mean(0)) for x in clusters if len(x)) / L
+
+    def met(q: Tensor, x: Tensor) -> tuple[float, float]:
+        if not len(x):
+            return -math.inf, 0.0
+        s = float((q**2 @ key[x].var(0, correction=0)).sqrt())
+        return float(q @ key[x].mean(0)) + math.log(len(x) * math.cosh(s)), s
+
+    rows = []
+    for q in query * D**-0.5:
+        score = lambda x, q=q: met(q, x)[0] + 2 * math.log(max(met(q, x)[1], 1e-30))  # noqa: E731
+        opened = sorted(range(tree.count), key=lambda c: -score(clusters[c]))[: tree.opened]
+        inside = [leaves[c * tree.leaves + i] for c in opened for i in range(tree.leaves)]
+        inside.sort(key=lambda x: -score(x))
+        far = [x for c, x in enumerate(clusters) if c not in opened] + inside[near:]
+        far = [x for x in far if len(x)]
+        exact = torch.cat([x for x in inside[:near] if len(x)])
+        met_far = [met(q, x) for x in far]
+        logits = torch.cat((torch.tensor([m for m, _ in met_far], dtype=q.dtype), key[exact] @ q))
+        w = logits.softmax(0)
+        means = torch.stack([value[x].mean(0) for x in far])
+        gains = torch.tensor([math.tanh(s) / s if s else 1.0 for _, s in met_far], dtype=q.dtype)
+        rows.append(w[: len(far)] @ means + w[len(far) :] @ value[exact] + (w[: len(far)] * gains).sum() * (q @ inner))
+    return torch.stack(rows)
+
+
+def test_runs_of_the_order_are_alike_and_of_one_size() -> None:
+    query, key, _ = tokens(96)
+    order = tree_order(query[0], key[0], 8, Tree(8))
+    assert torch.equal(order.sort(-1).values, torch.arange(96).expand(2, -1))
+    runs = key[0].gather(1, order.unsqueeze(-1).expand_as(key[0])).unflatten(1, (8, 12))
+    assert float(runs.var(2).sum()) < 0.5 * float(key[0].unflatten(1, (8, 12)).var(2).sum())
+
+
+def test_content_comes_closer_to_softmax_than_the_order_of_the_tokens() -> None:
+    q, k, v = tokens()
+    by_content, by_place = (cluster_attention(q, k, v, clusters=c, near=2) for c in (Tree(16), 16))
+    assert error(by_content, q, k, v) < 0.7 * error(by_place, q, k, v)
+
+
+@pytest.mark.parametrize("tree", [Tree(16), Tree(8, leaves=4, opened=8)])
+def test_everything_near_is_softmax_with_masks_prefix_groups_and_odd_lengths(tree: Tree) -> None:
+    q, k, v = tokens(77)
+    mask = torch.arange(77) % 5 != 2
+    for prefix in (0, 3):
+        out = cluster_attention(q, k, v, clusters=tree, near=64, key_mask=mask[None], prefix=prefix)
+        assert error(out, q, k, v, attn_mask=mask[None, None, None]) < 1e-12
+    out = cluster_attention(q, k[:, :1], v[:, :1], clusters=tree, near=64, enable_gqa=True)
+    assert error(out, q, k[:, :1].expand_as(k), v[:, :1].expand_as(v)) < 1e-12
+
+
+def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
+    q, k, v = tokens(64)
+    mask = torch.ones(1, 64, dtype=torch.bool)
+    mask[:, 40:] = False
+    bad = [x.clone() for x in (k, v)]
+    for x in bad:
+        x[:, :, 40:] = float("nan")
+    for tree in (Tree(4), TWO):
+        out, other = (cluster_attention(q, *kv, clusters=tree, near=2, key_mask=mask) for kv in ((k, v), bad))
+        torch.testing.assert_close(out, other)
+    nothing = cluster_attention(q, k, v, clusters=TWO, near=2, key_mask=mask & False)
+    assert torch.equal(nothing, torch.zeros_like(nothing))
+
+
+def test_two_levels_are_the_printed_formula() -> None:
+    q, k, v = tokens(75, H=1)
+    out = cluster_attention(q, k, v, clusters=TWO, near=4)[0, 0]
+    torch.testing.assert_close(out, two_levels_by_hand(q[0, 0], k[0, 0], v[0, 0], TWO, 4), rtol=1e-6, atol=1e-6)
+
+
+def test_more_near_leaves_come_closer_to_softmax() -> None:
+    q, k, v = tokens(128)
+    tree = Tree(8, leaves=4, opened=8)
+    errors = [error(cluster_attention(q, k, v, clusters=tree, near=t), q, k, v) for t in (0, 4, 16, 32)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-12
+
+
+def test_multiply_adds_count_the_search_and_the_leaves_that_are_opened() -> None:
+    L, D, tree = 4096, 96, Tree(64, leaves=4, opened=10)
+    search = L * 64 * (D + 8 * 5)
+    found = multiply_adds(L, D, D, 64, near_tokens=192, response="pooled", kmeans=tree)
+    assert found == L * ((64 + 40) * 3 * D + D * D + 192 * 2 * D + D + D * D) + search
+
+
+def test_queries_that_share_near_clusters_stay_in_their_places() -> None:
+    q, k, v = tokens(256)
+    shared = cluster_attention(q, k, v, clusters=Tree(16), near=4, near_rows=32)
+    assert error(shared, q, k, v) < error(cluster_attention(q, k, v, clusters=Tree(16)), q, k, v)
+    moved = torch.randperm(256)
+    again = cluster_attention(q[:, :, moved], k, v, clusters=Tree(16, sample=256), near=16, near_rows=32)
+    torch.testing.assert_close(again, F.scaled_dot_product_attention(q[:, :, moved], k, v))
+
+
+@pytest.mark.parametrize("tree", [Tree(4), Tree(4, leaves=2, opened=2)])
+def test_gradients(tree: Tree) -> None:
+    q, k, v = (x[:, :1, :12, :3].clone().requires_grad_() for x in tokens(12, D=4))
+    assert torch.autograd.gradcheck(lambda *x: cluster_attention(*x, clusters=tree, near=1), (q, k, v))
+
+
+def test_wrong_trees_are_told_what_would_be_right() -> None:
+    q, k, v = tokens(32)
+    for wrong, said in (
+        ({"count": 48}, "power of two, got 48: take 32 or 64"),
+        ({"count": 8, "leaves": 4}, "go together"),
+        ({"count": 0}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Tree(**wrong)
+    with pytest.raises(ValueError, match="no neighbours"):
+        cluster_attention(q, k, v, clusters=Tree(4), near="neighbours")
+    with pytest.raises(TypeError, match="is_causal, got Tree"):
+        cluster_attention(q, k, v, clusters=Tree(4), is_causal=True)
+    with pytest.raises(ValueError, match="near_rows=1"):
+        cluster_attention(q, k, v, clusters=TWO, near=2, near_rows=32)
+    with pytest.raises(ValueError, match="has no causal form"):
+        zoo.get("cluster4+find=tree")(q, k, v, is_causal=True)
+    with pytest.raises(ValueError, match="belong to find='tree'"):
+        zoo.get("cluster4+leaves=2+opened=1")(q, k, v)
+
+
+def test_by_name() -> None:
+    q, k, v = tokens(64)
+    named = zoo.get("cluster16+find=tree+leaves=2+opened=4+near=2")(q, k, v)
+    torch.testing.assert_close(named, cluster_attention(q, k, v, clusters=Tree(16, 2, 4), near=2))

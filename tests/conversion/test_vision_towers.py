@@ -1,0 +1,85 @@
+"""Vision models of transformers, tiny and random: SAM 2's Hiera, and the towers of CLIP, SigLIP and DINOv2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cumulant
+from cumulant.conversion import choose_layers, restore
+
+transformers = pytest.importorskip("transformers")
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 4,
+}
+
+
+def hiera() -> Any:
+    """SAM 2's vision encoder: six layers, of which the fourth sees the whole picture."""
+    backbone = transformers.Sam2HieraDetConfig(
+        hidden_size=16, num_attention_heads=1, image_size=[128, 128], blocks_per_stage=[1, 1, 3, 1],
+        embed_dim_per_stage=[16, 32, 64, 128], num_attention_heads_per_stage=[1, 1, 2, 4],
+        window_size_per_stage=[4, 2, 2, 2], global_attention_blocks=[3],
+        window_positional_embedding_background_size=[3, 3],
+    )  # fmt: skip
+    config = transformers.Sam2VisionConfig(
+        backbone_config=backbone, backbone_channel_list=[128, 64, 32, 16], fpn_hidden_size=32,
+        backbone_feature_sizes=[[32, 32], [16, 16], [8, 8]],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Sam2VisionModel(config).eval()
+
+
+def test_windows_of_a_hiera_stay_and_the_global_layer_knows_its_grid() -> None:
+    model, x = hiera(), torch.randn(1, 3, 128, 128)
+    before = model(x).last_hidden_state
+    report = cumulant.convert(model, "cluster4+near=1", data=x, force=True)
+    assert list(report.replaced) == ["backbone.blocks.3.attn"]
+    assert report.kept["backbone.blocks.0.attn"] == "it looks within windows of 4 x 4 tokens"
+    seen = []
+    from cumulant.nn.swapped.choice import observing
+
+    with observing(lambda module, call: seen.append(call.grid)):
+        model(x)
+    assert (8, 8) in seen
+    restore(model)
+    torch.testing.assert_close(model(x).last_hidden_state, before)
+
+
+def test_the_dial_of_a_hiera_measures_clusters_by_content() -> None:
+    model, x = hiera(), torch.randn(1, 3, 256, 256)
+    dial = choose_layers(model, x, target=0.9, candidates=["cluster4+find=tree"], force=True)
+    assert dial.layers["backbone.blocks.3.attn"].tried == 1
+    assert dial.layers["backbone.blocks.3.attn"].heads
+    assert not dial.layers["backbone.blocks.0.attn"].heads
+
+
+@pytest.mark.parametrize("family", ["CLIPVision", "SiglipVision", "Dinov2"])
+def test_vision_towers_take_clusters_by_content(family: str) -> None:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**TINY)).eval()
+    x = torch.randn(1, 3, 64, 64)
+    before = model(x).last_hidden_state.detach()
+    report = cumulant.convert(model, "cluster16+find=tree+near=2", data=x, force=True)
+    assert len(report.replaced) == 2
+    after = model(x).last_hidden_state.detach()
+    assert 0 < float((after - before).norm()) < 0.2 * float(before.norm())
+
+
+def test_the_relative_bias_of_mpnet_is_refused_and_nothing_is_converted() -> None:
+    config = transformers.MPNetConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    torch.manual_seed(0)
+    model, x = transformers.MPNetModel(config).eval(), torch.arange(20)[None]
+    before = model(x).last_hidden_state
+    with pytest.raises(ValueError, match="logits"):
+        cumulant.convert(model, "cumulant2", data={"input_ids": x}, force=True)
+    torch.testing.assert_close(model(x).last_hidden_state, before)
