@@ -90,7 +90,9 @@ def main() -> None:
                 for name, rows in found.items()
             }
             record = {
-                "provenance": provenance(),
+                "provenance": provenance(
+                    " ".join(["python", "benchmarks/sam2_masks.py", *("MODEL", "PICTURES", *sys.argv[3:])])
+                ),
                 "size": size,
                 "layers": global_layers(model),
                 "work": work,

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -185,7 +186,13 @@ def main() -> None:
     if options.picture not in shown:
         raise SystemExit(f"no picture {options.picture!r} in {options.pictures}; there are {', '.join(shown)}")
     x = shown[options.picture].tensor(options.size).to("cuda", torch.bfloat16).repeat(options.batch, 1, 1, 1)
-    record: dict[str, Any] = {"provenance": provenance(), "size": options.size, "batch": options.batch}
+    record: dict[str, Any] = {
+        "provenance": provenance(
+            " ".join(["python", "benchmarks/sam2_speed.py", *("MODEL", "PICTURES", *sys.argv[3:])])
+        ),
+        "size": options.size,
+        "batch": options.batch,
+    }
 
     def keep() -> None:
         if out := os.environ.get("OUT"):
