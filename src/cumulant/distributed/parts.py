@@ -80,8 +80,8 @@ class Parts:
         """Of moments (W, p, ...) of all pieces, those before each of ours."""
         workers = self.workers
         everyone = moments.filled(x.flatten(0, 1) for x in rows)
-        order = torch.tensor([place for r in range(workers.size) for place in self.places(r)])
-        found = [only(everyone, order < place).union(added) for place in self.places(workers.rank)]
+        order = [place for r in range(workers.size) for place in self.places(r)]
+        found = [only(everyone, [o < place for o in order]).union(added) for place in self.places(workers.rank)]
         return moments.filled(torch.stack(x) for x in zip(*(one.kept() for one in found), strict=True))
 
     def _scanned(self, moments: Moments, rows: tuple[Tensor, ...]) -> Moments:
@@ -94,9 +94,12 @@ class Parts:
         return earlier
 
 
-def only(sets: Moments, these: Tensor) -> Moments:
+def only(sets: Moments, these: Sequence[bool]) -> Moments:
     """Moments (n, ...) in which only some of the n sets hold anything."""
-    there = these.to(sets.weight.device)
+    there = torch.zeros(len(these), dtype=torch.bool, device=sets.weight.device)
+    for i, one in enumerate(these):  # a copy from the host could not be captured in a CUDA graph
+        if one:
+            there[i] = True
 
     def kept(x: Tensor) -> Tensor:
         return torch.where(there.view(-1, *(1,) * (x.ndim - 1)), x, 0)

@@ -42,17 +42,18 @@ def varlen(parts: Parts, call: Call, form: Form, cu_seq_q: Tensor, cu_seq_k: Ten
         sent = own[0].filled(torch.stack(x) for x in zip(*(one.kept() for one in own), strict=True))  # (2, Hk, ...)
         rows = exchange(Gather(parts.workers), *sent.kept())
         whole = sent.filled(x.flatten(0, 1) for x in rows)  # (2 W, Hk, ...)
-        numbers = torch.tensor([-1 if end is None else end[0] for both in ends for end in both])
-        worker = torch.arange(len(numbers)) // 2
+        sets = [(r, -1 if end is None else end[0]) for r, both in enumerate(ends) for end in both]
         outs = []
         for fragment in everyone[rank]:
-            mine, there = _cut(call, fragment), numbers == fragment[0]
+            mine = _cut(call, fragment)
             if fragment not in ends[rank]:
                 outs.append(attend(mine, form))
             elif call.is_causal:
-                outs.append(_going_on(mine, form, only(whole, there & (worker < rank)).union(added)))
+                outs.append(
+                    _going_on(mine, form, only(whole, [n == fragment[0] and r < rank for r, n in sets]).union(added))
+                )
             else:
-                outs.append(_read(mine, form, only(whole, there).union(added)))
+                outs.append(_read(mine, form, only(whole, [n == fragment[0] for _, n in sets]).union(added)))
         # Workers without such a sequence take part in the backward pass of those that have one.
         way_back = sum(x[:0].sum() for x in rows)
         empty = nothing((call.query.shape[0], 0, call.value.shape[-1]), *call[:3])
