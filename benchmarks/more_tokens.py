@@ -287,7 +287,9 @@ def drawn(curves: dict[str, list[tuple[int, float, float, float]]], path: Path) 
         for name, points in curves.items():
             x, y = [point[column] for point in points], [point[3] for point in points]
             axis.plot(x, y, color=colour(name), marker=mark(name), label=name)
-            axis.annotate(f"{points[-1][0]} px", (x[-1], y[-1]), xytext=(4, 4), textcoords="offset points", fontsize=8)
+            if name in ("softmax", "rala"):  # the others lie beside softmax
+                for (patch, *_), a, b in zip(points, x, y, strict=True):
+                    axis.annotate(f"{patch} px", (a, b), xytext=(5, 5), textcoords="offset points", fontsize=8)
         axis.set(xlabel=label, xscale="log")
         axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("top-1, %")
