@@ -83,3 +83,17 @@ def test_the_relative_bias_of_mpnet_is_refused_and_nothing_is_converted() -> Non
     with pytest.raises(ValueError, match="logits"):
         cumulant.convert(model, "cumulant2", data={"input_ids": x}, force=True)
     torch.testing.assert_close(model(x).last_hidden_state, before)
+
+
+def test_a_candidate_that_is_slower_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cumulant.conversion import dial
+
+    model, x = hiera(), torch.randn(1, 3, 256, 256)
+    seconds = iter([1.0, 1.0, 1.0, 2.0, 0.5])  # softmax and the cheapest; softmax, the cheapest, the next
+    monkeypatch.setattr(dial, "seconds_of", lambda model, used, names: dict.fromkeys(names, next(seconds)))
+    names = ["cluster4+response=0", "cluster4+find=tree"]
+    first, second = (
+        choose_layers(model, x, target=0.9, candidates=names).layers["backbone.blocks.3.attn"] for _ in range(2)
+    )
+    assert {first.attention, second.attention} == set(names)
+    assert second.seconds == (1.0, 0.5)

@@ -213,12 +213,19 @@ def choose_layers(
                     call(model, batch)
         layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
         plan = {name: _choice(x) for name, x in layers.items() if x.heads}
-        if plan:
-            before = seconds_of(model, used, plan)
+        before = seconds_of(model, used, plan) if plan else {}
+        slow: dict[str, set[str]] = {name: set() for name in plan}
+        while plan:  # what is slower makes room for the next cheapest; fewer multiply-adds are not always less time
             with applied(model, {**kept_plan(model, found), **plan}):
                 after = seconds_of(model, used, plan)
+            again: dict[str, Choice] = {}
             for name in plan:
+                slow[name].add(layers[name].attention)
                 layers[name] = layers[name].timed(Times(before[name], after[name]), force)
+                other = sums[name].cheapest(target, slow[name])
+                if not layers[name].heads and other.heads:
+                    layers[name], again[name] = other, _choice(other)
+            plan = again
     return ModelDial(layers, float(target), {name: why for name, why in kept.items() if name not in layers})
 
 
@@ -286,9 +293,11 @@ class _Sums:
                 out = cluster_attention(asking, key, value, **options, **shared)
             self.error[name] = self.error.get(name, 0.0) + _squares(out.double() - exact, there)
 
-    def cheapest(self, target: float) -> LayerDial:
+    def cheapest(self, target: float, without: Iterable[str] = ()) -> LayerDial:
         best = LayerDial("softmax", (), self.heads, 0.0, 1.0, self.tokens, len(self.error))
         for name, error in self.error.items():
+            if name in without:
+                continue
             assert isinstance(self.size, Tensor)
             total, sums = float(self.size.sum()), error.sort().values.cumsum(0)
             taken = int((sums <= target**2 * total).sum())
