@@ -57,6 +57,8 @@ PARSED = {  # an example that is read by the parser and not run: why
     "cumulant evaluate runs/ucf101-cumulant3-0 path/to/ucf101 --views 4 --json": DATA,
     "cumulant study heads --layers moh": "takes minutes; tests/studies/test_heads_study.py runs a short form",
     "cumulant study random-features --attention softmax linear cumulant3": LONG,
+    "cumulant bench cab --attention linear cumulant2 cumulant3 --tasks lm restore --seeds 1": LONG,
+    "cumulant bench cab --data FOLDER --workers 12": DATA,
     "cumulant bench efficiency": LONG,
     "cumulant bench speed": COMPILES,
     "cumulant bench speed --lengths 1024 4096": COMPILES,
