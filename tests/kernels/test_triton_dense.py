@@ -154,9 +154,9 @@ def test_more_spans_than_are_merged_at_a_time(order: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("order", [2, 3])
 def test_keys_far_from_zero_cost_no_digits(order: int) -> None:
     """bfloat16 keys a hundred spreads away: at most twice the error of the plain version in the same precision."""
-    q, v = tokens(1, 1, 96, 32, dtype=torch.bfloat16), tokens(1, 1, 130, 32, dtype=torch.bfloat16, seed=1)
-    k = tokens(1, 1, 130, 32, mean=100, dtype=torch.bfloat16, seed=2)
-    grad = tokens(1, 1, 96, 32, dtype=torch.bfloat16, seed=3)
+    q, v = tokens(1, 2, 96, 32, dtype=torch.bfloat16), tokens(1, 2, 200, 32, dtype=torch.bfloat16, seed=1)
+    k = tokens(1, 2, 200, 32, mean=100, dtype=torch.bfloat16, seed=2)
+    grad = tokens(1, 2, 96, 32, dtype=torch.bfloat16, seed=3)
     scale = 32**-0.5
 
     def run(function, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
