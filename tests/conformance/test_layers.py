@@ -7,7 +7,7 @@ import pytest
 import torch
 from layer_cases import NAMES, PARAMETERS, REFUSED, UNREACHED
 
-from cumulant import create_model, nn
+from cumulant import create_model, nn, shards
 from cumulant.nn.probes import DIM, GRID, HEADS, LENGTH, mechanism_for, probe, refusing, small, tokens
 from cumulant.nn.registry import CLAIMS
 
@@ -54,6 +54,15 @@ def test_gradients_reach_every_parameter(name, attention):
     unreached = {key for key, p in layer.named_parameters() if p.grad is None or not p.grad.any()}
     apart = UNREACHED.get(name, "none of them")
     assert unreached == {key for key, _ in layer.named_parameters() if key.startswith(apart)}
+
+
+@ALL
+def test_one_workers_part_of_a_sequence_is_refused_where_it_looks_at_other_tokens_itself(name):
+    layer = small(name, "cumulant3" if "cumulant3" not in nn.get_layer(name).not_over else "softmax")
+    asks = name in ("multihead", "sqa", "gda")  # the answerer, which this one is not
+    kind, says = (AttributeError, "agree") if asks else (ValueError, "other workers")
+    with shards.answered_by(object()), pytest.raises(kind, match=says):
+        layer(tokens())
 
 
 @ALL

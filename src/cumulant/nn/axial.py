@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import shards
 from ..call import Call, Grid, check_mask
 from ..zoo.mixing import Mix
 from .attention import MultiheadAttention
@@ -64,6 +65,7 @@ class AxialAttention(MultiheadAttention):
 
     def _parts(self, call: Call, context: Tensor | None) -> Iterator[tuple[int, Mix, slice, Call]]:
         """For time and for space: the axis, its mechanism, its heads, and their call over sequences of that axis."""
+        shards.needs_all("axial attention, which reads a whole grid,")
         grid = self._check(call, context)
         for axis, mix in enumerate(self.mixers()):
             heads, _, _ = halves = [_half_of(z.shape[1], axis) for z in call[:3]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import zoo
+from ... import shards, zoo
 from ...call import Call, Grid
 from ...grammar import parse
 from ...zoo.registry import Mechanism
@@ -25,6 +25,7 @@ class HeadsLayer(KeepsLosses, MultiheadAttention):
     """
 
     layer_name: str
+    splits = False  # whether it may hold one worker's part of a sequence: where a mechanism alone looks at other tokens
 
     def forward(  # type: ignore[override]  # a mask as in timm before the context
         self,
@@ -39,6 +40,7 @@ class HeadsLayer(KeepsLosses, MultiheadAttention):
 
         attn_mask marks keys: (..., M) bool or weights, or (..., 1, 1, M) bool; see `as_key_mask`.
         """
+        self.check_whole()
         return self.attend(self.asked(x, attn_mask, is_causal, context, grid, prefix), x, context)
 
     def asked(  # type: ignore[override]
@@ -53,6 +55,11 @@ class HeadsLayer(KeepsLosses, MultiheadAttention):
         """The call that `forward` makes of the same arguments."""
         mask = as_key_mask(attn_mask, x if context is None else context)
         return self.call(x, context, mask, is_causal, grid, prefix)
+
+    def check_whole(self) -> None:
+        """Raises where workers hold the other tokens of a sequence that this layer must see."""
+        if not self.splits:
+            shards.needs_all(f"layer {self.layer_name!r}")
 
     def scores(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The weights with which this layer mixes the values, (..., H, L, M); arguments are those of `forward`."""

@@ -184,6 +184,7 @@ class GaussianAdaptiveAttention(HeadsLayer):
     ) -> Tensor:
         if self.axis == "channels":
             return super().forward(x, attn_mask, is_causal, context, grid, prefix)
+        self.check_whole()
         self._check_width("x", x)
         if is_causal or context is not None:
             what = "is_causal=True" if is_causal else "a context"

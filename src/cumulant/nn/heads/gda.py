@@ -41,6 +41,7 @@ class GroupedDifferentialAttention(HeadsLayer):
     """
 
     layer_name = "gda"
+    splits = True
     mixer_names = ("mix", "mix_noise")
     rows_alone = False
     lambda_start: Tensor

@@ -131,6 +131,7 @@ class RedundancyReduction(HeadsLayer):
         grid: Grid | None = None,
         prefix: int = 0,
     ) -> Tensor:
+        self.check_whole()
         if not is_causal and context is None and self._gathers(x):
             mask = as_key_mask(attn_mask, x)
             kept = self.kept(x, mask)

@@ -48,6 +48,7 @@ class SparseQueryAttention(HeadsLayer):
     """
 
     layer_name = "sqa"
+    splits = True
 
     def __init__(
         self,
