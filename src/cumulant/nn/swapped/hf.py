@@ -280,8 +280,10 @@ def _converted(
 
 def _grid(module: nn.Module, tokens: int) -> tuple[int, int] | None:
     """Rows and columns of the tokens of a Hiera, a square picture's or window's; None elsewhere."""
+    if not hasattr(module, "query_stride"):  # asked first: a length that is looked at is fixed in an export
+        return None
     side = math.isqrt(tokens)
-    return (side, side) if hasattr(module, "query_stride") and side * side == tokens else None
+    return (side, side) if side * side == tokens else None
 
 
 def _causal(module: nn.Module, is_causal: bool | None, mask: Tensor | None) -> bool:
