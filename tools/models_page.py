@@ -1,19 +1,21 @@
-"""Tables and pictures of docs/models.md, from the registry: python tools/models_page.py
+"""Tables and pictures of docs/models.md, and what `cumulant list models` says: python tools/models_page.py
 
 A table stands between `<!-- models: PREFIX -->` and `<!-- end -->`; pictures are docs/figures/model-NAME.svg.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
-from cumulant.listing import multiply_adds
+from cumulant.listing import counted, multiply_adds
 from cumulant.models import create_model, names
 from cumulant.models.registry import input_shape
 
 DOCS = Path(__file__).parents[1] / "docs"
+SOURCE = Path(__file__).parents[1] / "src" / "cumulant"
 MARKED = re.compile(r"(<!-- models: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CLASSES = {"activator": 10}  # those of the data that a small network is for
 COLOURS = {"plain": "#e8ecf1", "attention": "#f6c344", "conv": "#a8d5ba", "sum": "#ffffff"}
@@ -124,6 +126,8 @@ def page(text: str) -> str:
 
 
 def main() -> int:
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(counted(name))}" for name in names())
+    (SOURCE / "models" / "counted.json").write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     path = DOCS / "models.md"
     path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
     for name, (boxes, arrows) in PICTURES.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import resources
 from textwrap import fill
 from typing import Annotated, Any, Literal
 
@@ -99,16 +101,18 @@ def layers() -> tuple[list[dict[str, Any]], str]:
 
 
 def models() -> tuple[list[dict[str, Any]], str]:
-    """Every model with its parameters and multiply-adds, counted without making them, and the input that it takes."""
-    from .models import create_model, names
+    """Every model with its parameters and multiply-adds, and the input that it takes.
+
+    Ours were counted by tools/models_page.py, which takes half a minute; others are counted here.
+    """
+    from .models import names
     from .models.registry import input_shape
 
+    known = json.loads(resources.files("cumulant.models").joinpath("counted.json").read_text())
     rows: list[dict[str, Any]] = []
     for name in names():
-        model, shape = create_model(name, device="meta"), input_shape(name)
-        count = sum(weight.numel() for weight in model.parameters())
-        macs = multiply_adds(model, shape) if shape else None
-        rows.append({"name": name, "parameters": count, "macs": macs, "input": list(shape)})
+        count, macs = known[name] if name in known else counted(name)
+        rows.append({"name": name, "parameters": count, "macs": macs, "input": list(input_shape(name))})
     width = max(len(row["name"]) for row in rows)
     lines = [f"{'name':{width}}  {'parameters':>11}  {'GMACs':>9}  input"]
     for row in rows:
@@ -116,6 +120,15 @@ def models() -> tuple[list[dict[str, Any]], str]:
         size = " x ".join(map(str, row["input"])) or "any"
         lines.append(f"{row['name']:{width}}  {row['parameters']:11,}  {work:>9}  {size}")
     return rows, "\n".join([*lines, MODELS_LEGEND])
+
+
+def counted(name: str) -> tuple[int, int | None]:
+    """Parameters and multiply-adds of a model, without making it."""
+    from .models import create_model
+    from .models.registry import input_shape
+
+    model, shape = create_model(name, device="meta"), input_shape(name)
+    return sum(weight.numel() for weight in model.parameters()), multiply_adds(model, shape) if shape else None
 
 
 def multiply_adds(model: Any, shape: tuple[int, ...]) -> int | None:

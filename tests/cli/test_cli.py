@@ -13,6 +13,7 @@ import torch
 
 import cumulant
 from cumulant import cli, zoo
+from cumulant.listing import counted
 from cumulant.models.registry import input_shape
 from cumulant.studies import cumulant_vit as study
 from cumulant.studies.runs import RunError, TimeOverError
@@ -90,6 +91,11 @@ def test_models_are_listed_with_their_parameters_and_input(capsys):
         "input": [3, 224, 224],
     }  # fmt: skip
     assert rows["vivit_nano_patch4x2_16"]["input"] == [1, 8, 16, 16]
+    smallest: dict[str, str] = {}
+    for name in sorted(rows, key=lambda name: rows[name]["parameters"]):
+        smallest.setdefault(name.split("_")[0], name)
+    for name in smallest.values():  # tools/models_page.py writes them
+        assert (rows[name]["parameters"], rows[name]["macs"]) == counted(name), name
 
 
 @pytest.mark.parametrize("name", ["vit_nano_patch2_8", "vivit_nano_patch4x2_16"])
