@@ -33,7 +33,7 @@ class Train:
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
     """One of digits, tiny-imagenet-100, tiny-imagenet-100-patch4, cifar10, ucf101, imagenet-100, imagenet-1k,
-    sentences, shakespeare, shakespeare-bytes; or a TOML file."""
+    scenes, sentences, shakespeare, shakespeare-bytes; or a TOML file."""
     settings: TrainRecipe = field(default_factory=TrainRecipe)
     out: Path | None = None
     """Folder of the run: weights, log, result. By default runs/RECIPE-ATTENTION-SEED."""
