@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -177,20 +178,26 @@ class TrainBench:
         check_choices(self)
 
     def run(self) -> int:
-        from ..bench.command import published
-        from ..bench.report import prepare
         from . import mechanisms
-        from .runs import TimeOverError
 
-        prepare(self.out)
-        try:
-            result = mechanisms.run(self, sys.stderr)
-        except TimeOverError as error:
-            return time_over(error)
-        except KeyboardInterrupt as stop:
-            kept = "Finished runs are kept: give the same command again to go on."
-            return stopped(f". {stop}".rstrip() + f"\n{kept}")
-        return published(result, self, mechanisms.table)
+        return answered(self, mechanisms.run, mechanisms.table)
+
+
+def answered(settings: Any, run: Callable[..., Any], table: Callable[..., Any]) -> int:
+    """Run what trains many models and publish its table; a stop, or time that is over, keeps what is finished."""
+    from ..bench.command import published
+    from ..bench.report import prepare
+    from .runs import TimeOverError
+
+    prepare(settings.out)
+    try:
+        result = run(settings, sys.stderr)
+    except TimeOverError as error:
+        return time_over(error)
+    except KeyboardInterrupt as stop:
+        kept = "Finished runs are kept: give the same command again to go on."
+        return stopped(f". {stop}".rstrip() + f"\n{kept}")
+    return published(result, settings, table)
 
 
 @dataclass(frozen=True)
@@ -243,20 +250,9 @@ class Cab:
             raise ValueError(f"lr must be above 0, got {self.lr}")
 
     def run(self) -> int:
-        from ..bench.command import published
-        from ..bench.report import prepare
         from .cab import leaderboard, study
-        from .runs import TimeOverError
 
-        prepare(self.out)
-        try:
-            result = study.run(self, sys.stderr)
-        except TimeOverError as error:
-            return time_over(error)
-        except KeyboardInterrupt as stop:
-            kept = "Finished runs are kept: give the same command again to go on."
-            return stopped(f". {stop}".rstrip() + f"\n{kept}")
-        return published(result, self, leaderboard.table)
+        return answered(self, study.run, leaderboard.table)
 
 
 @dataclass(frozen=True)
