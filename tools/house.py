@@ -7,8 +7,9 @@ from pathlib import Path
 OUTSIDE = ("inspect", "conversion", "explain", "bench", "studies", "web")
 INNER = (
     ("train", "loop, recipes"),
+    ("distributed", "split sequences"),
     ("data", "readers"),
-    ("models", "vit, vivit"),
+    ("models", "networks"),
     ("nn", "layers"),
     ("zoo", "mechanisms"),
     ("cluster", "local cumulants"),
