@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from cumulant import explain
 from cumulant.bench.provenance import provenance
 from cumulant.explain import figures
+from cumulant.studies.visual_analytics import profiles
 from cumulant.train import read_recipe, train
 
 MECHANISMS = ("softmax", "cumulant3", "cumulant2", "linear")
@@ -113,12 +114,6 @@ def findings(model: nn.Module, images: Tensor, labels: Tensor, *, seeds: int = 3
         },
         "_objects": {"captured": captured, "curves": curves, "patterns": patterns, "measures": measures},
     }
-
-
-def profiles(captured: explain.Captured) -> list[list[list[float]]]:
-    """R(k) times the number of tokens, by layer, head and hop k, mean over images: 1 is what a uniform map has."""
-    of_layers = [explain.ring_profile(captured.maps(layer), captured.tokens) for layer in captured.layers]
-    return [(one.per_neighbour.mean(0) * captured.tokens.count).tolist() for one in of_layers]
 
 
 def draw(folder: Path, name: str, found: dict, images: Tensor) -> None:

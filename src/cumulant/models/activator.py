@@ -184,9 +184,5 @@ class Activator(Backbone):
     def _as_map(self, state: Tensor, at: tuple[int, int]) -> Tensor:
         return state.mT.unflatten(-1, at)
 
-    def _end(self, state: Tensor, at: tuple[int, int]) -> Tensor:
-        """Tokens after the last block, (B, L, C); there is no last norm."""
-        return state
-
     def _pooled(self, tokens: Tensor) -> Tensor:
         return tokens.mean(1)

@@ -7,8 +7,8 @@ A network has levels (the blocks of a ViT, the stages of a pyramid), one entry o
     _begin(images) -> state, at     the stem; `at` is what levels must know beside the state: a grid, say
     _levels() -> modules            in order
     _level(module, state, at)       what one does; `_run` in it saves memory where that is asked for
-    _as_map(state, at)              the state as a map (B, C, H/S, W/S)
-    _end(state, at)                 what `forward_features` returns
+    _as_map(state, at)              the state as a map (B, C, H/S, W/S); itself where it is one
+    _end(state, at)                 what `forward_features` returns; the last state unless said
     _pooled(features)               (B, num_features), what the classifier reads
 
 from which all else here follows.
@@ -70,8 +70,6 @@ class Backbone(nn.Module):
     grad_checkpointing = False
     num_prefix_tokens = 0
     _begin: Any
-    _as_map: Any
-    _end: Any
     _pooled: Any
 
     def __init__(self, num_classes: int, num_features: int, init_std: float | None = 0.02) -> None:
@@ -159,6 +157,12 @@ class Backbone(nn.Module):
                 if not to_end and len(maps) == len(wanted):
                     return None, maps
         return self._end(state, at), maps
+
+    def _as_map(self, state: Any, at: Any) -> Any:
+        return state
+
+    def _end(self, state: Any, at: Any) -> Any:
+        return state
 
     def forward_features(self, x: Tensor) -> Any:
         """What the network makes of its input before pooling."""

@@ -359,13 +359,6 @@ class MaxViT(Backbone):
             state = self._run(block, state)
         return state
 
-    def _as_map(self, state: Tensor, at: None) -> Tensor:
-        return state
-
-    def _end(self, state: Tensor, at: None) -> Tensor:
-        """The last map (B, C, H / 32, W / 32)."""
-        return state
-
     def _pooled(self, features: Tensor) -> Tensor:
         return self.head.pre_logits(self.head.norm(features.mean((2, 3))))
 

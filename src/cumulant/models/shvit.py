@@ -334,13 +334,6 @@ class SHViT(Backbone):
             state = self._run(block, state)
         return state
 
-    def _as_map(self, state: Tensor, at: None) -> Tensor:
-        return state
-
-    def _end(self, state: Tensor, at: None) -> Tensor:
-        """The last map, (B, C, H/64, W/64)."""
-        return state
-
     def _pooled(self, maps: Tensor) -> Tensor:
         return maps.mean((2, 3))
 

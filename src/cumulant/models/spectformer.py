@@ -325,9 +325,6 @@ class HierarchicalSpectFormer(Backbone):
             x = self._run(block, x, grid=grid)
         return stage.norm(x).mT.unflatten(-1, grid)
 
-    def _as_map(self, state: Tensor, at: None) -> Tensor:
-        return state
-
     def _end(self, state: Tensor, at: None) -> Tensor:
         """Class token and tokens of the last stage, (B, 1 + N, C)."""
         return self.norm(self.class_block(state.flatten(2).mT))

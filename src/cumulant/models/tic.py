@@ -345,9 +345,6 @@ class TiC(Backbone):
             state = self._run(block, state)
         return state
 
-    def _as_map(self, state: Tensor, at: None) -> Tensor:
-        return state
-
     def _end(self, state: Tensor, at: None) -> Tensor:
         """The last map."""
         return self.norm(state)
