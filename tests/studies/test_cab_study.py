@@ -263,6 +263,23 @@ def test_finished_runs_are_kept_and_a_changed_setting_is_told(tmp_path, monkeypa
     assert "not used: 4 records of other settings" in said.getvalue()
 
 
+def test_records_made_elsewhere_give_the_same_table_without_data_or_device(tmp_path, monkeypatch):
+    first = study.run(few(tmp_path / "there"))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there" / "cab").rename(tmp_path / "here" / "cab")
+    monkeypatch.setattr(study, "trained", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(study, "prepared", lambda *_: pytest.fail("data were read"))
+    again = study.run(few(tmp_path / "here", device=None, report_only=True))
+    assert again["rows"] == first["rows"]
+    assert again["made"] == first["made"]
+    more = study.run(few(tmp_path / "here", report_only=True, seeds=2))
+    assert more["missing"] == ["restore all softmax, seed 1", "restore CS linear, seed 1", "restore CC linear, seed 1"]
+    other = next((tmp_path / "here" / "cab" / "records").glob("*linear*.json"))
+    other.write_text(json.dumps({**json.loads(other.read_text()), "content": "0" * 16}))
+    with pytest.raises(ValueError, match="one content of each task"):
+        study.run(few(tmp_path / "here", report_only=True))
+
+
 def test_a_mechanism_that_fails_costs_no_other_run_and_is_tried_again(tmp_path, monkeypatch):
     def broken(task, tensors, uses, *rest):
         if uses:

@@ -7,9 +7,10 @@ import torch
 
 import cumulant
 from cumulant.studies import attention_sink, deconstructing
+from cumulant.studies.canvas import SIDE
 from cumulant.studies.mixers import Mixer, off_by_one, sigmoid, taylor
 
-SMALL = deconstructing.Settings(width=24, heads=2, depth=2, patch=4)
+SMALL = deconstructing.Settings(width=24, heads=2, depth=2, patch=5)
 
 
 def built(configuration, seed=0):
@@ -18,7 +19,7 @@ def built(configuration, seed=0):
 
 @pytest.fixture(scope="module")
 def images():
-    return torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    return torch.rand(3, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
 
 
 def test_all_variants_have_as_many_parameters_and_answer_alike(images):

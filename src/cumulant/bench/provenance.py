@@ -22,11 +22,12 @@ from cumulant.train.files import read_json
 def commit() -> str | None:
     """Short commit of the checkout that `cumulant` was imported from, marked when files differ from it.
 
-    None for an installed wheel or a checkout without a commit: a wrong commit would be worse than none.
+    A checkout that was copied without its history is told by CUMULANT_COMMIT. None for an installed wheel or a checkout
+    without a commit: a wrong commit would be worse than none.
     """
     root = Path(cumulant.__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("CUMULANT_COMMIT")
 
     def git(*arguments: str) -> str:
         return subprocess.run(

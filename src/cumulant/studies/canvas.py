@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SIDE = 12  # of the canvas; digits have 8 x 8 pixels
+SIDE = 10  # of the canvas; digits have 8 x 8 pixels
 
 
 @lru_cache(1)
@@ -37,7 +37,7 @@ def fit(model: nn.Module, steps: int, batch: int, lr: float, seed: int, device: 
     generator = torch.Generator().manual_seed(seed)
     images, labels = digits()[:2]
     model.to(device).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, fused=True)
     warm = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.SequentialLR(
         optimiser,

@@ -210,6 +210,8 @@ class Cab:
     Example: cumulant bench cab --attention linear cumulant2 cumulant3 --tasks lm restore --seeds 1
 
     Example: cumulant bench cab --data FOLDER --workers 12
+
+    Example: cumulant bench cab --report-only --out FOLDER
     """
 
     what: ClassVar[str] = "cab"
@@ -241,6 +243,8 @@ class Cab:
     """Folder for the runs (below cab), cab.json, the plot and report.html."""
     fresh: bool = False
     """Train every run anew, also those that are finished."""
+    report_only: bool = False
+    """Train nothing: the table of the records in OUT/cab/records, those made elsewhere and copied there too."""
     json: bool = False
     """Print JSON instead of the table."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from cumulant.studies.cab.patterns import support
 from cumulant.studies.cab.tasks import Task, tasks_of
 from cumulant.studies.cab.training import NotReachedError, Schedule, trained
 from cumulant.studies.plan import CONTROL_SEED, Run, seeded
+from cumulant.studies.records import device_name
 from cumulant.studies.runs import Record, TimeOverError, Workshop, train_all
 from cumulant.studies.study import bar_of
 from cumulant.tensors import threads
@@ -52,6 +53,7 @@ class Training(Run):
     uses: Mapping[str, str] = field(compare=False, hash=False)
     schedule: Schedule = field(compare=False, hash=False)
     tensors: Path = field(compare=False, hash=False)
+    about: Mapping[str, Any] = field(compare=False, hash=False)  # size, and content of its data
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Shop(Workshop):
         return True
 
     def make(self, run: Training, shared: Any = None, progress: IO[str] | None = None) -> Record:
-        head = {"configuration": run.configuration, "seed": run.seed, "epochs": run.epochs, **self.made}
+        head = {"configuration": run.configuration, "seed": run.seed, "task": run.task.name, **run.about, **self.made}
         try:
             with threads(1):
                 tensors = _loaded(str(run.tensors), self.device)
@@ -115,22 +117,64 @@ def _stamp(place: Path) -> list[Any]:
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What runs stand on: the size of tasks, the device, and of every task the file of its tensors and its digest."""
+
+    size: str
+    device: torch.device
+    tensors: Mapping[str, tuple[Path, str]]
+    generated: bool
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.device.type == "cuda" else "float32"
+
+
+def laid(settings: Cab, device: torch.device) -> Ground:
+    """As the settings ask for it; tensors are read, or made, where they are not there yet."""
+    size = settings.size if settings.size != "auto" else "full" if device.type == "cuda" else "small"
+    tasks = chosen_tasks(settings.tasks, size)
+    tensors = {name: prepared(task, settings.data, settings.out) for name, task in tasks.items()}
+    return Ground(size, device, tensors, settings.data is None)
+
+
+def told_by_records(settings: Cab) -> Ground:
+    """As the records of --out tell: neither the data nor the device on which they were made has to be at hand."""
+    folder = settings.out / "cab" / "records"
+    records = [read_json(path) for path in sorted(folder.glob("*.json"))]
+    if settings.size != "auto":
+        records = [one for one in records if one.get("size") == settings.size]
+    kinds = sorted({tuple(str(one.get(key)) for key in ("size", "device", "generated")) for one in records})
+    contents = sorted({(one["task"], one["content"]) for one in records if "content" in one})
+    if len(kinds) != 1 or len(dict(contents)) < len(contents):
+        found = "; ".join(" ".join(kind) for kind in kinds) or "none"
+        raise ValueError(
+            f"--report-only takes records of one size, one device and one content of each task; in {folder} there are: "
+            f"{found}; of {', '.join(f'{task} {content}' for task, content in contents) or 'no task'}"
+        )
+    ((size, device, generated),) = kinds
+    tensors = {name: (Path(), content) for name, content in contents}
+    return Ground(size, torch.device(device), tensors, generated == "True")
+
+
 def planned(
-    columns: Mapping[Column, Sequence[str]], tasks: Mapping[str, Task], tensors: Mapping[str, tuple[Path, str]],
-    schedule: Schedule, seeds: int, controls: int, precision: str,
+    columns: Mapping[Column, Sequence[str]], tasks: Mapping[str, Task], ground: Ground,
+    schedule: Schedule, seeds: int, controls: int,
 ) -> dict[tuple[Column, str, int, str], Training]:  # fmt: skip
     """The run of every cell (column, mechanism, seed, role): seed by seed, the baseline's other seeds among
     them, so that a stopped benchmark has its A/A control."""
     cells: dict[tuple[Column, str, int, str], Training] = {}
     for column, mechanisms in columns.items():
-        task, (path, content) = tasks[column.task], tensors[column.task]
+        task, (path, content) = tasks[column.task], ground.tensors[column.task]
+        about = {"size": ground.size, "content": content, "generated": ground.generated}
         own = replace(schedule, epochs=schedule.epochs * task.longer)
         for name, seed, role in seeded(mechanisms, BASELINE, seeds, controls):
             uses = {} if name == BASELINE else {column.pattern: name}
-            deciding = [task.told(), asdict(own), uses, content, precision]
+            deciding = [task.told(), asdict(own), uses, content, ground.precision]
             mark = hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
             what = " ".join([task.name, *(f"{pattern} {one}" for pattern, one in (uses or {"all": name}).items())])
-            run = Training(what, seed, role, mark, task=task, uses=uses, schedule=own, tensors=path)
+            run = Training(what, seed, role, mark, task=task, uses=uses, schedule=own, tensors=path, about=about)
             cells[column, name, seed, role] = run
     return dict(sorted(cells.items(), key=lambda cell: cell[0][2] % CONTROL_SEED))
 
@@ -141,34 +185,35 @@ def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:
     from cumulant.studies.mechanisms import chosen
     from cumulant.train.processes import chosen_device
 
-    device = chosen_device(settings.device)
-    size = settings.size if settings.size != "auto" else "full" if device.type == "cuda" else "small"
-    tasks, names = chosen_tasks(settings.tasks, size), chosen(settings.attention)
+    names = chosen(settings.attention)
     names = [BASELINE, *(name for name in names if name != BASELINE)]
+    ground = told_by_records(settings) if settings.report_only else laid(settings, chosen_device(settings.device))
+    tasks = {name: task for name, task in chosen_tasks(settings.tasks, ground.size).items() if name in ground.tensors}
     served = {name: support(name) for name in names}
     columns = {
         Column(task.name, pattern): [name for name in names if not served[name][pattern]]
         for task in tasks.values() for pattern in task.uses
     }  # fmt: skip
-    tensors = {name: prepared(task, settings.data, settings.out) for name, task in tasks.items()}
-    precision = "bf16" if device.type == "cuda" else "float32"
     cells = planned(
-        columns, tasks, tensors, Schedule(settings.steps, settings.lr), settings.seeds, settings.control, precision
+        columns, tasks, ground, Schedule(settings.steps, settings.lr), settings.seeds, settings.control
     )  # fmt: skip
-    made = {"provenance": provenance("cumulant bench cab"), "device": device.type}
-    shop = Shop(settings.out / "cab", str(device), made, settings.fresh, limit=settings.limit)
+    made = {"provenance": provenance("cumulant bench cab"), "device": ground.device.type}
+    if not settings.report_only:
+        made["machine"] = device_name(str(ground.device))
+    shop = Shop(settings.out / "cab", str(ground.device), made, settings.fresh, limit=settings.limit)
     records, left = finished(list(dict.fromkeys(cells.values())), shop, settings, progress)
     if not records:
         raise TimeOverError(settings.minutes)
     found = {cell: records[one] for cell, one in cells.items() if one in records}
     return {
-        "bench": "cab", "device": device.type, "missing": [str(one) for one in left],
+        "bench": "cab", "device": ground.device.type, "missing": [str(one) for one in left],
+        "made": origins(records.values()),
         "setting": {
             **{key: getattr(settings, key) for key in ("steps", "lr", "seeds", "control")},
-            "size": size, "precision": precision, "device": device.type,
-            "data": "generated" if settings.data is None else "files",
-            "digests": {name: content for name, (_, content) in tensors.items()},
-            "tasks": {name: task.told() for name, task in tasks.items()},
+            "size": ground.size, "precision": ground.precision, "device": ground.device.type,
+            "data": "generated" if ground.generated else "files",
+            "digests": {name: ground.tensors[name][1] for name in tasks},
+            "tasks": {name: {**task.told(), "steps": settings.steps * task.longer} for name, task in tasks.items()},
         },
         "support": served,
         **judged(tasks, {(at.pattern, at.task, name, seed, by): one for (at, name, seed, by), one in found.items()}),
@@ -190,6 +235,8 @@ def finished(
         if found:
             print(f"{len(found)} of {len(runs)} runs are finished already (--fresh trains them anew)", file=progress)
     waiting = [one for one in runs if one not in found]
+    if settings.report_only:
+        return kept, [one for one in waiting if one not in kept]
     with bar_of("training", len(waiting), "run", progress) as bar:
 
         def report(one: Training, record: Record | None) -> None:
@@ -200,6 +247,18 @@ def finished(
 
         left = train_all(waiting, shop, report=report, workers=settings.workers, budget=Budget(settings.minutes))
     return found, left
+
+
+def origins(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Where runs were made, which may be several places: commit, machine, versions, when, and how many."""
+    dates: dict[tuple[Any, ...], list[str]] = {}
+    for record in records:
+        one = record["provenance"]
+        dates.setdefault((one["commit"], record["machine"], one["versions"]["torch"]), []).append(one["date"])
+    return [
+        {"commit": commit, "machine": machine, "torch": torch, "from": min(when), "to": max(when), "runs": len(when)}
+        for (commit, machine, torch), when in dates.items()
+    ]
 
 
 def _said(record: Record) -> str:
