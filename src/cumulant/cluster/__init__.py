@@ -9,6 +9,7 @@ from .cost import multiply_adds, softmax_multiply_adds
 from .dial import Choice, Dial, choose
 from .kmeans import KMeans
 from .layout import Blocks
+from .merging import MergedStream
 from .streaming import ClusterStream
 from .tree import Tree
 
@@ -19,6 +20,7 @@ __all__ = [
     "ClusterStream",
     "Dial",
     "KMeans",
+    "MergedStream",
     "Tree",
     "choose",
     "cluster_attention",

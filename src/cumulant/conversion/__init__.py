@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..nn.swapped.hf import register_transformers as register_transformers
     from ..nn.swapped.kernel_repository import write_kernel_repository as write_kernel_repository
     from ..nn.swapped.timm_layers import register_timm as register_timm
+    from .cache import MergedCache as MergedCache
     from .cache import MomentsCache as MomentsCache
     from .checks import count_calls as count_calls
     from .conversion import ConversionReport as ConversionReport

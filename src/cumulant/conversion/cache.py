@@ -14,10 +14,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .. import zoo
 from ..call import Call
-from ..cluster import ClusterStream
+from ..cluster import ClusterStream, MergedStream
 from ..moments import Moments
-from ..nn.swapped.choice import Choice
-from ..nn.swapped.hf import CARRIED, MIXED, TAG
+from ..nn.swapped.choice import KEPT, SOFTMAX, Choice
+from ..nn.swapped.hf import CARRIED, MIXED, TAG, register_transformers
 from ..tensors import fold_groups
 
 STREAMED = {"block", "recent", "closure", "variance", "response"}  # options of clusters that a stream knows
@@ -59,14 +59,7 @@ class StateLayer(CacheLayerMixin):
 
         Cost: L D E. A prompt after other tokens is taken token by token.
         """
-        if choice != self.choice:
-            raise ValueError(f"this cache was made for {self.choice}, but the layer computes {choice}")
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                f"a MomentsCache is for self-attention, got {query.shape[2]} queries and {key.shape[2]} new keys; an "
-                "encoder-decoder takes EncoderDecoderCache(MomentsCache(model), DynamicCache()) of transformers"
-            )
-        self._unread = False
+        self._check(query, key, choice)
         if self.tokens == 0:
             self._take(key, value, mask, scale)
             mechanism, grouped = zoo.get(self.choice.attention), query.shape[1] != key.shape[1]
@@ -82,6 +75,17 @@ class StateLayer(CacheLayerMixin):
             out = torch.cat(rows, 2)
         self.tokens += key.shape[2]
         return out
+
+    def _check(self, query: Tensor, key: Tensor, choice: Choice) -> None:
+        """That the keys came here as they are, to the mechanism that this was made for."""
+        if choice != self.choice:
+            raise ValueError(f"this cache was made for {self.choice}, but the layer computes {choice}")
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"a MomentsCache is for self-attention, got {query.shape[2]} queries and {key.shape[2]} new keys; an "
+                "encoder-decoder takes EncoderDecoderCache(MomentsCache(model), DynamicCache()) of transformers"
+            )
+        self._unread = False
 
     def _take(self, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> None:
         """Takes further tokens of every sequence in."""
@@ -198,6 +202,57 @@ class StreamLayer(StateLayer):
             self.stream.each(change)
 
 
+class MergedLayer(StateLayer):
+    """Softmax over a fixed number of places, see `MergedStream`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(KEPT)
+        self.options, self.stream = options, MergedStream(**options)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, choice: Choice, scale: float | None
+    ) -> Tensor:
+        """Attention of the new tokens, query (B, H, L, D), over what is kept and themselves: (B, H, L, E)."""
+        self._check(query, key, choice)
+        self.stream.scale = scale
+        self.tokens += key.shape[2]
+        return self.stream.step(query, key, value, mask)
+
+    def numel(self) -> int:
+        return sum(x.numel() for x in self.stream.state or ())
+
+    def reset(self) -> None:
+        super().reset()
+        self.stream = MergedStream(**self.options)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.stream.each(change)
+
+
+class MergedCache(Cache):
+    """A cache for `model.generate(..., past_key_values=MergedCache(model, 1024))` of at most so many tokens a layer.
+
+    The model is a causal one as it came, nothing trained or converted: from here on its softmax is computed by
+    `attn_implementation="softmax"`, which answers as before under other caches. Options are those of `MergedStream`.
+    """
+
+    def __init__(self, model: nn.Module, tokens: int = 1024, **options: Any) -> None:
+        config = _config(model)
+        if config._attn_implementation != SOFTMAX:
+            if config._attn_implementation == MIXED or config._attn_implementation.startswith(("cumulant", "cluster")):
+                raise ValueError(
+                    f"{type(model).__name__} is converted ({config._attn_implementation!r}) and a MergedCache is for "
+                    "softmax: take MomentsCache(model), or cumulant.convert.restore(model) first"
+                )
+            register_transformers(SOFTMAX)
+            model.set_attn_implementation(SOFTMAX)  # type: ignore[operator]
+        super().__init__(layers=[MergedLayer(tokens=tokens, **options) for _ in range(config.num_hidden_layers)])
+
+    def numel(self) -> int:
+        """Numbers held by all layers together."""
+        return _numbers(self)
+
+
 class MomentsCache(Cache):
     """A cache for `model.generate(..., past_key_values=MomentsCache(model))` whose size does not grow, or with the
     logarithm of the length where layers are clusters.
@@ -222,14 +277,18 @@ class MomentsCache(Cache):
 
     def numel(self) -> int:
         """Numbers held by all layers together."""
-        held = 0
-        layers: list[Any] = list(self.layers)
-        for layer in layers:
-            if isinstance(layer, StateLayer):
-                held += layer.numel()
-            elif layer.is_initialized:
-                held += layer.keys.numel() + layer.values.numel()
-        return held
+        return _numbers(self)
+
+
+def _numbers(cache: Cache) -> int:
+    held = 0
+    layers: list[Any] = list(cache.layers)
+    for layer in layers:
+        if isinstance(layer, StateLayer):
+            held += layer.numel()
+        elif layer.is_initialized:
+            held += layer.keys.numel() + layer.values.numel()
+    return held
 
 
 def _config(model: Any) -> Any:

@@ -1,0 +1,292 @@
+"""Perplexity of SmolLM2-135M over 8,192 tokens of books where the cache holds a quarter to a sixteenth of them.
+
+    PYTHONPATH=src:. python benchmarks/smollm2_cache.py MODEL TEXT [TEXT ...] [--out FILE] [--time]
+
+MODEL is the folder of `python -m tools.models smollm2`, or the parts of its GGUF file; TEXT a book (`... moby-dick`) in
+plain text. Each text is cut into pieces of --length tokens; the first 64 tokens of a piece are answered exactly under
+every cache. Printed are perplexity, how much it is above that of the whole cache (mean and standard error over
+pieces, of the logarithm), that of the second half, and the numbers held.
+
+| cache | what a query sees |
+|---|---|
+| whole | every token |
+| window 1/n | the first 4 and the last tokens, as many as the share is |
+| merged 1/n | `MergedCache`: as many places, those of late queries that are kept among them |
+| blocks | `cluster64+block=16+recent=15+response=0`: moments of blocks of neighbours |
+| order 2 | `cumulant2` |
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cumulant import convert
+from cumulant.bench.provenance import provenance
+from cumulant.conversion import MergedCache, MomentsCache
+
+EXACT = 64
+SINKS = 4
+BLOCKS = "cluster64+block=16+recent=15+response=0"
+
+
+def load(path: list[Path]) -> tuple[Any, Any]:
+    """Model and tokenizer from a folder, or from parts of a GGUF file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if path[0].is_dir():
+        return AutoModelForCausalLM.from_pretrained(path[0]).eval(), AutoTokenizer.from_pretrained(path[0])
+    from tools import gguf
+    from tools.models import llama_model
+
+    file = gguf.read(*path)
+    return llama_model(file), gguf.tokenizer(file)
+
+
+def window(size: int) -> Callable[..., tuple[Tensor, None]]:
+    """Attention for transformers' registry in which a query sees the first tokens and the last, `size` in all."""
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **rest: Any
+    ) -> tuple[Tensor, None]:
+        L, outs = query.shape[2], []
+        for start in range(0, L, 512):
+            rows = torch.arange(start, min(L, start + 512), device=query.device)[:, None]
+            first = max(SINKS, start - size)
+            seen = torch.cat((torch.arange(min(SINKS, L)), torch.arange(first, min(L, start + 512)))).to(query.device)
+            allowed = (seen <= rows) & ((seen < SINKS) | (seen > rows - (size - SINKS)))
+            here = query[:, :, start : start + 512]
+            outs.append(
+                F.scaled_dot_product_attention(
+                    here, key[:, :, seen], value[:, :, seen], attn_mask=allowed, scale=scaling, enable_gqa=True
+                )
+            )
+        return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+@torch.no_grad()
+def losses(model: Any, ids: Tensor, cache: Any = None) -> Tensor:
+    """-log p of tokens 1.. of ids (B, L): (B, L - 1)."""
+    parts = [ids] if cache is None else [ids[:, :EXACT], ids[:, EXACT:]]
+    hidden = []
+    for part in parts:
+        said = model.model(part, use_cache=cache is not None, **({} if cache is None else {"past_key_values": cache}))
+        hidden.append(said.last_hidden_state)
+    rows = torch.cat(hidden, 1)[:, :-1]
+    found = [
+        F.cross_entropy(model.lm_head(part).flatten(0, 1).float(), next_.flatten(), reduction="none").view(next_.shape)
+        for part, next_ in zip(rows.split(1024, 1), ids[:, 1:].split(1024, 1), strict=True)
+    ]
+    return torch.cat(found, 1)
+
+
+def caches(model: Any, length: int) -> dict[str, Callable[[Tensor], tuple[Tensor, int]]]:
+    """What is measured: ids -> (losses, numbers held for one piece)."""
+    from transformers import AttentionInterface
+
+    config = model.config
+    token = 2 * config.head_dim * config.num_key_value_heads * config.num_hidden_layers
+
+    def whole(ids: Tensor) -> tuple[Tensor, int]:
+        model.set_attn_implementation("sdpa")
+        return losses(model, ids), token * length
+
+    def merged(tokens: int, **options: Any) -> Callable[[Tensor], tuple[Tensor, int]]:
+        def run(ids: Tensor) -> tuple[Tensor, int]:
+            cache = MergedCache(model, tokens, **options)
+            return losses(model, ids, cache), cache.numel() // len(ids)
+
+        return run
+
+    def windowed(tokens: int) -> Callable[[Tensor], tuple[Tensor, int]]:
+        def run(ids: Tensor) -> tuple[Tensor, int]:
+            AttentionInterface.register("window", window(tokens))
+            model.set_attn_implementation("window")
+            return losses(model, ids), token * tokens
+
+        return run
+
+    def converted(name: str) -> Callable[[Tensor], tuple[Tensor, int]]:
+        def run(ids: Tensor) -> tuple[Tensor, int]:
+            model.set_attn_implementation("sdpa")
+            convert(model, name, force=True, data=ids[:1, :EXACT])
+            try:
+                cache = MomentsCache(model)
+                model.model(ids[:1], past_key_values=cache)
+                return torch.cat([losses(model, one) for one in ids.split(1)]), cache.numel()
+            finally:
+                convert.restore(model)
+
+        return run
+
+    found: dict[str, Callable[[Tensor], tuple[Tensor, int]]] = {"whole": whole}
+    for share in (8, 4, 16):
+        found[f"window 1/{share}"] = windowed(length // share)
+        found[f"merged 1/{share}"] = merged(length // share)
+    eighth = length // 8
+    found |= {
+        "blocks": converted(BLOCKS),
+        "order 2": converted("cumulant2"),
+        "merged 1/8, no sinks": merged(eighth, sinks=0),
+        "merged 1/8, recent 128": merged(eighth, recent=128),
+        "merged 1/8, recent 8": merged(eighth, recent=8),
+        "merged 1/8, chunk 128": merged(eighth, chunk=128),
+        "merged 1/8, chunk 32": merged(eighth, chunk=32, sample=32),
+        "merged 1/8, 32 queries": merged(eighth, sample=32),
+        "merged 1/8, 128 queries": merged(eighth, sample=128),
+    }
+    return found
+
+
+def measured(model: Any, pieces: Tensor, batch: int, names: list[str] | None, keep: Callable[[dict], None]) -> None:
+    """Perplexities, batch after batch of pieces; every line so far after each."""
+    length, found = pieces.shape[1], {}
+    all_caches = caches(model, length)
+    held: dict[str, int] = {}
+    for ids in pieces.split(batch):
+        for name, run in all_caches.items():
+            if names and name not in names and name != "whole":
+                continue
+            began = time.perf_counter()
+            try:
+                found_losses, held[name] = run(ids)
+            except Exception as error:  # one that fails is said and does not end the others
+                print(f"{name}: {type(error).__name__}: {error}"[:300], flush=True)
+                continue
+            each = torch.stack((found_losses.mean(1), found_losses[:, length // 2 :].mean(1)), 1).double().cpu()
+            found[name] = torch.cat((found[name], each)) if name in found else each
+            above = found[name] - found["whole"][: len(found[name])]
+            mean, error = above.mean(0), above.std(0, correction=min(1, len(above) - 1)) / math.sqrt(len(above))
+            line = {
+                "pieces": len(above),
+                "perplexity": float(found[name][:, 0].mean().exp()),
+                "above": math.expm1(float(mean[0])),
+                "above_error": float(error[0]),
+                "above_second_half": math.expm1(float(mean[1])),
+                "above_second_half_error": float(error[1]),
+                "worst_piece": math.expm1(float(above[:, 0].max())),
+                "memory": held[name] / held["whole"],
+            }
+            keep({name: line})
+            print(
+                f"{name:26} {line['pieces']:3} pieces  {line['perplexity']:7.3f}  {100 * line['above']:+7.2f} % "
+                f"± {100 * line['above_error']:.2f}  second half {100 * line['above_second_half']:+7.2f} % ± "
+                f"{100 * line['above_second_half_error']:.2f}  memory {line['memory']:.4f}  "
+                f"{time.perf_counter() - began:.1f} s",
+                flush=True,
+            )
+
+
+@torch.no_grad()
+def timed(model: Any, ids: Tensor, keep: Callable[[dict], None]) -> None:
+    """Prefill of a piece and decoding after it, ms; peak memory beside the weights, MiB."""
+    from transformers import DynamicCache
+
+    def now() -> float:
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def of(make: Callable[[], Any], implementation: str) -> dict[str, float]:
+        model.set_attn_implementation(implementation)
+        model(ids[:, :256], past_key_values=make(), logits_to_keep=1)
+        gc.collect()
+        if ids.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        spent = []
+        for _ in range(3):
+            cache = make()
+            start = now()
+            model(ids, past_key_values=cache, logits_to_keep=1)
+            spent.append(now() - start)
+        peak = torch.cuda.max_memory_allocated() - before if ids.is_cuda else 0
+        kept = torch.cuda.memory_allocated() - before if ids.is_cuda else 0
+        token, steps = ids[:, -1:], 256 if ids.is_cuda else 8
+        for _ in range(4):
+            model(token, past_key_values=cache)
+        start = now()
+        for _ in range(steps):
+            model(token, past_key_values=cache)
+        return {
+            "prefill_ms": 1e3 * sorted(spent)[1],
+            "token_ms": 1e3 * (now() - start) / steps,
+            "peak_mib": peak / 2**20,
+            "kept_mib": kept / 2**20,
+        }
+
+    from transformers import AttentionInterface
+
+    MergedCache(model, 1024)  # registers "softmax"
+    assert "softmax" in AttentionInterface().valid_keys()
+    length = ids.shape[1]
+    for batch in (1, 16) if ids.is_cuda else (1,):
+        ids = ids[:1].expand(batch, -1).contiguous()
+        for name, make, implementation in (
+            ("whole", DynamicCache, "sdpa"),
+            *((f"merged 1/{n}", lambda n=n: MergedCache(model, length // n), "softmax") for n in (4, 8, 16)),
+        ):
+            line = of(make, implementation)
+            keep({f"time {name}, batch {batch}": line})
+            print(f"{name:12} batch {batch:2} " + "  ".join(f"{k} {x:.2f}" for k, x in line.items()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "model", type=lambda text: [Path(part) for part in text.split(",")], help="folder, or parts,of,a.gguf"
+    )
+    parser.add_argument("texts", nargs="+", type=Path)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--pieces", type=int, default=16, help="of each text, spread over it")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--names", nargs="+", help="caches to measure; all unless given")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--time", action="store_true", help="times in place of perplexities")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for path in (*options.model, *options.texts):
+        if not path.exists():
+            raise SystemExit(f"there is no {path}: python -m tools.models smollm2 moby-dick makes model and text")
+    model, tokenizer = load(options.model)
+    model.requires_grad_(False).to(options.device, getattr(torch, options.dtype))
+    record: dict[str, Any] = {
+        **provenance("benchmarks/smollm2_cache.py " + " ".join(sys.argv[3:])),
+        "length": options.length,
+        "dtype": options.dtype,
+    }
+
+    for path in options.texts:
+        ids = torch.tensor(tokenizer(path.read_text()).input_ids)
+        whole = ids[: len(ids) // options.length * options.length].view(-1, options.length).to(options.device)
+        chosen = whole[torch.linspace(0, len(whole) - 1, min(options.pieces, len(whole))).long()]
+        print(f"{path.stem}: {len(ids)} tokens, {len(chosen)} pieces of {options.length}", flush=True)
+
+        def keep(line: dict, name: str = path.stem) -> None:
+            record.setdefault(name, {}).update(line)
+            if options.out is not None:
+                options.out.write_text(json.dumps(record, indent=1))
+
+        if options.time:
+            timed(model, chosen[:1], keep)
+        else:
+            measured(model, chosen, options.batch, options.names, keep)
+
+
+if __name__ == "__main__":
+    main()

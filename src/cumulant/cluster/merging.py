@@ -1,0 +1,255 @@
+"""A stream of tokens in so many places: of too many, those that recent queries tell apart least become one.
+
+Shape legend: B batch, H key heads, G query heads of each, N tokens or clusters, L new tokens, S sampled queries, D, E
+widths.
+
+A cluster is W tokens that stand as one, with their mean key and value: its logit is q.k_mean + log W. Two become one
+where that costs least for the S queries seen last, with p_s the probability that a query gives to each:
+
+    cost = p_a p_b / (p_a + p_b) sum_s (q_s.k_a - q_s.k_b)^2         p = mean_s p_s
+
+which is what is lost of the variance of the logits, by Ward's rule, where a token counts by the attention it gets.
+What nobody looks at merges first, and a token that is looked at (a sink, a name) stays itself. No second moments are
+kept: keys turned by rotary positions are spread widely in directions that no query has, and would count for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..call import check_count, check_scale
+from ..held import Held, check_rows, check_tokens
+from ..moments import ratio
+from ..tensors import ABSENT, fold_groups, softmax_or_zero, wide
+from .statistics import log
+
+ROOM = 1 << 26  # logits at once
+
+
+class MergedStream:
+    """All tokens so far in at most `tokens` places of a key and a value; no gradients.
+
+        stream = MergedStream(1024)
+        out = stream.step(q, k, v)                      # a prompt or the next tokens, (B, G H, L, D) and (B, H, L, D)
+
+    The first `sinks` and the last `recent` tokens are exact, and `chunk` more come in before some are merged. The
+    sampled queries take places too. The first tokens given, however many, are answered as softmax does; those given
+    later meet what was kept, `chunk` at a time. Cost a token: G tokens (D + E), and a share of a merge,
+    tokens^2 S / (4 chunk).
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        sinks: int = 4,
+        recent: int | None = None,
+        chunk: int = 64,
+        sample: int = 64,
+        scale: float | None = None,
+    ) -> None:
+        recent = max(1, min(64, tokens // 8)) if recent is None and isinstance(tokens, int) else recent
+        for name, number, least in (
+            ("tokens", tokens, 1),
+            ("sinks", sinks, 0),
+            ("recent", recent, 1),
+            ("chunk", chunk, 1),
+            ("sample", sample, 1),
+        ):
+            check_count(name, number, least)
+        check_scale(scale)
+        assert recent is not None
+        self.tokens, self.sinks, self.recent, self.chunk, self.sample = tokens, sinks, recent, chunk, sample
+        self.scale = scale
+        self.length = 0
+        self.key: Tensor | None = None  # (B, H, places, D): sinks, clusters, exact tokens, and free places
+        self.value: Tensor | None = None
+        self.weight: Tensor | None = None  # (B, H, places)
+        self.queries: Tensor | None = None  # (B, H, S, D), the sampled ones of late, scaled
+        self.used = 0
+
+    @property
+    def state(self) -> tuple[Tensor, ...] | None:
+        """Every tensor that is kept."""
+        if self.key is None or self.value is None or self.weight is None or self.queries is None:
+            return None
+        return self.key, self.value, self.weight, self.queries
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Puts change(x) in the place of every tensor x that is kept: sequences selected or repeated, other devices."""
+        if self.state is not None:
+            self.key, self.value, self.weight, self.queries = map(change, self.state)
+
+    @torch.no_grad()
+    def step(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Takes in key (B, H, L, D), value (B, H, L, E) and answers query (B, G H, L, D), each row up to itself.
+
+        weights (B, L) are 0 for tokens that are not there.
+        """
+        held = None if self.key is None or self.value is None else Held.of(self.key, self.value)
+        check_tokens(key, value, held)
+        check_rows(query, Held.of(key, value))
+        if query.shape[-2] != key.shape[-2] or key.ndim != 4:
+            raise ValueError(
+                f"a step takes (B, heads, L, width) with as many queries as keys, got query {tuple(query.shape)} and "
+                f"key {tuple(key.shape)}"
+            )
+        B, H, L, D = key.shape
+        weight = key.new_ones(B, L, dtype=torch.float32) if weights is None else weights.float()
+        rows, weight = query * (D**-0.5 if self.scale is None else self.scale), weight[:, None].expand(B, H, L)
+        if self.state is None:
+            self._begin(key, value)
+            self._note(rows, H)
+            for new in _pieces(self.places, key, value, weight):
+                self._put(*new)
+            return _causal(rows, key, value, None if weights is None else weight)
+        outs = []
+        for some, k, v, w in _pieces(self.chunk, rows, key, value, weight):
+            if self.used + k.shape[2] > self.places:
+                self._merge(*self._held())
+            self._put(k, v, w)
+            outs.append(_causal(some, *self._held()))
+            self._note(some, H)
+        return torch.cat(outs, 2) if outs else query.new_zeros(*query.shape[:3], value.shape[-1])
+
+    @property
+    def places(self) -> int:
+        """Places for tokens: what the sampled queries leave."""
+        assert self.key is not None
+        return self.key.shape[2]
+
+    def _begin(self, key: Tensor, value: Tensor) -> None:
+        """Room for everything."""
+        B, H, _, D = key.shape
+        E = value.shape[-1]
+        aside = -(-self.sample * D // max(1, D + E))
+        places = self.tokens - aside
+        if places < self.sinks + self.recent + self.chunk + 1:
+            raise ValueError(
+                f"tokens={self.tokens} leaves no cluster beside sinks={self.sinks}, recent={self.recent}, chunk="
+                f"{self.chunk} and {aside} places of sample={self.sample} queries: take more tokens, or less of these"
+            )
+        self.key, self.value = key.new_zeros(B, H, places, D), value.new_zeros(B, H, places, E)
+        self.weight = key.new_zeros(B, H, places, dtype=torch.float32)
+        self.queries = key.new_zeros(B, H, 0, D)
+        self.used = self.length = 0
+
+    def _held(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.key is not None
+        assert self.value is not None
+        assert self.weight is not None
+        return self.key[:, :, : self.used], self.value[:, :, : self.used], self.weight[:, :, : self.used]
+
+    def _note(self, rows: Tensor, key_heads: int) -> None:
+        """Keeps one position in so many of the rows that were answered, those of late."""
+        assert self.queries is not None
+        groups, L = rows.shape[1] // key_heads, rows.shape[2]
+        every = max(1, self.chunk * groups // self.sample)
+        picked = rows[:, :, (-self.length) % every :: every]
+        picked = picked[:, :, -max(1, self.sample // groups) :].unflatten(1, (key_heads, groups))
+        new = picked.transpose(2, 3).flatten(2, 3)
+        self.queries = torch.cat((self.queries, new.to(self.queries.dtype)), 2)[:, :, -self.sample :]
+        self.length += L
+
+    def _put(self, key: Tensor, value: Tensor, weight: Tensor) -> None:
+        """Further tokens take the next places; where there are too few, all are brought down to leave a chunk free."""
+        if self.used + key.shape[2] > self.places:
+            self._merge(*(torch.cat(pair, 2) for pair in zip(self._held(), (key, value, weight), strict=True)))
+            return
+        self._write((key, value, weight), self.used)
+
+    def _merge(self, *parts: Tensor) -> None:
+        assert self.queries is not None
+        old = slice(self.sinks, parts[0].shape[2] - self.recent)
+        count = self.places - self.sinks - self.recent - self.chunk
+        key, value, weight = (x[:, :, old] for x in parts)
+        clusters = merged(key, value, weight, self.queries, count, parts)
+        kept = zip(parts, clusters, strict=True)
+        self._write([torch.cat((x[:, :, : self.sinks], y.to(x.dtype), x[:, :, old.stop :]), 2) for x, y in kept], 0)
+
+    def _write(self, parts: Sequence[Tensor], start: int) -> None:
+        assert self.state is not None
+        self.used = start + parts[0].shape[2]
+        for place, new in zip(self.state, parts, strict=False):
+            place[:, :, start : self.used] = new
+
+
+def _pieces(size: int, *parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors (B, H, L, ...) in pieces of at most so many tokens."""
+    return zip(*(x.split(size, 2) for x in parts), strict=True)
+
+
+def _causal(rows: Tensor, key: Tensor, value: Tensor, weight: Tensor | None) -> Tensor:
+    """Softmax of rows (B, G H, L, D), which carry the scale, over key (B, H, N, D), of which they are the last L."""
+    H, N, L = key.shape[1], key.shape[2], rows.shape[2]
+    if weight is None:
+        return F.scaled_dot_product_attention(
+            rows, key, value, is_causal=True, scale=1.0, enable_gqa=rows.shape[1] != H
+        )
+    outs, at_once = [], max(1, ROOM // max(1, rows.shape[0] * rows.shape[1] * N))
+    places = torch.arange(N, device=key.device)
+    for start in range(0, L, at_once):
+        some = rows[:, :, start : start + at_once]
+        n = some.shape[2]
+        logits = wide(fold_groups(some, H) @ key.mT) + log(weight).unsqueeze(2)  # (B, H, G n, N)
+        last = torch.arange(N - L + start, N - L + start + n, device=key.device).repeat(rows.shape[1] // H)
+        w = softmax_or_zero(logits.masked_fill(places > last[:, None], ABSENT)).to(value.dtype)
+        outs.append((w @ value).unflatten(2, (-1, n)).flatten(1, 2))
+    return torch.cat(outs, 2)
+
+
+def merged(
+    key: Tensor, value: Tensor, weight: Tensor, queries: Tensor, count: int, beside: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`count` clusters of key (B, H, N, D), value (B, H, N, E) and weight (B, H, N) as queries (B, H, S, D) see them.
+
+    Queries carry the scale. `beside`, keys, values and weights, is all they look at, these places among it; themselves
+    unless given. Places are parted in two, each of one half finds its nearest in the other, and the cheapest of these
+    pairs merge, half of a half in one round: N^2 S / 4 a round.
+    """
+    whole = (key, value, weight) if beside is None else beside
+    queries = wide(queries)
+    total = (queries @ wide(whole[0]).mT + log(whole[2]).unsqueeze(-2)).logsumexp(-1, keepdim=True)
+    key, value = wide(key), wide(value)
+    share = (queries @ key.mT + log(weight).unsqueeze(-2) - total).exp().nan_to_num(0.0, 0.0, 0.0).mean(-2)  # (B, H, N)
+    while key.shape[2] > max(1, count):
+        N = key.shape[2]
+        some = min(N - max(1, count), max(1, N // 4))
+        key, value, weight, share = _round(key, value, weight, share, queries, some)
+    return key, value, weight
+
+
+def _round(
+    key: Tensor, value: Tensor, weight: Tensor, share: Tensor, queries: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The `count` cheapest pairs become one each. Tokens that get as much attention stand in different halves."""
+    alike = ratio(share, weight).argsort(-1)
+    key, value, weight, share = (_taken(x, alike) for x in (key, value, weight, share))
+    logits = queries @ key.mT  # (B, H, S, N)
+    a, b = logits[..., ::2].mT, logits[..., 1::2].mT
+    squares = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2) - 2 * a @ b.mT
+    first, second = share[..., ::2].unsqueeze(-1), share[..., 1::2].unsqueeze(-2)
+    cost = squares.clamp(min=0) * ratio(first * second, first + second)
+    least, partner = cost.nan_to_num(0.0).min(-1)
+    order = least.argsort(-1)
+    gone, stay = order[..., :count], order[..., count:]
+    partner = partner.gather(-1, gone)
+
+    def sums(x: Tensor) -> Tensor:
+        new = _taken(x[:, :, ::2], gone)
+        return x[:, :, 1::2].scatter_add(2, partner if x.ndim == 3 else partner.unsqueeze(-1).expand(new.shape), new)
+
+    total = sums(weight)
+    means = [ratio(sums(x * weight.unsqueeze(-1)), total.unsqueeze(-1)) for x in (key, value)]
+    parts = zip((key, value, weight, share), (*means, total, sums(share)), strict=True)
+    k, v, w, p = (torch.cat((new, _taken(old[:, :, ::2], stay)), 2) for old, new in parts)
+    return k, v, w, p
+
+
+def _taken(x: Tensor, which: Tensor) -> Tensor:
+    """Places `which` (B, H, n) of x (B, H, N) or (B, H, N, W)."""
+    return x.gather(2, which if x.ndim == 3 else which.unsqueeze(-1).expand(*which.shape, x.shape[-1]))

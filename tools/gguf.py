@@ -1,0 +1,151 @@
+"""Weights and tokenizer of a Llama out of a GGUF file, by numpy: enough of the format for Q4_1, Q8_0 and float32.
+
+header:  "GGUF", version, number of tensors, number of fields, the fields (name, kind, value)
+tensors: name, sizes (the fastest first), kind, offset; the data follow, aligned
+Q8_0:    32 numbers as a scale (float16) and 32 bytes;  Q4_1: scale, smallest (float16), and 32 halves of bytes
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, ARRAY = 8, 9
+CONTROL = 3  # token_type of a special token
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}  # numbers of a block, its bytes
+NAMES = (
+    ("token_embd.", "model.embed_tokens."),
+    ("output_norm.", "model.norm."),
+    ("blk.", "model.layers."),
+    (".attn_q.", ".self_attn.q_proj."),
+    (".attn_k.", ".self_attn.k_proj."),
+    (".attn_v.", ".self_attn.v_proj."),
+    (".attn_output.", ".self_attn.o_proj."),
+    (".ffn_gate.", ".mlp.gate_proj."),
+    (".ffn_up.", ".mlp.up_proj."),
+    (".ffn_down.", ".mlp.down_proj."),
+    (".attn_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+)
+
+
+class Gguf:
+    """`fields` by name, and `tensor(name)` in float32."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+        if data[:4] != b"GGUF" or struct.unpack_from("<I", data, 4)[0] not in (2, 3):
+            raise ValueError(f"this is no GGUF file of version 2 or 3: it begins with {data[:8]!r}")
+        self.at = 8
+        tensors, fields = self._scalar("Q"), self._scalar("Q")
+        self.fields = {self._text(): self._value(self._scalar("I")) for _ in range(fields)}
+        self.tensors: dict[str, tuple[list[int], int, int]] = {}
+        for _ in range(tensors):
+            name = self._text()
+            sizes = [self._scalar("Q") for _ in range(self._scalar("I"))]
+            self.tensors[name] = sizes, self._scalar("I"), self._scalar("Q")
+        align = int(self.fields.get("general.alignment", 32))
+        self.start = -(-self.at // align) * align
+
+    def _scalar(self, kind: str) -> Any:
+        (found,) = struct.unpack_from("<" + kind, self.data, self.at)
+        self.at += struct.calcsize("<" + kind)
+        return found
+
+    def _text(self) -> str:
+        size = self._scalar("Q")
+        self.at += size
+        return self.data[self.at - size : self.at].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self._text()
+        if kind == ARRAY:
+            kind = self._scalar("I")
+            return [self._value(kind) for _ in range(self._scalar("Q"))]
+        return self._scalar(SCALARS[kind])
+
+    def tensor(self, name: str) -> Tensor:
+        sizes, kind, offset = self.tensors[name]
+        if kind not in KINDS:
+            raise ValueError(f"{name} is stored as kind {kind} of GGUF; known here: {[x[0] for x in KINDS.values()]}")
+        what, block, size = KINDS[kind]
+        blocks = int(np.prod(sizes)) // block
+        raw = np.frombuffer(self.data, np.uint8, blocks * size, self.start + offset).reshape(blocks, size)
+        return torch.from_numpy(_numbers(what, raw)).reshape(sizes[::-1])
+
+
+def _numbers(what: str, raw: np.ndarray) -> np.ndarray:
+    if what in ("F32", "F16"):
+        return raw.reshape(-1).view(f"<f{raw.shape[1]}").astype(np.float32)
+    scale = raw[:, :2].copy().view("<f2").astype(np.float32)
+    if what == "Q8_0":
+        return scale * raw[:, 2:].view(np.int8)
+    least, packed = raw[:, 2:4].copy().view("<f2").astype(np.float32), raw[:, 4:]
+    return scale * np.concatenate((packed & 15, packed >> 4), 1) + least
+
+
+def llama(file: Gguf) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments of transformers' LlamaConfig, and the weights under the names of LlamaForCausalLM."""
+    if file.fields.get("general.architecture") != "llama":
+        raise ValueError(f"this GGUF file is a {file.fields.get('general.architecture')!r}; known here: 'llama'")
+    f = {name.removeprefix("llama."): x for name, x in file.fields.items()}
+    heads, key_heads = f["attention.head_count"], f["attention.head_count_kv"]
+    config = {
+        "hidden_size": f["embedding_length"],
+        "intermediate_size": f["feed_forward_length"],
+        "num_hidden_layers": f["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "max_position_embeddings": f["context_length"],
+        "rms_norm_eps": f["attention.layer_norm_rms_epsilon"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": f["rope.freq_base"]},
+        "vocab_size": f["vocab_size"],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": f["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": f["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": f["tokenizer.ggml.padding_token_id"],
+    }
+    state = {}
+    for name in file.tensors:
+        weight, known = file.tensor(name), name
+        for old, new in NAMES:
+            known = known.replace(old, new)
+        if ".attn_q." in name or ".attn_k." in name:  # pairs of a rotation side by side there, halves apart here
+            rows = heads if ".attn_q." in name else key_heads
+            weight = weight.unflatten(0, (rows, -1, 2)).transpose(1, 2).reshape(weight.shape)
+        state["lm_head.weight" if name == "output.weight" else known] = weight
+    return config, state
+
+
+def tokenizer(file: Gguf) -> Any:
+    """The byte-level tokenizer of the file for transformers; digits stand alone, as SmolLM's do."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    f = {name.removeprefix("tokenizer.ggml."): x for name, x in file.fields.items() if "tokenizer." in name}
+    if (f["model"], f["pre"]) != ("gpt2", "smollm"):
+        raise ValueError(f"a tokenizer {f['model']!r} with words by {f['pre']!r}; known here: 'gpt2', 'smollm'")
+    words = {word: i for i, word in enumerate(f["tokens"])}
+    made = Tokenizer(models.BPE(words, [tuple(pair.split(" ")) for pair in f["merges"]]))
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of])
+    made.decoder = decoders.ByteLevel()
+    control = [word for word, kind in zip(f["tokens"], f["token_type"], strict=True) if kind == CONTROL]
+    made.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in control])
+    special = {name: f["tokens"][f[f"{key}_token_id"]] for name, key in SPECIAL.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, chat_template=file.fields.get("tokenizer.chat_template"), **special
+    )
+
+
+def read(*parts: Path) -> Gguf:
+    """A file, or the parts it was cut into."""
+    return Gguf(b"".join(part.read_bytes() for part in parts))
