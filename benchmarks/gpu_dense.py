@@ -250,13 +250,13 @@ def runner(kernel: str, L: int, order: int, B: int | None = None) -> Callable[[]
     if kernel == "fused_backward":
         return lambda: triton_dense._fused_backward(plan, batch, grad, dq, dk, dv, *state)
     if kernel == "partial_moments":
-        return lambda: triton_dense._split_moments(plan, batch, *state)
+        return lambda: triton_dense.merge(plan, *triton_dense.partial_moments(plan, batch), *state, batch.scale)
     if kernel == "read_out":
-        return lambda: triton_dense._read_out(plan, batch, out, *state)
+        return lambda: triton_dense.read_out(plan, batch, out, *state)
     if kernel == "backward_queries":
-        return lambda: triton_dense._backward_queries(plan, batch, grad, dq, *state)
-    gradients = triton_dense._backward_queries(plan, batch, grad, dq, *state)
-    return lambda: triton_dense._backward_keys(plan, batch, dk, dv, state[1], *gradients)
+        return lambda: triton_dense.backward_queries(plan, batch, grad, dq, *state)
+    gradients = triton_dense.backward_queries(plan, batch, grad, dq, *state)
+    return lambda: triton_dense.backward_keys(plan, batch, dk, dv, state[1], *gradients)
 
 
 def use(kernel: str, order: int, config: Config) -> None:

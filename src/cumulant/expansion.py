@@ -167,19 +167,27 @@ def path_for(
     backend = form.backend
     if backend == "reference" or form.order == 1 or not (q.numel() and k.numel() and v.numel()):
         return "reference"
-    beyond = _beyond_kernels(form, weights, is_causal, scale)
     if backend == "triton" or (backend == "auto" and notice.expected(q)):
-        obstacle = beyond or launch.obstacle(q, v, form.order, is_causal)
-        if obstacle is None and q.dtype == torch.float16 and form.normalization == "sum":
-            obstacle = 'normalization="sum" in float16, which holds sums up to 65504 only: plain torch sums in float32'
-        if obstacle is None:
-            return "triton"
-        if backend == "triton" and beyond is None:
-            raise ValueError(f'backend="triton" cannot be used: {obstacle}; use backend="auto"')
-        notice.plain_torch("attention", q, obstacle)
-        return "reference"
+        return "triton" if takes_kernels("attention", form, q, v, weights, is_causal, scale) else "reference"
+    beyond = _beyond_kernels(form, weights, is_causal, scale)
     tiled = q.device.type == "cpu" and not is_causal and beyond is None and not torch.compiler.is_compiling()
     return "cpu" if tiled else "reference"
+
+
+def takes_kernels(
+    operator: str, form: Form, q: Tensor, v: Tensor, weights: Tensor | None, is_causal: bool, scale: float
+) -> bool:
+    """Whether kernels compute this case, where they are asked for or expected; raises or says why they cannot."""
+    beyond = _beyond_kernels(form, weights, is_causal, scale)
+    obstacle = beyond or launch.obstacle(q, v, form.order, is_causal)
+    if obstacle is None and q.dtype == torch.float16 and form.normalization == "sum":
+        obstacle = 'normalization="sum" in float16, which holds sums up to 65504 only: plain torch sums in float32'
+    if obstacle is None:
+        return True
+    if form.backend == "triton" and beyond is None:
+        raise ValueError(f'backend="triton" cannot be used: {obstacle}; use backend="auto"')
+    notice.plain_torch(operator, q, obstacle)
+    return False
 
 
 def _beyond_kernels(form: Form, weights: Tensor | None, is_causal: bool, scale: float) -> str | None:

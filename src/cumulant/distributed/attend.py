@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..call import Call
 from ..causal import causal_attention
-from ..expansion import Form
+from ..expansion import Form, takes_kernels
 from ..kernels import notice
+from ..kernels.batch import batch_of
 from ..kernels.dense import cpu
 from ..moments import Moments, centred_sums, statistics_dtype
 from ..tensors import fold_groups, nothing, one_batch
@@ -62,7 +63,12 @@ def _over_all(
     if tiled and q.shape[-1] and v.shape[-1] and not (learned or transformed() or torch.compiler.is_compiling()):
         total = form.normalization == "sum"
         return cpu.attention(q, k, v, weights, form.order, scale, total, reference=plain, across=parts.workers)
-    notice.plain_torch("attention over several workers", q, "its kernels hold the whole sequence")
+    asked = form.order > 1 and (form.backend == "triton" or (form.backend == "auto" and notice.expected(q)))
+    if asked and takes_kernels("attention over several workers", form, q, v, weights, False, scale):
+        from ..kernels.dense.split import attention
+
+        batch = batch_of(q, k, v, weights, form.order, scale, form.normalization)
+        return plain(q, k, v) if torch.compiler.is_compiling() else attention(batch, parts.workers)
     return plain(q, k, v)
 
 

@@ -264,13 +264,18 @@ class Workers:
         (rows,) = kind.finish(kind.start([x.detach()]))
         return rows.amax(0)
 
+    def gathered(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+        """Tensors of every worker, (W, ...) each, in one message; None where there are so many that sums are less."""
+        if self.size > GATHERED:
+            return None
+        return tuple(x.unsqueeze(0) for x in tensors) if self.size == 1 else exchange(Gather(self), *tensors)
+
     def merge(self, moments: Moments) -> Moments:
         """Moments of the tokens of all workers. One collective, or two where there are many workers."""
         if self.size == 1:
             return moments
-        if self.size > GATHERED:
-            return moments.union(self.add)
-        return moments.filled(exchange(Gather(self), *moments.kept())).union(added)
+        rows = self.gathered(*moments.kept())
+        return moments.union(self.add) if rows is None else moments.filled(rows).union(added)
 
     def numbers(self, own: int) -> list[int]:
         """A whole number of every worker."""

@@ -83,9 +83,12 @@ def partial_moments(
 @kernel
 def merge(
     partial_matrices, partial_vectors, matrices, vectors, splits, scale,
-    ORDER: tl.constexpr, SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CELLS: tl.constexpr, C: tl.constexpr,
+    ORDER: tl.constexpr, SUM: tl.constexpr, RAW: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CELLS: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Grid (B H, D E / CELLS). Moments of the union of all splits; a thread for each cell of S and T.
+
+    RAW: as those of a split, to be merged again; else as a state (see parts.py).
 
     About the means of one split (a_s and b_s: those of the others minus these), S = sum_s S_s + W_s a_s b_s^T and
     T = sum_s T_s + 2 a_s S_s + (P_s + W_s a_s^2) b_s^T, which move to the mean of all as in `moments`. Every thread
@@ -133,13 +136,18 @@ def merge(
     shift, s = A * over_W, B * over_W
     matrices += pid.to(tl.int64) * size
     vectors += pid.to(tl.int64) * width
-    tl.store(matrices + cell, cast((S - A * s) * (scale * alpha), matrices.dtype.element_ty), mask=inside)
+    centred = S - A * s
+    if not RAW:
+        centred *= scale * alpha
+    tl.store(matrices + cell, cast(centred, matrices.dtype.element_ty), mask=inside)
     if ORDER == 3:
         P -= A * shift
         T += (A * shift - P) * s - 2.0 * shift * S
-        T *= 0.5 * scale * scale * alpha
+        if not RAW:
+            T *= 0.5 * scale * scale * alpha
+            P *= over_W
         tl.store(matrices + D * E + cell, cast(T, matrices.dtype.element_ty), mask=inside)
-        tl.store(vectors + D + d, P * over_W, mask=inside & (e == 0))
+        tl.store(vectors + D + d, P, mask=inside & (e == 0))
     shift, s = shift + k_low, s + v_low
     k_mean, v_mean = k_ref + shift, v_ref + s
     tl.store(vectors + d, k_mean, mask=inside & (e == 0))

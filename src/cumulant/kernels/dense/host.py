@@ -45,8 +45,8 @@ def run_forward(batch: Batch, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
         _fused_forward(plan, batch, out, matrices, vectors, keep)
     else:
         state = (matrices, vectors) if keep else _state(batch, True)
-        _split_moments(plan, batch, *state)
-        _read_out(plan, batch, out, *state)
+        merge(plan, *partial_moments(plan, batch), *state, batch.scale)
+        read_out(plan, batch, out, *state)
     return out, matrices, vectors
 
 
@@ -66,26 +66,36 @@ def _fused_forward(plan: Plan, batch: Batch, out: Tensor, matrices: Tensor, vect
     )  # fmt: skip
 
 
-def _split_moments(plan: Plan, batch: Batch, matrices: Tensor, vectors: Tensor) -> None:
-    """Partial moments of each span of keys, then their merge into the state."""
+def partial_moments(plan: Plan, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Moments of each span of keys, unscaled: matrices and vectors with the spans as first dimension, in float32."""
     k, v = batch.key, batch.value
     heads, BE = plan.sequences * plan.heads, plan.part(plan.BE)
     config = plan.config("partial_moments", plan.longest_k)
     span, splits = plan.span("partial_moments", plan.longest_k, heads, config.block)
-    partial_matrices = vectors.new_empty(splits, *matrices.shape)
-    partial_vectors = vectors.new_empty(splits, *vectors.shape)
+    matrices, vectors = (
+        k.new_empty(splits, heads, *shape, dtype=torch.float32)
+        for shape in ((plan.order - 1, plan.D, plan.E), (3 * plan.D + 2 * plan.E + 1,))
+    )
     unit, (w, w_strides) = stride_unit(k, v), batch.weighing()
     forward.partial_moments[(heads, splits, cdiv(plan.E, BE))](
-        k, v, w, partial_matrices, partial_vectors, batch.cu_k, *strides(unit, k, v), *w_strides,
+        k, v, w, matrices, vectors, batch.cu_k, *strides(unit, k, v), *w_strides,
         plan.longest_k, plan.heads, span, WEIGHTED=w is not None, UNIT=unit, **plan.constants(config, "ROWS", BE=BE),
     )  # fmt: skip
-    forward.merge[(heads, cdiv(plan.D * plan.E, CELLS))](
-        partial_matrices, partial_vectors, matrices, vectors, splits, batch.scale, ORDER=plan.order, SUM=plan.total,
-        D=plan.D, E=plan.E, CELLS=CELLS, C=MERGED, num_warps=CELLS // 32,
+    return matrices, vectors
+
+
+def merge(
+    plan: Plan, partial_matrices: Tensor, partial_vectors: Tensor, matrices: Tensor, vectors: Tensor, scale: float,
+    raw: bool = False,
+) -> None:  # fmt: skip
+    """The union of partial moments, (splits, heads, ...), as a state; `raw`: as partial moments themselves."""
+    forward.merge[(partial_vectors.shape[1], cdiv(plan.D * plan.E, CELLS))](
+        partial_matrices, partial_vectors, matrices, vectors, len(partial_vectors), scale,
+        ORDER=plan.order, SUM=plan.total, RAW=raw, D=plan.D, E=plan.E, CELLS=CELLS, C=MERGED, num_warps=CELLS // 32,
     )  # fmt: skip
 
 
-def _read_out(plan: Plan, batch: Batch, out: Tensor, matrices: Tensor, vectors: Tensor) -> None:
+def read_out(plan: Plan, batch: Batch, out: Tensor, matrices: Tensor, vectors: Tensor) -> None:
     q, query_heads, BE = batch.query, plan.heads * plan.group, plan.part(plan.BE)
     config = plan.config("read_out", plan.longest_q)
     span, splits = plan.span("read_out", plan.longest_q, plan.sequences * query_heads, config.block)
@@ -104,8 +114,8 @@ def run_backward(batch: Batch, grad: Tensor, matrices: Tensor, vectors: Tensor) 
     if plan.fused and not plan.wide:
         _fused_backward(plan, batch, grad, dq, dk, dv, matrices, vectors)
     else:
-        gradients = _backward_queries(plan, batch, grad, dq, matrices, vectors)
-        _backward_keys(plan, batch, dk, dv, vectors, *gradients)
+        gradients = backward_queries(plan, batch, grad, dq, matrices, vectors)
+        backward_keys(plan, batch, dk, dv, vectors, *gradients)
     return dq, dk, dv
 
 
@@ -128,10 +138,14 @@ def _fused_backward(
     )  # fmt: skip
 
 
-def _backward_queries(
-    plan: Plan, batch: Batch, grad: Tensor, dq: Tensor, matrices: Tensor, vectors: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Writes dq; returns the gradients of the matrices, and the constants of dk and dv, of every key head."""
+def backward_queries(
+    plan: Plan, batch: Batch, grad: Tensor, dq: Tensor, matrices: Tensor, vectors: Tensor,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Writes dq; returns the gradients of the matrices, and the constants of dk and dv, of every key head.
+
+    Both are sums over the queries. The first are kept in `dtype`, that of the matrices unless given.
+    """
     q, heads, query_heads, BD = batch.query, plan.sequences * plan.heads, plan.heads * plan.group, plan.part(plan.BD)
     config = plan.config("backward_queries", plan.longest_q)
     span, splits = plan.span("backward_queries", plan.longest_q, heads * plan.group, config.block)
@@ -142,7 +156,8 @@ def _backward_queries(
         q, grad, dq, matrices, partial_matrices, partial_sums, batch.cu_q, *strides(unit, q, grad, dq),
         plan.longest_q, query_heads, plan.group, span, UNIT=unit, **plan.constants(config, "ROWS", BD=BD),
     )  # fmt: skip
-    grad_matrices, grad_vectors = torch.empty_like(matrices), vectors.new_empty(heads, plan.D + plan.E)
+    grad_matrices = torch.empty_like(matrices, dtype=dtype)
+    grad_vectors = vectors.new_empty(heads, plan.D + plan.E)
     R = max(1, 256 // plan.BE)
     backward.reduce[(heads, cdiv(plan.D, R))](
         partial_matrices, partial_sums, matrices, vectors, grad_matrices, grad_vectors, splits, plan.group, batch.scale,
@@ -151,7 +166,7 @@ def _backward_queries(
     return grad_matrices, grad_vectors
 
 
-def _backward_keys(
+def backward_keys(
     plan: Plan, batch: Batch, dk: Tensor, dv: Tensor, vectors: Tensor, grad_matrices: Tensor, grad_vectors: Tensor
 ) -> None:
     k, v, heads = batch.key, batch.value, plan.sequences * plan.heads
