@@ -11,6 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import cumulant
 from cumulant import shards, zoo
+from cumulant.cluster import Blocks, KMeans
 from cumulant.distributed import context_parallel, shard, unshard
 from cumulant.distributed.parts import first_piece
 
@@ -90,6 +91,18 @@ def few_heads(name, **options):
     return call
 
 
+def clusters(count, grid=False, **options):
+    """Local cumulants; a grid has two columns, of what one or two prefix tokens leave."""
+
+    def call(query, key, value, key_mask):
+        prefix = 2 - PACK[0] % 2
+        laid = {"grid": ((PACK[0] - prefix) // 2, 2), "prefix": prefix} if grid else {}
+        given = {"clusters": count, "key_mask": key_mask, "enable_gqa": True, **laid, **options}
+        return cumulant.cluster_attention(query, key, value, **given)
+
+    return call
+
+
 def packed(**options):
     """Sequences end to end, of which some lie on several workers; batch 1."""
 
@@ -139,6 +152,21 @@ CASES = {
     "flow": (few_heads("flow"), {"mask": "weights"}),
     "flow, causal": (few_heads("flow", is_causal=True), {"mask": "one worker"}),
     "zigzag, not causal": (attention(), {"order": "zigzag"}),
+    "blocks": (clusters(4), {}),
+    "blocks, near by row": (clusters(6, near=2), {}),
+    "blocks, near by tiles": (clusters(Blocks(3), near=2, near_rows=8, rank="mean", response="pooled"), {}),
+    "blocks, near by mass of tiles": (clusters(5, near=1, near_rows=4, rank="error", response=0), {"mask": "bool"}),
+    "blocks, neighbours": (clusters(Blocks(3), near="neighbours", prefix=2), {}),
+    "blocks, neighbours, masked": (clusters(5, near="neighbours"), {"mask": "weights"}),
+    "blocks of those there": (clusters(4, near=1, prefix=1, variance="full", closure="gauss"), {"mask": "one worker"}),
+    "blocks, few respond": (clusters(Blocks(2), near=1, response=2, variance="full"), {"mask": "weights"}),
+    "blocks of a grid": (clusters((4, 2), grid=True, near=1), {}),
+    "blocks of a grid, neighbours": (clusters(3, grid=True, near="neighbours"), {}),
+    "blocks, all near": (clusters(2, near=2, prefix=1), {"mask": "one worker"}),
+    "a mechanism of blocks": (mechanism("cluster4", near=1), {}),
+    "past blocks": (clusters(5, is_causal=True), {}),
+    "past blocks, merged": (clusters(Blocks(2, keep=1, recent=1), is_causal=True), {"mask": "one worker"}),
+    "past blocks, near": (clusters(Blocks(3, recent=1), is_causal=True, near=2), {"mask": "weights"}),
 }  # fmt: skip
 
 
@@ -192,6 +220,18 @@ def counts_and_layers(rank: int, world: int) -> dict[str, object]:
     found["sizes"] = {(order, n): sizes(order, n) for order in (2, 3) for n in (4, 40)}
     found["causal sizes"] = {n: sizes(3, n, is_causal=True) for n in (4, 40)}
 
+    def cluster_sizes(tokens):
+        query, key, value = (torch.randn(1, 3, tokens, 8, requires_grad=True) for _ in range(3))
+        with context_parallel(mesh):
+            cumulant.cluster_attention(query, key, value, clusters=8)
+            with Sent() as forward:
+                out = cumulant.cluster_attention(query, key, value, clusters=8)
+            with Sent() as backward:
+                out.sum().backward()
+        return forward.sizes, backward.sizes
+
+    found["cluster sizes"] = {n: cluster_sizes(n) for n in (4, 40)}
+
     torch.manual_seed(2)
     layer = cumulant.nn.MultiheadAttention(16, 4, attention="cumulant2", rotary=True, num_kv_heads=2)
     folded = cumulant.nn.CumulantAttention(16, 4, order=2, fold=True)
@@ -215,7 +255,8 @@ def counts_and_layers(rank: int, world: int) -> dict[str, object]:
         ("dtype", lambda: cumulant.attention(*(q.double() if rank == 1 else q for _ in range(3)))),
         ("heads", lambda: cumulant.attention(*(torch.randn(1, 2 + rank % 2, 5, 4) for _ in range(3)))),
         ("mechanism", lambda: zoo.get("lla")(q, q, q)),
-        ("cluster", lambda: cumulant.cluster_attention(q, q, q, clusters=2)),
+        ("cluster", lambda: cumulant.cluster_attention(q, q, q, clusters=KMeans(2))),
+        ("tiles", lambda: cumulant.cluster_attention(q, q, q, clusters=4, near=1, near_rows=2, response=1)),
         ("scores", lambda: cumulant.scores(q, q)),
         ("v_conv", lambda: cumulant.nn.MultiheadAttention(8, 2, attention="linear", v_conv=True)(
             torch.randn(1, 4, 8), grid=(2, 2))),
@@ -278,6 +319,16 @@ def test_causal_parts_scan_in_log2_steps_of_constant_size(told):
         assert all(len(one) == 2 for one in answer["causal sizes"][4])
 
 
+def test_clusters_send_the_moments_of_the_blocks_they_touch_whatever_these_hold(told):
+    for answer in told:
+        forward, backward = answer["cluster sizes"][4]
+        assert answer["cluster sizes"][40] == (forward, backward)
+        state = 1 + 8 + 8 * 8 + 2 * 2 * 8  # weight, spread, S and two means in float64, of two blocks for each worker
+        assert (len(forward), len(backward)) == (2, 1)
+        assert sorted(forward)[0] == 3 * 8  # how many tokens each has, and whether any are masked
+        assert 0 <= max(forward) - 3 * 4 * 2 * state < 8
+
+
 def test_layers_know_the_places_of_their_tokens_and_do_not_fold(told):
     assert max(answer[name] for answer in told for name in ("rotary layer", "folded layer")) < 1e-5
 
@@ -298,7 +349,8 @@ def test_shards_go_together_again(told):
         ("dtype", ["worker 1", "torch.float64", "worker 0", "torch.float32"]),
         ("heads", ["worker 1", "heads 3 and 3", "worker 0", "heads 2 and 2"]),
         ("mechanism", ["'lla' does not have mergeable", "nearest mechanism that can"]),
-        ("cluster", ["not split over workers"]),
+        ("cluster", ["clusters=KMeans", "which no worker holds", "Blocks(size)"]),
+        ("tiles", ["response=1", "near_rows=2", 'response=None, 0 or "pooled"']),
         ("scores", ["no worker holds all keys"]),
         ("v_conv", ["v_conv", "other workers hold"]),
     ],

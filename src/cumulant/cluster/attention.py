@@ -113,23 +113,31 @@ def cluster_attention(
     call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, None, grid, prefix, offset).checked()
     (query, key, value), Lk = call[:3], key.shape[-2]
     check_clusters(clusters)
-    found = tuning(
-        near,
-        query.shape[-2],
-        Lk,
-        is_causal=is_causal,
-        blocks=isinstance(clusters, int | tuple | Blocks),
-        tree=clusters if isinstance(clusters, Tree) else None,
-        asking=queries,
-    )
-    rank = found.rank if rank == AUTO else rank
-    response = found.response if response == AUTO else response
-    near_rows = found.near_rows if near_rows == AUTO else near_rows
-    form = check_form(near, closure, rank, variance, response, near_rows, backend, queries)
+
+    def form_of(queries_in_all: int, keys_in_all: int) -> Form:
+        found = tuning(
+            near, queries_in_all, keys_in_all, is_causal=is_causal, blocks=isinstance(clusters, int | tuple | Blocks),
+            tree=clusters if isinstance(clusters, Tree) else None, asking=queries,
+        )  # fmt: skip
+        return check_form(
+            near,
+            closure,
+            found.rank if rank == AUTO else rank,
+            variance,
+            found.response if response == AUTO else response,
+            found.near_rows if near_rows == AUTO else near_rows,
+            backend,
+            queries,
+        )
+
     if not whole(least, 1):
         raise ValueError(f"least must be a number of tokens, 1 or more, got {least!r}")
     if not whole(offset) or (offset and not is_causal):
         raise ValueError(f"offset must be a place, 0 or more, of causal queries, got {offset!r} with {is_causal=}")
+    across = shards.answerer()
+    if across is not None:
+        return across.cluster(call, clusters, form_of, least)
+    form = form_of(query.shape[-2], Lk)
     if not is_causal or grid is not None:
         call = call._replace(grid=check_grid(Lk, grid, prefix))
     lead, (H, Lq, _), E = call.lead, query.shape[-3:], value.shape[-1]
@@ -147,9 +155,6 @@ def cluster_attention(
     else:
         made = clusters
     case = Case(call, made, form, min(least, Lk))  # more than all tokens is all of them
-    across = shards.answerer()
-    if across is not None:
-        return across.cluster(case)
     kernels = kernels_for(backend, case)
     with without_autocast(query.device.type):
         q, k, v = (one_batch(x, lead) for x in (query, key, value))
@@ -271,7 +276,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     k, point = k - origin(k, weights, call.is_causal), value_point(v, weights, call.is_causal)
     v = v - point if weights is None else (v - point).masked_fill(absent, 0)
     if call.is_causal:
-        blocks = _causal_blocks(case, call.offset + q.shape[-2])
+        blocks = causal_blocks(case, call.offset + q.shape[-2])
         out = causal_clusters(q, k, v, weights, blocks, form, call.offset)
     else:
         asking, layout = _means(q, k, weights, case) if form.together else (q, None)
@@ -403,7 +408,7 @@ def check_form(
     return Form(near, closure, rank, variance == "full", count, near_rows, pooled, queries == "mean")
 
 
-def _causal_blocks(case: Case, Lq: int) -> Blocks:
+def causal_blocks(case: Case, Lq: int) -> Blocks:
     """The blocks of causal attention; raises for what has no causal form."""
     blocks, call, form = case.clusters, case.call, case.form
     if call.grid is not None or call.prefix:

@@ -70,8 +70,8 @@ class Case(NamedTuple):
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """First token of each cluster and the end, counted after the prefix, and an order of the tokens (`_blocks`)."""
-        return _blocks(self.clusters, self.call.key.shape[-2] - self.call.prefix, self.call.grid, self.least)
+        """First token of each cluster and the end, counted after the prefix, and an order of the tokens (`borders`)."""
+        return borders(self.clusters, self.call.key.shape[-2] - self.call.prefix, self.call.grid, self.least)
 
 
 def cheaper_by_token(m: int, D: int, E: int) -> bool:
@@ -242,12 +242,12 @@ def slots_of(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int
 @constant
 def block_sizes(clusters: int | tuple[int, ...] | Blocks, L: int, grid: Grid | None, least: int) -> tuple[int, int]:
     """How many blocks, and tokens of the largest."""
-    starts = _blocks(clusters, L, grid, least)[0]
+    starts = borders(clusters, L, grid, least)[0]
     return len(starts) - 1, max(b - a for a, b in pairwise(starts))
 
 
 @constant
-def _blocks(
+def borders(
     clusters: int | tuple[int, ...] | Blocks, L: int, grid: Grid | None, least: int
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """First token of each block and the end, after putting the tokens in an order (None: as they are)."""

@@ -290,11 +290,7 @@ def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by
     taken = None
     which = near if isinstance(near, Tensor) else None
     if isinstance(near, int) and near:
-        if form.rank == "mean" and n > 1 and not by_row:
-            which = largest(far.mean_masses(q.detach(), rows, closure).detach(), near)
-        else:
-            pooled = far.pool is not None
-            which = heaviest(log_Z.detach(), variance.detach(), near, form.rank, rows, by_row, pooled)
+        which = nearest(q.detach(), far, near, rows, form, by_row, (log_Z.detach(), variance.detach()))
     if which is not None and tokens is not None and which.shape[-1]:
         which = which.expand(B, H, *which.shape[2:])
         # Near clusters leave the far field; a -1 goes to a column beyond the last, which is cut off again.
@@ -345,6 +341,18 @@ def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by
         else:
             out = out + weight @ value
     return out
+
+
+def nearest(
+    q: Tensor, far: Far, near: int, rows: Tensor | None, form: Form, by_row: bool, masses: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Numbers of the `near` clusters of each block of rows q (B, H, N, n, D), or of each row, -1 for none.
+
+    `masses` are log Z and s^2 of every row, (B, H, N, n, K) each.
+    """
+    if form.rank == "mean" and q.shape[-2] > 1 and not by_row:
+        return largest(far.mean_masses(q, rows, form.closure).detach(), near)
+    return heaviest(*masses, near, form.rank, rows, by_row, far.pool is not None)
 
 
 def _by_block(most: int, K: int, n: int, shared: bool, by_row: bool) -> bool:

@@ -125,7 +125,7 @@ def consecutive(
     if they had been taken out.
     """
     K = min(count, max(1, -(-L // least)))
-    adjacent = _beside((K,), device)
+    adjacent = beside((K,), device)
     if weights is None and L % K == 0 and L:
         return Layout(K, L // K, K, adjacent=adjacent)
     if weights is None:
@@ -149,7 +149,7 @@ def consecutive(
 def of_size(size: int, L: int, device: torch.device) -> Layout:
     """Blocks of exactly `size` tokens, the last one as long as the rest."""
     count = max(1, -(-L // size))
-    adjacent = _beside((count,), device)
+    adjacent = beside((count,), device)
     if count * size == L:
         return Layout(count, size, count, adjacent=adjacent)
     place = torch.arange(count * size, device=device).view(1, 1, count, size)
@@ -170,7 +170,7 @@ def on_grid(grid: Grid, blocks: Grid, device: torch.device | None = None) -> Lay
     place, present = (x.permute(*outer, *inner).reshape(1, 1, K, size) for x in (place, present))
     full = all(side % parts == 0 for side, parts in zip(grid, blocks, strict=True))
     cuts = tuple((parts, side // parts) for side, parts in zip(grid, blocks, strict=True)) if full else ()
-    return Layout(K, size, K, place, None if full else present, adjacent=_beside(blocks, device), sides=cuts)
+    return Layout(K, size, K, place, None if full else present, adjacent=beside(blocks, device), sides=cuts)
 
 
 def assigned(ids: Tensor, count: int, near: bool) -> Layout:
@@ -262,7 +262,7 @@ def _cut(side: int, parts: int, device: torch.device | None) -> tuple[Tensor, Te
     return place.clamp(max=max(0, side - 1)), place < starts[1:, None]
 
 
-def _beside(blocks: Grid, device: torch.device | None) -> Tensor:
+def beside(blocks: Grid, device: torch.device | None) -> Tensor:
     """(K, 3^n): the blocks that touch each block of a grid of blocks, itself among them, -1 beyond the border."""
     at = torch.stack(torch.meshgrid(*(torch.arange(b, device=device) for b in blocks), indexing="ij"), -1)
     steps = torch.tensor(list(product((-1, 0, 1), repeat=len(blocks))), device=device)

@@ -19,7 +19,7 @@ from ..call import Call, Grid
 from ..kernels.cluster.bounds import padding
 from ..kernels.cluster.bounds import tables as tables_of
 from ..tracing import is_plain
-from .backend import Assignment, Case, _blocks, block_sizes
+from .backend import Assignment, Case, block_sizes, borders
 
 
 class Tables(NamedTuple):
@@ -88,7 +88,7 @@ def _tables(case: Case, mask: Tensor | None) -> Tables:
 
 def _ids(clusters: Any, L: int, grid: Grid | None, least: int, device: torch.device) -> Tensor:
     """Block of each of L tokens."""
-    starts, order = _blocks(clusters, L, grid, least)
+    starts, order = borders(clusters, L, grid, least)
     ids = torch.bucketize(torch.arange(L, device=device), torch.tensor(starts[1:], device=device), right=True)
     return ids if order is None else torch.empty_like(ids).scatter(0, torch.tensor(order, device=device), ids)
 
@@ -101,7 +101,7 @@ def _kept_ids(*blocks: Any) -> Tensor:
 
 def _made(clusters: Any, L: int, grid: Grid | None, least: int, prefix: int, device: torch.device) -> Tables:
     """Of blocks, the same in every sequence."""
-    starts, order = _blocks(clusters, L, grid, least)
+    starts, order = borders(clusters, L, grid, least)
     K, longest = block_sizes(clusters, L, grid, least)
     bounds, logs = tables_of([prefix + start for start in starts], prefix, device)
     places = None

@@ -3,7 +3,7 @@
 Shape legend: W workers, n bytes of a message; tensors of a message have any shapes, the same on every worker.
 
 Every exchange is linear, so its gradient is the exchange turned round: a gather becomes a scatter with sums, a sum
-stays a sum, a shift goes back. Each is one functional collective of torch.distributed, forward and backward.
+stays a sum, a shift or a swap goes back. Each is one functional collective of torch.distributed, forward and backward.
 """
 
 from __future__ import annotations
@@ -154,7 +154,26 @@ class Shift(NamedTuple):
         return Shift(self.workers, -self.by)
 
 
-Kind = Gather | Scatter | Sum | Shift
+class Swap(NamedTuple):
+    """Of rows (n, w), the first `to[0]` to worker 0, the next `to[1]` to worker 1, ...; `of[r]` rows come from each."""
+
+    workers: Workers
+    to: tuple[int, ...]
+    of: tuple[int, ...]
+
+    def start(self, tensors: Sequence[Tensor]) -> Pending:
+        message = Message.of([x[0] if len(x) else x.new_empty(x.shape[1:]) for x in tensors])
+        return self.workers.sent(message.pack(tensors), message, self.to, self.of)
+
+    def finish(self, pending: Pending) -> list[Tensor]:
+        return pending.rows()
+
+    @property
+    def turned(self) -> Kind:
+        return Swap(self.workers, self.of, self.to)
+
+
+Kind = Gather | Scatter | Sum | Shift | Swap
 
 
 class _Exchange(torch.autograd.Function):
@@ -230,6 +249,11 @@ class Workers:
         sizes = [rows.shape[1]] * self.size
         return self._swap(rows.reshape(-1), sizes, sizes, message)
 
+    def sent(self, rows: Tensor, message: Message, to: Sequence[int], of: Sequence[int]) -> Pending:
+        """Starts sending rows (n, bytes), `to[r]` of them to worker r, and receiving `of[r]` from it."""
+        size = message.size
+        return self._swap(rows.reshape(-1), [n * size for n in of], [n * size for n in to], message)
+
     def passed_on(self, flat: Tensor, message: Message, by: int) -> Pending:
         """Starts sending bytes (n,) to the worker `by` places after us."""
         to, of = ([len(flat) * (r == self.rank + step) for r in range(self.size)] for step in (by, -by))
@@ -258,17 +282,18 @@ class Workers:
 
     def largest(self, x: Tensor) -> Tensor:
         """The largest over all workers, element by element; no gradient."""
-        if self.size == 1:
-            return x.detach()
-        kind = Gather(self)
-        (rows,) = kind.finish(kind.start([x.detach()]))
-        return rows.amax(0)
+        return self.rows(x)[0].amax(0)
 
     def gathered(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         """Tensors of every worker, (W, ...) each, in one message; None where there are so many that sums are less."""
         if self.size > GATHERED:
             return None
         return tuple(x.unsqueeze(0) for x in tensors) if self.size == 1 else exchange(Gather(self), *tensors)
+
+    def rows(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors of every worker, (W, ...) each, in one message; no gradient."""
+        given = [x.detach() for x in tensors]
+        return [x.unsqueeze(0) for x in given] if self.size == 1 else Gather(self).finish(Gather(self).start(given))
 
     def merge(self, moments: Moments) -> Moments:
         """Moments of the tokens of all workers. One collective, or two where there are many workers."""
@@ -280,7 +305,7 @@ class Workers:
     def numbers(self, own: int) -> list[int]:
         """A whole number of every worker."""
         given = torch.tensor([own], device=self.device)
-        (rows,) = Gather(self).finish(Gather(self).start([given]))
+        (rows,) = self.rows(given)
         return [int(n) for n in rows.flatten().tolist()]
 
     def any(self, own: bool) -> bool:
@@ -297,7 +322,7 @@ class Workers:
             return
         text = " ".join(map(str, own)).encode()[:240]
         said = torch.tensor(list(text.ljust(240)), dtype=torch.uint8, device=self.device)
-        (rows,) = Gather(self).finish(Gather(self).start([said]))
+        (rows,) = self.rows(said)
         texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows.cpu()]
         if len(set(texts)) > 1:
             listed = "; ".join(f"worker {r}: {text}" for r, text in enumerate(texts))

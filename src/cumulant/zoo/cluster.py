@@ -102,7 +102,10 @@ def mechanism(count: int) -> Mechanism:
         row_weights=weights,
         stream=partial(_stream, count),
         order_free=False,
-        **can("causal cross causal_cross offset key_mask grouped_queries subquadratic ragged raw key_shift wants_grid"),
+        **can(
+            "causal cross causal_cross offset key_mask grouped_queries subquadratic ragged raw key_shift wants_grid "
+            "mergeable"
+        ),
     )
 
 

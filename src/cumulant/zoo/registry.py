@@ -191,7 +191,10 @@ class Mechanism:
         query, key = call.query, call.key
         if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.ndim < 2 or key.ndim < 2:
             return  # what is wrong with them is said where tensors are checked
-        if query.shape[-2] == key.shape[-2] and self.wants_grid and (call.grid is not None or call.prefix):
+        laid = self.wants_grid and (call.grid is not None or call.prefix)
+        if (
+            laid and query.shape[-2] == key.shape[-2] and shards.answerer() is None
+        ):  # else the grid is that of all parts
             resolve_grid(query.shape[-2], call.grid, call.prefix)
         if query.shape[-2] != key.shape[-2]:
             lengths = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
