@@ -36,8 +36,9 @@ def apart(found: Tensor, wanted: Tensor) -> float:
 
 
 def compared(
-    mesh, call, lengths, *, order="rank", softmax="ring", dtype=torch.float64, mask=None, heads=(4, 2), batch=2
-) -> float:
+    mesh, call, lengths, *, order="rank", softmax="ring", dtype=torch.float64, mask=None, heads=(4, 2), batch=2,
+    overlap=False,
+) -> float:  # fmt: skip
     """How far `call(query, key, value, key_mask=...)` in parts is from the whole, outputs and gradients."""
     rank, L = mesh.get_local_rank("cp"), sum(lengths)
     torch.manual_seed(1)
@@ -59,7 +60,7 @@ def compared(
     wanted.backward(grad)
     rows = rows_of(lengths, rank, order)
     parts = [x[:, :, rows].clone().requires_grad_() for x in (query, key, value)]
-    with context_parallel(mesh, order=order, softmax=softmax):
+    with context_parallel(mesh, order=order, softmax=softmax, overlap=overlap):
         # Whoever has no padding passes no mask.
         own = there[:, rows] if there is not None and (mask != "one worker" or rank == 0) else None
         found = call(*parts, key_mask=own)
@@ -123,6 +124,8 @@ CASES = {
     "plain torch": (attention(backend="reference"), {}),
     "the printed form, sums": (attention(normalization="sum"), {"mask": "weights"}),
     "masked": (attention(), {"mask": "bool"}),
+    "order 2, messages in halves": (attention(order=2), {"overlap": True, "mask": "one worker"}),
+    "messages in halves of the batch": (attention(), {"overlap": True, "heads": (2, 1)}),
     "weighted": (attention(), {"mask": "weights"}),
     "padding on one worker": (attention(), {"mask": "one worker"}),
     "causal, order 1": (attention(order=1, is_causal=True), {}),
@@ -207,9 +210,9 @@ def counts_and_layers(rank: int, world: int) -> dict[str, object]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     found: dict[str, object] = {}
 
-    def sizes(order, tokens, is_causal=False):
+    def sizes(order, tokens, is_causal=False, overlap=False):
         query, key, value = (torch.randn(1, 3, tokens, 8, requires_grad=True) for _ in range(3))
-        with context_parallel(mesh):
+        with context_parallel(mesh, overlap=overlap):
             cumulant.attention(query, key, value, order=order, is_causal=is_causal)  # kinds of tokens are compared once
             with Sent() as forward:
                 out = cumulant.attention(query, key, value, order=order, is_causal=is_causal)
@@ -218,6 +221,7 @@ def counts_and_layers(rank: int, world: int) -> dict[str, object]:
         return forward.sizes, backward.sizes
 
     found["sizes"] = {(order, n): sizes(order, n) for order in (2, 3) for n in (4, 40)}
+    found["sizes of halves"] = sizes(2, 4, overlap=True)
     found["causal sizes"] = {n: sizes(3, n, is_causal=True) for n in (4, 40)}
 
     def cluster_sizes(tokens):
@@ -311,6 +315,10 @@ def test_a_call_is_one_collective_each_way_whose_size_knows_nothing_of_the_lengt
             assert 0 <= forward[0] - 3 * 4 * (numbers + means) < 8  # three heads; whole words of 8 bytes
             assert (len(forward), len(backward)) == (1, 1)
             assert backward[0] <= forward[0]
+
+
+def test_messages_in_halves_are_two_each_way(told):
+    assert all([len(one) for one in answer["sizes of halves"]] == [2, 2] for answer in told)
 
 
 def test_causal_parts_scan_in_log2_steps_of_constant_size(told):

@@ -1,9 +1,13 @@
-"""What each process does for test_context.py: `python context_worker.py FOLDER` with torchrun's variables."""
+"""What the processes of test_context.py do: `python context_worker.py FOLDER NUMBER PORT` forks so many of them.
+
+They are forked before torch has used a thread, and share one import of it.
+"""
 
 import json
 import os
 import signal
 import sys
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -30,6 +34,7 @@ TEXT = replace(SMALL, model="lm_nano", data="letters", batch_size=8)
 # Each as one process trains it, and what is different where two share a sequence, of 17, 5 frames or 31 tokens.
 CASES = {
     "vit": (SMALL, {"context_parallel": 2}),
+    "vit, blocks of patches": (replace(SMALL, attention="cluster4+near=1"), {"context_parallel": 2}),
     "vit, shards": (replace(SMALL, attention="cumulant3", accumulate=2, model_options={**IMAGE, "pool": "gap"}),
                     {"context_parallel": 2, "parallel": "fsdp"}),
     "video 1": (replace(VIDEO, model_options={**CLIP, "variant": 1}), {"context_parallel": 2, "parallel": "fsdp"}),
@@ -110,5 +115,23 @@ def main(folder):
     dist.destroy_process_group()
 
 
+def started(rank, world, port, folder):
+    """The process of a rank, which torchrun's variables tell who it is."""
+    pid = os.fork()
+    if pid:
+        return pid
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        main(Path(folder))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder, world, port = sys.argv[1:]
+    everyone = [started(rank, int(world), port, folder) for rank in range(int(world))]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in everyone]
+    sys.exit(max(map(abs, codes)))

@@ -36,6 +36,7 @@ def context_parallel(
     order: str = "rank",
     lengths: Sequence[int] | None = None,
     softmax: str = "ring",
+    overlap: bool = False,
 ) -> Iterator[Workers]:
     """Within this, `attention` and what is built on it see the tokens of all workers along `dim` of the mesh.
 
@@ -53,12 +54,15 @@ def context_parallel(
         lengths: tokens of every worker, for what needs to know places (packed sequences, softmax); gathered if None.
         softmax: exact attention sends keys and values round a "ring", or everywhere at once ("gather"): they grow with
             the sequence, all other messages do not.
+        overlap: for slow links: on a CPU, full (not causal) `attention` sends its moments in two messages, half of the
+            heads each, one on its way while the other half is computed.
 
     Yields the workers, for sums of one's own: `workers.add(x)`.
     """
     workers = Workers.of(mesh, dim)
     check_choice("order", order, ORDERS)
     check_choice("softmax", softmax, TRAVELS)
+    workers = workers.in_halves() if overlap else workers
     if lengths is not None:
         check_lengths(lengths, workers.size)
     with shards.answered_by(Answerer(Parts(workers, order == "zigzag", lengths), softmax)):

@@ -8,8 +8,9 @@ stays a sum, a shift or a swap goes back. Each is one functional collective of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -204,6 +205,7 @@ class Workers:
         self.device = torch.device(
             "cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}"
         )  # of our own small messages
+        self.halves = False
         self._agreed: set[tuple[Any, ...]] = set()
 
     @classmethod
@@ -301,6 +303,28 @@ class Workers:
             return moments
         rows = self.gathered(*moments.kept())
         return moments.union(self.add) if rows is None else moments.filled(rows).union(added)
+
+    def merging(self, moments: Moments) -> Callable[[], Moments]:
+        """`merge`, started: what is returned waits for it. No gradient."""
+        if self.size == 1 or self.size > GATHERED:
+            found = self.merge(moments)
+            return lambda: found
+        pending = Gather(self).start(moments.kept())
+        return lambda: moments.filled(pending.rows()).union(added)
+
+    def adding(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """`add`, started: what is returned waits for it. No gradient."""
+        if self.size == 1:
+            return lambda: tensors
+        kind = Sum(self)
+        pending = kind.start(tensors)
+        return lambda: tuple(x.to(given.dtype) for x, given in zip(kind.finish(pending), tensors, strict=True))
+
+    def in_halves(self) -> Workers:
+        """The same workers, who send what they can in two halves: one is under way while the other is computed."""
+        same = copy(self)
+        same.halves = True
+        return same
 
     def numbers(self, own: int) -> list[int]:
         """A whole number of every worker."""

@@ -68,11 +68,17 @@ def attention(
 class Across(Protocol):
     """Where other workers hold more of the sequence: what their tokens and queries add."""
 
+    halves: bool  # whether messages go in two halves of the heads, one under way while the other is computed
+
     def merge(self, moments: Moments) -> Moments: ...
+
+    def merging(self, moments: Moments) -> Callable[[], Moments]: ...
 
     def gathered(self, *tensors: Tensor) -> tuple[Tensor, ...] | None: ...
 
     def add(self, *tensors: Tensor) -> tuple[Tensor, ...]: ...
+
+    def adding(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]: ...
 
 
 class _Attention(torch.autograd.Function):
@@ -80,7 +86,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
         ctx.order, ctx.scale, ctx.total, ctx.reference, ctx.across = rest
         ctx.save_for_backward(query, key, value, weights)
-        out, tiles, kept = empty_like_rows(query, value.shape[-1]), list(_tiles(key)), is_plain(query)
+        out, groups, kept = empty_like_rows(query, value.shape[-1]), _groups(key, ctx.across), is_plain(query)
 
         def moments(task: tuple[_Tile, slice]) -> Moments:
             tile, n = task
@@ -92,14 +98,16 @@ class _Attention(torch.autograd.Function):
             nu = tile.total(ctx.total, state)
             _read_out(tile(query, n), state, nu, tile(out, n), ctx.scale, _Workspace(query, kept))
 
-        spans = _spans(len(tiles), key)
-        parts = _run(moments, [(tile, n) for n in spans for tile in tiles], kept)
-        ctx.states = [reduce(Moments.merge, parts[i :: len(tiles)]) for i in range(len(tiles))]
-        if ctx.across is not None:
-            whole = ctx.across.merge(Moments._make(_of_tiles(ctx.states)))
-            ctx.states = [Moments._make(one) for one in _to_tiles(whole, [len(x.weight) for x in ctx.states])]
-        both = zip(ctx.states, tiles, strict=True)
-        _run(read_out, [(*one, n) for one in both for n in _spans(len(tiles), query)], kept)
+        waiting = []
+        for tiles in groups:
+            parts = _run(moments, [(tile, n) for n in _spans(len(tiles), key) for tile in tiles], kept)
+            states = [reduce(Moments.merge, parts[i :: len(tiles)]) for i in range(len(tiles))]
+            waiting.append(_merging(states, ctx.across))
+        ctx.states = []
+        for tiles, found in zip(groups, waiting, strict=True):
+            ctx.states.append(found())
+            both = zip(ctx.states[-1], tiles, strict=True)
+            _run(read_out, [(*one, n) for one in both for n in _spans(len(tiles), query)], kept)
         return out
 
     @staticmethod
@@ -119,7 +127,7 @@ class _Attention(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, asked, grad, create_graph=twice))
             return tuple(next(found) if wanted else None for wanted in needed)
         dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
-        tiles, kept = list(_tiles(key)), is_plain(query)
+        groups, kept = _groups(key, ctx.across), is_plain(query)
 
         def queries(task: tuple[Moments, _Tile, slice]) -> Sums:
             state, tile, n = task
@@ -132,15 +140,14 @@ class _Attention(torch.autograd.Function):
             nu = tile.total(ctx.total, state)
             _backward_keys(*tokens, state, nu, sums, *to, ctx.scale, _Workspace(query, kept))
 
-        both, spans = list(zip(ctx.states, tiles, strict=True)), _spans(len(tiles), query)
-        parts = _run(queries, [(*one, n) for n in spans for one in both], kept)
-        sums = [reduce(_added, parts[i :: len(tiles)]) for i in range(len(tiles))]
-        if ctx.across is not None:
-            third = sums[0][2] is not None
-            whole = ctx.across.add(*(x for x in _of_tiles(sums) if x is not None))
-            sums = _to_tiles(whole if third else (*whole, None), [len(x[0]) for x in sums])
-        spans = _spans(len(tiles), key)
-        _run(keys, [(one[0], some, one[1], n) for one, some in zip(both, sums, strict=True) for n in spans], kept)
+        waiting = []
+        for states, tiles in zip(ctx.states, groups, strict=True):
+            both, spans = list(zip(states, tiles, strict=True)), _spans(len(tiles), query)
+            parts = _run(queries, [(*one, n) for n in spans for one in both], kept)
+            waiting.append(_adding([reduce(_added, parts[i :: len(tiles)]) for i in range(len(tiles))], ctx.across))
+        for states, tiles, sums in zip(ctx.states, groups, waiting, strict=True):
+            each = zip(states, sums(), tiles, strict=True)
+            _run(keys, [(*one, n) for one in each for n in _spans(len(tiles), key)], kept)
         return dq, dk, dv
 
 
@@ -150,6 +157,23 @@ def _run(task: Callable[[Any], Any], items: list[Any], plain: bool) -> list[Any]
 
 def _added(a: Sums, b: Sums) -> Sums:
     return a[0] + b[0], a[1] + b[1], None if a[2] is None or b[2] is None else a[2] + b[2]
+
+
+def _merging(states: list[Moments], across: Across | None) -> Callable[[], list[Moments]]:
+    """Of the moments of tiles, when it is asked, those of all workers."""
+    if across is None:
+        return lambda: states
+    pending = across.merging(Moments._make(_of_tiles(states)))
+    return lambda: [Moments._make(one) for one in _to_tiles(pending(), [len(x.weight) for x in states])]
+
+
+def _adding(sums: list[Sums], across: Across | None) -> Callable[[], list[Sums]]:
+    """The same of sums over queries."""
+    if across is None:
+        return lambda: sums
+    third = sums[0][2] is not None
+    pending = across.adding(*(x for x in _of_tiles(sums) if x is not None))
+    return lambda: _to_tiles(pending() if third else (*pending(), None), [len(x[0]) for x in sums])
 
 
 def _of_tiles(parts: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
@@ -188,14 +212,26 @@ class _Tile:
         return x[self.batches, 0].repeat_interleave(self.heads.stop - self.heads.start, 0)
 
 
-def _tiles(key: Tensor) -> Iterator[_Tile]:
-    B, H, L, D = key.shape
-    pairs = max(1, TILE // max(1, D * L))
-    batches, heads = max(1, pairs // H), min(H, pairs)
-    heads = -(-H // -(-H // heads))  # even shares
-    for b in range(0, B, batches):
-        for h in range(0, H, heads):
-            yield _Tile(slice(b, b + batches), slice(h, min(H, h + heads)), H)
+def _groups(key: Tensor, across: Across | None) -> list[list[_Tile]]:
+    """The tiles, in one group, or in two where messages go in halves: of the heads, or of the batch."""
+    B, H = key.shape[:2]
+    if across is None or not across.halves or B * H < 2:
+        return [list(_tiles(key, slice(0, B), slice(0, H)))]
+    cuts = [(slice(0, B), slice(0, H // 2)), (slice(0, B), slice(H // 2, H))]
+    if H == 1:
+        cuts = [(slice(0, B // 2), slice(0, H)), (slice(B // 2, B), slice(0, H))]
+    return [list(_tiles(key, *cut)) for cut in cuts]
+
+
+def _tiles(key: Tensor, of_batches: slice, of_heads: slice) -> Iterator[_Tile]:
+    _, H, L, D = key.shape
+    pairs, many = max(1, TILE // max(1, D * L)), of_heads.stop - of_heads.start
+    batches, heads = max(1, pairs // many), min(many, pairs)
+    heads = -(-many // -(-many // heads))  # even shares
+    for b in range(of_batches.start, of_batches.stop, batches):
+        for h in range(of_heads.start, of_heads.stop, heads):
+            last = min(of_heads.stop, h + heads)
+            yield _Tile(slice(b, min(of_batches.stop, b + batches)), slice(h, last), H)
 
 
 def _spans(tiles: int, x: Tensor) -> list[slice]:
