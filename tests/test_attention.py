@@ -1,6 +1,5 @@
 """Values: the oracle, the definition, every pattern, every way to pass the same thing."""
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -81,11 +80,12 @@ def test_every_pattern_follows_the_definition(order, full, is_causal, Lq, Lk, ma
         "bool": torch.rand(2, Lk) > 0.4,
         "float": torch.rand(2, Lk, dtype=f64) * (torch.rand(2, Lk) > 0.3),
     }[mask]
-    for normalization, backend in itertools.product(("mean", "sum"), ("auto", "reference", "cpu")):
+    for normalization in ("mean", "sum"):
         options = dict(order=order, full=full, is_causal=is_causal, normalization=normalization)
         exact = by_definition(q, k, v, weights=weights, **options)
-        out = attention(q, k, v, key_mask=weights, enable_gqa=True, backend=backend, **options)
-        assert (out - exact).abs().max() < 1e-11 * (1 + exact.abs().max())
+        for backend in ("auto", "reference", "cpu"):
+            out = attention(q, k, v, key_mask=weights, enable_gqa=True, backend=backend, **options)
+            assert (out - exact).abs().max() < 1e-11 * (1 + exact.abs().max()), (normalization, backend)
 
 
 def test_zero_query_gives_the_mean_and_the_sum_form_is_larger_by_the_length():

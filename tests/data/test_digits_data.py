@@ -5,7 +5,9 @@ import sys
 
 import pytest
 import torch
+from fresh import forked
 from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 from cumulant.data import digits_source
 from cumulant.optional import install
@@ -46,7 +48,26 @@ def test_the_seed_chooses_the_split():
     assert not torch.equal(digits_source(3).test.images, digits_source(4).test.images)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 17])
+def test_the_split_is_that_of_scikit_learn(seed):
+    labels = load_digits().target
+    parts = train_test_split(labels, test_size=450, random_state=seed, stratify=labels)
+    source = digits_source(seed)
+    assert source.train.labels.tolist() == parts[0].tolist()
+    assert source.test.labels.tolist() == parts[1].tolist()
+
+
+def test_scikit_learn_is_read_not_imported(tmp_path):
+    said = forked(
+        "-c",
+        "from cumulant.data import digits_source; digits_source(); import sys; print('sklearn' in sys.modules)",
+        folder=tmp_path,
+    )
+    assert said.strip() == "False"
+
+
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    for name in ("sklearn", "sklearn.datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="scikit-learn: " + re.escape(install("train"))):
         digits_source()
