@@ -174,7 +174,7 @@ STOPS = {
 def test_two_processes_that_are_stopped_keep_one_state_to_go_on_from(alone, tmp_path, stop):
     assert train_with_two(replace(RECIPE, checkpoint_steps=0), tmp_path, signals=STOPS[stop]) == [77, 77]
     assert read_progress(tmp_path / "state.safetensors").step == 9  # asked in step 8, known to both after the next
-    assert train_with_two(RECIPE, tmp_path) == [0, 0]
+    train(RECIPE, tmp_path, source=few_digits(), device="cpu")
     assert_same_run(tmp_path, alone)
 
 
@@ -183,9 +183,9 @@ def test_an_indivisible_batch_is_refused_with_the_number_of_processes(tmp_path, 
     assert "got batch_size=18, 2 processes, accumulate=6" in capfd.readouterr().err
 
 
-def test_what_the_first_process_refuses_is_told_by_both(tmp_path, capfd):
-    assert train_with_two(RECIPE, tmp_path, dies_at=9) == [-9, -9]
-    assert train_with_two(replace(RECIPE, lr=1e-4), tmp_path) == [1, 1]
+def test_what_the_first_process_refuses_is_told_by_both(killed, tmp_path, capfd):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    assert train_with_two(replace(SHARDS, lr=1e-4), tmp_path) == [1, 1]
     said = capfd.readouterr().err
     assert said.count("RecipeError: ") == said.count("holds a run with another recipe (lr: 0.002 -> 0.0001)") == 2
     assert "Connection" not in said
