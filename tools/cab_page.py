@@ -15,7 +15,8 @@ from cumulant.bench import plots
 from cumulant.bench.crossings import crossing_text
 from cumulant.studies.cab.leaderboard import AGAIN, BASELINE, cell, order, spread
 from cumulant.studies.cab.patterns import SHORT
-from tools.pages import origin, table
+from tools.pages import table
+from tools.tables import made
 
 ROOT = Path(__file__).parents[1]
 Result = Mapping[str, Any]
@@ -103,16 +104,27 @@ def noise(result: Result) -> str:
     )
 
 
-def block(results: Mapping[str, Result]) -> str:
-    """The whole leaderboard."""
+def board(results: Mapping[str, Result]) -> str:
+    """The leaderboard, how to read its signs, and what chance does."""
     result = results["cab"]
     setting = result["setting"]
+    steps = ", ".join(f"{name} {task['steps']:,}" for name, task in setting["tasks"].items())
     said = (
-        f"{setting['steps']} steps a run, {setting['seeds']} seeds, {setting['precision']}, size {setting['size']}. "
-        "± is the standard deviation over seeds. ▲ and ▼: better or worse than softmax in the first metric of a task, "
-        "beyond Welch's 95 % interval and the A/A gap."
+        f"Steps: {steps}; {setting['seeds']} seeds, {setting['precision']}, size {setting['size']}. ± is the standard "
+        "deviation over seeds."
     )
     parts = [summary(result, results.get("zoo_efficiency")), said, noise(result)]
+    if result["missing"]:
+        parts.append(f"No time was left for {len(result['missing'])} runs.")
+    return "\n\n".join([*parts, *(made(one) for one in result["origins"])])
+
+
+def details(result: Result) -> str:
+    """Every figure by use and task, how uses agree, and who serves which."""
+    parts = [
+        "▲ and ▼: better or worse than softmax in the first metric of a task, beyond Welch's 95 % interval and the A/A "
+        "gap."
+    ]
     for name, short in SHORT.items():
         if short in result["index"]:
             parts += [f"### {short}: {name} attention", leaderboard(result, short)]
@@ -120,9 +132,6 @@ def block(results: Mapping[str, Result]) -> str:
     parts += ["### Who serves which use", support(result)]
     if result["failed"]:
         parts += ["### Without a figure", "\n".join(f"- {line}" for line in result["failed"])]
-    if result["missing"]:
-        parts.append(f"No time was left for {len(result['missing'])} runs.")
-    parts.append(origin(result))
     return "\n\n".join(parts)
 
 

@@ -2,7 +2,8 @@
 
 Results lie in benchmarks/results: zoo_gpu.json (benchmarks/gpu_zoo.py), zoo_efficiency*.json and zoo_train_RECIPE.json
 (`cumulant bench efficiency` and `train`), cluster_error.json and error_pareto.json (benchmarks/cluster_error.py),
-zoo_orderings.json (benchmarks/orderings.py), cluster_stream.json (benchmarks/cluster_stream.py). Pages hold places
+zoo_orderings.json (benchmarks/orderings.py), cluster_stream.json (benchmarks/cluster_stream.py), study_NAME.json (see
+`tools.studies_page`), cab.json (`cumulant bench cab`). Pages hold places
 for them, between `<!-- results: NAME -->` and `<!-- end -->`; what has no file says that it was not run.
 """
 
@@ -13,10 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cumulant import studies
 from cumulant.bench.crossings import crossing_text
 from tools.tables import fill
 
 ROOT = Path(__file__).parents[1]
+STUDIES = [
+    name for name in studies.names() if name not in ("cumulant-vit", "mechanisms", "heads")
+]  # those that measure
 Result = Mapping[str, Any]
 COMMANDS = {
     "zoo_gpu": "PYTHONPATH=src python benchmarks/gpu_zoo.py",
@@ -32,7 +37,6 @@ COMMANDS = {
     "cluster_error": "python benchmarks/cluster_error.py --model MODEL --reviews REVIEWS",
     "cluster_stream": "python benchmarks/cluster_stream.py",
     "around_mean": "python benchmarks/around_mean.py CHECKPOINT IMAGES",
-    "cab": "cumulant bench cab --data FOLDER --steps 400 --workers 14\ncumulant bench efficiency --time-limit 0.1",
 }
 
 
@@ -335,20 +339,24 @@ PAGES = {
     ),
     "docs/lab/local-cumulants.md": ("cluster_error", "cluster_stream"),
     "docs/zoo/cumulant.md": ("around_mean",),
-    "docs/cab.md": ("cab",),
+    "docs/cab.md": ("cab", "cab_details"),
+    "docs/studies/index.md": ("studies",),
+    **{f"docs/studies/{name}.md": (f"study_{name}",) for name in STUDIES},
     "docs/zoo/orderings.md": ("zoo_orderings",),
 }  # fmt: skip
 
 
 def read(repository: Path) -> dict[str, Result]:
     """The results that are there, by name."""
-    paths = {name: repository / "benchmarks" / "results" / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab")}
+    folder = repository / "benchmarks" / "results"
+    paths = {name: folder / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab")}
+    paths |= {f"study_{name}": folder / f"study_{name}.json" for name in STUDIES}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
 def written(repository: Path) -> dict[str, str]:
     """The pages as the results would have them."""
-    from tools import cab_page  # which takes its tables from here
+    from tools import cab_page, studies_page  # which take their tables from here
 
     results = read(repository)
     blocks = {
@@ -356,9 +364,11 @@ def written(repository: Path) -> dict[str, str]:
         for name, block in BLOCKS.items()
     }
     blocks["zoo_orderings"] = orderings_block(results)
-    blocks["cab"] = f"```\n{COMMANDS['cab']}\n```\n\n" + (
-        cab_page.block(results) if "cab" in results else "Not run yet."
-    )
+    blocks["cab"] = cab_page.board(results) if "cab" in results else "Not run yet."
+    blocks["cab_details"] = cab_page.details(results["cab"]) if "cab" in results else "Not run yet."
+    blocks["studies"] = studies_page.overview(results)
+    for name in (f"study_{study}" for study in STUDIES):
+        blocks[name] = studies_page.block(results[name]) if name in results else "Not run yet."
     return {
         page: fill((repository / page).read_text(encoding="utf-8"), {name: blocks[name] for name in names})
         for page, names in PAGES.items()

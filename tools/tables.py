@@ -100,16 +100,20 @@ def words(results: Mapping[str, Any]) -> str:
 
 def origin(results: Mapping[str, Any]) -> str:
     """Commit, code, machine, versions and dates of the runs, and their seeds."""
-    lines = []
-    for one in results["origins"]:
-        versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
-        count = f"{one['runs']} run{'s' if one['runs'] > 1 else ''}"
-        commit = f"commit {one['commit']}, code {one['source']}" if one["commit"] else f"code {one['source']}"
-        lines.append(f"{count}: {commit}; {one['device']}; {versions}; {', '.join(one['dates'])}.")
+    lines = [made(one) for one in results["origins"]]
     seeds = ", ".join(map(str, results["seeds"]["compared"]))
     control = ", ".join(map(str, results["seeds"]["control"]))
     lines.append(f"Seeds {seeds}{f'; control {control}' if control else ''}.")
     return "\n".join(lines) + "\n"
+
+
+def made(one: Mapping[str, Any]) -> str:
+    """One of the origins of runs, in a line."""
+    versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
+    count = f"{one['runs']} run{'s' if one['runs'] > 1 else ''}"
+    code = [f"commit {one['commit']}"] * bool(one["commit"]) + [f"code {one['source']}"] * bool(one["source"])
+    told = [", ".join(code) or "a checkout without a commit", one["device"], versions, ", ".join(one["dates"])]
+    return f"{count}: {'; '.join(told)}."
 
 
 def fill(page: str, blocks: Mapping[str, str]) -> str:

@@ -59,6 +59,7 @@ PARSED = {  # an example that is read by the parser and not run: why
     "cumulant study random-features --attention softmax linear cumulant3": LONG,
     "cumulant bench cab --attention linear cumulant2 cumulant3 --tasks lm restore --seeds 1": LONG,
     "cumulant bench cab --data FOLDER --workers 12": DATA,
+    "cumulant bench cab --report-only --out FOLDER": DATA,
     "cumulant bench efficiency": LONG,
     "cumulant bench speed": COMPILES,
     "cumulant bench speed --lengths 1024 4096": COMPILES,

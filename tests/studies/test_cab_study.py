@@ -271,7 +271,7 @@ def test_records_made_elsewhere_give_the_same_table_without_data_or_device(tmp_p
     monkeypatch.setattr(study, "prepared", lambda *_: pytest.fail("data were read"))
     again = study.run(few(tmp_path / "here", device=None, report_only=True))
     assert again["rows"] == first["rows"]
-    assert again["made"] == first["made"]
+    assert again["origins"] == first["origins"]
     more = study.run(few(tmp_path / "here", report_only=True, seeds=2))
     assert more["missing"] == ["restore all softmax, seed 1", "restore CS linear, seed 1", "restore CC linear, seed 1"]
     other = next((tmp_path / "here" / "cab" / "records").glob("*linear*.json"))

@@ -112,6 +112,27 @@ def test_a_study_is_kept_goes_on_and_says_when_its_settings_changed(tmp_path, ca
     ).replace("https://matplotlib.org", "")
 
 
+def test_views_are_pages_of_their_own_that_lead_to_each_other(tmp_path):
+    options = Study("toy", out=tmp_path, workers=1, device="cpu", attention=("softmax",))
+    measuring.run(replace(STUDY, needs=(), views={"lines": ("A line",), "others": ("Another",)}), options)
+    lines, others = ((tmp_path / "toy" / f"{name}.html").read_text() for name in ("lines", "others"))
+    assert "<svg" in lines
+    assert "<svg" not in others
+    assert all(f'href="{name}.html"' in lines for name in ("page", "lines", "others"))
+    assert "What was claimed" not in lines
+
+
+def test_without_the_packages_of_the_page_the_numbers_are_there_all_the_same(tmp_path, monkeypatch):
+    def lacking(*_, **__):
+        raise ImportError("the report needs jinja2")
+
+    monkeypatch.setattr("cumulant.style.page", lacking)
+    options = Study("toy", out=tmp_path, workers=1, device="cpu", attention=("softmax",))
+    result = measuring.run(replace(STUDY, needs=()), options)
+    assert result["no page"] == "the report needs jinja2"
+    assert (tmp_path / "toy" / "results.json").is_file()
+
+
 def test_a_study_without_time_is_written_from_what_is_there(tmp_path):
     options = Study("toy", out=tmp_path, workers=1, device="cpu", attention=("softmax", "linear"))
     able = replace(

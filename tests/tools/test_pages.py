@@ -28,6 +28,26 @@ def test_what_has_no_results_is_said_to_be_not_run(tmp_path):
     assert "confirmed" not in written["docs/zoo/orderings.md"]
 
 
+def test_a_study_shows_verdicts_tables_and_where_it_was_made():
+    from tools import studies_page
+
+    said = {"text": "a | b", "found": "1", "bounds": "> 0", "source": "new", "why": ""}
+    result = {
+        "statements": [{**said, "verdict": "confirmed"}, {**said, "verdict": "refuted", "why": "of chance"}],
+        "tables": [{"title": "T", "head": ["", "x"], "rows": [["softmax", "2"]]}],
+        "missing": [], "settings": {"seeds": 3},
+        "origins": [{"runs": 6, "commit": "abc", "source": None, "device": "a CPU", "versions": {}, "dates": []}],
+    }  # fmt: skip
+    block = studies_page.block(result)
+    assert "6 runs, 3 seeds; 1 / 1 / 0 statements" in block
+    assert "| refuted | 1 | > 0 | a \\| b (of chance) | new |" in block
+    assert "| softmax | 2 |" in block
+    assert "6 runs: commit abc; a CPU" in block
+    overview = studies_page.overview({"study_pavlovian": result})
+    assert "[pavlovian](pavlovian.md)" in overview
+    assert overview.count("1 / 1 / 0") == 1
+
+
 def test_rows_of_two_visits_each_have_their_commit():
     rows = [{"case": "linear", "wrong": "off", "commit": "old", "date": "2026-01-01"}, {"case": "mala", "wrong": "off"}]
     first, second = sorted(pages.gpu_block({**ORIGIN, "rows": rows}).split("\n\n")[-2:])

@@ -290,7 +290,7 @@ class Study:
     epochs: int = 0
     """heads, cumulant-vit and mechanisms: passes over the training part. 0: as in the recipe."""
     workers: int | None = None
-    """Runs beside each other on CPUs, each with one thread; by default 2, of heads 1."""
+    """Runs beside each other, on a CPU with one thread each; by default 2, of heads 1."""
     on: Place = "here"
     """Where runs are made: here, folder (shared by machines with the same --out) or ray; see cumulant reproduce."""
     device: str | None = None
@@ -298,7 +298,7 @@ class Study:
     minutes: float | None = None
     """Begin no run that would not end within so many minutes, and stop one that has not."""
     out: Path = Path("runs/study")
-    """Folder for the records, results.json, page.html and figures, below NAME."""
+    """Folder for the records, results.json, pages and figures, below NAME."""
     fresh: bool = False
     """Make every run anew, also those that are finished."""
     json: bool = False
@@ -331,6 +331,8 @@ class Study:
         show(result, (module if study is None else measuring).table(result), self.json)
         if not self.json and "page" in result:
             print(f"\nopen {result['page']} in a browser to see the figures")
+        elif not self.json and "no page" in result:
+            print(f"\nno page was written: {result['no page']}")
         return 3 if result["missing"] else 0
 
     def _other(self) -> Reproduce | TrainBench:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from cumulant.studies.budget import Budget
+from cumulant.studies.outcome import origins
 from cumulant.studies.plan import CONTROL_SEED, Run, digest, seeded
 from cumulant.studies.runs import Record, Workshop, complete
 from cumulant.studies.statements import AGAIN, Measured, Statement, judged, values
@@ -54,6 +55,7 @@ class Study:
     needs: tuple[str, ...] = ()  # what a mechanism must be able to do, of zoo.CAPABILITIES
     control: str | None = None  # the configuration that is run again with other seeds
     seconds: Mapping[str, float] = field(default_factory=dict)  # how long `small` took, by machine
+    views: Mapping[str, Sequence[str]] = field(default_factory=dict)  # pages of their own: name -> how titles begin
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,14 @@ class Measurement(Run):
 
 @dataclass(frozen=True)
 class Measurements(Workshop):
-    """Where measurements are made: one thread each on a CPU, so that what runs beside them changes nothing."""
+    """Where measurements are made: one thread each on a CPU, so that what runs beside them changes nothing; a GPU is
+    mostly idle under models this small, so that several share it."""
 
     study: Study | None = None
+
+    @property
+    def side_by_side(self) -> bool:
+        return True
 
     def make(self, run: Measurement, shared: Any = None, progress: IO[str] | None = None) -> Record:
         from cumulant.tensors import threads
@@ -173,7 +180,10 @@ def run(study: Study, options: Options, progress: IO[str] | None = None) -> dict
     result = outcome(study, settings, runs, records, skipped)
     result = {"setting": options.setting, **result, **made}
     write_atomically(out / "results.json", json.dumps(result, indent=1, allow_nan=False).encode())
-    write(result, drawings(study, settings, records, out), out / "page.html")
+    try:
+        write(result, drawings(study, settings, records, out), out, study.views)
+    except ImportError as error:  # of matplotlib or jinja2: the numbers are there all the same
+        return {**result, "no page": str(error)}
     return {**result, "page": str(out / "page.html")}
 
 
@@ -223,6 +233,7 @@ def outcome(
         "tables": [asdict(table) for table in study.tables(settings, seeds)] if seeds else [],
         "skipped": dict(skipped),
         "missing": [str(run) for run in runs if run not in records],
+        "origins": origins(list(records.values())),
         "seconds": round(sum(record["seconds"] for record in records.values()), 1),  # of all runs, one after the other
         "runs": [
             {key: record[key] for key in ("configuration", "seed", "role", "seconds", "device", "values")}

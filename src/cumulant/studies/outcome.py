@@ -105,8 +105,8 @@ def origins(records: Sequence[Record]) -> list[dict[str, Any]]:
         versions = record["provenance"]["versions"]
         values = {
             "commit": record["provenance"]["commit"],
-            "source": record["source"],
-            "device": record["device"],
+            "source": record.get("source"),
+            "device": record.get("machine") or named(record),
             "system": record["provenance"]["machine"]["system"],
             "versions": {name: versions[name] for name in ("python", "torch") if name in versions},
         }
@@ -115,6 +115,12 @@ def origins(records: Sequence[Record]) -> list[dict[str, Any]]:
         one["runs"] += 1
         one["dates"] = sorted({*one["dates"], record["provenance"]["date"][:10]})
     return list(found.values())
+
+
+def named(record: Record) -> str:
+    """The device of a record, a processor by its name."""
+    device = record["device"]
+    return record["provenance"]["machine"]["processor"] if device == "cpu" else device
 
 
 def _check_classes(records: Sequence[Record], first: Record) -> None:

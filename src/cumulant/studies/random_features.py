@@ -230,11 +230,24 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     def rows(keys: Sequence[str], names: Sequence[str], digits: int = 3) -> list[list[str]]:
         return [[key.removeprefix("wide "), *(mean_of(seeds, name, key, digits) for name in names)] for key in keys]
 
+    def enough(name: str, target: str) -> str:
+        """The first number of samples with a mean error below 1/2."""
+        for count in settings.samples:
+            values = [one[name][f"{target} n={count}"] for one in seeds if name in one]
+            if values and statistics.mean(values) < 0.5:
+                return f"{count:,}"
+        return f"more than {settings.samples[-1]:,}"
+
     size = f"d = {settings.width}, {settings.keys} keys, {settings.heads} heads"
     larger = f"d = {settings.wide}, {settings.wide} keys, {settings.wide_heads} heads"
     return [
         Table(f"Normalised test error, {size}", ["target", *names], rows(keys, names)),
         Table(f"The same, {larger}", ["target", *BASES], rows(wide, BASES)),
+        Table(
+            "Samples after which the error is below 1/2",
+            ["target", *names],
+            [[target, *(enough(name, target) for name in names)] for target in TARGETS],
+        ),
         Table("RFA on f1 p=2 against the number of heads", ["", "error"], rows(heads, ("RFA",))),
         Table("Independent functions of all heads together, d = 3", ["", *names], rows(["rank"], names, 0)),
     ]

@@ -399,5 +399,11 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("noncausal", "weights"),
+    views={
+        "images": ("Image overview",),
+        "importance": ("Head importance", "Parts of", "Pruning of"),
+        "strength": ("Attention strength",),
+        "patterns": ("Attention patterns",),
+    },
     seconds={},
 )

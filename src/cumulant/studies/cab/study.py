@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from cumulant.studies.cab.leaderboard import judged
 from cumulant.studies.cab.patterns import support
 from cumulant.studies.cab.tasks import Task, tasks_of
 from cumulant.studies.cab.training import NotReachedError, Schedule, trained
+from cumulant.studies.outcome import origins
 from cumulant.studies.plan import CONTROL_SEED, Run, seeded
 from cumulant.studies.records import device_name
 from cumulant.studies.runs import Record, TimeOverError, Workshop, train_all
@@ -207,7 +208,7 @@ def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:
     found = {cell: records[one] for cell, one in cells.items() if one in records}
     return {
         "bench": "cab", "device": ground.device.type, "missing": [str(one) for one in left],
-        "made": origins(records.values()),
+        "origins": origins(list(records.values())),
         "setting": {
             **{key: getattr(settings, key) for key in ("steps", "lr", "seeds", "control")},
             "size": ground.size, "precision": ground.precision, "device": ground.device.type,
@@ -247,18 +248,6 @@ def finished(
 
         left = train_all(waiting, shop, report=report, workers=settings.workers, budget=Budget(settings.minutes))
     return found, left
-
-
-def origins(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Where runs were made, which may be several places: commit, machine, versions, when, and how many."""
-    dates: dict[tuple[Any, ...], list[str]] = {}
-    for record in records:
-        one = record["provenance"]
-        dates.setdefault((one["commit"], record["machine"], one["versions"]["torch"]), []).append(one["date"])
-    return [
-        {"commit": commit, "machine": machine, "torch": torch, "from": min(when), "to": max(when), "runs": len(when)}
-        for (commit, machine, torch), when in dates.items()
-    ]
 
 
 def _said(record: Record) -> str:
