@@ -94,7 +94,7 @@ def fitted(
 ) -> dict[str, float]:
     """Trains on fresh sequences, and gives the normalised mean squared error and the largest one on new sequences."""
     generator, net = torch.Generator().manual_seed(seed + 1), net.to(device)
-    optimiser = torch.optim.Adam(net.parameters(), 2e-3, fused=True)
+    optimiser = torch.optim.Adam(net.parameters(), 2e-3)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.steps)
     for _ in range(settings.steps):
         x = numbers(settings.batch, generator).to(device)
