@@ -1,7 +1,7 @@
 """What the studies found, for docs/studies: `python -m tools.studies_page FOLDER`, then `python -m tools.pages`.
 
 FOLDER is the --out of `cumulant study`. Of each study in it the results are kept as benchmarks/results/study_NAME.json,
-without the single runs, and its figures as docs/figures/study-NAME-TITLE.svg.
+without the single runs, and its figures as docs/figures/study-NAME-TITLE.svg (one alone: study-NAME.svg).
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ def take(folder: Path) -> list[str]:
         kept = {key: value for key, value in result.items() if key not in ("runs", "provenance")}
         target = ROOT / "benchmarks" / "results" / f"study_{name}.json"
         target.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        for figure in sorted((path.parent / "figures").glob("*.svg")):
-            (ROOT / "docs" / "figures" / f"study-{name}-{figure.name}").write_bytes(figure.read_bytes())
+        figures = sorted((path.parent / "figures").glob("*.svg"))
+        for figure in figures:
+            own = f"study-{name}.svg" if len(figures) == 1 else f"study-{name}-{figure.name}"
+            (ROOT / "docs" / "figures" / own).write_bytes(figure.read_bytes())
         names.append(name)
     return names
 

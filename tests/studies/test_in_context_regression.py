@@ -7,7 +7,7 @@ import torch
 
 from cumulant.studies import in_context_regression as study
 
-SMALL = study.Settings(steps=2, batch=8, test=400, lengths=(10, 20))
+SMALL = study.Settings(steps=2, batch=8, test=400, lengths=(10, 20), starts=2, trial=2)
 
 
 def test_closed_forms_of_the_page():
@@ -47,6 +47,15 @@ def test_ideal_heads_are_read_as_they_were_made():
     torch.testing.assert_close(
         model(examples, query), study.ideal_heads("softmax", found["w"], found["m"])(examples, query)
     )
+
+
+def test_groups_of_heads_learn_each_by_itself_and_one_of_them_goes_on():
+    both = study.Heads("softmax", 4, 6, torch.Generator().manual_seed(0))
+    alone = both.part(1, 2)
+    study.descend(SMALL, both, 2, 5, 0.001, torch.Generator().manual_seed(1))
+    study.descend(SMALL, alone, 2, 5, 0.001, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(alone.K, both.K[2:])
+    torch.testing.assert_close(alone.out, both.out[2:])
 
 
 @pytest.mark.parametrize("configuration", ["references", "unnormalised, 1 heads", "cumulant3, 2 heads"])

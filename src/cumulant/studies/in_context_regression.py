@@ -32,10 +32,12 @@ class Settings:
     width: int = 5
     examples: int = 40
     noise: float = 0.1  # variance
-    steps: int = 5000
+    steps: int = 2500
     batch: int = 256
     lr: float = 0.004
-    last_lr: float = 0.0001  # for the last 30 % of the steps
+    last_lr: float = 0.0001  # a cosine leads there
+    starts: int = 8  # of several heads: so many are begun, and the best goes on
+    trial: int = 300  # steps after which it is chosen
     lengths: tuple[int, ...] = (10, 20, 40, 80, 160)
     test: int = 40000
     attention: tuple[str, ...] = ("softmax", "linear", "cumulant2", "cumulant3", "cumulant3+full", "cluster4")
@@ -80,9 +82,20 @@ class Heads(torch.nn.Module):
             self.register_parameter(part, torch.nn.Parameter((2 * start - 1) * size**-0.5))
 
     def forward(self, examples: Tensor, query: Tensor) -> Tensor:
+        return self.each(examples, query).sum(1)
+
+    def each(self, examples: Tensor, query: Tensor) -> Tensor:
+        """What every head says, (B, H)."""
         rows = examples[:, None]
         query, key, value = query[:, None, None] @ self.Q.mT, rows @ self.K.mT, rows @ (self.out @ self.V).mT
-        return attend(self.name, query, key, value, self.scale).sum((1, 2, 3))
+        return attend(self.name, query, key, value, self.scale).flatten(1)
+
+    def part(self, number: int, heads: int) -> Heads:
+        """The heads of one group alone."""
+        made = Heads(self.name, heads, self.Q.shape[-1], torch.Generator(self.Q.device))
+        for own, other in zip(made.parameters(), self.parameters(), strict=True):
+            own.data.copy_(other.data[number * heads : (number + 1) * heads])
+        return made
 
     @property
     def scale(self) -> float:
@@ -94,20 +107,42 @@ class Heads(torch.nn.Module):
             return self.K.mT @ self.Q * self.scale, (self.out @ self.V).squeeze(1)
 
 
-def train(settings: Settings, name: str, heads: int, seed: int, device: str) -> Heads:
-    """Adam on fresh prompts at every step."""
+def train(settings: Settings, name: str, heads: int, seed: int, device: str) -> tuple[Heads, dict[str, Any]]:
+    """Adam on fresh prompts at every step; and what became of the starts of several heads.
+
+    Two heads that take the same sign at first stay at the risk of one head for long. So several are begun, and the one
+    with the least error after the trial goes on.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    model = Heads(name, heads, settings.width + 1, generator)
+    many = settings.starts if heads > 1 else 1
+    model, found = Heads(name, many * heads, settings.width + 1, generator), {}
+    if many > 1:
+        error = descend(settings, model, heads, settings.trial, settings.lr, generator)
+        w = model.read()[0][:, :-1, :-1].diagonal(dim1=-2, dim2=-1).mean(-1).unflatten(0, (many, heads))
+        both = (w.amax(1) > 0) & (w.amin(1) < 0)
+        found = {"starts of both signs": both.float().mean().item()}
+        model = model.part(int(error.argmin()), heads)
+    descend(settings, model, heads, settings.steps, settings.last_lr, generator)
+    return model, found
+
+
+def descend(
+    settings: Settings, model: Heads, heads: int, steps: int, last_lr: float, generator: torch.Generator
+) -> Tensor:
+    """Train so many steps, groups of `heads` each by itself; their mean error over the last fifth."""
     optimiser = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
-    for step in range(settings.steps):
-        if step == int(0.7 * settings.steps):
-            optimiser.param_groups[0]["lr"] = settings.last_lr
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, last_lr)
+    total = torch.zeros((), device=generator.device)
+    for step in range(steps):
         examples, query, label = prompts(settings, settings.batch, settings.examples, generator)
-        loss = (model(examples, query) - label).square().mean()
+        errors = (model.each(examples, query).unflatten(1, (-1, heads)).sum(-1) - label[:, None]).square().mean(0)
         optimiser.zero_grad()
-        loss.backward()
+        errors.sum().backward()
         optimiser.step()
-    return model
+        schedule.step()
+        if step >= 0.8 * steps:
+            total = total + errors.detach()
+    return total
 
 
 Predictor = Callable[[Tensor, Tensor], Tensor]
@@ -217,8 +252,8 @@ def measure(settings: Settings, configuration: str, seed: int, device: str) -> d
     name, what = configuration.rsplit(", ", 1)
     if what == "ideal":
         return ideals(settings, name, device, seed)
-    model = train(settings, name, int(what.split()[0]), seed, device)
-    found: dict[str, Any] = risks(settings, model, device, seed)
+    model, found = train(settings, name, int(what.split()[0]), seed, device)
+    found |= risks(settings, model, device, seed)
     found |= structure(*model.read())
     if name == RAW:
         fixed = risks(settings, lambda z, q: model(z, q) * z.shape[1] / settings.examples, device, seed)
@@ -356,7 +391,16 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
         risk = debiased_risk if debiased else step_risk
         eta = best_eta(settings, debiased)
         rows.append([name, *(f"{risk(settings, length, eta):.3f}" for length in settings.lengths)])
-    keys = ("product", "off-diagonal", "label of KQ", "x of OV", "sum of OV", "like debiased", "like plain")
+    keys = (
+        "starts of both signs",
+        "product",
+        "off-diagonal",
+        "label of KQ",
+        "x of OV",
+        "sum of OV",
+        "like debiased",
+        "like plain",
+    )
     read = [[name, *(mean_of(seeds, name, key) for key in keys)] for name in trained]
     best = ("one risk", "one w", "pair risk", "pair w")
     ideal = [[name, *(mean_of(seeds, f"{name}, ideal", key) for key in best)] for name in settings.attention]
@@ -404,7 +448,7 @@ STUDY = Study(
     claim="One softmax layer trained on regression prompts ends in +/- pairs of heads that compute a debiased gradient "
     "step; one head is clearly worse, and longer prompts help.",
     paper="He et al., In-Context Linear Regression Demystified, ICML 2025",
-    settings={"small": Settings(), "paper": Settings(steps=15000, lr=1e-3, last_lr=1e-4, seeds=5)},
+    settings={"small": Settings(), "paper": Settings(steps=15000, lr=1e-3, seeds=5)},
     plan=plan,
     measure=measure,
     statements=statements,

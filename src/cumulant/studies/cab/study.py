@@ -144,10 +144,11 @@ def told_by_records(settings: Cab) -> Ground:
     """As the records of --out tell: neither the data nor the device on which they were made has to be at hand."""
     folder = settings.out / "cab" / "records"
     records = [read_json(path) for path in sorted(folder.glob("*.json"))]
+    records = [one for one in records if "content" in one]  # those that do not tell are known by their names alone
     if settings.size != "auto":
         records = [one for one in records if one.get("size") == settings.size]
     kinds = sorted({tuple(str(one.get(key)) for key in ("size", "device", "generated")) for one in records})
-    contents = sorted({(one["task"], one["content"]) for one in records if "content" in one})
+    contents = sorted({(one["task"], one["content"]) for one in records})
     if len(kinds) != 1 or len(dict(contents)) < len(contents):
         found = "; ".join(" ".join(kind) for kind in kinds) or "none"
         raise ValueError(

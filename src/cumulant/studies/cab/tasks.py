@@ -93,7 +93,6 @@ class LanguageTask(ByteTask):
     title = "language model"
     data = "tiny-shakespeare"
     uses = ("CS",)
-    longer = 2  # before, no attention does better than counts of pairs
 
     def build(self, size: Size, uses: Uses) -> nn.Module:
         return backbones.language(size, uses, self.length)
@@ -118,7 +117,6 @@ class MaskedTask(ByteTask):
     title = "masked language model"
     data = "imdb"
     uses = ("NS",)
-    longer = 4  # before, no attention does better than counts of single bytes
 
     def build(self, size: Size, uses: Uses) -> nn.Module:
         return backbones.Masked(size, uses, self.length)
