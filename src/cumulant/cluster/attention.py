@@ -20,7 +20,7 @@ from ..moments import statistics_dtype
 from ..tensors import in_units, nothing, one_batch, repeat_heads
 from ..tracing import without_autocast
 from .auto import AUTO, tuning
-from .backend import Assignment, Case, Form, kernels_for
+from .backend import Assignment, Case, Form, causal_blocks, kernels_for
 from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .choice import RANKS
@@ -414,13 +414,12 @@ def causal_blocks(case: Case, Lq: int) -> Blocks:
     if call.grid is not None or call.prefix:
         got = f"{call.grid}, {call.prefix}"
         raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, prefix=0, got {got}")
-    if isinstance(blocks, int):
-        blocks = Blocks(max(1, -(-Lq // blocks)))
-    if not isinstance(blocks, Blocks):
+    if not isinstance(blocks, int | Blocks):
         kind = type(blocks).__name__
         raise TypeError(f"clusters must be an int or Blocks(size, keep, recent) when is_causal, got {kind}")
     if form.near == "neighbours":
         raise ValueError('near="neighbours" has no causal form; Blocks(size, recent=1) makes the block before exact')
+    blocks = causal_blocks(blocks, Lq)
     if form.near and blocks.keep is not None:
         raise ValueError(
             f"near={form.near} needs the tokens of old blocks, which {blocks} merges; use recent= or keep=None"

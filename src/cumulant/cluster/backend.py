@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -80,7 +80,7 @@ def cheaper_by_token(m: int, D: int, E: int) -> bool:
 
 
 def kernels_for(backend: str, case: Case) -> str | None:
-    """The kernels that compute this case, "short" or "clusters"; None: plain torch.
+    """The kernels that compute this case, "short", "clusters" or "past" (causal); None: plain torch.
 
     Short clusters of short sequences go through their tokens, everything else through clusters if it can. Raises for
     backend="triton" where neither can.
@@ -116,6 +116,9 @@ def _kernels(case: Case) -> tuple[str | None, str | None]:
     """The kernels that compute this case, or why none can."""
     call, Lk = case.call, case.call.key.shape[-2]
     reason = _general_obstacle(case)
+    if reason is None and call.is_causal:
+        reason = _past_obstacle(case)
+        return "past" if reason is None else None, reason
     if reason is None:
         K, size = case.sizes
         why_not = {"short": _short_obstacle(case, K, size), "clusters": _clusters_obstacle(case, K)}
@@ -134,8 +137,6 @@ def _general_obstacle(case: Case) -> str | None:
     reason = launch.obstacle(query, value, 2, False) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
     if reason is not None:
         return reason
-    if call.is_causal:
-        return "causal clusters have no kernel"
     if call.key_mask is not None and call.key_mask.dtype != torch.bool:
         got = f"weights of {call.key_mask.dtype}; pass key_mask > 0 if they are 0 and 1"
         return f"kernels take a key_mask of bool, got {got}"
@@ -145,7 +146,7 @@ def _general_obstacle(case: Case) -> str | None:
         return "kernels take a number of keys and widths that torch.compile knows, got a dynamic one"
     if transformed():
         return "torch.func transforms and forward-mode gradients need plain torch"
-    if isinstance(clusters, Blocks) and (clusters.keep is not None or clusters.recent):
+    if isinstance(clusters, Blocks) and (clusters.keep is not None or clusters.recent) and not call.is_causal:
         return f"keep and recent of {clusters} belong to is_causal=True"
     if isinstance(clusters, tuple) and (call.grid is None or not cuts(clusters, call.grid)):
         return f"clusters={clusters} do not cut grid={call.grid}"
@@ -153,6 +154,48 @@ def _general_obstacle(case: Case) -> str | None:
         return 'kernels take queries="each"'
     if call.prefix >= key.shape[-2]:
         return f"prefix={call.prefix} leaves none of {key.shape[-2]} keys for clusters"
+    return None
+
+
+def causal_blocks(clusters: int | Blocks, rows: int) -> Blocks:
+    """The blocks of causal attention whose last row has the place `rows` - 1, none longer than all rows."""
+    size = -(-rows // clusters) if isinstance(clusters, int) else clusters.size
+    return replace(Blocks(1) if isinstance(clusters, int) else clusters, size=max(1, min(size, rows)))
+
+
+def past_tile(Lq: int) -> int:
+    """Rows of a tile of the causal kernels."""
+    return min(128, launch.padded(Lq, 32))
+
+
+def _past_obstacle(case: Case) -> str | None:
+    """Why the kernels of causal clusters cannot take this case, or None if they can."""
+    from .past import widest_list
+
+    form, call, clusters = case.form, case.call, case.clusters
+    Lq = call.query.shape[-2]
+    if call.grid is not None or call.prefix or form.together or form.pooled or form.near_rows != 1:
+        return "causal clusters are blocks of a sequence"  # an error, and plain torch says which
+    if not isinstance(clusters, int | Blocks):
+        return "causal clusters are blocks of a sequence"
+    if _unknown(*call.query.shape, call.offset) or torch.compiler.is_compiling():
+        return "kernels of causal clusters are not compiled into a graph"
+    if form.near != 0:
+        recent = "near clusters of each row; Blocks(size, recent=1) makes the block before exact"
+        return f"kernels of causal clusters take near=0, got near={form.near!r}: {recent}"
+    if form.full:
+        return 'kernels take variance="diagonal"'
+    blocks = causal_blocks(clusters, call.offset + Lq)
+    total, listed = widest_list(Lq, call.offset, blocks, past_tile(Lq))
+    if form.response is not None and 0 < form.response < listed:
+        return f"causal kernels take response=None or 0, got {form.response}"
+    if listed > MOST or total > 4 * MOST:
+        return (
+            f"kernels take at most {MOST} clusters, got {listed} that a row sees; Blocks(size, keep=) merges old ones"
+        )
+    heads = math.prod(call.lead) * call.query.shape[-3]
+    if heads > MOST_HEADS:
+        return f"kernels take at most {MOST_HEADS:,} heads in a batch, got {heads:,}"
     return None
 
 

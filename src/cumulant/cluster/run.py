@@ -10,15 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from ..moments import statistics_dtype
-from .backend import TILES, Assignment, Case, slots_of
+from .backend import TILES, Assignment, Case, causal_blocks, past_tile, slots_of
 from .kmeans import KMeans, kmeans
+from .past import past_tables, widest_list
 from .statistics import origin
 from .tables import flat_mask, tables
 
 
 def run_kernels(kernels: str, case: Case) -> Tensor:
     """(B, H, Lq, E) of query (B, H, Lq, D), key (B, Hk, Lk, D) and value (B, Hk, Lk, E), by `kernels`."""
-    return _run_short(case) if kernels == "short" else _run_clusters(case)
+    return {"short": _run_short, "clusters": _run_clusters, "past": _run_past}[kernels](case)
 
 
 def _run_short(case: Case) -> Tensor:
@@ -50,6 +51,28 @@ def _run_clusters(case: Case) -> Tensor:
         closure=form.closure,
         rank=form.rank,
         prefix=call.prefix,
+        masked=call.key_mask is not None,
+    )
+
+
+def _run_past(case: Case) -> Tensor:
+    from ..kernels.past import host as triton_past
+
+    call, form, Lq = case.call, case.form, case.call.query.shape[-2]
+    blocks, tile = causal_blocks(case.clusters, call.offset + Lq), past_tile(Lq)
+    tables = past_tables(call, blocks, tile)
+    return triton_past.attention(
+        *call[:3],
+        *tables,
+        clusters=widest_list(Lq, call.offset, blocks, tile)[0],
+        blocks=-(-(call.offset + Lq) // blocks.size),
+        size=blocks.size,
+        recent=blocks.recent,
+        offset=call.offset,
+        scale=call.softmax_scale,
+        tile=tile,
+        respond=form.response != 0,
+        closure=form.closure,
         masked=call.key_mask is not None,
     )
 

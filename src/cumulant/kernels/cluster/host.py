@@ -23,8 +23,8 @@ from ..tokens import Fixed
 from . import backward, forward, keys, statistics, sums
 from .plan import Call, Plan, no_numbers, of_blocks, plan_for
 
-_TILES = ("GROUP", "D", "BD", "M")
-_ROWS = (*_TILES, "CLOSURE", "NEAR", "BE", "CK", "KP", "SQUARE", "PRECISION")
+TILES = ("GROUP", "D", "BD", "M")
+ROWS_OF = (*TILES, "CLOSURE", "NEAR", "BE", "CK", "KP", "SQUARE", "PRECISION")
 
 
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
         call = _in_order(call)
     plan, outputs = plan_for(call), empty(call, keep)
     unit, steps = layout(*call[:3], outputs[0])
-    _statistics(plan, call, outputs, unit, steps)
+    find_statistics(plan, call, outputs, unit, steps)
     _choose(plan, call, outputs, unit, steps)
     _attend(plan, call, outputs, unit, steps)
     return outputs
@@ -73,39 +73,42 @@ def _reorder(call: Call, x: Tensor, y: Tensor, back: bool) -> None:
     constants = {"BACK": back, "D": width, "BD": padded(width), "N": 64, "UNIT": unit, "num_warps": 4}
     fixed = plan.once(f"reorder {unit} {back} {width}", lambda: Fixed(constants, unit == 8))
     statistics.reorder.start(
-        (cdiv(Lk, 64), plan.pairs, 1), fixed, x, y, _order(call), *steps[0], *steps[1], Lk, plan.shape.heads, plan.per
+        (cdiv(Lk, 64), plan.pairs, 1), fixed, x, y, order_of(call), *steps[0], *steps[1], Lk, plan.shape.heads, plan.per
     )
 
 
-def _fixed(plan: Plan, name: str, unit: int, *names: str, rows: int | None = None, **more: Any) -> Fixed:
+def fixed_for(plan: Plan, name: str, unit: int, *names: str, rows: int | None = None, **more: Any) -> Fixed:
     """Constants of the kernel `name`: those that the plan knows by `names`, `more`, warps and registers; unit 0: it
     reads fresh memory alone."""
     known = {**plan.constants(*names), **more, **plan.resources(name, rows)}
     return Fixed(known | {"UNIT": unit} if unit else known, unit in (0, 8))
 
 
-def _statistics(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps: Any) -> None:
+def find_statistics(
+    plan: Plan, call: Any, outputs: Sequence[Tensor], unit: int, steps: Any, causal: bool = False
+) -> None:
+    """Writes vectors, factors and matrices, outputs[2:5], of the clusters of `call`."""
     vectors, factors, matrices = outputs[2:5]
     pooled, shape = plan.response == 3, plan.shape
     each = matrices.new_empty(plan.pairs, plan.KP, plan.BD, plan.BE) if pooled else matrices
     fixed = plan.once(
-        f"statistics {unit}",
-        lambda: _fixed(
+        f"statistics {unit} {causal}",
+        lambda: fixed_for(
             plan, "statistics", unit, "ORDERED", "D", "E", "BD", "BE", "KP", "PRECISION", rows=128,
-            N=plan.config("statistics").block, FOLD=16, STAGES=plan.config("statistics").stages,
+            N=plan.config("statistics").block, FOLD=16, STAGES=plan.config("statistics").stages, CAUSAL=causal,
         ),
     )  # fmt: skip
     statistics.statistics.start(
-        (plan.KP, plan.pairs, 1), fixed, call.key, call.value, call.bounds, _order(call), vectors, factors, each,
+        (plan.KP, plan.pairs, 1), fixed, call.key, call.value, call.bounds, order_of(call), vectors, factors, each,
         *steps[1], *steps[2], shape.length_k, shape.heads, shape.clusters, plan.per, call.scale,
     )  # fmt: skip
     if pooled:
         size, N = plan.BD * plan.BE, plan.config("pool").block
-        fixed = plan.once("pool", lambda: _fixed(plan, "pool", 0, "KP", "CK", rows=128, SIZE=size, N=N))
+        fixed = plan.once("pool", lambda: fixed_for(plan, "pool", 0, "KP", "CK", rows=128, SIZE=size, N=N))
         statistics.pool.start((size // N, plan.pairs, 1), fixed, each, call.bounds, matrices, plan.per)
 
 
-def _order(call: Call) -> Tensor:
+def order_of(call: Any) -> Tensor:
     return no_numbers(call.key.device) if call.order is None else call.order
 
 
@@ -124,8 +127,8 @@ def _choose(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
     scores = vectors.new_empty(plan.pairs, plan.tiles, 2, plan.KP)
     fixed = plan.once(
         f"choose {unit}",
-        lambda: _fixed(
-            plan, "choose", unit, *_ROWS, "PREFIX",
+        lambda: fixed_for(
+            plan, "choose", unit, *ROWS_OF, "PREFIX",
             BY_ERROR=shape.rank == "error", LISTED=listed, GIVEN=not choosing,
         ),
     )  # fmt: skip
@@ -139,13 +142,13 @@ def _choose(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
 def _choose_by_mean(plan: Plan, call: Call, vectors: Tensor, near: Tensor, unit: int, steps: Any) -> None:
     shape, N = plan.shape, plan.config("choose_by_mean").block
     moments = vectors.new_empty(plan.pairs, plan.tiles, 2, plan.BD)
-    fixed = plan.once(f"query_moments {unit}", lambda: _fixed(plan, "query_moments", unit, *_TILES, rows=128))
+    fixed = plan.once(f"query_moments {unit}", lambda: fixed_for(plan, "query_moments", unit, *TILES, rows=128))
     forward.query_moments.start(
         (plan.tiles, plan.pairs, 1), fixed, call.query, moments, *steps[0],
         shape.length_q, shape.heads, plan.head_tiles, call.scale,
     )  # fmt: skip
     names = ("PREFIX", "CLOSURE", "BD", "BE", "CK", "KP")
-    fixed = plan.once("by_mean", lambda: _fixed(plan, "choose_by_mean", 0, *names, rows=128, N=N))
+    fixed = plan.once("by_mean", lambda: fixed_for(plan, "choose_by_mean", 0, *names, rows=128, N=N))
     forward.choose_by_mean.start(
         (cdiv(plan.tiles, N), plan.pairs, 1), fixed, moments, call.logs, vectors, near,
         plan.tiles, shape.clusters, plan.per, plan.listed,
@@ -162,15 +165,15 @@ def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
     tops = vectors.new_empty(heads, plan.tiles, chunks, shape.tile) if apart and chunks > 1 else vectors
     fixed = plan.once(
         f"attend {unit} {keep}",
-        lambda: _fixed(
-            plan, "attend", unit, *_ROWS, "PREFIX", "ORDERED", "E", "RESPONSE",
+        lambda: fixed_for(
+            plan, "attend", unit, *ROWS_OF, "PREFIX", "ORDERED", "E", "RESPONSE",
             CHOOSE=plan.fused, BY_ERROR=shape.rank == "error", KEEP=keep, EVEN=plan.even(config.block), N=config.block,
             CHUNK_STAGES=1 if plan.fused or apart else config.stages, NEAR_STAGES=config.key_stages or config.stages,
             STAGES=config.stages, CK=chunk,
         ),
     )  # fmt: skip
     forward.attend.start(
-        (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, lse, call.bounds, _order(call), call.logs, vectors,
+        (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, lse, call.bounds, order_of(call), call.logs, vectors,
         factors, matrices, _list(near), _list(responding), gains, tops, *steps[0], *steps[1], *steps[2], *steps[3],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, shape.clusters, plan.per,
         *plan.blocks(config.block), plan.listed, responding.shape[-1], call.scale,
@@ -218,15 +221,15 @@ def _backward_queries(
     )
     fixed = plan.once(
         f"query_gradients {unit}",
-        lambda: _fixed(
-            plan, "query_gradients", unit, *_ROWS, "ORDERED", "E", "RESPONSE", EVEN=plan.even(config.block),
+        lambda: fixed_for(
+            plan, "query_gradients", unit, *ROWS_OF, "ORDERED", "E", "RESPONSE", EVEN=plan.even(config.block),
             N=config.block, CHUNK_STAGES=1 if plan.response in (1, 2) else config.stages,
             STAGES=config.stages, NEAR_STAGES=config.key_stages or config.stages,
             CK=min(config.keys or plan.CK, plan.KP),
         ),
     )  # fmt: skip
     backward.query_gradients.start(
-        (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, g, dq, lse, *per_query, call.bounds, _order(call),
+        (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, g, dq, lse, *per_query, call.bounds, order_of(call),
         call.logs, vectors, factors, matrices, _list(near), _list(responding), *rest,
         *steps[0], *steps[1], *steps[2], *steps[3], *steps[4], *steps[5],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, shape.clusters, plan.per,
@@ -242,10 +245,10 @@ def _backward_vectors(
     span, splits = plan.once(f"vector splits {q.device}", lambda: plan.split(plan.pairs * chunks, q.device, 2, 0.001))
     partial = vectors.new_empty(splits, *vectors.shape)
     weights, _, dz, dx = rest
-    names = (*_TILES, "WHOLE", "E", "BE", "CK", "KP", "SQUARE", "PRECISION")
+    names = (*TILES, "WHOLE", "E", "BE", "CK", "KP", "SQUARE", "PRECISION")
     fixed = plan.once(
         f"vector_gradients {unit}",
-        lambda: _fixed(
+        lambda: fixed_for(
             plan, "vector_gradients", unit, *names, rows=128, N=min(config.block, shape.tile), STAGES=config.stages
         ),
     )
@@ -264,12 +267,12 @@ def _backward_matrices(
         return vectors
     q, shape, heads = call.query, plan.shape, plan.pairs
     name = "listed_gradients" if plan.response == 2 else "matrix_gradients"
-    config, names = plan.config(name), (*_TILES, "E", "BE", "KP", "PRECISION")
+    config, names = plan.config(name), (*TILES, "E", "BE", "KP", "PRECISION")
     tokens = (*steps[0], *steps[4], shape.length_q, shape.heads, plan.head_tiles, plan.tiles)
     if plan.response == 2:
         total = vectors.new_empty(heads, plan.KP, plan.BD, plan.BE)
         lists = _tiles_of_clusters(plan, responding)
-        fixed = plan.once(f"{name} {unit}", lambda: _fixed(plan, name, unit, *names, rows=128, STAGES=config.stages))
+        fixed = plan.once(f"{name} {unit}", lambda: fixed_for(plan, name, unit, *names, rows=128, STAGES=config.stages))
         sums.listed_gradients.start((plan.KP, heads, 1), fixed, q, g, gains, total, *lists, *tokens)
         return total
     C, KP = (1, 1) if plan.response == 3 else (config.keys, plan.KP)
@@ -279,7 +282,7 @@ def _backward_matrices(
     span, splits = plan.once(f"splits {q.device}", lambda: plan.split(heads * groups, q.device, resident, cost))
     partial = vectors.new_empty(splits, heads, KP, plan.BD, plan.BE)
     more = {"N": min(shape.tile, config.block), "C": C, "KP": KP, "STAGES": config.stages}
-    fixed = plan.once(f"{name} {unit}", lambda: _fixed(plan, name, unit, *names, rows=128, **more))
+    fixed = plan.once(f"{name} {unit}", lambda: fixed_for(plan, name, unit, *names, rows=128, **more))
     sums.matrix_gradients.start((groups, heads, splits), fixed, q, g, gains, partial, *tokens, span)
     return partial[0] if splits == 1 else partial.sum(0)
 
@@ -303,15 +306,15 @@ def _backward_keys(
     blocks = cdiv(shape.longest or 2 * shape.length_k // shape.clusters, config.block)
     fixed = plan.once(
         f"key_gradients {unit}",
-        lambda: _fixed(
-            plan, "key_gradients", unit, *_TILES, "ORDERED", "WHOLE", "E", "BE", "KP", "PRECISION",
+        lambda: fixed_for(
+            plan, "key_gradients", unit, *TILES, "ORDERED", "WHOLE", "E", "BE", "KP", "PRECISION",
             rows=128 if shape.tile >= 64 else 32, LOOSE=loose, NEAR=shape.near, RESPONSE=plan.response > 0,
             POOLED=plan.response == 3, N=config.block, ROWS=min(shape.tile, 64), STAGES=config.stages,
         ),
     )  # fmt: skip
     keys.key_gradients.start(
-        (max(1, blocks), shape.clusters, plan.pairs), fixed, q, k, v, g, dk, dv, *per_query, call.bounds, _order(call),
-        vectors, grad_vectors, grad_matrices, *lists,
+        (max(1, blocks), shape.clusters, plan.pairs), fixed, q, k, v, g, dk, dv, *per_query, call.bounds,
+        order_of(call), vectors, grad_vectors, grad_matrices, *lists,
         *steps[0], *steps[1], *steps[2], *steps[4], *steps[6], *steps[7],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.tiles, plan.per, call.scale,
     )  # fmt: skip
@@ -328,20 +331,20 @@ def _backward_prefix(
     names, rows = ("ORDERED", "D", "E", "BD", "BE", "KP"), 128 if shape.tile >= 64 else 32
     fixed = plan.once(
         f"prefix_gradients {unit}",
-        lambda: _fixed(
+        lambda: fixed_for(
             plan, "key_gradients", unit, *names, "GROUP", "WHOLE", "M", "PRECISION", rows=rows, N=N,
             ROWS=min(shape.tile, 64), STAGES=config.stages,
         ),
     )  # fmt: skip
     keys.prefix_gradients.start(
-        (blocks, splits, plan.pairs), fixed, q, k, v, g, partial, *per_query, call.bounds, _order(call),
+        (blocks, splits, plan.pairs), fixed, q, k, v, g, partial, *per_query, call.bounds, order_of(call),
         *steps[0], *steps[1], *steps[2], *steps[4],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.tiles, span, plan.per, call.scale,
     )  # fmt: skip
     name = f"finish_prefix {unit}"
-    fixed = plan.once(name, lambda: _fixed(plan, "key_gradients", unit, *names, rows=rows, N=N))
+    fixed = plan.once(name, lambda: fixed_for(plan, "key_gradients", unit, *names, rows=rows, N=N))
     keys.finish_prefix.start(
-        (blocks, plan.pairs, 1), fixed, partial, dk, dv, call.bounds, _order(call), *steps[6], *steps[7],
+        (blocks, plan.pairs, 1), fixed, partial, dk, dv, call.bounds, order_of(call), *steps[6], *steps[7],
         shape.length_k, shape.heads, splits, partial.stride(0), plan.per,
     )  # fmt: skip
 

@@ -41,6 +41,12 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
     "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),
     "key_gradients": (Config(64, 4, 3, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
+    # Those of kernels/past; fifth: stages of the loop over the window.
+    "past_attend": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
+    "past_query_gradients": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
+    "past_vector_gradients": (Config(0, 4, 2), Config(0, 8, 1), Config(0, 8, 1)),
+    "past_matrix_gradients": (Config(64, 4, 3, 4), Config(64, 8, 2, 1), Config(32, 8, 1, 1)),
+    "past_key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
 }
 
 
@@ -202,7 +208,11 @@ def plan_for(call: Call) -> Plan:
         -1 if call.response >= K - call.near else call.response, call.closure, call.rank, call.which is not None,
         call.prefix, call.masked,
     )  # fmt: skip
-    return _plan_of(shape, query.dtype, dot_precision(query.dtype))
+    return kept_plan(shape, query.dtype)
+
+
+def kept_plan(shape: Shape, dtype: torch.dtype) -> Plan:
+    return _plan_of(shape, dtype, dot_precision(dtype))
 
 
 @lru_cache(256)

@@ -15,20 +15,20 @@ from .parts import LOG2E, parts, picked_tile, placed, store_picked
 
 
 @triton.jit
-def sample(x, stride, order, count, part, columns, WIDTH: tl.constexpr, ORDERED: tl.constexpr):
-    """One of the `count` tokens at x, `part` quarters of the way: (width,), 0 where there is none."""
-    at = (count // 4).to(tl.int64) * part
+def sample(x, stride, order, first, count, part, columns, WIDTH: tl.constexpr, ORDERED: tl.constexpr):
+    """One of the `count` tokens from `first` on, `part` quarters of the way: (width,), 0 where there is none."""
+    at = first + (count // 4).to(tl.int64) * part
     at = placed(order, at, count > 0, ORDERED, False)
     return tl.load(x + at.to(tl.int64) * stride + columns, mask=columns < tl.where(count > 0, WIDTH, 0), other=0.0)
 
 
 @triton.jit
-def samples(x, stride, order, count, columns, WIDTH: tl.constexpr, ORDERED: tl.constexpr):
+def samples(x, stride, order, first, count, columns, WIDTH: tl.constexpr, ORDERED: tl.constexpr):
     """Four tokens, evenly spaced."""
-    x0 = sample(x, stride, order, count, 0, columns, WIDTH, ORDERED)
-    x1 = sample(x, stride, order, count, 1, columns, WIDTH, ORDERED)
-    x2 = sample(x, stride, order, count, 2, columns, WIDTH, ORDERED)
-    return x0, x1, x2, sample(x, stride, order, count, 3, columns, WIDTH, ORDERED)
+    x0 = sample(x, stride, order, first, count, 0, columns, WIDTH, ORDERED)
+    x1 = sample(x, stride, order, first, count, 1, columns, WIDTH, ORDERED)
+    x2 = sample(x, stride, order, first, count, 2, columns, WIDTH, ORDERED)
+    return x0, x1, x2, sample(x, stride, order, first, count, 3, columns, WIDTH, ORDERED)
 
 
 @triton.jit
@@ -77,11 +77,13 @@ def statistics(
     length_k, heads, clusters, per, scale,
     ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, KP: tl.constexpr,
     N: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Grid (KP, B H). Means and centred second moments of the tokens of one cluster, and their factors.
 
     Tokens are read once: they are measured from a `common_point` (float32: from the mean of a sample), and what that is
-    off their mean is taken away from the moments at the end.
+    off their mean is taken away from the moments at the end. CAUSAL: no other token is looked at but the first of all,
+    the origin, and of a token that is not a number only the mean of the keys knows.
     """
     c, pid = tl.program_id(0), tl.program_id(1)
     bounds += (pid // per) * (2 * KP + 2)
@@ -96,13 +98,18 @@ def statistics(
     count = length_k
     if ORDERED:  # tokens that take no part may hold anything
         count = tl.load(bounds + KP + clusters)
-    k0, k1, k2, k3 = samples(k, k_t, order, count, d, D, ORDERED)
+    start = first * 0
+    if CAUSAL:
+        start, count = first, end - first
+    k0, k1, k2, k3 = samples(k, k_t, order, start, count, d, D, ORDERED)
     origin = between(k0, k1, k2, k3)
+    if CAUSAL:
+        origin = sample(k, k_t, order, 0, tl.minimum(length_k, 1), 0, d, D, ORDERED).to(tl.float32)
     if dtype == tl.float32:
         k_point = sample_mean(k, first, end, k_t, order, d, D, BD, ORDERED)
         v_point = sample_mean(v, first, end, v_t, order, e, E, BE, ORDERED)
     else:
-        v0, v1, v2, v3 = samples(v, v_t, order, count, e, E, ORDERED)
+        v0, v1, v2, v3 = samples(v, v_t, order, start, count, e, E, ORDERED)
         k_point, v_point = common_point(k0, k1, k2, k3), common_point(v0, v1, v2, v3)
     S, P = tl.zeros((BD, BE), tl.float32), tl.zeros((FOLD, BD), tl.float32)
     k_sum, v_sum = tl.zeros((FOLD, BD), tl.float32), tl.zeros((FOLD, BE), tl.float32)
@@ -120,6 +127,11 @@ def statistics(
     k_mean, v_mean = k_point + k_off, v_point + v_off
     spread = tl.maximum(tl.sum(P, 0) * over - k_off * k_off, 0.0)
     S = S * over - k_off[:, None] * v_off[None, :]
+    if CAUSAL:
+        flaw = tl.sum(k_mean * 0.0) + tl.sum(v_mean * 0.0)  # 0, or not a number
+        k_mean += flaw
+        v_mean, spread = tl.where(flaw == 0.0, v_mean, 0.0), tl.where(flaw == 0.0, spread, 0.0)
+        S = tl.where(flaw == 0.0, S, 0.0)
     row = pid.to(tl.int64) * tl.num_programs(0) + c
     vectors += row * (2 * BD + BE)
     tl.store(vectors + d, k_mean)

@@ -1,0 +1,1 @@
+"""Causal cluster attention: the past by the moments of its blocks, the present token by token."""

@@ -1,0 +1,362 @@
+"""Backward kernels of causal cluster attention. Formulas: cluster/backward.py; who sees what: forward.py.
+
+`query_gradients` writes dq and, for the others, p, p f, dz and 2 dx of each tile at the places of its list,
+(B H, tiles, listed, M). A cluster has the same place in every list that holds it, and those are of tiles in a row, so
+that sums over queries run over these tiles.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..cluster.parts import (
+    LN2,
+    LOG2E,
+    NOTHING,
+    finished,
+    first_row,
+    kept_short,
+    key_means,
+    laid_out,
+    masses,
+    origin_of,
+    own_head,
+    packed,
+    parts,
+    picked_tile,
+    placed,
+    query_head,
+    reciprocal,
+    squared,
+    stepped,
+    store_picked,
+    store_tile,
+    tile,
+    turned_tile,
+    twice_gain_slope,
+    value_means,
+    variances,
+    weighed,
+)
+from ..products import cast, dot
+from ..tokens import head, kernel
+from .forward import list_of, seen_clusters, sees, window
+
+
+@kernel
+def query_gradients(
+    q, k, v, o, rounding, g, dq, lse, shifts, deltas, bounds, order, logs, spans, lists, vectors, factors, matrices,
+    weights, gains, dz, dx,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
+    length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
+    GROUP: tl.constexpr, ORDERED: tl.constexpr, CLOSURE: tl.constexpr, RESPONSE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr,
+    KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, B H). dq of M rows. shifts (B H, tiles, M): lse + a q.origin, for `key_gradients`; inf beyond Lq."""
+    index, pid = tl.program_id(0), tl.program_id(1)
+    line, start = tl.arange(0, M), first_row(index, tiles, M, GROUP)
+    row, d, e = start + line, tl.arange(0, BD), tl.arange(0, BE)
+    place = offset + row
+    dtype: tl.constexpr = q.dtype.element_ty
+    b, h = pid // heads, pid % heads
+    bounds += (pid // per) * (2 * KP + 2)
+    order += (pid // per).to(tl.int64) * length_k
+    logs += (pid // per) * KP
+    k, v = head(k, b, h, 0, k_b, k_h, k_t, UNIT), head(v, b, h, 0, v_b, v_h, v_t, UNIT)
+    k_t, v_t = k_t * UNIT, v_t * UNIT
+    vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
+    factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
+    origin = origin_of(factors, d, BD)
+    matrices += pid.to(tl.int64) * (KP * BD * BE)
+    slot = pid.to(tl.int64) * tl.num_programs(0) + index
+    weights += slot * (listed * M)
+    gains += slot * (listed * M)
+    dz += slot * (listed * M)
+    dx += slot * (listed * M)
+    names, count = list_of(lists, index, tiles, listed, GROUP)
+    q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
+    g = query_head(g, pid, heads, index, tiles, g_b, g_h, g_t, GROUP, UNIT)
+    o = query_head(o, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
+    rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+    grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
+    outs = tile(o, row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
+    if dtype != tl.float32:
+        rounding = query_head(rounding, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
+        outs += tile(rounding, row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
+    delta = tl.sum(grad.to(tl.float32) * outs, 1)
+    at_row = own_head(pid, index, tiles, GROUP) * length_q + row
+    total = tl.load(lse + at_row, mask=row < length_q, other=float("inf"))
+    away = tl.sum(rows.to(tl.float32) * origin[None, :], 1) * (scale * LOG2E)
+    tl.store(deltas + slot * M + line, delta)
+    tl.store(shifts + slot * M + line, total + away)
+
+    sums = tl.zeros((M, BD), tl.float32)
+    squares = squared(rows, SQUARE)
+    if RESPONSE:
+        for chunk in range(0, count, CK):
+            at = chunk + tl.arange(0, CK)
+            c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
+            var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
+            high, low = key_means(factors, c, d, BD, BE)
+            z, _, _, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
+            z = tl.where(seen, z, NOTHING)
+            tl.store(gains + at[None, :] * M + line[:, None], tl.exp2(z - total[:, None]) * lift)
+        tl.debug_barrier()
+        mine = laid_out(rows, d, PRECISION)
+        cell = d[:, None] * BE + e[None, :]
+        for i in tl.range(0, count, num_stages=STAGES):
+            c = tl.maximum(tl.load(names + i), 0)
+            gain = tl.load(gains + i * M + line)
+            S = tl.load(matrices + c.to(tl.int64) * (BD * BE) + cell)
+            back = dot(grad, tl.trans(S), None, PRECISION)
+            sums += gain[:, None] * back
+            tl.store(dz + i * M + line, cast(tl.sum(kept_short(mine).to(tl.float32) * back, 1), dtype))
+        tl.debug_barrier()
+        sums *= LOG2E  # factors of the key means carry it: it is taken off after the loop
+    for chunk in range(0, count, CK):
+        at = chunk + tl.arange(0, CK)
+        cells = at[None, :] * M + line[:, None]
+        c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
+        high, low = key_means(factors, c, d, BD, BE)
+        value_high, value_low = value_means(factors, c, e, BD, BE)
+        change = dot(grad, tl.trans(value_high), None, PRECISION)
+        if dtype != tl.float32:
+            change = dot(grad, tl.trans(value_low), change, PRECISION)
+        z, x, grow, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
+        p = tl.exp2(tl.where(seen, z, NOTHING) - total[:, None]) * grow
+        gain = lift * reciprocal(grow)
+        if RESPONSE:
+            answer = tl.load(dz + cells, mask=(at < count)[None, :], other=0.0).to(tl.float32)
+            change = p * (change + (gain * answer - delta[:, None]))
+            spread = change * gain + (p * answer) * twice_gain_slope(x, gain, CLOSURE)
+        else:
+            change = p * (change - delta[:, None])
+            spread = change * gain
+        change_high, change_low = parts(change, dtype)
+        sums = dot(change_high, high, sums, PRECISION)
+        if dtype != tl.float32:  # gradients of neighbouring clusters nearly cancel: 16 bits are too few
+            sums = dot(change_high, low, sums, PRECISION)
+            sums = dot(change_low, high, sums, PRECISION)
+        tl.store(weights + cells, packed(p, dtype))
+        tl.store(dz + cells, change_high)
+        tl.store(dx + cells, packed(spread, dtype))
+    sums *= LN2
+    again = tile(q, row, q_t * UNIT, d, length_q, D, BD)  # read again: fewer registers in the loop above
+    tl.debug_barrier()
+    turned = tl.zeros((M, BD), tl.float32)
+    for chunk in range(0, count, CK):
+        at = chunk + tl.arange(0, CK)
+        c = tl.maximum(tl.load(names + at), 0)
+        spread = tl.load(dx + at[:, None] * M + line[None, :])
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
+        turned = dot(tl.trans(spread).to(SQUARE), var, turned, PRECISION)
+    sums += again.to(tl.float32) * turned
+    changes = tl.zeros((M,), tl.float32)
+    first, stop = window(bounds, start, tl.minimum(start + M, length_q), length_k, size, recent, offset, KP, ORDERED)
+    for begin in tl.range(first, stop, N, num_stages=NEAR_STAGES):
+        token = begin + tl.arange(0, N)
+        there = token < stop
+        at = placed(order, token, there, ORDERED, False)
+        keys = picked_tile(k, at, there, k_t, d, D, BD, False)
+        values = picked_tile(v, at, there, v_t, e, E, BE, False)
+        z = dot(rows, tl.trans(keys), None, PRECISION) * (scale * LOG2E) - (total + away)[:, None]
+        z = tl.where(sees(place[:, None], at[None, :], size, recent) & there[None, :], z, NOTHING)
+        change = tl.exp2(z) * (dot(grad, tl.trans(values), None, PRECISION) * scale - (delta * scale)[:, None])
+        changes += tl.sum(change, 1)
+        change_high, change_low = parts(change, dtype)
+        sums = dot(change_high, keys, sums, PRECISION)
+        if dtype != tl.float32:
+            sums = dot(change_low, keys, sums, PRECISION)
+    sums -= changes[:, None] * origin[None, :]  # not off the keys: their differences would be rounded to 16 bits
+    dq = query_head(dq, pid, heads, index, tiles, dq_b, dq_h, dq_t, GROUP, UNIT)
+    store_tile(dq, sums, row, dq_t * UNIT, d, length_q, D, BD)
+
+
+@triton.jit
+def tiles_that_see(spans, c, clusters, length_q, offset, M: tl.constexpr, KP: tl.constexpr):
+    """First tile of a head that sees cluster c, the end, and its place in their lists; of one or of several."""
+    since = tl.load(spans + c, mask=c < clusters, other=2147483647)
+    until = tl.load(spans + KP + c, mask=c < clusters, other=0)
+    rows = tl.minimum(since, offset + length_q) - offset, tl.minimum(until, offset + length_q) - offset
+    first, end = tl.maximum(rows[0], 0) // M, (tl.maximum(rows[1], 0) + M - 1) // M
+    return first, tl.where(rows[0] < length_q, end, 0), tl.load(spans + 2 * KP + c, mask=c < clusters, other=0)
+
+
+@triton.jit
+def share(split, first, end, GROUP: tl.constexpr):
+    """What program `split` of all takes of the tiles from `first` to `end` of GROUP heads: numbers of them."""
+    number = tl.maximum(end - first, 0) * GROUP
+    each = tl.cdiv(number, tl.num_programs(2))
+    return split * each, tl.minimum(split * each + each, number)
+
+
+@kernel
+def vector_gradients(
+    q, g, weights, dz, dx, spans, vectors, q_b, q_h, q_t, g_b, g_h, g_t,
+    length_q, heads, tiles, clusters, listed, offset, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
+    CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (KP / CK, B H, splits). d k_mean, d var and d v_mean of CK clusters, over the tiles that see them."""
+    pid, split = tl.program_id(1), tl.program_id(2)
+    c, line = tl.program_id(0) * CK + tl.arange(0, CK), tl.arange(0, M)
+    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    q = head(q, pid // heads, pid % heads * GROUP, 0, q_b, q_h, q_t, UNIT)
+    g = head(g, pid // heads, pid % heads * GROUP, 0, g_b, g_h, g_t, UNIT)
+    since, until, slot = tiles_that_see(spans, c, clusters, length_q, offset, M, KP)
+    first, end = tl.min(since, 0), tl.max(until, 0)
+    at = slot.to(tl.int64)[:, None] * M + line[None, :]
+    dk, dv, ds = tl.zeros((CK, BD), tl.float32), tl.zeros((CK, BE), tl.float32), tl.zeros((CK, BD), tl.float32)
+    low, high = share(split, first, end, GROUP)
+    for i in tl.range(low, high, num_stages=STAGES):
+        own = first + i % (end - first)
+        index = own + i // (end - first) * tiles
+        row = own * M + line
+        rows = tile(stepped(q, index, tiles, q_h, GROUP, UNIT), row, q_t * UNIT, d, length_q, D, BD)
+        grad = tile(stepped(g, index, tiles, g_h, GROUP, UNIT), row, g_t * UNIT, e, length_q, E, BE)
+        here = (pid.to(tl.int64) * (tiles * GROUP) + index) * listed * M
+        seen = ((own >= since) & (own < until))[:, None]  # else the place is another cluster's
+        dk = dot(tl.load(dz + here + at, mask=seen, other=0.0), rows, dk, PRECISION)
+        dv = dot(tl.load(weights + here + at, mask=seen, other=0.0), grad, dv, PRECISION)
+        ds = dot(tl.load(dx + here + at, mask=seen, other=0.0).to(SQUARE), squared(rows, SQUARE), ds, PRECISION)
+    row = (split.to(tl.int64) * tl.num_programs(1) + pid) * KP + c
+    vectors += row[:, None] * (2 * BD + BE)
+    tl.store(vectors + d[None, :], dk * scale)
+    tl.store(vectors + BD + d[None, :], ds * (0.5 * scale * scale))
+    tl.store(vectors + 2 * BD + e[None, :], dv)
+
+
+@triton.jit
+def gain_of(gains, slot, own, since, until, line, M: tl.constexpr, N: tl.constexpr):
+    """Gains (N,) of a cluster in tile `own`, 0 where that does not see it: then its place is another's."""
+    seen = (own >= since) & (own < until)
+    return tl.load(gains + slot.to(tl.int64) * M + line, mask=line < tl.where(seen, N, 0), other=0.0)
+
+
+@kernel
+def matrix_gradients(
+    q, g, gains, spans, matrices, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, clusters, listed, offset,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (KP / C, B H, splits). dS of C clusters (1, 2 or 4) over the tiles that see them, N rows at a time."""
+    pid, split = tl.program_id(1), tl.program_id(2)
+    c = tl.program_id(0) * C
+    line, d, e = tl.arange(0, N), tl.arange(0, BD), tl.arange(0, BE)
+    q = head(q, pid // heads, pid % heads * GROUP, 0, q_b, q_h, q_t, UNIT)
+    g = head(g, pid // heads, pid % heads * GROUP, 0, g_b, g_h, g_t, UNIT)
+    since0, until0, slot0 = tiles_that_see(spans, c, clusters, length_q, offset, M, KP)
+    since1, until1, slot1 = tiles_that_see(spans, c + 1, clusters if C > 1 else 0, length_q, offset, M, KP)
+    since2, until2, slot2 = tiles_that_see(spans, c + 2, clusters if C > 2 else 0, length_q, offset, M, KP)
+    since3, until3, slot3 = tiles_that_see(spans, c + 3, clusters if C > 2 else 0, length_q, offset, M, KP)
+    first = tl.minimum(tl.minimum(since0, since1), tl.minimum(since2, since3))
+    end = tl.maximum(tl.maximum(until0, until1), tl.maximum(until2, until3))
+    S0 = tl.zeros((BD, BE), tl.float32)
+    S1, S2, S3 = S0, S0, S0
+    number: tl.constexpr = M // N
+    low, high = share(split, first, end, GROUP)
+    for i in tl.range(low * number, high * number, num_stages=STAGES):
+        j = i // number
+        own = first + j % (end - first)
+        index = own + j // (end - first) * tiles
+        row = own * M + (i % number) * N + line
+        rows = turned_tile(stepped(q, index, tiles, q_h, GROUP, UNIT), row, q_t * UNIT, d, length_q, D, BD)
+        grad = tile(stepped(g, index, tiles, g_h, GROUP, UNIT), row, g_t * UNIT, e, length_q, E, BE)
+        here = gains + (pid.to(tl.int64) * (tiles * GROUP) + index) * listed * M + (i % number) * N
+        gain = gain_of(here, slot0, own, since0, until0, line, M, N)
+        S0 = finished(dot(weighed(rows, gain), grad, S0, PRECISION))
+        if C > 1:
+            gain = gain_of(here, slot1, own, since1, until1, line, M, N)
+            S1 = finished(dot(weighed(rows, gain), grad, S1, PRECISION))
+        if C > 2:
+            gain = gain_of(here, slot2, own, since2, until2, line, M, N)
+            S2 = finished(dot(weighed(rows, gain), grad, S2, PRECISION))
+            gain = gain_of(here, slot3, own, since3, until3, line, M, N)
+            S3 = finished(dot(weighed(rows, gain), grad, S3, PRECISION))
+    matrices += ((split.to(tl.int64) * tl.num_programs(1) + pid) * KP + tl.program_id(0) * C) * (BD * BE)
+    cell = d[:, None] * BE + e[None, :]
+    tl.store(matrices + cell, S0)
+    if C > 1:
+        tl.store(matrices + BD * BE + cell, S1)
+    if C > 2:
+        tl.store(matrices + 2 * BD * BE + cell, S2)
+        tl.store(matrices + 3 * BD * BE + cell, S3)
+
+
+@kernel
+def key_gradients(
+    q, k, v, g, dk, dv, shifts, deltas, bounds, order, ladder, vectors, grad_vectors, grad_matrices,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    length_q, length_k, heads, tiles, per, size, recent, offset, levels, scale,
+    RESPONSE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (parts of a block, blocks, B H). dk and dv of N keys: from rows that saw them one by one, and through the
+    statistics of the cluster of each level that holds them; `ladder`: first clusters of the levels, and how many."""
+    block, pid = tl.program_id(1), tl.program_id(2)
+    b, h = pid // heads, pid % heads
+    bounds += (pid // per) * (2 * KP + 2)
+    order += (pid // per).to(tl.int64) * length_k
+    first, stop = tl.load(bounds + block) + tl.program_id(0) * N, tl.load(bounds + (KP + 1) + block)
+    if first < stop:
+        d, e, token, line = tl.arange(0, BD), tl.arange(0, BE), first + tl.arange(0, N), tl.arange(0, M)
+        dtype: tl.constexpr = q.dtype.element_ty
+        there = token < stop
+        at = placed(order, token, there, ORDERED, False)
+        k, v = head(k, b, h, 0, k_b, k_h, k_t, UNIT), head(v, b, h, 0, v_b, v_h, v_t, UNIT)
+        q, g = head(q, b, h * GROUP, 0, q_b, q_h, q_t, UNIT), head(g, b, h * GROUP, 0, g_b, g_h, g_t, UNIT)
+        keys = picked_tile(k, at, there, k_t * UNIT, d, D, BD, False)
+        values = picked_tile(v, at, there, v_t * UNIT, e, E, BE, False)
+        key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
+        skipped = pid.to(tl.int64) * (tiles * GROUP) * M
+        earliest = block * size if ORDERED else first  # rows from there to the end of the window see these tokens
+        low = tl.minimum(tl.maximum(earliest - offset, 0) // M, tiles)
+        high = tl.minimum(tl.maximum((block + recent + 1) * size - offset + M - 1, 0) // M, tiles)
+        number = tl.maximum(high - low, 0)
+        for i in tl.range(0, number * GROUP, num_stages=STAGES):
+            own = low + i % number
+            index = own + i // number * tiles
+            row = own * M + line
+            rows = tile(stepped(q, index, tiles, q_h, GROUP, UNIT), row, q_t * UNIT, d, length_q, D, BD)
+            grad = tile(stepped(g, index, tiles, g_h, GROUP, UNIT), row, g_t * UNIT, e, length_q, E, BE)
+            shift, delta = tl.load(shifts + skipped + index * M + line), tl.load(deltas + skipped + index * M + line)
+            p = finished(dot(keys, tl.trans(rows), None, PRECISION))
+            change = finished(dot(values, tl.trans(grad), None, PRECISION))
+            seen = sees((offset + row)[None, :], at[:, None], size, recent) & there[:, None]
+            p = tl.exp2(tl.where(seen, p * (scale * LOG2E) - shift[None, :], NOTHING))
+            change = p * (change - delta[None, :])
+            value_sums = dot(packed(p, dtype), grad, value_sums, PRECISION)
+            key_sums = finished(dot(packed(change, dtype), rows, key_sums, PRECISION))
+            value_sums = finished(value_sums)
+        key_sums *= scale
+        # Read again: held in registers by the loop, keys and values would leave it fewer.
+        keys = picked_tile(k, at, there, k_t * UNIT, d, D, BD, False).to(tl.float32)
+        values = picked_tile(v, at, there, v_t * UNIT, e, E, BE, False).to(tl.float32)
+        for j in range(levels):
+            number = block >> j
+            if number < tl.load(ladder + levels + j):
+                c = tl.load(ladder + j) + number
+                over = 1.0 / (tl.load(bounds + (KP + 1) + c) - tl.load(bounds + c)).to(tl.float32)
+                cluster = pid.to(tl.int64) * KP + c
+                own, back = vectors + cluster * (2 * BD + BE), grad_vectors + cluster * (2 * BD + BE)
+                dk_c, dv_c = keys - tl.load(own + d)[None, :], values - tl.load(own + 2 * BD + e)[None, :]
+                key_sums += (tl.load(back + d)[None, :] + 2.0 * dk_c * tl.load(back + BD + d)[None, :]) * over
+                value_sums += (tl.load(back + 2 * BD + e) * over)[None, :]
+                if RESPONSE:
+                    S = tl.load(grad_matrices + cluster * (BD * BE) + d[:, None] * BE + e[None, :])
+                    S, rest = parts(S * (scale * over), dtype)
+                    key_sums = dot(cast(dv_c, dtype), tl.trans(S), key_sums, PRECISION)
+                    value_sums = dot(cast(dk_c, dtype), S, value_sums, PRECISION)
+                    if dtype != tl.float32:
+                        key_sums = dot(cast(dv_c, dtype), tl.trans(rest), key_sums, PRECISION)
+                        value_sums = dot(cast(dk_c, dtype), rest, value_sums, PRECISION)
+        store_picked(head(dk, b, h, 0, dk_b, dk_h, dk_t, UNIT), key_sums, at, there, dk_t * UNIT, d, D, BD)
+        store_picked(head(dv, b, h, 0, dv_b, dv_h, dv_t, UNIT), value_sums, at, there, dv_t * UNIT, e, E, BE)

@@ -1,0 +1,178 @@
+"""Forward kernel of causal cluster attention. Formulas, state of a cluster and shape legend: cluster/parts.py.
+
+Cluster c is seen by the rows from spans[c] to spans[KP + c], places among the keys; a tile of M rows has a list of
+those that any of its rows sees. Row i sees token by token the block of `size` tokens that it stands in, up to itself,
+and `recent` blocks before that. Cost a row: A (3 D + E + D E) and (recent + 1/2) size (D + E), with A listed clusters.
+
+What a row may not see must not reach it, even if it is not a number: such clusters and tokens are left out by `where`,
+and values that are not numbers are 0 with a logit that is none.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..cluster.parts import (
+    LOG2E,
+    NOTHING,
+    finished,
+    finite,
+    first_row,
+    key_means,
+    masses,
+    origin_of,
+    own_head,
+    packed,
+    parts,
+    picked_tile,
+    placed,
+    query_head,
+    squared,
+    store_tile,
+    tile,
+    value_means,
+    variances,
+)
+from ..products import cast, dot
+from ..tokens import head, kernel
+
+
+@triton.jit
+def list_of(lists, index, tiles, listed, GROUP: tl.constexpr):
+    """The list of a tile, and how many places of it are used; lists of `listed` places, after that number."""
+    own = lists + (index % tiles if GROUP > 1 else index).to(tl.int64) * (listed + 1)
+    return own + 1, tl.load(own)
+
+
+@triton.jit
+def seen_clusters(names, logs, spans, at, place, KP: tl.constexpr):
+    """Clusters at places `at` of a list, log2 of their sizes, and which rows at `place` see which: (CK,), (M, CK)."""
+    c = tl.load(names + at)
+    own = tl.maximum(c, 0)
+    since, until = tl.load(spans + own), tl.load(spans + KP + own)
+    seen = (place[:, None] >= since[None, :]) & (place[:, None] < tl.where(c < 0, 0, until)[None, :])
+    return own, tl.load(logs + own), seen
+
+
+@triton.jit
+def window(bounds, start, end, length_k, size, recent, offset, KP: tl.constexpr, ORDERED: tl.constexpr):
+    """First token and end of those that the rows from `start` to `end` see one by one, in the order of the tokens."""
+    low = tl.maximum((offset + start) // size - recent, 0)
+    first = tl.load(bounds + low, mask=low * size < length_k, other=0)
+    last = (tl.minimum(offset + end, length_k) - 1) // size
+    stop = tl.load(bounds + (KP + 1) + last)
+    if not ORDERED:
+        stop = tl.minimum(stop, offset + end)
+    return first, tl.where(low * size < length_k, stop, 0)
+
+
+@triton.jit
+def sees(place, token, size, recent):
+    """Whether rows at places (n, 1) see tokens at places (1, N) one by one."""
+    return (token <= place) & (token >= (place // size - recent) * size)
+
+
+@triton.jit
+def sound(values):
+    """Values (N, width), 0 in place of what is not a number; and for each token 0, or not a number if it has such."""
+    flaw = tl.sum(values.to(tl.float32) * 0.0, 1)
+    return tl.where((flaw == 0.0)[:, None], values, tl.zeros_like(values)), flaw
+
+
+@kernel
+def attend(
+    q, k, v, o, rounding, lse, bounds, order, logs, spans, lists, vectors, factors, matrices, gains, tops,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
+    CLOSURE: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, RESPONSE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, B H). Output of M rows, and their log2 of the sum of all weights.
+
+    RESPONSE: clusters answer with their covariance, else with their mean. Gains p f of a tile go through memory,
+    (listed, M); `tops` holds what each chunk's are relative to. KEEP: what the rounding of the output loses is written.
+    """
+    index, pid = tl.program_id(0), tl.program_id(1)
+    line, start = tl.arange(0, M), first_row(index, tiles, M, GROUP)
+    row, d, e = start + line, tl.arange(0, BD), tl.arange(0, BE)
+    place = offset + row
+    dtype: tl.constexpr = q.dtype.element_ty
+    q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
+    k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
+    v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
+    o = query_head(o, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
+    bounds += (pid // per) * (2 * KP + 2)
+    order += (pid // per).to(tl.int64) * length_k
+    logs += (pid // per) * KP
+    k_t, v_t = k_t * UNIT, v_t * UNIT
+    vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
+    factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
+    matrices += pid.to(tl.int64) * (KP * BD * BE)
+    slot = pid.to(tl.int64) * tl.num_programs(0) + index
+    gains += slot * (listed * M)
+    tops += slot * ((listed // CK) * M)
+    names, count = list_of(lists, index, tiles, listed, GROUP)
+    rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+
+    top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
+    out = tl.zeros((M, BE), tl.float32)
+    squares = squared(rows, SQUARE)
+    for chunk in range(0, count, CK):
+        at = chunk + tl.arange(0, CK)
+        c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
+        high, low = key_means(factors, c, d, BD, BE)
+        z, _, grow, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
+        z = tl.where(seen, z, NOTHING)
+        higher = tl.maximum(top, tl.max(z, 1))
+        p = tl.exp2(z - finite(higher)[:, None])
+        fading = tl.exp2(top - finite(higher))
+        top = higher
+        if RESPONSE:
+            tl.store(gains + at[None, :] * M + line[:, None], packed(p * lift, gains.dtype.element_ty))
+            tl.store(tops + (chunk // CK) * M + line, finite(top))
+        p *= grow
+        total = total * fading + tl.sum(p, 1)
+        high, low = value_means(factors, c, e, BD, BE)
+        p_high, p_low = parts(p, dtype)
+        out = dot(p_high, high, out * fading[:, None], PRECISION)
+        if KEEP:  # a backward pass takes differences of outputs and values
+            out = dot(p_high, low, out, PRECISION)
+            out = dot(p_low, high, out, PRECISION)
+    if RESPONSE:
+        tl.debug_barrier()
+        cell = d[:, None] * BE + e[None, :]
+        for i in tl.range(0, count, num_stages=STAGES):
+            c = tl.maximum(tl.load(names + i), 0)
+            S = tl.load(matrices + c.to(tl.int64) * (BD * BE) + cell)
+            g = tl.load(gains + i * M + line).to(tl.float32)
+            g *= tl.exp2(tl.load(tops + (i // CK) * M + line) - finite(top))
+            out += g[:, None] * dot(rows, S, None, PRECISION)
+    a = scale * LOG2E
+    away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
+    first, stop = window(bounds, start, tl.minimum(start + M, length_q), length_k, size, recent, offset, KP, ORDERED)
+    for begin in tl.range(first, stop, N, num_stages=NEAR_STAGES):
+        token = begin + tl.arange(0, N)
+        at = placed(order, token, token < stop, ORDERED, False)
+        keys = picked_tile(k, at, token < stop, k_t, d, D, BD, False)
+        values, flaw = sound(picked_tile(v, at, token < stop, v_t, e, E, BE, False))
+        u = finished(dot(rows, tl.trans(keys), None, PRECISION)) + flaw[None, :]
+        u = tl.where(sees(place[:, None], at[None, :], size, recent) & (token < stop)[None, :], u, NOTHING)
+        higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
+        p = tl.exp2(u * a - (finite(higher) + away)[:, None])
+        fading = tl.exp2(top - finite(higher))
+        total = total * fading + tl.sum(p, 1)
+        out = finished(dot(packed(p, dtype), values, out * fading[:, None], PRECISION))
+        top = higher
+    some = total > 0.0  # a row that sees nothing gives 0
+    out *= tl.where(some, 1.0 / total, 0.0)[:, None]
+    store_tile(o, out, row, o_t * UNIT, e, length_q, E, BE)
+    if KEEP:
+        rounding = query_head(rounding, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
+        store_tile(rounding, out - cast(out, dtype).to(tl.float32), row, o_t * UNIT, e, length_q, E, BE)
+    lse += own_head(pid, index, tiles, GROUP) * length_q
+    tl.store(lse + row, tl.where(some, top + tl.log2(total), float("inf")), mask=row < length_q)

@@ -1,0 +1,182 @@
+"""Causal cluster attention on the GPU: its operator and launches. Who sees what: forward.py; statistics: cluster/.
+
+Shape legend: B sequences, H query heads, Hk key heads, Lq, Lk lengths, D, E widths, KP clusters of all levels, padded,
+A places in the list of a tile of M rows.
+
+Memory beside inputs and outputs: statistics KP D E a head, and Lq A numbers of 16 bits (gains) forward, five times that
+backward; without responses none forward, three times backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cluster.host import TILES, find_statistics, fixed_for, order_of
+from ..cluster.plan import Plan, Shape, kept_plan
+from ..launch import cdiv, empty_like_rows, layout, like_rows, multiprocessors, padded
+from ..operator import Operator
+from . import backward, forward
+
+CK = 32  # clusters of a list that a program takes at once
+_ROWS = (*TILES, "ORDERED", "CLOSURE", "RESPONSE", "E", "BE", "KP", "SQUARE", "PRECISION")
+
+
+class Call(NamedTuple):
+    """One call -> (B, H, Lq, E). Tables are those of `cluster.past`."""
+
+    query: Tensor  # (B, H, Lq, D)
+    key: Tensor  # (B, Hk, Lk, D); query head h reads key head h // (H / Hk)
+    value: Tensor  # (B, Hk, Lk, E)
+    bounds: Tensor
+    logs: Tensor
+    order: Tensor | None
+    spans: Tensor
+    lists: Tensor
+    levels: Tensor
+    clusters: int  # of all levels
+    blocks: int
+    size: int  # tokens of a block
+    recent: int
+    offset: int
+    scale: float
+    tile: int
+    respond: bool  # clusters answer with their covariance, else with their mean
+    closure: str
+    masked: bool  # some tokens take no part
+
+
+def plan_for(call: Call) -> Plan:
+    query, (B, Hk, Lk, D) = call.query, call.key.shape
+    shape = Shape(
+        B, Hk, query.shape[1] // Hk, query.shape[2], Lk, D, call.value.shape[-1], call.bounds.shape[0],
+        call.order is not None, call.clusters, call.size, False, call.tile, 0, -1 if call.respond else 0, call.closure,
+        "past", False, 0, call.masked,
+    )  # fmt: skip
+    return kept_plan(shape, query.dtype)
+
+
+def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
+    """out, and lse (B H, Lq), vectors, factors, matrices of KP clusters as of cluster/host.py, and rounding."""
+    query, plan = call.query, plan_for(call)
+    heads, shape = plan.pairs, plan.shape
+    return (
+        empty_like_rows(query, shape.E),
+        query.new_empty(heads * shape.group, shape.length_q, dtype=torch.float32),
+        query.new_empty(heads, plan.KP, 2 * plan.BD + plan.BE, dtype=torch.float32),
+        query.new_empty(heads, plan.KP, 4 * plan.BD + 2 * plan.BE),
+        query.new_empty(heads, plan.KP, plan.BD, plan.BE),
+        empty_like_rows(query, shape.E) if keep and query.dtype != torch.float32 else query.new_empty(0),
+    )
+
+
+def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
+    plan, outputs = plan_for(call), empty(call, keep)
+    unit, steps = layout(*call[:3], outputs[0])
+    find_statistics(plan, call, outputs, unit, steps, causal=True)
+    shape, (out, lse, vectors, factors, matrices, rounding) = plan.shape, outputs
+    (q, k, v), heads, A, keep = call[:3], plan.pairs, call.lists.shape[-1] - 1, rounding.numel() > 0
+    gains = q.new_empty(heads, plan.tiles, A, shape.tile) if call.respond else matrices
+    tops = vectors.new_empty(heads, plan.tiles, A // CK, shape.tile) if call.respond else vectors
+    fixed = plan.once(f"attend {unit} {keep}", lambda: _fixed(plan, "past_attend", unit, KEEP=keep))
+    forward.attend.start(
+        (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, lse, call.bounds, order_of(call), call.logs, call.spans,
+        call.lists, vectors, factors, matrices, gains, tops, *steps[0], *steps[1], *steps[2], *steps[3],
+        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.per, A, call.size, call.recent, call.offset,
+        call.scale,
+    )  # fmt: skip
+    return outputs
+
+
+def _fixed(plan: Plan, name: str, unit: int, **more: Any) -> Any:
+    config = plan.config(name)
+    stages = {"STAGES": config.stages, "NEAR_STAGES": config.key_stages}
+    return fixed_for(plan, name, unit, *_ROWS, N=config.block, CK=CK, **stages, **more)
+
+
+def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    plan, (out, lse, vectors, factors, matrices, rounding) = plan_for(call), outputs
+    (q, k, v), shape, heads, A = call[:3], plan.shape, plan.pairs, call.lists.shape[-1] - 1
+    dq, dk, dv = (like_rows(x) for x in call[:3])
+    if shape.masked or call.offset + shape.length_q < shape.length_k:  # keys that no row sees have no gradient
+        dk.zero_()
+        dv.zero_()
+    unit, steps = layout(*call[:3], out, grad, dq, dk, dv)
+    per_query = tuple(lse.new_empty(heads, plan.tiles, shape.tile) for _ in range(2))
+    # Gains in float32: in 16 bits they would add a rounding to the largest part of dq.
+    kinds = (q.dtype, torch.float32, q.dtype, q.dtype)
+    rest = tuple(q.new_empty(heads, plan.tiles, A, shape.tile, dtype=kind) for kind in kinds)
+    seen = A, call.size, call.recent, call.offset
+    fixed = plan.once(f"query_gradients {unit}", lambda: _fixed(plan, "past_query_gradients", unit))
+    backward.query_gradients.start(
+        (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, grad, dq, lse, *per_query, call.bounds, order_of(call),
+        call.logs, call.spans, call.lists, vectors, factors, matrices, *rest,
+        *steps[0], *steps[1], *steps[2], *steps[3], *steps[4], *steps[5],
+        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.per, *seen, call.scale,
+    )  # fmt: skip
+    grad_vectors, grad_matrices = _sums(plan, call, grad, rest, vectors, unit, steps)
+    config = plan.config("past_key_gradients")
+    block = min(config.block, padded(call.size, 32))
+    fixed = plan.once(
+        f"key_gradients {unit} {block}",
+        lambda: fixed_for(
+            plan, "past_key_gradients", unit, *TILES, "ORDERED", "RESPONSE", "E", "BE", "KP", "PRECISION",
+            rows=128, N=block, STAGES=config.stages,
+        ),
+    )  # fmt: skip
+    backward.key_gradients.start(
+        (cdiv(call.size, block), call.blocks, heads), fixed, q, k, v, grad, dk, dv, *per_query, call.bounds,
+        order_of(call), call.levels, vectors, grad_vectors, grad_matrices,
+        *steps[0], *steps[1], *steps[2], *steps[4], *steps[6], *steps[7],
+        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.per, call.size, call.recent, call.offset,
+        call.levels.shape[-1], call.scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _sums(
+    plan: Plan, call: Call, g: Tensor, rest: Sequence[Tensor], vectors: Tensor, unit: int, steps: Any
+) -> tuple[Tensor, Tensor]:
+    """Gradients of vectors and matrices of the clusters, float32; of no matrices: anything."""
+    q, shape, heads = call.query, plan.shape, plan.pairs
+    weights, gains, dz, dx = rest
+    tokens = *steps[0], *steps[4], shape.length_q, shape.heads, plan.head_tiles
+    names = (*TILES, "E", "BE", "KP", "PRECISION")
+    splits = _splits(plan, plan.KP // CK * heads, q.device)
+    partial = vectors.new_empty(splits, *vectors.shape)
+    config = plan.config("past_vector_gradients")
+    fixed = plan.once(
+        f"vector_gradients {unit}",
+        lambda: fixed_for(plan, "past_vector_gradients", unit, *names, "SQUARE", rows=128, CK=CK, STAGES=config.stages),
+    )
+    backward.vector_gradients.start(
+        (plan.KP // CK, heads, splits), fixed, q, g, weights, dz, dx, call.spans, partial, *tokens,
+        call.clusters, call.lists.shape[-1] - 1, call.offset, call.scale,
+    )  # fmt: skip
+    grad_vectors = partial[0] if splits == 1 else partial.sum(0)
+    if not call.respond:
+        return grad_vectors, vectors
+    matrix = plan.config("past_matrix_gradients")
+    C, N = matrix.keys, min(shape.tile, matrix.block)
+    splits = _splits(plan, plan.KP // C * heads, q.device)
+    partial = vectors.new_empty(splits, heads, plan.KP, plan.BD, plan.BE)
+    more = {"N": N, "C": C, "STAGES": matrix.stages}
+    name = "past_matrix_gradients"
+    fixed = plan.once(f"matrix_gradients {unit}", lambda: fixed_for(plan, name, unit, *names, rows=128, **more))
+    backward.matrix_gradients.start(
+        (plan.KP // C, heads, splits), fixed, q, g, gains, call.spans, partial, *tokens, call.clusters,
+        call.lists.shape[-1] - 1, call.offset,
+    )  # fmt: skip
+    return grad_vectors, partial[0] if splits == 1 else partial.sum(0)
+
+
+def _splits(plan: Plan, programs: int, device: torch.device) -> int:
+    """Programs that share the tiles of a cluster: as many as make two for a multiprocessor, eight at most."""
+    slots = 2 * multiprocessors(device)
+    return max(1, min(8, cdiv(slots, programs), plan.tiles // 4))
+
+
+attention = Operator("past", Call, run_forward, run_backward, empty, states=5, reads_out=True)
