@@ -71,8 +71,10 @@ CASES: dict[str, Case] = {
     "masked": case(8, 12, 16384, 64, masked=True, clusters=64, near=2, goal=(10, 8)),
     "grouped": case(8, 12, 16384, 64, Hk=4, clusters=64, near=2, enable_gqa=True),
     "prefix": case(8, 12, 16385, 64, clusters=64, near=2, prefix=1),
+    "blocks": case(1, 12, 16384, 64, clusters=64, near=0),
     "kmeans": case(1, 12, 16384, 64, clusters=KMeans(64), near=0),
     "causal": case(1, 12, 16384, 64, clusters=Blocks(64, keep=16, recent=1), is_causal=True, goal=(10, 8)),
+    "causal 64": case(8, 12, 16384, 64, clusters=64, is_causal=True, goal=(10, 8)),
     "far only": case(8, 12, 16384, 64, clusters=64),
     "short": case(256, 12, 256, 64, clusters=16),
     "order 2, 64": case(256, 12, 64, 64, order=2, goal=(1, 1)),
@@ -130,8 +132,8 @@ def check(case: Case) -> bool:
     return right
 
 
-def graph_ms(function: Callable[[], Any], graph: bool = True) -> float:
-    """Median over replays of a CUDA graph; as called where a call takes long or cannot be recorded."""
+def graph_ms(function: Callable[[], Any]) -> float:
+    """Median over replays of a CUDA graph; as called where a call takes long."""
     import triton
 
     function()
@@ -140,8 +142,8 @@ def graph_ms(function: Callable[[], Any], graph: bool = True) -> float:
     function()
     torch.cuda.synchronize()
     once = (time.perf_counter() - begin) * 1e3
-    if once > 100 or not graph:
-        return once if once > 100 else called_ms(function)
+    if once > 100:
+        return once
     with torch.cuda.stream(torch.cuda.Stream()):
         return float(triton.testing.do_bench_cudagraph(function, rep=20, return_mode="median"))
 
@@ -165,14 +167,14 @@ def host_us(function: Callable[[], Any], times: int = 5) -> float:
     return statistics.median(found)
 
 
-def times(call: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor, graph: bool = True) -> dict[str, float]:
+def times(call: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> dict[str, float]:
     def step() -> Any:
         return torch.autograd.grad(call(*leaves), leaves, grad)
 
     row = {}
     with torch.no_grad():
-        row |= {"forward": graph_ms(lambda: call(*leaves), graph), "forward_called": called_ms(lambda: call(*leaves))}
-    row |= {"step": graph_ms(step, graph), "step_called": called_ms(step)}
+        row |= {"forward": graph_ms(lambda: call(*leaves)), "forward_called": called_ms(lambda: call(*leaves))}
+    row |= {"step": graph_ms(step), "step_called": called_ms(step)}
     if row["step"] < 12:  # else the queue is full before a few calls are in it
         with torch.no_grad():
             row["forward_host_us"] = host_us(lambda: call(*leaves))
@@ -195,8 +197,7 @@ def measure(case: Case, peers: dict[Any, dict[str, float]]) -> dict[str, Any]:
             except RuntimeError as problem:
                 print(f"no SDPA: {str(problem).splitlines()[0]}", flush=True)
         peers[shape] = {key: min(x[key] for x in found if key in x) for key in found[0]} if found else {}
-    recorded = not isinstance(options.get("clusters"), KMeans)  # eigenvalues of the metric are found on the host
-    ours, peer = times(lambda *x: case.function(*x, **options), leaves, grad, recorded), peers[shape]
+    ours, peer = times(lambda *x: case.function(*x, **options), leaves, grad), peers[shape]
     ratios = {f"{key}_times": peer[key] / ours[key] for key in ours if "host" not in key and key in peer}
     return {**ours, **{f"softmax_{key}": t for key, t in peer.items()}, **ratios}
 

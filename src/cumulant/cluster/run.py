@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..moments import statistics_dtype
 from .backend import TILES, Assignment, Case, causal_blocks, past_tile, slots_of
-from .kmeans import KMeans, kmeans
+from .kmeans import KMeans, first_centres, kmeans
 from .past import past_tables, widest_list
 from .statistics import origin
 from .tables import flat_mask, tables
@@ -78,13 +79,24 @@ def _run_past(case: Case) -> Tensor:
 
 
 def _found(case: Case, mask: Tensor | None) -> Assignment:
-    """The clusters that k-means finds, as plain torch does."""
-    call, (B, Hk, _, _) = case.call, case.call.key.shape
+    """The clusters that k-means finds: by kernels where a program can hold the centres, else as plain torch does."""
+    from ..kernels.kmeans import host as triton_kmeans
+
+    call, options, (B, Hk, _, D) = case.call, case.clusters, case.call.key.shape
+    K = case.sizes[0]
+    key = call.key[:, :, call.prefix :]
+    present = None if mask is None else mask[:, call.prefix :]
+    if options.metric != "diagonal" and triton_kmeans.fits(K, D):
+        query = call.query if options.metric == "full" and call.query.shape[-2] else None
+        with torch.no_grad():
+            step = options.step(key.shape[-2])
+            some = None if present is None else present[:, None, ::step]
+            centres = first_centres(key[:, :, ::step], some, options)
+            return Assignment(triton_kmeans.nearest(query, key, present, centres, options.iterations, step), K)
     dtype = statistics_dtype(call.key.dtype)
-    q = (call.query.to(dtype) * call.softmax_scale).view(B, Hk, -1, call.query.shape[-1])
+    q = (call.query.to(dtype) * call.softmax_scale).reshape(B, Hk, -1, D)
     k, weights = call.key.to(dtype), None if mask is None else mask.unsqueeze(1).to(dtype)
     if weights is not None:
         k = k.masked_fill((weights == 0).unsqueeze(-1), 0)
     k = (k - origin(k, weights, False))[:, :, call.prefix :]
-    ids = kmeans(q, k, None if weights is None else weights[..., call.prefix :], case.clusters)
-    return Assignment(ids, case.sizes[0])
+    return Assignment(kmeans(q, k, None if weights is None else weights[..., call.prefix :], options), K)

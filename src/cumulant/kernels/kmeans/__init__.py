@@ -1,0 +1,1 @@
+"""k-means of the keys in the queries' metric, without leaving the GPU."""
