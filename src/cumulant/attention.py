@@ -17,7 +17,7 @@ from .around import around_mean, check_around
 from .call import Call, check_offsets, longest, offsets
 from .closures import check_closure
 from .expansion import Form, expand, path_for, triton, weigh
-from .kernels import notice
+from .kernels import notice, replay
 from .saturated import saturated
 from .tracing import in_autocast_dtype, without_autocast
 
@@ -69,7 +69,11 @@ def attention(
         (..., H, Lq, E), in the dtype of the query. Cost: 2 L D E a head at order 2, 4 L D E at order 3, never L^2.
     """
     call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, query_mask)
-    return attend(call, Form(order, full, normalization, closure, around, apart, backend))
+    form = Form(order, full, normalization, closure, around, apart, backend)
+    kind = None
+    if key_mask is None and query_mask is None:
+        kind = replay.kind("attention", query, key, value, is_causal, scale, enable_gqa, *form)
+    return attend(call, form) if kind is None else replay.call(kind, lambda: attend(call, form), query, key, value)
 
 
 def attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor] = expand) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import shards
 from ..call import Call, Grid, check_choice
 from ..closures import check_closure
+from ..kernels import replay
 from ..moments import statistics_dtype
 from ..tensors import in_units, nothing, one_batch, repeat_heads
 from ..tracing import without_autocast
@@ -100,16 +101,34 @@ def cluster_attention(
             K / Lk of the cost (blocks of a sequence or grid, as many queries as keys).
         least: blocks hold at least so many tokens, where K would make smaller ones.
         offset: with is_causal, the place of the first query among the keys: row i sees the keys j <= offset + i.
-        backend: "auto", "reference" (plain torch, blockwise) or "triton": not causal, masks of bool, heads of at most
-            128 (float32: 64), diagonal variance, near field of blocks for 32, 64 or 128 queries in a row; blocks of at
-            most 64 tokens of a short sequence with either variance. "auto" takes them on CUDA where they can compute
-            the case, and says once what stands in the way where they cannot.
+        backend: "auto", "reference" (plain torch, blockwise) or "triton": masks of bool, heads of at most 128 (float32:
+            64), diagonal variance, near field of blocks for 32, 64 or 128 queries in a row; causal with near=0 and
+            response=None or 0; blocks of at most 64 tokens of a short sequence with either variance. "auto" takes them
+            on CUDA where they can compute the case, and says once what stands in the way where they cannot.
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E;
         Lk (D + E) where clusters are so short that this is less) and (D + E) for each near token; statistics D E a key.
         No L x L and no L x K x D tensor is held.
     """
+    options = (
+        is_causal, scale, enable_gqa, grid, prefix, offset, clusters, near, closure, rank, variance, response,
+        near_rows, queries, least, backend,
+    )  # fmt: skip
+    kind = None
+    if key_mask is None and isinstance(clusters, int | tuple | Blocks):
+        kind = replay.kind("clusters", query, key, value, *options)
+    if kind is None:
+        return _attend(query, key, value, key_mask, *options)
+    return replay.call(kind, lambda: _attend(query, key, value, None, *options), query, key, value)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool, scale: float | None,
+    enable_gqa: bool, grid: Grid | None, prefix: int, offset: int, clusters: Clusters, near: int | str, closure: str,
+    rank: str, variance: str, response: int | str | None, near_rows: int | str, queries: str, least: int, backend: str,
+) -> Tensor:  # fmt: skip
+    """What `cluster_attention` computes, step by step."""
     call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, None, grid, prefix, offset).checked()
     (query, key, value), Lk = call[:3], key.shape[-2]
     check_clusters(clusters)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..tracing import is_plain
+from . import replay
 from .launch import like_rows, on_device, rows
 
 Tensors = tuple[Tensor, ...]
@@ -70,8 +71,9 @@ class Operator:
         return self.call(rows(inputs[0]), rows(inputs[1]), rows(inputs[2]), *inputs[3:])
 
     def _forward(self, *inputs: Any) -> Tensors:
+        call, lesson = self._call(inputs[:-1]), replay.lesson()
         with on_device(inputs[0].device):
-            return self.run(self._call(inputs[:-1]), inputs[-1])
+            return self.run(call, inputs[-1]) if lesson is None else replay.watched(self, lesson, call, inputs[-1])
 
     def _backward(self, grad: Tensor, *saved: Any) -> Tensors:
         call = self._call((*saved[: self.tensors], *saved[self.kept :]))

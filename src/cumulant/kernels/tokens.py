@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import launch
+from . import launch, replay
 from .products import INTERPRET, cast
 
 COUNTS = {
@@ -61,6 +61,7 @@ class Kernel:
         return getattr(self.jitted, name)
 
     def __getitem__(self, grid):
+        replay.spoiled()
         return self.jitted[grid] if launch.INTERPRET else partial(self.launched, grid)
 
     def start(self, grid, fixed, *given):
@@ -72,13 +73,16 @@ class Kernel:
         found = fixed.compiled.get(device)
         if found is None:
             compiled = self.jitted[grid](*given, **fixed.constants)
-            if compiled is not None:
-                rest = tuple(fixed.constants[name] for name in self.jitted.arg_names[len(given) :])
-                fixed.compiled[device] = compiled, rest
-            return
-        compiled, rest = found
-        # Addresses: of a tensor the launcher asks for its address, and the driver whether that is one of the device.
-        compiled[grid](*[x.data_ptr() if isinstance(x, Tensor) else x for x in given], *rest)
+            if compiled is None:
+                replay.spoiled()
+                return
+            rest = tuple(fixed.constants[name] for name in self.jitted.arg_names[len(given) :])
+            fixed.compiled[device] = compiled, rest
+        else:
+            compiled, rest = found
+            # Addresses: of a tensor the launcher asks for its own, and the driver whether that is one of the device.
+            compiled[grid](*[x.data_ptr() if isinstance(x, Tensor) else x for x in given], *rest)
+        replay.started(compiled, rest, grid, given)
 
     def launched(self, grid, *given, **constants):
         kind = [torch.cuda.current_device(), *constants, *constants.values()]

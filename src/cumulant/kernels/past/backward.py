@@ -296,8 +296,8 @@ def key_gradients(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     length_q, length_k, heads, tiles, per, size, recent, offset, levels, scale,
     RESPONSE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts of a block, blocks, B H). dk and dv of N keys: from rows that saw them one by one, and through the
     statistics of the cluster of each level that holds them; `ladder`: first clusters of the levels, and how many."""
@@ -307,7 +307,7 @@ def key_gradients(
     order += (pid // per).to(tl.int64) * length_k
     first, stop = tl.load(bounds + block) + tl.program_id(0) * N, tl.load(bounds + (KP + 1) + block)
     if first < stop:
-        d, e, token, line = tl.arange(0, BD), tl.arange(0, BE), first + tl.arange(0, N), tl.arange(0, M)
+        d, e, token, line = tl.arange(0, BD), tl.arange(0, BE), first + tl.arange(0, N), tl.arange(0, ROWS)
         dtype: tl.constexpr = q.dtype.element_ty
         there = token < stop
         at = placed(order, token, there, ORDERED, False)
@@ -318,16 +318,16 @@ def key_gradients(
         key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
         skipped = pid.to(tl.int64) * (tiles * GROUP) * M
         earliest = block * size if ORDERED else first  # rows from there to the end of the window see these tokens
-        low = tl.minimum(tl.maximum(earliest - offset, 0) // M, tiles)
-        high = tl.minimum(tl.maximum((block + recent + 1) * size - offset + M - 1, 0) // M, tiles)
+        low = tl.maximum(earliest - offset, 0) // ROWS
+        high = tl.cdiv(tl.minimum(tl.maximum((block + recent + 1) * size - offset, 0), length_q), ROWS)
         number = tl.maximum(high - low, 0)
         for i in tl.range(0, number * GROUP, num_stages=STAGES):
-            own = low + i % number
-            index = own + i // number * tiles
-            row = own * M + line
-            rows = tile(stepped(q, index, tiles, q_h, GROUP, UNIT), row, q_t * UNIT, d, length_q, D, BD)
-            grad = tile(stepped(g, index, tiles, g_h, GROUP, UNIT), row, g_t * UNIT, e, length_q, E, BE)
-            shift, delta = tl.load(shifts + skipped + index * M + line), tl.load(deltas + skipped + index * M + line)
+            member = i // number * tiles  # first tile of the query head
+            row = (low + i % number) * ROWS + line
+            rows = tile(stepped(q, member, tiles, q_h, GROUP, UNIT), row, q_t * UNIT, d, length_q, D, BD)
+            grad = tile(stepped(g, member, tiles, g_h, GROUP, UNIT), row, g_t * UNIT, e, length_q, E, BE)
+            at_row = skipped + member * M + row
+            shift, delta = tl.load(shifts + at_row), tl.load(deltas + at_row)
             p = finished(dot(keys, tl.trans(rows), None, PRECISION))
             change = finished(dot(values, tl.trans(grad), None, PRECISION))
             seen = sees((offset + row)[None, :], at[:, None], size, recent) & there[:, None]

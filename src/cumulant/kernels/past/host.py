@@ -124,7 +124,7 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
         f"key_gradients {unit} {block}",
         lambda: fixed_for(
             plan, "past_key_gradients", unit, *TILES, "ORDERED", "RESPONSE", "E", "BE", "KP", "PRECISION",
-            rows=128, N=block, STAGES=config.stages,
+            rows=128, N=block, ROWS=min(call.tile, 64), STAGES=config.stages,
         ),
     )  # fmt: skip
     backward.key_gradients.start(

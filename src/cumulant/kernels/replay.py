@@ -1,0 +1,379 @@
+"""Calls that were made before, made again without Python in between: memory, and the launches one after the other.
+
+Between a public call and its kernels stand checks, plans and a tensor for each part of the state: 0.1 to 1 ms of
+Python, more than small kernels take. All of it depends on the kind of call alone: options, shapes, strides, types,
+device. So the second call of a kind is watched: which kernels it launches, with which numbers, and which arguments are
+the caller's tensors, tables that are kept, or fresh memory. Later ones take one piece of memory for all that is fresh
+and launch the same.
+
+Only calls that are kernels and nothing else can be learned: 16-bit tensors on a GPU without masks, nothing traced,
+transformed, saved by hooks or split over workers. What cannot be is called as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import shards
+from ..tracing import is_plain
+from . import launch
+
+KINDS = (torch.bfloat16, torch.float16)
+MOST = 512  # kinds of calls that are kept
+APART = 256  # bytes to which pieces of memory are aligned
+ALLOCATING = {
+    "new_empty",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "as_strided",
+    "detach",
+    "transpose",
+    "select",
+    "view",
+}
+_now = threading.local()
+_records: dict[Any, Any] = {}  # kind -> how often it was seen, a Record, or None: it cannot be learned
+
+
+class Start(NamedTuple):
+    """One launch: `places` of its arguments are addresses, (number of a base, bytes from there)."""
+
+    runner: Callable[..., None]
+    given: tuple[Any, ...]
+    places: tuple[tuple[int, int, int], ...]
+
+
+class Piece(NamedTuple):
+    """A tensor in the common memory, or one with memory of its own (at < 0: base number -at - 1)."""
+
+    at: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Sum(NamedTuple):
+    """A sum over the first dimension, which torch computes."""
+
+    source: Piece
+    target: Piece
+
+
+def forget() -> None:
+    """Every call is learned anew."""
+    _records.clear()
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and not launch.INTERPRET
+
+
+def kind(name: str, query: Any, key: Any, value: Any, *options: Any) -> Any:
+    """What a call shares with those that are alike; None if it cannot be learned."""
+    if not (isinstance(query, Tensor) and _on_gpu(query) and query.dtype in KINDS):
+        return None
+    if not (type(key) is type(value) is Tensor or type(key) is type(value) is type(query)):
+        return None
+    if query.ndim != 4 or not is_plain(query) or forward_ad._current_level >= 0 or shards.answerer() is not None:
+        return None
+    if torch.is_autocast_enabled("cuda") or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    found = (
+        name, wanted, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        torch._C._get_cublas_allow_tf32(), options, *[x.__class__ for x in options],
+    )  # fmt: skip
+    try:
+        hash(found)
+    except TypeError:  # options that are wrong anyway
+        return None
+    return found
+
+
+def call(kind: Any, run: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """run(), or what it came to for this kind of call before."""
+    record = _records.get(kind, 0)
+    if record is None:
+        return run()
+    if not isinstance(record, int):
+        out = record(query, key, value)
+        return run() if out is None else out
+    if record == 0:  # the first call compiles
+        if len(_records) >= MOST:
+            _records.clear()
+        _records[kind] = 1
+        return run()
+    lesson = _now.lesson = Lesson(query, key, value)
+    try:
+        out = run()
+    finally:
+        _now.lesson = None
+    _records[kind] = lesson.record if lesson.out is not None and _same(lesson.out, out) else None
+    return out
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+
+
+def watched(operator: Any, found: Lesson, call: Any, keep: bool) -> tuple[Tensor, ...]:
+    """The forward pass of an operator, watched: the record, if it can be repeated, goes to the lesson."""
+    watch = Watch()
+    with watch:
+        outputs: tuple[Tensor, ...] = operator.run(call, keep)
+    record = Record(operator, call, keep)
+    if all(map(_same, call[:3], found.inputs)) and record.learn(watch, call, outputs):
+        found.record, found.out = record, outputs[0]
+    return outputs
+
+
+def started(compiled: Any, rest: Sequence[Any], grid: Any, given: Sequence[Any]) -> None:
+    """Tells who watches of a launch."""
+    watching = getattr(_now, "watching", None)
+    if watching is not None:
+        watching.launches.append((compiled, grid, (*given, *rest)))
+
+
+def spoiled() -> None:
+    """Tells who watches that something happens that cannot be repeated."""
+    watching = getattr(_now, "watching", None)
+    if watching is not None:
+        watching.sound = False
+
+
+class Watch(TorchDispatchMode):
+    """Sees what an operator does: launches, and operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Any] = []
+        self.sound = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name == "sum" and list(args[1:2]) == [[0]] and not kwargs:
+            self.launches.append((None, args[0], out))
+        elif name not in ALLOCATING:
+            self.sound = False
+        return out
+
+    def __enter__(self) -> Any:
+        _now.watching = self
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        _now.watching = None
+        super().__exit__(*problem)
+
+
+class Lesson:
+    """The call that is watched: the operator fills it in."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        self.inputs = inputs
+        self.record: Record | None = None
+        self.out: Tensor | None = None
+        self.tried = False
+
+
+def lesson() -> Lesson | None:
+    """The call that is being learned, once: None where there is none."""
+    found: Lesson | None = getattr(_now, "lesson", None)
+    if found is None or found.tried:
+        return None
+    found.tried = True
+    return found
+
+
+class Memory:
+    """Where arguments of launches lie: bases (the caller's tensors, outputs) or common memory, the base after them.
+
+    From `boundary` on, what is not kept after the call: the base after that. Base number `whole` may be pointed into.
+    """
+
+    def __init__(self, bases: Sequence[Tensor], kept: Sequence[Tensor | None], whole: int | None = None) -> None:
+        self.bases = {x.data_ptr(): i for i, x in enumerate(bases) if x.numel()}
+        self.common = len(bases)
+        self.kept = {x.data_ptr(): x for x in kept if x is not None and x.numel()}
+        self.owned = {x.untyped_storage().data_ptr() for x in bases}
+        self.fresh: dict[int, tuple[int, Any]] = {}
+        self.size, self.boundary = 0, 1 << 62
+        self.whole = None if whole is None else (whole, bases[whole].data_ptr(), bases[whole].numel())
+        self.sound = len(self.bases) == len(bases)
+
+    def add(self, x: Tensor) -> int:
+        """Where the memory of x begins in the common one."""
+        storage = x.untyped_storage()
+        found = self.fresh.get(storage.data_ptr())
+        if found is None:
+            if storage.data_ptr() in self.owned:  # part of a caller's tensor that is none of them
+                self.sound = False
+            found = self.fresh[storage.data_ptr()] = self.size, storage
+            self.size += -(-max(1, storage.nbytes()) // APART) * APART
+        return found[0]
+
+    def place(self, x: Tensor) -> tuple[int, int] | None:
+        """Number of the base and bytes from there; None: an address that stays."""
+        at = x.data_ptr()
+        if not x.numel() or at in self.kept:
+            return None
+        if at in self.bases:
+            return self.bases[at], 0
+        if self.whole is not None and 0 <= at - self.whole[1] < self.whole[2]:
+            return self.whole[0], at - self.whole[1]
+        away = self.add(x) + x.storage_offset() * x.element_size()
+        return self.common + (away >= self.boundary), int(away)
+
+    def piece(self, x: Tensor) -> Piece:
+        found = self.place(x) if x.numel() else (self.common, 0)
+        if found is None:
+            self.sound = False
+            found = 0, 0
+        at = found[1] if found[0] == self.common else -found[0] - 1
+        return Piece(at, tuple(x.shape), x.stride(), x.dtype)
+
+    def starts(self, watch: Watch) -> list[Start | _Sum]:
+        made: list[Start | _Sum] = []
+        for compiled, grid, given in watch.launches:
+            if compiled is None:
+                made.append(_Sum(self.piece(grid), self.piece(given)))
+                continue
+            arguments, places = list(given), []
+            for i, x in enumerate(given):
+                if isinstance(x, Tensor):
+                    place = self.place(x)
+                    arguments[i] = x.data_ptr()
+                    if place is not None:
+                        places.append((i, *place))
+            made.append(Start(compiled[grid], tuple(arguments), tuple(places)))
+        self.sound = self.sound and watch.sound
+        return made
+
+
+def _launch(starts: Sequence[Start | _Sum], bases: list[int], common: Tensor) -> None:
+    for start in starts:
+        if isinstance(start, _Sum):
+            torch.sum(_view(start.source, common), 0, out=_view(start.target, common))
+            continue
+        given = list(start.given)
+        for i, base, away in start.places:
+            given[i] = bases[base] + away
+        start.runner(*given)
+
+
+def _view(piece: Piece, common: Tensor) -> Tensor:
+    size = torch.empty((), dtype=piece.dtype).element_size()
+    flat = common[piece.at : piece.at + _bytes(piece, size)].view(piece.dtype)
+    return flat.as_strided(piece.shape, piece.stride)
+
+
+def _bytes(piece: Piece, size: int) -> int:
+    if 0 in piece.shape:
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(piece.shape, piece.stride, strict=True))) * size
+
+
+class Record:
+    """What a kind of call came to. `operator` is who made it, and computes gradients that were not learned yet."""
+
+    def __init__(self, operator: Any, call: Any, wanted: bool) -> None:
+        self.operator, self.wanted, self.device = operator, wanted, call[0].device.index
+        self.others = tuple(call[3:])  # tables and numbers
+        self.starts: list[Start | _Sum] = []
+        self.size = self.kept = self.tries = 0
+        self.out, self.state = Piece(0, (), (), torch.float32), ()  # type: tuple[Piece, tuple[Piece, ...]]
+        self.back: Back | None = None
+
+    def learn(self, watch: Watch, call: Any, outputs: Sequence[Tensor]) -> bool:
+        """Whether the launches of a forward pass can be repeated."""
+        memory = Memory((*call[:3], outputs[0]), call[3 : self.operator.tensors])
+        self.state = tuple(memory.piece(x) for x in outputs[self.operator.first :])
+        self.kept = memory.boundary = memory.size
+        self.starts = memory.starts(watch)
+        self.out = Piece(0, tuple(outputs[0].shape), outputs[0].stride(), outputs[0].dtype)
+        self.size = memory.size - self.kept
+        return memory.sound and not any(isinstance(x, _Sum) for x in self.starts)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 or torch.cuda.current_device() != self.device:
+            return None
+        return Replayed.apply(self, query, key, value) if self.wanted else self.run(query, key, value)[0]
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and the memory that holds the state."""
+        out = torch.empty_strided(self.out.shape, self.out.stride, dtype=self.out.dtype, device=query.device)
+        common = torch.empty(self.kept, dtype=torch.uint8, device=query.device)
+        bases = [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), common.data_ptr()]
+        if self.size:
+            rest = torch.empty(self.size, dtype=torch.uint8, device=query.device)
+            bases.append(rest.data_ptr() - self.kept)
+        _launch(self.starts, bases, common)
+        return out, common
+
+    def states(self, out: Tensor, common: Tensor) -> list[Tensor]:
+        return [out if x.at == -4 else _view(x, common) for x in self.state]
+
+
+class Back:
+    """The launches of a backward pass, for gradients of the output with this stride."""
+
+    def __init__(self, stride: tuple[int, ...], outputs: Sequence[Tensor]) -> None:
+        self.stride = stride
+        self.made = [Piece(0, tuple(x.shape), x.stride(), x.dtype) for x in outputs]
+        self.starts: list[Start | _Sum] = []
+        self.size = 0
+
+    def run(self, bases: list[int], device: torch.device) -> tuple[Tensor, ...]:
+        made = tuple(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device) for x in self.made)
+        common = torch.empty(self.size, dtype=torch.uint8, device=device)
+        _launch(self.starts, [*bases, *(x.data_ptr() for x in made), common.data_ptr()], common)
+        return made
+
+
+class Replayed(torch.autograd.Function):
+    """A call that was learned, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Record, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out, common = record.run(query, key, value)
+        ctx.record = record
+        ctx.save_for_backward(query, key, value, out, common)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, common = ctx.saved_tensors
+        record, operator = ctx.record, ctx.record.operator
+        back = record.back
+        usual = back is not None and grad.stride() == back.stride and not grad.data_ptr() & 15
+        if usual and torch.cuda.current_device() == record.device:
+            pointers = [x.data_ptr() for x in (query, key, value, grad, out, common)]
+            return None, *back.run(pointers, grad.device)
+        saved = query, key, value, *record.others[: operator.tensors - 3]
+        states = record.states(out, common)
+        numbers = record.others[operator.tensors - 3 :]
+        record.tries += 1
+        if back is not None or record.tries > 3:
+            return None, *operator._backward(grad, *saved, *states, *numbers)
+        watch = Watch()
+        with watch:
+            found = operator._backward(grad, *saved, *states, *numbers)
+        memory = Memory((query, key, value, grad, out, common, *found), record.others[: operator.tensors - 3], whole=5)
+        made = Back(grad.stride(), found)
+        made.starts = memory.starts(watch)
+        made.size = memory.size
+        if memory.sound:
+            record.back = made
+        return None, *found
