@@ -21,7 +21,7 @@ from ..moments import statistics_dtype
 from ..tensors import in_units, nothing, one_batch, repeat_heads
 from ..tracing import without_autocast
 from .auto import AUTO, tuning
-from .backend import Assignment, Case, Form, causal_blocks, kernels_for
+from .backend import Assignment, Case, Form, blocks_of_past, kernels_for
 from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .choice import RANKS
@@ -438,7 +438,7 @@ def causal_blocks(case: Case, Lq: int) -> Blocks:
         raise TypeError(f"clusters must be an int or Blocks(size, keep, recent) when is_causal, got {kind}")
     if form.near == "neighbours":
         raise ValueError('near="neighbours" has no causal form; Blocks(size, recent=1) makes the block before exact')
-    blocks = causal_blocks(blocks, Lq)
+    blocks = blocks_of_past(blocks, Lq)
     if form.near and blocks.keep is not None:
         raise ValueError(
             f"near={form.near} needs the tokens of old blocks, which {blocks} merges; use recent= or keep=None"

@@ -157,7 +157,7 @@ def _general_obstacle(case: Case) -> str | None:
     return None
 
 
-def causal_blocks(clusters: int | Blocks, rows: int) -> Blocks:
+def blocks_of_past(clusters: int | Blocks, rows: int) -> Blocks:
     """The blocks of causal attention whose last row has the place `rows` - 1, none longer than all rows."""
     size = -(-rows // clusters) if isinstance(clusters, int) else clusters.size
     return replace(Blocks(1) if isinstance(clusters, int) else clusters, size=max(1, min(size, rows)))
@@ -185,7 +185,7 @@ def _past_obstacle(case: Case) -> str | None:
         return f"kernels of causal clusters take near=0, got near={form.near!r}: {recent}"
     if form.full:
         return 'kernels take variance="diagonal"'
-    blocks = causal_blocks(clusters, call.offset + Lq)
+    blocks = blocks_of_past(clusters, call.offset + Lq)
     total, listed = widest_list(Lq, call.offset, blocks, past_tile(Lq))
     if form.response is not None and 0 < form.response < listed:
         return f"causal kernels take response=None or 0, got {form.response}"

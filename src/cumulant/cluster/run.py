@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..moments import statistics_dtype
-from .backend import TILES, Assignment, Case, causal_blocks, past_tile, slots_of
+from .backend import TILES, Assignment, Case, blocks_of_past, past_tile, slots_of
 from .kmeans import KMeans, first_centres, kmeans
 from .past import past_tables, widest_list
 from .statistics import origin
@@ -60,7 +60,7 @@ def _run_past(case: Case) -> Tensor:
     from ..kernels.past import host as triton_past
 
     call, form, Lq = case.call, case.form, case.call.query.shape[-2]
-    blocks, tile = causal_blocks(case.clusters, call.offset + Lq), past_tile(Lq)
+    blocks, tile = blocks_of_past(case.clusters, call.offset + Lq), past_tile(Lq)
     tables = past_tables(call, blocks, tile)
     return triton_past.attention(
         *call[:3],
