@@ -49,6 +49,11 @@ def test_windows_of_a_hiera_stay_and_the_global_layer_knows_its_grid() -> None:
     with observing(lambda module, call: seen.append(call.grid)):
         model(x)
     assert (8, 8) in seen
+    wide, seen = torch.randn(1, 3, 64, 256), []  # 4 x 16 tokens, as many as a square would have
+    with observing(lambda module, call: seen.append(call.grid)):
+        model(wide)
+    assert (4, 16) in seen
+    assert (8, 8) not in seen
     restore(model)
     torch.testing.assert_close(model(x).last_hidden_state, before)
 

@@ -6,7 +6,6 @@ Shape legend: B batch, H query heads, Hk key heads, Lq queries, Lk keys, D key w
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from .masks import DenseMaskError, dense, every_key, key_mask_function, linear_f
 
 MIXED = "cumulant_mixed"  # the implementation of a model whose layers differ
 BASE = "transformers.modeling_utils"  # has the base of all models, which knows the registry for them
+GRID = "_cumulant_grid"  # attribute of a Hiera's attention: rows and columns of what it was called with
 CARRIED = "_cumulant_cache"  # attribute of keys that come from a MomentsCache
 UNSUPPORTED = {
     "position_bias": "adds a position bias to the logits",
@@ -87,6 +87,7 @@ def _guard() -> None:
     def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         _check_asks(type(self), attn_implementation)
         put(self, attn_implementation, *args, **kwargs)
+        note_grids(self)
 
     kind.get_correct_attn_implementation = get_correct_attn_implementation
     kind.set_attn_implementation = set_attn_implementation
@@ -278,12 +279,23 @@ def _converted(
     return out.transpose(1, 2).contiguous(), A
 
 
+def note_grids(model: nn.Module) -> None:
+    """Lets the attention layers of a Hiera, which see rows and columns, remember them for `_grid`."""
+    for module in model.modules():
+        if hasattr(module, "query_stride") and asks(module) and not hasattr(module, GRID):
+            setattr(module, GRID, None)
+            module.register_forward_pre_hook(_note_grid, with_kwargs=True)
+
+
+def _note_grid(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    x = given[0] if given else named.get("hidden_states")
+    setattr(module, GRID, tuple(x.shape[1:3]) if isinstance(x, Tensor) and x.ndim == 4 else None)
+
+
 def _grid(module: nn.Module, tokens: int) -> tuple[int, int] | None:
-    """Rows and columns of the tokens of a Hiera, a square picture's or window's; None elsewhere."""
-    if not hasattr(module, "query_stride"):  # asked first: a length that is looked at is fixed in an export
-        return None
-    side = math.isqrt(tokens)
-    return (side, side) if side * side == tokens else None
+    """Rows and columns of the tokens of a Hiera, a picture's or a window's; None elsewhere."""
+    grid = getattr(module, GRID, None)
+    return grid if grid is not None and grid[0] * grid[1] == tokens else None
 
 
 def _causal(module: nn.Module, is_causal: bool | None, mask: Tensor | None) -> bool:

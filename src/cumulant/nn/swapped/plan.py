@@ -194,6 +194,7 @@ def applied(model: nn.Module, plan: Mapping[str, Choice]) -> Iterator[None]:
 
 def _apply_transformers(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
     hf.register_transformers()
+    hf.note_grids(model)
     _own_configs(model)
     configs = [(config, config._attn_implementation) for config in _configs(model)]
     tags = [(m, getattr(m, hf.TAG, None)) for m in model.modules()]
