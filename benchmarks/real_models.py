@@ -6,8 +6,6 @@ them. Pictures are squared to the size of the model, as its own processor does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +16,15 @@ from torch import Tensor
 
 from cumulant import zoo
 from cumulant.call import Call
-from cumulant.conversion.dial import _work
-from cumulant.nn.swapped.choice import KEPT, Choice
-from cumulant.nn.swapped.plan import applied, attention_layers
+from cumulant.explain import masks
+from cumulant.explain.masks import Masks as Masks
+from cumulant.explain.masks import ask as ask
+from cumulant.explain.masks import global_layers as global_layers
+from cumulant.explain.masks import iou as iou
+from cumulant.explain.masks import pixels as prepared
+from cumulant.explain.masks import replaced as replaced
 from cumulant.zoo.cluster import mechanism
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUFFIXES = (".jpg", ".jpeg", ".png")
 WINDOW = 8
 
@@ -57,11 +58,7 @@ class Picture(NamedTuple):
 
     def tensor(self, size: int) -> Tensor:
         """(1, 3, size, size), normalised."""
-        from PIL import Image
-
-        image = np.asarray(Image.fromarray(self.pixels).resize((size, size), Image.Resampling.BILINEAR))
-        x = torch.from_numpy(image.copy()).permute(2, 0, 1).float() / 255
-        return ((x - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)).unsqueeze(0)
+        return prepared(self.pixels, size)
 
 
 def pictures(folder: Path, crops: bool = True) -> list[Picture]:
@@ -91,29 +88,6 @@ def points(number: int, size: int, seed: int) -> Tensor:
     return torch.from_numpy(((cells + draw.uniform(0.1, 0.9, cells.shape)) / side * size).astype(np.float32))
 
 
-class Answer(NamedTuple):
-    """Masks (P, 3, R, C) of logits and predicted quality (P, 3), for P prompts."""
-
-    masks: Tensor
-    scores: Tensor
-
-    @property
-    def best(self) -> Tensor:
-        """The mask that the model itself calls best, (P, R, C), bool."""
-        return self.masks[torch.arange(len(self.masks)), self.scores.argmax(-1)] > 0
-
-
-def ask(model: Any, embeddings: list[Tensor], points: Tensor | None = None, boxes: Tensor | None = None) -> Answer:
-    """Masks for points (P, 2) or boxes (P, 4), in pixels of the squared picture."""
-    given: dict[str, Any] = {}
-    if points is not None:
-        given["input_points"] = points[None, :, None].to(embeddings[-1])
-    if boxes is not None:
-        given["input_boxes"] = boxes[None].to(embeddings[-1])
-    said = model(image_embeddings=embeddings, multimask_output=True, **given)
-    return Answer(said.pred_masks[0].float(), said.iou_scores[0].float())
-
-
 def boxes_of(masks: Tensor, size: int) -> Tensor:
     """Boxes (P, 4) around masks (P, R, C), in pixels of `size`; the whole picture around an empty one."""
     R, C = masks.shape[1:]
@@ -125,40 +99,9 @@ def boxes_of(masks: Tensor, size: int) -> Tensor:
     return torch.stack(found)
 
 
-def overlap(a: Tensor, b: Tensor) -> Tensor:
-    """Intersection over union of masks (P, R, C), bool; 1 where both are empty."""
-    both, either = (a & b).sum((1, 2)), (a | b).sum((1, 2))
-    return torch.where(either > 0, both / either.clamp(min=1), torch.ones_like(both, dtype=torch.float32))
-
-
-def global_layers(model: Any) -> list[str]:
-    """Names of the vision encoder's attention layers that look at the whole picture."""
-    blocks = model.vision_encoder.backbone.blocks
-    return [f"backbone.blocks.{i}.attn" for i, block in enumerate(blocks) if not block.window_size]
-
-
-@contextmanager
-def replaced(model: Any, plan: dict[str, str] | str) -> Iterator[None]:
-    """Mechanisms by name in the global layers (one for all, or by layer) for a while."""
-    encoder = model.vision_encoder
-    wanted = dict.fromkeys(global_layers(model), plan) if isinstance(plan, str) else plan
-    kept = dict.fromkeys(attention_layers(encoder), KEPT)
-    with applied(encoder, {**kept, **{name: Choice.named(x) for name, x in wanted.items()}}):
-        yield
-
-
-def share_of_work(name: str, tokens: int, D: int) -> float | None:
-    """Multiply-adds of a mechanism in a layer of a picture, of softmax's; None where nobody counts them."""
-    choice, side = Choice.named(name), int(tokens**0.5)
-    if name == f"window{WINDOW}":
-        return WINDOW * WINDOW / tokens
-    if name == "cumulant2":
-        return 2 * D * D / (tokens * 2 * D)
-    if not name.startswith("cluster"):
-        return 1.0
-    empty = torch.empty(1, 1, tokens, D, device="meta")
-    work = _work(choice, tokens, tokens, D, D, Call(empty, empty, empty, grid=(side, side)))
-    return work / (tokens * tokens * 2 * D)
+def share_of_work(name: str, tokens: int, D: int) -> float:
+    """Multiply-adds of a mechanism in a layer of a picture, of softmax's; the control's own too."""
+    return WINDOW * WINDOW / tokens if name == f"window{WINDOW}" else masks.share_of_work(name, tokens, D)
 
 
 def _window(call: Call) -> Tensor:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from real_models import Answer, ask, boxes_of, global_layers, load, overlap, pictures, points, replaced, share_of_work
+from real_models import Masks, ask, boxes_of, global_layers, iou, load, pictures, points, replaced, share_of_work
 
 from cumulant.bench.provenance import provenance
 from cumulant.kernels.notice import SlowPathWarning
@@ -39,7 +39,7 @@ NAMES = (
 )
 
 
-def answers(model: Any, embeddings: list[torch.Tensor], prompts: dict[str, torch.Tensor]) -> dict[str, Answer]:
+def answers(model: Any, embeddings: list[torch.Tensor], prompts: dict[str, torch.Tensor]) -> dict[str, Masks]:
     return {kind: ask(model, embeddings, **{kind: x}) for kind, x in prompts.items()}
 
 
@@ -73,11 +73,11 @@ def main() -> None:
             with replaced(model, name):
                 got = answers(model, model.get_image_embeddings(x), prompts)
             for kind, answer in got.items():
-                iou = overlap(answer.best, wanted[kind].best).tolist()
+                found_iou = iou(answer.best, wanted[kind].best).tolist()
                 same = wanted[kind].scores.argmax(-1)
                 at = torch.arange(len(same), device=same.device)
-                index = overlap(answer.masks[at, same] > 0, wanted[kind].masks[at, same] > 0).tolist()
-                found[name].append({"picture": picture.name, "prompts": kind, "iou": iou, "same_mask": index})
+                index = iou(answer.logits[at, same] > 0, wanted[kind].logits[at, same] > 0).tolist()
+                found[name].append({"picture": picture.name, "prompts": kind, "iou": found_iou, "same_mask": index})
         print(
             f"{number + 1} of {len(shown)} pictures, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True
         )
@@ -102,7 +102,7 @@ def main() -> None:
     print(table(found, work))
 
 
-def table(found: dict[str, list[dict[str, Any]]], work: dict[str, float | None]) -> str:
+def table(found: dict[str, list[dict[str, Any]]], work: dict[str, float]) -> str:
     """Mean, share above 0.9, and the spread: worst picture, 1st percentile of prompts."""
     heads = ["attention", "multiply-adds", "mean IoU", "above 0.9", "points, boxes", "lowest picture"]
     heads += ["1 % of prompts below", "same mask"]

@@ -267,7 +267,7 @@ class _Sums:
         self.tokens = max(self.tokens, Lk)
         self.softmax += sequences * (softmax_multiply_adds(Lq, D, E, True) if made.is_causal else Lq * Lk * (D + E))
         for name, choice in asked.items():
-            work = _causal_work(choice, Lq, Lk, D, E) if made.is_causal else _work(choice, Lq, Lk, D, E, made)
+            work = _causal_work(choice, Lq, Lk, D, E) if made.is_causal else work_of(choice, Lq, Lk, D, E, made)
             self.work[name] = self.work.get(name, 0.0) + sequences * work
 
     def add(self, made: Call, asked: Mapping[str, Choice], samples: int) -> None:
@@ -385,7 +385,7 @@ def _causal_work(choice: Choice, Lq: int, Lk: int, D: int, E: int) -> float:
     return causal_multiply_adds(Lq, D, E, _past(choice), response=response, variance=variance)
 
 
-def _work(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> float:
+def work_of(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> float:
     """Multiply-adds of a candidate for one head and sequence, with blocks of equal size; infinite if it cannot be."""
     if any(name in choice.options for name in PAST):
         return inf
