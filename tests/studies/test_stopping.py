@@ -66,11 +66,8 @@ def everyone(child):
     child.terminate()
 
 
-@pytest.mark.parametrize("stop", [timeout, ended, everyone])
-def test_a_stop_keeps_every_running_run_and_says_so(tmp_path, stop):
-    child = reproduce(tmp_path)
-    there = wait_until_both_train(child, tmp_path)
-    stop(child)
+def assert_kept(child, there):
+    """It ends, and says of every run how far it came."""
     said = child.communicate(timeout=120)[1]
     assert child.returncode == 130
     for name, folder in zip(("linear", "softmax"), there, strict=True):
@@ -78,7 +75,15 @@ def test_a_stop_keeps_every_running_run_and_says_so(tmp_path, stop):
         assert epochs_done(folder) > 0
 
 
-def test_the_same_command_goes_on_where_workers_without_a_parent_have_stopped(tmp_path):
+@pytest.mark.parametrize("stop", [timeout, everyone])
+def test_a_stop_keeps_every_running_run_and_says_so(tmp_path, stop):
+    child = reproduce(tmp_path)
+    there = wait_until_both_train(child, tmp_path)
+    stop(child)
+    assert_kept(child, there)
+
+
+def test_the_same_command_goes_on_where_workers_without_a_parent_have_stopped_and_is_ended(tmp_path):
     child = reproduce(tmp_path)
     there = wait_until_both_train(child, tmp_path)
     child.kill()  # nothing can be said any more; the workers notice that they are alone
@@ -91,7 +96,7 @@ def test_the_same_command_goes_on_where_workers_without_a_parent_have_stopped(tm
         wait_until(beyond, "the runs did not go on")
     finally:
         ended(child)
-        child.communicate(timeout=120)
+    assert_kept(child, there)
     for path in there:
         steps = [line["step"] for line in read_log(path) if line["kind"] == "train"]
         assert steps == list(range(1, len(steps) + 1)), "no step was done twice or left out"
