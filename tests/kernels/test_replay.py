@@ -143,6 +143,13 @@ def test_one_tensor_for_query_and_key_is_not_taken_for_two() -> None:
         assert torch.equal(wanted, call(q, k, v))
 
 
+def test_the_output_may_be_changed_in_place_where_no_gradient_needs_it() -> None:
+    leaves = [x.requires_grad_() for x in made("dense", 0)]
+    for _ in range(3):
+        out = CASES["dense"](*leaves)
+        torch.autograd.grad(out.mul_(2).sum(), leaves)
+
+
 def test_checkpoints_recompute_what_they_saw() -> None:
     leaves = [x.requires_grad_() for x in made("dense", 0)]
     for _ in range(3):

@@ -77,6 +77,14 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda and not launch.INTERPRET
 
 
+def _saved_by_hooks() -> bool:
+    """Whether saved tensors go elsewhere: checkpoints compare what was saved with what a second run saves."""
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    except (AttributeError, TypeError):  # another version of torch
+        return True
+
+
 def kind(name: str, query: Any, key: Any, value: Any, *options: Any) -> Any:
     """What a call shares with those that are alike; None if it cannot be learned."""
     if not (isinstance(query, Tensor) and _on_gpu(query) and query.dtype in KINDS):
@@ -85,7 +93,7 @@ def kind(name: str, query: Any, key: Any, value: Any, *options: Any) -> Any:
         return None
     if query.ndim != 4 or not is_plain(query) or forward_ad._current_level >= 0 or shards.answerer() is not None:
         return None
-    if torch.is_autocast_enabled("cuda") or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if torch.is_autocast_enabled("cuda") or _saved_by_hooks():
         return None
     wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     found = (
@@ -202,15 +210,17 @@ class Memory:
     From `boundary` on, what is not kept after the call: the base after that. Base number `whole` may be pointed into.
     """
 
-    def __init__(self, bases: Sequence[Tensor], kept: Sequence[Tensor | None], whole: int | None = None) -> None:
-        self.bases = {x.data_ptr(): i for i, x in enumerate(bases) if x.numel()}
+    def __init__(self, bases: Sequence[Tensor | None], kept: Sequence[Tensor | None], whole: int | None = None) -> None:
+        there = [x for x in bases if x is not None]
+        self.bases = {x.data_ptr(): i for i, x in enumerate(bases) if x is not None and x.numel()}
         self.common = len(bases)
         self.kept = {x.data_ptr(): x for x in kept if x is not None and x.numel()}
-        self.owned = {x.untyped_storage().data_ptr() for x in bases}
+        self.owned = {x.untyped_storage().data_ptr() for x in there}
         self.fresh: dict[int, tuple[int, Any]] = {}
         self.size, self.boundary = 0, 1 << 62
-        self.whole = None if whole is None else (whole, bases[whole].data_ptr(), bases[whole].numel())
-        self.sound = len(self.bases) == len(bases)
+        pointed = None if whole is None else bases[whole]
+        self.whole = (whole, pointed.data_ptr(), pointed.numel()) if whole is not None and pointed is not None else None
+        self.sound = len(self.bases) == len(there)  # no two are at one place
 
     def add(self, x: Tensor) -> int:
         """Where the memory of x begins in the common one."""
@@ -289,6 +299,7 @@ class Record:
 
     def __init__(self, operator: Any, call: Any, wanted: bool) -> None:
         self.operator, self.wanted, self.device = operator, wanted, call[0].device.index
+        self.reads_out = operator.first == 0  # the backward pass does
         self.others = tuple(call[3:])  # tables and numbers
         self.starts: list[Start | _Sum] = []
         self.size = self.kept = self.tries = 0
@@ -321,8 +332,8 @@ class Record:
         _launch(self.starts, bases, common)
         return out, common
 
-    def states(self, out: Tensor, common: Tensor) -> list[Tensor]:
-        return [out if x.at == -4 else _view(x, common) for x in self.state]
+    def states(self, out: Tensor | None, common: Tensor) -> list[Tensor]:
+        return [_view(x, common) if x.at != -4 or out is None else out for x in self.state]
 
 
 class Back:
@@ -348,18 +359,18 @@ class Replayed(torch.autograd.Function):
     def forward(ctx: Any, record: Record, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out, common = record.run(query, key, value)
         ctx.record = record
-        ctx.save_for_backward(query, key, value, out, common)
+        ctx.save_for_backward(query, key, value, common, *((out,) if record.reads_out else ()))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, common = ctx.saved_tensors
-        record, operator = ctx.record, ctx.record.operator
+        (query, key, value, common, *saved_out), record = ctx.saved_tensors, ctx.record
+        operator, out = record.operator, saved_out[0] if saved_out else None
         back = record.back
         usual = back is not None and grad.stride() == back.stride and not grad.data_ptr() & 15
         if usual and torch.cuda.current_device() == record.device:
-            pointers = [x.data_ptr() for x in (query, key, value, grad, out, common)]
+            pointers = [0 if x is None else x.data_ptr() for x in (query, key, value, grad, out, common)]
             return None, *back.run(pointers, grad.device)
         saved = query, key, value, *record.others[: operator.tensors - 3]
         states = record.states(out, common)
