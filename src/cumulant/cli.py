@@ -163,6 +163,9 @@ def parse(words: list[str]) -> Command:
             every: Any = reduce(or_, each)
             return tyro.cli(every, prog="cumulant", description=DESCRIPTION, args=words, config=config)
         kind = options_of(name)
+        if name == "train" and {"-h", "--help"} & set(options):
+            kind = kind.brief()
+        options = ["--help" if word == "--help-all" and name == "train" else word for word in options]
         if name == "train" and (recipe := kind.with_recipe(options)) is not None:
             # The recipe may have a flag on or off, so both forms can be given.
             command = tyro.cli(

@@ -69,10 +69,11 @@ PARSED = {  # an example that is read by the parser and not run: why
     "cumulant diagnose timm:vit_small_patch16_224 path/to/imagenet-100 --budget 0.1 --dial 0.15": DATA,
     "cumulant convert path/to/sentence-encoder --data texts.txt --layers 3 4 5 --around mean": DATA,
     "cumulant convert path/to/sentence-encoder --data texts.txt --layers dial --target 0.15": DATA,
-    "cumulant explore": "trains four models first",
+    "cumulant explore": "trains six models first",
     "cumulant explore runs/my-run --data path/to/tiny-imagenet-100": DATA,
     "cumulant explore timm:vit_base_patch16_224 timm:vit_base_patch16_224@cumulant3 --data path/to/pictures": DATA,
     "cumulant explore path/to/dinov2 --data path/to/pictures": DATA,
+    "cumulant explore path/to/sam2 --data path/to/pictures": DATA,
 }
 
 PARSE_EACH = """

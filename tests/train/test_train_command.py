@@ -38,11 +38,22 @@ def test_the_help_shows_an_example(capsys, words):
 
 def test_the_help_of_a_recipe_shows_its_values(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["train", "tiny-imagenet-100", "--help"])
+        cli.main(["train", "tiny-imagenet-100", "--help-all"])
     text = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "(default: 1024)" in text
     assert "--model-options KEY=VALUE" in text
     assert "--mixup FLOAT" in text
+
+
+def test_the_help_is_a_page_long_and_names_where_the_rest_is(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "tiny-imagenet-100", "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert len(text.splitlines()) <= 60
+    assert "cumulant train RECIPE --help-all" in text
+    assert "(default: 1024)" in text  # the recipe's own
+    assert "--mixup" not in text
 
 
 def parsed(*words):
@@ -74,7 +85,7 @@ def test_no_value_is_written_as_a_user_would(word):
     assert cli.parse(["reproduce", "--minutes", word]).minutes is None
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--clip", "off"]])
+@pytest.mark.parametrize("words", [["--help-all"], ["--clip", "off"]])
 def test_help_and_error_show_how_no_value_is_written(capsys, words):
     with pytest.raises(SystemExit):
         cli.main(["train", "digits", *words])

@@ -14,7 +14,7 @@ from PIL import Image
 from small_explorer import NAMES, encoded, local_client, noise, small_model
 
 from cumulant import explain
-from cumulant.web import Explorable, Limits, create_app, looking
+from cumulant.web import Example, Explorable, Limits, create_app, looking
 
 QUERY = {"model": "cumulant3", "image": "example-1", "query": 6}
 
@@ -42,6 +42,7 @@ def test_info_names_models_examples_and_limits(client):
         "classes": 10,
         "accuracy": None,
         "lens": True,
+        "collection": "",
     }
     assert [example["label"] for example in info["examples"]] == ["0", "1", "2"]
     assert info["limits"] == {"upload_bytes": 200_000, "pixels": 1_000_000}
@@ -242,3 +243,39 @@ def test_without_models_there_is_no_explorer(examples):
 def test_preprocessing_needs_one_or_three_channels():
     with pytest.raises(ValueError, match="1 or 3 channels"):
         Explorable(small_model("softmax").model, ("a",), 8, mean=(0.5, 0.5), std=(0.5, 0.5))
+
+
+def test_the_reverse_map_is_a_column_of_all_maps(client):
+    asked = {"model": "softmax", "image": "example-0"}
+    rows = [client.post("/api/attention", json={**asked, "query": q}).json()["weights"] for q in range(17)]
+    column = client.post("/api/attention", json={**asked, "query": 5, "reverse": True}).json()["weights"]
+    torch.testing.assert_close(torch.tensor(column), torch.tensor(rows)[..., 5].permute(1, 2, 0), atol=2e-6, rtol=0)
+
+
+def test_parts_of_a_head_are_left_out_one_by_one(client):
+    asked = {"model": "cumulant3", "image": "example-0", "layer": 1, "head": 0}
+    parts = {one["name"]: one for one in client.post("/api/parts", json=asked).json()["parts"]}
+    assert {"whole head", "class to patches", "patches to patches", "patches at distance 3"} <= set(parts)
+    importance = client.post("/api/importance", json={k: v for k, v in asked.items() if k != "head"}).json()
+    assert parts["whole head"]["change"] == pytest.approx(importance["divergence"][0], abs=1e-6)
+    assert parts["patches to patches"]["lost"] > 0
+    refused = client.post("/api/parts", json={**asked, "head": 9})
+    assert (refused.status_code, refused.json()["error"]) == (404, "unknown_head")
+
+
+def test_patterns_put_every_map_into_one_kind(client):
+    answer = client.post("/api/patterns", json={"model": "softmax", "images": ["example-0", "example-1"]}).json()
+    assert answer["maps"] == 2 * 2 * 4
+    assert sum(one["share"] for one in answer["clusters"]) == pytest.approx(1)
+    assert [len(layer) for layer in answer["shares"]] == [4, 4]
+    assert all(sum(head) == pytest.approx(1, abs=1e-3) for layer in answer["shares"] for head in layer)
+    refused = client.post("/api/patterns", json={"model": "softmax", "images": []})
+    assert refused.status_code == 422
+
+
+def test_a_thumbnail_is_the_centre_square_and_never_larger_than_the_picture(models):
+    picture = Image.new("RGB", (640, 400), "red")
+    client = local_client(create_app(models, [Example(picture), Example(noise(0))]))
+    for image, side in (("example-0", 96), ("example-1", 8)):
+        content = client.get(f"/api/images/{image}?side=96").content
+        assert Image.open(io.BytesIO(content)).size == (side, side)

@@ -197,14 +197,14 @@ def test_distance_and_importance_have_charts_and_the_same_numbers_as_a_table(pag
     assert "in layer 2" in page.locator("#view").inner_text()
     assert page.locator("table.numbers tbody tr").first.inner_text() == first
     open_view(page, "Head summary")
-    expect(page.locator(".chart[data-drawn]")).to_have_count(1)
+    expect(page.locator(".chart[data-drawn]")).to_have_count(2)
     page.locator(".chart .scatterlayer .point").first.hover(force=True)
     expect(page.locator(".chart .hoverlayer .hovertext").first).to_contain_text("layer")
 
 
 def test_charts_can_be_saved_as_pictures(page):
     open_view(page, "Head summary")
-    expect(page.locator(".chart[data-drawn]")).to_have_count(1)
+    expect(page.locator(".chart[data-drawn]")).to_have_count(2)
     with page.expect_download() as figure:
         page.get_by_role("button", name="Save figure").click()
     assert figure.value.path().read_bytes().startswith(b"\x89PNG")
@@ -272,7 +272,7 @@ def test_a_link_brings_everything_back(page, browser):
     other.goto(page.url)
     other.wait_for_selector(READY)
     for one in (page, other):
-        expect(one.locator(".chart[data-drawn]")).to_have_count(1)
+        expect(one.locator(".chart[data-drawn]")).to_have_count(2)
     assert other.locator("#view").inner_text() == page.locator("#view").inner_text()
     assert other.locator("#predictions").inner_text() == page.locator("#predictions").inner_text()
     other.close()

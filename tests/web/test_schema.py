@@ -12,7 +12,7 @@ from small_explorer import noise, small_model
 
 from cumulant.web import Example, create_app
 
-APP = create_app({"softmax": small_model("softmax")}, [Example(noise(0), "0")])
+APP = create_app({"softmax": small_model("softmax")}, [Example(noise(0), "0")], hosts=("testserver",))
 SCHEMA = schemathesis.openapi.from_dict(APP.openapi())
 SCHEMA.app = APP
 
@@ -20,7 +20,7 @@ SCHEMA.app = APP
 def test_every_operation_has_a_summary_typed_answers_and_typed_problems():
     schema = APP.openapi()
     operations = [one for path in schema["paths"].values() for one in path.values()]
-    assert len(operations) == 9
+    assert len(operations) == 12
     for operation in operations:
         assert operation["description"]
         for status, response in operation["responses"].items():

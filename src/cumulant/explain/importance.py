@@ -43,6 +43,8 @@ def answers(model: nn.Module, images: Tensor, batch_size: int = 256) -> Answers:
         if head is not None:
             stack.callback(head.register_forward_pre_hook(lambda _, args: kept.append(args[0])).remove)
         logits = torch.cat([logits_of(model(part)).float() for part in images.split(batch_size)])
+    if getattr(model, "num_classes", None) == 0:  # without a classifier the answer is the features
+        kept = [logits]
     return Answers(logits, torch.cat(kept).float() if kept else None)
 
 
@@ -65,7 +67,7 @@ def feature_change(a: Tensor, b: Tensor) -> Tensor:
 def changes(before: Answers, after: Answers, labels: Tensor) -> dict[str, Tensor]:
     """How much worse each image (N,) is answered: the five measures of importance.
 
-    probability p_y - p'_y; js; loss' - loss; accuracy right - right'; feature 1 - cosine (nan without a classifier).
+    probability p_y - p'_y; js; loss' - loss; accuracy right - right'; feature 1 - cosine (nan if unknown).
     """
     p, q = before.logits.double().softmax(-1), after.logits.double().softmax(-1)
     true = labels[:, None]

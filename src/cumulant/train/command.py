@@ -7,16 +7,20 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
 from ..command import failed, show, stopped
 from .recipe_files import read_recipe, recipe_head, recipe_names
 from .train_recipe import Options, TrainRecipe
+
+RECIPE = TrainRecipe()
+BRIEF = ("data", "image_size", "model", "attention", "layer", "init", "epochs", "batch_size", "lr", "precision", "seed")
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,36 @@ class Train:
             raise ValueError(
                 f"name the recipe first: cumulant train RECIPE [--key value]; known: {', '.join(recipe_names())}"
             )
-        return cls(words[0], read_recipe(words[0]))
+        settings = read_recipe(words[0])
+        made: Any = cls.__dataclass_fields__["settings"].default_factory
+        kind = type(made())  # that of `brief` has hidden fields
+        return cls(words[0], settings if kind is TrainRecipe else kind(**vars(settings)))
+
+    @staticmethod
+    def brief() -> type[Train]:
+        """This command with the options that most runs need, for a help of one page."""
+        hints = get_type_hints(TrainRecipe, include_extras=True)
+        hidden = [
+            (
+                one.name,
+                Annotated[hints[one.name], tyro.conf.Suppress],
+                field(default_factory=partial(getattr, RECIPE, one.name)),
+            )
+            for one in fields(TrainRecipe)
+            if one.name not in BRIEF
+        ]
+        settings = make_dataclass("Settings", hidden, bases=(TrainRecipe,), frozen=True)
+        settings.__doc__ = "What most runs choose; all options: cumulant train RECIPE --help-all"
+        made = field(default_factory=settings)
+        kind = make_dataclass("Train", [("settings", settings, made)], bases=(Train,), frozen=True)
+        kind.__doc__ = inspect.cleandoc(Train.__doc__ or "")
+        return kind
 
     @property
     def description(self) -> str:
         """What the help says: how to train, and the head of the recipe, with its command, time and expected figure."""
         head = indent(recipe_head(self.recipe), "  ")  # lines that are not indented would be joined
-        return f"{inspect.cleandoc(type(self).__doc__ or '')}\n\nThe recipe {self.recipe}:\n{head}"
+        return f"{inspect.cleandoc(Train.__doc__ or '')}\n\nThe recipe {self.recipe}:\n{head}"
 
     @property
     def folder(self) -> Path:

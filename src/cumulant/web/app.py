@@ -15,6 +15,7 @@ with needed("the explorer needs FastAPI", "web"):
     from starlette.exceptions import HTTPException
 
 from .. import __version__
+from .dial import Subject
 from .engine import Engine
 from .explorable import Example, Explorable
 from .guards import BodyLimit, KnownHost, SafeHeaders, SameSite, problem
@@ -34,11 +35,14 @@ def create_app(
     *,
     hosts: Sequence[str] = LOCAL_HOSTS,
     addresses: bool = False,
+    dials: Mapping[str, Subject] | None = None,
 ) -> FastAPI:
     """The explorer as an ASGI application: `uvicorn.run(create_app({"softmax": Explorable(...)}))`.
 
     `hosts` are the names under which the page may be asked for, with `addresses` every address too: a foreign page
-    cannot reach a local server through a name of its own. Nothing is written to disk, nothing fetched from the network.
+    cannot reach a local server through a name of its own. `dials` are models to be shown from linear attention to
+    softmax; those that paint hidden patches are shown so without being named. Nothing is written to disk, nothing
+    fetched from the network.
     """
     limits = limits or Limits()
     app = FastAPI(
@@ -48,7 +52,7 @@ def create_app(
         docs_url=None,  # these pages load scripts from the network
         redoc_url=None,
     )
-    app.state.engine = Engine(models, examples, limits)
+    app.state.engine = Engine(models, examples, limits, dials)
     app.include_router(interface(app.state.engine))
     app.include_router(plotly_router)
     app.add_middleware(BodyLimit, limit=limits.upload_bytes, seconds=limits.body_seconds)

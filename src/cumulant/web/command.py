@@ -19,8 +19,9 @@ MECHANISMS = ("softmax", "linear", "cumulant2", "cumulant3")
 class Explore:
     """Open a local page that shows where attention looks: click a patch, see the signed map of every layer and head.
 
-    Without a checkpoint, small models of four mechanisms are trained on handwritten digits first (once; a minute or two
-    on one core). The page needs no network, and uploads stay in the memory of this program.
+    Without a checkpoint, small models are trained first: two on photographs that installed packages ship, four on
+    handwritten digits (once; two or three minutes on one core). The page needs no network, and uploads stay in the
+    memory of this program.
 
     Example: cumulant explore
 
@@ -31,16 +32,19 @@ class Explore:
     Example: cumulant explore timm:vit_base_patch16_224 timm:vit_base_patch16_224@cumulant3 --data path/to/pictures
 
     Example: cumulant explore path/to/dinov2 --data path/to/pictures
+
+    Example: cumulant explore path/to/sam2 --data path/to/pictures
     """
 
     checkpoint: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT ...]")] = ()
     """Files or folders of `cumulant train` (its last weights) or `cumulant convert`, timm:NAME for a model of timm,
-    a folder that save_pretrained of transformers wrote or transformers:NAME; @cumulant3 after one swaps its attention;
-    none: the digits models."""
+    a folder that save_pretrained of transformers wrote or transformers:NAME; @cumulant3 after one swaps its attention.
+    A SAM 2 is shown on the dial from linear attention to softmax. None: models of photographs and digits, trained
+    here."""
     data: str | None = None
     """Folder of pictures and short videos, or data set whose test items are the examples; by default the data of the
     first checkpoint, if it is here."""
-    images: int = 10
+    images: int = 40
     """Example images on the page."""
     host: str = "127.0.0.1"
     """Address to listen on. Any other than the default lets other machines use this one's processor: there is no
@@ -50,9 +54,9 @@ class Explore:
     port: int = 8000
     """Port to listen on; 0: any free one."""
     cache: Path = Path("runs/explore")
-    """Folder in which the digits models are kept."""
+    """Folder in which the models that are trained here are kept."""
     fresh: bool = False
-    """Train the digits models anew."""
+    """Train them anew."""
     browser: bool = False
     """Open the page in a browser."""
     device: str = "cpu"

@@ -61,5 +61,5 @@ def digits_models(
                 train(recipe, folder, device=device, fresh=fresh, progress=progress)
             except RecipeError:  # made by another version with another recipe
                 train(recipe, folder, device=device, fresh=True, progress=progress)
-        models[name] = explorable(open_model(folder, device))
+        models[name] = replace(explorable(open_model(folder, device)), collection="digits")
     return models

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from .. import explain, zoo
 from ..attention import scores
-from ..explain.importance import feature_change
+from ..explain.importance import answers, feature_change
+from ..explain.patterns import describe
 from . import looking, schemas
+from .dial import PaintingDial, Subject, address, dial_facts
 from .explorable import Example, Explorable, frames_of
 from .limits import Limits
 from .memory import Memory
@@ -46,7 +48,13 @@ class Engine:
     One pass at a time per model: switching heads off changes the model while it runs. Rows need no lock.
     """
 
-    def __init__(self, models: Mapping[str, Explorable], examples: Sequence[Example], limits: Limits) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Explorable],
+        examples: Sequence[Example],
+        limits: Limits,
+        dials: Mapping[str, Subject] | None = None,
+    ) -> None:
         if not models:
             raise ValueError("models must hold at least one model, got none")
         self.models, self.limits = dict(models), limits
@@ -56,6 +64,13 @@ class Engine:
         self._decoders = ThreadPoolExecutor(2, thread_name_prefix="decoder")
         self._decoding = 0
         self.facts = {name: looking.facts(name, one) for name, one in self.models.items()}
+        painters = {
+            name: one.painter
+            for name, one in self.models.items()
+            if one.painter and self.facts[name].attention == "softmax"
+        }
+        self.dials: dict[str, Subject] = {**(dials or {}), **{n: PaintingDial(p, n) for n, p in painters.items()}}
+        self.dial_facts = [dial_facts(name, one) for name, one in self.dials.items()]
         self._locks = {name: threading.Lock() for name in self.models}
         self._recordings = Memory[explain.Recording](limits.recorded_bytes, lambda one: one.nbytes)
         self._answers = Memory[dict[str, Tensor]](ANSWERS_BYTES, lambda one: sum(x.nbytes for x in one.values()))
@@ -147,11 +162,14 @@ class Engine:
         """The pass with the heads off that were asked for, or these."""
         return self._kept(self._recordings, looking.record, asked, asked.heads if off is None else off)
 
-    def attention(self, asked: schemas.OneQuery) -> schemas.Maps:
-        """Signed weights of one token in every layer and head."""
-        self.checked(asked)
+    def attention(self, asked: schemas.MapQuery) -> schemas.Maps:
+        """Signed weights of one token in every layer and head: what it takes, or what is taken from it."""
+        self.checked(asked, whole=asked.reverse)
         recording = self.recording(asked)
-        rows = [recording.maps(layer, queries=[asked.query])[0, :, 0].float() for layer in recording.layers]
+        if asked.reverse:  # Cost: N H L^2 D
+            rows = [recording.maps(layer)[0, :, :, asked.query].float() for layer in recording.layers]
+        else:
+            rows = [recording.maps(layer, queries=[asked.query])[0, :, 0].float() for layer in recording.layers]
         weights = torch.stack(rows).cpu()  # (N, H, L). Cost: N H L D, without a pass once the image is known
         return schemas.Maps.to(
             asked,
@@ -205,6 +223,69 @@ class Engine:
         if "features" in before:
             found["feature"] = [float(feature_change(before["features"], a["features"])) for a in after]
         return schemas.Importance.to(asked, **found)
+
+    def parts(self, asked: schemas.OneHead) -> schemas.Parts:
+        """Which part of one head's map carries what it does: to and from the class token, at each distance."""
+        facts = self.checked(asked)
+        one = self.model(asked.model)
+        if asked.head >= facts.heads:
+            raise NotFoundError("unknown_head", f"head must be below {facts.heads} for {facts.name}, got {asked.head}")
+        images = one.images(self.frames(asked.image))
+        with self._locks[asked.model]:
+            try:
+                top = answers(one.model, images).logits.argmax(-1)
+                found = explain.partial_importance(one.model, (asked.layer, asked.head), images, top)
+            except ValueError as error:  # a layer that sees parts of a clip, or adds to its weights
+                raise NotFoundError("no_parts", f"{asked.model} cannot be looked at in parts: {error}") from error
+        measure = "js" if one.classes else "feature"
+        rows = [
+            schemas.Part(name=name, lost=part.get("lost"), change=max(part[measure], 0.0))
+            for name, part in found.items()
+        ]
+        return schemas.Parts.to(asked, parts=rows)
+
+    def patterns(self, asked: schemas.ManyImages) -> schemas.Patterns:
+        """Kinds of maps that the heads make of these images."""
+        facts = self.checked(schemas.OneImage(model=asked.model, image=asked.images[0]), whole=True)
+        if facts.times > 1:
+            raise NotFoundError("no_patterns", f"{asked.model} sees clips; kinds of maps are told of pictures")
+        maps, owners = [], []
+        for number, image in enumerate(asked.images):
+            recording = self.recording(schemas.OneImage(model=asked.model, image=image))
+            one, owner = explain.flat_maps(recording.captured())
+            maps.append(one.cpu())
+            owners.append(owner + torch.tensor([number, 0, 0]))
+        every = torch.cat(maps)
+        found = explain.find_patterns(every, torch.cat(owners), clusters=min(6, len(every)), code=8, method="pca")
+        order = torch.bincount(found.labels).argsort(descending=True)
+        clusters = [
+            schemas.Cluster(
+                kind=describe(found.centres[k]),
+                share=float((found.labels == k).double().mean()),
+                centre=plain(found.centres[k], 3),
+            )
+            for k in order.tolist()
+        ]
+        shares = plain(found.histograms()[..., order], 4)
+        return schemas.Patterns(model=asked.model, maps=len(every), clusters=clusters, shares=shares)
+
+    def dial(self, asked: schemas.DialQuery) -> schemas.Dialled:
+        """A picture as a model answers it with its attention at one step between linear and softmax."""
+        if asked.dial not in self.dials:
+            raise NotFoundError("unknown_dial", f"no dial {asked.dial!r}; there are {', '.join(self.dials) or 'none'}")
+        one, names = self.dials[asked.dial], list(self.dials[asked.dial].steps)
+        if asked.step >= len(names):
+            raise NotFoundError("unknown_step", f"step must be below {len(names)}, got {asked.step}")
+        picture, place = self.frames(asked.image)[0], (asked.x, asked.y)
+        now, exact = (one.passed(asked.image, picture, name) for name in (names[asked.step], names[-1]))
+        return schemas.Dialled(
+            dial=asked.dial,
+            step=asked.step,
+            seconds=now.seconds,
+            score=one.same if asked.step == len(names) - 1 else one.compared(now, exact, place),
+            before=address(one.before(picture)),
+            picture=address(one.shown(picture, now, place)),
+        )
 
     def flow(self, asked: schemas.FlowQuery) -> schemas.Flow:
         """Attention followed through all layers: rollout (signed), or relevance for the predicted class."""

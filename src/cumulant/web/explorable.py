@@ -25,6 +25,8 @@ from .uploads import read_upload
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from .photographs import Painter
+
 
 def frames_of(shown: Image | Sequence[Image]) -> tuple[Image, ...]:
     """A picture as a clip of one frame; the frames of a clip as they are."""
@@ -49,6 +51,10 @@ class Explorable:
     """Frames of a clip, for a model of videos."""
     time_first: bool = False
     """Whether clips are (1, T, C, S, S), as in transformers, and not (1, C, T, S, S)."""
+    collection: str = ""
+    """Which examples are made for it; "" where all are for all."""
+    painter: Painter | None = field(default=None, repr=False)
+    """What makes pixels of the model's tokens, of one that paints hidden patches."""
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
@@ -86,6 +92,7 @@ class Example:
 
     picture: Image | tuple[Image, ...] = field(repr=False)
     label: str = ""
+    collection: str = ""
 
 
 def _shown(files: Sequence[Path]) -> Iterator[Example]:

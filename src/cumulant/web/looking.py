@@ -47,6 +47,7 @@ def facts(name: str, one: Explorable) -> ModelInfo:
         classes=len(one.classes),
         accuracy=one.accuracy,
         lens=not axial and all(site.axes == "all" for site in sites),
+        collection=one.collection,
     )
 
 

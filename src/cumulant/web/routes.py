@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 
 from .. import __version__
+from ..data.decode import fit
 from ..optional import install
 from . import schemas
 from .engine import Engine
@@ -47,19 +48,23 @@ UPLOAD_BODY = {
 def interface(engine: Engine) -> APIRouter:
     """The routes to an engine."""
     router = APIRouter(prefix="/api")
-    questions = (engine.attention, engine.prediction, engine.summary, engine.importance, engine.flow, engine.lens)
+    questions = (
+        engine.attention, engine.prediction, engine.summary, engine.importance, engine.flow, engine.lens, engine.parts,
+        engine.patterns, engine.dial,
+    )  # fmt: skip
 
     @router.get("/info")
     def info() -> schemas.Info:
         """Models, examples and limits."""
         examples = [
-            schemas.ExampleInfo(image=name, label=one.label, frames=len(engine.frames(name)))
+            schemas.ExampleInfo(image=name, label=one.label, frames=len(engine.frames(name)), collection=one.collection)
             for name, one in engine.examples.items()
         ]
         return schemas.Info(
             version=__version__,
             models=list(engine.facts.values()),
             examples=examples,
+            dials=engine.dial_facts,
             limits=schemas.LimitInfo(upload_bytes=engine.limits.upload_bytes, pixels=engine.limits.pixels),
             charts=find_plotly() is not None,
             charts_need=install("web"),
@@ -82,10 +87,13 @@ def interface(engine: Engine) -> APIRouter:
         time: Annotated[
             int, Query(ge=0, lt=1000, description="Step in time of a clip, of the model's tokens if given.")
         ] = 0,
+        side: Annotated[int | None, Query(ge=8, le=1024, description="Its centre square, at most so large.")] = None,
     ) -> Response:
-        """A frame of an example or an upload, whole or as a model sees it."""
-        content = io.BytesIO()
-        engine.seen(image, model, time).save(content, "PNG")
+        """A frame of an example or an upload, whole or as a model sees it, or small."""
+        content, shown = io.BytesIO(), engine.seen(image, model, time)
+        if side is not None:
+            shown = fit(shown, min(side, *shown.size))
+        shown.save(content, "PNG")
         return Response(content.getvalue(), media_type="image/png")
 
     for question in questions:

@@ -55,6 +55,7 @@ class ModelInfo(BaseModel):
     classes: int = Field(ge=0, description="Number of classes; 0 for a model without a classifier.")
     accuracy: float | None = Field(description="Top-1 accuracy on the test part, from 0 to 1, where it is known.")
     lens: bool = Field(description="Whether `/api/lens` can show this model.")
+    collection: str = Field(description="Of examples that it is made for; empty for all.")
 
     @property
     def tokens(self) -> int:
@@ -70,6 +71,23 @@ class ExampleInfo(BaseModel):
     image: str = Field(description="Name of the image in requests.")
     label: str
     frames: int = Field(ge=1, description="Frames of a clip; 1 for a picture.")
+    collection: str = Field(description="Of models that it is made for; empty for all.")
+
+
+class DialStep(BaseModel):
+    title: str
+    cost: float = Field(description="Multiply-adds of the dialled layers, of softmax's.")
+
+
+class DialInfo(BaseModel):
+    """A model whose attention can be dialled, see `/api/dial`."""
+
+    name: str
+    title: str
+    score: str = Field(description="What the number beside each step is.")
+    same: float = Field(description="Its value where nothing changes.")
+    pointed: bool = Field(description="Whether the answer depends on the place of the click.")
+    steps: list[DialStep] = Field(description="From linear to softmax.")
 
 
 class LimitInfo(BaseModel):
@@ -83,6 +101,7 @@ class Info(BaseModel):
     version: str
     models: list[ModelInfo]
     examples: list[ExampleInfo]
+    dials: list[DialInfo]
     limits: LimitInfo
     charts: bool = Field(description="Whether `/vendor/plotly.min.js` is there to draw charts with.")
     charts_need: str = Field(description="The command that installs it where it is not.")
@@ -118,8 +137,29 @@ class OneQuery(OneImage):
     query: Whole = Field(ge=0, lt=10**6, description="Token that asks: prefix first, then patches frame by frame.")
 
 
+class MapQuery(OneQuery):
+    reverse: bool = Field(default=False, description="What every token takes from this one, in place of what it takes.")
+
+
 class OneLayer(OneImage):
     layer: Whole = Field(ge=0, lt=1000)
+
+
+class OneHead(OneLayer):
+    head: Whole = Field(ge=0, lt=1000)
+
+
+class ManyImages(Strict):
+    model: Name = Field(description="A name from `/api/info`.")
+    images: list[Name] = Field(min_length=1, max_length=100)
+
+
+class DialQuery(Strict):
+    dial: Name = Field(description="A name from `dials` of `/api/info`.")
+    image: Name = Field(description="A name from `/api/info` or of an upload.")
+    step: Whole = Field(ge=0, lt=100)
+    x: float = Field(default=0.5, ge=0.0, le=1.0, description="Place of the click, from the left.")
+    y: float = Field(default=0.5, ge=0.0, le=1.0, description="And from the top.")
 
 
 class FlowQuery(OneQuery):
@@ -136,6 +176,7 @@ class Maps(Answer):
 
     model: str
     query: int
+    reverse: bool
     weights: list[list[list[float]]] = Field(description="Signed weights by layer, head and token (prefix first).")
     negative_mass: Grid = Field(description="Sum of the sizes of the negative weights, by layer and head.")
     tokens_used: Grid = Field(description="(sum |w|)^2 / sum w^2: over how many tokens a map is spread.")
@@ -180,6 +221,47 @@ class Importance(Answer):
     divergence: list[float] | None = Field(description="Jensen-Shannon divergence of the answer, by head.")
     drop: list[float] | None = Field(description="Loss of probability of the predicted class, by head.")
     feature: list[float] | None = Field(description="1 - cosine of the features before the classifier, by head.")
+
+
+class Part(BaseModel):
+    name: str = Field(description="The part of the map that is set to 0.")
+    lost: float | None = Field(description="Mean weight that went missing from the rows concerned.")
+    change: float = Field(description="Of the answer (Jensen-Shannon), or of the features of a model without classes.")
+
+
+class Parts(Answer):
+    """Which part of a head's map carries what it does: each part left out alone."""
+
+    model: str
+    layer: int
+    head: int
+    parts: list[Part]
+
+
+class Cluster(BaseModel):
+    kind: str = Field(description="self, near, row, column, few keys, uniform or other.")
+    share: float
+    centre: Grid = Field(description="Mean map, queries by keys, of patches averaged to 4 x 4 places.")
+
+
+class Patterns(BaseModel):
+    """Kinds of maps over several images."""
+
+    model: str
+    maps: int
+    clusters: list[Cluster]
+    shares: list[Grid] = Field(description="Of a head's maps in each cluster, by layer and head.")
+
+
+class Dialled(BaseModel):
+    """A picture as a model answers it at one step of the dial."""
+
+    dial: str
+    step: int
+    seconds: float = Field(description="In the dialled layers, on this machine.")
+    score: float
+    before: str = Field(description="What the model is given, as a data address.")
+    picture: str = Field(description="What it makes of it, as a data address.")
 
 
 class Flow(Answer):

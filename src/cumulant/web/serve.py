@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ..train import TrainRecipe
+    from .explorable import Example, Explorable
 
 DEFAULTS = Limits()
 
@@ -22,29 +23,66 @@ DEFAULTS = Limits()
 def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
     """The application with the models and example images that the settings name."""
     from .app import create_app  # first: a missing package is told before anything is trained
+    from .opening import open_models
+    from .segmenter import CACHE, SegmentingDial, is_segmenter
+
+    if not settings.checkpoint:
+        models, examples = starting_models(settings, progress)
+        words = [str(CACHE)] if is_segmenter(str(CACHE)) else []
+    else:
+        words = [word for word in settings.checkpoint if is_segmenter(word)]
+        models, recipe = open_models([word for word in settings.checkpoint if word not in words], settings.device)
+        examples = given_examples(settings, recipe, max((one.size for one in models.values()), default=512))
+        if not models:  # a segmenter alone: the page needs a model whose maps can be clicked
+            painters, shipped = painting_models(settings, progress)
+            models, examples = painters, examples or shipped
+    dials = {
+        f"SAM 2 ({number})" if number else "SAM 2": SegmentingDial(word, settings.device)
+        for number, word in enumerate(words)
+    }
+    return create_app(models, examples, dials=dials, **names(settings))
+
+
+def painting_models(settings: Explore, progress: IO[str] | None) -> tuple[dict[str, Explorable], list[Example]]:
+    """Models of the photographs that packages ship, and these as examples."""
+    from .photographs import COLLECTION, photograph_models, photographs
+
+    pictures = photographs()
+    models = photograph_models(
+        pictures, settings.cache, fresh=settings.fresh, device=settings.device, progress=progress
+    )
+    return models, [replace(one, collection=COLLECTION) for one in pictures]
+
+
+def starting_models(settings: Explore, progress: IO[str] | None) -> tuple[dict[str, Explorable], list[Example]]:
+    """What the page opens on where nothing is named: photographs first, the digits beside them."""
     from .demo import digits_models
     from .explorable import examples_of
-    from .opening import open_models
 
-    examples = []
-    if settings.checkpoint:
-        models, recipe = open_models(settings.checkpoint, settings.device)
-        data = settings.data or (recipe.data if recipe else None)
-        side = max(one.size for one in models.values())
-        try:
-            examples = examples_of(data, settings.images, side, **as_trained(recipe)) if data else []
-        except (OSError, ValueError, ImportError) as error:
-            if settings.data is not None:
-                raise
-            print(f"no example images: {error}", file=sys.stderr)
-        if not examples:
-            print("choose example images with --data, or upload your own on the page", file=sys.stderr)
-    else:
-        models = digits_models(
-            MECHANISMS, settings.cache, fresh=settings.fresh, device=settings.device, progress=progress
-        )
-        examples = examples_of(settings.data or "digits", settings.images, size=12)
-    return create_app(models, examples, **names(settings))
+    models, examples = painting_models(settings, progress)
+    options: dict[str, Any] = {"fresh": settings.fresh, "device": settings.device, "progress": progress}
+    models |= digits_models(MECHANISMS, settings.cache, **options)
+    digits = [replace(one, collection="digits") for one in examples_of("digits", settings.images, size=12)]
+    if settings.data is None:
+        return models, [*examples, *digits]
+    return models, [*examples_of(settings.data, settings.images, size=512), *examples, *digits]
+
+
+def given_examples(settings: Explore, recipe: TrainRecipe | None, side: int) -> list[Example]:
+    """Pictures of --data, or of the data that the first run was trained on, where it is here."""
+    from .explorable import examples_of
+
+    data = settings.data or (recipe.data if recipe else None)
+    examples: list[Example] = []
+    try:
+        examples = examples_of(data, settings.images, side, **as_trained(recipe)) if data else []
+    except (OSError, ValueError, ImportError) as error:
+        if settings.data is not None:
+            raise
+        print(f"no example images: {error}", file=sys.stderr)
+    if not examples:
+        print("choose example images with --data, or upload your own on the page", file=sys.stderr)
+    return examples
 
 
 def names(settings: Explore) -> dict[str, Any]:

@@ -38,5 +38,5 @@ export const upload = (file, invert) =>
     method: "POST", headers: { "content-type": "application/octet-stream" }, body: file,
   }).then(read);
 
-export const pictureAddress = (image, model, time = 0) =>
-  `/api/images/${encodeURIComponent(image)}?time=${time}${model ? `&model=${encodeURIComponent(model)}` : ""}`;
+export const pictureAddress = (image, model, time = 0, side = 0) =>
+  `/api/images/${encodeURIComponent(image)}?time=${time}${model ? `&model=${encodeURIComponent(model)}` : ""}${side ? `&side=${side}` : ""}`;

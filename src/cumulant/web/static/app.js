@@ -2,16 +2,21 @@
 import * as api from "./api.js";
 import { drawCharts, haveCharts, pictures } from "./charts.js";
 import { compareView, loadPictures } from "./compare_view.js";
+import { dialView, haveDials } from "./dial_view.js";
 import { distanceView } from "./distance_view.js";
 import { byId, element, number, save } from "./dom.js";
 import { drawLegend } from "./draw.js";
 import { headsView } from "./heads_view.js";
 import { lensView, logitScaleOf, orderName } from "./lens_view.js";
 import { mapsView } from "./maps_view.js";
+import { chosenImages, haveExamples, overviewView, patternsView } from "./overview_view.js";
 import { makeExamples, makeUpload, predictionsOf, showBoard } from "./picture.js";
-import { asksWithToken, goTo, onChange, queryPlace, set, state } from "./state.js";
+import { asksWithToken, begin, goTo, onChange, queryPlace, set, state } from "./state.js";
 
-const VIEWS = { maps: mapsView, compare: compareView, heads: headsView, distance: distanceView, lens: lensView };
+const VIEWS = {
+  maps: mapsView, compare: compareView, dial: dialView, heads: (models, wanted) => headsView(models, wanted, chosenImages()), distance: distanceView, lens: lensView,
+  overview: overviewView, patterns: patternsView,
+};
 let info, sendAgain, shownData = [], shownTop, turn = 0;
 
 const say = (text) => (byId("status").textContent = text);
@@ -20,6 +25,7 @@ function complain(text) {
   byId("problem").hidden = !text;
 }
 
+const inCollection = (one) => !one.collection || one.collection === state.collection;
 const chosenModels = () => info.models.filter((model) => state.models.includes(model.name));
 
 async function redraw() {
@@ -81,8 +87,17 @@ function showControls() {
   }
   byId("view").setAttribute("aria-labelledby", `tab-${state.view}`);
   for (const part of document.querySelectorAll("[data-for]")) part.hidden = !part.dataset.for.split(" ").includes(state.view);
-  for (const input of document.querySelectorAll("#models input")) input.checked = state.models.includes(input.value);
-  for (const name of ["sign", "scale"]) for (const input of document.querySelectorAll(`input[name=${name}]`)) input.checked = input.value === state[name];
+  for (const input of document.querySelectorAll("#models input")) {
+    input.checked = state.models.includes(input.value);
+    input.parentElement.hidden = !inCollection(info.models.find((model) => model.name === input.value));
+  }
+  for (const input of document.querySelectorAll("#collections input")) input.checked = input.value === state.collection;
+  for (const input of document.querySelectorAll("#examples input")) {
+    const example = info.examples.find((one) => one.image === input.value);
+    input.parentElement.hidden = Boolean(example) && !inCollection(example);
+  }
+  document.querySelector(".strip").hidden = state.view === "dial" || !chosenModels().some((model) => model.classes);
+  for (const name of ["sign", "scale", "direction"]) for (const input of document.querySelectorAll(`input[name=${name}]`)) input.checked = input.value === state[name];
   const models = chosenModels();
   range("layer", Math.max(...models.map((m) => m.layers)), state.layer + 1);
   range("head", Math.max(...models.map((m) => m.heads)), state.head + 1);
@@ -104,15 +119,20 @@ function range(id, max, value, text = `${value} of ${max}`) {
 function makeControls() {
   byId("models").append(...info.models.map((model) => element("label", { title: model.title },
     element("input", { type: "checkbox", value: model.name, onchange: chooseModels }), ` ${model.name}`)));
+  const collections = [...new Set(info.models.map((model) => model.collection))].filter(Boolean);
+  byId("collections").hidden = collections.length < 2;
+  byId("collections").append(...collections.map((name) => element("label", {},
+    element("input", { type: "radio", name: "collection", value: name, onchange: () => set({ collection: name, off: {}, label: "all", judged: "all", ...begin(info, name) }) }), ` ${name}`)));
+  byId("tab-dial").hidden = !info.dials.length;
   const number = (id, key, shift = 0) => (byId(id).oninput = (event) => set({ [key]: +event.target.value - shift }));
   number("layer", "layer", 1);
   number("head", "head", 1);
   for (const id of ["threshold", "behind", "logit_scale", "order"]) number(id, id);
   byId("watch").onclick = watch;
-  for (const name of ["sign", "scale"]) byId(name).onchange = (event) => set({ [name]: event.target.value });
+  for (const name of ["sign", "scale", "direction"]) byId(name).onchange = (event) => set({ [name]: event.target.value });
   byId("class-token").onclick = () => set({ token: !state.token });
   byId("all-on").onclick = () => set({ off: {} });
-  const tabs = Object.keys(VIEWS);
+  const tabs = Object.keys(VIEWS).filter((view) => view !== "dial" || info.dials.length);
   for (const view of tabs) byId(`tab-${view}`).onclick = () => set({ view });
   document.querySelector(".tabs").onkeydown = (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -162,8 +182,9 @@ function caption() {
   const { time, row, col } = queryPlace(model);
   const place = `${model.times > 1 ? `frame ${time + 1}, ` : ""}row ${row + 1}, column ${col + 1}`;
   const parts = [example ? `example ${example.label}` : "an upload", `query: ${asksWithToken(model) ? "class token" : place}`];
-  if (state.view === "lens" || (state.view === "compare" && state.reading === "head")) parts.push(`layer ${state.layer + 1}, head ${state.head + 1}`);
+  if (state.view === "lens" || (state.view === "compare" && ["head", "difference"].includes(state.reading))) parts.push(`layer ${state.layer + 1}, head ${state.head + 1}`);
   if (state.view === "compare" && state.reading === "layer") parts.push(`layer ${state.layer + 1}`);
+  if (["maps", "compare"].includes(state.view) && state.direction === "gives") parts.push("who looks at it");
   if (state.view === "lens") parts.push(`logit scale ${logitScaleOf(state.logit_scale).toFixed(2)}`);
   if (state.view === "compare" && !["head", "layer"].includes(state.reading)) parts.push(state.reading);
   return parts.join(" · ");
@@ -234,6 +255,8 @@ async function start() {
     return complain("The explorer does not answer. Is `cumulant explore` still running?");
   }
   goTo(info);
+  haveDials(info.dials);
+  haveExamples(info.examples);
   makeControls();
   makeExamples(info.examples);
   haveCharts(info.charts, info.charts_need);

@@ -6,15 +6,21 @@ import { commonTop, LOOKS, offOf, question, title, topOf } from "./maps_view.js"
 import { asksWithToken, choosePlace, isOff, queryPlace, queryToken, set, state, switchHeads } from "./state.js";
 
 const FLOWS = ["rollout", "relevance"];
+const ONE = ["head", "difference"];
 const SIDE = 360;
 
 export async function compareView(models) {
   const kind = FLOWS.includes(state.reading) ? state.reading : null;
-  const answers = await Promise.all(models.map((model) => kind ? ask("flow", { ...question(model), kind }) : ask("attention", question(model))));
+  const answers = await Promise.all(models.map((model) => kind ? ask("flow", { ...question(model), reverse: undefined, kind }) : ask("attention", question(model))));
   const rows = answers.map((answer, i) => rowOf(answer, models[i]));
   const shown = rows.map((row, i) => shownWeights(row, models[i].prefix, state.sign));
   const tops = shown.map(largest);
   const figures = models.map((model, i) => figure(model, rows[i], shown[i], topOf(shown[i], tops[i], tops)));
+  const [one, other] = models, alike = other && String([one.prefix, one.times, ...one.grid]) === String([other.prefix, other.times, ...other.grid]);
+  if (alike && state.reading === "difference") {
+    const less = rows[0].map((w, i) => w - rows[1][i]), drawn = shownWeights(less, one.prefix, state.sign);
+    figures.push(figure({ ...one, name: `${one.name} − ${other.name}`, title: "difference of the first two", accuracy: null }, less, drawn, state.scale === "all" ? Math.max(...tops) : largest(drawn), true));
+  }
   return {
     node: element("div", {}, toolbar(models), element("div", { class: models.some((m) => m.times > 1) ? "panels" : "panels narrow" }, ...figures)),
     data: models.map((model, i) => ({ model: model.name, reading: state.reading, layer: state.layer, head: state.head, query: queryToken(model), weights: rows[i], off: offOf(model) })),
@@ -25,16 +31,17 @@ export async function compareView(models) {
 function rowOf(answer, model) {
   if (FLOWS.includes(state.reading)) return answer.weights;
   const layer = answer.weights[Math.min(state.layer, model.layers - 1)];
-  if (state.reading === "head") return layer[Math.min(state.head, model.heads - 1)];
+  if (ONE.includes(state.reading)) return layer[Math.min(state.head, model.heads - 1)];
   return layer[0].map((_, token) => layer.reduce((sum, head) => sum + head[token], 0) / layer.length);
 }
 
 function toolbar(models) {
-  const readings = { head: "this head", layer: "mean of the layer's heads", rollout: "rollout: through all layers", relevance: "relevance for the predicted class" };
+  const readings = { head: "this head", difference: "this head, difference of the first two", layer: "mean of the layer's heads", rollout: "rollout: through all layers", relevance: "relevance for the predicted class" };
   const select = element("select", { id: "reading", onchange: () => set({ reading: select.value }) },
     ...Object.entries(readings).map(([value, text]) => element("option", { value, selected: value === state.reading }, text)));
   const about = {
-    head: `What the query takes from each patch in layer ${state.layer + 1}, head ${state.head + 1}${looks(models)}.`,
+    head: `${state.direction === "gives" ? "What each patch takes from the chosen one" : "What the query takes from each patch"} in layer ${state.layer + 1}, head ${state.head + 1}${looks(models)}.`,
+    difference: models.length > 1 ? `Layer ${state.layer + 1}, head ${state.head + 1} of ${models[0].name} less that of ${models[1].name}, where both have the same patches.` : "Choose a second model to see the difference.",
     layer: `The weights of layer ${state.layer + 1}, averaged over its heads.`,
     rollout: "The product of all layers, with residual connections: how the picture reaches this token. Layer and head do not matter.",
     relevance: "Weights times gradients, through all layers: which patches speak for the predicted class. The class token is the query to ask with. Layer and head do not matter.",
@@ -55,7 +62,7 @@ export function placeName(model, patch) {
   return `${time}row ${(Math.floor(patch / cols) % rows) + 1}, column ${(patch % cols) + 1}`;
 }
 
-function figure(model, row, shown, top) {
+function figure(model, row, shown, top, difference = false) {
   const canvas = element("canvas", { role: "img" });
   const query = asksWithToken(model) ? null : queryPlace(model);
   drawMap(canvas, {
@@ -74,15 +81,15 @@ function figure(model, row, shown, top) {
   };
   canvas.onclick = (event) => choosePlace(model, placeAt(event, canvas, model, SIDE));
   const facts = element("dl", { class: "facts" },
-    ...fact("negative mass", number(negative)),
-    ...fact("tokens used", `${used.toFixed(1)} of ${row.length}`),
+    ...fact(difference ? "moved" : "negative mass", number(negative)),
+    ...(difference ? [] : fact("tokens used", `${used.toFixed(1)} of ${row.length}`)),
     ...fact("largest weight", number(row[model.prefix + strongest])),
     ...(model.prefix ? fact("to class token", number(row[0])) : []));
-  return element("figure", { class: "card figure" }, title(model), canvas, element("figcaption", {}, readout, facts, headSwitch(model)));
+  return element("figure", { class: "card figure" }, title(model), canvas, element("figcaption", {}, readout, facts, difference ? null : headSwitch(model)));
 }
 
 function headSwitch(model) {
-  if (state.reading !== "head" || state.layer >= model.layers || state.head >= model.heads) return null;
+  if (!ONE.includes(state.reading) || state.layer >= model.layers || state.head >= model.heads) return null;
   const off = isOff(model.name, state.layer, state.head);
   const button = element("button", {
     type: "button", "aria-pressed": String(off), "data-switch": model.name,

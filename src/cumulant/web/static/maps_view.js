@@ -15,6 +15,7 @@ export async function mapsView(models) {
 
 export const question = (model) => ({
   model: model.name, image: state.image, query: queryToken(model), off: offOf(model),
+  ...(state.direction === "gives" && ["maps", "compare"].includes(state.view) ? { reverse: true } : {}),
 });
 
 /** In words, along what a layer of a video model looks. */

@@ -14,7 +14,7 @@ export function makeExamples(examples) {
 function thumbnail({ image, label, frames }, name) {
   const clip = frames > 1;
   const input = element("input", { type: "radio", name: "example", value: image, "aria-label": `${name}${clip ? ", a clip" : ""}`, onchange: () => set({ image }) });
-  const thumb = element("img", { src: pictureAddress(image, null, Math.floor(frames / 2)), alt: "", loading: "lazy", class: "pixels", title: label });
+  const thumb = element("img", { src: pictureAddress(image, null, Math.floor(frames / 2), 96), alt: "", loading: "lazy", class: "pixels", title: label });
   return element("label", { class: clip ? "clip" : null }, input, thumb);
 }
 

@@ -3,6 +3,7 @@
 const FRESH = {
   view: "maps", models: [], image: "", x: 0.5, y: 0.5, t: 0.5, token: false, layer: 0, head: 0, sign: "signed", scale: "map",
   threshold: 0, behind: 40, logit_scale: 0, order: 10, metric: "importance", reading: "head", off: {},
+  collection: "", dial: "", step: 0, direction: "takes", over: "one", label: "all", judged: "all",
 };
 
 export const state = structuredClone(FRESH);
@@ -12,7 +13,7 @@ const listeners = [];
 export const onChange = (listener) => listeners.push(listener);
 
 /** Changes that "Back" takes back one by one; a slider that moves over many values is one place. */
-const PLACES = new Set(["view", "image", "models", "x", "y", "t", "token", "metric", "reading", "off"]);
+const PLACES = new Set(["view", "image", "models", "x", "y", "t", "token", "metric", "reading", "off", "collection", "dial", "direction", "over"]);
 
 export function set(changes) {
   const keys = Object.keys(changes).filter((key) => JSON.stringify(state[key]) !== JSON.stringify(changes[key]));
@@ -30,8 +31,22 @@ export function goTo(info) {
   restore(location.hash.slice(1), info);
   const kept = history.state?.image ?? "";
   if (kept.startsWith("upload-")) state.image = kept;
-  if (!state.models.length) state.models = info.models.slice(0, 4).map((model) => model.name);
-  if (!state.image && info.examples.length) state.image = info.examples[Math.min(3, info.examples.length - 1)].image;
+  const shown = info.examples.find((one) => one.image === state.image);
+  if (shown?.collection) state.collection = shown.collection;
+  if (!state.collection) state.collection = info.models.find((model) => state.models.includes(model.name))?.collection ?? info.models[0].collection;
+  Object.assign(state, begin(info, state.collection, state));
+}
+
+const fits = (one, collection) => !one.collection || one.collection === collection;
+
+/** The models and the picture that a collection opens on, where none is chosen. */
+export function begin(info, collection, { models = [], image = "" } = {}) {
+  const there = info.models.filter((model) => fits(model, collection)), pictures = info.examples.filter((one) => fits(one, collection));
+  const kept = models.filter((name) => there.some((model) => model.name === name));
+  return {
+    models: kept.length ? kept : there.slice(0, 4).map((model) => model.name),
+    image: image || (pictures.length ? pictures[Math.min(3, pictures.length - 1)].image : ""),
+  };
 }
 
 /** The part of a permalink after #. */
@@ -54,17 +69,18 @@ function restore(text, info) {
   const words = new URLSearchParams(text);
   const names = info.models.map((model) => model.name);
   const choices = {
-    view: ["maps", "compare", "heads", "distance", "lens"], sign: ["signed", "positive", "negative"],
-    scale: ["map", "model", "all"], reading: ["head", "layer", "rollout", "relevance"],
+    view: ["maps", "compare", "heads", "distance", "lens", "overview", "patterns", ...(info.dials.length ? ["dial"] : [])], sign: ["signed", "positive", "negative"],
+    scale: ["map", "model", "all"], reading: ["head", "difference", "layer", "rollout", "relevance"], direction: ["takes", "gives"], over: ["one", "many"], judged: ["all", "right", "wrong"],
+    collection: info.models.map((model) => model.collection), dial: info.dials.map((dial) => dial.name), label: info.examples.map((example) => example.label),
     image: info.examples.map((example) => example.image),
   };
   for (const [key, allowed] of Object.entries(choices)) if (allowed.includes(words.get(key))) state[key] = words.get(key);
-  const ranges = { x: [0, 1], y: [0, 1], t: [0, 1], order: [0, 30], threshold: [0, 90], behind: [0, 100], logit_scale: [-20, 20], layer: [0, 999], head: [0, 999] };
+  const ranges = { x: [0, 1], y: [0, 1], t: [0, 1], order: [0, 30], step: [0, 99], threshold: [0, 90], behind: [0, 100], logit_scale: [-20, 20], layer: [0, 999], head: [0, 999] };
   for (const [key, [low, high]] of Object.entries(ranges)) {
     const value = parseFloat(words.get(key));
     if (value >= low && value <= high) state[key] = value;
   }
-  for (const key of ["layer", "head"]) state[key] = Math.floor(state[key]);
+  for (const key of ["layer", "head", "step"]) state[key] = Math.floor(state[key]);
   state.token = words.get("token") === "true";
   if (/^[a-z0-9_]{1,40}$/.test(words.get("metric") ?? "")) state.metric = words.get("metric");
   state.models = (words.get("models") ?? "").split("|").filter((name) => names.includes(name));
