@@ -144,8 +144,9 @@ def test_a_segmenter_is_dialled_in_the_layers_that_see_the_whole_picture(tmp_pat
     config.prompt_encoder_config.image_size = 256
     torch.manual_seed(0)
     transformers.Sam2Model(config).save_pretrained(tmp_path)
-    subject = segmenter.SegmentingDial(str(tmp_path))
-    assert (subject.layers, subject.grid, subject.width) == (("backbone.blocks.3.attn",), (16, 16), 16)
+    subject = segmenter.SegmentingDial(str(tmp_path), size=256)
+    assert subject.layers == ("backbone.blocks.3.attn",)
+    assert subject.cost("cumulant2") == 16 / 256
     picture = noise(0, 64)
     exact, linear = (subject.passed("a", picture, name) for name in ("softmax", "cumulant2"))
     assert not torch.equal(exact.kept[-1], linear.kept[-1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import torch
@@ -406,14 +406,3 @@ def work_of(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> flo
     also = search.multiply_adds(Lq, D) if isinstance(search, Tree) and options["near_rows"] != 1 else 0
     exact = min(Lk, near * Lk / K + prefix)
     return also + multiply_adds(Lk, D, E, K, near_tokens=exact, asking=Lq / Lk, kmeans=search, **form)
-
-
-def share_of_softmax(name: str, grid: tuple[int, ...], D: int) -> float:
-    """Multiply-adds of `cumulant2`, a mechanism of clusters or softmax over the tokens of a grid, of softmax's."""
-    choice, tokens = Choice.named(name), prod(grid)
-    if choice.attention == SOFTMAX:
-        return 1.0
-    if choice.attention == "cumulant2":
-        return D / tokens
-    empty = torch.empty(1, 1, tokens, D, device="meta")
-    return _work(choice, tokens, tokens, D, D, Call(empty, empty, empty, grid=grid)) / (2 * tokens * tokens * D)

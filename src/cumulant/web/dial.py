@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..conversion.dial import share_of_softmax
 from ..data.decode import fit, pillow_image
+from ..explain.masks import share_of_work
 from ..nn import MultiheadAttention
 from ..nn.swapped.choice import KEPT, Choice
 from ..nn.swapped.plan import applied, attention_layers
@@ -172,8 +172,7 @@ class PaintingDial(Subject):
         return float((a - b).norm() / (b - b.mean(0)).norm())
 
     def cost(self, name: str) -> float:
-        side = self.side // PATCH
-        return share_of_softmax(name, (side, side), self.width)
+        return share_of_work(name, self.tokens, self.width)
 
 
 def pictured(images: Tensor) -> Image:

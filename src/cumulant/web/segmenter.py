@@ -8,83 +8,66 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..conversion.dial import share_of_softmax
-from ..data.decode import fit, pillow_image, to_tensor
-from ..optional import needed
+from ..data.decode import fit, pillow_image
+from ..explain.masks import Segmenter, ask, iou, pixels
 from .dial import Passed, Subject
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 CACHE = Path("~/.cache/cumulant/models/sam2-hiera-tiny")  # where tools/models.py puts it
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 COLOUR = (30, 120, 255)
+SHOWN = 512  # pixels of the pictures on the page
 
 
 def is_segmenter(word: str) -> bool:
     """Whether a word of the command line is the folder of a SAM 2, or its name on the Hub."""
     config = Path(word).expanduser() / "config.json"
     if config.is_file():
-        return json.loads(config.read_text()).get("model_type") == "sam2"
+        return json.loads(config.read_text()).get("model_type") in ("sam2", "sam2_video")
     return word.startswith("transformers:") and "sam2" in word.lower()
 
 
 class SegmentingDial(Subject):
-    """Sam2Model whose global layers are dialled."""
+    """SAM 2 whose global layers are dialled."""
 
     score, same, pointed = "IoU with softmax's mask", 1.0, True
 
-    def __init__(self, word: str, device: str = "cpu") -> None:
+    def __init__(self, word: str, device: str = "cpu", size: int = 1024) -> None:
         super().__init__()
-        with needed("SAM 2 needs transformers", "transformers"):
-            from transformers import Sam2Model
         place = word.removeprefix("transformers:")
         folder = Path(place).expanduser()
-        loaded: Any = Sam2Model.from_pretrained(folder if folder.is_dir() else place)
-        self.sam = loaded
-        self.sam.eval().requires_grad_(False).to(device)
-        self.model = self.sam.vision_encoder
-        blocks = list(self.sam.vision_encoder.backbone.blocks)
-        seeing_all = [i for i, block in enumerate(blocks) if not block.window_size]
-        self.layers = tuple(f"backbone.blocks.{i}.attn" for i in seeing_all)
-        self.side = int(self.sam.config.prompt_encoder_config.image_size)
-        attention = blocks[seeing_all[0]].attn
-        self.width = attention.qkv.out_features // 3 // attention.num_attention_heads
-        self.grid = (self.side // 16, self.side // 16)
-        self.title = f"SAM 2: the mask under your click; {len(self.layers)} layers of {self.grid[0] ** 2:,} tokens"
+        self.segmenter = Segmenter.open(folder if folder.is_dir() else place, size, device)
+        self.model, self.layers = self.segmenter.model.vision_encoder, tuple(self.segmenter.layers)
+        self.title = f"SAM 2: the mask under your click; {len(self.layers)} layers of {(size // 16) ** 2:,} tokens"
 
     def run(self, picture: Image) -> tuple[Tensor, ...]:
-        pixels = to_tensor(fit(picture, self.side).convert("RGB")).float() / 255
-        mean, std = (torch.tensor(x).view(3, 1, 1) for x in (MEAN, STD))
-        images = ((pixels - mean) / std)[None].to(self.sam.device, self.sam.dtype)
-        return tuple(self.sam.get_image_embeddings(images))
+        sam, square = self.segmenter.model, np.asarray(fit(picture, self.segmenter.size).convert("RGB"))
+        return tuple(sam.get_image_embeddings(pixels(square, self.segmenter.size).to(sam.device, sam.dtype)))
 
-    @torch.no_grad()
     def mask(self, passed: Passed, place: tuple[float, float]) -> Tensor:
         """The mask (R, C) that the model itself calls best for a point."""
-        point = torch.tensor(place).mul(self.side).view(1, 1, 1, 2).to(passed.kept[-1])
-        said = self.sam(image_embeddings=list(passed.kept), input_points=point, multimask_output=True)
-        return said.pred_masks[0, 0, said.iou_scores[0, 0].argmax()] > 0
+        point = torch.tensor([place]) * self.segmenter.size
+        return ask(self.segmenter.model, list(passed.kept), points=point).best[0]
 
     def shown(self, picture: Image, passed: Passed, place: tuple[float, float]) -> Image:
-        square = fit(picture, 512).convert("RGB")
-        mask = pillow_image().fromarray(self.mask(passed, place).cpu().numpy()).convert("L").resize(square.size)
-        tinted = pillow_image().blend(square, pillow_image().new("RGB", square.size, COLOUR), 0.6)
-        grey = pillow_image().blend(square, pillow_image().new("RGB", square.size, (255, 255, 255)), 0.45)
-        return pillow_image().composite(tinted, grey, mask)
+        square, image = fit(picture, SHOWN).convert("RGB"), pillow_image()
+        mask = image.fromarray(self.mask(passed, place).cpu().numpy()).convert("L").resize(square.size)
+        tinted = image.blend(square, image.new("RGB", square.size, COLOUR), 0.6)
+        faint = image.blend(square, image.new("RGB", square.size, (255, 255, 255)), 0.45)
+        return image.composite(tinted, faint, mask)
 
     def before(self, picture: Image) -> Image:
-        return fit(picture, 512).convert("RGB")
+        return fit(picture, SHOWN).convert("RGB")
 
     def compared(self, passed: Passed, exact: Passed, place: tuple[float, float]) -> float:
-        a, b = (self.mask(one, place) for one in (passed, exact))
-        either = int((a | b).sum())
-        return int((a & b).sum()) / either if either else 1.0
+        return float(iou(self.mask(passed, place), self.mask(exact, place)))
 
     def cost(self, name: str) -> float:
-        return share_of_softmax(name, self.grid, self.width)
+        return self.segmenter.cost(name)
