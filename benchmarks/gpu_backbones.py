@@ -1,6 +1,7 @@
 """Vision networks on one GPU: training throughput against timm's, and of linear-time attention against softmax.
 
-    PYTHONPATH=src python benchmarks/gpu_backbones.py                     everything, about two minutes
+    PYTHONPATH=src python benchmarks/gpu_backbones.py --warm              compiles only, into torch's cache
+    PYTHONPATH=src python benchmarks/gpu_backbones.py                     everything, then about two minutes, alone
     PYTHONPATH=src python benchmarks/gpu_backbones.py --only tnt shvit    these networks
     PYTHONPATH=src python benchmarks/gpu_backbones.py --quick             tiny sizes on the CPU: that all of it runs
 
@@ -8,7 +9,8 @@ A step is forward, backward and fused AdamW under bf16 autocast, with drop rates
 and are compiled alike, block by block. Nothing is timed before it is checked: ours gives timm's answers
 from timm's weights in float32, and bf16 with another mechanism is off by at most twice what it is with softmax.
 Networks compile side by side in processes of their own; they are timed one after another, when all have compiled:
-medians of CUDA events. JSON goes to $OUT/gpu_backbones.json after each network if OUT is set.
+medians of CUDA events. JSON goes to $OUT/gpu_backbones.json after each network if OUT is set; with --profile the
+kernels that took longest, of each network with timm's and ours, to profile_NETWORK_WHICH.txt beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import json
 import os
 import statistics
+import sys
 import threading
 import time
 from itertools import pairwise
@@ -34,27 +37,28 @@ from cumulant.bench.provenance import provenance
 
 # Ours, timm's, pixels and images.
 AGAINST: dict[str, tuple[str, str, int, int]] = {
-    "vit": ("vit_small_patch16_224", "vit_small_patch16_224", 224, 256),
-    "tnt": ("tnt_s", "tnt_s_patch16_224", 224, 128),
-    "crossvit": ("crossvit_15", "crossvit_15_240", 240, 256),
-    "shvit": ("shvit_s4", "shvit_s4", 256, 512),
-    "maxvit": ("maxvit_t", "maxvit_tiny_tf_224", 224, 128),
+    "vit": ("vit_small_patch16_224", "vit_small_patch16_224", 224, 128),
+    "tnt": ("tnt_s", "tnt_s_patch16_224", 224, 64),
+    "crossvit": ("crossvit_15", "crossvit_15_240", 240, 128),
+    "shvit": ("shvit_s4", "shvit_s4", 256, 256),
+    "maxvit": ("maxvit_t", "maxvit_tiny_tf_224", 224, 64),
 }
 # Classes, ours and timm's, that are compiled; not what is inside of one that is.
 COMPILED = ("Block", "TNTBlock", "ClassFusion", "CrossAttentionBlock", "SHViTBlock", "BasicBlock", "Residual",
             "PatchMerging", "ActivatorBlock", "MaxxVitBlock", "MaxViTBlock",
             "SpectralBlock")  # fmt: skip
-ATTENTIONS = ("softmax", "cumulant3", "cluster16")
+ATTENTIONS = ("softmax", "cumulant3")
 # Ours, its arguments, and pixels with images; tokens of the longest attention in the key.
 SWAPS: dict[str, tuple[str, dict[str, Any], dict[int, tuple[int, int]]]] = {
-    "vit": ("vit_small_patch16_224", {}, {1024: (512, 64), 4096: (1024, 16)}),
-    "tnt": ("tnt_s", {}, {1024: (512, 32), 4096: (1024, 8)}),
-    "crossvit": ("crossvit_15", {}, {1600: (480, 64), 6400: (960, 16)}),
-    "shvit": ("shvit_s4", {}, {1024: (1024, 32), 4096: (2048, 8)}),
-    "activator": ("activator", {"mixer": "attention", "drop_rate": 0.0}, {1024: (128, 256), 4096: (256, 64)}),
+    "vit": ("vit_small_patch16_224", {}, {1024: (512, 32), 4096: (1024, 8)}),
+    "tnt": ("tnt_s", {}, {1024: (512, 16), 4096: (1024, 4)}),
+    "crossvit": ("crossvit_15", {}, {1600: (480, 32), 6400: (960, 8)}),
+    "shvit": ("shvit_s4", {}, {1024: (1024, 16), 4096: (2048, 4)}),
+    "activator": ("activator", {"mixer": "attention", "drop_rate": 0.0}, {1024: (128, 128), 4096: (256, 32)}),
     "maxvit": ("maxvit_t", {"partition": "global"}, {3136: (224, 32)}),
-    "spectformer": ("spectformer_s", {}, {1024: (512, 64), 4096: (1024, 16)}),
+    "spectformer": ("spectformer_s", {}, {1024: (512, 32), 4096: (1024, 8)}),
 }
+SHARE = 0.2  # of the GPU's memory that a network may take: others may be beside it
 GOAL = 1.5  # times softmax, from 1,024 tokens on
 
 
@@ -149,7 +153,7 @@ def swaps(name: str, count: int, quick: bool, device: str) -> dict[str, Step]:
             if plain is not None and not error <= 2 * plain + 1e-3:
                 print(f"{name} {attention}: bf16 is off by {error:.2g}, softmax by {plain:.2g}: not timed", flush=True)
                 continue
-            steps[f"{attention}@{tokens}"] = Step(model, px, 1 if quick else batch, device)
+            steps[f"{attention}@{tokens}"] = Step(model, px, 2 if quick else batch, device)
             if quick:
                 break
     return steps
@@ -160,41 +164,50 @@ def work(kind: str, name: str, which: str, asked: argparse.Namespace, gates: Any
     torch._dynamo.config.recompile_limit = 64
     quick, device = asked.quick, "cpu" if asked.quick else "cuda"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    ready, turn = gates
+    ready, turn, few = gates
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(SHARE)
     start, rows, steps = time.perf_counter(), [], {}
     try:
         steps = against(name, which, quick, device) if kind == "against" else swaps(name, asked.sizes, quick, device)
         for label in list(steps):
-            try:
-                for _ in range(1 if quick else 2):
-                    steps[label]()
-            except Exception as error:  # one that does not run must not stop the others
-                print(f"{kind} {name} {label}: {type(error).__name__}: {str(error)[:500]}", flush=True)
-                steps.pop(label)
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            with few:
+                try:
+                    for _ in range(1 if quick else 2):
+                        steps[label]()
+                except Exception as error:  # one that does not run must not stop the others
+                    print(f"{kind} {name} {label}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+                    steps.pop(label)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
     except Exception as error:
         print(f"{kind} {name} {which}: {type(error).__name__}: {str(error)[:500]}", flush=True)
     print(f"{kind} {name} {which} ready after {time.perf_counter() - start:.0f} s", flush=True)
+    if asked.warm:
+        return told.put([])
     with contextlib.suppress(threading.BrokenBarrierError):  # some are slow: the others go on
         ready.wait(max(1.0, asked.wait - (time.perf_counter() - start)))
     with turn:
         for label, step in steps.items():
             ms = step.ms(10)
-            alone = not ready.broken
-            rows.append(
-                {
-                    "kind": kind,
-                    "network": name,
-                    "which": label,
-                    "ms": ms,
-                    "images": 1e3 * step.batch / ms,
-                    "alone": alone,
-                }
-            )
+            rows.append({"kind": kind, "network": name, "which": label, "batch": step.batch, "ms": ms,
+                         "images": 1e3 * step.batch / ms, "alone": not ready.broken})  # fmt: skip
+            if asked.profile and kind == "against" and "OUT" in os.environ:
+                told_by = profiled(step)
+                Path(os.environ["OUT"], f"profile_{name}_{label}.txt").write_text(told_by)
+            if device == "cuda":
+                torch.cuda.empty_cache()
         steps.clear()
     told.put(rows)
+
+
+def profiled(step: Step) -> str:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+    return found.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90)
 
 
 def shown(rows: list[dict[str, Any]]) -> str:
@@ -222,6 +235,9 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", default=["against", "swap"])
     parser.add_argument("--sizes", type=int, default=2, help="of the images with other attention, from the smallest on")
     parser.add_argument("--wait", type=float, default=400, help="seconds that the slowest may take to compile")
+    parser.add_argument("--warm", action="store_true", help="compile into torch's cache, time nothing")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--beside", type=int, default=8, help="networks that compile at one time")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     from cumulant.models import names
@@ -230,7 +246,7 @@ def main() -> int:
     jobs += [("swap", name, "") for name in SWAPS if SWAPS[name][0] in names()]
     jobs = [job for job in jobs if job[1] in asked.only and job[0] in asked.kinds]
     context = mp.get_context("spawn")
-    told, gates = context.Queue(), (context.Barrier(len(jobs)), context.Lock())
+    told, gates = context.Queue(), (context.Barrier(len(jobs)), context.Lock(), context.Semaphore(asked.beside))
     started = [context.Process(target=work, args=(*job, asked, gates, told)) for job in jobs]
     for process in started:
         process.start()
@@ -238,10 +254,13 @@ def main() -> int:
     for _ in jobs:
         rows += told.get()
         if "OUT" in os.environ:
-            record = {"rows": rows, "provenance": provenance("python benchmarks/gpu_backbones.py")}
+            command = " ".join(["python benchmarks/gpu_backbones.py", *sys.argv[1:]])
+            record = {**provenance(command), "gpu": None if asked.quick else torch.cuda.get_device_name(), "rows": rows}
             (Path(os.environ["OUT"]) / "gpu_backbones.json").write_text(json.dumps(record, indent=1, default=str))
     for process in started:
         process.join()
+    if asked.warm:
+        return 0
     print(shown(rows))
     if not all(row["alone"] for row in rows):
         print("some were timed while others still compiled")

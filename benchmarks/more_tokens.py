@@ -4,15 +4,17 @@
     PYTHONPATH=src python benchmarks/more_tokens.py time          alone on its GPU: microseconds an image
     PYTHONPATH=src python benchmarks/more_tokens.py report        table, crossings and figure from both records
 
-`train` decodes the images once and starts a process a mechanism; each works through its plan of patches and seeds and
-leaves out what would not end in time. All runs have the recipe below. Times beside others say nothing, therefore
-`time`: a forward and backward pass, and a forward pass, of the same model as a CUDA graph in bfloat16, not compiled.
-Records go to $OUT (or benchmarks/results), `more_tokens.json` and `more_tokens_time.json`; `--quick`: a toy on the CPU.
+`train` decodes the images once; so many processes then take runs from the plan, in its order, and leave out what would
+not end in time. A run that the record given with `--after` has already is not done again, and a new record has both.
+All runs have one recipe; what a name changes in it is in `CONFIGS`. Times beside others say nothing, therefore `time`:
+a forward and backward pass, and a forward pass, of the same model as a CUDA graph in bfloat16, not compiled. Records go
+to $OUT (or benchmarks/results), `more_tokens.json` and `more_tokens_time.json`; `--quick`: a toy on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -21,16 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cumulant import create_model
-from cumulant.bench.provenance import provenance
+from cumulant.bench.provenance import commit, provenance
 from cumulant.data import Source, TensorImages, open_source
 from cumulant.data.augmentation import Augmentation
 from cumulant.data.held import hold
@@ -39,64 +42,130 @@ from cumulant.train import TrainRecipe, train
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
-MECHANISMS = ("softmax", "cumulant2", "cumulant3", "cluster16", "rala")
 SIDE, PATCHES = 64, (8, 4, 2, 1)
 EPOCHS, IMAGES = 8, 50_000
+VIT = "vit_nano_patch4_32"
 MODEL: dict[str, Any] = {"embed_dim": 128, "depth": 4, "num_heads": 2, "mlp_ratio": 2, "pool": "gap", "init_std": 0.05}
-FIRST = [(8, 0), (4, 0), (2, 0)]
-SEEDS = [(8, 1), (4, 1), (8, 2), (4, 2), (2, 1), (2, 2)]
-CONTROL = [(8, 3), (4, 3), (8, 4), (4, 4), (8, 5), (4, 5)]  # softmax again with other seeds: what chance does
-LEAST = 100  # seconds that must be left for a run at patch 1
+# 1,024 tokens at first, then 256 and 64: convolutions, and one head in every block.
+SMALL_PYRAMID = {"stem_depth": 1, "embed_dim": [32, 64, 128], "depth": [1, 2, 2], "partial_dim": [16, 16, 32]}
+PYRAMID = {"stem_depth": 1, "embed_dim": [32, 96, 192], "depth": [1, 3, 2], "partial_dim": [16, 24, 48]}
+PLAIN = ("softmax", "cumulant2", "cumulant3", "cluster16", "cluster64", "rala")
 
 
-def plan(name: str) -> list[tuple[int, int]]:
-    """Patches and seeds in order; at patch 1 first what is quickest there, softmax last of all."""
-    fine = [(1, 0)]
-    if name == "softmax":
-        return FIRST + SEEDS[:4] + CONTROL + SEEDS[4:] + fine
-    return FIRST + (fine + SEEDS if name in ("cumulant2", "cumulant3") else SEEDS + fine)
+class Config(NamedTuple):
+    """What a name changes in the recipe."""
+
+    attention: str
+    options: Mapping[str, Any] = MappingProxyType({})  # of the model
+    model: str = VIT
+    epochs: int = EPOCHS
+    patches: tuple[int, ...] = PATCHES
+
+
+def pyramid(attention: str, shape: dict[str, Any], types: str = "sss") -> Config:
+    return Config(attention, {**shape, "types": list(types)}, "shvit_s1", patches=(2,))
+
+
+CONFIGS = {
+    **{name: Config(name) for name in PLAIN},
+    "cluster64": Config("cluster64", patches=(4, 2, 1)),
+    **{f"{name}+v_conv": Config(name, {"attention_extras": {"v_conv": 3}}) for name in ("softmax", "cumulant3")},
+    "cumulant3, narrow": Config("cumulant3", {"embed_dim": 64, "depth": 2, "num_heads": 1}, patches=(2,)),
+    "cumulant3+v_conv, narrow": Config(
+        "cumulant3", {"embed_dim": 64, "depth": 2, "num_heads": 1, "attention_extras": {"v_conv": 3}}, patches=(2,)
+    ),
+    **{f"{name}, small pyramid": pyramid(name, SMALL_PYRAMID) for name in ("cumulant3", "softmax")},
+    **{f"{name}, pyramid": pyramid(name, PYRAMID) for name in ("cumulant3", "softmax")},
+    "no attention at 1,024, pyramid": pyramid("cumulant3", PYRAMID, "iss"),
+    "no attention, pyramid": pyramid("softmax", PYRAMID, "iii"),
+    **{f"{name}, 2 epochs": Config(name, epochs=2, patches=(1,)) for name in ("softmax", "cumulant2", "cumulant3")},
+    **{f"{name}, 24 epochs": Config(name, epochs=24, patches=(4, 2)) for name in ("softmax", "cumulant3")},
+}
+CONTROL = (3, 4, 5)  # seeds of softmax again: what chance does
+
+
+def plan() -> list[tuple[str, int, int]]:
+    """Name, patch and seed, in the order of what is asked first; long runs begin early."""
+    runs = [("cumulant3, 2 epochs", 1, 0), ("softmax, 2 epochs", 1, 0)]
+    runs += [(f"cumulant3, {shape}", 2, 0) for shape in ("pyramid", "small pyramid", "narrow")]
+    runs += [(f"{name}+v_conv", 4, 0) for name in ("softmax", "cumulant3")]
+    runs += [("cumulant3+v_conv", 2, 0), ("cumulant3+v_conv, narrow", 2, 0), ("softmax, pyramid", 2, 0)]
+    runs += [(name, patch, seed) for seed in (0, 1, 2) for patch in (8, 4) for name in PLAIN[:4]]
+    runs += [("softmax", patch, seed) for seed in CONTROL for patch in (8, 4)]
+    runs += [(f"{name}+v_conv", 8, 0) for name in ("softmax", "cumulant3")]
+    runs += [(name, 2, 0) for name in PLAIN] + [("cluster64", 4, 0), ("rala", 8, 0), ("rala", 4, 0)]
+    runs += [(name, 2, 1) for name in ("cumulant3", "softmax", "cumulant2")]
+    runs += [(f"{name}, pyramid", 2, seed) for seed in (1, 2) for name in ("cumulant3", "softmax")]
+    runs += [(f"{name}, pyramid", 2, seed) for seed in (0, 1) for name in ("no attention at 1,024", "no attention")]
+    runs += [("softmax, small pyramid", 2, 0), ("cumulant3, small pyramid", 2, 1), ("cumulant3, small pyramid", 2, 2)]
+    runs += [
+        (f"{name}+v_conv", patch, seed) for seed in (1, 2) for patch in (8, 4) for name in ("softmax", "cumulant3")
+    ]
+    runs += [("softmax+v_conv", 2, 0), ("rala", 8, 1), ("rala", 4, 1), ("cluster16", 2, 1)]
+    runs += [("softmax, 24 epochs", 4, 0), ("cumulant3, 24 epochs", 2, 0), ("cumulant3+v_conv", 2, 1)]
+    runs += [("cumulant3", 2, 2), ("softmax", 2, 2), ("cumulant2", 2, 2), ("cumulant3", 1, 0), ("softmax", 1, 0)]
+    return [run for run in dict.fromkeys(runs) if run[1] in CONFIGS[run[0]].patches]
 
 
 BATCH = {8: 512, 4: 512, 2: 256, 1: 64}  # of a timed pass
+TAKES = {8: 9.0, 4: 24.0, 2: 85.0, 1: 300.0}  # microseconds an image, about: whether a run still fits
+SLOW = {"rala": 3.0, "v_conv": 1.7, "narrow": 0.3, "pyramid": 0.5}
 
 
-def recipe(attention: str, patch: int, seed: int, quick: bool) -> TrainRecipe:
-    model = {**MODEL, **({"embed_dim": 16, "depth": 1} if quick else {}), "patch_size": patch}
+def gpu_seconds(name: str, patch: int) -> float:
+    """What a run would take alone, about."""
+    factor = math.prod(times for word, times in SLOW.items() if word in name)
+    factor *= 2.3 if patch == 1 and name.startswith("softmax") else 1
+    return TAKES[patch] * factor * IMAGES * CONFIGS[name].epochs / 1e6
+
+
+def model_options(name: str, patch: int, quick: bool) -> dict[str, Any]:
+    config = CONFIGS[name]
+    if config.model != VIT:
+        return dict(config.options)
+    return {**MODEL, **config.options, **({"embed_dim": 16, "depth": 1} if quick else {}), "patch_size": patch}
+
+
+def recipe(name: str, patch: int, seed: int, quick: bool) -> TrainRecipe:
     return TrainRecipe(
         data="tiny-imagenet-100", image_size=SIDE, mean=(0.480, 0.448, 0.398), std=(0.277, 0.269, 0.282),
-        model="vit_nano_patch4_32", model_options=model, attention=attention, epochs=1 if quick else EPOCHS,
-        batch_size=8 if quick else 512, accumulate=4 if patch == 1 else 1, optimizer="muon", lr=2e-3, min_lr=1e-5,
+        model=CONFIGS[name].model, model_options=model_options(name, patch, quick), attention=CONFIGS[name].attention,
+        epochs=1 if quick else CONFIGS[name].epochs,
+        optimizer="muon" if CONFIGS[name].model == VIT else "adamw",  # muon moves matrices, and a pyramid has kernels
+        batch_size=8 if quick else 512, accumulate=4 if patch == 1 else 1, lr=2e-3, min_lr=1e-5,
         warmup_epochs=0.5 if quick else 1.0, weight_decay=0.05, label_smoothing=0.1, clip=1.0,
         augmentation=Augmentation(flip=0.5, shift=4), precision="fp32" if quick else "bf16",
-        compile=not quick and patch <= 2, in_memory="yes", eval_epochs=EPOCHS, checkpoint_epochs=0, seed=seed,
+        compile=not quick and patch <= 2, in_memory="yes", eval_epochs=CONFIGS[name].epochs, checkpoint_epochs=0,
+        seed=seed,
     )  # fmt: skip
 
 
 def started(settings: argparse.Namespace) -> None:
-    """Decode once, then one process a mechanism; their records together."""
+    """Decode once, then so many processes that take runs from the plan; their records together."""
     began = time.monotonic()
+    before = json.loads(Path(settings.after).read_text())["runs"] if settings.after else []
+    done = [(run["attention"], run["patch"], run["seed"]) for run in before]
+    todo = [run for run in plan() if run not in done and (settings.only is None or run[0] in settings.only)]
     with tempfile.TemporaryDirectory() as folder:
         held = Path(folder) / "pixels.pt"
         torch.save(pixels(settings), held)
+        (Path(folder) / "todo.json").write_text(json.dumps(todo))
         left = settings.seconds - (time.monotonic() - began) - 5
-        command = [sys.executable, __file__, "one", "--pixels", str(held), "--seconds", str(left)]
+        command = [sys.executable, __file__, "one", "--folder", folder, "--seconds", str(left)]
         command += ["--quick"] if settings.quick else []
         many = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"}
-        children = {
-            name: subprocess.Popen([*command, "--attention", name, "--record", f"{folder}/{name}.json"], env=many)
-            for name in settings.attention
-        }
-        while any(child.poll() is None for child in children.values()):
+        children = [subprocess.Popen(command, env=many) for _ in range(settings.processes)]
+        runs: list[dict[str, Any]] = []
+        while any(child.poll() is None for child in children):
             time.sleep(2)
-            runs = [run for name in children if (file := Path(folder) / f"{name}.json").is_file()
-                    for run in json.loads(file.read_text())]  # fmt: skip
+            runs = before + [json.loads(file.read_text()) for file in sorted(Path(folder).glob("run_*.json"))]
             recorded("more_tokens", runs=runs, epochs=EPOCHS, model=MODEL)
             if time.monotonic() - began > settings.seconds:
-                for child in children.values():
+                for child in children:
                     child.kill()
-        print({name: child.returncode for name, child in children.items()})
+        print([child.returncode for child in children])
     for run in sorted(runs, key=lambda run: (-run["patch"], run["attention"], run["seed"])):
-        print(f"{run['attention']:10} patch {run['patch']}  seed {run['seed']}  top-1 {run['top1']:.2%}  "
+        print(f"{run['attention']:30} patch {run['patch']}  seed {run['seed']}  top-1 {run['top1']:.2%}  "
               f"{run['seconds']:.0f} s")  # fmt: skip
 
 
@@ -114,38 +183,57 @@ def pixels(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def worked(settings: argparse.Namespace) -> None:
-    """The plan of one mechanism, as far as the time goes; the record is written after every run."""
-    end = time.monotonic() + settings.seconds
-    held = torch.load(settings.pixels)
+    """Runs of the plan that no other process has taken, as far as the time goes; each leaves a file."""
+    end, folder = time.monotonic() + settings.seconds, Path(settings.folder)
+    held = torch.load(folder / "pixels.pt")
     parts = [TensorImages(*part, title) for part, title in zip(held["parts"], ("train", "test"), strict=True)]
     source = Source("tiny-imagenet-100", "image", parts[0], parts[1], held["classes"])
-    name, runs, taken = settings.attention[0], [], {}
-    for patch, seed in plan(name):
-        expected = taken.get(patch, LEAST if patch == 1 and not settings.quick else 0)
-        if time.monotonic() + expected > end:
-            print(f"{name} patch {patch} seed {seed}: about {expected:.0f} s do not fit any more", flush=True)
+    crowd = 7.0  # times as long as alone
+    for number, (name, patch, seed) in enumerate(json.loads((folder / "todo.json").read_text())):
+        alone = 0.0 if settings.quick else gpu_seconds(name, patch)
+        if time.monotonic() + crowd * alone > end:
+            continue
+        try:
+            (folder / f"taken_{number}").touch(exist_ok=False)
+        except FileExistsError:
             continue
         began = time.monotonic()
-        with tempfile.TemporaryDirectory() as out:
-            found = train(recipe(name, patch, seed, settings.quick), out, source=source)
-        taken[patch] = time.monotonic() - began
-        runs.append({"attention": name, "patch": patch, "seed": seed, "control": (patch, seed) in CONTROL,
-                     "top1": found.top1, "top5": found.top5, "loss": found.loss, "parameters": found.parameters,
-                     "seconds": found.seconds, "epoch_seconds": found.epoch_seconds})  # fmt: skip
-        Path(settings.record).write_text(json.dumps(runs))
-        print(f"{name} patch {patch} seed {seed}: {found.top1:.2%}, {taken[patch]:.0f} s", flush=True)
+        try:
+            with tempfile.TemporaryDirectory() as out:
+                found = train(recipe(name, patch, seed, settings.quick), out, source=source)
+        except (RuntimeError, ValueError) as error:  # one that does not run must not stop the others
+            print(f"{name} patch {patch}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            continue
+        seconds = time.monotonic() - began
+        crowd = max(3.0, (seconds - 15) / alone) if alone else crowd
+        run = {"attention": name, "patch": patch, "seed": seed, "control": name == "softmax" and seed in CONTROL,
+               "top1": found.top1, "top5": found.top5, "loss": found.loss, "parameters": found.parameters,
+               "seconds": found.seconds, "epoch_seconds": found.epoch_seconds, "commit": commit()}  # fmt: skip
+        part = folder / f"part_{number}"
+        part.write_text(json.dumps(run))
+        part.rename(folder / f"run_{number:03}.json")
+        print(f"{name} patch {patch} seed {seed}: {found.top1:.2%}, {seconds:.0f} s", flush=True)
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def timed(settings: argparse.Namespace) -> None:
     """Microseconds an image of every mechanism and patch, training (forward and backward) and answering."""
     device, rows = "cpu" if settings.quick else "cuda", []
     for patch in (4, 2, 1, 8):  # the likeliest to cross first: a job may be stopped
-        for name in settings.attention:
+        for name in [name for name, config in CONFIGS.items() if patch in config.patches and config.epochs == EPOCHS]:
+            if settings.only is not None and name not in settings.only:
+                continue
             torch.manual_seed(0)
-            model = create_model("vit_nano_patch4_32", attention=name, num_classes=100, img_size=SIDE,
-                                 device=device, **{**MODEL, "patch_size": patch})  # fmt: skip
+            config = CONFIGS[name]
+            model = create_model(config.model, attention=config.attention, num_classes=100, img_size=SIDE,
+                                 device=device, **model_options(name, patch, settings.quick))  # fmt: skip
             count = 2 if settings.quick else BATCH[patch]
             images, labels = torch.randn(count, 3, SIDE, SIDE, device=device), torch.zeros(count, device=device).long()
+            if config.model != VIT:  # convolutions
+                model, images = (one.to(memory_format=torch.channels_last) for one in (model, images))
             try:
                 row = {"attention": name, "patch": patch, "tokens": (SIDE // patch) ** 2, "batch": count,
                        **passes(model, images, labels)}  # fmt: skip
@@ -174,6 +262,8 @@ def passes(model: torch.nn.Module, images: Tensor, labels: Tensor) -> dict[str, 
     model.train()
     training, recorded_too = taken_by(both, images.device)
     model.eval()
+    if hasattr(model, "fuse"):
+        model.fuse()
     answering, _ = taken_by(answer, images.device)
     return {"train_us": training / len(images), "infer_us": answering / len(images), "graph": recorded_too}
 
@@ -209,10 +299,8 @@ def taken_by(call: Callable[[], None], device: torch.device) -> tuple[float, boo
 
 def recorded(name: str, **content: Any) -> None:
     """Write a record; its name is that of the script, and of the step after an underscore."""
-    file = ROOT / "COMMIT"  # of a copy without its history
     script, step = name.removesuffix("_time"), "time" if name.endswith("_time") else "train"
     origin = provenance(f"python benchmarks/{script}.py {step}")
-    origin["commit"] = origin["commit"] or (file.read_text().strip()[:12] if file.is_file() else None)
     if torch.cuda.is_available():
         origin["machine"]["gpu"] = torch.cuda.get_device_name()
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -253,7 +341,7 @@ def report(settings: argparse.Namespace) -> None:
     print(f"| {' | '.join(heads)} | answer, µs an image |")
     print("|---|---|---|---|---|---|---|---|")
     curves: dict[str, list[tuple[int, float, float, float]]] = {}
-    for name in MECHANISMS:
+    for name in CONFIGS:
         for patch in PATCHES:
             own = [100 * run["top1"] for run in runs
                    if (run["attention"], run["patch"], run["control"]) == (name, patch, False)]  # fmt: skip
@@ -272,7 +360,7 @@ def report(settings: argparse.Namespace) -> None:
         if again:
             print(f"A/A control: softmax at patch {patch} with {len(again)} other seeds {statistics.mean(again):.1f} %")
     for column, what in ((1, "training time, s"), (2, "time of an answer, µs")):
-        for name in MECHANISMS[1:]:
+        for name in [*CONFIGS][1:]:
             if name in curves:
                 both = [[(point[column], point[3]) for point in curves[one]] for one in ("softmax", name)]
                 print(f"{what}: the curves of softmax and {name} {crossing(*both)}")
@@ -301,10 +389,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "one", "time", "report"))
     parser.add_argument("--data", default="tiny-imagenet-100")
-    parser.add_argument("--attention", nargs="+", default=list(MECHANISMS))
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGS), help="these alone")
     parser.add_argument("--seconds", type=float, default=460)
-    parser.add_argument("--pixels")
-    parser.add_argument("--record")
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--after", help="a record whose runs are not done again")
+    parser.add_argument("--folder")
     parser.add_argument("--quick", action="store_true")
     settings = parser.parse_args()
     {"train": started, "one": worked, "time": timed, "report": report}[settings.what](settings)

@@ -1,4 +1,4 @@
-"""Softmax stays away from the backend whose gradients are wrong."""
+"""Softmax stays away from the backend whose gradients are wrong, and from kernels that are slow for tiny heads."""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cumulant.zoo import fused
+from cumulant.zoo.fused import MANY, NARROW, SHORT, better_plain, plain_softmax
 from cumulant.zoo.softmax import SOFTMAX
 
 
@@ -39,6 +40,76 @@ def test_the_choice_of_backends_does_not_break_a_compiled_graph(monkeypatch):
     q, k, v = torch.randn(3, 1, 2, 5, 4)
     compiled = torch.compile(fused.fused_softmax, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+def drawn(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def masks(kind):
+    if kind == "bool":
+        return {"attn_mask": torch.rand(2, 1, 5, 7) < 0.7}
+    if kind == "bias":
+        return {"attn_mask": torch.randn(4, 5, 7, dtype=torch.float64)}
+    return {"is_causal": kind == "causal", "scale": 0.3 if kind == "scale" else None}
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "scale", "bool", "bias"])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_plain_products_answer_as_the_fused_kernel_with_its_gradients(kind, key_heads):
+    torch.manual_seed(0)
+    given = drawn(2, 4, 5, 6), drawn(2, key_heads, 7, 6), drawn(2, key_heads, 7, 3)
+    options = {**masks(kind), "enable_gqa": key_heads < 4}
+    if kind == "bool":
+        options["attn_mask"][..., 0] = True  # a row without a key is the caller's affair
+    wanted, found = F.scaled_dot_product_attention(*given, **options), plain_softmax(*given, **options)
+    torch.testing.assert_close(found, wanted)
+    to = torch.randn_like(wanted)
+    for own, other in zip(torch.autograd.grad(found, given, to), torch.autograd.grad(wanted, given, to), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_dropout_leaves_out_probabilities_and_keeps_their_mean():
+    torch.manual_seed(0)
+    query, key, value = (drawn(4096, 1, 3, 2, dtype=torch.float32) for _ in range(3))
+    query, key, value = (x[:1].expand(4096, -1, -1, -1) for x in (query, key, value))
+    dropped = plain_softmax(query, key, value, dropout_p=0.5)
+    torch.testing.assert_close(dropped.mean(0), plain_softmax(query, key, value)[0], atol=0.08, rtol=0)
+    assert (dropped == 0).all(-1).any(), "a row that lost all its keys"
+
+
+def test_in_bfloat16_it_is_off_by_no_more_than_plain_torch():
+    torch.manual_seed(0)
+    given = [drawn(64, 4, 16, 6, dtype=torch.bfloat16) for _ in range(3)]
+    query, key, value = given
+    exact = F.scaled_dot_product_attention(*(x.double() for x in given))
+    plain = (query @ key.mT * 6**-0.5).softmax(-1) @ value
+    assert (plain_softmax(*given) - exact).norm() <= 2 * (plain - exact).norm()
+
+
+def test_only_very_many_short_and_narrow_heads_on_a_gpu_take_it():
+    def taken(heads, tokens, width, device):
+        class OnGpu:  # what the choice looks at
+            shape, is_cuda = torch.Size((heads, tokens, width)), device == "cuda"
+
+        return better_plain(OnGpu, OnGpu, OnGpu)
+
+    assert taken(MANY, SHORT, NARROW, "cuda")
+    assert not taken(MANY, SHORT, NARROW, "cpu")
+    for change in ((MANY - 1, SHORT, NARROW), (MANY, SHORT + 1, NARROW), (MANY, SHORT, NARROW + 1)):
+        assert not taken(*change, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "causal", "mask"])
+def test_tiny_heads_on_a_gpu_answer_as_in_float64(kind):
+    torch.manual_seed(0)
+    given = [torch.randn(512, 4, 16, 6, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    mask = torch.rand(512, 16, device="cuda") < 0.8 if kind == "mask" else None
+    options = {"is_causal": kind == "causal", "key_mask": mask}
+    exact = SOFTMAX(*(x.double() for x in given), **options)
+    assert better_plain(*given)
+    assert (SOFTMAX(*given, **options) - exact).norm() < 0.01 * exact.norm()
 
 
 @pytest.mark.gpu
