@@ -47,8 +47,11 @@ EPOCHS, IMAGES = 8, 50_000
 VIT = "vit_nano_patch4_32"
 MODEL: dict[str, Any] = {"embed_dim": 128, "depth": 4, "num_heads": 2, "mlp_ratio": 2, "pool": "gap", "init_std": 0.05}
 # 1,024 tokens at first, then 256 and 64: convolutions, and one head in every block.
-SMALL_PYRAMID = {"stem_depth": 1, "embed_dim": [32, 64, 128], "depth": [1, 2, 2], "partial_dim": [16, 16, 32]}
-PYRAMID = {"stem_depth": 1, "embed_dim": [32, 96, 192], "depth": [1, 3, 2], "partial_dim": [16, 24, 48]}
+PYRAMIDS = {
+    "small pyramid": {"embed_dim": [32, 64, 128], "depth": [1, 2, 2], "partial_dim": [16, 16, 32]},
+    "tiny pyramid": {"embed_dim": [16, 64, 128], "depth": [1, 2, 2], "partial_dim": [16, 16, 32]},
+    "flat pyramid": {"embed_dim": [16, 64, 128], "depth": [1, 1, 1], "partial_dim": [16, 16, 32]},
+}
 PLAIN = ("softmax", "cumulant2", "cumulant3", "cluster16", "cluster64", "rala")
 
 
@@ -62,22 +65,21 @@ class Config(NamedTuple):
     patches: tuple[int, ...] = PATCHES
 
 
-def pyramid(attention: str, shape: dict[str, Any], types: str = "sss") -> Config:
-    return Config(attention, {**shape, "types": list(types)}, "shvit_s1", patches=(2,))
+def pyramid(attention: str, shape: str, types: str = "sss") -> Config:
+    return Config(attention, {"stem_depth": 1, **PYRAMIDS[shape], "types": list(types)}, "shvit_s1", patches=(2,))
 
 
+NARROW = {"embed_dim": 64, "depth": 2, "num_heads": 1}
+V_CONV = {"attention_extras": {"v_conv": 3}}
 CONFIGS = {
     **{name: Config(name) for name in PLAIN},
     "cluster64": Config("cluster64", patches=(4, 2, 1)),
-    **{f"{name}+v_conv": Config(name, {"attention_extras": {"v_conv": 3}}) for name in ("softmax", "cumulant3")},
-    "cumulant3, narrow": Config("cumulant3", {"embed_dim": 64, "depth": 2, "num_heads": 1}, patches=(2,)),
-    "cumulant3+v_conv, narrow": Config(
-        "cumulant3", {"embed_dim": 64, "depth": 2, "num_heads": 1, "attention_extras": {"v_conv": 3}}, patches=(2,)
-    ),
-    **{f"{name}, small pyramid": pyramid(name, SMALL_PYRAMID) for name in ("cumulant3", "softmax")},
-    **{f"{name}, pyramid": pyramid(name, PYRAMID) for name in ("cumulant3", "softmax")},
-    "no attention at 1,024, pyramid": pyramid("cumulant3", PYRAMID, "iss"),
-    "no attention, pyramid": pyramid("softmax", PYRAMID, "iii"),
+    **{f"{name}+v_conv": Config(name, V_CONV) for name in ("softmax", "cumulant3")},
+    "cumulant3, narrow": Config("cumulant3", NARROW, patches=(2,)),
+    "cumulant3+v_conv, narrow": Config("cumulant3", {**NARROW, **V_CONV}, patches=(2,)),
+    **{f"{name}, {shape}": pyramid(name, shape) for shape in PYRAMIDS for name in ("cumulant3", "softmax")},
+    "no attention at 1,024, tiny pyramid": pyramid("cumulant3", "tiny pyramid", "iss"),
+    "no attention, tiny pyramid": pyramid("softmax", "tiny pyramid", "iii"),
     **{f"{name}, 2 epochs": Config(name, epochs=2, patches=(1,)) for name in ("softmax", "cumulant2", "cumulant3")},
     **{f"{name}, 24 epochs": Config(name, epochs=24, patches=(4, 2)) for name in ("softmax", "cumulant3")},
 }
@@ -86,21 +88,21 @@ CONTROL = (3, 4, 5)  # seeds of softmax again: what chance does
 
 def plan() -> list[tuple[str, int, int]]:
     """Name, patch and seed, in the order of what is asked first; long runs begin early."""
-    runs = [("cumulant3, 2 epochs", 1, 0), ("softmax, 2 epochs", 1, 0)]
-    runs += [(f"cumulant3, {shape}", 2, 0) for shape in ("pyramid", "small pyramid", "narrow")]
-    runs += [(f"{name}+v_conv", 4, 0) for name in ("softmax", "cumulant3")]
-    runs += [("cumulant3+v_conv", 2, 0), ("cumulant3+v_conv, narrow", 2, 0), ("softmax, pyramid", 2, 0)]
-    runs += [(name, patch, seed) for seed in (0, 1, 2) for patch in (8, 4) for name in PLAIN[:4]]
-    runs += [("softmax", patch, seed) for seed in CONTROL for patch in (8, 4)]
-    runs += [(f"{name}+v_conv", 8, 0) for name in ("softmax", "cumulant3")]
-    runs += [(name, 2, 0) for name in PLAIN] + [("cluster64", 4, 0), ("rala", 8, 0), ("rala", 4, 0)]
+    pair = ("softmax", "cumulant3")
+    runs = [(f"cumulant3, {shape}", 2, 0) for shape in ("tiny pyramid", "flat pyramid", "small pyramid")]
+    runs += [(f"{name}+v_conv", 4, 0) for name in pair]
+    runs += [(name, patch, seed) for seed in (0, 1) for patch in (4, 8) for name in PLAIN[:4]]
+    runs += [("softmax", patch, seed) for seed in CONTROL[:2] for patch in (4, 8)]
+    runs += [("softmax, tiny pyramid", 2, 0), ("no attention at 1,024, tiny pyramid", 2, 0)]
+    runs += [(f"cumulant3, {shape}", 2, 1) for shape in ("tiny pyramid", "flat pyramid")]
+    runs += [("no attention, tiny pyramid", 2, 0), ("cumulant3, tiny pyramid", 2, 2), ("softmax, tiny pyramid", 2, 1)]
+    runs += [("cumulant3+v_conv", 2, 0), ("cumulant3+v_conv, narrow", 2, 0)]
+    runs += [(name, patch, 2) for patch in (4, 8) for name in PLAIN[:4]]
+    runs += [("softmax", patch, CONTROL[2]) for patch in (4, 8)] + [(f"{name}+v_conv", 8, 0) for name in pair]
     runs += [(name, 2, 1) for name in ("cumulant3", "softmax", "cumulant2")]
-    runs += [(f"{name}, pyramid", 2, seed) for seed in (1, 2) for name in ("cumulant3", "softmax")]
-    runs += [(f"{name}, pyramid", 2, seed) for seed in (0, 1) for name in ("no attention at 1,024", "no attention")]
-    runs += [("softmax, small pyramid", 2, 0), ("cumulant3, small pyramid", 2, 1), ("cumulant3, small pyramid", 2, 2)]
-    runs += [
-        (f"{name}+v_conv", patch, seed) for seed in (1, 2) for patch in (8, 4) for name in ("softmax", "cumulant3")
-    ]
+    runs += [(name, 2, 0) for name in PLAIN] + [("cluster64", 4, 0), ("rala", 8, 0), ("rala", 4, 0)]
+    runs += [(f"{name}+v_conv", patch, seed) for seed in (1, 2) for patch in (8, 4) for name in pair]
+    runs += [("softmax, 2 epochs", 1, 0), ("cumulant3, 2 epochs", 1, 0), ("cumulant3, narrow", 2, 0)]
     runs += [("softmax+v_conv", 2, 0), ("rala", 8, 1), ("rala", 4, 1), ("cluster16", 2, 1)]
     runs += [("softmax, 24 epochs", 4, 0), ("cumulant3, 24 epochs", 2, 0), ("cumulant3+v_conv", 2, 1)]
     runs += [("cumulant3", 2, 2), ("softmax", 2, 2), ("cumulant2", 2, 2), ("cumulant3", 1, 0), ("softmax", 1, 0)]
@@ -109,7 +111,7 @@ def plan() -> list[tuple[str, int, int]]:
 
 BATCH = {8: 512, 4: 512, 2: 256, 1: 64}  # of a timed pass
 TAKES = {8: 9.0, 4: 24.0, 2: 85.0, 1: 300.0}  # microseconds an image, about: whether a run still fits
-SLOW = {"rala": 3.0, "v_conv": 1.7, "narrow": 0.3, "pyramid": 0.5}
+SLOW = {"rala": 3.0, "v_conv": 1.15, "narrow": 0.35, "pyramid": 0.3}
 
 
 def gpu_seconds(name: str, patch: int) -> float:
@@ -135,7 +137,8 @@ def recipe(name: str, patch: int, seed: int, quick: bool) -> TrainRecipe:
         batch_size=8 if quick else 512, accumulate=4 if patch == 1 else 1, lr=2e-3, min_lr=1e-5,
         warmup_epochs=0.5 if quick else 1.0, weight_decay=0.05, label_smoothing=0.1, clip=1.0,
         augmentation=Augmentation(flip=0.5, shift=4), precision="fp32" if quick else "bf16",
-        compile=not quick and patch <= 2, in_memory="yes", eval_epochs=CONFIGS[name].epochs, checkpoint_epochs=0,
+        compile=not quick and patch <= 2 and CONFIGS[name].model == VIT,
+        in_memory="yes", eval_epochs=CONFIGS[name].epochs, checkpoint_epochs=0,
         seed=seed,
     )  # fmt: skip
 
@@ -147,11 +150,15 @@ def started(settings: argparse.Namespace) -> None:
     done = [(run["attention"], run["patch"], run["seed"]) for run in before]
     todo = [run for run in plan() if run not in done and (settings.only is None or run[0] in settings.only)]
     with tempfile.TemporaryDirectory() as folder:
-        held = Path(folder) / "pixels.pt"
-        torch.save(pixels(settings), held)
+        held = Path(settings.pixels or Path(folder) / "pixels.pt")
+        if not held.is_file():
+            part = held.with_suffix(".part")
+            torch.save(pixels(settings), part)
+            part.rename(held)
         (Path(folder) / "todo.json").write_text(json.dumps(todo))
         left = settings.seconds - (time.monotonic() - began) - 5
-        command = [sys.executable, __file__, "one", "--folder", folder, "--seconds", str(left)]
+        command = [sys.executable, __file__, "one", "--folder", folder, "--seconds", str(left), "--pixels", str(held),
+                   "--crowd", str(settings.crowd)]  # fmt: skip
         command += ["--quick"] if settings.quick else []
         many = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"}
         children = [subprocess.Popen(command, env=many) for _ in range(settings.processes)]
@@ -185,10 +192,10 @@ def pixels(settings: argparse.Namespace) -> dict[str, Any]:
 def worked(settings: argparse.Namespace) -> None:
     """Runs of the plan that no other process has taken, as far as the time goes; each leaves a file."""
     end, folder = time.monotonic() + settings.seconds, Path(settings.folder)
-    held = torch.load(folder / "pixels.pt")
+    held = torch.load(settings.pixels)
     parts = [TensorImages(*part, title) for part, title in zip(held["parts"], ("train", "test"), strict=True)]
     source = Source("tiny-imagenet-100", "image", parts[0], parts[1], held["classes"])
-    crowd = 7.0  # times as long as alone
+    crowd = settings.crowd
     for number, (name, patch, seed) in enumerate(json.loads((folder / "todo.json").read_text())):
         alone = 0.0 if settings.quick else gpu_seconds(name, patch)
         if time.monotonic() + crowd * alone > end:
@@ -205,7 +212,7 @@ def worked(settings: argparse.Namespace) -> None:
             print(f"{name} patch {patch}: {type(error).__name__}: {str(error)[:600]}", flush=True)
             continue
         seconds = time.monotonic() - began
-        crowd = max(3.0, (seconds - 15) / alone) if alone else crowd
+        crowd = max(crowd / 2, seconds / alone) if alone else crowd
         run = {"attention": name, "patch": patch, "seed": seed, "control": name == "softmax" and seed in CONTROL,
                "top1": found.top1, "top5": found.top5, "loss": found.loss, "parameters": found.parameters,
                "seconds": found.seconds, "epoch_seconds": found.epoch_seconds, "commit": commit()}  # fmt: skip
@@ -393,6 +400,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--after", help="a record whose runs are not done again")
+    parser.add_argument("--crowd", type=float, default=6.0, help="how many times as long as alone a run may take")
+    parser.add_argument("--pixels", help="file with the decoded images, made where it is not there")
     parser.add_argument("--folder")
     parser.add_argument("--quick", action="store_true")
     settings = parser.parse_args()

@@ -196,6 +196,15 @@ def test_a_model_that_cannot_be_guessed_asks_for_an_example():
         convert(nn.Sequential(cumulant.nn.MultiheadAttention(16, 2)))
 
 
+def test_backbones_of_ours_are_converted_without_an_example_or_say_how_else():
+    crossvit = cumulant.create_model("crossvit_nano", num_classes=3).eval()
+    assert len(convert(crossvit, "cumulant2").replaced) == 10
+    with pytest.raises(ValueError, match=r"learned bias for every distance.*partition=\"global\""):
+        convert(cumulant.create_model("maxvit_nano", num_classes=3), "cumulant2")
+    with pytest.raises(ValueError, match=r"create_model\('shvit_nano', attention=\.\.\.\)"):
+        convert(cumulant.create_model("shvit_nano", num_classes=3), "cumulant2")
+
+
 def test_video_models_of_ours_are_converted():
     ours = cumulant.create_model("vivit_nano_patch4x2_32", num_classes=5, variant=4).eval()
     report = convert(ours, "cumulant2")

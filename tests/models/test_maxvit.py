@@ -100,6 +100,13 @@ def test_a_size_that_windows_do_not_fill_is_answered_with_the_nearest():
         cumulant.create_model("maxvit_t", img_size=256, device="meta")(torch.empty(1, 3, 224, 224, device="meta"))
 
 
+def test_sizes_that_do_not_go_together_are_named():
+    with pytest.raises(ValueError, match=r"depths must have one entry for each stage, as widths=\(32,\), got \(1, 1\)"):
+        nano(widths=(32,))
+    with pytest.raises(ValueError, match=r"head_dim must divide every width of \(32, 64\), got 24"):
+        nano(head_dim=24)
+
+
 def test_one_attention_over_the_whole_map_takes_the_place_of_both():
     model = nano(partition="global", attention="cumulant2")
     tables = 2 * 49 * (2 + 4)  # relative biases of 2 and 4 heads

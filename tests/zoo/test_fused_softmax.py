@@ -69,6 +69,22 @@ def test_plain_products_answer_as_the_fused_kernel_with_its_gradients(kind, key_
         torch.testing.assert_close(own, other)
 
 
+@pytest.mark.parametrize("mask", [None, (7, 1, 1, 5), (1, 2, 5, 5), (2, 5, 5)])
+def test_more_sequences_than_a_kernel_takes_go_in_parts(mask, monkeypatch):
+    monkeypatch.setattr(fused, "MOST", 3)
+    seen = []
+
+    def attend(*given, **options):
+        seen.append(len(given[0]))
+        return F.scaled_dot_product_attention(*given, **options)
+
+    given = [torch.randn(7, 2, 5, 4) for _ in range(3)]
+    options = {"attn_mask": None if mask is None else torch.randn(mask), "scale": 0.3}
+    found = fused.in_parts(attend, *given, **options)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(*given, **options))
+    assert seen == [3, 3, 1]
+
+
 def test_dropout_leaves_out_probabilities_and_keeps_their_mean():
     torch.manual_seed(0)
     query, key, value = (drawn(4096, 1, 3, 2, dtype=torch.float32) for _ in range(3))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models import VisionTransformer, ViViT
+from ..models import Backbone, VisionTransformer, ViViT
+from ..models.registry import input_shape
 from ..models.tubelet import TubeletEmbed
 from ..train.files import read_json
 from .batches import Batch, call, evaluating
@@ -92,6 +93,11 @@ def _images(model: nn.Module) -> Iterator[Tensor]:
         cells = part.tubelet if isinstance(part, TubeletEmbed) else _pair(part.patch_size)
         sides = (g * c for g, c in zip(model.grid_size, cells, strict=True))
         yield torch.randn(B, part.in_chans, *sides, generator=generator)
+        return
+    if isinstance(model, Backbone):
+        told = model.config or {}
+        shape = input_shape(**told) if told else ()
+        yield torch.randn(B, *(shape or (model.in_chans, SIDE, SIDE)), generator=generator)
         return
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     size = getattr(embed, "img_size", None)

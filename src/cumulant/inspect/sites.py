@@ -105,7 +105,8 @@ def swappable_sites(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     sites: list[Site] = []
     for name, module in model.named_modules():
         if library == OURS and isinstance(module, MultiheadAttention):
-            reason = "it is a mechanism with parameters of its own" if module.mechanism.module is not None else None
+            fitted = "it is a mechanism with parameters of its own" if module.mechanism.module is not None else None
+            reason = module.stays or fitted
             known: dict[str, Any] = {"dropout": module.attn_drop, "prefix": module.prefix}
             sites.append(Site(len(sites), name, module, module.num_heads, OWN, obstacle=reason, **known))
         elif library == TIMM and timm_layers.is_attention(module):

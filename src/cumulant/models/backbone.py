@@ -118,7 +118,8 @@ class Backbone(nn.Module):
     def checked(self, images: Tensor) -> Tensor:
         """Images (B, in_chans, H, W), or an error that says what they are instead."""
         check_dtype("images", images)
-        if images.ndim != 4 or images.shape[1] != self.in_chans:
+        empty = any(isinstance(side, int) and side < 1 for side in images.shape[2:])  # not symbols of an export
+        if images.ndim != 4 or images.shape[1] != self.in_chans or empty:
             raise ValueError(
                 f"images must have shape (batch, {self.in_chans}, height, width), got {tuple(images.shape)}"
             )
@@ -210,12 +211,12 @@ class Backbone(nn.Module):
         fit are an error, which says what they are of."""
         try:
             return super().load_state_dict(state_dict, strict, assign)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             from .registry import named_after  # which imports this file
 
             known = named_after(self, state_dict)
             hint = f"; these weights fit create_model({known})" if known else ""
-            raise RuntimeError(f"{error}{hint}") from None
+            raise type(error)(f"{error}{hint}") from None
 
     def get_classifier(self) -> nn.Module:
         """The last linear layer; an identity where `num_classes` is 0."""

@@ -220,7 +220,7 @@ class CrossViT(TokenBackbone):
             tuple(max(1, round(scale * side / embed.patch_size)) for side in (height, width))
             for scale, embed in zip(self.img_scale, cast(Any, self.patch_embed), strict=True)
         )
-        return cast(tuple[Pair, Pair], (one, other))
+        return cast("tuple[Pair, Pair]", (one, other))  # in quotes: torch.compile does not read tuple[...]
 
     def position_tables(self) -> dict[str, Pair]:
         return {f"pos_embed_{i}": grid for i, grid in enumerate(self.grids)}

@@ -18,9 +18,10 @@ from ..call import Call, check_choice, check_count, check_flag
 from ..nn import create_layer
 from ..nn.attention import MultiheadAttention
 from ..nn.registry import number_layers
+from ..zoo.fused import fused_softmax
 from .backbone import Backbone, FeatureInfo
 from .mechanisms import by_block
-from .parts import DropPath, Mlp, Repeated, check_multiple, pair, reset_linear
+from .parts import DropPath, Mlp, Repeated, check_multiple, check_stages, pair, reset_linear
 
 PARTITIONS = ("window", "global")
 EPS, GELU = 1e-5, nn.GELU("tanh")
@@ -128,6 +129,10 @@ class RelativeAttention(MultiheadAttention):
     """Softmax attention in windows of P x P places, with a learned bias for every distance."""
 
     rows_alone = False
+    stays = (
+        "it adds a learned bias for every distance to its logits, which no sum over keys can; windows are short, and "
+        'attention over the whole map, create_model(..., attention="cumulant3", partition="global"), has to be trained'
+    )
 
     def __init__(self, dim: int, num_heads: int, side: int, **rest: Any) -> None:
         super().__init__(dim, num_heads, **rest)
@@ -146,7 +151,7 @@ class RelativeAttention(MultiheadAttention):
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         call = call.checked()
-        return F.scaled_dot_product_attention(*call[:3], attn_mask=self._bias(call), dropout_p=call.dropout_p)
+        return fused_softmax(*call[:3], attn_mask=self._bias(call), dropout_p=call.dropout_p)
 
     def scores_of(self, call: Call, x: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         return (call.query @ call.key.mT * call.softmax_scale + self._bias(call)).softmax(-1)
@@ -287,8 +292,13 @@ class MaxViT(Backbone):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_stages(widths, "widths", depths=depths)
         super().__init__(num_classes, widths[-1], init_std)
         check_choice("partition", partition, PARTITIONS)
+        for name, count in {"in_chans": in_chans, "stem_width": stem_width, "head_dim": head_dim}.items():
+            check_count(name, count)
+        if any(width % head_dim for width in widths):
+            raise ValueError(f"head_dim must divide every width of {tuple(widths)}, got {head_dim}")
         check_flag("pad", pad)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_chans, self.pad, self.partition = in_chans, pad, partition

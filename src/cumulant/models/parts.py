@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..call import check_choice, check_count
 from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
 
 
@@ -195,6 +196,20 @@ def check_multiple(what: str, step: int, height: int, width: int) -> None:
         raise ValueError(
             f"image size must be a multiple of {what} {step}, got {height} x {width}; the nearest is {near}"
         )
+
+
+def check_stages(
+    first: Sequence[int], named: str, choices: Sequence[str] | None = None, /, **others: Sequence[Any]
+) -> None:
+    """Lists with one entry for each stage of a pyramid, as many as `first` has: whole numbers, or some of `choices`."""
+    for name, stages in {named: first, **others}.items():
+        if not isinstance(stages, tuple | list) or len(stages) != len(first) or not stages:
+            raise ValueError(f"{name} must have one entry for each stage, as {named}={first!r}, got {stages!r}")
+        for entry in stages:
+            if choices is None or name == named:
+                check_count(name, entry)
+            else:
+                check_choice(name, entry, choices)
 
 
 def hidden_width(dim: int, mlp_ratio: float) -> int:

@@ -16,6 +16,7 @@ from .dual_stream import DualStream
 from .ia_red2 import InterpretedViT
 from .lm import LanguageModel
 from .maxvit import MAXVIT_CONFIGS, MaxViT
+from .parts import pair
 from .shvit import SHViT
 from .spectformer import HIERARCHICAL_CONFIGS, SPECTFORMER_CONFIGS, HierarchicalSpectFormer, SpectFormer
 from .tic import TIC_CONFIGS, TiC
@@ -168,16 +169,19 @@ def model_arguments(name: str) -> list[str]:
     return [key for key in inspect.signature(_MODELS[TIMM_NAMES.get(name, name)].kind).parameters if key != "self"]
 
 
-def input_shape(name: str) -> tuple[int, ...]:
-    """Channels, for videos frames, height and width that the model of that name is made for; of a text the tokens."""
+def input_shape(name: str, **told: Any) -> tuple[int, ...]:
+    """Channels, for videos frames, height and width that the model of that name is made for; of a text the tokens.
+
+    `told` are arguments that it was made with. Empty for a network that takes any size.
+    """
     kind, own = _MODELS[name]
-    given = {key: one.default for key, one in inspect.signature(kind).parameters.items()} | dict(own)
+    given = {key: one.default for key, one in inspect.signature(kind).parameters.items()} | dict(own) | told
     if input_kind(name) == "text":
         return (given["context"],)
     if "img_size" not in given:
-        return ()  # one that takes any
+        return ()
     frames = (given["frames"],) if "frames" in given else ()
-    return given["in_chans"], *frames, given["img_size"], given["img_size"]
+    return given["in_chans"], *frames, *pair(given["img_size"])
 
 
 def create_model(

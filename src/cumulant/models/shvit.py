@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import zoo
-from ..call import Call, check_choice, check_count
+from ..call import Call, check_count
 from ..grammar import parse
 from ..nn import create_layer
 from ..nn.registry import number_layers
 from .backbone import Backbone, FeatureInfo
 from .mechanisms import by_block
-from .parts import DropPath, Repeated, pair, reset_extras, reset_linear
+from .parts import DropPath, Repeated, check_stages, pair, reset_extras, reset_linear
 
 
 class ConvNorm(nn.Module):
@@ -266,7 +266,11 @@ class SHViT(Backbone):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_stages(embed_dim, depth=depth, partial_dim=partial_dim, types=types)
+        check_stages(embed_dim, "embed_dim", depth=depth, partial_dim=partial_dim)
+        check_stages(embed_dim, "embed_dim", ("i", "s"), types=types)
+        for part, whole in zip(partial_dim, embed_dim, strict=True):
+            if part > whole:
+                raise ValueError(f"partial_dim must be at most embed_dim, got {part} of {whole} channels")
         super().__init__(num_classes, embed_dim[-1], init_std)
         for name, count in {"in_chans": in_chans, "stem_depth": stem_depth, "num_heads": num_heads}.items():
             check_count(name, count)
@@ -351,21 +355,6 @@ def whole_eighths(count: float) -> int:
     """A number of channels rounded to a multiple of 8, not below 0.9 of it."""
     near = max(8, int(count + 4) // 8 * 8)
     return near + 8 if near < 0.9 * count else near
-
-
-def check_stages(embed_dim: Sequence[int], **others: Sequence[Any]) -> None:
-    for name, stages in {"embed_dim": embed_dim, **others}.items():
-        listed = isinstance(stages, tuple | list) and len(stages) == len(embed_dim) > 0
-        if not listed:
-            raise ValueError(f"{name} must have one entry for each stage, as embed_dim={embed_dim!r}, got {stages!r}")
-        for entry in stages:
-            if name == "types":
-                check_choice("types", entry, ("i", "s"))
-            else:
-                check_count(name, entry)
-    for part, whole in zip(others["partial_dim"], embed_dim, strict=True):
-        if part > whole:
-            raise ValueError(f"partial_dim must be at most embed_dim, got {part} of {whole} channels")
 
 
 def _fuse(module: nn.Module) -> None:

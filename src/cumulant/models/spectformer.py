@@ -19,7 +19,18 @@ from ..nn.registry import number_layers
 from ..tensors import wide
 from .backbone import Backbone, FeatureInfo
 from .mechanisms import by_block
-from .parts import Block, DropPath, Mlp, PatchEmbed, Repeated, checked_extras, hidden_width, pair, resize_positions
+from .parts import (
+    Block,
+    DropPath,
+    Mlp,
+    PatchEmbed,
+    Repeated,
+    check_stages,
+    checked_extras,
+    hidden_width,
+    pair,
+    resize_positions,
+)
 from .vit import TokenBackbone
 
 SPECTRAL = ("filter", "attention")
@@ -263,7 +274,9 @@ class HierarchicalSpectFormer(Backbone):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_stages(widths, "widths", heads=heads, depths=depths)
         super().__init__(num_classes, widths[-1], init_std)
+        check_count("in_chans", in_chans)
         check_choice("spectral", spectral, SPECTRAL)
         check_flag("token_head", token_head)
         place: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -21,7 +21,7 @@ from ..nn import create_layer
 from ..nn.registry import number_layers
 from .backbone import Backbone, FeatureInfo
 from .mechanisms import by_block
-from .parts import DropPath, Repeated, reset_linear
+from .parts import DropPath, Repeated, check_stages, reset_linear
 
 PADS, MIXINGS = ("zero", "mask"), ("auto", "window", "global")
 VARIANTS, POOLINGS = ("code", "block"), ("none", "attention", "pool")
@@ -259,7 +259,9 @@ class TiC(Backbone):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_stages(widths, "widths", heads=heads)
         super().__init__(num_classes, widths[-1], init_std)
+        check_count("in_chans", in_chans)
         for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
             check_choice(name, given, known)
         check_choice("norm", norm, ("none", "batch", "layer"))

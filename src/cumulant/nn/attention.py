@@ -70,6 +70,7 @@ class MultiheadAttention(nn.Module):
     mixer_names: tuple[str, ...] = ("mix",)  # attributes with what `build_mix` made
     first_place = 0  # of x in its sequence, for layers that know places; a stream moves it on
     rows_alone = True  # a row of `scores_of` is that of the mechanism, which may form it without the others
+    stays: str | None = None  # why no other mechanism can take the place of this one's, for `convert`
     fold: str | bool = False  # see `nn.fold.folds`; for second order without norms and extras
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +23,7 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 # A fused kernel gives each head a tile of 64 or 128 rows. Where a head is a handful of tokens, as the words of a patch
 # in TNT, most of the tile is empty, and plain products are quicker (benchmarks/gpu_short_softmax.py).
 SHORT, NARROW, MANY = 32, 16, 1024  # tokens, channels, heads in the whole batch
+MOST = 65_535  # sequences that a fused kernel takes: with more, CUDA answers "invalid argument"
 
 
 def fused_softmax(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -34,6 +36,8 @@ def fused_softmax(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
     width = query.shape[-1]
     if better_plain(query, key, value):
         return plain_softmax(query, key, value, **options)
+    if query.is_cuda and query.ndim == 4 and isinstance(query.shape[0], int) and query.shape[0] > MOST:
+        return in_parts(fused_softmax, query, key, value, **options)
     if query.is_cuda and value.shape[-1] > width > 0 and not value.shape[-1] % width and not options.get("dropout_p"):
         return torch.cat([fused_softmax(query, key, part, **options) for part in value.split(width, -1)], -1)
     with sdpa_kernel(WITHOUT_CUDNN) if may_need_gradients(key) else nullcontext():
@@ -43,6 +47,19 @@ def fused_softmax(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
 def may_need_gradients(key: Tensor) -> bool:
     """Whether gradients are recorded on a GPU."""
     return key.is_cuda and torch.is_grad_enabled()
+
+
+def in_parts(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **options: Any
+) -> Tensor:
+    """`attend` for at most `MOST` sequences (B, H, L, D) at a time."""
+    whole = attn_mask is None or attn_mask.ndim < 4 or attn_mask.shape[0] == 1  # one mask for all sequences
+    outs = []
+    for first in range(0, query.shape[0], MOST):
+        part = slice(first, first + MOST)
+        mask = attn_mask if whole else attn_mask[part]
+        outs.append(attend(query[part], key[part], value[part], attn_mask=mask, **options))
+    return torch.cat(outs)
 
 
 def better_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:

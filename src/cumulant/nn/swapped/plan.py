@@ -30,9 +30,12 @@ def library_of(model: nn.Module) -> str:
         return TIMM
     if any(inside.is_candidate(m) for m in modules):
         return TORCH
+    made = getattr(model, "config", None)  # of `create_model`
+    name = made.get("name") if isinstance(made, dict) else None
+    anew = f"; create_model({name!r}, attention=...) makes one with another that takes these weights" if name else ""
     raise ValueError(
         f"{type(model).__name__} has no attention that can be converted: no model of transformers, no attention of "
-        "timm, torch or this library, and no module that is called so"
+        f"timm, torch or this library, and no module that is called so{anew}"
     )
 
 
