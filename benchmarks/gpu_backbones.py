@@ -124,10 +124,12 @@ def drawn(model: nn.Module) -> nn.Module:
     return model
 
 
-def against(name: str, which: str, quick: bool, device: str) -> dict[str, Step]:
+def against(name: str, which: str, asked: argparse.Namespace, device: str) -> dict[str, Step]:
     import timm
 
     ours, theirs, px, batch = AGAINST[name]
+    if asked.warm:
+        return {which: Step(create_model(ours) if which == "ours" else timm.create_model(theirs), px, batch, device)}
     torch.manual_seed(0)
     other = drawn(timm.create_model(theirs)).to(device)
     own = create_model(ours).to(device)
@@ -138,23 +140,23 @@ def against(name: str, which: str, quick: bool, device: str) -> dict[str, Step]:
     if gap > 1e-3:
         raise ValueError(f"{ours} is off timm's {theirs} by {gap:.2g}: nothing is timed")
     model = own if which == "ours" else other
-    return {which: Step(model, px, 2 if quick else batch, device)}
+    return {which: Step(model, px, 2 if asked.quick else batch, device)}
 
 
-def swaps(name: str, count: int, quick: bool, device: str) -> dict[str, Step]:
+def swaps(name: str, asked: argparse.Namespace, device: str) -> dict[str, Step]:
     ours, given, sizes = SWAPS[name]
     steps, plain = {}, None
-    for tokens, (px, batch) in [*sizes.items()][:count]:
+    for tokens, (px, batch) in [*sizes.items()][: asked.sizes]:
         for attention in ATTENTIONS:
             torch.manual_seed(0)
             model = drawn(create_model(ours, attention=attention, img_size=px, **given)).to(device)
-            error = off(model, torch.randn(1, 3, px, px, device=device))
+            error = 0.0 if asked.warm else off(model, torch.randn(1, 3, px, px, device=device))
             plain = error if attention == "softmax" else plain
             if plain is not None and not error <= 2 * plain + 1e-3:
                 print(f"{name} {attention}: bf16 is off by {error:.2g}, softmax by {plain:.2g}: not timed", flush=True)
                 continue
-            steps[f"{attention}@{tokens}"] = Step(model, px, 2 if quick else batch, device)
-            if quick:
+            steps[f"{attention}@{tokens}"] = Step(model, px, 2 if asked.quick else batch, device)
+            if asked.quick:
                 break
     return steps
 
@@ -169,11 +171,11 @@ def work(kind: str, name: str, which: str, asked: argparse.Namespace, gates: Any
         torch.cuda.set_per_process_memory_fraction(SHARE)
     start, rows, steps = time.perf_counter(), [], {}
     try:
-        steps = against(name, which, quick, device) if kind == "against" else swaps(name, asked.sizes, quick, device)
+        steps = against(name, which, asked, device) if kind == "against" else swaps(name, asked, device)
         for label in list(steps):
             with few:
                 try:
-                    for _ in range(1 if quick else 2):
+                    for _ in range(1 if quick or asked.warm else 2):
                         steps[label]()
                 except Exception as error:  # one that does not run must not stop the others
                     print(f"{kind} {name} {label}: {type(error).__name__}: {str(error)[:500]}", flush=True)
@@ -190,7 +192,7 @@ def work(kind: str, name: str, which: str, asked: argparse.Namespace, gates: Any
         ready.wait(max(1.0, asked.wait - (time.perf_counter() - start)))
     with turn:
         for label, step in steps.items():
-            ms = step.ms(10)
+            ms = step.ms(8)
             rows.append({"kind": kind, "network": name, "which": label, "batch": step.batch, "ms": ms,
                          "images": 1e3 * step.batch / ms, "alone": not ready.broken})  # fmt: skip
             if asked.profile and kind == "against" and "OUT" in os.environ:
@@ -237,7 +239,7 @@ def main() -> int:
     parser.add_argument("--wait", type=float, default=400, help="seconds that the slowest may take to compile")
     parser.add_argument("--warm", action="store_true", help="compile into torch's cache, time nothing")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--beside", type=int, default=8, help="networks that compile at one time")
+    parser.add_argument("--beside", type=int, default=16, help="networks that compile at one time")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     from cumulant.models import names
