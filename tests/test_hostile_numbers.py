@@ -60,6 +60,21 @@ def test_causal_rows_of_weights_over_twelve_decades_are_exact():
     assert ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 1e-6
 
 
+def test_a_token_that_outweighs_all_others_leaves_the_kernels_their_digits():
+    """In bfloat16, values at 30: measured from anywhere but that token, its rounding is larger than what is left."""
+    weights = torch.full((1, 40), 1e-4)
+    weights[0, 25] = 1.0
+    inputs = tokens(20, 40, dtype=torch.bfloat16, values=30.0)
+    assert max(errors(inputs, key_mask=weights, order=3, backend="triton")) < 2.5 * ROUNDING[torch.bfloat16]
+
+
+def test_gradients_of_keys_sum_to_zero_where_one_is_all_of_the_weight():
+    """Its value lies 1e-8 from their mean, at 1000: float64 holds five digits of that."""
+    weights = torch.tensor([[5.0262, 2.656e-06, 1.4527e-05]])
+    q, k, v = tokens(3, 3, width=1, keys=-30.0, values=1e3)
+    assert max(errors([q, -30 + (k + 30) * 0.01, 1e3 + (v - 1e3) * 0.1], key_mask=weights, order=3)) < 1e-6
+
+
 @pytest.mark.parametrize("order", [2, 3])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize(("keys", "values"), [(1e3, 0.0), (0.0, 1e3)])
@@ -73,6 +88,16 @@ def test_causal_kernels_give_equal_values_back_whatever_the_logits(order, dtype)
     q, k, v = tokens(40, 40, dtype=dtype)
     ones = torch.ones_like(v)
     assert torch.equal(attention(q, k, ones, order=order, is_causal=True, scale=17.0, backend="triton"), ones)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_causal_gradients_in_bfloat16_are_at_most_twice_as_far_off_as_plain_torch(order):
+    """Those of queries and keys."""
+    inputs, grad = tokens(256, 256, width=32, dtype=torch.bfloat16), torch.randn(1, 2, 256, 32)
+    found, plain = (
+        errors(inputs, grad, order=order, is_causal=True, backend=backend) for backend in ("triton", "reference")
+    )
+    assert all(ours <= 2 * its for ours, its in zip(found[1:3], plain[1:3], strict=True)), (found, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -56,7 +56,10 @@ DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_lay
 _STATE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
 _DETECTOR = {"use_timm_backbone": False, "backbone": None, "backbone_config": {**_RESNET, "out_features": ["stage4"]}}
+_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_IN_AXES = ("Glm4v", "Glm4vMoe", "GlmImage", "GlmOcr", "Qwen2VL", "Qwen2_5_VL")
 GIVEN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys([f"{name}TextConfig" for name in (*_IN_AXES, "PaddleOCR")], _ROTARY),
     **dict.fromkeys(("ConditionalDetrConfig", "DabDetrConfig", "DetrConfig", "TableTransformerConfig"), _DETECTOR),
     "AutoformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "label_length": 4},
     "BambaConfig": {**_STATE, "attn_layer_indices": [1]},
@@ -73,6 +76,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1Config": {"head_dim": 8},
     "HunYuanVLTextConfig": {"head_dim": 8},
     "InformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2]},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 8, "input_size": 32, "patch_size": 8},
     "LEDConfig": {"attention_window": [8, 8]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -99,7 +103,14 @@ def tiny_config(kind: Any, **given: Any) -> Any:
 
 def _tiny(config: Any, **given: Any) -> Any:
     kind = type(config)
-    return kind(**{**_small(config), **GIVEN.get(kind.__name__, {}), **given})
+    return kind(**{**_small(config), **_whole(config), **GIVEN.get(kind.__name__, {}), **given})
+
+
+def _whole(config: Any) -> dict[str, Any]:
+    """What fewer layers would lose: one of attention, of a model that has some among others."""
+    kinds = vars(config).get("layer_types") or []
+    lost = "full_attention" in kinds and "full_attention" not in kinds[:LAYERS]
+    return {"layer_types": [kinds[0], "full_attention"]} if lost else {}
 
 
 def _small(config: Any) -> dict[str, Any]:

@@ -167,7 +167,8 @@ def query_gradients(
             df2 = dot(cast(du, SQUARE), xxw, df2, PRECISION) * gain[:, None]
             dy = -z * z * df
             df = (df * (1.0 - 2.0 * z * m) + df2 * z) * scale
-            store(y_out, dq_t, at, live, i, dy, D, BD, N)
+            # Divided by W before it is rounded, but for float16, whose range the quotient would leave.
+            store(y_out, dq_t, at, live, i, dy if DOT == tl.float16 else dy * over[:, None], D, BD, N)
         store(dq, dq_t, at, live, i, df, D, BD, N)
 
         alpha = (1.0 - mean) * gain
@@ -317,9 +318,8 @@ def key_gradients(
             gain = tl.where(over > 0, 1.0, 0.0) if SUM else over * unit
             if ORDER == 3:
                 z = f.to(tl.float32) * scale
-                half = cast(0.5 * z * z, SQUARE)
                 m = (dot(tl.trans(seen), xw, None, PRECISION) + a[None, :]) * over[:, None]
-                f, half = times(cast(z - z * z * m, DOT), gain), times(half, gain)
+                f, half = cast((z - z * z * m) * gain[:, None], DOT), cast(z * z * (0.5 * gain)[:, None], SQUARE)
                 # sum_i (u_i - ubar + 1) do_i; scores of order 3 may exceed the range of float16
                 wide = four(alpha, SQUARE)
                 u = dot(xx, tl.trans(half), each_row(wide, N, PRECISION), PRECISION)
@@ -344,8 +344,12 @@ def key_gradients(
             R = dot(tl.trans(f), do, R, PRECISION)
             if ORDER == 3:
                 y_row = load(head(y_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
-                dx = dot(seen, times(y_row, over * unit), dx, PRECISION)
-                s = dot(tl.trans(y_row), four(over * unit, DOT), s, PRECISION)
+                if DOT == tl.float16:
+                    dx = dot(seen, times(y_row, over * unit), dx, PRECISION)
+                    s = dot(tl.trans(y_row), four(over * unit, DOT), s, PRECISION)
+                else:
+                    dx = dot(seen, y_row, dx, PRECISION)
+                    s = dot(tl.trans(y_row), four(tl.zeros((N,), tl.float32) + 1.0, DOT), s, PRECISION)
                 dxx = dot(cast(du, SQUARE), half, dxx, PRECISION)
                 R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
                 s2 = dot(tl.trans(half), four(zeta, SQUARE), s2, PRECISION)

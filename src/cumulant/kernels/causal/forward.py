@@ -20,9 +20,11 @@ from .parts import (
     inverse,
     keep,
     load,
+    load_steps,
     load_sums,
     moved,
     near,
+    on_grid,
     outer,
     quad,
     read_keys,
@@ -62,8 +64,8 @@ def part_sums(
     end = tl.where(start + span < length_q, length, start)
     i, j = tl.arange(0, BD), tl.arange(0, BE)
     token = first_token(w, w_t, start, end, WEIGHTED, N)
-    c = near(k, k_t, w, w_t, token, end, i, WEIGHTED, D, BD)
-    d = near(v, v_t, w, w_t, token, end, j, WEIGHTED, E, BE)
+    c, c_step = near(k, k_t, w, w_t, token, end, i, WEIGHTED, D, BD)
+    d, d_step = near(v, v_t, w, w_t, token, end, j, WEIGHTED, E, BE)
     W = tl.zeros((), tl.float32)
     a_sum, b_sum = tl.zeros((BD, 16), tl.float32), tl.zeros((BE, 16), tl.float32)
     P = tl.zeros((BD, 16), tl.float32)
@@ -78,7 +80,8 @@ def part_sums(
         )
         W += total
     if start + span < length_q:
-        store_sums(parts, W, c, d, unquad(a_sum), unquad(b_sum), S, unquad(P), T, i, j, ORDER, BD, BE)
+        a, e = unquad(a_sum), unquad(b_sum)
+        store_sums(parts, W, c, d, c_step, d_step, a, e, S, unquad(P), T, i, j, ORDER, BD, BE)
 
 
 @kernel
@@ -87,7 +90,8 @@ def prefixes(
     ORDER: tl.constexpr, RAGGED: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
     STATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B H, BD / ROWS). Sums over all before each part but the first, about their mean in the dtype of `like`.
+    """Grid (B H, BD / ROWS). Sums over all before each part but the first, about a point near their mean (`on_grid`) in
+    the dtype of `like`.
 
     Centred moments merge one part after another; reads and writes each state once. A program carries ROWS rows of D.
     """
@@ -98,8 +102,12 @@ def prefixes(
     W, c, d = tl.zeros((), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((BE,), tl.float32)
     S, P = tl.zeros((ROWS, BE), tl.float32), tl.zeros((ROWS,), tl.float32)
     T = tl.zeros((ROWS, BE), tl.float32)
+    c_step, d_step = c + float("inf"), d + float("inf")
     for _part in tl.range(0, tl.cdiv(length_q, span) - 1, num_stages=3):
         W1, c1, d1, a1, b1, S1, P1, T1 = load_sums(parts + at, i, j, tl.full((), 1, tl.int32), ORDER, BD, BE)
+        c_own, d_own = load_steps(parts + at, i, j, ORDER, BD, BE)
+        c_step = tl.where(W1 > 0, tl.minimum(c_step, c_own), c_step)
+        d_step = tl.where(W1 > 0, tl.minimum(d_step, d_own), d_step)
         at += STATE
         r, s, share = a1 * inverse(W1), b1 * inverse(W1), W1 * inverse(W + W1)
         dk, dv = c1 + r - c, d1 + s - d  # from the mean of what came before to that of the part
@@ -111,9 +119,10 @@ def prefixes(
         if ORDER == 3:
             P, T = P + P1, T + T1
         c, d, W = c + share * dk, d + share * dv, W + W1
-        c2, d2 = cast(c, like.dtype.element_ty).to(tl.float32), cast(d, like.dtype.element_ty).to(tl.float32)
+        c2 = on_grid(c, tl.where(W > 0, c_step, 0.0), like.dtype.element_ty).to(tl.float32)
+        d2 = on_grid(d, tl.where(W > 0, d_step, 0.0), like.dtype.element_ty).to(tl.float32)
         a2, b2, S2, P2, T2 = moved(W, tl.zeros_like(c), tl.zeros_like(d), S, P, T, c2 - c, d2 - d, ORDER)
-        store_sums(state + at, W, c2, d2, a2, b2, S2, P2, T2, i, j, ORDER, BD, BE)
+        store_sums(state + at, W, c2, d2, c_step, d_step, a2, b2, S2, P2, T2, i, j, ORDER, BD, BE)
 
 
 @kernel
@@ -127,8 +136,8 @@ def outputs(
 ):  # fmt: skip
     """Grid (B Hq splits). The outputs of one part of one query head, and ubar of its rows.
 
-    Where nothing counts before the part, the point is its first token for one tile, then the mean of that tile, which
-    is left in `state` for the backward pass; the means of the tile are then those about the new point.
+    Where nothing counts before the part, the point is its first token for one tile, then one near that tile's mean,
+    which is left in `state` for the backward pass; the means of the tile are then those about the new point.
     """
     DOT: tl.constexpr = k.dtype.element_ty
     SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32
@@ -155,6 +164,7 @@ def outputs(
     a, e, P = quad(a), quad(e), quad(P)
     anew = W == 0
     bound = end
+    c_step, d_step = tl.zeros_like(c), tl.zeros_like(d)
     if anew:
         key_end = tl.minimum(length_k, end)
         token = first_token(w, w_t, start, key_end, WEIGHTED, N)
@@ -162,6 +172,9 @@ def outputs(
         bound = tl.minimum(start + ((token - start) // N + 1) * N, end)
         c = tl.load(k + token * k_t.to(tl.int64) + i, mask=i < found * D, other=0.0).to(tl.float32)
         d = tl.load(v + token * v_t.to(tl.int64) + j, mask=j < found * E, other=0.0).to(tl.float32)
+        seen = tl.minimum(bound, key_end)
+        _c, c_step = near(k, k_t, w, w_t, token, seen, i, WEIGHTED, D, BD)
+        _d, d_step = near(v, v_t, w, w_t, token, seen, j, WEIGHTED, E, BE)
     past = triangle(N, False, DOT)
     for segment in range(2):
         c16, d16 = cast(c, DOT), cast(d, DOT)
@@ -214,7 +227,8 @@ def outputs(
             tl.store(means + at + n, mean, mask=at + n < final)
         # To the mean of all so far.
         av, ev, over_W = unquad(a), unquad(e), inverse(W)
-        p, r = cast(c + av * over_W, DOT).to(tl.float32) - c, cast(d + ev * over_W, DOT).to(tl.float32) - d
+        p = on_grid(c + av * over_W, c_step, DOT).to(tl.float32) - c
+        r = on_grid(d + ev * over_W, d_step, DOT).to(tl.float32) - d
         if ORDER == 2:
             av, ev, S, _P, _T = moved(W, av, ev, S, av, S, p, r, ORDER)
         else:

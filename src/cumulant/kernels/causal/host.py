@@ -9,8 +9,8 @@ k' = k - c, v' = v - d, running weight W_i, running mean m_i of k', and a bar fo
     out_i = d + 1/W_i sum_j w_j u_ij v'_j + (1 - ubar_i) v'bar_i
 
 Inside a tile u is a matrix; the tokens before it enter through their sums of g v'^T, g and v'. The point of a part is
-the mean of all that came before it, so that nothing is large, and no bit of the future reaches a row. Gradients, with
-z_ij = do_i.v'_j and G_i = 1/W_i (1 with normalization="sum"):
+near the mean of all that came before it, so that nothing is large, and no bit of the future reaches a row. Gradients,
+with z_ij = do_i.v'_j and G_i = 1/W_i (1 with normalization="sum"):
 
     df_i = G_i sum_j w_j (z_ij - zbar_i) g_j         dg_j = w_j sum_{i>=j} G_i (z_ij - zbar_i) f_i
     dv_j = w_j sum_{i>=j} G_i (1 - ubar_i + u_ij) do_i

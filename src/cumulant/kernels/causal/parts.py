@@ -225,7 +225,9 @@ def first_token(w, w_t, start, end, WEIGHTED: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def near(x, x_t, w, w_t, at, end, columns, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A point near the 16 tokens from `at` on, in their dtype: their mean but for the extremes, often outliers."""
+    """A point near the 16 tokens from `at` on, in their dtype: their mean but for the extremes, often outliers. And a
+    step for points near them (`on_grid`): a power of two below their mean deviation. 0 in float32, and where weights
+    may leave one token alone: that is where the point should be."""
     where = at + tl.arange(0, 16)
     present = where < end
     if WEIGHTED:
@@ -235,12 +237,30 @@ def near(x, x_t, w, w_t, at, end, columns, WEIGHTED: tl.constexpr, WIDTH: tl.con
     few = count < 3
     top = tl.where(few, 0.0, tl.max(tl.where(mask, tile, -float("inf")), 0))
     bottom = tl.where(few, 0.0, tl.min(tl.where(mask, tile, float("inf")), 0))
-    mean = (total - top - bottom) / tl.maximum(tl.where(few, count, count - 2.0), 1.0)
-    return cast(mean, x.dtype.element_ty)
+    inner = tl.maximum(tl.where(few, count, count - 2.0), 1.0)
+    mean = (total - top - bottom) / inner
+    step = tl.zeros_like(mean)
+    even: tl.constexpr = not WEIGHTED or w.dtype.element_ty != tl.float32
+    if even and x.dtype.element_ty != tl.float32:
+        apart = tl.sum(tl.where(mask, tl.abs(tile - mean[None, :]), 0.0), 0) - (top - bottom)
+        apart = tl.where(few, 0.0, 0.5 * apart / inner)
+        step = (apart.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        step = tl.where(step > 0, step, 0.0)
+    return on_grid(mean, step, x.dtype.element_ty), step
 
 
 @triton.jit
-def store_sums(state, W, c, d, a, b, S, P, T, i, j, ORDER: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+def on_grid(mean, step, dtype: tl.constexpr):
+    """A point that `dtype` holds near the mean: 0 or a few steps away. Differences of 16-bit tokens to it are exact
+    wherever they are no larger than the tokens; to the mean itself nearly all would be rounded."""
+    coarse = tl.floor(mean / tl.where(step > 0, step, 1.0) + 0.5) * step
+    return cast(tl.where(step > 0, coarse, mean), dtype)
+
+
+@triton.jit
+def store_sums(
+    state, W, c, d, c_step, d_step, a, b, S, P, T, i, j, ORDER: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
     """Rows i of the sums about (c, d). What has no rows is the same in every program that writes it."""
     matrix, vectors = i[:, None] * BE + j[None, :], state + (ORDER - 1) * BD * BE
     tl.store(state + matrix, S)
@@ -249,9 +269,18 @@ def store_sums(state, W, c, d, a, b, S, P, T, i, j, ORDER: tl.constexpr, BD: tl.
     tl.store(vectors + BD + BE + i, a)
     tl.store(vectors + 2 * BD + BE + j, b)
     tl.store(vectors + 3 * BD + 2 * BE, W)
+    tl.store(vectors + 3 * BD + 2 * BE + 1 + i, c_step)
+    tl.store(vectors + 4 * BD + 2 * BE + 1 + j, d_step)
     if ORDER == 3:
         tl.store(state + BD * BE + matrix, T)
         tl.store(vectors + 2 * BD + 2 * BE + i, P)
+
+
+@triton.jit
+def load_steps(state, i, j, ORDER: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    """Steps for the points of rows i and of columns j."""
+    steps = state + (ORDER - 1) * BD * BE + 3 * BD + 2 * BE + 1
+    return tl.load(steps + i), tl.load(steps + BD + j)
 
 
 @triton.jit

@@ -74,7 +74,7 @@ class Plan:
         self.pairs = batch.sequences * self.H
         self.span, self.splits = cut(self.pairs, max(self.Lq, self.Lk), q.device)
         self.BD, self.BE = padded(self.D), min(padded(E), value_block(self.order, self.D, self.dtype))
-        self.state = (self.order - 1) * self.BD * self.BE + 3 * self.BD + 2 * self.BE + 16
+        self.state = (self.order - 1) * self.BD * self.BE + 4 * self.BD + 3 * self.BE + 16
         self.sums = (self.order - 1) * self.BD * self.BE + 2 * self.BD + self.BE
         self.columns = [slice(e, min(e + self.BE, E)) for e in range(0, E, self.BE)]
         self.sizes = (self.Lq, self.Lk, self.H, self.span, self.splits)

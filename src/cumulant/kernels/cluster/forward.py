@@ -314,10 +314,12 @@ def attend(
             higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
             p = tl.exp2(u * a - (finite(higher) + away)[:, None])
             fading = tl.exp2(top - finite(higher))
-            total = total * fading + tl.sum(p, 1)
+            # The weights that values get and their sum are rounded alike: the rest would move values far from 0.
+            rounded = packed(p, dtype)
+            total = total * fading + tl.sum(rounded.to(tl.float32), 1)
             if RESPONSE == 3:
                 answering *= fading
-            out = finished(dot(packed(p, dtype), values, out * fading[:, None], PRECISION))
+            out = finished(dot(rounded, values, out * fading[:, None], PRECISION))
             top = higher
     if RESPONSE == 3:
         answer = dot(rows, tl.load(matrices + cell), None, PRECISION)

@@ -50,7 +50,22 @@ def moments(
 
     n = tl.arange(0, N)
     k_tile, v_tile = n[:, None] * k_t + d[None, :], n[:, None] * v_t + e[None, :]
-    if WEIGHTED:
+    if WEIGHTED and w.dtype.element_ty == tl.float32:
+        # One token may outweigh all others: unless the point is where it lies, its rounding is all that is left.
+        k_ref, v_ref = tl.zeros((BD,), tl.float32), tl.zeros((BE,), tl.float32)
+        total = 0.0
+        for at in range(start, end, N):
+            near, weights = weigh(w, w_t, at + n, end)
+            far = (at - start).to(tl.int64)
+            x = tl.load(k + far * k_t + k_tile, mask=tile_mask(near, d, D, even_d), other=0.0).to(tl.float32)
+            y = tl.load(v + far * v_t + v_tile, mask=tile_mask(near, e, E, even_e), other=0.0).to(tl.float32)
+            grown = total + tl.sum(weights)
+            share = weights / tl.where(grown > 0, grown, 1.0)
+            k_ref += tl.sum(tl.where(near[:, None], share[:, None] * (x - k_ref[None, :]), 0.0), 0)
+            v_ref += tl.sum(tl.where(near[:, None], share[:, None] * (y - v_ref[None, :]), 0.0), 0)
+            total = grown
+        k_ref, v_ref = cast(k_ref, dtype).to(tl.float32), cast(v_ref, dtype).to(tl.float32)
+    elif WEIGHTED:
         near, _ = weigh(w, w_t, start + n, end)
         k_near = tl.load(k + k_tile, mask=tile_mask(near, d, D, even_d), other=0.0)
         v_near = tl.load(v + v_tile, mask=tile_mask(near, e, E, even_e), other=0.0)
@@ -257,6 +272,7 @@ def key_gradients(
     k_off, v_off = (k_point - k_mean - k_low)[:, None], (v_point - v_mean - v_low)[None, :]
     k_slope = k_constant
     if ORDER == 3:
+        dT = cast(dT, SQUARE).to(tl.float32)  # one and the same for k~^2 and <k~^2>, or their difference is off
         v_constant += tl.sum(k_off * dS + (k_off * k_off - P[:, None]) * dT, 0)
         k_slope = 2.0 * tl.sum(v_off * dT, 1)
         dS += 2.0 * k_off * dT

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..cluster.parts import NOTHING, squared, store_tile, tile
 from ..products import cast, dot
 from ..tokens import head, kernel
-from .parts import gathered, masses, prefix_logits, prefix_tile, variances, weights
+from .parts import gathered, masses, prefix_logits, prefix_tile, present, row_sums, variances, weights
 
 
 @kernel
@@ -60,14 +60,16 @@ def attend(
     rows = tile(head(q, b, h, 0, q_b, q_h, q_t, UNIT), row, q_t * UNIT, d, length_q, D, BD)
     squares = squared(rows, SQUARE)
     top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
+    given = tl.zeros((M,), tl.float32)  # what rounded weights sum up to: not quite the total, and values may be large
     out = tl.zeros((M, BE), tl.float32)
     if PP:
         prefix_keys, prefix_values = prefix_tile(k, v, k_t, v_t, prefix, d, e, D, E, PP)
         z_l = prefix_logits(rows, prefix_keys, prefix, scale, PRECISION)
         top = tl.max(z_l, 1)
         p_l = tl.exp2(z_l - top[:, None])
-        total = tl.sum(p_l, 1)
-        out = dot(cast(p_l, dtype), prefix_values, None, PRECISION)
+        total, rounded = tl.sum(p_l, 1), cast(p_l, dtype)
+        given = tl.sum(rounded.to(tl.float32), 1)
+        out = dot(rounded, prefix_values, None, PRECISION)
     for first in tl.range(0, clusters, KT, num_stages=STAGES):
         c, place = first + tl.arange(0, KT), tl.load(places + first * MP + tl.arange(0, N))
         log_size, inverse = tl.load(sizes + c), tl.load(sizes + clusters + c)
@@ -81,10 +83,14 @@ def attend(
         p = tl.exp2(z - higher[:, None])
         fading = tl.exp2(top - higher)
         total = total * fading + tl.sum(p, 1)
-        A = tl.reshape(weights(t, p, gain, inverse, scale), (M, N))
-        out = dot(cast(A, dtype), values, out * fading[:, None], PRECISION)
+        A = weights(t, p, gain, inverse, scale)
+        if RAGGED:
+            A = present(A, place)
+        A = cast(A, dtype)
+        given = given * fading + row_sums(A)
+        out = dot(tl.reshape(A, (M, N)), values, out * fading[:, None], PRECISION)
         top = higher
-    out *= (1.0 / total)[:, None]
+    out *= (1.0 / given)[:, None]
     o = head(o, b, h, 0, o_b, o_h, o_t, UNIT)
     store_tile(o, out, row, o_t * UNIT, e, length_q, E, BE)
     if KEEP:
