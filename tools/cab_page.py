@@ -15,7 +15,7 @@ from cumulant.bench import plots
 from cumulant.bench.crossings import crossing_text
 from cumulant.studies.cab.leaderboard import AGAIN, BASELINE, cell, order, spread
 from cumulant.studies.cab.patterns import SHORT
-from tools.pages import table
+from tools.pages import origin, table
 from tools.tables import made
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +113,10 @@ def board(results: Mapping[str, Result]) -> str:
         f"Steps: {steps}; {setting['seeds']} seeds, {setting['precision']}, size {setting['size']}. ± is the standard "
         "deviation over seeds."
     )
-    parts = [summary(result, results.get("zoo_efficiency")), said, noise(result)]
+    paying = next((results[name] for name in ("zoo_efficiency", "zoo_efficiency_cpu") if name in results), None)
+    if paying is not None:
+        said += f" From which length on it pays: {origin(paying)}"
+    parts = [summary(result, paying), said, noise(result)]
     if result["missing"]:
         parts.append(f"No time was left for {len(result['missing'])} runs.")
     return "\n\n".join([*parts, *(made(one) for one in result["origins"])])
