@@ -104,7 +104,7 @@ def caches(model: Any, length: int) -> dict[str, Callable[[Tensor], tuple[Tensor
         model.set_attn_implementation("sdpa")
         return losses(model, ids), token * length
 
-    def merged(tokens: int, **options: Any) -> Callable[[Tensor], tuple[Tensor, int]]:
+    def merged(tokens: int | list[int], **options: Any) -> Callable[[Tensor], tuple[Tensor, int]]:
         def run(ids: Tensor) -> tuple[Tensor, int]:
             cache = MergedCache(model, tokens, **options)
             return losses(model, ids, cache), cache.numel() // len(ids)
@@ -138,15 +138,14 @@ def caches(model: Any, length: int) -> dict[str, Callable[[Tensor], tuple[Tensor
         found[f"merged 1/{share}"] = merged(length // share)
     eighth = length // 8
     found |= {
-        "blocks": converted(BLOCKS),
-        "order 2": converted("cumulant2"),
+        "merged 1/8, more late": merged([5 * eighth // 8] * 10 + [19 * eighth // 16] * 20),
+        "merged 1/8, more early": merged([7 * eighth // 4] * 10 + [5 * eighth // 8] * 20),
         "merged 1/8, no sinks": merged(eighth, sinks=0),
-        "merged 1/8, recent 128": merged(eighth, recent=128),
-        "merged 1/8, recent 8": merged(eighth, recent=8),
-        "merged 1/8, chunk 128": merged(eighth, chunk=128),
-        "merged 1/8, chunk 32": merged(eighth, chunk=32, sample=32),
-        "merged 1/8, 32 queries": merged(eighth, sample=32),
-        "merged 1/8, 128 queries": merged(eighth, sample=128),
+        "merged 1/8, recent 512": merged(eighth, recent=512),
+        "merged 1/8, no prior": merged(eighth, prior=0.0),
+        "merged 1/8, last 64": merged(eighth, span=64),
+        "order 2": converted("cumulant2"),
+        "blocks": converted(BLOCKS),
     }
     return found
 
@@ -216,7 +215,7 @@ def timed(model: Any, ids: Tensor, keep: Callable[[dict], None]) -> None:
             spent.append(now() - start)
         peak = torch.cuda.max_memory_allocated() - before if ids.is_cuda else 0
         kept = torch.cuda.memory_allocated() - before if ids.is_cuda else 0
-        token, steps = ids[:, -1:], 256 if ids.is_cuda else 8
+        token, steps = ids[:, -1:], 32 if ids.is_cuda else 8
         for _ in range(4):
             model(token, past_key_values=cache)
         start = now()
@@ -238,7 +237,7 @@ def timed(model: Any, ids: Tensor, keep: Callable[[dict], None]) -> None:
         ids = ids[:1].expand(batch, -1).contiguous()
         for name, make, implementation in (
             ("whole", DynamicCache, "sdpa"),
-            *((f"merged 1/{n}", lambda n=n: MergedCache(model, length // n), "softmax") for n in (4, 8, 16)),
+            *((f"merged 1/{n}", lambda n=n: MergedCache(model, length // n), "softmax") for n in (8,)),
         ):
             line = of(make, implementation)
             keep({f"time {name}, batch {batch}": line})

@@ -56,7 +56,7 @@ def test_weights_and_sums_of_all_tokens_survive_every_merge():
 def test_the_numbers_held_never_exceed_those_of_so_many_tokens(parts):
     stream = MergedStream(90, chunk=16, sample=16)
     stepped(stream, *tokens(), parts)
-    k, v, _, q = stream.state
+    k, v, _, _, q = stream.state
     assert k.numel() + v.numel() + q.numel() <= 2 * 2 * 90 * (8 + 5)
     assert stream.length == 200
 
@@ -66,7 +66,8 @@ def test_a_token_that_queries_look_at_stays_itself():
     looked_at = query.unflatten(1, (2, 3)).mean((2, 3))
     key[:, :, 50] = 30 * looked_at / looked_at.norm(dim=-1, keepdim=True)
     query = query + 5 * looked_at.repeat_interleave(3, 1).unsqueeze(2) / looked_at.norm()
-    k, _, w = merged(key, value, torch.ones(2, 2, 200), query.unflatten(1, (2, 3)).flatten(2, 3), 20)
+    ones, rows = torch.ones(2, 2, 200), query.unflatten(1, (2, 3)).flatten(2, 3)
+    k, _, w, _ = merged(key, value, ones, ones, rows, 20)
     near = (k - key[:, :, 50:51]).norm(dim=-1).argmin(-1, keepdim=True)
     assert (w.gather(-1, near) == 1).all()
 

@@ -4,18 +4,20 @@ Shape legend: B batch, H key heads, G query heads of each, N tokens or clusters,
 widths.
 
 A cluster is W tokens that stand as one, with their mean key and value: its logit is q.k_mean + log W. Two become one
-where that costs least for the S queries seen last, with p_s the probability that a query gives to each:
+where that costs least, for S queries of late and p, the mean attention that they give to each (Ward's rule):
 
-    cost = p_a p_b / (p_a + p_b) sum_s (q_s.k_a - q_s.k_b)^2         p = mean_s p_s
+    cost = p_a p_b / (p_a + p_b) sum_s (q_s.k_a - q_s.k_b)^2 (|v_a - v_b|^2 + 0.3 mean |v - v'|^2)
+    p_a += prior W_a age_a^-1/2 / sum_b W_b age_b^-1/2
 
-which is what is lost of the variance of the logits, by Ward's rule, where a token counts by the attention it gets.
-What nobody looks at merges first, and a token that is looked at (a sink, a name) stays itself. No second moments are
-kept: keys turned by rotary positions are spread widely in directions that no query has, and would count for it.
+What nobody looks at merges first, and a token that is looked at (a sink, a name) stays itself; `prior` is the attention
+that may still come, to young tokens more than to old ones. No second moments are kept: keys turned by rotary positions
+are spread widely in directions that no query has, and an expansion would count them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import isqrt
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,7 @@ from ..tensors import ABSENT, fold_groups, softmax_or_zero, wide
 from .statistics import log
 
 ROOM = 1 << 26  # logits at once
+LEVEL = 0.3  # of the mean squared distance of values: two tokens of one value still have two keys
 
 
 class MergedStream:
@@ -36,10 +39,10 @@ class MergedStream:
         stream = MergedStream(1024)
         out = stream.step(q, k, v)                      # a prompt or the next tokens, (B, G H, L, D) and (B, H, L, D)
 
-    The first `sinks` and the last `recent` tokens are exact, and `chunk` more come in before some are merged. The
-    sampled queries take places too. The first tokens given, however many, are answered as softmax does; those given
-    later meet what was kept, `chunk` at a time. Cost a token: G tokens (D + E), and a share of a merge,
-    tokens^2 S / (4 chunk).
+    The first `sinks` and the last `recent` tokens are exact, and `chunk` more come in before some are merged. `sample`
+    queries of the last `span` tokens are kept, and take places too. The first tokens given, however many, are answered
+    as softmax does; those given later meet what was kept, `chunk` at a time. Cost a token: G tokens (D + E), and a
+    share of a merge, tokens^2 (sample + E) / (4 chunk).
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class MergedStream:
         recent: int | None = None,
         chunk: int = 64,
         sample: int = 64,
+        span: int = 512,
+        prior: float = 0.3,
         scale: float | None = None,
     ) -> None:
         recent = max(1, min(64, tokens // 8)) if recent is None and isinstance(tokens, int) else recent
@@ -59,30 +64,34 @@ class MergedStream:
             ("recent", recent, 1),
             ("chunk", chunk, 1),
             ("sample", sample, 1),
+            ("span", span, 1),
         ):
             check_count(name, number, least)
+        if isinstance(prior, bool) or not isinstance(prior, int | float) or not 0 <= prior < float("inf"):
+            raise ValueError(f"prior must be a number, 0 or more, got {prior!r}")
         check_scale(scale)
         assert recent is not None
         self.tokens, self.sinks, self.recent, self.chunk, self.sample = tokens, sinks, recent, chunk, sample
-        self.scale = scale
+        self.span, self.prior, self.scale = span, prior, scale
         self.length = 0
         self.key: Tensor | None = None  # (B, H, places, D): sinks, clusters, exact tokens, and free places
         self.value: Tensor | None = None
         self.weight: Tensor | None = None  # (B, H, places)
+        self.place: Tensor | None = None  # (B, H, places), where in the sequence, on average
         self.queries: Tensor | None = None  # (B, H, S, D), the sampled ones of late, scaled
         self.used = 0
 
     @property
     def state(self) -> tuple[Tensor, ...] | None:
         """Every tensor that is kept."""
-        if self.key is None or self.value is None or self.weight is None or self.queries is None:
+        if self.key is None or self.value is None or self.weight is None or self.place is None or self.queries is None:
             return None
-        return self.key, self.value, self.weight, self.queries
+        return self.key, self.value, self.weight, self.place, self.queries
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
         """Puts change(x) in the place of every tensor x that is kept: sequences selected or repeated, other devices."""
         if self.state is not None:
-            self.key, self.value, self.weight, self.queries = map(change, self.state)
+            self.key, self.value, self.weight, self.place, self.queries = map(change, self.state)
 
     @torch.no_grad()
     def step(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -100,19 +109,21 @@ class MergedStream:
             )
         B, H, L, D = key.shape
         weight = key.new_ones(B, L, dtype=torch.float32) if weights is None else weights.float()
+        place = torch.arange(self.length, self.length + L, device=key.device, dtype=torch.float32).expand(B, H, L)
         rows, weight = query * (D**-0.5 if self.scale is None else self.scale), weight[:, None].expand(B, H, L)
         if self.state is None:
             self._begin(key, value)
             self._note(rows, H)
-            for new in _pieces(self.places, key, value, weight):
+            at_once = max(self.places, isqrt(4 * ROOM // (B * H)))  # a merge holds a quarter of the square of them
+            for new in _pieces(at_once, key, value, weight, place):
                 self._put(*new)
             return _causal(rows, key, value, None if weights is None else weight)
         outs = []
-        for some, k, v, w in _pieces(self.chunk, rows, key, value, weight):
+        for some, k, v, w, t in _pieces(self.chunk, rows, key, value, weight, place):
             if self.used + k.shape[2] > self.places:
                 self._merge(*self._held())
-            self._put(k, v, w)
-            outs.append(_causal(some, *self._held()))
+            self._put(k, v, w, t)
+            outs.append(_causal(some, *self._held()[:3]))
             self._note(some, H)
         return torch.cat(outs, 2) if outs else query.new_zeros(*query.shape[:3], value.shape[-1])
 
@@ -135,39 +146,40 @@ class MergedStream:
             )
         self.key, self.value = key.new_zeros(B, H, places, D), value.new_zeros(B, H, places, E)
         self.weight = key.new_zeros(B, H, places, dtype=torch.float32)
+        self.place = torch.zeros_like(self.weight)
         self.queries = key.new_zeros(B, H, 0, D)
         self.used = self.length = 0
 
-    def _held(self) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.key is not None
-        assert self.value is not None
-        assert self.weight is not None
-        return self.key[:, :, : self.used], self.value[:, :, : self.used], self.weight[:, :, : self.used]
+    def _held(self) -> tuple[Tensor, ...]:
+        assert self.state is not None
+        return tuple(x[:, :, : self.used] for x in self.state[:4])
 
     def _note(self, rows: Tensor, key_heads: int) -> None:
         """Keeps one position in so many of the rows that were answered, those of late."""
         assert self.queries is not None
         groups, L = rows.shape[1] // key_heads, rows.shape[2]
-        every = max(1, self.chunk * groups // self.sample)
+        every = max(1, self.span * groups // self.sample)
         picked = rows[:, :, (-self.length) % every :: every]
         picked = picked[:, :, -max(1, self.sample // groups) :].unflatten(1, (key_heads, groups))
         new = picked.transpose(2, 3).flatten(2, 3)
         self.queries = torch.cat((self.queries, new.to(self.queries.dtype)), 2)[:, :, -self.sample :]
         self.length += L
 
-    def _put(self, key: Tensor, value: Tensor, weight: Tensor) -> None:
+    def _put(self, *new: Tensor) -> None:
         """Further tokens take the next places; where there are too few, all are brought down to leave a chunk free."""
-        if self.used + key.shape[2] > self.places:
-            self._merge(*(torch.cat(pair, 2) for pair in zip(self._held(), (key, value, weight), strict=True)))
+        if self.used + new[0].shape[2] > self.places:
+            self._merge(*(torch.cat(pair, 2) for pair in zip(self._held(), new, strict=True)))
             return
-        self._write((key, value, weight), self.used)
+        self._write(new, self.used)
 
     def _merge(self, *parts: Tensor) -> None:
         assert self.queries is not None
         old = slice(self.sinks, parts[0].shape[2] - self.recent)
         count = self.places - self.sinks - self.recent - self.chunk
-        key, value, weight = (x[:, :, old] for x in parts)
-        clusters = merged(key, value, weight, self.queries, count, parts)
+        key, value, weight, place = (x[:, :, old] for x in parts)
+        later = weight * (self.length + 1 - place).rsqrt()
+        prior = self.prior * ratio(later, later.sum(-1, keepdim=True))
+        clusters = merged(key, value, weight, place, self.queries, count, (parts[0], parts[2]), prior)
         kept = zip(parts, clusters, strict=True)
         self._write([torch.cat((x[:, :, : self.sinks], y.to(x.dtype), x[:, :, old.stop :]), 2) for x, y in kept], 0)
 
@@ -203,37 +215,42 @@ def _causal(rows: Tensor, key: Tensor, value: Tensor, weight: Tensor | None) -> 
 
 
 def merged(
-    key: Tensor, value: Tensor, weight: Tensor, queries: Tensor, count: int, beside: Sequence[Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`count` clusters of key (B, H, N, D), value (B, H, N, E) and weight (B, H, N) as queries (B, H, S, D) see them.
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    place: Tensor,
+    queries: Tensor,
+    count: int,
+    beside: tuple[Tensor, Tensor] | None = None,
+    prior: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """`count` clusters of key (B, H, N, D), value (B, H, N, E), weight and place (B, H, N), for queries (B, H, S, D).
 
-    Queries carry the scale. `beside`, keys, values and weights, is all they look at, these places among it; themselves
-    unless given. Places are parted in two, each of one half finds its nearest in the other, and the cheapest of these
-    pairs merge, half of a half in one round: N^2 S / 4 a round.
+    Queries carry the scale. `beside`, keys and weights, is all that they look at, these among it; these alone unless
+    given. Tokens are parted in two, each of one half finds its nearest in the other, and the cheapest of these pairs
+    merge, a quarter of all in one round (a half, while there are more than twice too many): N^2 (S + E) / 4 a round.
     """
-    whole = (key, value, weight) if beside is None else beside
-    queries = wide(queries)
-    total = (queries @ wide(whole[0]).mT + log(whole[2]).unsqueeze(-2)).logsumexp(-1, keepdim=True)
-    key, value = wide(key), wide(value)
+    seen, weights = (key, weight) if beside is None else beside
+    queries, key, value = wide(queries), wide(key), wide(value)
+    total = (queries @ wide(seen).mT + log(weights).unsqueeze(-2)).logsumexp(-1, keepdim=True)
     share = (queries @ key.mT + log(weight).unsqueeze(-2) - total).exp().nan_to_num(0.0, 0.0, 0.0).mean(-2)  # (B, H, N)
-    while key.shape[2] > max(1, count):
-        N = key.shape[2]
-        some = min(N - max(1, count), max(1, N // 4))
-        key, value, weight, share = _round(key, value, weight, share, queries, some)
-    return key, value, weight
+    parts = (key, value, weight, place, share if prior is None else share + prior)
+    count = max(1, count)
+    while parts[0].shape[2] > count:
+        N = parts[0].shape[2]
+        parts = _round(*parts, queries, min(N - count, max(1, N // (2 if N > 2 * count else 4))))
+    return parts[:4]
 
 
 def _round(
-    key: Tensor, value: Tensor, weight: Tensor, share: Tensor, queries: Tensor, count: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    key: Tensor, value: Tensor, weight: Tensor, place: Tensor, share: Tensor, queries: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The `count` cheapest pairs become one each. Tokens that get as much attention stand in different halves."""
     alike = ratio(share, weight).argsort(-1)
-    key, value, weight, share = (_taken(x, alike) for x in (key, value, weight, share))
-    logits = queries @ key.mT  # (B, H, S, N)
-    a, b = logits[..., ::2].mT, logits[..., 1::2].mT
-    squares = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2) - 2 * a @ b.mT
+    key, value, weight, place, share = (_taken(x, alike) for x in (key, value, weight, place, share))
+    logits, apart = _squares((queries @ key.mT).mT), _squares(value)
     first, second = share[..., ::2].unsqueeze(-1), share[..., 1::2].unsqueeze(-2)
-    cost = squares.clamp(min=0) * ratio(first * second, first + second)
+    cost = logits * ratio(first * second, first + second) * (apart + LEVEL * apart.mean((-2, -1), keepdim=True))
     least, partner = cost.nan_to_num(0.0).min(-1)
     order = least.argsort(-1)
     gone, stay = order[..., :count], order[..., count:]
@@ -245,9 +262,17 @@ def _round(
 
     total = sums(weight)
     means = [ratio(sums(x * weight.unsqueeze(-1)), total.unsqueeze(-1)) for x in (key, value)]
-    parts = zip((key, value, weight, share), (*means, total, sums(share)), strict=True)
-    k, v, w, p = (torch.cat((new, _taken(old[:, :, ::2], stay)), 2) for old, new in parts)
-    return k, v, w, p
+    where = ratio(sums(place * weight), total)
+    parts = zip((key, value, weight, place, share), (*means, total, where, sums(share)), strict=True)
+    k, v, w, t, p = (torch.cat((new, _taken(old[:, :, ::2], stay)), 2) for old, new in parts)
+    return k, v, w, t, p
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Squared distances (B, H, N / 2, N / 2) of places ::2 of x (B, H, N, W) from places 1::2."""
+    a, b = x[:, :, ::2], x[:, :, 1::2]
+    squares = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2) - 2 * a @ b.mT
+    return squares.clamp(min=0)
 
 
 def _taken(x: Tensor, which: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Shape legend: B batch, Hk key heads, H query heads, L tokens added at once, D ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -236,8 +236,12 @@ class MergedCache(Cache):
     `attn_implementation="softmax"`, which answers as before under other caches. Options are those of `MergedStream`.
     """
 
-    def __init__(self, model: nn.Module, tokens: int = 1024, **options: Any) -> None:
+    def __init__(self, model: nn.Module, tokens: int | Sequence[int] = 1024, **options: Any) -> None:
         config = _config(model)
+        count = config.num_hidden_layers
+        sizes = [tokens] * count if isinstance(tokens, int) else list(tokens)
+        if len(sizes) != count:
+            raise ValueError(f"tokens must be one number, or one for each of {count} layers, got {len(sizes)}")
         if config._attn_implementation != SOFTMAX:
             if config._attn_implementation == MIXED or config._attn_implementation.startswith(("cumulant", "cluster")):
                 raise ValueError(
@@ -246,7 +250,7 @@ class MergedCache(Cache):
                 )
             register_transformers(SOFTMAX)
             model.set_attn_implementation(SOFTMAX)  # type: ignore[operator]
-        super().__init__(layers=[MergedLayer(tokens=tokens, **options) for _ in range(config.num_hidden_layers)])
+        super().__init__(layers=[MergedLayer(tokens=size, **options) for size in sizes])
 
     def numel(self) -> int:
         """Numbers held by all layers together."""
