@@ -117,7 +117,7 @@ def test_multiply_adds_are_those_of_the_page():
     assert multiply_adds(L, D, E, K, near_tokens=50) - multiply_adds(L, D, E, K) == L * 50 * (D + E)
     assert multiply_adds(L, D, E, K, response=0) == L * (K * (2 * D + E) + D)
     search = KMeans(K, iterations=4, sample=2)
-    assert multiply_adds(L, D, E, K, kmeans=search) - multiply_adds(L, D, E, K) == 2 * L * D * D + 3 * L * K * D
+    assert multiply_adds(L, D, E, K, kmeans=search) - multiply_adds(L, D, E, K) == L * D * D + 3 * L * K * D
 
 
 def test_what_the_target_leaves_over_is_spent():
