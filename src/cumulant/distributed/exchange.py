@@ -67,15 +67,16 @@ class Message(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A collective that was started: its bytes, (rows, n) once it is done, and what lies in a row."""
+    """A collective that was started: its bytes, (rows, n) once it is done, what lies in a row, and where it belongs."""
 
     flat: Tensor
     message: Message
     workers: Workers
+    device: torch.device
 
     def rows(self) -> list[Tensor]:
         with self.workers.told():
-            flat = _c10d.wait_tensor(self.flat)
+            flat = _c10d.wait_tensor(self.flat).to(self.device)
         return self.message.unpack(flat.unflatten(0, (-1, self.message.size)))
 
 
@@ -201,7 +202,8 @@ class Workers:
     def __init__(self, group: dist.ProcessGroup, dim: str) -> None:
         self.dim, self.group = dim, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        on_cpu = "gloo" in dist.get_backend(group) or not torch.cuda.is_available()
+        backends = str(dist.get_backend_config(group))
+        self._nccl, on_cpu = "nccl" in backends, "cpu:gloo" in backends or not torch.cuda.is_available()
         self.device = torch.device(
             "cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}"
         )  # of our own small messages
@@ -241,10 +243,11 @@ class Workers:
 
     def everywhere(self, flat: Tensor, message: Message) -> Pending:
         """Starts sending bytes (n,) to everyone."""
-        if flat.device.type == "cpu":  # gloo gathers round a ring, W - 1 messages one after the other; these go at once
+        if self._by_host(flat):  # gloo gathers round a ring, W - 1 messages one after the other; these go at once
             return self.swapped(flat.expand(self.size, -1), message)
         with self.told():
-            return Pending(_c10d.all_gather_into_tensor(flat, self.size, self.group.group_name), message, self)
+            found = _c10d.all_gather_into_tensor(flat, self.size, self.group.group_name)
+        return Pending(found, message, self, flat.device)
 
     def swapped(self, rows: Tensor, message: Message) -> Pending:
         """Starts sending row r of (W, n) to worker r."""
@@ -270,13 +273,19 @@ class Workers:
         return self._swap(flat, of, to, message)
 
     def reduced(self, flat: Tensor, message: Message, dtype: torch.dtype) -> Pending:
+        given = flat.cpu() if self._by_host(flat) else flat
         with self.told():
-            total = _c10d.all_reduce(flat.view(dtype), "sum", self.group.group_name)
-        return Pending(total.view(torch.uint8), message, self)
+            total = _c10d.all_reduce(given.view(dtype), "sum", self.group.group_name)
+        return Pending(total.view(torch.uint8), message, self, flat.device)
+
+    def _by_host(self, flat: Tensor) -> bool:
+        """Whether a message lies in the memory of the host: gloo takes those of a GPU by way of it."""
+        return not (self._nccl and flat.is_cuda)
 
     def _swap(self, flat: Tensor, of: list[int], to: list[int], message: Message) -> Pending:
+        given = flat.cpu() if self._by_host(flat) else flat
         with self.told():
-            return Pending(_c10d.all_to_all_single(flat, of, to, self.group.group_name), message, self)
+            return Pending(_c10d.all_to_all_single(given, of, to, self.group.group_name), message, self, flat.device)
 
     def add(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Sums over all workers, in one message."""
