@@ -2,6 +2,7 @@
 
     sudo python benchmarks/distributed_link.py            # table, and benchmarks/results/distributed_link.json
     sudo python benchmarks/distributed_link.py --quick
+    sudo python benchmarks/distributed_link.py --together    # five idle cores: whole steps on the clock
 
 Each worker lives in a namespace of its own, 10 ms and 1 Gbit/s away from the others (`Link`; TCP keeps its window after
 a pause, as on any tuned link). Float32, B 1, 12 heads of 64, 65,536 tokens in all.
@@ -17,11 +18,13 @@ step of each, whole and on the clock, is measured beside it at a length that a s
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import heapq
 import json
 import os
 import select
+import socket
 import statistics
 import struct
 import subprocess
@@ -36,7 +39,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from distributed_scaling import HEADS, WIDTH, check, cumulants, softmax, step, tokens
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cumulant.bench.provenance import provenance
 from cumulant.distributed import context_parallel
@@ -48,48 +51,55 @@ RESULTS = Path(__file__).parent / "results" / "distributed_link.json"
 WORLD, DELAY, RATE, MTU = 4, 10e-3, 125e6, 32000  # seconds, bytes a second, bytes
 
 
-def tool(*words: str, fails: bool = False) -> None:
-    subprocess.run(words, check=not fails, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL if fails else None)
-
-
-def namespace(rank: int) -> str:
-    return f"cumulant{rank}"
+def join_link(rank: int, path: str) -> None:
+    """A network namespace of this process's own with one device, link0 at 10.77.0.x; its other end goes to `Link`."""
+    if ctypes.CDLL(None, use_errno=True).unshare(0x40000000):  # CLONE_NEWNET
+        raise SystemExit(f"no network namespace: {os.strerror(ctypes.get_errno())}; this needs root")
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22x", b"link0", 0x1001))  # TUNSETIFF: tun, no header
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for name, what, value in (
+            (b"link0", 0x8916, struct.pack("H2x4s8x", socket.AF_INET, bytes([10, 77, 0, rank + 1]))),  # address
+            (b"link0", 0x8922, struct.pack("i12x", MTU)),
+            (b"link0", 0x8943, struct.pack("i12x", 10000)),  # packets that may wait
+            (b"link0", 0x8914, struct.pack("H14x", 0x41)),  # up and running
+            (b"link0", 0x891C, struct.pack("H2x4s8x", socket.AF_INET, bytes([255, 255, 255, 0]))),  # who is beyond it
+            (b"lo", 0x8914, struct.pack("H14x", 0x41)),
+        ):
+            fcntl.ioctl(asking, what, struct.pack("16s", name) + value)
+    with suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")
+    with socket.socket(socket.AF_UNIX) as to:
+        to.connect(path)
+        socket.send_fds(to, [bytes([rank])], [end])
+        to.recv(1)
+    os.close(end)
 
 
 class Link(threading.Thread):
-    """A namespace for each worker, 10.77.0.x, and a switch between them that holds packets back.
+    """The switch between the workers' namespaces, which holds packets back.
 
-    It needs no `netem` in the kernel: devices are tunnels whose other end this thread reads. A packet leaves its worker
-    when those before it have left at RATE, and arrives DELAY later.
+    It needs no `netem` in the kernel and no tools: devices are tunnels whose other end this thread reads. A packet
+    leaves its worker when those before it have left at RATE, and arrives DELAY later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__(daemon=True)
-        self.remove()
-        self.ends = [self.make(rank) for rank in range(WORLD)]
-        self.going = True
+        self.path, self.going, self.ends = path, True, [-1] * WORLD
+        self.door = socket.socket(socket.AF_UNIX)
+        self.door.bind(path)
+        self.door.listen(WORLD)
 
-    def make(self, rank: int) -> int:
-        name, device = namespace(rank), f"cm{rank}"
-        inside = ("ip", "netns", "exec", name)
-        tool("ip", "netns", "add", name)
-        end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22x", device.encode(), 0x1001))  # TUNSETIFF: tun, no header
-        tool("ip", "link", "set", device, "netns", name)
-        for words in (
-            f"ip link set {device} name link0 mtu {MTU} txqueuelen 10000",
-            "ip link set link0 up",
-            f"ip addr add 10.77.0.{rank + 1}/24 dev link0",
-            "ip link set lo up",
-            "sysctl -qw net.ipv4.tcp_slow_start_after_idle=0",
-            "ip route change 10.77.0.0/24 dev link0 initcwnd 200 initrwnd 200",
-        ):
-            tool(*inside, *words.split())
-        return end
-
-    def remove(self) -> None:
-        for rank in range(WORLD):
-            tool("ip", "netns", "del", namespace(rank), fails=True)
+    def meet(self) -> None:
+        """Waits for all workers, lets them go on together, and begins."""
+        several = [self.door.accept()[0] for _ in range(WORLD)]
+        for one in several:
+            rank, (end,), *_ = socket.recv_fds(one, 1, 1)
+            self.ends[rank[0]] = end
+        for one in several:
+            one.send(b".")
+            one.close()
+        self.start()
 
     def run(self) -> None:
         free = [0.0] * WORLD  # when each worker's line is free again
@@ -114,10 +124,12 @@ class Link(threading.Thread):
 
     def stop(self) -> None:
         self.going = False
-        self.join()
+        if self.is_alive():
+            self.join()
         for end in self.ends:
-            os.close(end)
-        self.remove()
+            if end >= 0:
+                os.close(end)
+        self.door.close()
 
 
 def clocked(work: Callable[[], object], rounds: int) -> float:
@@ -134,11 +146,53 @@ def clocked(work: Callable[[], object], rounds: int) -> float:
     return statistics.median(times)
 
 
-def worker(rank: int, path: str, quick: bool) -> None:
+def together(rank: int, path: str, quick: bool) -> None:
+    """Whole steps on the clock, each worker on a core of its own, beside one worker with all tokens."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > WORLD:  # the switch has another; a thread of gloo and the arithmetic share one
+        os.sched_setaffinity(0, {cores[rank]})
+    mesh = meet(rank, path)
+    whole, rounds = (4096, 2) if quick else (65536, 5)
+    short = whole // 4  # of softmax, which takes minutes for all
+    found: dict[str, dict[str, float]] = {}
+    calls = {"cumulant2": cumulants(2), "cumulant3": cumulants(3), "cumulant3 causal": cumulants(3, True)}
+    for name, call in {**calls, "softmax": softmax}.items():
+        check(mesh, call)
+        n, times = (short, 1) if name == "softmax" else (whole, rounds if "causal" not in name else 2)
+        for which, backward in (("forward", False), ("both", True)):
+            if name == "softmax" and backward:
+                continue
+            row = found[f"{name} {which}"] = {"tokens": n}
+            # Causal: a quarter of the tokens, four times; plain torch is linear in the length.
+            share = WORLD if "causal" in name else 1
+            alone = tokens(n // share) if rank == 0 else tokens(4)
+            if name != "softmax":
+                row["one worker"] = share * clocked(lambda c=call, x=alone, b=backward: step(c, x, b), times)
+            part = tokens(n // WORLD)
+            for title, overlap in (("split", False), ("split, in halves", True)):
+                if overlap and ("causal" in name or name == "softmax"):
+                    continue
+                with context_parallel(mesh, overlap=overlap):
+                    row[title] = clocked(lambda c=call, x=part, b=backward: step(c, x, b), times)
+                if name != "softmax":
+                    row[f"{title}, over an ideal quarter"] = row[title] / (row["one worker"] / WORLD)
+            if rank == 0:
+                print(f"{name} {which}", *(f"{key} {value:.4g}  " for key, value in row.items()), flush=True)
+                Path(path + ".json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def meet(rank: int, path: str) -> DeviceMesh:
     torch.set_num_threads(1)
+    join_link(rank, path + ".link")
     os.environ["GLOO_SOCKET_IFNAME"] = "link0"
     dist.init_process_group("gloo", store=dist.FileStore(path, WORLD), rank=rank, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "cp"))
+    return init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "cp"))
+
+
+def worker(rank: int, path: str, quick: bool) -> None:
+    mesh = meet(rank, path)
     whole, part, rounds = (4096, 1024, 2) if quick else (65536, 16384, 7)
     found: dict[str, float] = {}
     calls = {"cumulant2": cumulants(2), "cumulant3": cumulants(3), "cumulant3 causal": cumulants(3, True)}
@@ -215,30 +269,36 @@ def arithmetic(whole: int, part: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--together", action="store_true", help="whole steps on the clock: needs five idle cores")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
     options = parser.parse_args()
     if options.rank is not None:
-        worker(options.rank, options.store, options.quick)
+        (together if options.together else worker)(options.rank, options.store, options.quick)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/store"
-        link_between = Link()
-        link_between.start()
+        link_between = Link(path + ".link")
+        command = [sys.executable, __file__, "--store", path, *["--quick"] * options.quick]
+        command += ["--together"] * options.together
+        several = [subprocess.Popen([*command, "--rank", str(r)]) for r in range(WORLD)]
         try:
-            several = [
-                subprocess.Popen(
-                    ["ip", "netns", "exec", namespace(r), sys.executable, __file__, "--rank", str(r), "--store", path]
-                    + ["--quick"] * options.quick
-                )
-                for r in range(WORLD)
-            ]
+            link_between.meet()
             failed = [one.wait() for one in several]
             if any(failed):
                 raise SystemExit("a worker failed")
         finally:
             link_between.stop()
+            for one in several:
+                one.kill()
         found = json.loads(Path(path + ".json").read_text())
+    record = provenance("python benchmarks/distributed_link.py" + " --together" * options.together)
+    record["link"] = {"workers": WORLD, "seconds of delay": DELAY, "bytes a second": RATE}
+    if options.together:
+        if not options.quick:
+            to = Path(os.environ.get("OUT", RESULTS.parent)) / "distributed_together.json"
+            to.write_text(json.dumps({**record, "seconds": found}, indent=1) + "\n")
+        return
     link = found["seconds"]
     own = arithmetic(found["tokens"], found["part"], 2 if options.quick else 4)
     table = {}
@@ -265,8 +325,6 @@ def main() -> None:
     clock = {name: value for name, value in link.items() if "clock" in name}
     print(*(f"{name:52} {value:8.3f} s" for name, value in clock.items()), sep="\n")
     if not options.quick:
-        record = provenance("python benchmarks/distributed_link.py")
-        record["link"] = {"workers": WORLD, "seconds of delay": DELAY, "bytes a second": RATE}
         found = {"seconds": table, "on the clock": clock, "one worker": own}
         RESULTS.write_text(json.dumps({**record, "tokens": 65536, **found}, indent=1) + "\n")
 

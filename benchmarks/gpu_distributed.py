@@ -1,6 +1,7 @@
 """Split attention on a GPU: correct, in our kernels, in CUDA graphs, and how long it takes beside the whole.
 
     PYTHONPATH=src python benchmarks/gpu_distributed.py            # table, and $OUT/gpu_distributed.json
+    PYTHONPATH=src python benchmarks/gpu_distributed.py --check    # no times
     PYTHONPATH=src python benchmarks/gpu_distributed.py --tokens 256 --device cpu     # does it run
 
 One worker over NCCL: exchanges and their gradients, outputs and gradients against float64, graphs of the full and the
@@ -111,7 +112,7 @@ def graphed(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     return graph.replay, out
 
 
-def one_worker(device: str, length: int, save: Callable[[dict[str, Any]], None]) -> None:
+def one_worker(device: str, length: int, timed: bool, save: Callable[[dict[str, Any]], None]) -> None:
     cuda = device == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device, (1,), mesh_dim_names=("cp",))
@@ -126,7 +127,7 @@ def one_worker(device: str, length: int, save: Callable[[dict[str, Any]], None])
         for name in FORMS:
             found = compared(mesh, device, [min(length, 4096)], dtype, name)
             save({"one worker": name, "dtype": str(dtype), **found})
-    for name in ("order 2", "order 3", "order 3, causal"):
+    for name in ("order 2", "order 3", "order 3, causal") if timed else ():
         options = FORMS[name]
         for L in (length // 4, length):
             inputs = tokens(L, device, torch.bfloat16)
@@ -183,6 +184,7 @@ def two_workers(rank: int, path: str, device: str, length: int, answers: Any) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--check", action="store_true", help="no times")
     parser.add_argument("--tokens", type=int, default=65536)
     given = parser.parse_args()
     found: list[dict[str, Any]] = []
@@ -207,7 +209,7 @@ def main() -> None:
             save({"two workers failed": str(error)[-600:]})
         while not answers.empty():
             save(answers.get())
-    one_worker(given.device, given.tokens, save)
+    one_worker(given.device, given.tokens, not given.check, save)
     wrong = [row for row in found if row.get("right") is False or "graph failed" in row or "two workers failed" in row]
     print(f"{len(found)} rows, {len(wrong)} wrong")
     for row in wrong:
