@@ -146,7 +146,7 @@ def clocked(work: Callable[[], object], rounds: int) -> float:
     return statistics.median(times)
 
 
-def together(rank: int, path: str, quick: bool) -> None:
+def together(rank: int, path: str, quick: bool, only: list[str]) -> None:
     """Whole steps on the clock, each worker on a core of its own, beside one worker with all tokens."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > WORLD:  # the switch has another; a thread of gloo and the arithmetic share one
@@ -157,6 +157,8 @@ def together(rank: int, path: str, quick: bool) -> None:
     found: dict[str, dict[str, float]] = {}
     calls = {"cumulant2": cumulants(2), "cumulant3": cumulants(3), "cumulant3 causal": cumulants(3, True)}
     for name, call in {**calls, "softmax": softmax}.items():
+        if only and name not in only:
+            continue
         check(mesh, call)
         n, times = (short, 1) if name == "softmax" else (whole, rounds if "causal" not in name else 2)
         for which, backward in (("forward", False), ("both", True)):
@@ -270,17 +272,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--together", action="store_true", help="whole steps on the clock: needs five idle cores")
+    parser.add_argument("--only", nargs="*", default=[], help="with --together, these mechanisms")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
     options = parser.parse_args()
     if options.rank is not None:
-        (together if options.together else worker)(options.rank, options.store, options.quick)
+        if options.together:
+            together(options.rank, options.store, options.quick, options.only)
+        else:
+            worker(options.rank, options.store, options.quick)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/store"
         link_between = Link(path + ".link")
         command = [sys.executable, __file__, "--store", path, *["--quick"] * options.quick]
-        command += ["--together"] * options.together
+        command += [*["--together"] * options.together, *(["--only", *options.only] if options.only else [])]
         several = [subprocess.Popen([*command, "--rank", str(r)]) for r in range(WORLD)]
         try:
             link_between.meet()
