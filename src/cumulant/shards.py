@@ -40,10 +40,10 @@ def place(tokens: int) -> tuple[int, int]:
     return (0, tokens) if _answerer is None else _answerer.place(tokens)
 
 
-def needs_all(what: str) -> None:
+def needs_all(what: str, instead: str = "leave it off, or the context") -> None:
     """Raises where workers hold the other tokens, for what looks at single ones of them."""
     if _answerer is not None:
-        raise ValueError(f"{what} needs tokens that other workers hold, and is not split: leave it off, or the context")
+        raise ValueError(f"{what} needs tokens that other workers hold, and is not split: {instead}")
 
 
 def count() -> int:

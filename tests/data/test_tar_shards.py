@@ -60,9 +60,24 @@ def test_members_are_read_with_their_labels(folder):
     assert torch.equal(copied.decode(9, SIDE), source.train.decode(9, SIDE))
 
 
-@pytest.mark.parametrize(("window", "lanes"), [(0, 1), (2, 1), (1, 6)])
-def test_an_epoch_in_shards_resumes_inside_on_another_number_of_processes(folder, window, lanes):
-    part = open_source(folder).train
+@pytest.fixture
+def parquet(tmp_path):
+    """Four shards of six pictures for training, one for testing."""
+    import pyarrow
+    import pyarrow.parquet
+
+    for part, shards in (("train", 4), ("test", 1)):
+        for shard in range(shards):
+            table = pyarrow.table({"image": [image(10 * i) for i in range(6)], "label": [i % 2 for i in range(6)]})
+            pyarrow.parquet.write_table(table, tmp_path / f"{part}-{shard:05d}-of-{shards:05d}.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "lanes"), [("folder", 0, 1), ("folder", 2, 1), ("folder", 1, 6), ("parquet", 1, 6)]
+)
+def test_an_epoch_in_shards_resumes_inside_on_another_number_of_processes(request, kind, window, lanes):
+    part = open_source(request.getfixturevalue(kind)).train
     options = {"size": SIDE, "seed": 4, "shard_window": window, "in_memory": False, "workers": 0, "shard_lanes": lanes}
     whole = list(Loader(part, 6, **options).epoch(3))
     assert sorted(torch.cat([batch[2] for batch in whole]).tolist()) == list(range(24))
@@ -110,15 +125,8 @@ def test_lanes_that_do_not_fit_are_refused(folder):
             Loader(part, 6, size=SIDE, **given)
 
 
-def test_parquet_shards_have_a_window_too(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    for part, shards in (("train", 4), ("test", 1)):
-        for shard in range(shards):
-            table = pyarrow.table({"image": [image(10 * i) for i in range(6)], "label": [i % 2 for i in range(6)]})
-            pyarrow.parquet.write_table(table, tmp_path / f"{part}-{shard:05d}-of-{shards:05d}.parquet")
-    part = open_source(tmp_path).train
+def test_parquet_shards_have_a_window_too(parquet):
+    part = open_source(parquet).train
     loader = Loader(part, 6, size=SIDE, shard_window=1)
     assert [len(set((positions // 6).tolist())) for _, _, positions in loader.epoch(0)] == [1] * 4
 

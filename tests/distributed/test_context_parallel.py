@@ -262,6 +262,7 @@ def counts_and_layers(rank: int, world: int) -> dict[str, object]:
         ("cluster", lambda: cumulant.cluster_attention(q, q, q, clusters=KMeans(2))),
         ("tiles", lambda: cumulant.cluster_attention(q, q, q, clusters=4, near=1, near_rows=2, response=1)),
         ("scores", lambda: cumulant.scores(q, q)),
+        ("layer", lambda: cumulant.nn.create_layer("moh", 8, 2)(torch.randn(1, 4, 8))),
         ("v_conv", lambda: cumulant.nn.MultiheadAttention(8, 2, attention="linear", v_conv=True)(
             torch.randn(1, 4, 8), grid=(2, 2))),
     ):  # fmt: skip
@@ -360,6 +361,7 @@ def test_shards_go_together_again(told):
         ("cluster", ["clusters=KMeans", "which no worker holds", "Blocks(size)"]),
         ("tiles", ["response=1", "near_rows=2", 'response=None, 0 or "pooled"']),
         ("scores", ["no worker holds all keys"]),
+        ("layer", ["layer 'moh'", "'multihead', 'sqa' or 'gda'"]),
         ("v_conv", ["v_conv", "other workers hold"]),
     ],
 )

@@ -59,7 +59,7 @@ class HeadsLayer(KeepsLosses, MultiheadAttention):
     def check_whole(self) -> None:
         """Raises where workers hold the other tokens of a sequence that this layer must see."""
         if not self.splits:
-            shards.needs_all(f"layer {self.layer_name!r}")
+            shards.needs_all(f"layer {self.layer_name!r}", "take layer 'multihead', 'sqa' or 'gda', which are")
 
     def scores(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The weights with which this layer mixes the values, (..., H, L, M); arguments are those of `forward`."""
