@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 # Forks one process that is alone and two that torchrun's variables bring together; each runs the example.
 WORKER = """
 import os, runpy, socket, sys
