@@ -18,9 +18,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = Path(__file__).parents[1] / "src" / "cumulant"
 MARKED = re.compile(r"(<!-- models: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CLASSES = {"activator": 10}  # those of the data that a small network is for
-COLOURS = {"plain": "#e8ecf1", "attention": "#f6c344", "conv": "#a8d5ba", "sum": "#ffffff"}
+COLOURS = {"plain": "#e8ecf1", "attention": "#f6c344", "conv": "#a8d5ba", "sum": "#ffffff", "none": "none"}
 
-# Boxes in rows: (column, row, width, text, colour); arrows between boxes by number; a caption at the end.
+# Boxes in rows: (column, row, width, text, colour), "none" for words without a box; arrows between boxes by number.
 Box = tuple[float, float, float, str, str]
 PICTURES: dict[str, tuple[list[Box], list[tuple[int, int]]]] = {
     "tnt": (
@@ -71,6 +71,44 @@ PICTURES: dict[str, tuple[list[Box], list[tuple[int, int]]]] = {
         ],
         [(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5), (5, 6)],
     ),
+    "maxvit": (
+        [
+            (0, 1, 1.7, "stem: two 3 x 3\nstride 2", "conv"),
+            (2.2, 1, 1.9, "MBConv, first of a\nstage: stride 2", "conv"),
+            (4.6, 1, 1.9, "attention in\nwindows 7 x 7", "attention"),
+            (7, 1, 1.1, "MLP", "plain"),
+            (8.6, 1, 2.1, "attention on dilated\ngrids 7 x 7", "attention"),
+            (11.2, 1, 1.1, "MLP", "plain"),
+            (12.8, 1, 1.6, "mean, norm, tanh\nlinear", "plain"),
+            (4.6, 0, 4.6, "a block: five residual parts; four stages of them, strides 4 to 32", "none"),
+        ],
+        [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)],
+    ),
+    "spectformer": (
+        [
+            (0, 1, 1.6, "patches\n16 x 16", "conv"),
+            (2.1, 1, 2.1, "frequencies of the map\ntimes learned numbers", "conv"),
+            (4.7, 1, 1.5, "MLP\none residual", "plain"),
+            (6.7, 1, 1.5, "attention\nresidual", "attention"),
+            (8.7, 1, 1.4, "MLP\nresidual", "plain"),
+            (10.6, 1, 1.6, "mean of tokens\nlinear", "plain"),
+            (2.1, 0, 4.1, "the first blocks", "none"),
+            (6.7, 0, 3.4, "the others", "none"),
+        ],
+        [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)],
+    ),
+    "tic": (
+        [
+            (0, 1, 1.7, "3 x 3\nconvolution", "conv"),
+            (2.2, 1, 1.7, "query, key, value\nby 1 x 1", "conv"),
+            (4.4, 1, 2, "attention of each place\nto its k x k window", "attention"),
+            (6.9, 1, 1.2, "+ input", "sum"),
+            (8.6, 1, 2, "k x k convolution\nstride, ReLU", "conv"),
+            (11.1, 1, 1.6, "mean of places\nlinear", "plain"),
+            (2.2, 0, 8.4, "the released layer, repeated", "none"),
+        ],
+        [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)],
+    ),
 }
 UNIT, HEIGHT, STEP, MARGIN = 72, 46, 52, 12
 
@@ -98,10 +136,11 @@ def picture(boxes: list[Box], arrows: list[tuple[int, int]]) -> str:
             f'<line x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" stroke="#555" marker-end="url(#a)"/>'
         )
     for x, row, width, text, colour in boxes:
+        line = "none" if colour == "none" else "#555"
         left, top, lines = x * UNIT + MARGIN, row * STEP + MARGIN, text.split("\n")
         parts.append(
             f'<rect x="{left:.0f}" y="{top:.0f}" width="{width * UNIT:.0f}" height="{HEIGHT}" rx="6" '
-            f'fill="{COLOURS[colour]}" stroke="#555"/>'
+            f'fill="{COLOURS[colour]}" stroke="{line}"/>'
         )
         for number, line in enumerate(lines):
             y = top + HEIGHT / 2 + 4 + 15 * (number - (len(lines) - 1) / 2)
