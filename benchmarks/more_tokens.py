@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/more_tokens.py train --data FOLDER/tiny-imagenet-100 --seconds 460
     PYTHONPATH=src python benchmarks/more_tokens.py time          alone on its GPU: microseconds an image
+    PYTHONPATH=src python benchmarks/more_tokens.py join FILE...  several records to one, later rows win
     PYTHONPATH=src python benchmarks/more_tokens.py report        table, crossings and figure from both records
 
 `train` decodes the images once; so many processes then take runs from the plan, in its order, and leave out what would
@@ -339,38 +340,58 @@ def at(curve: list[Point], x: float) -> float:
     return curve[-1][1]
 
 
+def joined(settings: argparse.Namespace) -> None:
+    """One record of several of a kind; every run keeps the commit that it was measured on."""
+    parts = [json.loads(Path(file).read_text()) for file in settings.files]
+    kind = "runs" if "runs" in parts[0] else "rows"
+    every = {}
+    for part in parts:
+        for one in part[kind]:
+            every[one["attention"], one["patch"], one.get("seed")] = {"commit": part["commit"], **one}
+    name = "more_tokens" if kind == "runs" else "more_tokens_time"
+    known = {key: value for key, value in parts[-1].items() if key != kind}
+    (RESULTS / f"{name}.json").write_text(json.dumps({**known, kind: list(every.values())}, indent=1))
+
+
 def report(settings: argparse.Namespace) -> None:
     folder = ROOT / "benchmarks" / "results"
     runs = json.loads((folder / "more_tokens.json").read_text())["runs"]
     rows = json.loads((folder / "more_tokens_time.json").read_text())["rows"]
     cost = {(row["attention"], row["patch"]): row for row in rows if "failure" not in row}
-    heads = ["attention", "patch", "tokens", "top-1, %", "seeds", "train, µs an image", f"{EPOCHS} epochs, s"]
+    heads = ["attention", "patch", "tokens", "top-1, %", "seeds", "train, µs an image", "training, s"]
     print(f"| {' | '.join(heads)} | answer, µs an image |")
     print("|---|---|---|---|---|---|---|---|")
     curves: dict[str, list[tuple[int, float, float, float]]] = {}
-    for name in CONFIGS:
-        for patch in PATCHES:
+    for name, config in CONFIGS.items():
+        for patch in config.patches:
             own = [100 * run["top1"] for run in runs
                    if (run["attention"], run["patch"], run["control"]) == (name, patch, False)]  # fmt: skip
-            one = cost.get((name, patch))
-            if one is None:
+            one = cost.get((name if config.epochs == EPOCHS else config.attention, patch))
+            if one is None or (not own and name not in PLAIN):
                 continue
             spread = f" ± {statistics.stdev(own):.1f}" if len(own) > 1 else ""
             told = f"{statistics.mean(own):.1f}{spread}" if own else "not trained"
-            total = one["train_us"] * IMAGES * EPOCHS / 1e6
-            cells = [name, patch, f"{one['tokens']:,}", told, len(own), f"{one['train_us']:.0f}", f"{total:.0f}"]
+            total = one["train_us"] * IMAGES * config.epochs / 1e6
+            cells = [name, patch, f"{one['tokens']:,}", told, len(own), f"{one['train_us']:.1f}", f"{total:.0f}"]
             print(f"| {' | '.join(map(str, cells))} | {one['infer_us']:.1f} |")
-            if own:
+            if own and config.epochs == EPOCHS:
                 curves.setdefault(name, []).append((patch, total, one["infer_us"], statistics.mean(own)))
     for patch in (8, 4):
-        again = [100 * run["top1"] for run in runs if run["control"] and run["patch"] == patch]
+        first, again = ([100 * run["top1"] for run in runs if (run["attention"], run["patch"]) == ("softmax", patch)
+                         and run["control"] is control] for control in (False, True))  # fmt: skip
         if again:
-            print(f"A/A control: softmax at patch {patch} with {len(again)} other seeds {statistics.mean(again):.1f} %")
+            apart = abs(statistics.mean(again) - statistics.mean(first))
+            print(f"A/A: softmax at patch {patch}: {len(again)} others {statistics.mean(again):.1f} %, {apart:.1f} off")
     for column, what in ((1, "training time, s"), (2, "time of an answer, µs")):
-        for name in [*CONFIGS][1:]:
-            if name in curves:
-                both = [[(point[column], point[3]) for point in curves[one]] for one in ("softmax", name)]
-                print(f"{what}: the curves of softmax and {name} {crossing(*both)}")
+        base = [(point[column], point[3]) for point in curves["softmax"]]
+        for name in [name for name in curves if name != "softmax"]:
+            curve = [(point[column], point[3]) for point in curves[name]]
+            if len(curve) > 1:
+                print(f"{what}: the curves of softmax and {name} {crossing(base, curve)}")
+            else:
+                (x, y), within = curve[0], base[0][0] <= curve[0][0] <= base[-1][0]
+                beside = f"softmax {at(base, x):.1f} % for the same" if within else "softmax has no such time"
+                print(f"{what}: {name} {y:.1f} % for {x:.3g}, {beside}")
     if not settings.quick:
         drawn(curves, ROOT / "docs" / "figures" / "more_tokens")
 
@@ -382,7 +403,7 @@ def drawn(curves: dict[str, list[tuple[int, float, float, float]]], path: Path) 
         for name, points in curves.items():
             x, y = [point[column] for point in points], [point[3] for point in points]
             axis.plot(x, y, color=colour(name), marker=mark(name), label=name)
-            if name in ("softmax", "rala"):  # the others lie beside softmax
+            if name in ("softmax", "rala") or len(points) == 1:  # the others lie beside softmax
                 for (patch, *_), a, b in zip(points, x, y, strict=True):
                     axis.annotate(f"{patch} px", (a, b), xytext=(5, 5), textcoords="offset points", fontsize=8)
         axis.set(xlabel=label, xscale="log")
@@ -394,7 +415,8 @@ def drawn(curves: dict[str, list[tuple[int, float, float, float]]], path: Path) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("train", "one", "time", "report"))
+    parser.add_argument("what", choices=("train", "one", "time", "join", "report"))
+    parser.add_argument("files", nargs="*", help="records to join")
     parser.add_argument("--data", default="tiny-imagenet-100")
     parser.add_argument("--only", nargs="+", choices=list(CONFIGS), help="these alone")
     parser.add_argument("--seconds", type=float, default=460)
@@ -405,7 +427,7 @@ def main() -> None:
     parser.add_argument("--folder")
     parser.add_argument("--quick", action="store_true")
     settings = parser.parse_args()
-    {"train": started, "one": worked, "time": timed, "report": report}[settings.what](settings)
+    {"train": started, "one": worked, "time": timed, "join": joined, "report": report}[settings.what](settings)
 
 
 if __name__ == "__main__":
