@@ -6,8 +6,9 @@
     PYTHONPATH=src python benchmarks/gpu_backbones.py --quick             tiny sizes on the CPU: that all of it runs
 
 A step is forward, backward and fused AdamW under bf16 autocast, with drop rates 0. Ours and timm's have equal batches
-and are compiled alike, block by block. Nothing is timed before it is checked: ours gives timm's answers
-from timm's weights in float32, and bf16 with another mechanism is off by at most twice what it is with softmax.
+and are compiled alike, block by block (with --eager neither is), and replayed as CUDA graphs: a busy host is not timed.
+Nothing is timed before it is checked: ours gives timm's answers from timm's weights in float32, and bf16 with
+another mechanism is off by at most twice what it is with softmax.
 Networks compile side by side in processes of their own; they are timed one after another, when all have compiled:
 medians of CUDA events. JSON goes to $OUT/gpu_backbones.json after each network if OUT is set; with --profile the
 kernels that took longest, of each network with timm's and ours, to profile_NETWORK_WHICH.txt beside it.
@@ -23,6 +24,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,14 +67,16 @@ GOAL = 1.5  # times softmax, from 1,024 tokens on
 class Step:
     """One training step of a model on fixed images."""
 
-    def __init__(self, model: nn.Module, px: int, batch: int, device: str) -> None:
+    def __init__(self, model: nn.Module, px: int, batch: int, device: str, compiled: bool = True) -> None:
         self.device, self.batch = device, batch
         self.model = model.to(device, memory_format=torch.channels_last).train()
-        if device == "cuda":
+        if device == "cuda" and compiled:
             compile_inside(self.model)
         self.images = torch.randn(batch, 3, px, px, device=device).contiguous(memory_format=torch.channels_last)
         self.labels = torch.randint(0, 1000, (batch,), device=device)
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=device == "cuda", capturable=device == "cuda"
+        )
 
     def __call__(self) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
@@ -87,15 +91,27 @@ class Step:
             start = time.perf_counter()
             self()
             return 1e3 * (time.perf_counter() - start)
-        for _ in range(3):
-            self()
+        run = self._graph()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
         for mark in marks[:-1]:
             mark.record()
-            self()
+            run()
         marks[-1].record()
         torch.cuda.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+
+    def _graph(self) -> Callable[[], Any]:
+        """The step as a CUDA graph: what the host does beside it is not in its time."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self()
+        graph.replay()
+        return graph.replay
 
 
 def compile_inside(module: nn.Module) -> None:
@@ -129,7 +145,11 @@ def against(name: str, which: str, asked: argparse.Namespace, device: str) -> di
 
     ours, theirs, px, batch = AGAINST[name]
     if asked.warm:
-        return {which: Step(create_model(ours) if which == "ours" else timm.create_model(theirs), px, batch, device)}
+        return {
+            which: Step(
+                create_model(ours) if which == "ours" else timm.create_model(theirs), px, batch, device, not asked.eager
+            )
+        }
     torch.manual_seed(0)
     other = drawn(timm.create_model(theirs)).to(device)
     own = create_model(ours).to(device)
@@ -140,7 +160,7 @@ def against(name: str, which: str, asked: argparse.Namespace, device: str) -> di
     if gap > 1e-3:
         raise ValueError(f"{ours} is off timm's {theirs} by {gap:.2g}: nothing is timed")
     model = own if which == "ours" else other
-    return {which: Step(model, px, 2 if asked.quick else batch, device)}
+    return {which: Step(model, px, 2 if asked.quick else batch, device, not asked.eager)}
 
 
 def swaps(name: str, asked: argparse.Namespace, device: str) -> dict[str, Step]:
@@ -155,7 +175,7 @@ def swaps(name: str, asked: argparse.Namespace, device: str) -> dict[str, Step]:
             if plain is not None and not error <= 2 * plain + 1e-3:
                 print(f"{name} {attention}: bf16 is off by {error:.2g}, softmax by {plain:.2g}: not timed", flush=True)
                 continue
-            steps[f"{attention}@{tokens}"] = Step(model, px, 2 if asked.quick else batch, device)
+            steps[f"{attention}@{tokens}"] = Step(model, px, 2 if asked.quick else batch, device, not asked.eager)
             if asked.quick:
                 break
     return steps
@@ -192,9 +212,14 @@ def work(kind: str, name: str, which: str, asked: argparse.Namespace, gates: Any
         ready.wait(max(1.0, asked.wait - (time.perf_counter() - start)))
     with turn:
         for label, step in steps.items():
-            ms = step.ms(8)
-            rows.append({"kind": kind, "network": name, "which": label, "batch": step.batch, "ms": ms,
-                         "images": 1e3 * step.batch / ms, "alone": not ready.broken})  # fmt: skip
+            try:
+                ms = step.ms(8)
+            except RuntimeError as error:
+                print(f"{kind} {name} {label}: {str(error)[:300]}", flush=True)
+                continue
+            rows.append({"kind": kind, "network": name, "which": label, "compiled": not asked.eager,
+                         "batch": step.batch, "ms": ms, "images": 1e3 * step.batch / ms,
+                         "alone": not ready.broken})  # fmt: skip
             if asked.profile and kind == "against" and "OUT" in os.environ:
                 told_by = profiled(step)
                 Path(os.environ["OUT"], f"profile_{name}_{label}.txt").write_text(told_by)
@@ -238,6 +263,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, default=2, help="of the images with other attention, from the smallest on")
     parser.add_argument("--wait", type=float, default=400, help="seconds that the slowest may take to compile")
     parser.add_argument("--warm", action="store_true", help="compile into torch's cache, time nothing")
+    parser.add_argument("--eager", action="store_true", help="nothing compiled")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--beside", type=int, default=16, help="networks that compile at one time")
     parser.add_argument("--quick", action="store_true")

@@ -5,8 +5,8 @@
 
 bfloat16, 2^19 tokens in all (or 64 heads: "few"), q, k and v views of one projection, forward alone and with gradients,
 replays of a CUDA graph. Nothing is timed before plain products are seen to be off float64 by at most twice what a plain
-softmax in bfloat16 is. JSON goes to $OUT/gpu_short_softmax.json if OUT is set. `cumulant.zoo.fused` takes its limits
-from this table.
+softmax in bfloat16 is. JSON goes to $OUT/gpu_short_softmax.json if OUT is set. It is for the limits in
+`cumulant.zoo.fused`, which stand on three points until this has been run.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ def joined(settings: argparse.Namespace) -> None:
     kind = "runs" if "runs" in parts[0] else "rows"
     every = {}
     for part in parts:
-        for one in part[kind]:
+        for one in [one for one in part[kind] if one["attention"] in CONFIGS]:
             every[one["attention"], one["patch"], one.get("seed")] = {"commit": part["commit"], **one}
     name = "more_tokens" if kind == "runs" else "more_tokens_time"
     known = {key: value for key, value in parts[-1].items() if key != kind}
@@ -402,10 +402,12 @@ def drawn(curves: dict[str, list[tuple[int, float, float, float]]], path: Path) 
     for axis, column, label in ((axes[0, 0], 1, "training, s on an H200"), (axes[0, 1], 2, "answer, µs an image")):
         for name, points in curves.items():
             x, y = [point[column] for point in points], [point[3] for point in points]
-            axis.plot(x, y, color=colour(name), marker=mark(name), label=name)
-            if name in ("softmax", "rala") or len(points) == 1:  # the others lie beside softmax
+            one = len(points) == 1  # another network: its name stands beside it
+            axis.plot(x, y, color=colour(name), marker=mark(name), label=None if one else name)
+            if name in ("softmax", "rala") or one:  # the others lie beside softmax
                 for (patch, *_), a, b in zip(points, x, y, strict=True):
-                    axis.annotate(f"{patch} px", (a, b), xytext=(5, 5), textcoords="offset points", fontsize=8)
+                    said = f"{patch} px, {name}" if one else f"{patch} px"
+                    axis.annotate(said, (a, b), xytext=(5, 5), textcoords="offset points", fontsize=8)
         axis.set(xlabel=label, xscale="log")
         axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("top-1, %")
