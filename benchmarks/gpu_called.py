@@ -69,6 +69,9 @@ CASES: dict[str, Case] = {
     "cluster": case(8, 12, 16384, 64, clusters=64, near=2, goal=(15, 12)),
     "causal": case(1, 12, 16384, 64, clusters=Blocks(64, keep=16, recent=1), is_causal=True, goal=(10, 8)),
     "causal 64": case(8, 12, 16384, 64, clusters=64, is_causal=True, goal=(10, 8)),
+    "causal means": case(
+        8, 12, 16384, 64, clusters=Blocks(64, keep=16, recent=1), is_causal=True, response=0, goal=(10, 8)
+    ),
     "order 2, 64": case(256, 12, 64, 64, order=2, goal=(1, 1)),
     "kmeans": case(1, 12, 16384, 64, clusters=KMeans(64), near=0),
     "blocks": case(1, 12, 16384, 64, clusters=64, near=0),
