@@ -5,7 +5,8 @@ weights that it sees, their averages, deviations and the printed sums over them,
 order, closure, weights over many decades, offsets of keys and values, logits, causality, normalisation, backend or
 stream, and compares output and gradients. What passes: an error of at most a few roundings of the dtype, twice
 what plain torch in that dtype has: its formula is evaluated in float32 for 16 bits, then rounded; for kernels, which
-multiply on tensor cores, with centred keys, their squares, weighted values and their gradients rounded to 16 bits.
+multiply on tensor cores, with centred keys, their squares, weighted values and their gradients rounded to 16 bits. The
+worst of five units of the keys counts, since roundings of a few numbers may cancel by chance.
 """
 
 # mypy: ignore-errors
@@ -19,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -117,6 +118,19 @@ def error(found: Tensor, exact: Tensor) -> float:
     return (off.norm() / exact.norm().clamp_min(1e-300)).item()
 
 
+UNITS = (1.0, 1.17, 1.37, 1.59, 1.83)
+
+
+def plainly(tokens: list[Tensor], scale: float, weights: Tensor, form: dict, operands: torch.dtype) -> Iterator[Tensor]:
+    """Plain torch: the oracle's formula in float32, with keys in several units. They differ by their roundings alone,
+    which may cancel by chance where few numbers are compared: the worst counts. Tensor cores multiply 16 bits.
+    """
+    for unit in UNITS:
+        rounded = (lambda x: x) if operands == torch.float32 else as_operand(operands, unit)
+        q, k, v = tokens
+        yield row_by_row(q * (scale / unit), k * unit, v, weights.float(), form, rounded)
+
+
 def as_operand(dtype: torch.dtype, unit: float) -> Callable[[Tensor], Tensor]:
     """Rounding to a type, of numbers and of their gradients; in multiples of a unit, of whatever exponent."""
 
@@ -160,14 +174,11 @@ def run(rng: random.Random, kernels: bool) -> tuple[str, float, float, str] | No
     grad = torch.randn(out.shape).to(dtype)
     found = torch.autograd.grad(out, leaves, grad, allow_unused=True)
     wanted = torch.autograd.grad(exact, wide, grad.double(), allow_unused=True)
-    # plain torch: the oracle's formula in float32, then rounded; tensor cores multiply what 16 bits hold. Of a single
-    # number such roundings may by chance cancel: the worst of a few counts.
     narrow = [x.detach().float().requires_grad_() for x in tokens]
-    ways = [as_operand(dtype, unit) for unit in (1.0, 1.17, 1.37, 1.59, 1.83)]
-    plains = []
-    for rounded in ways if backend == "triton" and dtype != torch.float32 else [lambda x: x]:
-        plain = row_by_row(narrow[0] * scale, narrow[1], narrow[2], weights.float(), form, rounded)
-        plains.append((plain, *torch.autograd.grad(plain, narrow, grad.float(), allow_unused=True)))
+    plains = [
+        (plain, *torch.autograd.grad(plain, narrow, grad.float(), allow_unused=True))
+        for plain in plainly(narrow, scale, weights, form, dtype if backend == "triton" else torch.float32)
+    ]
     few = (64 if dtype == torch.float32 else 8) * HALF[dtype]
     worst = ("out", error(out, exact), allowed([x[0] for x in plains], exact, few, dtype), named)
     for name, a, b, c in zip(("dq", "dk", "dv"), found, wanted, list(zip(*plains, strict=True))[1:], strict=True):
@@ -206,10 +217,12 @@ def stream(rng: random.Random) -> tuple[str, float, float, str] | None:
             for n in (slice(0, cut), slice(cut, L))
         ]
         out = parts[0].merge(parts[1]).apply(q, scale)
-    k, v = k[:, :, first:].double(), v[:, :, first:].double()
-    exact = row_by_row(q.double() * scale, k, v, torch.ones(k.shape[0], k.shape[-2], dtype=torch.float64), form)
+    k, v = k[:, :, first:], v[:, :, first:]
+    ones = torch.ones(k.shape[0], k.shape[-2], dtype=torch.float64)
+    exact = row_by_row(q.double() * scale, k.double(), v.double(), ones, form)
+    plains = list(plainly([q, k, v], scale, ones, form, torch.float32))
     named = f"{what} {form} k{tuple(k.shape)} k~{k.mean():.3g}+-{k.std():.2g} v~{v.mean():.3g}"
-    return what, error(out, exact), 64 * HALF[torch.float32], named
+    return what, error(out, exact), allowed(plains, exact, 64 * HALF[torch.float32], torch.float32), named
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 LENGTH, WORDS, WIDTH, HEADS, LAYERS = 128, 128, 32, 4, 2
@@ -56,15 +57,19 @@ DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_lay
 _STATE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
 _DETECTOR = {"use_timm_backbone": False, "backbone": None, "backbone_config": {**_RESNET, "out_features": ["stage4"]}}
-_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
+_ROTARY = {"rope_parameters": _AXES}
 _IN_AXES = ("Glm4v", "Glm4vMoe", "GlmImage", "GlmOcr", "Qwen2VL", "Qwen2_5_VL")
 GIVEN: dict[str, dict[str, Any]] = {
     **dict.fromkeys([f"{name}TextConfig" for name in (*_IN_AXES, "PaddleOCR")], _ROTARY),
     **dict.fromkeys(("ConditionalDetrConfig", "DabDetrConfig", "DetrConfig", "TableTransformerConfig"), _DETECTOR),
+    "AlignVisionConfig": {"width_coefficient": 1.0},
     "AutoformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "label_length": 4},
+    "BrosConfig": {"hidden_size": 128},
     "BambaConfig": {**_STATE, "attn_layer_indices": [1]},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 100}},
     "CvtConfig": {"depth": [1, 2, 3], "num_heads": [1, 2, 4], "drop_path_rate": [0.0, 0.0, 0.0]},
+    "DeepseekV2Config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "Dots1Config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "EsmConfig": {"vocab_size": WORDS, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
@@ -72,14 +77,20 @@ GIVEN: dict[str, dict[str, Any]] = {
     "FalconH1Config": {**_STATE, "mamba_d_ssm": 64},
     "Glm5NextTextConfig": {"num_key_value_heads": HEADS, "index_topk": 16},
     "GraniteMoeHybridConfig": {**_STATE, "layer_types": ["mamba", "attention"]},
+    "HieraConfig": {"patch_size": [7, 7]},
     "HunYuanDenseV1Config": {"head_dim": 8},
     "HunYuanMoEV1Config": {"head_dim": 8},
-    "HunYuanVLTextConfig": {"head_dim": 8},
+    "HunYuanVLTextConfig": {"head_dim": 8, **_ROTARY},
     "InformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2]},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 8, "input_size": 32, "patch_size": 8},
     "LEDConfig": {"attention_window": [8, 8]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "LiltConfig": {"hidden_size": 48},
+    "MarkupLMConfig": dict.fromkeys(("max_xpath_tag_unit_embeddings", "max_xpath_subs_unit_embeddings"), 32)
+    | {"tag_pad_id": 30, "subs_pad_id": 30},
+    "Mistral4Config": {"qk_rope_head_dim": 4},
+    "MoonshineConfig": {"encoder_num_key_value_heads": HEADS, "decoder_num_key_value_heads": HEADS},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "state_size": 8, "chunk_size": 16},
     "Mask2FormerConfig": {"feature_size": WIDTH},
     "MinistralConfig": {"head_dim": 8},
@@ -90,6 +101,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "SamHQVisionConfig": {"num_pos_feats": WIDTH // 2},
     "SamPromptEncoderConfig": {"image_size": 32, "patch_size": 8, "image_embedding_size": 4},
     "SamHQPromptEncoderConfig": {"image_size": 32, "patch_size": 8, "image_embedding_size": 4},
+    "Step3p7TextConfig": {"sliding_window": 8},
     "TimeSeriesTransformerConfig": {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2]},
     "XmodConfig": {"default_language": "en_XX"},
     "XLNetConfig": {"d_head": 8},
@@ -103,14 +115,14 @@ def tiny_config(kind: Any, **given: Any) -> Any:
 
 def _tiny(config: Any, **given: Any) -> Any:
     kind = type(config)
-    return kind(**{**_small(config), **_whole(config), **GIVEN.get(kind.__name__, {}), **given})
+    return kind(**{**_small(config), **_whole(config), **deepcopy(GIVEN.get(kind.__name__, {})), **given})
 
 
 def _whole(config: Any) -> dict[str, Any]:
-    """What fewer layers would lose: one of attention, of a model that has some among others."""
+    """What fewer layers would lose: those of another kind, often all that attend."""
     kinds = vars(config).get("layer_types") or []
-    lost = "full_attention" in kinds and "full_attention" not in kinds[:LAYERS]
-    return {"layer_types": [kinds[0], "full_attention"]} if lost else {}
+    other = [kind for kind in kinds if kind != kinds[0]]
+    return {"layer_types": [kinds[0], other[-1]]} if other and set(kinds[:LAYERS]) == {kinds[0]} else {}
 
 
 def _small(config: Any) -> dict[str, Any]:
@@ -118,7 +130,7 @@ def _small(config: Any) -> dict[str, Any]:
     depths = {depth for name in DEPTHS if isinstance(depth := getattr(config, name, None), int) and depth > 4}
     made: dict[str, Any] = {}
     for name, value in vars(config).items():
-        if name in DERIVED or name.startswith("_"):
+        if name in DERIVED or name.startswith("_") or (name == "feature_size" and hasattr(config, "lags_sequence")):
             continue
         if isinstance(value, list | tuple) and len(value) in depths:  # one entry a layer
             value = made[name] = list(value[:LAYERS])
@@ -148,7 +160,8 @@ def _sized(name: str, value: Any) -> Any:
         return min(value, found) if value >= 0 else value
     if not value or not all(isinstance(x, int) and not isinstance(x, bool) for x in value):
         return None
-    return [1 << (min(x, found).bit_length() - 1) if x > 0 else x for x in value]  # 3 heads would not divide a width
+    colours = [3] if value[0] == 3 and "channels" in name else []  # 3 heads would not divide a width
+    return colours + [1 << (min(x, found).bit_length() - 1) if x > 0 else x for x in value[len(colours) :]]
 
 
 def _identity(value: Any) -> Any:

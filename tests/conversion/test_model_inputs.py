@@ -14,10 +14,11 @@ from cumulant.inspect.examples import example_for
 from tools.tiny_models import tiny_model
 
 KINDS = ["ASTModel", "Wav2Vec2Model", "DetrModel", "LayoutLMv3Model", "DecisionTransformerModel"]
+PATCHES = ["Siglip2VisionModel", "VideoLlama3VisionModel", "MuseSparkVisionModel", "PerceiverModel"]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_inputs_are_found_for_sound_pictures_boxes_and_actions(name):
+@pytest.mark.parametrize("name", KINDS + PATCHES)
+def test_inputs_are_found_for_sound_pictures_patches_boxes_and_actions(name):
     model = tiny_model(getattr(transformers(), name))
     batch = example_for(model)
     with torch.no_grad():

@@ -23,8 +23,10 @@ from .batches import Batch, call, evaluating
 B, L = 2, 12
 SAMPLES = 16000  # of sound: a second
 SIDE = 224  # of images, where nothing says how large they are
+CELLS = 4  # sides of a grid of patches, where any will do
 TRIALS = 24
 PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "bbox")
+VOCABULARIES = ("vocab_size", "input_vocab_size", "num_hash_buckets", "text_encoder_vocab_size")
 WORDS = ("input_ids", "decoder_input_ids", "qformer_input_ids")
 
 
@@ -220,7 +222,7 @@ class _Words:
     def tokens(self) -> Iterator[Tensor]:
         """(B, L) words that mean nothing special, and (B, codebooks, L) and (B codebooks, L) for sound in words."""
         text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        size = self.find("vocab_size", of=text) or self.find("vocab_size", "input_vocab_size", "num_hash_buckets")
+        size = self.find("vocab_size", of=text) or self.find(*VOCABULARIES)
         longest = self.find("max_position_embeddings", of=text) or L
         special = {x for part in self.parts for name, x in vars(part).items() if "token_i" in name}
         usual = [word for word in range(min(int(size), 1000)) if word not in special] or [0]
@@ -244,11 +246,21 @@ class _Words:
             channels = 3
         frames = self.find("num_frames", of=source)
         if "image_grid_thw" in self.takes or "grid_thw" in self.takes:
-            yield self.noise(math.prod(_grid(self)), _patch_values(self, source))
+            cells, values = math.prod(_grid(self)), _patch_values(self, source)
+            yield self.noise(cells, values)
+            patch = self.find("patch_size", of=source)
+            if isinstance(patch, int) and values % patch**2 == 0:
+                yield self.noise(cells, values // patch**2, patch, patch)
+            for name, part in self.model.named_modules():  # as many as the layer takes that reads them
+                if isinstance(part, nn.Linear) and "patch_embed" in name:
+                    yield self.noise(cells, part.in_features)
+        if "spatial_shapes" in self.takes:
+            yield self.noise(B, CELLS**2, channels * int(self.find("patch_size", of=source) or 16) ** 2)
         if frames is not None:
             yield self.noise(B, frames, channels, *_pair(size))
         yield self.noise(B, channels, *_pair(size))
         yield self.noise(B, 1, channels, *_pair(size))
+        yield self.noise(B, 2, channels, *_pair(size))  # two to be matched
         patch = self.find("patch_size", of=source)
         if isinstance(patch, int):
             yield self.noise(B, (_pair(size)[0] // patch) ** 2, channels * patch**2)
@@ -374,6 +386,11 @@ MAKERS: dict[str, Maker] = {
     "encoder_hidden_states": lambda w: w.vectors("encoder_hidden_size", "hidden_size", "d_model"),
     "grid_thw": _one(lambda w: torch.tensor([_grid(w)])),
     "image_grid_thw": _one(lambda w: torch.tensor([_grid(w)])),
+    "pixel_attention_mask": _one(lambda w: torch.ones(B, CELLS**2, dtype=torch.long)),
+    "spatial_shapes": _one(lambda w: torch.full((B, 2), CELLS)),
+    "merge_sizes": _one(lambda w: torch.tensor([2])),
+    "task_inputs": _one(lambda w: next(w.tokens())[:, :1].expand(B, w.find("task_seq_len") or L)),
+    "inputs": lambda w: w.vectors("d_model", "hidden_size"),
     "image_sizes": _one(lambda w: torch.tensor([_pair(next(w.pixels()).shape[-2:])] * B)),
     "bbox": _one(lambda w: torch.zeros(B, L, 4, dtype=torch.long)),
     "visual_feats": _one(lambda w: w.noise(B, 4, w.find("visual_feat_dim"))),
@@ -405,6 +422,7 @@ EXTRAS: tuple[tuple[str, ...], ...] = (
     ("input_features", "input_features_mask"),
     ("input_values",),
     ("pixel_values_videos",),
+    ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
     ("visual_feats", "visual_pos"),
     ("encoder_hidden_states",),
     ("decoder_input_values",),
