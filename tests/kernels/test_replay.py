@@ -25,7 +25,8 @@ CASES = {
     "clusters": partial(cluster_attention, backend="triton", **CLUSTERS),
     "past": partial(cluster_attention, clusters=Blocks(16, keep=1), is_causal=True, backend="triton"),
 }
-EACH = [pytest.param(name, marks=() if name == "dense" else pytest.mark.gpu) for name in CASES]  # others take a minute
+GPU = [pytest.param(name, marks=pytest.mark.gpu, id=f"{name} on a GPU") for name in CASES]
+EACH = ["dense", *GPU]  # in the interpreter the others take a minute
 
 
 class Compiled:
@@ -104,6 +105,34 @@ def test_gradients_of_a_repeated_call_have_the_same_bits(case: str) -> None:
     replay.forget()
     for x, y in zip(again, step(7), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_repeated_call_is_recorded_by_a_cuda_graph(case: str) -> None:
+    inputs = made(case, 0)
+    with torch.no_grad():
+        for _ in range(3):
+            CASES[case](*inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = CASES[case](*inputs)
+        for x, y in zip(inputs, made(case, 5), strict=True):
+            x.copy_(y)
+        graph.replay()
+        torch.cuda.synchronize()
+        replay.forget()
+        assert torch.equal(out, CASES[case](*inputs))
+
+
+@pytest.mark.gpu
+def test_tensors_off_their_alignment_are_taken_as_ever() -> None:
+    inputs = made("dense", 0)
+    wanted = CASES["dense"](*inputs)
+    for _ in range(3):
+        CASES["dense"](*inputs)
+    off = [x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in inputs]
+    assert torch.equal(CASES["dense"](*off), wanted)
 
 
 def test_other_options_shapes_strides_and_types_are_other_calls() -> None:
