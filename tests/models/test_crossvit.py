@@ -16,6 +16,8 @@ COUNTS = {
     "crossvit_9_dagger": 8_776_592,
     "crossvit_15_dagger": 28_209_008,
     "crossvit_18_dagger": 44_266_976,
+    "crossvit_15_dagger_408": 28_500_080,
+    "crossvit_18_dagger_408": 44_606_560,
 }
 
 

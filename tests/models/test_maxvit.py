@@ -6,7 +6,13 @@ import torch
 import cumulant
 from cumulant.models.maxvit import MAXVIT_CONFIGS, MaxViT, RelativeAttention, joined, parted
 
-COUNTS = {"maxvit_t": 30_916_528, "maxvit_s": 68_927_956, "maxvit_b": 119_467_708, "maxvit_l": 211_785_560}
+COUNTS = {
+    "maxvit_t": 30_916_528,
+    "maxvit_s": 68_927_956,
+    "maxvit_b": 119_467_708,
+    "maxvit_l": 211_785_560,
+    "maxvit_xl": 474_951_952,
+}
 
 
 def parameters(module):
@@ -27,6 +33,7 @@ def test_parameters_are_as_many_as_published():
     assert {name: parameters(cumulant.create_model(name, device="meta")) for name in COUNTS} == COUNTS
     assert parameters(cumulant.create_model("maxvit_t", img_size=384, device="meta")) == 30_977_008
     assert parameters(cumulant.create_model("maxvit_nano", num_classes=10, device="meta")) == 182_910
+    assert cumulant.create_model("maxvit_tiny_tf_224", device="meta").config["name"] == "maxvit_t"  # timm's name
     first = cumulant.create_model("maxvit_t", device="meta").stages[0].blocks[0]
     assert [parameters(part) for part in (first.conv, first.attn_block, first.attn_grid)] == [44_752, 50_322, 50_322]
 

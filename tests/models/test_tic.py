@@ -79,6 +79,7 @@ def test_parameters_are_those_of_the_formula():
         assert sum(p.numel() for p in layer.parameters()) == 3 * dim**2 + 3 * dim + dim * out * kernel**2
     for more, count in (({}, 31_226), ({"norm": "batch"}, 31_482)):
         assert sum(p.numel() for p in cumulant.create_model("tic_nano", num_classes=10, **more).parameters()) == count
+    assert sum(p.numel() for p in cumulant.create_model("tic_tiny", device="meta").parameters()) == 19_902_440
 
 
 def test_shifting_the_image_shifts_the_answer_away_from_the_border():

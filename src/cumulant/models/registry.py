@@ -130,6 +130,10 @@ ACTIVATOR_CONFIGS: dict[str, dict[str, Any]] = {
 TIMM_NAMES = {
     **{f"tnt_{size}_patch16_224": f"tnt_{size}" for size in ("s", "b", "s_legacy")},
     **{f"crossvit_{size}_240": f"crossvit_{own}" for size, own in (("tiny", "ti"), ("small", "s"), ("base", "b"))},
+    **{
+        f"maxvit_{size}_tf_224": f"maxvit_{own}"
+        for size, own in (("tiny", "t"), ("small", "s"), ("base", "b"), ("large", "l"), ("xlarge", "xl"))
+    },
     **{f"crossvit_{size}_240": f"crossvit_{size}" for size in ("9", "15", "18", "9_dagger", "15_dagger", "18_dagger")},
 }
 
