@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A stranger's first minutes: a fresh clone, a fresh environment, the imports, then the code of README and docs and the
-# examples of every command, each in a fresh interpreter. Needs what `make install` needs; about five minutes.
+# A stranger's first minutes: a fresh clone, a fresh environment, what must import, then every code block of README and
+# docs and every command's example, in fresh interpreters without the tests' settings; the site; the demo with --demo.
+# Needs what `make install` needs; about ten minutes. `make test` in a fresh clone, which is CI, holds all but the last two.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 folder=$(mktemp -d)
@@ -10,6 +11,12 @@ cd "$folder/cumulant"
 export ONEDNN_MAX_CPU_ISA=${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
 make install
 .venv/bin/cumulant --version
+.venv/bin/cumulant list
 .venv/bin/python -c "import cumulant; from transformers import BertModel, ViTModel; print(cumulant.register_transformers())"
-.venv/bin/python -m pytest tests/test_docs.py tests/cli/test_examples.py
+timm=$PWD/.venv/timm-for-tests
+.venv/bin/python tests/timm_for_tests.py "$timm"
+.venv/bin/python -m pytest -q tests/test_docs.py tests/test_release.py tests/cli/test_examples.py tests/tools/test_check_environment.py
+[ ! -d "$timm" ] || PYTHONPATH=$timm .venv/bin/python -m pytest -q -m timm tests/test_docs.py tests/conversion/test_doors.py
+[ ! -x .venv/bin/mkdocs ] || make docs
+[ "${1:-}" != --demo ] || make demo
 echo "a stranger gets through"
