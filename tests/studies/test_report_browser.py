@@ -94,3 +94,18 @@ def test_maps_over_other_numbers_of_tokens_have_scales_of_their_own(study, tmp_p
     results["maps"]["locality"]["cumulant3"]["tokens"] = tokens
     with opened(results, tmp_path) as page:
         assert page.locator('#scale-buttons [aria-pressed="true"]').inner_text() == pressed
+
+
+def test_signed_maps_open_where_most_is_subtracted_and_a_finger_reads_a_weight(study, tmp_path):
+    results = copy.deepcopy(study[1])
+    maps = results["maps"]["models"]["cumulant3"]
+    for item in maps["scores"]:
+        for layer in item:
+            for head in layer:
+                head[:] = [abs(weight) for weight in head]
+        item[-1][-1][1] = -5.0  # of the first patch, in the last layer and head alone
+    with opened(results, tmp_path, has_touch=True, viewport={"width": 400, "height": 800}) as page:
+        negative = page.locator("#map-grid").inner_text()
+        assert "neg 5.00" in negative
+        page.locator("#map-grid rect[data-weight]").first.tap()
+        assert "weight" in page.locator("#map-readout").inner_text()

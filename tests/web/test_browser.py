@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from cumulant.optional import install
 from cumulant.web import create_app
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
-VIEWS = ["maps", "compare", "heads", "distance", "lens"]
+VIEWS = ["maps", "compare", "heads", "distance", "lens", "overview", "patterns"]
 
 
 @pytest.fixture(scope="module")
@@ -411,3 +412,63 @@ def test_on_a_phone_the_maps_begin_right_below_the_picture(visit, address):
     page = visit(address, 390)
     board, view = (page.locator(one).bounding_box() for one in ("#board", "#view canvas >> nth=0"))
     assert view["y"] - (board["y"] + board["height"]) < 400
+
+
+def test_who_looks_at_a_patch_is_another_map_than_what_it_looks_at(page):
+    open_view(page, "Compare")
+    before = pixels_of(page)
+    page.get_by_role("radio", name="is looked at").check()
+    settle(page)
+    assert pixels_of(page) != before
+    assert "What each patch takes from the chosen one" in page.locator("#view").inner_text()
+
+
+def test_the_difference_of_two_models_is_a_map_of_its_own(page):
+    open_view(page, "Compare")
+    page.locator("#reading").select_option("difference")
+    settle(page)
+    assert page.locator("#view figure h3").all_inner_texts() == ["softmax", "cumulant3", "softmax − cumulant3"]
+
+
+def test_pictures_are_chosen_by_class_and_heads_asked_over_them(page):
+    open_view(page, "Pictures")
+    assert page.locator(".tile").count() == 3
+    page.get_by_label("Class").select_option("1")
+    settle(page)
+    assert page.locator(".tile").count() == 1
+    open_view(page, "Head summary")
+    assert page.get_by_label("Over").locator("option").all_inner_texts() == ["this picture", "the 1 of Pictures"]
+    one = page.locator("#view .heat").all_inner_texts()
+    page.get_by_label("Over").select_option("many")
+    settle(page)
+    assert page.locator("#view .heat").all_inner_texts() != one  # picture 1 in place of picture 2
+    assert "whole head" in page.locator("#parts").inner_text()
+
+
+def test_names_and_accuracies_of_models_take_one_line_however_long(browser, models, examples):
+    long = {f"{name} with a name that does not fit": replace(one, accuracy=0.958) for name, one in models.items()}
+    with serving(create_app(long, examples)) as other, visitor(browser) as visit:
+        heights = visit(other, 400).locator(".panel-title").evaluate_all("all => all.map(one => one.offsetHeight)")
+    assert max(heights) < 36
+
+
+def test_the_dial_goes_from_linear_to_softmax_on_a_photograph(browser, tmp_path):
+    from test_photographs import SHORT
+
+    from cumulant.web.photographs import photograph_models, photographs
+
+    pictures = photographs()[:1]
+    shown = photograph_models(pictures, tmp_path, recipe=SHORT)
+    with serving(create_app(shown, pictures)) as other, watched_page(browser, other) as page:
+        open_view(page, "Dial")
+        expect(page.locator(".dial-strip img")).to_have_count(8)
+        assert page.locator(".dial-strip button").first.inner_text().startswith("linear")
+        first = page.locator(".dial-pair .now img").get_attribute("src")
+        page.locator(".dial-strip button").last.click()
+        settle(page)
+        assert page.locator(".dial-pair .now h3").inner_text() == "attention: softmax"
+        assert page.locator(".dial-pair .now img").get_attribute("src") != first
+        page.reload()
+        settle(page)
+        assert page.locator(".dial-pair .now h3").inner_text() == "attention: softmax"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1300

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from small_explorer import encoded, local_client, noise, png_claiming
 from cumulant.cli import main
 from cumulant.inspect.opening import open_model
 from cumulant.train import read_recipe, train
-from cumulant.web import Example, create_app, serve
+from cumulant.web import Example, create_app, photographs, serve
 from cumulant.web.command import Explore
 from cumulant.web.demo import digits_models
 from cumulant.web.explorable import examples_of
@@ -88,6 +89,20 @@ def test_digits_models_are_trained_once_and_then_read(tmp_path):
     assert quiet.getvalue() == ""
     assert torch.equal(first.model.head.weight, second.model.head.weight)
     assert first.model.grid_size == (6, 6)
+
+
+def test_the_first_start_trains_on_one_thread_and_leaves_the_others_as_they_were(tmp_path, monkeypatch):
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr("cumulant.train.train", lambda *_, **__: seen.append(torch.get_num_threads()) or 1 / 0)
+    monkeypatch.setattr(photographs, "learn", lambda *_, **__: seen.append(torch.get_num_threads()) or 1 / 0)
+    try:
+        torch.set_num_threads(2)
+        for first_start in (partial(digits_models, ["linear"]), partial(photographs.photograph_models, [])):
+            with pytest.raises(ZeroDivisionError):
+                first_start(tmp_path)
+        assert (seen, torch.get_num_threads()) == ([1, 1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.timm

@@ -243,10 +243,12 @@ def test_two_threads_decode_for_all_senders(models, monkeypatch):
     async def send_all():
         return await asyncio.gather(*(engine.receive(encoded(noise(seed)), False) for seed in range(10)))
 
-    assert len({name for name, _ in asyncio.run(send_all())}) == 10
+    with ThreadPoolExecutor(1) as apart:  # a browser's tests may have left a loop in this thread
+        taken = apart.submit(asyncio.run, send_all()).result()
+    assert len({name for name, _ in taken}) == 10
     assert len(seen) <= 2
     with pytest.raises(UploadError, match="not a picture"):
-        asyncio.run(engine.receive(b"text", False))
+        ThreadPoolExecutor(1).submit(asyncio.run, engine.receive(b"text", False)).result()
 
 
 def test_a_name_of_no_meaning_is_refused_and_addresses_are_allowed_where_other_machines_may_ask(models, examples):

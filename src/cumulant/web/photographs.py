@@ -36,7 +36,7 @@ COLLECTION = "photographs"
 MECHANISMS = ("softmax", "cumulant3")
 PATCH, SIDE, LEARNED_SIDE = 8, 128, 96
 MEAN, STD = (0.5,) * 3, (0.25,) * 3
-# 300 steps: 25 to 30 s of one core. Painted patches then differ from the truth by half of their variance.
+# 300 steps: 33 s of one core. What is painted is off by 0.57 (softmax) and 0.67 (cumulant3) of the truth's variance.
 RECIPE = {
     "steps": 300,
     "batch": 16,
