@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_checks import DEVICE, tokens
+from kernel_checks import DEVICE, error, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
@@ -132,7 +132,7 @@ def test_tensors_off_their_alignment_are_taken_as_ever() -> None:
     for _ in range(3):
         CASES["dense"](*inputs)
     off = [x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in inputs]
-    assert torch.equal(CASES["dense"](*off), wanted)
+    assert error(CASES["dense"](*off), wanted.double()) < 4e-3  # other loads, other sums: not the same bits
 
 
 def test_other_options_shapes_strides_and_types_are_other_calls() -> None:
