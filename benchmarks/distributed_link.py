@@ -3,6 +3,7 @@
     sudo python benchmarks/distributed_link.py            # table, and benchmarks/results/distributed_link.json
     sudo python benchmarks/distributed_link.py --quick
     sudo python benchmarks/distributed_link.py --together    # five idle cores: whole steps on the clock
+    sudo python benchmarks/distributed_link.py --slept       # few cores: the same, with arithmetic slept
 
 Each worker lives in a namespace of its own, 10 ms and 1 Gbit/s away from the others (`Link`; TCP keeps its window after
 a pause, as on any tuned link). Float32, B 1, 12 heads of 64, 65,536 tokens in all.
@@ -35,6 +36,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,7 @@ from cumulant.distributed import context_parallel
 from cumulant.distributed.exchange import Workers
 from cumulant.distributed.parts import Parts
 from cumulant.distributed.softmax import Asked, _blocks, _blocks_and_gradients, _Part
+from cumulant.kernels.dense import cpu
 
 RESULTS = Path(__file__).parent / "results" / "distributed_link.json"
 WORLD, DELAY, RATE, MTU = 4, 10e-3, 125e6, 32000  # seconds, bytes a second, bytes
@@ -185,6 +188,72 @@ def together(rank: int, path: str, quick: bool, only: list[str]) -> None:
     dist.destroy_process_group()
 
 
+class Stages:
+    """The passes over tokens of `kernels.dense.cpu`, two forward and two backward, twice that in halves.
+
+    With `times` each does what it is given, a few tokens, and then sleeps so long; without, the processor time of each
+    is written down.
+    """
+
+    def __init__(self, times: list[float] | None = None) -> None:
+        self.given, self.found, self.run = times, list[float](), cpu._run
+
+    def __enter__(self) -> list[float]:
+        cpu._run = self
+        return self.found
+
+    def __exit__(self, *_: object) -> None:
+        cpu._run = self.run
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        start = time.process_time()
+        answer = self.run(*arguments)
+        self.found.append(time.process_time() - start)
+        if self.given is not None:
+            time.sleep(max(0.0, self.given[(len(self.found) - 1) % len(self.given)]))
+        return answer
+
+
+def stages(whole: int, part: int) -> dict[str, list[float]]:
+    """Processor seconds of each pass, for one worker's part and for all tokens; the least of five times."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    found = {}
+    for order in (2, 3):
+        for backward in (False, True):
+            for n, who in ((part, "part"), (whole, "one worker")):
+                for overlap in (False, True) if who == "part" else (False,):
+                    x, runs = tokens(n), []
+                    with context_parallel(mesh, overlap=overlap):
+                        for _ in range(6):
+                            with Stages() as times:
+                                step(cumulants(order), x, backward)
+                            runs.append(times)
+                    name = f"cumulant{order} {'both' if backward else 'forward'} {who}{', in halves' * overlap}"
+                    found[name] = [min(one) for one in zip(*runs[1:], strict=True)]
+    dist.destroy_process_group()
+    return found
+
+
+def slept(rank: int, path: str, quick: bool) -> None:
+    """Whole steps on the clock where cores are few: messages go over the link, arithmetic is slept."""
+    mesh, times = meet(rank, path), json.loads(Path(path + ".stages").read_text())
+    found: dict[str, float] = {}
+    few = tokens(8)
+    for name, given in times.items():
+        if "part" not in name:
+            continue
+        call = cumulants(int(name[8]))
+        check(mesh, call)
+        with context_parallel(mesh, overlap="halves" in name), Stages(given):
+            found[name] = clocked(lambda c=call, b="both" in name: step(c, few, b), 3 if quick else 15)
+    if rank == 0:
+        Path(path + ".json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def meet(rank: int, path: str) -> DeviceMesh:
     torch.set_num_threads(1)
     join_link(rank, path + ".link")
@@ -272,6 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--together", action="store_true", help="whole steps on the clock: needs five idle cores")
+    parser.add_argument("--slept", action="store_true", help="the same for few cores: messages go, arithmetic is slept")
     parser.add_argument("--only", nargs="*", default=[], help="with --together, these mechanisms")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
@@ -279,14 +349,23 @@ def main() -> None:
     if options.rank is not None:
         if options.together:
             together(options.rank, options.store, options.quick, options.only)
+        elif options.slept:
+            slept(options.rank, options.store, options.quick)
         else:
             worker(options.rank, options.store, options.quick)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/store"
         link_between = Link(path + ".link")
+        if options.slept:
+            times = stages(4096, 1024) if options.quick else stages(65536, 16384)
+            Path(path + ".stages").write_text(json.dumps(times))
         command = [sys.executable, __file__, "--store", path, *["--quick"] * options.quick]
-        command += [*["--together"] * options.together, *(["--only", *options.only] if options.only else [])]
+        command += [
+            *["--slept"] * options.slept,
+            *["--together"] * options.together,
+            *(["--only", *options.only] if options.only else []),
+        ]
         several = [subprocess.Popen([*command, "--rank", str(r)]) for r in range(WORLD)]
         try:
             link_between.meet()
@@ -298,8 +377,23 @@ def main() -> None:
             for one in several:
                 one.kill()
         found = json.loads(Path(path + ".json").read_text())
-    record = provenance("python benchmarks/distributed_link.py" + " --together" * options.together)
+    how = " --together" * options.together + " --slept" * options.slept
+    record = provenance("python benchmarks/distributed_link.py" + how)
     record["link"] = {"workers": WORLD, "seconds of delay": DELAY, "bytes a second": RATE}
+    if options.slept:
+        rows = {}
+        for name, seconds in found.items():
+            one = sum(times[name.replace(", in halves", "").replace("part", "one worker")])
+            rows[name] = {
+                "seconds": seconds,
+                "arithmetic": sum(times[name]),
+                "over an ideal quarter": seconds * WORLD / one,
+            }
+            print(f"{name:40}", *(f"{key} {value:.4f}  " for key, value in rows[name].items()))
+        if not options.quick:
+            to = RESULTS.with_name("distributed_slept.json")
+            to.write_text(json.dumps({**record, "tokens": 65536, "rows": rows, "passes": times}, indent=1) + "\n")
+        return
     if options.together:
         if not options.quick:
             to = Path(os.environ.get("OUT", RESULTS.parent)) / "distributed_together.json"
