@@ -11,7 +11,8 @@ import torch
 
 from cumulant.cli import main
 from cumulant.studies.cab import backbones, data, leaderboard, patterns, study, synthetic, tasks
-from cumulant.studies.cab.training import NotReachedError, Schedule, trained
+from cumulant.studies.cab.training import NotReachedError, trained
+from cumulant.studies.loop import Schedule
 from cumulant.studies.command import Cab
 
 SMALL = tasks.tasks_of("small")

@@ -131,15 +131,15 @@ class InterpretedViT(VisionTransformer):
             drawn = found
         before = drawn.kept[group - 1] if group else torch.ones_like(drawn.kept[0])
         with torch.no_grad():
-            reached = self._before(images, drawn.kept[:group])
+            reached = self.reaching(images, drawn.kept[:group])
         told = self.interpreters[group](reached, before)[:, 1:]
         return policy_loss(told, drawn.kept[group][:, 1:], rewards[1] - rewards[0], before[:, 1:])
 
     def _group(self, start: int, size: int) -> list[nn.Module]:
         return [self.blocks[number] for number in range(start, start + size)]
 
-    def _before(self, images: Tensor, choices: Sequence[Tensor]) -> Tensor:
-        """Tokens that reach the interpreter after the groups whose choices these are."""
+    def reaching(self, images: Tensor, choices: Sequence[Tensor]) -> Tensor:
+        """Tokens (B, T, C) that reach the next group after those whose choices (B, T) these are."""
         x, start = self.embed(images), 0
         for kept, size in zip(choices, self.groups, strict=False):
             x = _through(self._group(start, size), x * kept.unsqueeze(-1).to(x.dtype), kept)

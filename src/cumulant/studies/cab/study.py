@@ -19,7 +19,8 @@ from cumulant.studies.cab import data, synthetic
 from cumulant.studies.cab.leaderboard import judged
 from cumulant.studies.cab.patterns import support
 from cumulant.studies.cab.tasks import Task, tasks_of
-from cumulant.studies.cab.training import NotReachedError, Schedule, trained
+from cumulant.studies.cab.training import NotReachedError, trained
+from cumulant.studies.loop import Schedule
 from cumulant.studies.outcome import origins
 from cumulant.studies.plan import CONTROL_SEED, Run, seeded
 from cumulant.studies.records import device_name
