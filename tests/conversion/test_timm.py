@@ -114,3 +114,13 @@ def test_cumulant_attention_is_an_attn_layer_of_timm():
     ours.load_state_dict(plain.state_dict())
     convert(plain, "cumulant3")
     torch.testing.assert_close(ours(IMAGES), plain(IMAGES), atol=1e-5, rtol=1e-4)
+
+
+def test_a_whole_layer_takes_the_place_of_timms_and_gives_it_back():
+    model = vit()
+    x = torch.randn(2, 3, 32, 32)
+    before = model(x)
+    report = cumulant.convert(model, layer="sparsifiner+keep=1.0", example=x, force=True)
+    assert report.measured_error < 1e-5
+    cumulant.convert.restore(model)
+    assert torch.equal(model(x), before)

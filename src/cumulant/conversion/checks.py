@@ -15,6 +15,7 @@ from ..inspect.sites import Site, swappable_sites
 from ..inspect.watching import own_softmax
 from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import observing
+from ..nn.swapped.layers import ORIGINAL
 
 Output = Callable[[Any, Batch], Tensor]
 NOT_RUN = "it does not run for this example; pass example=batch with inputs that reach it"
@@ -46,12 +47,18 @@ def count_calls(model: nn.Module, example: Batch, names: Iterable[str]) -> dict[
     modules = {id(model.get_submodule(name)): name for name in names}
     calls = dict.fromkeys(modules.values(), 0)
 
-    def count(module: nn.Module, _: Any) -> None:
+    def count(module: nn.Module, *_: Any) -> None:
         if id(module) in modules:
             calls[modules[id(module)]] += 1
 
-    with observing(count), torch.no_grad(), evaluating(model):
-        call(model, example)
+    whole = [m for m in map(model.get_submodule, calls) if ORIGINAL in m.__dict__]  # these compute by themselves
+    hooks = [module.register_forward_hook(count) for module in whole]
+    try:
+        with observing(count), torch.no_grad(), evaluating(model):
+            call(model, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
     never = [name for name, times in calls.items() if times == 0]
     if never:
         raise RuntimeError(

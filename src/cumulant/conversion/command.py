@@ -106,6 +106,9 @@ class Convert:
     dial."""
     attention: str | None = None
     """Mechanism (cumulant3), by the name that `cumulant list` prints, with options: cumulant3+around=mean."""
+    layer: str | None = None
+    """A layer of `cumulant list layers`, with options: moh+top=4. It takes the place of whole layers, with their
+    projections, over --attention (softmax)."""
     around: Literal["zero", "mean"] | None = None
     """Query around which cumulant mechanisms expand softmax: 0, or the mean of a sequence, which is closer and not for
     causal or cross attention. By default 0, and with --layers auto whichever changes the output less."""
@@ -239,6 +242,7 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
     report = convert(
         model,
         settings.attention,
+        layer=settings.layer,
         layers=layers,
         options={} if settings.around is None else {"around": settings.around},
         budget=settings.budget if layers == "auto" else None,

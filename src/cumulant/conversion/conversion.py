@@ -101,6 +101,7 @@ def convert(
     model: nn.Module,
     attention: str | None = None,
     *,
+    layer: str | None = None,
     layers: Layers = None,
     budget: float | None = None,
     target: float | None = None,
@@ -121,6 +122,7 @@ def convert(
         report = cumulant.convert(model, layers={4: "cumulant2", 5: {"attention": "cumulant3", "heads": [0, 2]}})
         report = cumulant.convert(model, layers="auto", budget=0.05, data=batches)  # where it is safe
         report = cumulant.convert(model, layers="dial", target=0.15, data=batches)  # clusters, where they are cheaper
+        report = cumulant.convert(model, layer="moh+top=4", layers=[4, 5])        # whole layers, to be trained further
 
     A dry run counts that every replaced layer really runs; a layer that takes the name and ignores it, a bias or mask
     that cannot be honoured, and projections that were not taken over exactly are errors, and the model is left as it
@@ -129,7 +131,9 @@ def convert(
 
     Args:
         attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 (the default) or linear; options may stand
-            behind it, "cumulant3+around=mean".
+            behind it, "cumulant3+around=mean". With `layer` any mechanism that the layer runs over; softmax unless given.
+        layer: a name of `cumulant.nn.layers()`, with options behind it, that takes the place of whole layers in models
+            of this library and of timm. Projections are carried over; what else it has (a router, say) is fresh.
         layers: None for all that can be replaced; indices in running order or name patterns; a mapping from those to a
             mechanism, or to {"attention", "heads", "options"}; "auto" to choose by diagnosis; "dial" to choose clusters
             and heads of each layer by `choose_layers`. Where nothing is cheaper than softmax, over few
@@ -155,9 +159,11 @@ def convert(
         _check_dial(target, data, {name: value for name, value in given.items() if value})
     elif target is not None:
         raise ValueError(f'target={target} goes with layers="dial", got layers={layers!r}')
-    attention = "cumulant3" if attention is None else attention
-    asked = Choice.named(attention, options)
-    if asked.attention == SOFTMAX:
+    if layer is not None and (layers in ("auto", "dial") or heads):
+        raise ValueError(f"layer={layer!r} takes the place of whole layers, named by layers=...; got layers={layers!r}")
+    attention = ("cumulant3" if layer is None else SOFTMAX) if attention is None else attention
+    asked = Choice.named(attention, options, layer)
+    if asked.attention == SOFTMAX and layer is None:
         raise ValueError(
             f'attention="softmax" is what the layers compute now, so nothing would be replaced; one of '
             f"{', '.join(fitting())} takes its place"

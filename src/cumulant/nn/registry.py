@@ -49,7 +49,6 @@ class Layer:
     needs_grid: bool = False  # runs only where tokens lie on a `grid`
     # Mechanisms of the zoo that it does not run over, with the reason.
     not_over: Mapping[str, str] = field(default_factory=dict)
-    takes_over: bool = False  # the weights of an ordinary layer load into it, so that `convert` may put it in its place
 
     @property
     def options(self) -> tuple[str, ...]:

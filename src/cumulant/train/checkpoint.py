@@ -70,10 +70,10 @@ def load(
         if config is None:
             raise ValueError(f"{path} does not say which model it holds; pass that model as model=...")
         model = create_model(**config)
+    if known is not None:  # first: layers that were put in have weights of their own
+        put_back(model, known["layers"], whole=len(known["layers"]) == count_own(model))
     model.load_state_dict(load_file(path), assign=assign)
     remember(model, header)
-    if known is not None:
-        put_back(model, known["layers"], whole=len(known["layers"]) == count_own(model))
     return model.to(device)
 
 

@@ -242,7 +242,6 @@ MOH = register_layer(
         year=2024,
         arxiv="2410.11842",
         cost="(S + K) / H of the mechanism's rows",
-        takes_over=True,
         **can("causal cross key_mask ragged streaming equivariant losses weights"),
     )
 )

@@ -20,6 +20,7 @@ from ...grammar import parse, suggest, write
 from ...tensors import repeat_heads
 from ...zoo.registry import Mechanism
 from ..fold import unfolded
+from ..registry import get_layer
 
 SOFTMAX = "softmax"
 
@@ -28,15 +29,22 @@ SOFTMAX = "softmax"
 class Choice:
     """The mechanism of a layer, its options, and the heads that take it (None: all; the others stay softmax).
 
-    `name` writes mechanism and options as one word, "cumulant3+around=mean", and `named` reads it.
+    `name` writes mechanism and options as one word, "cumulant3+around=mean", and `named` reads it. `layer`: a layer of
+    `cumulant.nn.layers()`, with its options behind its name, that takes the place of the whole layer.
     """
 
     attention: str = "cumulant3"
     heads: tuple[int, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    layer: str | None = None
 
     def __post_init__(self) -> None:
-        check_fits(self.attention)
+        if self.layer is None:
+            check_fits(self.attention)
+        elif self.heads is not None:
+            raise ValueError(f"heads={list(self.heads)} stay with a mechanism; layer={self.layer!r} is of all heads")
+        else:
+            get_layer(self.layer)
         zoo.get(self.attention).check_options(self.options)
         if "around" in self.options:
             check_around(self.options["around"], is_causal=False)
@@ -57,10 +65,10 @@ class Choice:
         return write(self.attention, self.options)
 
     @classmethod
-    def named(cls, name: str, options: Mapping[str, Any] | None = None) -> Choice:
+    def named(cls, name: str, options: Mapping[str, Any] | None = None, layer: str | None = None) -> Choice:
         """The choice that "cumulant3+around=mean" stands for, with further options."""
         attention, own = parse(name)
-        return cls(attention, None, {**own, **(options or {})})
+        return cls(attention, None, {**own, **(options or {})}, layer)
 
     @property
     def for_all_heads(self) -> Choice:
@@ -93,17 +101,19 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         heads = None if self.heads is None else list(self.heads)
-        return {"attention": self.attention, "heads": heads, "options": dict(self.options)}
+        made = {"attention": self.attention, "heads": heads, "options": dict(self.options)}
+        return made if self.layer is None else {**made, "layer": self.layer}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Choice:
         heads = values.get("heads")
-        made = cls.named(values["attention"], values.get("options"))
+        made = cls.named(values["attention"], values.get("options"), values.get("layer"))
         return made if heads is None else replace(made, heads=tuple(heads))
 
     def __str__(self) -> str:
         extra = "".join(f", {name}={value}" for name, value in self.options.items())
-        return f"{self.attention}{extra}" + ("" if self.heads is None else f" in heads {list(self.heads)}")
+        over = "" if self.layer is None else f"layer {self.layer} over "
+        return f"{over}{self.attention}{extra}" + ("" if self.heads is None else f" in heads {list(self.heads)}")
 
 
 def fits(mechanism: Mechanism) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from ..attention import MultiheadAttention
-from . import hf, inside, own, timm_layers
+from ..registry import number_layers
+from . import hf, inside, layers, own, timm_layers
 from .choice import KEPT, SOFTMAX, Choice
 
 TRANSFORMERS, TIMM, OURS, TORCH = "transformers", "timm", "cumulant", "torch"
@@ -91,8 +92,34 @@ def apply(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
     copy or a pickle of the model it takes the copy back.
     """
     library = library_of(model)
+    whole = [name for name, choice in plan.items() if choice.layer is not None]
+    if whole:
+        return _apply_layers(model, plan, whole)
     how = {TRANSFORMERS: _apply_transformers, TIMM: _apply_timm, OURS: _apply_own, TORCH: _apply_inside}
     return how[library](model, plan)
+
+
+def _apply_layers(model: nn.Module, plan: Mapping[str, Choice], whole: list[str]) -> Callable[[], None]:
+    """Whole layers that take the place of others, and mechanisms in the rest of the plan."""
+    rest = {name: choice for name, choice in plan.items() if name not in whole}
+    undo, put = apply(model, rest) if rest else None, list[str]()
+    take_back = partial(_undo_layers, model, put, undo)
+    try:
+        for name in whole:
+            layers.put_in(model, name, plan[name])
+            put.append(name)
+    except BaseException:
+        take_back()
+        raise
+    number_layers(model)
+    return take_back
+
+
+def _undo_layers(model: nn.Module, put: list[str], undo: Callable[[], None] | None) -> None:
+    for name in put:
+        layers.take_out(model, name)
+    if undo is not None:
+        undo()
 
 
 def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], None], whole: bool = False) -> None:
@@ -115,6 +142,8 @@ def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], No
         stated: Any = model.config
         model.__dict__["_cumulant_config"] = stated
         made = None if one is None else {"attention": one.attention, "attention_options": dict(one.options)}
+        if made is not None and one is not None and one.layer is not None:
+            made["layer"] = one.layer
         model.__dict__["config"] = None if made is None else {**stated, **made}
 
 
