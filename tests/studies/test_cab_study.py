@@ -12,8 +12,8 @@ import torch
 from cumulant.cli import main
 from cumulant.studies.cab import backbones, data, leaderboard, patterns, study, synthetic, tasks
 from cumulant.studies.cab.training import NotReachedError, trained
-from cumulant.studies.loop import Schedule
 from cumulant.studies.command import Cab
+from cumulant.studies.loop import Schedule
 
 SMALL = tasks.tasks_of("small")
 TINY = backbones.Size(16, 2, 1, 32)

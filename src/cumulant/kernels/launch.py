@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..optional import install
+from ..tracing import is_plain, transformed
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # Triton reads it at import too
 HAS_TRITON = find_spec("triton") is not None
@@ -45,6 +46,11 @@ class Config(NamedTuple):
 def available(x: Tensor) -> bool:
     """Whether Triton kernels can take x: on a CUDA device, or on the CPU under TRITON_INTERPRET=1."""
     return x.dtype in DTYPES and HAS_TRITON and x.device.type == ("cpu" if INTERPRET else "cuda")
+
+
+def direct(x: Tensor) -> bool:
+    """Whether a kernel that is no operator of torch may take x: on a GPU, and nothing watches that must know it."""
+    return x.is_cuda and available(x) and is_plain(x) and not transformed()
 
 
 def obstacle(query: Tensor, value: Tensor, order: int, is_causal: bool) -> str | None:

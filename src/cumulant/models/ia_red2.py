@@ -125,7 +125,7 @@ class InterpretedViT(VisionTransformer):
         with torch.no_grad():
             rewards = []
             for sample in (None, group):
-                x, found = self.passed(images, last=group, sample=sample)
+                x, found = self.passed(images, last=group, sample=sample, dense=True)  # waits for nothing
                 right = cast(Tensor, self.forward_head(x)).argmax(-1) == labels
                 rewards.append(reward(found.kept[group][:, 1:], right, tau))
             drawn = found

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...call import Call, Grid, check_choice
 from ...cluster import cluster_attention
+from ...kernels import launch
 from ...tensors import ABSENT, wide
 from ...zoo.grid import resolve_grid
 from ...zoo.registry import can
@@ -23,6 +24,7 @@ from .base import HeadsLayer, crossed, need
 
 SCALES = ("channels", "head")
 TOP = 4
+WIDEST = 512  # channels of a convolution by our kernel
 NOT_OVER = {
     **dict.fromkeys(("combiner", "hierarchical"), "a region attends to keys of others: it has no cross attention"),
     **dict.fromkeys(("rala", "mala"), "its gate reads the tokens of the layer, which are cut into regions; "
@@ -83,6 +85,36 @@ class BiLevelRouting(HeadsLayer):
             )
         self.regions, self.top, self.logit_scale, self.far = regions, top, logit_scale, far
 
+    def attend(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
+        if not self._direct(call):
+            return super().attend(call, x, context)
+        return self.proj_drop(self.proj(self.norm(self._by_kernel(call).reshape(x.shape))))
+
+    def _direct(self, call: Call) -> bool:
+        """Whether kernels compute the layer: softmax of whole pictures on a GPU, where no gradient is asked for."""
+        plain = self.mechanism.name == "softmax" and not self.far and self.gate is None and self.temperature is None
+        conv = self.v_conv is None or (self.v_conv.weight.ndim == 4 and self.dim <= WIDEST)
+        if torch.is_grad_enabled() or not (plain and conv and launch.direct(call.query)):
+            return False
+        free = call.key_mask is None and not call.prefix and not call.is_causal and not call.dropout_p
+        if not free or call.query.shape[-2] != call.key.shape[-2]:
+            return False
+        grid = resolve_grid(call.key.shape[-2], call.grid, 0)
+        return math.prod(grid[:-2]) == 1 and not any(Regions.of(grid, self.regions).padded)
+
+    def _by_kernel(self, call: Call) -> Tensor:
+        """What the projection reads, (B, L, C): keys and values are read where they lie, and nothing is copied."""
+        from ...kernels.heads.regions import add_convolved, attend_regions
+
+        flat, regions = self._laid_out(call, scaled=False)
+        factor = self.num_heads**-0.5 if self.logit_scale == "channels" else 1.0
+        chosen = self._chosen(flat, regions)
+        out = attend_regions(*flat[:3], chosen, regions.sides[1:], factor * flat.softmax_scale)
+        tokens, value = out.transpose(1, 2).flatten(2), flat.value.transpose(1, 2)
+        if self.v_conv is not None:
+            add_convolved(tokens, value.flatten(2), self.v_conv.weight, flat.grid[-2:])  # type: ignore[index]
+        return tokens
+
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         flat, regions = self._laid_out(call)
         if self.far:
@@ -114,8 +146,9 @@ class BiLevelRouting(HeadsLayer):
             rows = torch.cat((self.mix.weigh(_prefix_of(flat)), rows), -2)
         return rows.reshape(*call.query.shape[:-1], L)
 
-    def _laid_out(self, call: Call) -> tuple[Call, Regions]:
-        """The call with all leading dimensions as one, its mask for each batch, and the regions of its grid."""
+    def _laid_out(self, call: Call, scaled: bool = True) -> tuple[Call, Regions]:
+        """The call with all leading dimensions as one, its mask for each batch, and the regions of its grid; the query
+        multiplied by the ratio of `logit_scale`, unless not `scaled`."""
         if call.is_causal:
             raise ValueError("is_causal=True, but layer 'biformer' routes by means of regions, which know later tokens")
         tokens = call.key.shape[-2]
@@ -132,7 +165,7 @@ class BiLevelRouting(HeadsLayer):
                 f"'biformer' cannot choose more than there are; take top={regions.many} or fewer"
             )
         query, key, value = (part.reshape(-1, *part.shape[-3:]) for part in call[:3])
-        query = query * self.num_heads**-0.5 if self.logit_scale == "channels" else query
+        query = query * self.num_heads**-0.5 if scaled and self.logit_scale == "channels" else query
         mask = call.key_mask
         mask = None if mask is None else mask.expand(*call.query.shape[:-3], tokens).reshape(-1, tokens)
         return call._replace(query=query, key=key, value=value, key_mask=mask, query_mask=None, grid=grid), regions

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels import launch
 from ...tensors import wide
 from ...tracing import without_autocast
 from ...zoo.registry import can
@@ -81,6 +82,13 @@ class ComplexAttention(HeadsLayer):
         keys = delta[:: self.num_heads // key.shape[-3]]  # a key head may serve several
         gain = 1.0 if self.scale is None else self.scale * self.head_dim**0.5  # mechanisms divide by its root
         with without_autocast(query.device.type):
+            first = self.first_place if context is None else 0  # of the keys
+            if launch.direct(query):
+                return (
+                    self._by_kernel(query, self.first_place, delta, b, gain),
+                    self._by_kernel(key, first, keys),
+                    value,
+                )
             if context is None and query.shape == key.shape:  # side by side, in half the passes
                 both = torch.cat((delta, keys)), torch.cat((b, torch.zeros_like(b)))
                 factor = torch.ones_like(both[0][:, :1, None])
@@ -89,8 +97,19 @@ class ComplexAttention(HeadsLayer):
                 query, key = turned.to(value.dtype).chunk(2, -3)
             else:
                 query = self._turned(query, self.first_place, delta, b, gain).to(value.dtype)
-                key = self._turned(key, 0, keys, torch.zeros_like(keys)).to(value.dtype)
+                key = self._turned(key, first, keys, torch.zeros_like(keys)).to(value.dtype)
         return query, key, value
+
+    def _by_kernel(self, z: Tensor, start: int, delta: Tensor, b: Tensor | None = None, gain: float = 1.0) -> Tensor:
+        """`_turned` in one pass over z."""
+        from ...kernels.heads.turned import turned
+
+        flat, half = z.reshape(-1, *z.shape[-3:]), self.head_dim // 2
+        angles = None
+        if self.places:
+            places = torch.empty((), dtype=delta.dtype, device=z.device).expand(z.shape[-2], half)
+            angles = turns(places, half, self.base, start)[0]
+        return turned(flat, delta, torch.zeros_like(delta) if b is None else b, angles, gain).reshape(z.shape)
 
     def _turned(self, z: Tensor, start: int, delta: Tensor, b: Tensor, gain: Tensor | float = 1.0) -> Tensor:
         """|z| exp(i (delta phase z + b + place g)) times a gain, of z (..., H, L, D), as D real channels.

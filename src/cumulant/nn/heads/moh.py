@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...call import Call, check_choice
+from ...kernels import launch
 from ...tensors import wide
 from ...tracing import is_plain, transformed
 from ...zoo.mixing import Bound
@@ -112,6 +113,8 @@ class MixtureOfHeads(HeadsLayer):
             self.keep_loss("balance", self.balance * balance_loss(p, m, call.query_mask))
         weight = gates.mT.unsqueeze(-1)
         if self.top and self.top < self.routed and self._gathers(call):
+            if launch.direct(call.query) and not torch.is_grad_enabled():
+                return self._by_kernel(call, x, m, gates)
             return torch.cat((
                 self._of_heads(call, x, slice(0, self.shared)) * weight[..., : self.shared, :, :].to(call.query.dtype),
                 self._chosen(call, x, m, weight[..., self.shared :, :, :]),
@@ -184,6 +187,21 @@ class MixtureOfHeads(HeadsLayer):
             found = self._rows(call, x, parts, chosen[..., heads, :], number[..., heads, :], rows)
             out = out.index_copy(-3, torch.tensor(heads, device=out.device), found)
         return out * weight.to(call.query.dtype)
+
+    def _by_kernel(self, call: Call, x: Tensor, m: Tensor, gates: Tensor) -> Tensor:
+        """The gated output (..., H, L, D) without gradients: rows are taken and put back by one kernel each."""
+        from ...kernels.heads.chosen import put, take
+
+        lead, (L, D) = call.query.shape[:-3], call.query.shape[-2:]
+        chosen = m.mT.reshape(-1, self.routed, L) > 0  # (B, R, L)
+        number = chosen.cumsum(-1, dtype=torch.int32)
+        most = max(1, int(number[..., -1].max()))  # waits for the device
+        query, key, value = (part[..., self.shared :, :, :] for part in call[:3])
+        few = take(query.reshape(-1, self.routed, L, D), chosen, number, most).view(*lead, self.routed, most, D)
+        found = self.mix.run(call._replace(query=few, key=key, value=value, query_mask=None), x)
+        common = self._of_heads(call, x, slice(0, self.shared)).reshape(-1, self.shared, L, D) if self.shared else None
+        out = put(common, found.reshape(-1, *found.shape[-3:]), chosen, number, gates.reshape(-1, L, self.num_heads))
+        return out.view(*lead, *out.shape[1:])
 
     def _rows(self, call: Call, x: Tensor, parts: list[Tensor], chosen: Tensor, number: Tensor, rows: int) -> Tensor:
         """Output (..., h, L, D) of some heads, computed for at most `rows` chosen rows of each; the others are 0."""

@@ -23,6 +23,7 @@ from .base import HeadsLayer, need
 STAGES = ("sparse", "reconstruct")
 TOP_BASIS, LEAST = 8, 0.02  # basis maps that a row mixes, and entries of them that count as 0
 GATHERED = 1 << 26  # numbers of gathered keys that are held at a time
+AT_ONCE = 65535  # calls that fused kernels take side by side on a GPU
 FIRST = 1e-10  # of equal guesses, the earlier key
 NOT_OVER = {
     name: "each query has keys of its own: it has no cross attention, or parts that belong to a whole sequence"
@@ -185,7 +186,7 @@ class Sparsifiner(HeadsLayer):
         of their keys and the rows that count; as many blocks at a time as fit."""
         (B, H, L, D), r, p = call.key.shape, self.block, call.prefix
         b = math.ceil(self.keep * L)
-        at_once = max(1, GATHERED // max(1, B * H * b * D)) * r
+        at_once = max(1, min(GATHERED // max(1, B * H * b * D), AT_ONCE // max(1, B * H))) * r
         for start in range(p, L, at_once):
             rows = call.query[:, :, start : start + at_once]
             count, more = rows.shape[2], -rows.shape[2] % r

@@ -87,9 +87,14 @@ def _arguments(model: Any, name: str, source: Any) -> dict[str, Any]:
         if not isinstance(getattr(source, "qkv", None), nn.Linear) or other or not source.qkv.out_features % 3 == 0:
             raise ValueError(f"{name} has {other[0] if other else 'no common projection qkv'}, which no layer here has")
         if abs(source.scale * (source.qkv.out_features // 3 // source.num_heads) ** 0.5 - 1) > 1e-6:
-            raise ValueError(f"{name} scales its logits by {source.scale:g}; a layer here by the root of a head's width")
+            raise ValueError(
+                f"{name} scales its logits by {source.scale:g}; a layer here by the root of a head's width"
+            )
         grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-        given = {"grid_size": None if grid is None else tuple(grid), "prefix": int(getattr(model, "num_prefix_tokens", 0))}
+        given = {
+            "grid_size": None if grid is None else tuple(grid),
+            "prefix": int(getattr(model, "num_prefix_tokens", 0)),
+        }
         given["attn_drop"] = source.attn_drop.p
     given |= {"qkv_bias": source.qkv.bias is not None, "proj_bias": source.proj.bias is not None}
     drop = getattr(source, "proj_drop", None)

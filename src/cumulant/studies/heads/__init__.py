@@ -49,8 +49,16 @@ def measure(settings: Settings, configuration: str, seed: int, device: str) -> d
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     one = published(settings.layer)
     names = [*one.names, one.baseline + AGAIN]
-    rows = [[name, *(mean_of(seeds, name, key, 4) for key in one.columns)] for name in names]
+    rows = [[name, *(cell(seeds, name, key) for key in one.columns)] for name in names]
     return [Table(one.adapted, ["", *one.columns], rows)]
+
+
+def cell(seeds: Sequence[Measured], name: str, key: str) -> str:
+    """A figure of the table; what is counted, or does not depend on the seed, as it is."""
+    found = {one[name][key] for one in seeds if one.get(name, {}).get(key) is not None}
+    if len(found) == 1 and "parameters" in key:
+        return f"{found.pop():,}"
+    return mean_of(seeds, name, key, 1 if key == "peak memory" else 4)
 
 
 def study(layer: str) -> measuring.Study:

@@ -19,7 +19,7 @@ from cumulant.nn.heads.marro import Marro
 from cumulant.studies.cab import data as files
 from cumulant.studies.cab import synthetic
 from cumulant.studies.cab.backbones import Size as Width
-from cumulant.studies.cab.tasks import ABSENT, RoleTask, ReviewTask
+from cumulant.studies.cab.tasks import ReviewTask, RoleTask
 from cumulant.studies.heads.ordering import Links, Ordering, folder
 from cumulant.studies.loop import Schedule, drawn, fit, half
 

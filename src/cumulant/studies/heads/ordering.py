@@ -72,6 +72,12 @@ class Links:
         return Claim(lambda _: Statement(text, gap, least=0, exact=True))
 
 
+def falls(name: str, first: str, second: str) -> Claim:
+    """Of one configuration the second figure is below the first."""
+    gap = difference(number(name, first), number(name, second))
+    return Claim(lambda _: Statement(f"{name}: {second} below {first}", gap, least=0))
+
+
 def worse(name: str, key: str, than: str, least: float, most: float) -> Claim:
     """Of one configuration a figure is so many times another."""
     ratio = quotient(number(name, key), number(name, than))

@@ -27,9 +27,10 @@ from cumulant.nn import MultiheadAttention, create_layer
 from cumulant.nn.heads.biformer import BiLevelRouting
 from cumulant.nn.heads.sparsifiner import set_stage, sparse_loss
 from cumulant.nn.losses import auxiliary_loss
-from cumulant.studies.heads.ordering import Links, Ordering, folder, worse
+from cumulant.studies.heads.ordering import Links, Ordering, falls, folder
 from cumulant.studies.loop import Schedule, drawn, fit, half
 
+PLAIN = "vit_tiny_patch16_224"
 TRAIN, TEST = 20000, 5000  # pictures of CIFAR-10 that are read
 
 
@@ -53,6 +54,7 @@ class Size:
 
 
 SIZES = {"small": Size(), "files": Size(32, 4, 128, 6, 8, 128, 800, 1e-3, few=1000)}
+ROUTED = {"small": Size(), "files": Size(32, 4, 128, 4, 4, 64, 500, 1e-3, few=1000)}  # where steps take longer
 
 
 @functools.lru_cache(2)
@@ -95,7 +97,7 @@ def moved(images: Tensor) -> Tensor:
     return rows.gather(3, at[1][:, None, None, :].expand(-1, 3, side, -1))
 
 
-def network(size: Size, name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
+def network(size: Size, name: str = PLAIN, **options: Any) -> nn.Module:
     base = {"img_size": size.side, "patch_size": size.patch, "embed_dim": size.width, "depth": size.depth,
             "num_heads": size.heads, "num_classes": 10, "init_std": size.width**-0.5 / 2}  # fmt: skip
     return create_model(name, **{**base, **options})
@@ -113,11 +115,11 @@ def accuracy(answer: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor)
 
 def learn(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], data: str, seed: int, device: str, share: float = 1.0,
-    lr: float = 1.0, few: bool = False,
+    lr: float = 1.0, few: bool = False, sizes: Mapping[str, Size] = SIZES,
 ) -> None:  # fmt: skip
     """Train by loss(pictures, labels) for a share of the steps, at so many times the rate; with the few pictures that
     are kept apart, or with all others."""
-    size, (images, labels, _, _) = SIZES[data], pictures(data, device)
+    size, (images, labels, _, _) = sizes[data], pictures(data, device)
     steps = max(4, round(share * size.steps))
     first, last = (0, size.few) if few else (size.few, len(images))
     places = first + drawn(last - first, steps, size.batch, seed, images.device)
@@ -152,7 +154,7 @@ class OwnRegion(BiLevelRouting):
 
 def routed(options: Mapping[str, Any], data: str, seed: int, device: str) -> dict[str, Any]:
     """A network whose layers are BiFormer's, with regions of a size and so many of them for each."""
-    size = SIZES[data]
+    size = ROUTED[data]
     torch.manual_seed(seed)
     layer = f"biformer+regions={options['regions']}+top={options['top']}+lce=3"
     model = network(size, layer=layer, pool="gap").to(device)
@@ -160,7 +162,7 @@ def routed(options: Mapping[str, Any], data: str, seed: int, device: str) -> dic
         for module in model.modules():
             if isinstance(module, BiLevelRouting):
                 module.__class__ = OwnRegion
-    learn(model, answers(model), data, seed, device)
+    learn(model, answers(model), data, seed, device, sizes=ROUTED)
     return told(model, data, device)
 
 
@@ -193,24 +195,35 @@ def fixed_keys(kind: str, side: int, heads: int, keep: float, seed: int) -> Tens
 
 
 @functools.lru_cache(2)
-def dense(data: str, seed: int, device: str, name: str = "vit_tiny_patch16_224") -> nn.Module:
-    """A softmax network trained as usual: what pruned ones start from."""
+def dense(data: str, seed: int, device: str, name: str = "") -> nn.Module:
+    """A softmax network trained as usual: what others start from. With a name, that of a model which drops tokens or
+    keys later, of the smaller size."""
     torch.manual_seed(seed)
-    model = network(SIZES[data], name, **({"threshold": -1.0} if name.startswith("ia_red2") else {})).to(device)
-    learn(model, answers(model), data, seed, device)
+    sizes = ROUTED if name else SIZES
+    options = {"threshold": -1.0} if name.startswith("ia_red2") else {}
+    model = network(sizes[data], name or PLAIN, **options).to(device)
+    learn(model, answers(model), data, seed, device, sizes=sizes)
     return model.eval()
 
 
 def pruned(options: Mapping[str, Any], data: str, seed: int, device: str) -> dict[str, Any]:
     """A trained network that goes on with few keys for each query, taught by what it was."""
-    size, teacher = SIZES[data], dense(data, seed, device)
+    size, teacher = ROUTED[data], dense(data, seed, device, PLAIN)
     keep, kind = options.get("keep", 1.0), options["keys"]
     torch.manual_seed(seed)
     model = network(size, layer=f"sparsifiner+keep={keep}" if kind == "learned" else None).to(device)
     model.load_state_dict(teacher.state_dict(), strict=False)
     if kind == "learned":
         set_stage(model, "reconstruct")
-        learn(model, lambda x, y: cast(Tensor, (model(x), auxiliary_loss(model))[1]), data, seed, device, 0.25)
+        learn(
+            model,
+            lambda x, y: cast(Tensor, (model(x), auxiliary_loss(model))[1]),
+            data,
+            seed,
+            device,
+            0.25,
+            sizes=ROUTED,
+        )
         set_stage(model, "sparse")
     elif kind != "all":
         for number, block in enumerate(cast(Any, model).blocks):
@@ -223,7 +236,7 @@ def pruned(options: Mapping[str, Any], data: str, seed: int, device: str) -> dic
         return sparse_loss(model(x).float(), y, taught)
 
     model.train()
-    learn(model, loss, data, seed + 1, device, 0.5, 0.3)
+    learn(model, loss, data, seed + 1, device, 0.5, 0.3, sizes=ROUTED)
     return told(model, data, device)
 
 
@@ -239,7 +252,15 @@ def interpreted(data: str, seed: int, device: str) -> InterpretedViT:
             weight.requires_grad_(False)
         for weight in model.interpreters[group].parameters():
             weight.requires_grad_(True)
-        learn(model, functools.partial(model.reward_loss, group=group, tau=3.0), data, seed + group, device, 0.15)
+        learn(
+            model,
+            functools.partial(model.reward_loss, group=group, tau=3.0),
+            data,
+            seed + group,
+            device,
+            0.15,
+            sizes=ROUTED,
+        )
         for weight in model.parameters():
             weight.requires_grad_(True)
         for weight in model.interpreters.parameters():
@@ -250,7 +271,7 @@ def interpreted(data: str, seed: int, device: str) -> InterpretedViT:
             return F.cross_entropy(cast(Tensor, model.forward_head(tokens)).float(), y)
 
         model.train()
-        learn(model, loss, data, seed + 10 + group, device, 0.15, 0.1)
+        learn(model, loss, data, seed + 10 + group, device, 0.15, 0.1, sizes=ROUTED)
         model.eval()
     return model
 
@@ -337,7 +358,7 @@ ORDERINGS = {
         {"interpreter": {"by": "interpreter"}, "class token": {"by": "class token"}, "drawn": {"by": "chance"}},
         dropped, "CIFAR-10 on a grid of 8 x 8; the network is trained with its interpreters' choices alone",
         (RIGHT.better_than("interpreter", "class token"), RIGHT.better_than("class token", "drawn"),
-         worse("interpreter", "kept by group 3", "kept by group 1", 0.0, 1.0)),
+         falls("interpreter", "kept by group 1", "kept by group 3")),
         ("accuracy", "kept by group 1", "kept by group 2", "kept by group 3"),
     ),
     "gaam": Ordering(

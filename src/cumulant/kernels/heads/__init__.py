@@ -1,0 +1,1 @@
+"""Kernels of the layers in `nn.heads`: phases (ComplexFormer), chosen rows (MoH), chosen regions (BiFormer)."""

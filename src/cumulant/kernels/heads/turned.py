@@ -1,0 +1,134 @@
+"""z -> gain |z| exp(i (delta phase z + b + place g)) in one pass over the tokens, forward and backward.
+
+Shape legend: B batch, H heads, L tokens, h complex channels, D = 2 h; channel c of z pairs with c + h, and the parts
+of the result stand side by side, 2 c and 2 c + 1.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..launch import cdiv, empty_like_rows, on_device, padded, rows
+
+BLOCK = 64  # tokens of a program
+
+
+@triton.jit
+def atan2(y, x):
+    """In float32, to 2e-7: Cephes' polynomial on the octant, then the reflections."""
+    ax, ay = tl.abs(x), tl.abs(y)
+    t = tl.minimum(ax, ay) / tl.maximum(tl.maximum(ax, ay), 1e-38)
+    high = t > 0.41421356237
+    u = tl.where(high, (t - 1.0) / (t + 1.0), t)
+    z = u * u
+    p = ((8.05374449538e-2 * z - 1.38776856032e-1) * z + 1.99777106478e-1) * z - 3.33329491539e-1
+    r = p * z * u + u + tl.where(high, 0.78539816339745, 0.0)
+    r = tl.where(ay > ax, 1.57079632679490 - r, r)
+    r = tl.where(x < 0, 3.14159265358979 - r, r)
+    return tl.where(y < 0, -r, r)
+
+
+@triton.jit
+def _at(x, b, head, n, c, sb, sh, st):
+    return x + b.to(tl.int64) * sb + head.to(tl.int64) * sh + n.to(tl.int64)[:, None] * st + c[None, :]
+
+
+@triton.jit
+def turned_kernel(
+    z, out, delta, shift, angles, gain, H, L, h,
+    zb, zh, zt, ob, oh, ot, BLOCK: tl.constexpr, W: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H blocks): a block of tokens of one head."""
+    blocks = (L + BLOCK - 1) // BLOCK
+    slot, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    b, head = slot // H, slot % H
+    n, c = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, W)
+    there = (n < L)[:, None] & (c < h)[None, :]
+    at = _at(z, b, head, n, c, zb, zh, zt)
+    x, y = tl.load(at, mask=there, other=0.0).to(tl.float32), tl.load(at + h, mask=there, other=0.0).to(tl.float32)
+    d = tl.load(delta + head * h + c, mask=c < h, other=0.0)[None, :]
+    angle = d * atan2(y, x) + tl.load(shift + head * h + c, mask=c < h, other=0.0)[None, :]
+    if PLACES:
+        angle += tl.load(angles + n.to(tl.int64)[:, None] * h + c[None, :], mask=there, other=0.0)
+    size = gain * tl.sqrt(x * x + y * y)
+    to = _at(out, b, head, n, 2 * c, ob, oh, ot)
+    tl.store(to, (size * tl.cos(angle)).to(out.dtype.element_ty), mask=there)
+    tl.store(to + 1, (size * tl.sin(angle)).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def turned_backward_kernel(
+    z, grad, dz, delta, shift, angles, sums, gain, H, L, h,
+    zb, zh, zt, gb, gh, gt, db, dh, dt, BLOCK: tl.constexpr, W: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """The same grid; sums (B H blocks, 2, h) of the gradients of delta and shift over the block."""
+    blocks = (L + BLOCK - 1) // BLOCK
+    slot, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    b, head = slot // H, slot % H
+    n, c = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, W)
+    there = (n < L)[:, None] & (c < h)[None, :]
+    at = _at(z, b, head, n, c, zb, zh, zt)
+    x, y = tl.load(at, mask=there, other=0.0).to(tl.float32), tl.load(at + h, mask=there, other=0.0).to(tl.float32)
+    of = _at(grad, b, head, n, 2 * c, gb, gh, gt)
+    p, q = tl.load(of, mask=there, other=0.0).to(tl.float32), tl.load(of + 1, mask=there, other=0.0).to(tl.float32)
+    d = tl.load(delta + head * h + c, mask=c < h, other=0.0)[None, :]
+    phase = atan2(y, x)
+    angle = d * phase + tl.load(shift + head * h + c, mask=c < h, other=0.0)[None, :]
+    if PLACES:
+        angle += tl.load(angles + n.to(tl.int64)[:, None] * h + c[None, :], mask=there, other=0.0)
+    square = x * x + y * y
+    size, inverse = tl.sqrt(square), tl.where(square > 0, 1.0 / tl.maximum(square, 1e-38), 0.0)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    along = gain * (p * cos + q * sin) * size * inverse  # of |z|, over it
+    turn = gain * size * (q * cos - p * sin)  # of the angle
+    across = turn * d * inverse
+    to = _at(dz, b, head, n, c, db, dh, dt)
+    tl.store(to, (along * x - across * y).to(dz.dtype.element_ty), mask=there)
+    tl.store(to + h, (along * y + across * x).to(dz.dtype.element_ty), mask=there)
+    place = sums + tl.program_id(0).to(tl.int64) * 2 * h + c
+    tl.store(place, tl.sum(tl.where(there, turn * phase, 0.0), 0), mask=c < h)
+    tl.store(place + h, tl.sum(tl.where(there, turn, 0.0), 0), mask=c < h)
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, delta: Tensor, shift: Tensor, angles: Tensor | None, gain: float) -> Tensor:
+        z, delta, shift = rows(z), delta.contiguous(), shift.contiguous()
+        out, (B, H, L, D) = empty_like_rows(z, z.shape[-1]), z.shape
+        table = delta if angles is None else angles
+        with on_device(z.device):
+            turned_kernel[(B * H * cdiv(L, BLOCK),)](
+                z, out, delta, shift, table, gain, H, L, D // 2, *z.stride()[:3], *out.stride()[:3],
+                BLOCK=BLOCK, W=padded(D // 2), PLACES=angles is not None, num_warps=4,
+            )  # fmt: skip
+        ctx.save_for_backward(z, delta, shift, table)
+        ctx.known = angles is not None, gain
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, delta, shift, table = ctx.saved_tensors
+        (places, gain), (B, H, L, D) = ctx.known, z.shape
+        grad, dz, blocks = rows(grad), empty_like_rows(z, D), cdiv(L, BLOCK)
+        sums = torch.empty(B, H, blocks, 2, D // 2, dtype=torch.float32, device=z.device)
+        with on_device(z.device):
+            turned_backward_kernel[(B * H * blocks,)](
+                z, grad, dz, delta, shift, table, sums, gain, H, L, D // 2,
+                *z.stride()[:3], *grad.stride()[:3], *dz.stride()[:3],
+                BLOCK=BLOCK, W=padded(D // 2), PLACES=places, num_warps=4,
+            )  # fmt: skip
+        of_delta, of_shift = sums.sum((0, 2)).unbind(1)
+        return dz, of_delta, of_shift, None, None
+
+
+def turned(z: Tensor, delta: Tensor, shift: Tensor, angles: Tensor | None, gain: float) -> Tensor:
+    """z (B, H, L, D) of 16 or 32 bits, delta and shift (H, h) and angles (L, h) in float32 -> (B, H, L, D)."""
+    return _Turned.apply(z, delta, shift, angles, gain)

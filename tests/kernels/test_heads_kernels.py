@@ -1,0 +1,67 @@
+"""Kernels of the layers in `nn.heads` against plain torch in float64: outputs and gradients, odd sizes, any layout."""
+
+import pytest
+import torch
+
+from cumulant.kernels import launch
+from cumulant.nn import create_layer
+from cumulant.nn.rotary import turns
+
+pytestmark = pytest.mark.skipif(not launch.HAS_TRITON, reason="needs Triton")
+DEVICE = "cpu" if launch.INTERPRET else "cuda"
+runs = pytest.mark.skipif(
+    not launch.INTERPRET and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
+)
+
+
+@runs
+@pytest.mark.parametrize(("H", "L", "D", "places"), [(3, 70, 12, True), (1, 5, 64, False)])
+def test_turning_by_phases_is_the_formula_in_values_and_gradients(H, L, D, places):
+    from cumulant.kernels.heads.turned import turned
+
+    torch.manual_seed(0)
+    layer = create_layer("complexformer", H * D, H, places=places)
+    z = torch.randn(2, L, H, D, device=DEVICE).transpose(1, 2).requires_grad_()
+    delta, shift = (torch.randn(H, D // 2, device=DEVICE, requires_grad=True) for _ in range(2))
+    exact = [x.detach().double().requires_grad_() for x in (z, delta, shift)]
+    angles = turns(exact[0], D // 2, 10000.0, 3)[0].float() if places else None
+    out = turned(z, delta, shift, angles, 1.7)
+    wanted = layer._turned(exact[0], 3, *exact[1:], 1.7)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=5e-5)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    wanted.backward(grad.double())
+    for found, other in zip((z, delta, shift), exact, strict=True):
+        torch.testing.assert_close(found.grad.double(), other.grad, rtol=1e-4, atol=5e-4)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Layers take their kernels on this device too."""
+    monkeypatch.setattr(launch, "direct", launch.available)
+
+
+@runs
+@pytest.mark.parametrize(("shared", "top"), [(1, 2), (0, 1)])
+@torch.no_grad()
+def test_chosen_rows_by_kernels_are_all_rows_times_their_gates(kernels, shared, top):
+    torch.manual_seed(0)
+    layer = create_layer("moh", 5 * 12, 5, shared=shared, top=top, sparse=True).to(DEVICE).eval()
+    x = torch.randn(2, 70, 60, device=DEVICE)
+    found = layer(x)
+    layer.sparse = False
+    torch.testing.assert_close(found, layer(x), rtol=1e-4, atol=1e-5)
+
+
+@runs
+@pytest.mark.parametrize(("rows", "cols", "regions", "top", "lce"), [(6, 10, 2, 3, 5), (8, 8, 4, 5, 0)])
+@torch.no_grad()
+def test_regions_by_kernels_are_the_layer_written_out(kernels, rows, cols, regions, top, lce):
+    torch.manual_seed(0)
+    layer = create_layer("biformer", 24, 2, regions=regions, top=top, lce=lce).to(DEVICE).eval()
+    x = torch.randn(2, rows * cols, 24, device=DEVICE)
+    call = layer.asked(x, grid=(rows, cols))
+    assert layer._direct(call)
+    found = layer(x, grid=(rows, cols))
+    wanted = layer.double()(x.double(), grid=(rows, cols))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
