@@ -4,7 +4,9 @@
     PYTHONPATH=src python benchmarks/gpu_heads.py --quick    tiny sizes on the CPU: that all of it runs
 
 Every layer is checked first, output and gradients, else no time is printed: in bfloat16 against float32, with about
-twice the plain error; gathered rows against all rows; ComplexFormer, whose phases jump, in float32 against float64.
+twice the plain error; gathered rows against all rows; ComplexFormer, whose phases jump, in float32 against float64. What
+is computed without gradients, where kernels of their own serve, is compared with what gradients are recorded for.
+`--profile` says which kernels a forward pass consists of.
 Times are medians of interleaved rounds of four calls in a row, as layers of a model follow each other, in bfloat16:
 forward without gradients, and forward with backward. JSON goes to $OUT/gpu_heads.json if OUT is set.
 """
@@ -59,6 +61,7 @@ class Case:
     backward: bool = True
     checked: int = 1024  # tokens of the comparison
     check: Callable[[], float] | None = None  # relative error of the variants against dense masks, in place of it
+    alike: bool = True  # compare what is computed with and without gradients too
 
 
 def layer(name: str, dim: int, heads: int, attention: str = "softmax", **options: Any) -> Callable[[], nn.Module]:
@@ -211,6 +214,28 @@ def ia_red2_model(batch: int) -> Case:
     )  # fmt: skip
 
 
+VISION = {
+    "moh": "moh", "biformer": "biformer+regions=4+top=4", "gda": "gda+ratio=2", "complexformer": "complexformer+scale=none",
+    "gaam": "gaam", "ia_red2": "ia_red2", "sqa": "sqa+variant=lsqa+query_heads=2+key_heads=1",
+    "sparsifiner": "sparsifiner+block=16",
+}  # fmt: skip
+
+
+def vision(batch: int) -> Case:
+    """The models of the table in docs/layers/index.md: ViT-Ti on pictures of 64 pixels, 65 tokens."""
+
+    def model(attention: str, name: str | None) -> Callable[[], nn.Module]:
+        size = {"img_size": 64, "patch_size": 8, "num_classes": 100, "depth": 1 if QUICK else 12}
+        return lambda: create_model("vit_tiny_patch16_224", attention=attention, layer=name, **size)
+
+    kinds = [Variant(f"{attention}, {name}" if name else attention, model(attention, made))
+             for attention in ("softmax", "cumulant3") for name, made in {"": None, **VISION}.items()]  # fmt: skip
+    return Case(
+        f"Vision, ViT-Ti, 65 tokens, batch {batch}",
+        lambda: torch.randn(2 if QUICK else batch, 3, 64, 64), kinds, check=lambda: 0.0, alike=False,
+    )  # fmt: skip
+
+
 CASES: list[Callable[[], Case]] = [
     lambda: moh(16384, "softmax"),
     lambda: moh(16384, "cumulant3"),
@@ -226,6 +251,7 @@ CASES: list[Callable[[], Case]] = [
     lambda: ia_red2(4096, 8, "softmax"),
     lambda: ia_red2(4096, 8, "cumulant3"),
     lambda: ia_red2_model(64),
+    lambda: vision(256),
 ]
 
 
@@ -241,12 +267,50 @@ def errors(one: nn.Module, two: nn.Module, x: Tensor, call: dict[str, Any]) -> t
     return float((a - b).norm() / a.norm()), float((da - db).norm() / da.norm())
 
 
+def unalike(case: Case, x: Tensor) -> dict[str, str]:
+    """Variants whose output without gradients is another one than with them, in bfloat16, with how far."""
+    faults = {}
+    for variant in case.variants:
+        torch.manual_seed(0)
+        made = variant.make().to(DEVICE, DTYPE).eval()
+        with torch.no_grad():
+            alone = made(x, **variant.call)
+        error = relative(alone.double(), made(x, **variant.call).detach().double())
+        if not error < 0.02:
+            faults[variant.name] = f"without gradients {error:.1e} off"
+    return faults
+
+
+def profiled(case: Case) -> None:
+    """The kernels of one forward pass of each variant, the longest first, in microseconds."""
+    x = case.tokens().to(DEVICE)
+    x = x.to(DTYPE) if x.is_floating_point() else x
+    for variant in case.variants:
+        made = variant.make().to(DEVICE, DTYPE).eval()
+        with torch.no_grad():
+            for _ in range(3):
+                made(x, **variant.call)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                made(x, **variant.call)
+                torch.cuda.synchronize()
+        found = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)
+        count = sum(one.count for one in found)
+        total = sum(one.self_device_time_total for one in found)
+        print(f"  {variant.name}: {total:.0f} us in {count} kernels", flush=True)
+        for one in found[:9]:
+            print(f"    {one.self_device_time_total:8.1f} us {one.count:4d} x {one.key[:90]}", flush=True)
+
+
 def sound(case: Case) -> dict[str, str]:
     """Why a variant may not be timed, by name; empty where all are right."""
+    whole = case.tokens().to(DEVICE)
+    whole = whole.to(DTYPE) if whole.is_floating_point() else whole
+    faults = unalike(case, whole) if case.alike else {}
+    if faults:
+        return faults
     if case.check is not None:
         error = case.check()
         return {} if error < 1e-3 else {v.name: f"error {error:.1e} of float32 rows" for v in case.variants[1:]}
-    faults: dict[str, str] = {}
     x = case.tokens()[:, : case.checked].to(DEVICE)
     base = (0.0, 0.0)
     for variant in case.variants:
@@ -336,6 +400,7 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on the CPU")
+    parser.add_argument("--profile", action="store_true", help="also say which kernels a forward pass consists of")
     parser.add_argument("--only", default="", help="cases whose name holds one of these words, with commas between")
     settings = parser.parse_args()
     rows = []
@@ -350,6 +415,8 @@ def main() -> None:
             continue
         rows.append(row)
         show(row)
+        if settings.profile and case.alike:
+            profiled(case)
         if "OUT" in os.environ:
             content = {**provenance("PYTHONPATH=src python benchmarks/gpu_heads.py"), "rows": rows}
             Path(os.environ["OUT"], "gpu_heads.json").write_text(json.dumps(content, indent=1))

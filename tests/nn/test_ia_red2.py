@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from cumulant import create_model, nn
+from cumulant.nn import packing
 from cumulant.nn.heads.ia_red2 import Interpreter, decide, policy_loss, reward
 
 NANO = {"num_classes": 3, "depth": 3, "embed_dim": 16, "num_heads": 2, "init_std": 0.3, "dtype": torch.float64}
@@ -39,6 +40,21 @@ def test_gathered_tokens_give_what_masked_ones_give(attention):
     masked, _ = made.passed(images(), dense=True)
     assert 0 < found.kept[-1][:, 1:].float().mean() < 1  # something is dropped, not everything
     torch.testing.assert_close(made.forward_head(gathered), made.forward_head(masked))
+
+
+@pytest.mark.parametrize("attention", ["softmax", "cumulant3"])
+def test_tokens_end_to_end_give_what_masked_ones_give(attention, monkeypatch):
+    monkeypatch.setattr(packing, "DEVICES", ("cpu",))
+    monkeypatch.setattr(packing, "DTYPES", (torch.float64,))
+    made = model(attention=attention)
+    packed, masked = made(images()), made.forward_head(made.passed(images(), dense=True)[0])
+    torch.testing.assert_close(packed, masked)
+    layer = nn.create_layer("ia_red2", 16, 2, attention=attention, sparse=True, dtype=torch.float64).eval()
+    x = torch.randn(2, 30, 16, dtype=torch.float64)
+    there = torch.arange(30) < torch.tensor([[30], [11]])
+    found = layer(x, attn_mask=there)
+    layer.sparse = False
+    torch.testing.assert_close(found, layer(x, attn_mask=there))
 
 
 def test_what_is_dropped_stays_dropped_and_the_class_token_never_is():

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..nn.heads.ia_red2 import Interpreter, decide, gather_kept, policy_loss, reward, scatter_kept
+from ..nn.heads.ia_red2 import Interpreter, Pack, decide, gather_kept, policy_loss, reward, scatter_kept
+from ..nn.packing import attend_packed, takes_packs
 from ..zoo.registry import options_of
 from .backbone import FeatureInfo
 from .parts import Block
@@ -92,6 +93,9 @@ class InterpretedViT(VisionTransformer):
             start += size
             if dense:
                 x = _through(blocks, x * kept.unsqueeze(-1).to(x.dtype), kept)
+            elif not self.training and all(takes_packs(cast(Block, block).attn, x) for block in blocks):
+                pack = Pack.of(x, kept)
+                x = pack.unpacked(_through_pack(blocks, pack))
             elif not bool(kept.all()):
                 few, there, back = gather_kept(x, kept)
                 few = _through(blocks, few, None if bool(there.all()) else there)
@@ -153,5 +157,15 @@ def _through(blocks: Sequence[nn.Module], x: Tensor, kept: Tensor | None) -> Ten
         block = cast(Block, module)
         mask = {} if kept is None else {"attn_mask": kept}
         x = x + block.drop_path(block.attn(block.norm1(x), **mask))
+        x = x + block.drop_path(block.mlp(block.norm2(x)))
+    return x
+
+
+def _through_pack(blocks: Sequence[nn.Module], pack: Pack) -> Tensor:
+    """The tokens of all images end to end, (T, C), through blocks that look within each image."""
+    x = pack.tokens
+    for module in blocks:
+        block = cast(Block, module)
+        x = x + block.drop_path(attend_packed(block.attn, block.norm1(x), pack.cu_seq, pack.shape[1]))
         x = x + block.drop_path(block.mlp(block.norm2(x)))
     return x

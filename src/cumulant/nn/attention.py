@@ -210,6 +210,10 @@ class MultiheadAttention(nn.Module):
         out = self.mix_tokens(call, x, context).transpose(-3, -2).flatten(-2)
         if self.v_conv is not None:
             out = out + self._convolved(self.v_conv, call, context)
+        return self.finished(out, x)
+
+    def finished(self, out: Tensor, x: Tensor) -> Tensor:
+        """What the mechanism said, heads side by side, (..., L, C), normalised, gated and projected."""
         out = self.norm(out)
         if self.gate is not None and self.gate_activation is not None:
             out = out * GATES[self.gate_activation](self.gate(x))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import shards
 from ..call import Call
 from ..tensors import log_weights, nothing, wide
+from ..tracing import is_plain, transformed
 from .fused import fused_softmax
 from .products import pair_weights
+from .ragged import padded
 from .registry import Mechanism, can, register
 
 
@@ -30,6 +34,31 @@ def softmax_attention(call: Call) -> Tensor:
         return fused_softmax(query, key, value, is_causal=call.is_causal, **shared)
     bias, empty = _logit_bias(call, query)
     return fused_softmax(query, key, value, attn_mask=bias, **shared).masked_fill(empty, 0)
+
+
+def softmax_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """Sequences end to end, (T, H, D) -> (T, H, E): by flash attention on a GPU where it takes them, else padded."""
+    plain = {name: value for name, value in arguments.items() if name not in ("is_causal", "scale") and value}
+    own = is_plain(query) and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not transformed()
+    known = not plain and max_q is not None and max_k is not None and isinstance(cu_seq_q, Tensor) and cu_seq_q.is_cuda
+    shapes = query.shape[1:] == key.shape[1:] == value.shape[1:] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    if not (own and known and shapes) or (arguments.get("is_causal") and cu_seq_q is not cu_seq_k):
+        return padded(SOFTMAX, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **arguments)
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    causal, scale = bool(arguments.get("is_causal")), arguments.get("scale")
+    found = torch.ops.aten._flash_attention_forward(
+        *rows, cu_seq_q.int(), cu_seq_k.int(), max_q, max_k, 0.0, causal, False, scale=scale
+    )
+    return found[0]
 
 
 def softmax_weights(call: Call) -> Tensor:
@@ -68,6 +97,7 @@ SOFTMAX = register(
         cost="L^2 (D + E)",
         function=softmax_attention,
         row_weights=softmax_weights,
+        packed=softmax_packed,
         **can("causal cross causal_cross key_mask grouped_queries ragged dropout key_shift mergeable"),
     )
 )

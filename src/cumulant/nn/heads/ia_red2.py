@@ -5,7 +5,7 @@ Shape legend: ... leading dimensions, B images, L tokens (the first is the polic
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from ...tensors import wide
 from ...tracing import is_plain, transformed
 from ...zoo.registry import can, get, names
 from ..attention import as_key_mask
+from ..packing import attend_packed, takes_packs
 from ..registry import Layer, register_layer
 from .base import HeadsLayer, need
 
@@ -70,7 +71,7 @@ class RedundancyReduction(HeadsLayer):
         threshold: tokens above it are kept; below 0 keeps all.
         interpreter_heads: heads of the interpreter; as many as the layer has unless given.
         sparse: compute with the kept tokens alone, gathered: True, False (masked), or "auto", in evaluation from 512
-            tokens on a CPU; on a GPU masks took no longer. The output is the same.
+            tokens on, on a GPU where the mechanism takes sequences end to end. The output is the same.
     """
 
     layer_name = "ia_red2"
@@ -136,6 +137,9 @@ class RedundancyReduction(HeadsLayer):
             mask = as_key_mask(attn_mask, x)
             kept = self.kept(x, mask)
             flat = x.reshape(-1, *x.shape[-2:])
+            if (mask is None or mask.dtype == torch.bool) and takes_packs(self, x):
+                few = Pack.of(flat, kept.reshape(flat.shape[:2]))
+                return few.unpacked(attend_packed(self, few.tokens, few.cu_seq, x.shape[-2])).reshape(x.shape)
             if mask is None or mask.dtype == torch.bool:
                 counts = kept.reshape(flat.shape[:2]).sum(-1).tolist()
                 if sum(counts) >= GATHERED_FROM * len(counts):
@@ -173,8 +177,30 @@ class RedundancyReduction(HeadsLayer):
             return True
         plain = not torch.compiler.is_compiling() and is_plain(x) and not transformed()
         long = self.sparse == "auto" and not self.training and x.shape[-2] >= GATHERED_FROM
-        here = plain and x.device.type == "cpu" and not self.mechanism.wants_grid and self.v_conv is None
+        here = plain and not self.mechanism.wants_grid and self.v_conv is None
+        here = here and (x.device.type == "cpu" or takes_packs(self, x))
         return bool(long and here)
+
+
+class Pack(NamedTuple):
+    """The kept tokens of x (B, L, C) end to end, and where they were."""
+
+    tokens: Tensor  # (T, C)
+    cu_seq: Tensor  # (B + 1,): where each image begins
+    places: Tensor  # (T,) in the rows of x
+    shape: torch.Size  # of x
+
+    @classmethod
+    def of(cls, x: Tensor, kept: Tensor) -> Pack:
+        """Waits once for the device: how many are left decides the size of all that follows."""
+        places = kept.flatten().nonzero()[:, 0]
+        cu_seq = F.pad(kept.sum(-1).cumsum(0), (1, 0)).int()
+        return cls(x.flatten(0, 1).index_select(0, places), cu_seq, places, x.shape)
+
+    def unpacked(self, tokens: Tensor) -> Tensor:
+        """Tokens (T, C) at their places, (B, L, C); 0 elsewhere."""
+        rows = tokens.new_zeros(self.shape[0] * self.shape[1], self.shape[2])
+        return rows.index_copy(0, self.places, tokens).view(self.shape)
 
 
 def gather_kept(x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
