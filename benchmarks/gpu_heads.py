@@ -4,8 +4,8 @@
     PYTHONPATH=src python benchmarks/gpu_heads.py --quick    tiny sizes on the CPU: that all of it runs
 
 Every layer is checked first, output and gradients, else no time is printed: in bfloat16 against float32, with about
-twice the plain error; gathered rows against all rows; ComplexFormer, whose phases jump, in float32 against float64. What
-is computed without gradients, where kernels of their own serve, is compared with what gradients are recorded for.
+twice the plain error; gathered rows against all rows; ComplexFormer, whose phases jump, in float32 against float64.
+What is computed without gradients, where kernels of their own serve, is compared with what gradients are recorded for.
 `--profile` says which kernels a forward pass consists of.
 Times are medians of interleaved rounds of four calls in a row, as layers of a model follow each other, in bfloat16:
 forward without gradients, and forward with backward. JSON goes to $OUT/gpu_heads.json if OUT is set.
@@ -215,8 +215,8 @@ def ia_red2_model(batch: int) -> Case:
 
 
 VISION = {
-    "moh": "moh", "biformer": "biformer+regions=4+top=4", "gda": "gda+ratio=2", "complexformer": "complexformer+scale=none",
-    "gaam": "gaam", "ia_red2": "ia_red2", "sqa": "sqa+variant=lsqa+query_heads=2+key_heads=1",
+    "moh": "moh", "biformer": "biformer+regions=4+top=4", "gda": "gda+ratio=2",
+    "complexformer": "complexformer+scale=none", "gaam": "gaam", "ia_red2": "ia_red2", "sqa": "sqa+variant=lsqa+query_heads=2+key_heads=1",
     "sparsifiner": "sparsifiner+block=16",
 }  # fmt: skip
 

@@ -131,7 +131,7 @@ def convert(
 
     Args:
         attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 (the default) or linear; options may stand
-            behind it, "cumulant3+around=mean". With `layer` any mechanism that the layer runs over, softmax unless given.
+            behind it, "cumulant3+around=mean". With `layer` any mechanism that it runs over, softmax unless given.
         layer: a name of `cumulant.nn.layers()`, with options behind it, that takes the place of whole layers in models
             of this library and of timm. Projections are carried over; what else it has (a router, say) is fresh.
         layers: None for all that can be replaced; indices in running order or name patterns; a mapping from those to a

@@ -15,7 +15,6 @@ from ..call import offsets
 from ..zoo.mixing import Bound
 from ..zoo.ragged import places
 
-
 DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
 
 
@@ -37,8 +36,8 @@ def forward_packed(
 
 
 def takes_packs(layer: Any, x: Tensor) -> bool:
-    """Whether a layer's mechanism takes these tokens end to end: in 16 bits on a GPU, where packed kernels are, and with
-    nothing of the layer between its projections."""
+    """Whether a layer's mechanism takes these tokens end to end: in 16 bits on a GPU, and with nothing of the layer
+    between its projections."""
     half = x.dtype in DTYPES or torch.is_autocast_enabled(x.device.type)
     free = layer.v_conv is None and layer.temperature is None and layer.rotary is None and not layer.enable_gqa
     return (

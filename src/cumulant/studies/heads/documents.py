@@ -39,7 +39,9 @@ class Size:
 
 SIZES = {
     "small": Size(ReviewTask(ANY, 16, shape=(8, 8), words=512), RoleTask(ANY, 8, shape=(8, 8), words=512), 32, 30),
-    "files": Size(ReviewTask(ANY, 64, shape=(8, 32), words=8192), RoleTask(ANY, 16, shape=(48, 32), words=8192), 128, 300),
+    "files": Size(
+        ReviewTask(ANY, 64, shape=(8, 32), words=8192), RoleTask(ANY, 16, shape=(48, 32), words=8192), 128, 300
+    ),
 }  # fmt: skip
 
 
@@ -189,7 +191,7 @@ ORDERINGS = {
     "marro": Ordering(
         {"BiLSTM-CRF": {"depth": 0, "shift": False}, "with attention": {"depth": 2, "shift": False},
          "and the shift task": {"depth": 2, "shift": True}},
-        labelled, "judgments of both courts in windows of 48 sentences, a sentence the mean of learned vectors of its words",
+        labelled, "judgments of both courts in windows of 48 sentences; a sentence is the mean of learned words",
         (ROLES.better_than("with attention", "BiLSTM-CRF"), ROLES.better_than("and the shift task", "with attention")),
         ("macro F1", "accuracy", "parameters"),
     ),

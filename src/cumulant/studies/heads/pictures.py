@@ -47,6 +47,7 @@ class Size:
     steps: int = 200
     lr: float = 2e-3
     few: int = 300  # pictures kept apart, from which heads on frozen features learn
+    rewarded: int = 120  # steps in which an interpreter learns by reward
 
     @property
     def grid(self) -> int:
@@ -252,15 +253,9 @@ def interpreted(data: str, seed: int, device: str) -> InterpretedViT:
             weight.requires_grad_(False)
         for weight in model.interpreters[group].parameters():
             weight.requires_grad_(True)
-        learn(
-            model,
-            functools.partial(model.reward_loss, group=group, tau=3.0),
-            data,
-            seed + group,
-            device,
-            0.15,
-            sizes=ROUTED,
-        )
+        by_reward = functools.partial(model.reward_loss, group=group, tau=3.0)
+        share = ROUTED[data].rewarded / ROUTED[data].steps
+        learn(model, by_reward, data, seed + group, device, share, sizes=ROUTED)
         for weight in model.parameters():
             weight.requires_grad_(True)
         for weight in model.interpreters.parameters():
