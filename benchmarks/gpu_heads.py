@@ -61,6 +61,7 @@ class Case:
     backward: bool = True
     checked: int = 1024  # tokens of the comparison
     check: Callable[[], float] | None = None  # relative error of the variants against dense masks, in place of it
+    rounds: int = ROUNDS
     alike: bool = True  # compare what is computed with and without gradients too
 
 
@@ -216,7 +217,8 @@ def ia_red2_model(batch: int) -> Case:
 
 VISION = {
     "moh": "moh", "biformer": "biformer+regions=4+top=4", "gda": "gda+ratio=2",
-    "complexformer": "complexformer+scale=none", "gaam": "gaam", "ia_red2": "ia_red2", "sqa": "sqa+variant=lsqa+query_heads=2+key_heads=1",
+    "complexformer": "complexformer+scale=none", "gaam": "gaam",
+    "ia_red2": "ia_red2", "sqa": "sqa+variant=lsqa+query_heads=2+key_heads=1",
     "sparsifiner": "sparsifiner+block=16",
 }  # fmt: skip
 
@@ -233,6 +235,7 @@ def vision(batch: int) -> Case:
     return Case(
         f"Vision, ViT-Ti, 65 tokens, batch {batch}",
         lambda: torch.randn(2 if QUICK else batch, 3, 64, 64), kinds, check=lambda: 0.0, alike=False,
+        rounds=3,
     )  # fmt: skip
 
 
@@ -370,10 +373,10 @@ def measure(case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"case": case.name, "faults": faults, "goal": case.goal, "milliseconds": {}, "ratio": {}}
     for which, functions in runs.items():
         times: dict[str, list[float]] = {name: [] for name in functions}
-        for number in range(ROUNDS + 3):
+        for number in range(case.rounds + 2):
             for name, run in functions.items():
                 taken = seconds(run)
-                if number >= 3:
+                if number >= 2:
                     times[name].append(1e3 * taken)
         if times:
             middle = {name: statistics.median(found) for name, found in times.items()}
@@ -400,7 +403,7 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on the CPU")
-    parser.add_argument("--profile", action="store_true", help="also say which kernels a forward pass consists of")
+    parser.add_argument("--profile", default="none", help="cases, as of --only, whose kernels are told too")
     parser.add_argument("--only", default="", help="cases whose name holds one of these words, with commas between")
     settings = parser.parse_args()
     rows = []
@@ -415,7 +418,7 @@ def main() -> None:
             continue
         rows.append(row)
         show(row)
-        if settings.profile and case.alike:
+        if any(word in case.name.lower() for word in settings.profile.lower().split(",")):
             profiled(case)
         if "OUT" in os.environ:
             content = {**provenance("PYTHONPATH=src python benchmarks/gpu_heads.py"), "rows": rows}
