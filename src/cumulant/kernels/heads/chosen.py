@@ -6,6 +6,7 @@ Shape legend: B batch, R routed heads of H = S + R, L tokens, n rows of the head
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -61,7 +62,7 @@ def take(query: Tensor, chosen: Tensor, number: Tensor, most: int) -> Tensor:
     out = query.new_zeros(B, R, most, D)
     with on_device(query.device):
         take_kernel[(B * R * cdiv(L, BLOCK),)](
-            query, out, chosen.contiguous(), number.contiguous(), R, L, D, most, *query.stride()[:3],
+            query, out, chosen.contiguous().view(torch.uint8), number.contiguous(), R, L, D, most, *query.stride()[:3],
             BLOCK=BLOCK, W=padded(D), num_warps=4,
         )  # fmt: skip
     return out
@@ -77,7 +78,7 @@ def put(shared: Tensor | None, found: Tensor, chosen: Tensor, number: Tensor, ga
     gates = gates if gates.stride(-1) == 1 else gates.contiguous()
     with on_device(found.device):
         put_kernel[(B * (S + R) * cdiv(L, BLOCK),)](
-            shared, found, out, chosen.contiguous(), number.contiguous(), gates, S, R, L, D, found.shape[2],
+            shared, found, out, chosen.contiguous().view(torch.uint8), number.contiguous(), gates, S, R, L, D, found.shape[2],
             *shared.stride()[:3], *found.stride()[:3], gates.stride(0), gates.stride(1),
             BLOCK=BLOCK, W=padded(D), num_warps=4,
         )  # fmt: skip
