@@ -78,8 +78,8 @@ def put(shared: Tensor | None, found: Tensor, chosen: Tensor, number: Tensor, ga
     gates = gates if gates.stride(-1) == 1 else gates.contiguous()
     with on_device(found.device):
         put_kernel[(B * (S + R) * cdiv(L, BLOCK),)](
-            shared, found, out, chosen.contiguous().view(torch.uint8), number.contiguous(), gates, S, R, L, D, found.shape[2],
-            *shared.stride()[:3], *found.stride()[:3], gates.stride(0), gates.stride(1),
+            shared, found, out, chosen.contiguous().view(torch.uint8), number.contiguous(), gates, S, R, L, D,
+            found.shape[2], *shared.stride()[:3], *found.stride()[:3], gates.stride(0), gates.stride(1),
             BLOCK=BLOCK, W=padded(D), num_warps=4,
         )  # fmt: skip
     return out.transpose(1, 2)

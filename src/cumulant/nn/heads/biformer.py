@@ -112,7 +112,8 @@ class BiLevelRouting(HeadsLayer):
         out = attend_regions(*flat[:3], chosen, regions.sides[1:], factor * flat.softmax_scale)
         tokens, value = out.transpose(1, 2).flatten(2), flat.value.transpose(1, 2)
         if self.v_conv is not None:
-            add_convolved(tokens, value.flatten(2), self.v_conv.weight, flat.grid[-2:])  # type: ignore[index]
+            _, a, down, b, across = regions.sides
+            add_convolved(tokens, value.flatten(2), self.v_conv.weight, (a * down, b * across))
         return tokens
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:

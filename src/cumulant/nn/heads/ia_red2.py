@@ -138,8 +138,8 @@ class RedundancyReduction(HeadsLayer):
             kept = self.kept(x, mask)
             flat = x.reshape(-1, *x.shape[-2:])
             if (mask is None or mask.dtype == torch.bool) and takes_packs(self, x):
-                few = Pack.of(flat, kept.reshape(flat.shape[:2]))
-                return few.unpacked(attend_packed(self, few.tokens, few.cu_seq, x.shape[-2])).reshape(x.shape)
+                pack = Pack.of(flat, kept.reshape(flat.shape[:2]))
+                return pack.unpacked(attend_packed(self, pack.tokens, pack.cu_seq, x.shape[-2])).reshape(x.shape)
             if mask is None or mask.dtype == torch.bool:
                 counts = kept.reshape(flat.shape[:2]).sum(-1).tolist()
                 if sum(counts) >= GATHERED_FROM * len(counts):

@@ -50,7 +50,7 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     one = published(settings.layer)
     names = [*one.names, one.baseline + AGAIN]
     rows = [[name, *(cell(seeds, name, key) for key in one.columns)] for name in names]
-    return [Table(one.adapted, ["", *one.columns], rows)]
+    return [Table(f"{one.data[settings.data]}; {one.adapted}", ["", *one.columns], rows)]
 
 
 def cell(seeds: Sequence[Measured], name: str, key: str) -> str:

@@ -23,6 +23,7 @@ from cumulant.studies.cab.tasks import ReviewTask, RoleTask
 from cumulant.studies.heads.ordering import Links, Ordering, folder
 from cumulant.studies.loop import Schedule, drawn, fit, half
 
+HEADS = 8
 ANY = Width(64, 4, 2, 256)  # of a backbone that is not used here
 
 
@@ -68,10 +69,10 @@ class Additive(nn.Module):
 class Structured(nn.Module):
     """Structured self-attention of m heads (Lin et al. 2017): softmax over words of W2 tanh(W1 h), all heads read."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.inner, self.score = nn.Linear(width, width, bias=False), nn.Linear(width, heads, bias=False)
-        self.proj = nn.Linear(heads * width, width)
+        self.inner, self.score = nn.Linear(width, width, bias=False), nn.Linear(width, HEADS, bias=False)
+        self.proj = nn.Linear(HEADS * width, width)
 
     def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
         scores = self.score(self.inner(x).tanh()).float().masked_fill(~attn_mask[..., None], -1e4)
@@ -80,6 +81,9 @@ class Structured(nn.Module):
 
 class Mean(nn.Module):
     """The mean of the words."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
 
     def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
         there = attn_mask[..., None].to(x.dtype)
@@ -93,8 +97,10 @@ class Reader(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.gru = nn.GRU(width, width // 2, batch_first=True, bidirectional=True)
-        pools = {"mean": Mean, "additive": lambda: Additive(width), "structured": lambda: Structured(width, 8)}
-        self.pool = pools[pool]() if pool in pools else create_layer(pool, width, 8)
+        if pool in ("mean", "additive", "structured"):
+            self.pool: nn.Module = {"mean": Mean, "additive": Additive, "structured": Structured}[pool](width)
+        else:
+            self.pool = create_layer(pool, width, HEADS)
         self.drop = nn.Dropout(0.2)
         self.out = nn.Linear(width, 2)
 
@@ -140,8 +146,8 @@ class Roles(nn.Module):
         super().__init__()
         self.embed, self.drop = nn.Embedding(words, width), nn.Dropout(0.3)
         self.shift = shift
-        inner = {"depth": depth, "hidden": width // 2, "shift_dim": 3 * width if shift else 0, "mu": 0.5}
-        self.marro = Marro(RoleTask.classes, width, 4, **inner)
+        changes = 3 * width if shift else 0
+        self.marro = Marro(RoleTask.classes, width, 4, depth=depth, hidden=width // 2, shift_dim=changes, mu=0.5)
 
     def parts(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         there = ids > 0
@@ -178,12 +184,14 @@ def labelled(options: Mapping[str, Any], data: str, seed: int, device: str) -> d
     return {**scored, "parameters": sum(one.numel() for one in model.parameters())}
 
 
+REVIEWS = {"small": "generated reviews", "files": "IMDB reviews of up to 256 words"}
+JUDGMENTS = {"small": "generated judgments", "files": "judgments of two courts in windows of 48 sentences"}
 RIGHT, ROLES = Links("accuracy", 1, 0.005), Links("macro F1", 1, 0.01)
 ORDERINGS = {
     "lama": Ordering(
         {"mean": {"pool": "mean"}, "additive": {"pool": "additive"}, "lama, learned": {"pool": "lama+context=learned"},
          "lama": {"pool": "lama"}, "structured": {"pool": "structured"}},
-        reviewed, "IMDB reviews cut to 256 words, hashed words in place of GloVe",
+        reviewed, REVIEWS, "hashed words in place of GloVe",
         (RIGHT.not_worse("lama", "lama, learned"), RIGHT.not_worse("lama, learned", "additive"),
          RIGHT.not_worse("additive", "mean"), Links("attention parameters", -1).fewer("lama", "structured")),
         ("accuracy", "attention parameters"),
@@ -191,7 +199,7 @@ ORDERINGS = {
     "marro": Ordering(
         {"BiLSTM-CRF": {"depth": 0, "shift": False}, "with attention": {"depth": 2, "shift": False},
          "and the shift task": {"depth": 2, "shift": True}},
-        labelled, "judgments of both courts in windows of 48 sentences; a sentence is the mean of learned words",
+        labelled, JUDGMENTS, "a sentence is the mean of learned words",
         (ROLES.better_than("with attention", "BiLSTM-CRF"), ROLES.better_than("and the shift task", "with attention")),
         ("macro F1", "accuracy", "parameters"),
     ),

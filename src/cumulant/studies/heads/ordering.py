@@ -26,6 +26,7 @@ class Ordering:
 
     names: Mapping[str, Mapping[str, Any]]  # of each configuration its options
     measure: Measure
+    data: Mapping[str, str]  # by setting
     adapted: str  # how this differs from what the paper did
     claims: Sequence[Claim]
     columns: Sequence[str]  # of its table

@@ -70,7 +70,7 @@ def pictures(data: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
                               for names in (("img", "image"), ("label", "labels")))  # fmt: skip
             chosen = range(min(count, len(rows)))
             cells = [rows.cell(at, images)["bytes"] for at in chosen]
-            found.append(torch.stack([decode_image(cell, 32, rows.name(at)) for at, cell in zip(chosen, cells)]))
+            found.append(torch.stack([decode_image(cells[at], 32, rows.name(at)) for at in chosen]))
             found.append(torch.tensor([rows.cell(at, labels) for at in chosen]))
     else:
         source: Any = digits_source()
@@ -329,13 +329,14 @@ def frozen(options: Mapping[str, Any], data: str, seed: int, device: str) -> dic
     return told(head, data, device, lambda x: head(features(x)))
 
 
+DATA = {"small": "digits of 8 x 8 pixels, 16 tokens", "files": "CIFAR-10, 64 tokens"}
 RIGHT = Links("accuracy", better=1, level=0.01)
 _LEARNED = {"keys": "learned"}
 ORDERINGS = {
     "biformer": Ordering(
         {"all regions": {"regions": 4, "top": 16}, "routed": {"regions": 4, "top": 4},
          "window": {"regions": 2, "top": 1, "own": True}},
-        routed, "CIFAR-10 on a grid of 8 x 8 in place of ImageNet: 4 of 16 regions against a window of as many keys",
+        routed, DATA, "in place of ImageNet; 4 of 16 regions against a window of as many keys",
         (RIGHT.better_than("routed", "window"), RIGHT.not_worse("routed", "all regions")),
         ("accuracy", "parameters"),
     ),
@@ -343,7 +344,7 @@ ORDERINGS = {
         {"all keys": {"keys": "all"}, "learned": {**_LEARNED, "keep": 0.25}, "window": {"keys": "window", "keep": 0.25},
          "drawn": {"keys": "drawn", "keep": 0.25}, "learned, half": {**_LEARNED, "keep": 0.5},
          "learned, a tenth": {**_LEARNED, "keep": 0.1}},
-        pruned, "CIFAR-10 on a grid of 8 x 8, a teacher of the same size trained here",
+        pruned, DATA, "in place of ImageNet; a teacher of the same size trained here",
         (RIGHT.not_worse("all keys", "learned"), RIGHT.better_than("learned", "window"),
          RIGHT.better_than("window", "drawn"), RIGHT.better_than("learned, half", "learned"),
          RIGHT.better_than("learned", "learned, a tenth")),
@@ -351,7 +352,7 @@ ORDERINGS = {
     ),
     "ia_red2": Ordering(
         {"interpreter": {"by": "interpreter"}, "class token": {"by": "class token"}, "drawn": {"by": "chance"}},
-        dropped, "CIFAR-10 on a grid of 8 x 8; the network is trained with its interpreters' choices alone",
+        dropped, DATA, "in place of ImageNet; one network, trained with its interpreters' choices",
         (RIGHT.better_than("interpreter", "class token"), RIGHT.better_than("class token", "drawn"),
          falls("interpreter", "kept by group 1", "kept by group 3")),
         ("accuracy", "kept by group 1", "kept by group 2", "kept by group 3"),
@@ -360,7 +361,7 @@ ORDERINGS = {
         {"attention": {"layer": "multihead", "heads": 8}, "eight densities": {"layer": "gaam+axis=tokens", "heads": 8},
          "one density": {"layer": "gaam+axis=tokens", "heads": 1},
          "attention and density": {"layer": "gaam", "heads": 8}},
-        frozen, "tokens of a network trained on CIFAR-10 here, a head taught with 1,000 pictures",
+        frozen, DATA, "tokens of a frozen network trained here; a head taught with few other pictures",
         (RIGHT.not_worse("eight densities", "one density"), RIGHT.better_than("one density", "attention"),
          RIGHT.better_than("attention and density", "attention")),
         ("accuracy", "parameters"),

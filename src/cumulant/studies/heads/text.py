@@ -58,10 +58,9 @@ def trained(options: Mapping[str, Any], data: str, seed: int, device: str) -> tu
     size, where = SIZES[data], torch.device(device)
     train, test, letters = characters(data, device)
     torch.manual_seed(seed)
-    base = {"num_heads": 8} if "num_heads" not in options else {}
-    name = options.get("model", size.model)
-    given = {key: value for key, value in options.items() if key != "model"}
-    model = create_model(name, num_classes=letters, context=size.context, **base, **given).to(where)
+    given: dict[str, Any] = {"num_heads": 8, **options}
+    name = given.pop("model", size.model)
+    model = create_model(name, num_classes=letters, context=size.context, **given).to(where)
     span = torch.arange(size.context + 1, device=where)
 
     def loss(at: Tensor) -> Tensor:
@@ -121,26 +120,27 @@ def amplified(options: Mapping[str, Any], data: str, seed: int, device: str) -> 
 _SQA = {kind: {"layer": f"sqa+variant={kind}"} for kind in ("ssqa", "sqa", "xsqa", "xsmqa")}
 MIXINGS = ("dense", "kronecker", "independent")
 _WIDE = {"embed_dim": 192, "num_heads": 12}
+DATA = {"small": "generated stories as characters", "files": "tiny-shakespeare as characters"}
 NATS = Links("nats", better=-1, level=0.01)
 
 ORDERINGS = {
     "moh": Ordering(
         {"plain": {}, "three quarters": {"layer": "moh+shared=2+top=4"}, "half": {"layer": "moh+shared=2+top=2"},
          "half, none shared": {"layer": "moh+shared=0+top=4"}},
-        plainly, "tiny-shakespeare as characters in place of ImageNet and of 100 billion tokens",
+        plainly, DATA, "in place of ImageNet and of 100 billion tokens",
         (NATS.not_worse("three quarters", "plain"), NATS.not_worse("plain", "half"),
          NATS.not_worse("half", "half, none shared")),
         ("nats", "accuracy", "parameters"),
     ),
     "sqa": Ordering(
-        {"plain": {}, **_SQA}, plainly, "tiny-shakespeare as characters in place of Wikipedia",
+        {"plain": {}, **_SQA}, plainly, DATA, "in place of Wikipedia",
         (NATS.better_than("plain", "ssqa"), NATS.better_than("ssqa", "sqa"), NATS.better_than("sqa", "xsqa"),
          NATS.better_than("xsqa", "xsmqa")),
         ("nats", "accuracy", "parameters"),
     ),
     "gda": Ordering(
         {"plain": _WIDE, **{f"ratio {r}": {**_WIDE, "layer": f"gda+ratio={r}"} for r in (1, 3, 5)}},
-        plainly, "tiny-shakespeare as characters, 12 heads; heads of one width, so that parameters differ",
+        plainly, DATA, "12 heads of one width, so that parameters differ",
         (NATS.not_worse("ratio 3", "ratio 1"), NATS.not_worse("ratio 1", "plain"),
          NATS.not_worse("ratio 3", "ratio 5")),
         ("nats", "accuracy", "parameters"),
@@ -148,7 +148,7 @@ ORDERINGS = {
     "complexformer": Ordering(
         {"rotary": {"positions": "rotary"}, "complexformer": {"layer": "complexformer+scale=none"},
          "no places": {"positions": "none"}},
-        beyond, "tiny-shakespeare as characters; scores over sqrt(D)",
+        beyond, DATA, "scores over sqrt(D)",
         (NATS.not_worse("complexformer", "rotary"), NATS.not_worse("rotary", "no places"),
          Links("nats at twice the length", -1, 0.01).not_worse("complexformer", "rotary")),
         ("nats", "nats at twice the length", "parameters"),
@@ -157,14 +157,14 @@ ORDERINGS = {
         {"mha": {"positions": "learned"}, "rcmha": {"layer": "rcmha+offsets=256"},
          "rmha": {"layer": "rcmha+offsets=256+convolve=false"},
          "mdha": {"layer": "rcmha+relative=false", "positions": "learned"}},
-        plainly, "tiny-shakespeare as characters, no memory of earlier segments",
+        plainly, DATA, "no memory of earlier segments",
         (NATS.better_than("rcmha", "rmha"), NATS.better_than("rcmha", "mdha"), NATS.better_than("rmha", "mha"),
          NATS.better_than("mdha", "mha"), Links("peak memory", -1).fewer("rcmha", "rmha")),
         ("nats", "accuracy", "peak memory", "parameters"),
     ),
     "dual_stream": Ordering(
         {one: {"model": "dual_stream_tiny", "num_heads": 4, "mixing": one} for one in MIXINGS},
-        amplified, "tiny-shakespeare as characters in place of 29 million parameters of language",
+        amplified, DATA, "0.7 million parameters in place of 29",
         (NATS.better_than("dense", "kronecker"), NATS.better_than("kronecker", "independent"),
          *(worse(one, "nats at alpha 16", "nats", 1.05, 2.0) for one in MIXINGS)),
         ("nats", "nats at alpha 16", "parameters"),
