@@ -16,12 +16,13 @@ from typing import Any
 
 from cumulant import studies
 from cumulant.bench.crossings import crossing_text
+from cumulant.studies.heads import LAYERS
 from tools.tables import fill
 
 ROOT = Path(__file__).parents[1]
 STUDIES = [
     name for name in studies.names() if name not in ("cumulant-vit", "mechanisms", "heads")
-]  # those that measure
+]  # those that measure, each with a page; those of the layers share one
 Result = Mapping[str, Any]
 COMMANDS = {
     "zoo_gpu": "PYTHONPATH=src python benchmarks/gpu_zoo.py",
@@ -342,6 +343,7 @@ PAGES = {
     "docs/cab.md": ("cab", "cab_details"),
     "docs/studies/index.md": ("studies",),
     **{f"docs/studies/{name}.md": (f"study_{name}",) for name in STUDIES},
+    "docs/studies/heads.md": tuple(f"study_{name}" for name in LAYERS),
     "docs/zoo/orderings.md": ("zoo_orderings",),
 }  # fmt: skip
 
@@ -350,7 +352,7 @@ def read(repository: Path) -> dict[str, Result]:
     """The results that are there, by name."""
     folder = repository / "benchmarks" / "results"
     paths = {name: folder / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab")}
-    paths |= {f"study_{name}": folder / f"study_{name}.json" for name in STUDIES}
+    paths |= {f"study_{name}": folder / f"study_{name}.json" for name in (*STUDIES, *LAYERS)}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
@@ -367,7 +369,7 @@ def written(repository: Path) -> dict[str, str]:
     blocks["cab"] = cab_page.board(results) if "cab" in results else "Not run yet."
     blocks["cab_details"] = cab_page.details(results["cab"]) if "cab" in results else "Not run yet."
     blocks["studies"] = studies_page.overview(results)
-    for name in (f"study_{study}" for study in STUDIES):
+    for name in (f"study_{study}" for study in (*STUDIES, *LAYERS)):
         blocks[name] = studies_page.block(results[name]) if name in results else "Not run yet."
     return {
         page: fill((repository / page).read_text(encoding="utf-8"), {name: blocks[name] for name in names})

@@ -1,7 +1,8 @@
 """What the studies found, for docs/studies: `python -m tools.studies_page FOLDER`, then `python -m tools.pages`.
 
-FOLDER is the --out of `cumulant study`. Of each study in it the results are kept as benchmarks/results/study_NAME.json,
-without the single runs, and its figures as docs/figures/study-NAME-TITLE.svg (one alone: study-NAME.svg).
+FOLDER is the --out of `cumulant study`, or FOLDER/heads for the orderings of the layers. Of each study in it the
+results are kept as benchmarks/results/study_NAME.json, without the single runs, and its figures as
+docs/figures/study-NAME-TITLE.svg (one alone: study-NAME.svg).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cumulant.studies.heads import LAYERS
 from cumulant.studies.listed import minutes, rows
 from cumulant.studies.statements import CONFIRMED, OPEN, REFUTED
 from tools.pages import ROOT, table
@@ -20,7 +22,7 @@ from tools.tables import made
 
 Result = Mapping[str, Any]
 ELSEWHERE = {  # studies that train classifiers: where their pages are
-    "cumulant-vit": "../results.md", "mechanisms": "../benchmarks.md", "heads": "../layers/index.md",
+    "cumulant-vit": "../results.md", "mechanisms": "../benchmarks.md",
 }  # fmt: skip
 MACHINES = ("two cores", "an H200")
 
@@ -30,6 +32,9 @@ def overview(results: Mapping[str, Result]) -> str:
     lines = []
     for row in rows():
         found = results.get(f"study_{row['name']}")
+        if row["name"] == "heads":
+            own = [results[f"study_{layer}"] for layer in LAYERS if f"study_{layer}" in results]
+            found = {"statements": [one for result in own for one in result["statements"]]} if own else None
         page = f"[{row['name']}]({ELSEWHERE.get(row['name'], row['name'] + '.md')})"
         times = [minutes(row["seconds"][place]) if place in row["seconds"] else "-" for place in MACHINES]
         lines.append(

@@ -93,6 +93,32 @@ Causal: `is_causal=True`. Cross: `context=`. Key mask: padding, `attn_mask=`. Ra
 Streaming: `stream().step(x)`, token by token. Equivariant: permuted tokens give permuted rows. Losses: auxiliary losses
 in training. Weights: `scores(x)`. Any mechanism: it runs over every name of `cumulant list`; if not, its page says why.
 """
+LAYERS_MORE = """
+## In a model that is trained already
+
+`convert` puts a layer in the place of trained ones, in models of this library and of timm. The projections are carried
+over; what the layer has besides (a router, an interpreter) is fresh, so train further. `cumulant convert MODEL --layer
+moh+top=1` does the same.
+
+```python
+model = cumulant.create_model("vit_nano_patch2_8", num_classes=10)
+report = cumulant.convert(model, layer="moh+top=1", layers=[2, 3], force=True)
+print(report.measured_error)                               # how much the output changed
+cumulant.convert.restore(model)
+```
+
+| | |
+|---|---|
+| takes over the weights | `moh` `complexformer` `gaam` `rcmha` `sparsifiner` `biformer` `ia_red2` `marro` |
+| so with one value of an option | `gda+ratio=1` |
+| has no place for them, and says so | `sqa`, other ratios of `gda`, `lama`, `dual_stream` |
+
+Models of transformers keep their layers: their classes project for themselves.
+
+## What the papers' rankings came to
+
+[One study a layer](../studies/heads.md): which of the published orderings show in small models, with seeds and control.
+"""
 LAYER_PAGE = """# NAME
 
 One sentence on what it changes.
@@ -127,7 +153,7 @@ def layers_page() -> str:
         link = f"[`{name}`]({name}.md)" if _is_head(name) else f"`{name}`"
         rows.append([link, str(get_layer(name).year), *("yes" if mark else "" for mark in found.values())])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"{LAYERS_HEAD}{table}\n{LAYERS_LEGEND}"
+    return f"{LAYERS_HEAD}{table}\n{LAYERS_LEGEND}{LAYERS_MORE}"
 
 
 def layer_block(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from cumulant.studies import measuring
 from cumulant.studies.measuring import Table, mean_of
-from cumulant.studies.statements import AGAIN, Measured
+from cumulant.studies.statements import AGAIN, Measured, Statement
 from cumulant.train.files import write_atomically
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ def published(layer: str) -> Ordering:
     from cumulant.studies.heads import documents, pictures, text
 
     return {**text.ORDERINGS, **pictures.ORDERINGS, **documents.ORDERINGS}[layer]
+
+
+def plan(settings: Settings) -> list[str]:
+    return list(published(settings.layer).names)
+
+
+def statements(settings: Settings) -> list[Statement]:
+    return published(settings.layer).statements
 
 
 def measure(settings: Settings, configuration: str, seed: int, device: str) -> dict[str, Any]:
@@ -71,9 +79,9 @@ def study(layer: str) -> measuring.Study:
         claim="; ".join(statement.text for statement in one.statements),
         paper=known.paper,
         settings={data: Settings(layer, data) for data in ("small", "files")},
-        plan=lambda settings: list(one.names),
+        plan=plan,
         measure=measure,
-        statements=lambda settings: one.statements,
+        statements=statements,
         tables=tables,
         control=one.baseline,
     )

@@ -69,7 +69,7 @@ class Links:
     def fewer(self, first: str, second: str) -> Claim:
         """`first` has less than `second` of what is counted, not drawn."""
         gap = difference(number(second, self.key), number(first, self.key))
-        text = f"{first} has fewer {self.key} than {second}"
+        text = f"{first} has less than {second} of {self.key}"
         return Claim(lambda _: Statement(text, gap, least=0, exact=True))
 
 
