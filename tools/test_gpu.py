@@ -3,7 +3,8 @@
     python -m tools.test_gpu                               # every file under tests/ with such tests; prints a table
     python -m tools.test_gpu tests/kernels --out gpu.json  # those of a folder, with a record: commit, machine, counts
 
-Needs pytest, torch and Triton; no plugin of pytest is loaded. Exit status 1 where a test failed or a process died.
+Needs pytest, torch and Triton; no plugin of pytest is loaded. Exit status 1 where a test failed or a process died. The
+record is written whenever a process ends, with the number of tests that are `left`: a run that is stopped keeps it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,8 +95,13 @@ def run(names: list[str], limit: float) -> Outcome:
     return outcome
 
 
-def run_all(files: list[Path], jobs: int, most: int, limit: float) -> dict[str, Outcome]:
-    """Outcomes by file: its tests go in turns to processes of at most `most` tests, `jobs` of these at a time."""
+def run_all(
+    files: list[Path], jobs: int, most: int, limit: float, heard: Callable[[dict[str, Outcome], int], None]
+) -> dict[str, Outcome]:
+    """Outcomes by file: its tests go in turns to processes of at most `most` tests, `jobs` of these at a time.
+
+    `heard` is given the outcomes so far and the number of tests that are left, whenever a process has ended.
+    """
     outcomes: dict[str, Outcome] = defaultdict(Outcome)
     shares: list[tuple[str, list[str]]] = []
     with ThreadPoolExecutor(jobs) as pool:
@@ -103,8 +110,13 @@ def run_all(files: list[Path], jobs: int, most: int, limit: float) -> dict[str, 
             shares += [(str(path), names[i::count]) for i in range(count)]
             if reason:
                 outcomes[str(path)].add(Outcome(failed=1, problems={"collection": reason}))
-        for (name, _), outcome in zip(shares, pool.map(lambda share: run(share[1], limit), shares), strict=True):
-            outcomes[name].add(outcome)
+        left = sum(len(names) for _, names in shares)
+        running = {pool.submit(run, names, limit): (path, len(names)) for path, names in shares}
+        for done in as_completed(running):
+            name, count = running[done]
+            outcomes[name].add(done.result())
+            left -= count
+            heard(outcomes, left)
     return dict(sorted(outcomes.items()))
 
 
@@ -139,8 +151,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=8, help="tests of a process")
     parser.add_argument("--limit", type=float, default=450, help="seconds of a process")
     options = parser.parse_args(arguments)
-    start = time.monotonic()
-    outcomes = run_all(files_of(options.places), options.jobs, options.most, options.limit)
+    start, about = time.monotonic(), setting(options.places, options.commit)
+
+    def keep(outcomes: dict[str, Outcome], left: int) -> None:
+        print(f"{time.monotonic() - start:.0f} s: {left} tests left", end="\n" if left == 0 else "\r", file=sys.stderr)
+        if options.out is not None:
+            files = {path: vars(outcome) for path, outcome in sorted(outcomes.items())}
+            record = {**about, "seconds": time.monotonic() - start, "left": left, "files": files}
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    outcomes = run_all(files_of(options.places), options.jobs, options.most, options.limit, keep)
     total = Outcome()
     for path, outcome in outcomes.items():
         total.add(outcome)
@@ -150,10 +170,6 @@ def main(arguments: list[str] | None = None) -> int:
         for name, problem in outcome.problems.items():
             print(f"{path}: {name}: {problem}")
     print(f"{time.monotonic() - start:.0f} s")
-    if options.out is not None:
-        files = {path: vars(outcome) for path, outcome in outcomes.items()}
-        record = {**setting(options.places, options.commit), "seconds": time.monotonic() - start, "files": files}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
     return int(total.failed > 0 or not outcomes)
 
 

@@ -50,7 +50,19 @@ def test_failures_and_deaths_of_one_file_spoil_no_other(record):
 
 def test_the_record_names_what_ran_where_and_the_table_every_problem(record):
     made, table = record
-    assert {"commit", "machine", "torch", "triton", "python", "seconds", "files"} <= made.keys()
+    assert {"commit", "machine", "torch", "triton", "python", "seconds", "left", "files"} <= made.keys()
     assert "exit status 7" in table
     assert "No module named 'no_such_package'" in table
     assert "test_without_a_gpu" not in table
+
+
+def test_a_run_that_is_stopped_has_told_what_ended_before(monkeypatch):
+    monkeypatch.setattr(test_gpu, "tests_of", lambda path, limit: ([f"{path}::{i}" for i in range(5)], ""))
+    monkeypatch.setattr(test_gpu, "run", lambda names, limit: test_gpu.Outcome(passed=len(names)))
+    told = []
+    test_gpu.run_all(
+        ["a"], jobs=1, most=2, limit=1, heard=lambda found, left: told.append((found["a"].passed, left))
+    )  # fmt: skip
+    assert len(told) == 3
+    assert {passed + left for passed, left in told} == {5}
+    assert told[-1] == (5, 0)
