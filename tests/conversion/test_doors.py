@@ -1,5 +1,7 @@
 """Our names in the registries of other libraries: timm's attn_layer, diffusers' backends, kernel repositories."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -85,3 +87,63 @@ def test_transformers_takes_a_function_of_a_kernel_repository(tmp_path, monkeypa
             model.set_attn_implementation(name, **free)
             found.append(model(ids, attention_mask=mask).last_hidden_state[mask.bool()])
         torch.testing.assert_close(*found)
+
+
+def small_encoder(folder):
+    """A BERT of two layers with a tokenizer of a few words, saved as transformers does."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "long", "short", "text", "about", "attention"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    torch.manual_seed(0)
+    made = BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    BertModel(made).eval().save_pretrained(folder)
+    BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
+
+
+def test_sentence_transformers_opens_a_converted_encoder_and_takes_the_name(tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    from transformers import BertModel
+
+    from cumulant.conversion import convert, save
+
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    small_encoder(plain)
+    texts = ["a long text about attention", "short"]
+    softmax = library.SentenceTransformer(str(plain)).encode(texts)
+    named = library.SentenceTransformer(str(plain), model_kwargs={"attn_implementation": "cumulant3"}).encode(texts)
+    assert abs(named - softmax).max() > 1e-7
+    model = BertModel.from_pretrained(plain).eval()
+    convert(model, "cumulant3", force=True)
+    shutil.copytree(plain, tmp_path / "converted")
+    save(model, tmp_path / "converted")
+    opened = library.SentenceTransformer(str(tmp_path / "converted")).encode(texts)
+    torch.testing.assert_close(torch.tensor(opened), torch.tensor(named), atol=1e-6, rtol=1e-5)
+
+
+def test_adapters_of_peft_train_in_a_converted_model_and_are_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import BertConfig, BertModel
+
+    from cumulant.conversion import convert, load, save
+
+    torch.manual_seed(0)
+    made = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    adapted = peft.get_peft_model(BertModel(made), peft.LoraConfig(target_modules=["query", "value"], r=2))
+    ids = torch.randint(0, 50, (2, 12))
+    convert(adapted, "cumulant3", example={"input_ids": ids}, force=True)
+    adapted(input_ids=ids).last_hidden_state.square().sum().backward()
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    assert trained
+    assert all(parameter.grad is not None for parameter in trained)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.1)
+    adapted.eval()
+    wanted = adapted(input_ids=ids).last_hidden_state
+    save(adapted, tmp_path / "saved")
+    torch.testing.assert_close(load(tmp_path / "saved")(input_ids=ids).last_hidden_state, wanted, atol=1e-5, rtol=1e-4)
+    assert (tmp_path / "saved" / "adapter").is_dir()
