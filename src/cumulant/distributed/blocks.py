@@ -1,4 +1,4 @@
-"""Blocks of a sequence that several workers hold: which of them a worker touches, and where their tokens are.
+"""Tokens of a call and blocks of its sequence that several workers hold: who has which, and where.
 
 Shape legend: W workers, B batch, K blocks of all tokens, c of which this worker touches, m slots of a block.
 
@@ -16,10 +16,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Grid
+from ..call import Call, Grid
 from ..cluster.backend import block_sizes, borders
 from ..cluster.layout import Blocks, Layout, beside, divide
+from ..moments import statistics_dtype
+from ..tensors import one_batch
 from .exchange import Workers
+from .parts import Parts
+
+
+class Spread(NamedTuple):
+    """How the tokens of a call lie on the workers: queries and keys of each, and whether any has a mask."""
+
+    queries: list[int]
+    keys: list[int]
+    masked: bool
+
+    @classmethod
+    def of(cls, parts: Parts, call: Call) -> Spread:
+        own = [call.query.shape[-2], call.key.shape[-2], int(call.key_mask is not None)]
+        (rows,) = parts.workers.rows(torch.tensor(own, device=parts.workers.device))
+        queries, keys, masked = rows.T.tolist()
+        return cls(queries, keys, any(masked))
+
+
+class Tokenwise(NamedTuple):
+    """This worker's scaled queries, keys, values and weights, of one batch dimension, in the statistics' dtype."""
+
+    q: Tensor  # (B, H, G, Lq, D)
+    k: Tensor  # (B, H, L, D), 0 where absent
+    v: Tensor  # (B, H, L, E)
+    weights: Tensor | None  # (B, 1, L)
+
+    @classmethod
+    def of(cls, call: Call, masked: bool) -> Tokenwise:
+        dtype = statistics_dtype(call.query.dtype)
+        q, k, v = (one_batch(x, call.lead).to(dtype) for x in call[:3])
+        q = (q * call.softmax_scale).unflatten(1, (k.shape[1], -1))
+        if call.key_mask is None:
+            return cls(q, k, v, k.new_ones(len(k), 1, k.shape[2]) if masked else None)
+        weights = call.key_mask.expand(*call.lead, k.shape[2]).reshape(len(k), 1, k.shape[2]).to(dtype)
+        absent = (weights == 0).unsqueeze(-1)
+        return cls(q, k.masked_fill(absent, 0), v.masked_fill(absent, 0), weights)
 
 
 class Held(NamedTuple):

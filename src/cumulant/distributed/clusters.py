@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,47 +27,12 @@ from ..cluster.fields import Exact, Far, Seen, Tokens, mix, nearest, room
 from ..cluster.layout import Blocks, check_grid
 from ..cluster.statistics import log, merge_pieces, moments_of
 from ..kernels import notice
-from ..moments import Moments, means_dtype, ratio, statistics_dtype
-from ..tensors import ABSENT, nothing, one_batch
+from ..moments import Moments, means_dtype, ratio
+from ..tensors import ABSENT, nothing
 from ..tracing import without_autocast
-from .blocks import held
+from .blocks import Spread, Tokenwise, held
 from .exchange import Gather, Swap, Workers, exchange
 from .parts import Parts
-
-
-class Spread(NamedTuple):
-    """How the tokens of a call lie on the workers: queries and keys of each, and whether any has a mask."""
-
-    queries: list[int]
-    keys: list[int]
-    masked: bool
-
-    @classmethod
-    def of(cls, parts: Parts, call: Call) -> Spread:
-        own = [call.query.shape[-2], call.key.shape[-2], int(call.key_mask is not None)]
-        (rows,) = parts.workers.rows(torch.tensor(own, device=parts.workers.device))
-        queries, keys, masked = rows.T.tolist()
-        return cls(queries, keys, any(masked))
-
-
-class Tokenwise(NamedTuple):
-    """This worker's scaled queries, keys, values and weights, of one batch dimension, in the statistics' dtype."""
-
-    q: Tensor  # (B, H, G, Lq, D)
-    k: Tensor  # (B, H, L, D), 0 where absent
-    v: Tensor  # (B, H, L, E)
-    weights: Tensor | None  # (B, 1, L)
-
-    @classmethod
-    def of(cls, call: Call, masked: bool) -> Tokenwise:
-        dtype = statistics_dtype(call.query.dtype)
-        q, k, v = (one_batch(x, call.lead).to(dtype) for x in call[:3])
-        q = (q * call.softmax_scale).unflatten(1, (k.shape[1], -1))
-        if call.key_mask is None:
-            return cls(q, k, v, k.new_ones(len(k), 1, k.shape[2]) if masked else None)
-        weights = call.key_mask.expand(*call.lead, k.shape[2]).reshape(len(k), 1, k.shape[2]).to(dtype)
-        absent = (weights == 0).unsqueeze(-1)
-        return cls(q, k.masked_fill(absent, 0), v.masked_fill(absent, 0), weights)
 
 
 def clusters_over_workers(

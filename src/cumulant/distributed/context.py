@@ -18,7 +18,8 @@ from ..call import Call, check_choice
 from ..cluster.build import Clusters
 from ..expansion import Form, expand
 from .attend import attend, check_form
-from .clusters import Spread, clusters_over_workers
+from .blocks import Spread
+from .clusters import clusters_over_workers
 from .exchange import Workers
 from .parts import Parts, check_lengths, held
 from .softmax import TRAVELS
