@@ -161,7 +161,8 @@ def run(rng: random.Random, kernels: bool) -> tuple[str, float, float, str] | No
     scale = q.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
     weights = torch.ones(k.shape[0], k.shape[-2], dtype=torch.float64) if w is None else w.double()
     exact = row_by_row(wide[0] * scale, wide[1], wide[2], weights, form)
-    if exact.abs().max() > 0.9 * torch.finfo(dtype).max:
+    largest = 0.9 * torch.finfo(dtype).max
+    if exact.abs().max() > largest:
         return None
     leaves = [x.detach().clone().requires_grad_() for x in tokens]
     named = f"{dtype} {backend} q{tuple(q.shape)} k{tuple(k.shape)} E{v.shape[-1]} {form} scale={how['scale']}"
@@ -174,21 +175,24 @@ def run(rng: random.Random, kernels: bool) -> tuple[str, float, float, str] | No
     grad = torch.randn(out.shape).to(dtype)
     found = torch.autograd.grad(out, leaves, grad, allow_unused=True)
     wanted = torch.autograd.grad(exact, wide, grad.double(), allow_unused=True)
+    few = (64 if dtype == torch.float32 else 8) * HALF[dtype]
+    equal = any(bool((x == x[..., :1, :]).all(-2).any()) for x in (k, v))
+    compared = [("out", 0, error(out, exact), exact)]
+    for at, (name, a, b) in enumerate(zip(("dq", "dk", "dv"), found, wanted, strict=True), 1):
+        # equal keys or values, of all tokens or of those seen, leave queries and keys the rounding of the oracle alone
+        nothing = b is None or b.norm() <= 1e-13 * grad.double().norm() * weights.sum().clamp(min=1) * v.abs().max()
+        if a is not None and not nothing and (name == "dv" or not equal) and b.abs().max() < largest:
+            compared.append((name, at, error(a, b), b))
+    name, at, here, b = max(compared, key=lambda one: one[2])
+    if here <= few:
+        return name, here, few, named
     narrow = [x.detach().float().requires_grad_() for x in tokens]
     plains = [
         (plain, *torch.autograd.grad(plain, narrow, grad.float(), allow_unused=True))
         for plain in plainly(narrow, scale, weights, form, dtype if backend == "triton" else torch.float32)
     ]
-    few = (64 if dtype == torch.float32 else 8) * HALF[dtype]
-    worst = ("out", error(out, exact), allowed([x[0] for x in plains], exact, few, dtype), named)
-    for name, a, b, c in zip(("dq", "dk", "dv"), found, wanted, list(zip(*plains, strict=True))[1:], strict=True):
-        equal = [bool((x == x[..., :1, :]).all(-2).any()) for x in (k, v)]
-        if a is None or b is None or (name != "dv" and any(equal)):
-            continue  # equal keys or values leave queries and keys nothing but the rounding of the oracle
-        here, bound = error(a, b), allowed(c, b, few, dtype)
-        if b.abs().max() < 0.9 * torch.finfo(dtype).max and here / bound > worst[1] / worst[2]:
-            worst = (name, here, bound, named)
-    return worst
+    rated = [(name, here, allowed([x[at] for x in plains], b, few, dtype), named) for name, at, here, b in compared]
+    return max(rated, key=lambda one: one[1] / one[2])
 
 
 def stream(rng: random.Random) -> tuple[str, float, float, str] | None:
@@ -220,9 +224,11 @@ def stream(rng: random.Random) -> tuple[str, float, float, str] | None:
     k, v = k[:, :, first:], v[:, :, first:]
     ones = torch.ones(k.shape[0], k.shape[-2], dtype=torch.float64)
     exact = row_by_row(q.double() * scale, k.double(), v.double(), ones, form)
-    plains = list(plainly([q, k, v], scale, ones, form, torch.float32))
+    few, here = 64 * HALF[torch.float32], error(out, exact)
     named = f"{what} {form} k{tuple(k.shape)} k~{k.mean():.3g}+-{k.std():.2g} v~{v.mean():.3g}"
-    return what, error(out, exact), allowed(plains, exact, 64 * HALF[torch.float32], torch.float32), named
+    if here <= few:
+        return what, here, few, named
+    return what, here, allowed(list(plainly([q, k, v], scale, ones, form, torch.float32)), exact, few, k.dtype), named
 
 
 def main() -> int:

@@ -111,13 +111,17 @@ def test_keys_far_from_zero_cost_no_digits() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"clusters": 6, "near": 2, "response": "pooled"}, {"clusters": Blocks(4), "prefix": 2}],
-    ids=["near", "short"],
+    [
+        {"clusters": 6, "near": 2, "near_rows": 32, "response": "pooled"},
+        {"clusters": Blocks(4), "prefix": 2},
+        {"clusters": Blocks(16), "is_causal": True},
+    ],
+    ids=["near", "short", "causal"],
 )
 def test_values_far_from_zero_cost_gradients_no_digits(options: dict[str, Any]) -> None:
     """In bfloat16: weights that are rounded after they were summed up would move them by 2^-9 of where they lie."""
     q, k, v = (tokens(1, 1, 96, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 1, 30)))
-    compare_half(q, k, v, near_rows=32, **options)
+    compare_half(q, k, v, **options)
 
 
 def test_logits_that_overflow_an_exponential_do_no_harm() -> None:

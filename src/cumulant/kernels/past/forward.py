@@ -165,8 +165,9 @@ def attend(
         higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
         p = tl.exp2(u * a - (finite(higher) + away)[:, None])
         fading = tl.exp2(top - finite(higher))
-        total = total * fading + tl.sum(p, 1)
-        out = finished(dot(packed(p, dtype), values, out * fading[:, None], PRECISION))
+        rounded = packed(p, dtype)  # what values get and its sum are rounded alike, or values far from 0 would move
+        total = total * fading + tl.sum(rounded.to(tl.float32), 1)
+        out = finished(dot(rounded, values, out * fading[:, None], PRECISION))
         top = higher
     some = total > 0.0  # a row that sees nothing gives 0
     out *= tl.where(some, 1.0 / total, 0.0)[:, None]
