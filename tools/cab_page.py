@@ -109,8 +109,10 @@ def board(results: Mapping[str, Result]) -> str:
     result = results["cab"]
     setting = result["setting"]
     steps = ", ".join(f"{name} {task['steps']:,}" for name, task in setting["tasks"].items())
+    each = sorted({len(values) for row in result["rows"] for values in row["values"].values()})
+    seeds = f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0])
     said = (
-        f"Steps: {steps}; {setting['seeds']} seeds, {setting['precision']}, size {setting['size']}. ± is the standard "
+        f"Steps: {steps}; {seeds} seeds, {setting['precision']}, size {setting['size']}. ± is the standard "
         "deviation over seeds."
     )
     paying = next((results[name] for name in ("zoo_efficiency", "zoo_efficiency_cpu") if name in results), None)

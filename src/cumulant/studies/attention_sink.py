@@ -246,5 +246,6 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("weights",),
+    seconds={"two cores": 510},
     control="softmax",
 )

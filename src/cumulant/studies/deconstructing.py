@@ -258,5 +258,6 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("weights",),
+    seconds={"two cores": 615},
     control=STANDARD,
 )

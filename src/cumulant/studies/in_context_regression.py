@@ -32,12 +32,12 @@ class Settings:
     width: int = 5
     examples: int = 40
     noise: float = 0.1  # variance
-    steps: int = 2000
+    steps: int = 1500
     batch: int = 256
     lr: float = 0.004
     last_lr: float = 0.0001  # a cosine leads there
-    starts: int = 8  # of several heads: so many are begun, and the best goes on
-    trial: int = 300  # steps after which it is chosen
+    starts: int = 4  # of several heads: so many are begun, and the best goes on
+    trial: int = 200  # steps after which it is chosen
     lengths: tuple[int, ...] = (10, 20, 40, 80, 160)
     test: int = 20000
     attention: tuple[str, ...] = ("softmax", "linear", "cumulant2", "cumulant3", "cumulant3+full", "cluster4")
@@ -463,4 +463,5 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("cross",),
+    seconds={"two cores": 290},
 )

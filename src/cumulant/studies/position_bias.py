@@ -396,5 +396,5 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("causal", "weights"),
-    seconds={},
+    seconds={"two cores": 590},
 )

@@ -405,5 +405,5 @@ STUDY = Study(
         "strength": ("Attention strength",),
         "patterns": ("Attention patterns",),
     },
-    seconds={},
+    seconds={"two cores": 345},
 )

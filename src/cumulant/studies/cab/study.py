@@ -142,7 +142,8 @@ def laid(settings: Cab, device: torch.device) -> Ground:
 
 
 def told_by_records(settings: Cab) -> Ground:
-    """As the records of --out tell: neither the data nor the device on which they were made has to be at hand."""
+    """As the records of --out tell: neither the data nor the device on which they were made has to be at hand. Of tasks
+    whose records do not tell their content, that of --data counts."""
     folder = settings.out / "cab" / "records"
     records = [read_json(path) for path in sorted(folder.glob("*.json"))]
     records = [one for one in records if "content" in one]  # those that do not tell are known by their names alone
@@ -158,6 +159,9 @@ def told_by_records(settings: Cab) -> Ground:
         )
     ((size, device, generated),) = kinds
     tensors = {name: (Path(), content) for name, content in contents}
+    if settings.data is not None:
+        others = {name: task for name, task in chosen_tasks(settings.tasks, size).items() if name not in tensors}
+        tensors |= {name: prepared(task, settings.data, settings.out) for name, task in others.items()}
     return Ground(size, torch.device(device), tensors, generated == "True")
 
 
