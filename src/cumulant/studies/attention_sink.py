@@ -218,7 +218,7 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     side = SIDE // settings.patch
     for axis, name in zip(axes[0], names, strict=True):
         heat = torch.tensor([one[name]["heat"] for one in seeds if name in one]).mean(0).view(side, side) * side * side
-        axis.imshow(heat, cmap=SEQUENTIAL, vmin=0, vmax=3)
+        axis.imshow(heat, cmap=SEQUENTIAL, vmin=0.5, vmax=1.75)
         axis.set_title(f"{name}\n{heat.min():.2f} to {heat.max():.2f}", fontsize=7)
         axis.set_axis_off()
     found = {"Received attention over the canvas (1: as much as every patch)": figure}
