@@ -316,7 +316,7 @@ def overview(settings: Settings, first: Measured) -> Any:
         for place, i in zip(axes[:, kind], mine, strict=False):
             place.imshow(source.test.decode(int(chosen[i]), 8)[0].numpy(), cmap="gray", interpolation="nearest")
             said = sorted({one["predicted"][i] for one in first.values()} - {kind})
-            place.set_title(f"not {', '.join(map(str, said))}"[:16] if said else "", fontsize=7, color=FIRST, pad=2)
+            place.set_title(f"said {', '.join(map(str, said))}"[:16] if said else "", fontsize=7, color=FIRST, pad=2)
             place.spines[:].set(visible=True, color=FIRST if wrong[i] else RULE, linewidth=0.5 + 0.6 * wrong[i])
     for place in axes.flatten():
         place.set(xticks=[], yticks=[])
