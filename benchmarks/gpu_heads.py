@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vision_layers import LAYERS
 
 from cumulant import create_model
 from cumulant.bench.provenance import provenance
@@ -215,14 +216,6 @@ def ia_red2_model(batch: int) -> Case:
     )  # fmt: skip
 
 
-VISION = {
-    "moh": "moh", "biformer": "biformer+regions=4+top=4", "gda": "gda+ratio=2",
-    "complexformer": "complexformer+scale=none", "gaam": "gaam",
-    "ia_red2": "ia_red2", "sqa": "sqa+variant=lsqa+query_heads=2+key_heads=1",
-    "sparsifiner": "sparsifiner+block=16",
-}  # fmt: skip
-
-
 def vision(batch: int) -> Case:
     """The models of the table in docs/layers/index.md: ViT-Ti on pictures of 64 pixels, 65 tokens."""
 
@@ -231,7 +224,7 @@ def vision(batch: int) -> Case:
         return lambda: create_model("vit_tiny_patch16_224", attention=attention, layer=name, **size)
 
     kinds = [Variant(f"{attention}, {name}" if name else attention, model(attention, made))
-             for attention in ("softmax", "cumulant3") for name, made in {"": None, **VISION}.items()]  # fmt: skip
+             for attention in ("softmax", "cumulant3") for name, made in LAYERS.items()]  # fmt: skip
     return Case(
         f"Vision, ViT-Ti, 65 tokens, batch {batch}",
         lambda: torch.randn(2 if QUICK else batch, 3, 64, 64), kinds, check=lambda: 0.0, alike=False,
