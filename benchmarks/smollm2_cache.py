@@ -22,7 +22,6 @@ import argparse
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -244,6 +243,12 @@ def timed(model: Any, ids: Tensor, keep: Callable[[dict], None]) -> None:
             print(f"{name:12} batch {batch:2} " + "  ".join(f"{k} {x:.2f}" for k, x in line.items()), flush=True)
 
 
+def _said(options: argparse.Namespace) -> str:
+    """The command without the places of files."""
+    given = {"length": options.length, "pieces": options.pieces, "batch": options.batch, "dtype": options.dtype}
+    return "MODEL TEXT " + " ".join(f"--{k} {x}" for k, x in given.items()) + (" --time" if options.time else "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -265,7 +270,7 @@ def main() -> None:
     model, tokenizer = load(options.model)
     model.requires_grad_(False).to(options.device, getattr(torch, options.dtype))
     record: dict[str, Any] = {
-        **provenance("benchmarks/smollm2_cache.py " + " ".join(sys.argv[3:])),
+        **provenance("benchmarks/smollm2_cache.py " + _said(options)),
         "length": options.length,
         "dtype": options.dtype,
     }
