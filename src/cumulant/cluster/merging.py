@@ -137,12 +137,12 @@ class MergedStream:
         """Room for everything."""
         B, H, _, D = key.shape
         E = value.shape[-1]
-        aside = -(-self.sample * D // max(1, D + E))
-        places = self.tokens - aside
+        places = (self.tokens * (D + E) - self.sample * D) // (D + E + 2)  # with a weight and a place in the text each
+        aside = self.tokens - max(0, places)
         if places < self.sinks + self.recent + self.chunk + 1:
             raise ValueError(
                 f"tokens={self.tokens} leaves no cluster beside sinks={self.sinks}, recent={self.recent}, chunk="
-                f"{self.chunk} and {aside} places of sample={self.sample} queries: take more tokens, or less of these"
+                f"{self.chunk} and {aside} for sample={self.sample} queries and weights: take more tokens, or less"
             )
         self.key, self.value = key.new_zeros(B, H, places, D), value.new_zeros(B, H, places, E)
         self.weight = key.new_zeros(B, H, places, dtype=torch.float32)
