@@ -55,6 +55,7 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def learning(monkeypatch: pytest.MonkeyPatch) -> None:
     replay.forget()
+    monkeypatch.setattr(replay, "ASKED", True)
     if DEVICE == "cuda":
         return
 

@@ -288,7 +288,7 @@ class Study:
     control: int | None = None
     """Further runs of the baseline with other seeds, the A/A control; by default as many as seeds."""
     epochs: int = 0
-    """heads, cumulant-vit and mechanisms: passes over the training part. 0: as in the recipe."""
+    """cumulant-vit and mechanisms: passes over the training part. 0: as in the recipe."""
     workers: int | None = None
     """Runs beside each other, on a CPU with one thread each; by default 2, of heads 1."""
     on: Place = "here"
