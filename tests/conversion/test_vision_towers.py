@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_hiera import small_hiera
 
 import cumulant
 from cumulant.conversion import choose_layers, restore
@@ -23,18 +24,8 @@ TINY: dict[str, Any] = {
 
 def hiera() -> Any:
     """SAM 2's vision encoder: six layers, of which the fourth sees the whole picture."""
-    backbone = transformers.Sam2HieraDetConfig(
-        hidden_size=16, num_attention_heads=1, image_size=[128, 128], blocks_per_stage=[1, 1, 3, 1],
-        embed_dim_per_stage=[16, 32, 64, 128], num_attention_heads_per_stage=[1, 1, 2, 4],
-        window_size_per_stage=[4, 2, 2, 2], global_attention_blocks=[3],
-        window_positional_embedding_background_size=[3, 3],
-    )  # fmt: skip
-    config = transformers.Sam2VisionConfig(
-        backbone_config=backbone, backbone_channel_list=[128, 64, 32, 16], fpn_hidden_size=32,
-        backbone_feature_sizes=[[32, 32], [16, 16], [8, 8]],
-    )  # fmt: skip
     torch.manual_seed(0)
-    return transformers.Sam2VisionModel(config).eval()
+    return transformers.Sam2VisionModel(small_hiera(third=3)).eval()
 
 
 def test_windows_of_a_hiera_stay_and_the_global_layer_knows_its_grid() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from small_hiera import small_hiera
 
 transformers = pytest.importorskip("transformers")
 
@@ -14,18 +15,8 @@ from cumulant.explain.masks import Segmenter, iou  # noqa: E402
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A SAM 2 of five small layers, one of which looks at the whole picture."""
-    backbone = transformers.Sam2HieraDetConfig(
-        hidden_size=16, num_attention_heads=1, image_size=[128, 128], blocks_per_stage=[1, 1, 2, 1],
-        embed_dim_per_stage=[16, 32, 64, 128], num_attention_heads_per_stage=[1, 1, 2, 4],
-        window_size_per_stage=[4, 2, 2, 2], global_attention_blocks=[3],
-        window_positional_embedding_background_size=[3, 3],
-    )  # fmt: skip
-    vision = transformers.Sam2VisionConfig(
-        backbone_config=backbone, backbone_channel_list=[128, 64, 32, 16], fpn_hidden_size=32,
-        backbone_feature_sizes=[[32, 32], [16, 16], [8, 8]],
-    )  # fmt: skip
     config = transformers.Sam2Config(
-        vision_config=vision,
+        vision_config=small_hiera(third=2),
         prompt_encoder_config={"hidden_size": 32, "image_size": 128, "mask_input_channels": 4},
         mask_decoder_config={"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 2, "iou_head_hidden_dim": 32},
     )
