@@ -109,13 +109,21 @@ def _mixed(labels: Sequence[int]) -> list[int]:
 
 
 def pictures(task: PictureTask, place: Path) -> Tensors:
+    return {part: decoded(encoded, task.side) for part, encoded in encoded_pictures(place).items()}
+
+
+def encoded_pictures(place: Path) -> dict[str, list[bytes]]:
+    """The first pictures of both parts, as they lie in the files."""
     found = {}
     for part, name, count in (("train", "train", TRAIN_PICTURES), ("test", "validation", TEST_PICTURES)):
         rows = parquet_rows(find_shards(place)[name])
-        chosen = range(min(count, len(rows)))
-        images = [decode_image(rows.cell(at, "image")["bytes"], task.side, rows.name(at)) for at in chosen]
-        found[part] = torch.stack(images)
+        found[part] = [rows.cell(at, "image")["bytes"] for at in range(min(count, len(rows)))]
     return found
+
+
+def decoded(encoded: Sequence[bytes], side: int) -> Tensor:
+    """uint8 (N, 3, side, side)."""
+    return torch.stack([decode_image(one, side, f"picture {at}") for at, one in enumerate(encoded)])
 
 
 def hashed(sentence: str, count: int, words: int) -> list[int]:

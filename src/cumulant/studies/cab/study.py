@@ -100,10 +100,15 @@ def chosen_tasks(names: Sequence[str], size: str) -> dict[str, Task]:
     return known if "all" in names else {name: known[name] for name in dict.fromkeys(names)}
 
 
+def prepared_path(task: Task, folder: Path | None, out: Path) -> Path:
+    """Where a task's tensors lie: named after what they are made of."""
+    about = json.dumps([task.told(), None if folder is None else _stamp(folder / task.data)], sort_keys=True)
+    return out / "data" / f"{task.name}-{hashlib.sha256(about.encode()).hexdigest()[:8]}.safetensors"
+
+
 def prepared(task: Task, folder: Path | None, out: Path) -> tuple[Path, str]:
     """The file with a task's tensors, made unless it is there, and the digest of its content."""
-    about = json.dumps([task.told(), None if folder is None else _stamp(folder / task.data)], sort_keys=True)
-    path = out / "data" / f"{task.name}-{hashlib.sha256(about.encode()).hexdigest()[:8]}.safetensors"
+    path = prepared_path(task, folder, out)
     if not path.is_file():
         tensors = synthetic.made(task) if folder is None else data.read(task, folder)
         path.parent.mkdir(parents=True, exist_ok=True)

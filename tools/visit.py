@@ -1,0 +1,232 @@
+"""Many runs of studies and of CAB side by side on one machine, within a limit of time: what is missing, and no more.
+
+`python -m tools.visit --seconds 500 --out DIR --tensors FILE --cab 10 --study position-bias:4 deconstructing:4:cuda`
+begins with the records that the repository keeps, gives each command so many workers, and writes what is new to
+DIR/studies.json every half minute; `python -m tools.records take DIR/studies.json` keeps it. With --mps processes share
+the GPU kernel by kernel instead of in turns, where NVIDIA's server for it is installed.
+
+TENSORS (`python -m tools.visit --prepare DATA --tensors FILE`) is a tar.xz of the tensors of CAB's tasks, pictures as
+they are encoded: 17 MiB that give the same digests as the data sets themselves.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from safetensors.torch import load, load_file, save
+
+from cumulant.studies.cab import data
+from cumulant.studies.cab.study import prepared_path
+from cumulant.studies.cab.tasks import PictureTask, tasks_of
+from cumulant.train.files import write_atomically
+from tools import records
+
+NOWHERE = Path("prepared")  # a folder without data: tensors are there already
+LAST = 15.0  # seconds that are left to the processes for ending
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What to run, and for how long."""
+
+    seconds: float = 500
+    """Until everything has ended."""
+    out: Path = Path("runs/visit")
+    """Folder for studies.json."""
+    tensors: Path | None = None
+    """tar.xz of the tensors of CAB."""
+    prepare: Path | None = None
+    """Write --tensors from the data sets in this folder, and end."""
+    cab: int = 0
+    """Workers of `bench cab`; 0: leave it out."""
+    cab_options: str = ""
+    """Further words for `bench cab`, such as "--tasks lm restore"."""
+    study: tuple[str, ...] = ()
+    """NAME:WORKERS or NAME:WORKERS:DEVICE, in the order in which they share the machine."""
+    mps: bool = False
+    """Start NVIDIA's multi-process service for these processes."""
+
+
+def pack_tensors(folder: Path, target: Path) -> dict[str, str]:
+    """The tensors of all tasks in one compressed file; digests by task."""
+    digests = {}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(target, "w:xz", preset=6) as tar:
+        for name, task in tasks_of("full").items():
+            tensors = data.read(task, folder)
+            digests[name] = data.digest(tensors)
+            if isinstance(task, PictureTask):
+                for part, encoded in data.encoded_pictures(folder / task.data).items():
+                    sizes = torch.tensor([len(one) for one in encoded])
+                    whole = data.as_bytes(b"".join(encoded))
+                    add(tar, f"{name}.{part}.pictures", save({"sizes": sizes, "bytes": whole}))
+            else:
+                add(tar, f"{name}.safetensors", save({key: one.contiguous() for key, one in tensors.items()}))
+        add(tar, "digests.json", json.dumps(digests).encode())
+    return digests
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def lay_tensors(source: Path, out: Path) -> None:
+    """Tensors of a packed file where `bench cab --data prepared --out OUT` looks for them; ValueError where one has
+    other content than what was packed."""
+    with tarfile.open(source, "r:xz") as tar:
+        files = {one.name: tar.extractfile(one).read() for one in tar.getmembers()}  # type: ignore[union-attr]
+    wanted = json.loads(files["digests.json"])
+    for name, task in tasks_of("full").items():
+        path = prepared_path(task, NOWHERE, out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(task, PictureTask):
+            parts = {part: load(files[f"{name}.{part}.pictures"]) for part in ("train", "test")}
+            tensors = {part: data.decoded(_cut(one["bytes"], one["sizes"]), task.side) for part, one in parts.items()}
+            path.write_bytes(save(tensors))
+        else:
+            path.write_bytes(files[f"{name}.safetensors"])
+        if (got := data.digest(load_file(path))) != wanted[name]:
+            raise ValueError(f"{name} has digest {got} here, {wanted[name]} where it was packed")
+
+
+def _cut(whole: torch.Tensor, sizes: torch.Tensor) -> list[bytes]:
+    return [one.numpy().tobytes() for one in whole.split(sizes.tolist())]
+
+
+def commands(visit: Visit, work: Path, minutes: float) -> list[list[str]]:
+    """The command lines to run beside each other."""
+    program = [sys.executable, "-m", "cumulant.cli"]
+    every = []
+    if visit.cab:
+        line = [
+            "bench",
+            "cab",
+            "--data",
+            str(NOWHERE),
+            "--size",
+            "full",
+            "--workers",
+            str(visit.cab),
+            "--out",
+            str(work),
+        ]
+        every.append([*program, *line, "--minutes", f"{minutes:.2f}", *visit.cab_options.split()])
+    for word in visit.study:
+        name, workers, device = (*word.split(":"), "cpu")[:3]
+        line = [
+            "study",
+            name,
+            "--workers",
+            workers,
+            "--device",
+            device,
+            "--out",
+            str(work),
+            "--minutes",
+            f"{minutes:.2f}",
+        ]
+        every.append([*program, *line])
+    return every
+
+
+def write_new(work: Path, before: dict[str, Any], target: Path) -> int:
+    """Keep what was made since, in one file."""
+    now = records.found(work)
+    new = {
+        study: {name: one for name, one in own.items() if before.get(study, {}).get(name) != one}
+        for study, own in now.items()
+    }
+    packed = {study: records.packed(own) for study, own in new.items() if own}
+    write_atomically(target, json.dumps(packed, allow_nan=False).encode())
+    return sum(map(len, new.values()))
+
+
+def service() -> dict[str, str]:
+    """Variables under which processes share the GPU by NVIDIA's multi-process service; none where it is missing."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        print("no multi-process service on this machine: processes take turns", flush=True)
+        return {}
+    place = tempfile.mkdtemp()
+    own = {"CUDA_MPS_PIPE_DIRECTORY": place, "CUDA_MPS_LOG_DIRECTORY": place}
+    ended = subprocess.run(["nvidia-cuda-mps-control", "-d"], env=os.environ | own, check=False)
+    probe = "import torch; print(torch.ones(1, device='cuda').item())"
+    works = subprocess.run([sys.executable, "-c", probe], env=os.environ | own, check=False, timeout=60)
+    if ended.returncode or works.returncode:
+        print("the multi-process service does not start: processes take turns", flush=True)
+        return {}
+    print("processes share the GPU by the multi-process service", flush=True)
+    return own
+
+
+def run(visit: Visit) -> int:
+    """Everything within the seconds; how many runs were made."""
+    end = time.monotonic() + visit.seconds
+    work = Path(tempfile.mkdtemp())
+    target = visit.out / "studies.json"
+    records.put(work)
+    before = records.found(work)
+    if visit.tensors is not None:
+        lay_tensors(visit.tensors, work)
+    own = service() if visit.mps else {}
+    environment = os.environ | own | {"OMP_NUM_THREADS": "1"}
+    minutes = (end - LAST - time.monotonic()) / 60
+    print(f"begun after {visit.seconds - (end - time.monotonic()):.0f} s", flush=True)
+    processes = []
+    for number, line in enumerate(commands(visit, work, minutes)):
+        log = (work / f"log-{number}").open("wb")
+        process = subprocess.Popen(line, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        processes.append((" ".join(line[3:5]), time.monotonic(), process, work / f"log-{number}"))
+    ended: dict[str, float] = {}
+    told = time.monotonic()
+    while len(ended) < len(processes) and time.monotonic() < end - 3:
+        time.sleep(0.5)
+        for name, began, process, _ in processes:
+            if process.poll() is not None and name not in ended:
+                ended[name] = time.monotonic() - began
+                print(f"{name}: exit {process.returncode} after {ended[name]:.1f} s", flush=True)
+        if time.monotonic() > told + 30:
+            told = time.monotonic()
+            print(f"{write_new(work, before, target)} runs made", flush=True)
+    for name, _, process, log in processes:
+        if name not in ended:
+            print(f"{name}: still running, ended", flush=True)
+            os.killpg(process.pid, 9)
+        print(f"--- {name}\n{tail(log)}", flush=True)
+    count = write_new(work, before, target)
+    print(f"{count} runs made, {target.stat().st_size / 1e6:.2f} MB", flush=True)
+    return count
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, each as its bar was drawn last."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line.rsplit("\r", 1)[-1][-200:] for line in lines[-6:])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    visit = tyro.cli(Visit, args=argv)
+    if visit.prepare is not None:
+        assert visit.tensors is not None, "--prepare needs --tensors"
+        print(json.dumps(pack_tensors(visit.prepare, visit.tensors)))
+        return
+    run(visit)
+
+
+if __name__ == "__main__":
+    main()
