@@ -68,12 +68,18 @@ def attention(
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost: 2 L D E a head at order 2, 4 L D E at order 3, never L^2.
     """
-    call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, query_mask)
-    form = Form(order, full, normalization, closure, around, apart, backend)
-    kind = None
-    if key_mask is None and query_mask is None:
-        kind = replay.kind("attention", query, key, value, is_causal, scale, enable_gqa, *form)
-    return attend(call, form) if kind is None else replay.call(kind, lambda: attend(call, form), query, key, value)
+
+    def run() -> Tensor:
+        call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, query_mask)
+        return attend(call, Form(order, full, normalization, closure, around, apart, backend))
+
+    if key_mask is not None or query_mask is not None:
+        return run()
+    kind = replay.kind(
+        "attention", query, key, value, is_causal, scale, enable_gqa, order, full, normalization, closure, around,
+        apart, backend,
+    )  # fmt: skip
+    return run() if kind is None else replay.call(kind, run, query, key, value)
 
 
 def attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor] = expand) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +18,34 @@ from torch.utils.checkpoint import checkpoint
 
 from cumulant import attention, cluster_attention
 from cumulant.cluster import Blocks
-from cumulant.kernels import replay
+from cumulant.kernels import direct, replay
 from cumulant.kernels.tokens import Kernel
 
 CLUSTERS: dict[str, Any] = {"clusters": 4, "near": 1, "near_rows": 32, "rank": "mean", "response": "pooled"}
 CASES = {
     "dense": partial(attention, order=2, backend="triton"),
     "clusters": partial(cluster_attention, backend="triton", **CLUSTERS),
+    "causal": partial(attention, order=2, is_causal=True, backend="triton"),
     "past": partial(cluster_attention, clusters=Blocks(16, keep=1), is_causal=True, backend="triton"),
 }
 GPU = [pytest.param(name, marks=pytest.mark.gpu, id=f"{name} on a GPU") for name in CASES]
-EACH = ["dense", *GPU]  # in the interpreter the others take a minute
+EACH = ["dense", "causal", *GPU]  # in the interpreter the others take a minute
+# What else is called on a GPU: shape (B, H, Hk, L, D), and the call.
+SHAPES: dict[str, tuple[tuple[int, ...], Callable[..., Tensor]]] = {
+    "order 3": ((2, 3, 3, 197, 64), partial(attention, order=3)),
+    "odd widths": ((2, 3, 3, 77, 40), partial(attention, order=3)),
+    "long": ((1, 2, 2, 5000, 64), partial(attention, order=2)),
+    "long, order 3": ((1, 2, 2, 4096, 64), partial(attention, order=3)),
+    "wide": ((1, 2, 2, 1024, 192), partial(attention, order=2)),
+    "grouped": ((2, 4, 2, 300, 64), partial(attention, order=2, enable_gqa=True)),
+    "causal 3": ((1, 2, 2, 3000, 64), partial(attention, order=3, is_causal=True)),
+    "far clusters": ((2, 2, 2, 2048, 64), partial(cluster_attention, clusters=16)),
+    "near clusters": ((2, 2, 2, 2048, 64), partial(cluster_attention, clusters=16, near=2)),
+    "grid": ((1, 2, 2, 4096, 96), partial(cluster_attention, clusters=(8, 8), grid=(64, 64), near=4)),
+    "prefix": ((1, 2, 2, 2049, 64), partial(cluster_attention, clusters=16, near=2, prefix=1)),
+    "short clusters": ((2, 2, 2, 256, 64), partial(cluster_attention, clusters=16)),
+    "causal clusters": ((1, 2, 2, 2048, 64), partial(cluster_attention, clusters=16, is_causal=True)),
+}
 
 
 class Compiled:
@@ -59,20 +78,26 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cuda":
         return
 
-    def start(self: Kernel, grid: Any, fixed: Any, *given: Any) -> None:
+    def launched(self: Kernel, grid: Any, *given: Any, **constants: Any) -> None:
         with _disable_current_modes():  # the interpreter's own operations are no part of a launch
-            self.jitted[grid](*given, **fixed.constants)
+            self.jitted[grid](*given, **constants)
         kinds = [x.dtype if isinstance(x, Tensor) else None for x in given]
-        replay.started(Compiled(self.jitted, fixed.constants, kinds), (), grid, given)
+        replay.started(Compiled(self.jitted, constants, kinds), (), grid, given)
+
+    def start(self: Kernel, grid: Any, fixed: Any, *given: Any) -> None:
+        launched(self, grid, *given, **fixed.constants)
 
     monkeypatch.setattr(Kernel, "start", start)
+    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: partial(launched, self, grid))
+    monkeypatch.setattr(replay, "_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def made(case: str, seed: int) -> list[Tensor]:
-    L = 32 if case == "dense" else 130
+    L = 32 if case in ("dense", "causal") else 130
     return [tokens(1, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=seed + i) for i, m in enumerate((0, 1, 0.5))]
 
 
@@ -158,8 +183,9 @@ def test_other_options_shapes_strides_and_types_are_other_calls() -> None:
 
 def test_what_is_not_a_plain_call_is_not_learned() -> None:
     q, k, v = made("dense", 0)
-    assert replay.kind("attention", q.float(), k, v) is None
-    assert replay.kind("attention", q, k, v, torch.ones(1).tolist()) is None  # an option that has no hash
+    assert replay.kind("attention", q.double(), k, v) is None
+    odd = replay.kind("attention", q, k, v, [1.0])  # an option that has no hash
+    assert replay.call(odd, lambda: q, q, k, v) is q
     with torch.autograd.graph.save_on_cpu():
         assert replay.kind("attention", q, k, v) is None
 
@@ -200,3 +226,199 @@ def test_checkpoints_recompute_what_they_saw() -> None:
         out = checkpoint(CASES["dense"], *leaves, use_reentrant=False)
         assert isinstance(out, Tensor)
         torch.autograd.grad(out.sum(), leaves)
+
+
+def test_the_driver_is_given_new_addresses_and_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"x": "*bf16", "w": "constexpr", "y": "*fp32", "n": "i32", "far": "i64", "s": "fp32", "C": "constexpr"}
+    sizes, launches = [8, 8, 4, 8, 4, 8, 8], []  # and two addresses of scratch memory
+
+    def about(function: int, which: int, offset: Any, size: Any) -> int:
+        size._obj.value = sizes[which] if which < len(sizes) else 0
+        return int(which >= len(sizes))
+
+    def launch(*given: Any) -> int:
+        kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float)
+        launches.append((given[:9], [k.from_address(given[9][i]).value for i, k in enumerate(kinds)]))
+        return 0
+
+    monkeypatch.setattr(direct, "WANTED", True)
+    monkeypatch.setattr(direct, "_driver", lambda: (launch, about))
+    compiled = SimpleNamespace(
+        src=SimpleNamespace(signature=kinds), metadata=SimpleNamespace(num_ctas=1, num_warps=4, shared=99), function=5
+    )
+    found = direct.direct(compiled, (7, 8, 9), [0, None, 0, -3, 1 << 40, 0.5], [(0, 0, 16), (2, 1, 0)])
+    assert found is not None
+    found([1000, 2000], 77)
+    found([3000, 4000], 78)
+    head = (5, 7, 8, 9, 128, 1, 1, 99)
+    assert launches == [((*head, 77), [1016, 2000, -3, 1 << 40, 0.5]), ((*head, 78), [3016, 4000, -3, 1 << 40, 0.5])]
+    sizes[2] = 8  # other parameters than those that were laid out
+    assert direct.direct(compiled, (7, 8, 9), [0, None, 0, -3, 1 << 40, 0.5], [(0, 0, 16), (2, 1, 0)]) is None
+
+
+def placed(B: int, H: int, Hk: int, L: int, D: int, seed: int, inside: bool) -> list[Tensor]:
+    """query, key, value, alone or as parts of one projection (B, L, H D)."""
+    found = [
+        tokens(B, h, L, D, mean=m, dtype=torch.bfloat16, seed=seed + i)
+        for i, (h, m) in enumerate(((H, 0), (Hk, 1), (Hk, 0.5)))
+    ]
+    if inside:
+        joined = torch.cat([x.transpose(1, 2).flatten(2) for x in found], -1)
+        parts = joined.split([x.shape[1] * D for x in found], -1)
+        found = [x.unflatten(2, (-1, D)).transpose(1, 2) for x in parts]
+    return found
+
+
+def results(name: str, seed: int, inside: bool = False) -> list[Tensor]:
+    """Output and gradients."""
+    shape, call = SHAPES[name]
+    leaves = [x.detach().requires_grad_() for x in placed(*shape, seed=seed, inside=inside)]
+    out = call(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tokens(*out.shape, dtype=out.dtype, seed=seed))]
+
+
+def repeated() -> list[Any]:
+    """The records whose backward pass is repeated too."""
+    return [x for x in known() if x.proven and x.back is not None and x.back.proven and not x.broken]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("driver", [False, True], ids=["by Triton", "by the driver"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_repeated_on_a_gpu_has_the_bits_of_a_call(
+    name: str, driver: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "WANTED", driver)
+    monkeypatch.setattr(replay, "ASKED", False)
+    wanted = {(seed, inside): results(name, seed, inside) for seed in (8, 9) for inside in (False, True)}
+    monkeypatch.setattr(replay, "ASKED", True)
+    for inside in (False, True):
+        for seed in range(6):
+            results(name, seed, inside)
+    assert len(repeated()) == 2
+    if driver:
+        launches = [x for record in repeated() for x in (*record.starts, *record.back.starts)]
+        assert any(isinstance(x, direct.Direct) for x in launches)
+        assert not any(isinstance(x, replay.Start) for x in launches)
+    for (seed, inside), each in wanted.items():
+        for x, y in zip(results(name, seed, inside), each, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.fixture
+def by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "WANTED", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_the_driver")
+@pytest.mark.parametrize("name", ["order 3", "near clusters"])
+def test_inputs_changed_in_place_are_read_as_they_are(name: str) -> None:
+    shape, call = SHAPES[name]
+    first, second = (placed(*shape, seed=seed, inside=False) for seed in (0, 20))
+    with torch.no_grad():
+        wanted = call(*second)
+        for _ in range(5):
+            call(*first)
+        for x, y in zip(first, second, strict=True):
+            x.copy_(y)
+        assert torch.equal(call(*first), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_the_driver")
+@pytest.mark.parametrize("name", ["order 3", "near clusters"])
+def test_a_saved_tensor_that_is_written_to_is_still_found_out(name: str) -> None:
+    shape, call = SHAPES[name]
+    for _ in range(6):
+        results(name, 0)
+    leaves = [x.requires_grad_() for x in placed(*shape, seed=0, inside=False)]
+    moved = [x * 1 for x in leaves]
+    out = call(*moved)
+    moved[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_the_driver")
+@pytest.mark.parametrize("name", ["order 3", "near clusters"])
+def test_calls_on_several_streams_and_threads_do_not_mix(name: str) -> None:
+    wanted = [results(name, seed) for seed in range(12)]
+    assert repeated()
+    torch.cuda.synchronize()
+
+    def work(seed: int) -> list[Tensor]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                found = results(name, seed)
+            stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, each in zip(pool.map(work, range(12)), wanted, strict=True):
+            for x, y in zip(found, each, strict=True):
+                assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_the_driver")
+@pytest.mark.parametrize("name", ["order 3", "near clusters", "causal 3"])
+def test_a_repeated_step_is_recorded_by_a_cuda_graph(name: str) -> None:
+    shape, call = SHAPES[name]
+    leaves = [x.requires_grad_() for x in placed(*shape, seed=0, inside=False)]
+    grad = torch.ones_like(leaves[0])
+
+    def step() -> tuple[Tensor, ...]:
+        out = call(*leaves)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(6):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert repeated()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        for x, y in zip(leaves, placed(*shape, seed=30, inside=False), strict=True):
+            x.copy_(y)
+    graph.replay()
+    torch.cuda.synchronize()
+    replay.forget()
+    for x, y in zip(found, step(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+def test_under_torch_compile_nothing_is_repeated() -> None:
+    shape, call = SHAPES["order 3"]
+    inputs = placed(*shape, seed=0, inside=False)
+    with torch.no_grad():
+        wanted = call(*inputs)
+        for _ in range(4):
+            call(*inputs)
+        many = len(replay._records)
+        compiled = torch.compile(call, fullgraph=True)
+        for _ in range(4):
+            assert error(compiled(*inputs), wanted.double()) < 4e-3
+        assert len(replay._records) == many
+
+
+@pytest.mark.gpu
+def test_where_the_host_may_not_wait_nothing_is_compared() -> None:
+    shape, call = SHAPES["order 3"]
+    inputs = placed(*shape, seed=0, inside=False)
+    with torch.no_grad():
+        wanted = call(*inputs)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = [call(*inputs) for _ in range(5)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(torch.equal(x, wanted) for x in found)

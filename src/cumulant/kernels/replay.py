@@ -7,10 +7,10 @@ the caller's tensors, tables that are kept, or fresh memory. Later ones take one
 and launch the same. The third call, and the first two backward passes, are computed both ways: what does not have the
 same bits is never repeated.
 
-Only calls that are kernels and nothing else can be learned: 16-bit tensors on a GPU without masks, nothing traced,
+Only calls that are kernels and nothing else can be learned: tensors on a GPU without masks, nothing traced or
 transformed, saved by hooks or split over workers. What cannot be is called as ever.
 
-Only where the environment has CUMULANT_REPLAY=1: the comparison of both ways has not been seen to run on a GPU yet.
+CUMULANT_REPLAY=0 in the environment switches it off; CUMULANT_DIRECT=0 leaves the launches to Triton (`direct`).
 """
 
 from __future__ import annotations
@@ -29,32 +29,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import shards
 from ..tracing import is_plain
 from . import launch
+from .direct import Direct, direct
 
-ASKED = os.environ.get("CUMULANT_REPLAY") == "1"
-KINDS = (torch.bfloat16, torch.float16)
+ASKED = os.environ.get("CUMULANT_REPLAY") != "0"
+KINDS = (torch.bfloat16, torch.float16, torch.float32)
 MOST = 512  # kinds of calls that are kept
 APART = 256  # bytes to which pieces of memory are aligned
-ALLOCATING = {
-    "new_empty",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "as_strided",
-    "detach",
-    "transpose",
-    "select",
-    "view",
-}
+FRESH = {"new_empty", "empty", "empty_like", "empty_strided", "new_empty_strided"}  # operations that give memory
+LOOKS = {"as_strided", "detach", "transpose", "select", "slice", "alias", "view", "unsqueeze", "squeeze", "expand"}
 _now = threading.local()
 _records: dict[Any, Any] = {}  # kind -> how often it was seen, a Record, or None: it cannot be learned
 
 
 class Start(NamedTuple):
-    """One launch: `places` of its arguments are addresses, (number of a base, bytes from there)."""
+    """One launch by Triton: `places` of its arguments are addresses, (number of a base, bytes from there)."""
 
     runner: Callable[..., None]
     given: tuple[Any, ...]
     places: tuple[tuple[int, int, int], ...]
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        given = list(self.given)
+        for i, base, away in self.places:
+            given[i] = bases[base] + away
+        self.runner(*given)
 
 
 class Piece(NamedTuple):
@@ -71,6 +69,9 @@ class _Sum(NamedTuple):
 
     source: Piece
     target: Piece
+
+
+Launch = Start | Direct | _Sum
 
 
 def forget() -> None:
@@ -98,24 +99,22 @@ def kind(name: str, query: Any, key: Any, value: Any, *options: Any) -> Any:
         return None
     if query.ndim != 4 or not is_plain(query) or forward_ad._current_level >= 0 or shards.answerer() is not None:
         return None
-    if torch.is_autocast_enabled("cuda") or _saved_by_hooks():
+    if _saved_by_hooks() or (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != query.dtype):
         return None
     wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    found = (
+    return (
         name, wanted, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        torch._C._get_cublas_allow_tf32(), options, *[x.__class__ for x in options],
+        torch._C._get_cublas_allow_tf32(), options, tuple(map(type, options)),
     )  # fmt: skip
-    try:
-        hash(found)
-    except TypeError:  # options that are wrong anyway
-        return None
-    return found
 
 
 def call(kind: Any, run: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """run(), or what it came to for this kind of call before."""
-    record = _records.get(kind, 0)
+    try:
+        record = _records.get(kind, 0)
+    except TypeError:  # options without a hash, which are wrong anyway
+        return run()
     if record is None:
         return run()
     if not isinstance(record, int):
@@ -123,15 +122,17 @@ def call(kind: Any, run: Callable[[], Tensor], query: Tensor, key: Tensor, value
             out = record(query, key, value)
             return run() if out is None else out
         out = run()
-        if record.fits(query, key, value) and not torch.cuda.is_current_stream_capturing():
-            record.proven = _equal(record.run(query, key, value)[0], out.detach())
-            record.broken = not record.proven
-            if record.broken:
-                _records[kind] = None
+        if record.fits(query, key, value) and _may_compare():
+            try:
+                record.proven = _equal(record.run(query, key, value)[0], out.detach())
+            except torch.OutOfMemoryError:  # there is no room for both: nothing is repeated
+                record.proven = False
+            if not record.proven:
+                record.broken, _records[kind] = True, None
         return out
     if record == 0:  # the first call compiles
         if len(_records) >= MOST:
-            _records.clear()
+            _records.pop(next(iter(_records)), None)
         _records[kind] = 1
         return run()
     lesson = _now.lesson = Lesson(query, key, value)
@@ -141,6 +142,11 @@ def call(kind: Any, run: Callable[[], Tensor], query: Tensor, key: Tensor, value
         _now.lesson = None
     _records[kind] = lesson.record if lesson.out is not None and _same(lesson.out, out) else None
     return out
+
+
+def _may_compare() -> bool:
+    """Whether the host may wait for the device now."""
+    return not torch.cuda.is_current_stream_capturing() and not torch.cuda.get_sync_debug_mode()
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -164,10 +170,10 @@ def watched(operator: Any, found: Lesson, call: Any, keep: bool) -> tuple[Tensor
 
 
 def started(compiled: Any, rest: Sequence[Any], grid: Any, given: Sequence[Any]) -> None:
-    """Tells who watches of a launch."""
+    """Tells who watches of a launch: with these tensors and numbers, and the constants `rest`."""
     watching = getattr(_now, "watching", None)
     if watching is not None:
-        watching.launches.append((compiled, grid, (*given, *rest)))
+        watching.launches.append((compiled, grid, given, rest))
 
 
 def spoiled() -> None:
@@ -183,14 +189,18 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Any] = []
+        self.made: set[int] = set()  # where memory lies that it took
         self.sound = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name == "sum" and list(args[1:2]) == [[0]] and not kwargs:
-            self.launches.append((None, args[0], out))
-        elif name not in ALLOCATING:
+            self.launches.append((None, args[0], out, ()))
+            self.made.add(out.untyped_storage().data_ptr())
+        elif name in FRESH:
+            self.made.add(out.untyped_storage().data_ptr())
+        elif name not in LOOKS:
             self.sound = False
         return out
 
@@ -228,17 +238,19 @@ class Memory:
     From `boundary` on, what is not kept after the call: the base after that. Base number `whole` may be pointed into.
     """
 
-    def __init__(self, bases: Sequence[Tensor | None], kept: Sequence[Tensor | None], whole: int | None = None) -> None:
-        there = [x for x in bases if x is not None]
-        self.bases = {x.data_ptr(): i for i, x in enumerate(bases) if x is not None and x.numel()}
+    def __init__(
+        self, watch: Watch, bases: Sequence[Tensor], kept: Sequence[Tensor | None], whole: int | None = None
+    ) -> None:
+        self.watch = watch
+        self.bases = {x.data_ptr(): i for i, x in enumerate(bases) if x.numel()}
         self.common = len(bases)
         self.kept = {x.data_ptr(): x for x in kept if x is not None and x.numel()}
-        self.owned = {x.untyped_storage().data_ptr() for x in there}
+        self.owned = {x.untyped_storage().data_ptr() for x in bases}
         self.fresh: dict[int, tuple[int, Any]] = {}
         self.size, self.boundary = 0, 1 << 62
         pointed = None if whole is None else bases[whole]
         self.whole = (whole, pointed.data_ptr(), pointed.numel()) if whole is not None and pointed is not None else None
-        self.sound = len(self.bases) == len(there)  # no two are at one place
+        self.sound = len(self.bases) == len(bases)  # no two are at one place
 
     def add(self, x: Tensor) -> int:
         """Where the memory of x begins in the common one."""
@@ -260,6 +272,10 @@ class Memory:
             return self.bases[at], 0
         if self.whole is not None and 0 <= at - self.whole[1] < self.whole[2]:
             return self.whole[0], at - self.whole[1]
+        where = x.untyped_storage().data_ptr()
+        if where not in self.watch.made and where not in self.owned:  # somebody keeps it, and so do we
+            self.kept[at] = x
+            return None
         away = self.add(x) + x.storage_offset() * x.element_size()
         return self.common + (away >= self.boundary), int(away)
 
@@ -271,9 +287,9 @@ class Memory:
         at = found[1] if found[0] == self.common else -found[0] - 1
         return Piece(at, tuple(x.shape), x.stride(), x.dtype)
 
-    def starts(self, watch: Watch) -> list[Start | _Sum]:
-        made: list[Start | _Sum] = []
-        for compiled, grid, given in watch.launches:
+    def starts(self) -> list[Launch]:
+        made: list[Launch] = []
+        for compiled, grid, given, rest in self.watch.launches:
             if compiled is None:
                 made.append(_Sum(self.piece(grid), self.piece(given)))
                 continue
@@ -284,32 +300,29 @@ class Memory:
                     arguments[i] = x.data_ptr()
                     if place is not None:
                         places.append((i, *place))
-            made.append(Start(compiled[grid], tuple(arguments), tuple(places)))
-        self.sound = self.sound and watch.sound
+            made.append(
+                direct(compiled, grid, arguments, places) or Start(compiled[grid], (*arguments, *rest), tuple(places))
+            )
+        self.sound = self.sound and self.watch.sound
         return made
 
 
-def _launch(starts: Sequence[Start | _Sum], bases: list[int], common: Tensor) -> None:
+def _launch(starts: Sequence[Launch], bases: list[int], common: Tensor, device: int) -> None:
+    stream = _stream(device)
     for start in starts:
         if isinstance(start, _Sum):
             torch.sum(_view(start.source, common), 0, out=_view(start.target, common))
-            continue
-        given = list(start.given)
-        for i, base, away in start.places:
-            given[i] = bases[base] + away
-        start.runner(*given)
+        else:
+            start(bases, stream)
+
+
+def _stream(device: int) -> int:
+    """Where torch puts launches now."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def _view(piece: Piece, common: Tensor) -> Tensor:
-    size = torch.empty((), dtype=piece.dtype).element_size()
-    flat = common[piece.at : piece.at + _bytes(piece, size)].view(piece.dtype)
-    return flat.as_strided(piece.shape, piece.stride)
-
-
-def _bytes(piece: Piece, size: int) -> int:
-    if 0 in piece.shape:
-        return 0
-    return (1 + sum((n - 1) * step for n, step in zip(piece.shape, piece.stride, strict=True))) * size
+    return common.view(piece.dtype).as_strided(piece.shape, piece.stride, piece.at // piece.dtype.itemsize)
 
 
 class Record:
@@ -319,7 +332,8 @@ class Record:
         self.operator, self.wanted, self.device = operator, wanted, call[0].device.index
         self.reads_out = operator.first == 0  # the backward pass does
         self.others = tuple(call[3:])  # tables and numbers
-        self.starts: list[Start | _Sum] = []
+        self.starts: list[Launch] = []
+        self.constants: dict[int, Tensor] = {}  # tensors that launches point to, and that do not change
         self.size = self.kept = self.tries = 0
         self.out, self.state = Piece(0, (), (), torch.float32), ()  # type: tuple[Piece, tuple[Piece, ...]]
         self.back: Back | None = None
@@ -327,10 +341,10 @@ class Record:
 
     def learn(self, watch: Watch, call: Any, outputs: Sequence[Tensor]) -> bool:
         """Whether the launches of a forward pass can be repeated."""
-        memory = Memory((*call[:3], outputs[0]), call[3 : self.operator.tensors])
+        memory = Memory(watch, (*call[:3], outputs[0]), call[3 : self.operator.tensors])
         self.state = tuple(memory.piece(x) for x in outputs[self.operator.first :])
         self.kept = memory.boundary = memory.size
-        self.starts = memory.starts(watch)
+        self.starts, self.constants = memory.starts(), memory.kept
         self.out = Piece(0, tuple(outputs[0].shape), outputs[0].stride(), outputs[0].dtype)
         self.size = memory.size - self.kept
         return memory.sound and not any(isinstance(x, _Sum) for x in self.starts)
@@ -352,7 +366,7 @@ class Record:
         if self.size:
             rest = torch.empty(self.size, dtype=torch.uint8, device=query.device)
             bases.append(rest.data_ptr() - self.kept)
-        _launch(self.starts, bases, common)
+        _launch(self.starts, bases, common, self.device)
         return out, common
 
     def states(self, out: Tensor | None, common: Tensor) -> list[Tensor]:
@@ -365,15 +379,25 @@ class Back:
     def __init__(self, stride: tuple[int, ...], outputs: Sequence[Tensor]) -> None:
         self.stride = stride
         self.made = [Piece(0, tuple(x.shape), x.stride(), x.dtype) for x in outputs]
-        self.starts: list[Start | _Sum] = []
+        self.starts: list[Launch] = []
+        self.constants: dict[int, Tensor] = {}
         self.size = 0
         self.proven = False  # compared with what the operator gives
+
+    def fits(self, grad: Tensor, device: int) -> bool:
+        usual = grad.stride() == self.stride and not grad.data_ptr() & 15
+        return usual and torch.cuda.current_device() == device
 
     def run(self, bases: list[int], device: torch.device) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device) for x in self.made)
         common = torch.empty(self.size, dtype=torch.uint8, device=device)
-        _launch(self.starts, [*bases, *(x.data_ptr() for x in made), common.data_ptr()], common)
+        _launch(self.starts, [*bases, *(x.data_ptr() for x in made), common.data_ptr()], common, device.index)
         return made
+
+
+def _bases(saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """What the launches of a backward pass point to: query, key, value, the gradient, the common memory, the output."""
+    return *saved[:3], grad, *saved[3:]
 
 
 class Replayed(torch.autograd.Function):
@@ -387,18 +411,22 @@ class Replayed(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        back = ctx.record.back
+        if back is None or not back.proven or torch.is_grad_enabled() or not back.fits(grad, ctx.record.device):
+            return Replayed.slowly(ctx, grad)
+        return None, *back.run([x.data_ptr() for x in _bases(ctx.saved_tensors, grad)], grad.device)
+
+    @staticmethod
+    @once_differentiable
+    def slowly(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """What is not proven yet, or not usual."""
         (query, key, value, common, *saved_out), record = ctx.saved_tensors, ctx.record
         operator, out = record.operator, saved_out[0] if saved_out else None
         back = record.back
-        usual = back is not None and grad.stride() == back.stride and not grad.data_ptr() & 15
-        if back is not None and back.proven and usual and torch.cuda.current_device() == record.device:
-            pointers = [0 if x is None else x.data_ptr() for x in (query, key, value, grad, out, common)]
-            return None, *back.run(pointers, grad.device)
         saved = query, key, value, *record.others[: operator.tensors - 3]
         states, numbers = record.states(out, common), record.others[operator.tensors - 3 :]
-        if record.settled or torch.cuda.is_current_stream_capturing():
+        if record.settled or not _may_compare():
             return None, *operator._backward(grad, *saved, *states, *numbers)
         # Not proven yet: the operator answers, from the beginning, and what was learned is compared with it.
         fresh = operator._forward(*saved, *numbers, True)
@@ -407,15 +435,14 @@ class Replayed(torch.autograd.Function):
             watch = Watch()
             with watch:
                 found = operator._backward(grad, *saved, *states, *numbers)
-            bases = query, key, value, grad, out, common, *found
-            memory = Memory(bases, record.others[: operator.tensors - 3], whole=5)
+            bases = (*_bases(ctx.saved_tensors, grad), *found)
+            memory = Memory(watch, bases, record.others[: operator.tensors - 3], whole=4)
             made = Back(grad.stride(), found)
-            made.starts = memory.starts(watch)
+            made.starts, made.constants = memory.starts(), memory.kept
             made.size = memory.size
             record.back = made if memory.sound else None
-        elif usual:
-            pointers = [0 if x is None else x.data_ptr() for x in (query, key, value, grad, out, common)]
-            found = back.run(pointers, grad.device)
+        elif back.fits(grad, record.device):
+            found = back.run([x.data_ptr() for x in _bases(ctx.saved_tensors, grad)], grad.device)
             back.proven = True
         else:
             found = operator._backward(grad, *saved, *states, *numbers)

@@ -61,8 +61,10 @@ class Kernel:
         return getattr(self.jitted, name)
 
     def __getitem__(self, grid):
-        replay.spoiled()
-        return self.jitted[grid] if launch.INTERPRET else partial(self.launched, grid)
+        if launch.INTERPRET:
+            replay.spoiled()
+            return self.jitted[grid]
+        return partial(self.launched, grid + (1,) * (3 - len(grid)))
 
     def start(self, grid, fixed, *given):
         """Launches with `fixed` constants, tensors and numbers being those that they were made for."""
@@ -85,11 +87,12 @@ class Kernel:
         replay.started(compiled, rest, grid, given)
 
     def launched(self, grid, *given, **constants):
-        kind = [torch.cuda.current_device(), *constants, *constants.values()]
+        kind, away = [torch.cuda.current_device(), *constants, *constants.values()], 0
         for x in given:
             if x.__class__ is Tensor or x.__class__ is Parameter:
                 kind.append(x.dtype)
                 kind.append(x.data_ptr() & 15)
+                away |= kind[-1]
             elif x.__class__ is int:
                 kind.append(-0x80000000 <= x < 0x80000000)
             else:
@@ -102,11 +105,18 @@ class Kernel:
         found = self.compiled.get(key)
         if found is None:
             compiled = self.jitted[grid](*given, **constants)
-            if compiled is not None:
-                self.compiled[key] = compiled, tuple(constants[name] for name in self.jitted.arg_names[len(given) :])
-            return
-        compiled, rest = found
-        compiled[grid + (1,) * (3 - len(grid))](*given, *rest)
+            if compiled is None:
+                replay.spoiled()
+                return
+            rest = tuple(constants[name] for name in self.jitted.arg_names[len(given) :])
+            self.compiled[key] = compiled, rest
+        else:
+            compiled, rest = found
+            compiled[grid](*given, *rest)
+        if away:  # compiled for tensors off their alignment, which those of a later call may have
+            replay.spoiled()
+        else:
+            replay.started(compiled, rest, grid, given)
 
 
 @triton.jit
