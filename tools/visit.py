@@ -15,10 +15,12 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +58,8 @@ class Visit:
     cab_options: str = ""
     """Further words for `bench cab`, such as "--tasks lm restore"."""
     study: tuple[str, ...] = ()
-    """NAME:WORKERS or NAME:WORKERS:DEVICE, in the order in which they share the machine."""
+    """NAME:WORKERS[:DEVICE[:OPTIONS]], such as "pavlovian:2:cpu:--setting paper"; those
+    joined by " then " follow each other, the others run side by side."""
     mps: bool = False
     """Start NVIDIA's multi-process service for these processes."""
 
@@ -109,39 +112,21 @@ def _cut(whole: torch.Tensor, sizes: torch.Tensor) -> list[bytes]:
     return [one.numpy().tobytes() for one in whole.split(sizes.tolist())]
 
 
-def commands(visit: Visit, work: Path, minutes: float) -> list[list[str]]:
-    """The command lines to run beside each other."""
+def lanes(visit: Visit, work: Path, minutes: float) -> list[list[list[str]]]:
+    """Command lines: those of a lane follow each other, lanes run side by side."""
     program = [sys.executable, "-m", "cumulant.cli"]
+    limit = ["--out", str(work), "--minutes", f"{minutes:.2f}"]
     every = []
     if visit.cab:
-        line = [
-            "bench",
-            "cab",
-            "--data",
-            str(NOWHERE),
-            "--size",
-            "full",
-            "--workers",
-            str(visit.cab),
-            "--out",
-            str(work),
-        ]
-        every.append([*program, *line, "--minutes", f"{minutes:.2f}", *visit.cab_options.split()])
-    for word in visit.study:
-        name, workers, device = (*word.split(":"), "cpu")[:3]
-        line = [
-            "study",
-            name,
-            "--workers",
-            workers,
-            "--device",
-            device,
-            "--out",
-            str(work),
-            "--minutes",
-            f"{minutes:.2f}",
-        ]
-        every.append([*program, *line])
+        line = ["bench", "cab", "--data", str(NOWHERE), "--size", "full", "--workers", str(visit.cab)]
+        every.append([[*program, *line, *limit, *visit.cab_options.split()]])
+    for lane in visit.study:
+        found = []
+        for word in lane.split(" then "):
+            name, workers, *more = word.split(":", 3)
+            device, options = (*more, *("cpu", "")[len(more) :])[:2]
+            found.append([*program, "study", name, "--workers", workers, "--device", device, *limit, *options.split()])
+        every.append(found)
     return every
 
 
@@ -187,30 +172,42 @@ def run(visit: Visit) -> int:
     environment = os.environ | own | {"OMP_NUM_THREADS": "1"}
     minutes = (end - LAST - time.monotonic()) / 60
     print(f"begun after {visit.seconds - (end - time.monotonic()):.0f} s", flush=True)
-    processes = []
-    for number, line in enumerate(commands(visit, work, minutes)):
-        log = (work / f"log-{number}").open("wb")
-        process = subprocess.Popen(line, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        processes.append((" ".join(line[3:5]), time.monotonic(), process, work / f"log-{number}"))
-    ended: dict[str, float] = {}
+    threads = [
+        threading.Thread(target=follow, args=(number, lane, work, environment, end - LAST), daemon=True)
+        for number, lane in enumerate(lanes(visit, work, minutes))
+    ]
+    for thread in threads:
+        thread.start()
     told = time.monotonic()
-    while len(ended) < len(processes) and time.monotonic() < end - 3:
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
         time.sleep(0.5)
-        for name, began, process, _ in processes:
-            if process.poll() is not None and name not in ended:
-                ended[name] = time.monotonic() - began
-                print(f"{name}: exit {process.returncode} after {ended[name]:.1f} s", flush=True)
         if time.monotonic() > told + 30:
             told = time.monotonic()
             print(f"{write_new(work, before, target)} runs made", flush=True)
-    for name, _, process, log in processes:
-        if name not in ended:
-            print(f"{name}: still running, ended", flush=True)
-            os.killpg(process.pid, 9)
-        print(f"--- {name}\n{tail(log)}", flush=True)
     count = write_new(work, before, target)
     print(f"{count} runs made, {target.stat().st_size / 1e6:.2f} MB", flush=True)
     return count
+
+
+def follow(number: int, lane: Sequence[Sequence[str]], work: Path, environment: dict[str, str], end: float) -> None:
+    """The commands of a lane one after the other until its end; how long each took, and the last lines of it."""
+    for place, line in enumerate(lane):
+        log = work / f"log-{number}-{place}"
+        began = time.monotonic()
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                line, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                process.wait(max(1.0, end + LAST / 2 - time.monotonic()))
+                said = f"exit {process.returncode}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                said = "still running, ended"
+        took = time.monotonic() - began
+        print(f"--- {' '.join(line[3:])}\n{said} after {took:.1f} s\n{tail(log)}", flush=True)
+        if time.monotonic() > end:
+            return
 
 
 def tail(log: Path) -> str:

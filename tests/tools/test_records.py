@@ -66,3 +66,19 @@ def test_the_kept_records_are_those_of_the_leaderboard():
     metrics = {name: set(task.metrics) for name, task in tasks_of("full").items()}
     assert all(set(one["metrics"]) == metrics[one["task"]] for one in kept.values())
     assert len({(one["task"], one["content"]) for one in kept.values()}) == len(metrics), "one content a task"
+
+
+def test_studies_of_a_lane_follow_each_other(tmp_path):
+    asked = visit.Visit(cab=3, study=("pavlovian:2 then random-features:4:cuda", "sinks:1:cpu:--setting paper"))
+    cab, first, second = visit.lanes(asked, tmp_path, 1.5)
+    assert [line[3:5] for line in cab] == [["bench", "cab"]]
+    assert [line[4] for line in first] == ["pavlovian", "random-features"]
+    assert [line[line.index("--device") + 1] for line in first] == ["cpu", "cuda"]
+    assert second[0][-2:] == ["--setting", "paper"]
+
+
+def test_a_command_that_outlasts_the_visit_is_ended_with_its_children(tmp_path, capsys):
+    forever = [visit.sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
+    visit.follow(0, [forever, forever], tmp_path, {}, visit.time.monotonic() - visit.LAST / 2)
+    said = capsys.readouterr().out
+    assert said.count("still running, ended") == 1, "the second is not begun"
