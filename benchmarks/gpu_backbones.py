@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_backbones.py --warm              compiles only, into torch's cache
     PYTHONPATH=src python benchmarks/gpu_backbones.py                     everything, then about two minutes, alone
     PYTHONPATH=src python benchmarks/gpu_backbones.py --only tnt shvit    these networks
+    PYTHONPATH=src python benchmarks/gpu_backbones.py --hold FILE         compiles, beside others, and times when FILE is
     PYTHONPATH=src python benchmarks/gpu_backbones.py --quick             tiny sizes on the CPU: that all of it runs
 
 A step is forward, backward and fused AdamW under bf16 autocast, with drop rates 0. Ours and timm's have equal batches
@@ -61,6 +62,7 @@ SWAPS: dict[str, tuple[str, dict[str, Any], dict[int, tuple[int, int]]]] = {
     "spectformer": ("spectformer_s", {}, {1024: (512, 32), 4096: (1024, 8)}),
 }
 SHARE = 0.2  # of the GPU's memory that a network may take: others may be beside it
+LONGEST = 900  # seconds that a compiled network waits to be timed
 GOAL = 1.5  # times softmax, from 1,024 tokens on
 
 
@@ -210,6 +212,8 @@ def work(kind: str, name: str, which: str, asked: argparse.Namespace, gates: Any
         return told.put([])
     with contextlib.suppress(threading.BrokenBarrierError):  # some are slow: the others go on
         ready.wait(max(1.0, asked.wait - (time.perf_counter() - start)))
+    while asked.hold and not Path(asked.hold).exists() and time.perf_counter() - start < LONGEST:
+        time.sleep(0.1)
     with turn:
         for label, step in steps.items():
             try:
@@ -263,6 +267,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, default=2, help="of the images with other attention, from the smallest on")
     parser.add_argument("--wait", type=float, default=400, help="seconds that the slowest may take to compile")
     parser.add_argument("--warm", action="store_true", help="compile into torch's cache, time nothing")
+    parser.add_argument("--hold", default="", help="compile, then wait with timing until this file is there")
     parser.add_argument("--eager", action="store_true", help="nothing compiled")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--beside", type=int, default=16, help="networks that compile at one time")

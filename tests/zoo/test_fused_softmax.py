@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cumulant.zoo import fused
-from cumulant.zoo.fused import MANY, NARROW, SHORT, better_plain, plain_softmax
+from cumulant.zoo.fused import MANY, NARROW, SHORT, UNEQUAL, better_plain, plain_softmax
 from cumulant.zoo.softmax import SOFTMAX
 
 
@@ -114,6 +114,19 @@ def test_only_very_many_short_and_narrow_heads_on_a_gpu_take_it():
     assert not taken(MANY, SHORT, NARROW, "cpu")
     for change in ((MANY - 1, SHORT, NARROW), (MANY, SHORT + 1, NARROW), (MANY, SHORT, NARROW + 1)):
         assert not taken(*change, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "values", "plain"), [(UNEQUAL, 96, True), (UNEQUAL, 16, False), (UNEQUAL + 1, 96, False)]
+)
+def test_short_sequences_whose_values_are_wider_than_keys_take_plain_products(tokens, values, plain):
+    query = torch.empty(2, 1, tokens, 16, device="meta")
+    value = torch.empty(2, 1, tokens, values, device="meta")
+
+    class OnGpu:
+        shape, is_cuda = query.shape, True
+
+    assert better_plain(OnGpu, query, value) is plain
 
 
 @pytest.mark.gpu

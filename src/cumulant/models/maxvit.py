@@ -35,6 +35,10 @@ class SameConv2d(nn.Conv2d):
     """A convolution whose output has ceil(side / stride) places: zeros on both sides, one more at the end if odd."""
 
     def forward(self, x: Tensor) -> Tensor:
+        kernel_rows, kernel_cols = self.kernel_size
+        if self.stride == (1, 1) and kernel_rows % 2 and kernel_cols % 2:  # as many on both sides: nothing is copied
+            around = (kernel_rows // 2, kernel_cols // 2)
+            return F.conv2d(x, self.weight, self.bias, padding=around, groups=self.groups)
         pads: list[int] = []
         for side, kernel, stride in zip(x.shape[:-3:-1], self.kernel_size[::-1], self.stride[::-1], strict=True):
             total = max((-(-side // stride) - 1) * stride + kernel - side, 0)

@@ -24,6 +24,9 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 # in TNT, most of the tile is empty: with gradients, 100,352 heads of 16 tokens and 6 channels took 7.66 ms, and plain
 # products 1.19 (H200, compiled). At 16 channels and values of 96 both took 1.1 ms; at 64 tokens the kernel was quicker.
 SHORT, NARROW, MANY = 16, 16, 1024  # tokens, channels, heads in the whole batch
+# Values of another width than keys keep the quick kernels away, or go in several parts: SHViT has 16 channels against
+# 72 and 96, at 64 and 16 tokens. Two products and a softmax are less there.
+UNEQUAL = 64  # tokens
 MOST = 65_535  # sequences that a fused kernel takes: with more, CUDA answers "invalid argument"
 
 
@@ -67,9 +70,12 @@ def better_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether plain products are quicker than a fused kernel."""
     if not query.is_cuda:
         return False
-    sizes = (query.shape[-2], key.shape[-2]), (query.shape[-1], value.shape[-1])
-    whole = all(isinstance(size, int) for size in (*query.shape, *sizes[0]))  # an export's open sizes are symbols
-    return whole and max(sizes[0]) <= SHORT and max(sizes[1]) <= NARROW and math.prod(query.shape[:-2]) >= MANY
+    (tokens, channels), (keys, width) = query.shape[-2:], (key.shape[-2], value.shape[-1])
+    if not all(isinstance(size, int) for size in (*query.shape, keys)):  # an export's open sizes are symbols
+        return False
+    if channels != width and max(tokens, keys) <= UNEQUAL:
+        return True
+    return max(tokens, keys) <= SHORT and max(channels, width) <= NARROW and math.prod(query.shape[:-2]) >= MANY
 
 
 def plain_softmax(
