@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_backbones.py --warm              compiles only, into torch's cache
     PYTHONPATH=src python benchmarks/gpu_backbones.py                     everything, then about two minutes, alone
     PYTHONPATH=src python benchmarks/gpu_backbones.py --only tnt shvit    these networks
-    PYTHONPATH=src python benchmarks/gpu_backbones.py --hold FILE         compiles, beside others, and times when FILE is
+    PYTHONPATH=src python benchmarks/gpu_backbones.py --hold FILE         compiles beside others, times when FILE is
     PYTHONPATH=src python benchmarks/gpu_backbones.py --quick             tiny sizes on the CPU: that all of it runs
 
 A step is forward, backward and fused AdamW under bf16 autocast, with drop rates 0. Ours and timm's have equal batches

@@ -8,7 +8,8 @@ twice the plain error; gathered rows against all rows; ComplexFormer, whose phas
 What is computed without gradients, where kernels of their own serve, is compared with what gradients are recorded for.
 `--profile` says which kernels a forward pass consists of.
 Times are medians of interleaved rounds of four calls in a row, as layers of a model follow each other, in bfloat16:
-forward without gradients, and forward with backward. JSON goes to $OUT/gpu_heads.json if OUT is set.
+forward without gradients, and forward with backward; "host" is how long the host is busy with one forward call, waits
+for the device inside it included. JSON goes to $OUT/gpu_heads.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -348,6 +349,15 @@ def seconds(run: Callable[[], Any]) -> float:
     return start.elapsed_time(end) / 1e3 / CALLS
 
 
+def host_seconds(run: Callable[[], Any]) -> float:
+    """How long a call keeps the host, on an idle device."""
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
 def measure(case: Case) -> dict[str, Any]:
     """Milliseconds of each variant, their ratios to the first, and peak memory of a forward."""
     faults = sound(case)
@@ -380,6 +390,10 @@ def measure(case: Case) -> dict[str, Any]:
             row["milliseconds"][which] = middle
             base = middle[case.variants[0].name]
             row["ratio"][which] = {name: found / base for name, found in middle.items()}
+    row["milliseconds"]["host"] = {
+        name: 1e3 * statistics.median(host_seconds(run) for _ in range(case.rounds))
+        for name, run in runs["forward"].items()
+    }
     return row
 
 
@@ -392,9 +406,8 @@ def show(row: dict[str, Any]) -> None:
         said = "" if goal is None else f"  goal {goal:.2f}: {'reached' if ratio <= goal else 'MISSED'}"
         both = row["ratio"].get("both", {}).get(name)
         more = "" if both is None else f"  with backward {row['milliseconds']['both'][name]:8.3f} ms {both:5.2f}"
-        print(
-            f"  {name:18} forward {row['milliseconds']['forward'][name]:8.3f} ms {ratio:5.2f}{more}{said}", flush=True
-        )
+        forward, host = (row["milliseconds"][which][name] for which in ("forward", "host"))
+        print(f"  {name:18} forward {forward:8.3f} ms {ratio:5.2f}  host {host:6.3f}{more}{said}", flush=True)
 
 
 def main() -> None:
@@ -418,7 +431,9 @@ def main() -> None:
         if any(word in case.name.lower() for word in settings.profile.lower().split(",")):
             row["milliseconds"]["kernels"] = profiled(case)
         if "OUT" in os.environ:
-            content = {**provenance("PYTHONPATH=src python benchmarks/gpu_heads.py"), "rows": rows}
+            gpu = {} if QUICK else {"gpu": torch.cuda.get_device_name()}
+            command = " ".join(["PYTHONPATH=src python benchmarks/gpu_heads.py", *sys.argv[1:]])
+            content = {**provenance(command), **gpu, "rows": rows}
             Path(os.environ["OUT"], "gpu_heads.json").write_text(json.dumps(content, indent=1))
 
 

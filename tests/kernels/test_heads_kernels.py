@@ -54,6 +54,42 @@ def test_chosen_rows_by_kernels_are_all_rows_times_their_gates(kernels, shared, 
 
 
 @runs
+@pytest.mark.parametrize("attention", ["softmax", "cumulant2"])
+@pytest.mark.parametrize(("shared", "top"), [(1, 2), (0, 1), (2, 3), (3, 1)])
+@torch.no_grad()
+def test_gates_by_a_kernel_are_those_of_the_formula(kernels, attention, shared, top):
+    torch.manual_seed(0)
+    layer = create_layer("moh", 5 * 12, 5, shared=shared, top=top, attention=attention).to(DEVICE).eval()
+    x = torch.randn(2, 70, 60, device=DEVICE)
+    for linear in (layer.route, layer.weigh_shared, layer.weigh_stages):
+        if linear is not None:  # or all gates are about 1
+            linear.weight.mul_(20)
+    found = layer(x)
+    torch.testing.assert_close(found.double(), layer.double()(x.double()), rtol=1e-4, atol=1e-5)
+
+
+@runs
+@torch.no_grad()
+def test_each_chosen_row_has_a_place_of_its_own(kernels):
+    from cumulant.kernels.heads.routes import routed
+
+    torch.manual_seed(0)
+    B, L, S, R, K = 2, 150, 2, 6, 2
+    logits = torch.randn(B, L, S + R + 2, device=DEVICE)
+    gates, place, counts = routed(logits, (S, R, K), weighed=True, stages=True, places=True)
+    assert place is not None
+    assert counts is not None
+    m = torch.zeros(B, L, R, device=DEVICE).scatter(-1, logits[..., S : S + R].topk(K).indices, 1.0)
+    assert torch.equal(place.mT >= 0, m > 0)
+    assert torch.equal(counts.long(), m.sum(1).long())
+    for b in range(B):
+        for head in range(R):
+            of = place[b, head][place[b, head] >= 0].sort().values
+            assert torch.equal(of.long().cpu(), torch.arange(len(of)))
+    torch.testing.assert_close(gates.mean((0, 1)).sum(), torch.tensor(float(S + K), device=DEVICE), rtol=0.2, atol=0)
+
+
+@runs
 @pytest.mark.parametrize(("rows", "cols", "regions", "top", "lce"), [(6, 10, 2, 3, 5), (8, 8, 4, 5, 0)])
 @torch.no_grad()
 def test_regions_by_kernels_are_the_layer_written_out(kernels, rows, cols, regions, top, lce):

@@ -88,6 +88,22 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
+class Arriving:
+    """A small tensor on its way to the host: what is launched before `get` runs while the host waits for it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.host = x.to("cpu", non_blocking=True)
+        self.event = None
+        if x.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(x.device))
+
+    def get(self) -> Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host
+
+
 def padded(width: int, least: int = 16) -> int:
     """The power of two that holds `width`, at least what a matrix product of Triton takes."""
     return max(least, 1 << (width - 1).bit_length())

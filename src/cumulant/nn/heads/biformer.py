@@ -105,10 +105,14 @@ class BiLevelRouting(HeadsLayer):
     def _by_kernel(self, call: Call) -> Tensor:
         """What the projection reads, (B, L, C): keys and values are read where they lie, and nothing is copied."""
         from ...kernels.heads.regions import add_convolved, attend_regions
+        from ...kernels.heads.routes import MOST_REGIONS, related_regions
 
         flat, regions = self._laid_out(call, scaled=False)
         factor = self.num_heads**-0.5 if self.logit_scale == "channels" else 1.0
-        chosen = self._chosen(flat, regions)
+        if regions.many <= MOST_REGIONS:
+            chosen = related_regions(*flat[:2], regions.sides[1:], min(self.top or TOP, regions.many))
+        else:
+            chosen = self._chosen(flat, regions)
         out = attend_regions(*flat[:3], chosen, regions.sides[1:], factor * flat.softmax_scale)
         tokens, value = out.transpose(1, 2).flatten(2), flat.value.transpose(1, 2)
         if self.v_conv is not None:

@@ -108,13 +108,13 @@ class MixtureOfHeads(HeadsLayer):
         return torch.cat(parts, -1), p, m
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
+        if self.route is not None and not torch.is_grad_enabled() and launch.direct(x):
+            return self._by_kernel(call, x, context)
         gates, p, m = self.gates(x, call.query)
         if self.top and self.balance and self.training:
             self.keep_loss("balance", self.balance * balance_loss(p, m, call.query_mask))
         weight = gates.mT.unsqueeze(-1)
         if self.top and self.top < self.routed and self._gathers(call):
-            if launch.direct(call.query) and not torch.is_grad_enabled():
-                return self._by_kernel(call, x, m, gates)
             return torch.cat((
                 self._of_heads(call, x, slice(0, self.shared)) * weight[..., : self.shared, :, :].to(call.query.dtype),
                 self._chosen(call, x, m, weight[..., self.shared :, :, :]),
@@ -124,10 +124,10 @@ class MixtureOfHeads(HeadsLayer):
     def _logits(self, x: Tensor, query: Tensor | None) -> list[Tensor | None]:
         """Of shared heads (..., L, S), routed heads (..., L, R) and stages (..., L, 2), each where there are some."""
         linears = (self.weigh_shared, self.route, self.weigh_stages)
-        there = [linear.weight for linear in linears if linear is not None]
         found: list[Tensor | None] = [None, None, None]
-        if there:  # in one product: each reads all tokens for a few numbers
-            parts = iter(F.linear(x, torch.cat(there)).split([weight.shape[0] for weight in there], -1))
+        if any(linear is not None for linear in linears):
+            sizes = [linear.out_features for linear in linears if linear is not None]
+            parts = iter(self._all_logits(x).split(sizes, -1))
             found = [None if linear is None else next(parts) for linear in linears]
         if self.top and self.router == "norm":
             assert query is not None
@@ -135,6 +135,11 @@ class MixtureOfHeads(HeadsLayer):
             spread = norms.std(-1, keepdim=True) if self.routed > 1 else torch.ones_like(norms)
             found[1] = norms / spread.clamp(min=torch.finfo(norms.dtype).eps)
         return found
+
+    def _all_logits(self, x: Tensor) -> Tensor:
+        """Logits of shared heads, routed heads and stages side by side: each product would read all tokens anew."""
+        linears = (self.weigh_shared, self.route, self.weigh_stages)
+        return F.linear(x, torch.cat([linear.weight for linear in linears if linear is not None]))
 
     def _renormalised(self, chosen: Tensor) -> Tensor:
         total = chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).eps)
@@ -188,19 +193,34 @@ class MixtureOfHeads(HeadsLayer):
             out = out.index_copy(-3, torch.tensor(heads, device=out.device), found)
         return out * weight.to(call.query.dtype)
 
-    def _by_kernel(self, call: Call, x: Tensor, m: Tensor, gates: Tensor) -> Tensor:
-        """The gated output (..., H, L, D) without gradients: rows are taken and put back by one kernel each."""
-        from ...kernels.heads.chosen import put, take
+    def _by_kernel(self, call: Call, x: Tensor, context: Tensor | None) -> Tensor:
+        """The gated output (..., H, L, D) without gradients: gates by one kernel, rows taken and put back by another.
 
-        lead, (L, D) = call.query.shape[:-3], call.query.shape[-2:]
-        chosen = m.mT.reshape(-1, self.routed, L) > 0  # (B, R, L)
-        number = chosen.cumsum(-1, dtype=torch.int32)
-        most = max(1, int(number[..., -1].max()))  # waits for the device
-        query, key, value = (part[..., self.shared :, :, :] for part in call[:3])
-        few = take(query.reshape(-1, self.routed, L, D), chosen, number, most).view(*lead, self.routed, most, D)
-        found = self.mix.run(call._replace(query=few, key=key, value=value, query_mask=None), x)
+        The host learns how many rows the longest head has while the device computes the shared heads.
+        """
+        from ...kernels.heads.chosen import put, take
+        from ...kernels.heads.routes import routed
+
+        lead, (L, D), R = call.query.shape[:-3], call.query.shape[-2:], self.routed
+        gathers = self.top < R and self._gathers(call)
+        logits = self._all_logits(x)
+        gates, place, counts = routed(
+            logits.reshape(-1, *logits.shape[-2:]),
+            (self.shared, R, self.top),
+            weighed=self.weigh_shared is not None,
+            stages=self.weigh_stages is not None,
+            places=gathers,
+        )
+        if place is None or counts is None:
+            weight = gates.view(*lead, L, self.num_heads).mT.unsqueeze(-1)
+            return super().mix_tokens(call, x, context) * weight.to(call.query.dtype)
+        arriving = launch.Arriving(counts)
         common = self._of_heads(call, x, slice(0, self.shared)).reshape(-1, self.shared, L, D) if self.shared else None
-        out = put(common, found.reshape(-1, *found.shape[-3:]), chosen, number, gates.reshape(-1, L, self.num_heads))
+        query, key, value = (part[..., self.shared :, :, :] for part in call[:3])
+        most = max(1, int(arriving.get().max()))
+        few = take(query.reshape(-1, R, L, D), place, most).view(*lead, R, most, D)
+        found = self.mix.run(call._replace(query=few, key=key, value=value, query_mask=None), x)
+        out = put(common, found.reshape(-1, *found.shape[-3:]), place, gates)
         return out.view(*lead, *out.shape[1:])
 
     def _rows(self, call: Call, x: Tensor, parts: list[Tensor], chosen: Tensor, number: Tensor, rows: int) -> Tensor:
