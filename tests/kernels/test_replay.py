@@ -13,7 +13,6 @@ import pytest
 import torch
 from kernel_checks import DEVICE, error, tokens
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from cumulant import attention, cluster_attention
@@ -79,7 +78,7 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> None:
         return
 
     def launched(self: Kernel, grid: Any, *given: Any, **constants: Any) -> None:
-        with _disable_current_modes():  # the interpreter's own operations are no part of a launch
+        with torch._C.DisableTorchFunction():  # the interpreter's own operations are no part of a launch
             self.jitted[grid](*given, **constants)
         kinds = [x.dtype if isinstance(x, Tensor) else None for x in given]
         replay.started(Compiled(self.jitted, constants, kinds), (), grid, given)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from .. import shards
 from ..tracing import is_plain
@@ -35,8 +35,12 @@ ASKED = os.environ.get("CUMULANT_REPLAY") != "0"
 KINDS = (torch.bfloat16, torch.float16, torch.float32)
 MOST = 512  # kinds of calls that are kept
 APART = 256  # bytes to which pieces of memory are aligned
-FRESH = {"new_empty", "empty", "empty_like", "empty_strided", "new_empty_strided"}  # operations that give memory
-LOOKS = {"as_strided", "detach", "transpose", "select", "slice", "alias", "view", "unsqueeze", "squeeze", "expand"}
+FRESH = {"new_empty", "empty", "empty_like", "empty_strided"}  # functions of torch that give memory
+LOOKS = {  # and those that only look at some
+    "__get__", "__getitem__", "__len__", "as_strided", "data_ptr", "detach", "dim", "element_size", "expand", "numel",
+    "is_contiguous", "select", "size", "squeeze", "storage_offset", "stride", "transpose", "unsqueeze", "view",
+    "untyped_storage",
+}  # fmt: skip
 _now = threading.local()
 _records: dict[Any, Any] = {}  # kind -> how often it was seen, a Record, or None: it cannot be learned
 
@@ -154,6 +158,11 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
 
 
+def _memory(x: Tensor) -> int:
+    """Where the memory lies that x is in."""
+    return x.untyped_storage().data_ptr()
+
+
 def _same(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
@@ -183,8 +192,8 @@ def spoiled() -> None:
         watching.sound = False
 
 
-class Watch(TorchDispatchMode):
-    """Sees what an operator does: launches, and operations of torch."""
+class Watch(TorchFunctionMode):
+    """Sees what an operator does: launches, and functions of torch. (A mode of the dispatcher imports the compiler.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,15 +201,15 @@ class Watch(TorchDispatchMode):
         self.made: set[int] = set()  # where memory lies that it took
         self.sound = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name == "sum" and list(args[1:2]) == [[0]] and not kwargs:
+        name = func.__name__
+        if name in FRESH:
+            self.made.add(_memory(out))
+        elif name == "sum" and args[1:] == (0,) and not kwargs:
             self.launches.append((None, args[0], out, ()))
-            self.made.add(out.untyped_storage().data_ptr())
-        elif name in FRESH:
-            self.made.add(out.untyped_storage().data_ptr())
-        elif name not in LOOKS:
+            self.made.add(_memory(out))
+        elif name not in LOOKS or (isinstance(out, Tensor) and _memory(out) != _memory(args[0])):
             self.sound = False
         return out
 
@@ -245,7 +254,7 @@ class Memory:
         self.bases = {x.data_ptr(): i for i, x in enumerate(bases) if x.numel()}
         self.common = len(bases)
         self.kept = {x.data_ptr(): x for x in kept if x is not None and x.numel()}
-        self.owned = {x.untyped_storage().data_ptr() for x in bases}
+        self.owned = set(map(_memory, bases))
         self.fresh: dict[int, tuple[int, Any]] = {}
         self.size, self.boundary = 0, 1 << 62
         pointed = None if whole is None else bases[whole]
@@ -272,7 +281,7 @@ class Memory:
             return self.bases[at], 0
         if self.whole is not None and 0 <= at - self.whole[1] < self.whole[2]:
             return self.whole[0], at - self.whole[1]
-        where = x.untyped_storage().data_ptr()
+        where = _memory(x)
         if where not in self.watch.made and where not in self.owned:  # somebody keeps it, and so do we
             self.kept[at] = x
             return None
