@@ -101,3 +101,35 @@ def test_regions_by_kernels_are_the_layer_written_out(kernels, rows, cols, regio
     found = layer(x, grid=(rows, cols))
     wanted = layer.double()(x.double(), grid=(rows, cols))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@runs
+@pytest.mark.parametrize(("heads", "width"), [(2, 24), (3, 36)])
+@torch.no_grad()
+def test_an_interpreter_by_its_kernel_is_the_formula(kernels, heads, width):
+    torch.manual_seed(0)
+    layer = create_layer("ia_red2", width, heads).to(DEVICE)
+    layer.interpreter.qk.bias.normal_()
+    x = torch.randn(3, 37, width, device=DEVICE)
+    wanted = layer.double().interpreter(x.double())
+    found = layer.float().interpreter.told(x)
+    assert wanted.std() > 0.02
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@runs
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@torch.no_grad()
+def test_kept_tokens_are_taken_out_and_put_back_by_kernels_as_by_indices(kernels, monkeypatch, share):
+    from cumulant.nn.heads.ia_red2 import Pack
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 37, 20, device=DEVICE)[:, :, :12]  # rows that do not touch
+    kept = torch.rand(3, 37, device=DEVICE) < share
+    kept[:, 0] = True
+    found = Pack.of(x, kept)
+    monkeypatch.setattr(launch, "direct", lambda x: False)
+    wanted = Pack.of(x, kept)
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.cu_seq, wanted.cu_seq)
+    assert torch.equal(found.unpacked(found.tokens + 1), wanted.unpacked(wanted.tokens + 1))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...call import Call, Grid
+from ...kernels import launch
 from ...tensors import wide
 from ...tracing import is_plain, transformed
 from ...zoo.registry import can, get, names
@@ -20,6 +21,7 @@ from ..packing import attend_packed, takes_packs
 from ..registry import Layer, register_layer
 from .base import HeadsLayer, need
 
+WIDEST = 2048  # channels that a kernel holds of a token
 GATHERED_FROM = 512  # tokens; below, finding those that are kept takes longer than it saves
 EPS = 1e-6
 NOT_OVER = {
@@ -50,6 +52,20 @@ class Interpreter(nn.Module):
         logits = wide(query @ key.mT)[..., 0, :] * query.shape[-1] ** -0.5
         told = logits.sigmoid().mean(-2)
         return told if kept is None else told * kept.to(told.dtype)
+
+    @torch.no_grad()
+    def told(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
+        """The same without gradients. On a GPU the map of the keys is turned on the query, once for all tokens, and one
+        kernel reads them. Cost: L C H + C^2."""
+        if kept is not None or not launch.direct(x) or x.shape[-1] > WIDEST:
+            return self(x, kept)
+        from ...kernels.heads.kept import tell
+
+        flat = x.reshape(-1, *x.shape[-2:])
+        W, bias = self.qk.weight.chunk(2), self.qk.bias.chunk(2)
+        query = F.linear(F.layer_norm(flat[:, 0], flat.shape[-1:]), W[0], bias[0])
+        mapped = query.unflatten(-1, (self.num_heads, -1)).transpose(0, 1) @ W[1].unflatten(0, (self.num_heads, -1))
+        return tell(flat, query, mapped, bias[1], self.num_heads).reshape(x.shape[:-1])
 
 
 def decide(told: Tensor, threshold: float, sample: bool = False) -> Tensor:
@@ -120,7 +136,7 @@ class RedundancyReduction(HeadsLayer):
     def kept(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Which tokens stay, bool (..., L)."""
         present = None if key_mask is None else (key_mask != 0).expand(x.shape[:-1])
-        kept = decide(self.interpreter(x, present).detach(), self.threshold)
+        kept = decide(self.interpreter.told(x, present), self.threshold)
         return kept if present is None else kept & present
 
     def forward(  # type: ignore[override]
@@ -187,18 +203,31 @@ class Pack(NamedTuple):
 
     tokens: Tensor  # (T, C)
     cu_seq: Tensor  # (B + 1,): where each image begins
-    places: Tensor  # (T,) in the rows of x
+    places: Tensor  # (T,) in the rows of x; with `kept`, how many are kept up to each row (B L,)
     shape: torch.Size  # of x
+    kept: Tensor | None = None  # (B, L) where kernels move the rows
 
     @classmethod
     def of(cls, x: Tensor, kept: Tensor) -> Pack:
         """Waits once for the device: how many are left decides the size of all that follows."""
+        if launch.direct(x) and not torch.is_grad_enabled() and x.shape[-1] <= WIDEST:
+            from ...kernels.heads.kept import taken_out
+
+            number = kept.flatten().cumsum(0, dtype=torch.int32)
+            arriving = launch.Arriving(number[-1:])
+            cu_seq = F.pad(number[kept.shape[1] - 1 :: kept.shape[1]], (1, 0))
+            tokens = taken_out(x, number, kept, int(arriving.get()))
+            return cls(tokens, cu_seq, number, x.shape, kept)
         places = kept.flatten().nonzero()[:, 0]
         cu_seq = F.pad(kept.sum(-1).cumsum(0), (1, 0)).int()
         return cls(x.flatten(0, 1).index_select(0, places), cu_seq, places, x.shape)
 
     def unpacked(self, tokens: Tensor) -> Tensor:
         """Tokens (T, C) at their places, (B, L, C); 0 elsewhere."""
+        if self.kept is not None:
+            from ...kernels.heads.kept import put_back
+
+            return put_back(tokens, self.places, self.kept)
         rows = tokens.new_zeros(self.shape[0] * self.shape[1], self.shape[2])
         return rows.index_copy(0, self.places, tokens).view(self.shape)
 
