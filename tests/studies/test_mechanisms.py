@@ -246,7 +246,7 @@ def test_a_failure_without_words_is_told_by_its_kind(trained, tmp_path, monkeypa
         raise NotImplementedError
 
     settings, _ = trained
-    monkeypatch.setattr("cumulant.train.train", fails)
+    monkeypatch.setattr("cumulant.studies.mechanisms.train", fails)
     with pytest.raises(ValueError, match="the baseline softmax failed: NotImplementedError"):
         run(replace(settings, out=tmp_path))
 

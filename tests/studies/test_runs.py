@@ -197,7 +197,7 @@ def test_data_is_decoded_once_for_runs_that_follow_each_other(kind, monkeypatch,
         opened.append(recipe)
         return Source("few", kind, train, test, ("a", "b"))
 
-    monkeypatch.setattr("cumulant.train.build.open_recipe_source", open_source)
+    monkeypatch.setattr("cumulant.studies.training.open_recipe_source", open_source)
     run, shop = small_run(image_size=8), workshop(tmp_path)
     held = shop.share(run)
     assert shop.share(replace(run, seed=1)) is held

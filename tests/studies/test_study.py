@@ -181,7 +181,7 @@ def test_a_busy_machine_is_measured_again_on_one_thread(study, monkeypatch):
         asked.append(num_threads)
         return {**results["scaling"], "disturbed": True, "threads": num_threads or 2}
 
-    monkeypatch.setattr("cumulant.bench.scaling", busy)
+    monkeypatch.setattr(measured, "scaling", busy)
     found = measured.measured(results, lambda what, total, unit: flow.bar_of(what, total, unit, None))
     assert asked == [None, 1]
     assert found["scaling"]["disturbed_on"] == 2

@@ -10,16 +10,17 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cumulant.studies.canvas import SIDE, accuracy, examination, fit
+from cumulant import zoo
+from cumulant.studies.canvas import SIDE, Settings, accuracy, examination, fit
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.mixers import Mixer, SmallTransformer
-from cumulant.studies.statements import Measured, Quantity, Statement, above
+from cumulant.studies.statements import Measured, Quantity, Statement, above, number
+from cumulant.style import SEQUENTIAL, colour, mark, new_figure
 
 EPS = 0.3  # received attention above which a key is a sink
 TIMES = 10  # or so many times the mean
@@ -33,21 +34,6 @@ MITIGATIONS: Mapping[str, dict[str, Any]] = {
     "softmax, gated": {"gate": True},
 }
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)  # of the logits, for the capacity
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The recipe of the study."""
-
-    width: int = 32
-    heads: int = 4
-    depth: int = 4
-    patch: int = 2
-    steps: int = 600
-    batch: int = 32
-    lr: float = 0.003
-    attention: tuple[str, ...] = ("linear", "cumulant2", "cumulant3", "cluster4")
-    seeds: int = 3
 
 
 def plan(settings: Settings) -> list[str]:
@@ -126,8 +112,6 @@ def looked_at(model: SmallTransformer, device: str, grid: int, images: int = 128
 
 def capacity(name: str, seed: int, tokens: int = 64, width: int = 16) -> dict[str, Any]:
     """The largest weight of a key without training, mean over queries, as the logits are scaled."""
-    from cumulant import zoo
-
     generator = torch.Generator().manual_seed(seed)
     query, key = (torch.randn(1, 1, tokens, width, generator=generator, dtype=torch.float64) for _ in range(2))
     scores = zoo.get(name).scores
@@ -139,9 +123,6 @@ def statements(settings: Settings) -> list[Statement]:
     def less(low: str, high: str, key: str, source: str) -> Statement:
         words = f"{key}: {high} above {low}"
         return above(high, low, key, words, source=source, control="softmax")
-
-    def value(name: str, key: str) -> Quantity:
-        return lambda of: of[name][key]
 
     def slope(name: str) -> Quantity:
         """Of log (largest weight - 1 / n) against log t at small logits."""
@@ -162,14 +143,16 @@ def statements(settings: Settings) -> list[Statement]:
         less("cumulant2", "cumulant3", "top share", "new"),
         less("cluster4", "softmax", "top share", "new"),
         less("linear", "softmax", "top share", "new"),
-        Statement("softmax: share of heads with a patch above 0.3", value("softmax", "patch sinks"), least=0.01),
+        Statement("softmax: share of heads with a patch above 0.3", number("softmax", "patch sinks"), least=0.01),
     ]
     found += [
-        Statement(f"{name}: share of heads with a patch above 0.3", value(name, "patch sinks"), most=0.01, source="new")
+        Statement(
+            f"{name}: share of heads with a patch above 0.3", number(name, "patch sinks"), most=0.01, source="new"
+        )
         for name in settings.attention
     ]
     found += [
-        Statement(f"{name}: value norm of the top patch over the median", value(name, "value of the top"), most=0.8)
+        Statement(f"{name}: value norm of the top patch over the median", number(name, "value of the top"), most=0.8)
         for name in ("softmax", "cumulant2", "cumulant3")
     ]
     found += [
@@ -209,8 +192,6 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
 
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """Where attention goes: received attention over the canvas, one map a mechanism."""
-    from cumulant.style import SEQUENTIAL, colour, mark, new_figure
-
     names = [
         name for name in ("softmax", "softmax, 4 registers", "softmax, gated", *settings.attention) if name in seeds[0]
     ]

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cumulant.train import read_log
+from cumulant.train.checkpoint import read_header
+
 
 class Budget:
     """So many minutes from now on; None is no limit.
@@ -47,9 +50,6 @@ class Budget:
 def epochs_done(folder: Path) -> float:
     """Epochs from which the run in a folder will go on: all if it is finished, else those of its saved state."""
     import json
-
-    from cumulant.train import read_log
-    from cumulant.train.checkpoint import read_header
 
     try:
         if (folder / "result.json").is_file():

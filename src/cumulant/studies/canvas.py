@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -9,14 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulant.data import digits_source
+
 SIDE = 10  # of the canvas; digits have 8 x 8 pixels
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a small transformer that learns them, and of the mechanisms and seeds of a study that compares some."""
+
+    width: int = 32
+    heads: int = 4
+    depth: int = 4
+    patch: int = 2
+    steps: int = 600
+    batch: int = 32
+    lr: float = 0.003
+    attention: tuple[str, ...] = ("linear", "cumulant2", "cumulant3", "cluster4")
+    seeds: int = 3
 
 
 @lru_cache(1)
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images (B, 1, 8, 8) from 0 to 1 with their labels, and those for tests."""
-    from cumulant.data import digits_source
-
     source: Any = digits_source()
     train, test = ((part.images[:, :1] / 255.0, part.labels) for part in (source.train, source.test))
     return *train, *test

@@ -8,17 +8,18 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+from cumulant.data.part import Source
+from cumulant.studies.maps import look
 from cumulant.studies.records import MAPS, failed_record, is_record, key_of, make_record
 from cumulant.studies.runs import Record
 from cumulant.studies.training import Training, Trainings
 from cumulant.tensors import threads
+from cumulant.train import TrainRecipe, load, train
+from cumulant.train.build import open_recipe_source
 from cumulant.train.files import write_atomically
-
-if TYPE_CHECKING:
-    from cumulant.data.part import Source
-    from cumulant.train import TrainRecipe
+from cumulant.train.stepping import room_for_compiled_code
 
 
 class Classifiers(Trainings):
@@ -40,9 +41,6 @@ class Classifiers(Trainings):
         On a CPU it has one thread, so that the result does not depend on how many run beside it. A loss that is no
         number ends the run, not the study: its record says so.
         """
-        from cumulant.train.build import open_recipe_source
-        from cumulant.train.stepping import room_for_compiled_code
-
         recipe, start = replace(run.recipe, seed=run.seed), time.perf_counter()
         with ExitStack() as stack:
             if self.device == "cpu":
@@ -64,9 +62,6 @@ class Classifiers(Trainings):
         return record
 
     def _trained(self, run: Training, recipe: TrainRecipe, source: Source, progress: IO[str] | None) -> Record:
-        from cumulant.studies.maps import look
-        from cumulant.train import load, train
-
         result = train(recipe, self.folder(run), source=source, device=self.device, fresh=self.fresh, progress=progress)
         record = make_record(run, result, source, self.device, self.made)
         seen = look(load(result.out / "last.safetensors"), recipe, source, examples=run.seed == 0) or {}

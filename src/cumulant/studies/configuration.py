@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from cumulant.train import TrainRecipe
+from cumulant import grammar, nn, zoo
+from cumulant.grammar import read_option, suggest
+from cumulant.models.registry import VIVIT_CONFIGS, model_arguments
+from cumulant.nn.attention import EXTRAS
+from cumulant.train import TrainRecipe
+from cumulant.train.recipe_files import check_value
 
 # Arguments of the models that are chosen in another way.
 NOT_EXTRAS = {"attention", "attention_options", "attention_extras", "img_size", "frames", "num_classes"}
@@ -31,8 +35,6 @@ def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
 
     In `4xagent+agents=9,8xsoftmax+pool=gap` options stay with their block, and all other extras are of the model.
     """
-    from cumulant import grammar, zoo
-
     blocks = grammar.read_blocks(name)
     if len(blocks) > 1:
         return _by_block(recipe, blocks, name)
@@ -49,8 +51,6 @@ def configured(recipe: TrainRecipe, name: str) -> TrainRecipe:
 
 def _layer_whole(extras: Mapping[str, Any], mechanism: str) -> dict[str, Any]:
     """The extras with those of a layer behind its name: `layer=moh`, `top=2` as `layer=moh+top=2`."""
-    from cumulant import grammar, nn, zoo
-
     if not isinstance(extras.get("layer"), str):
         return dict(extras)
     known = nn.get_layer(extras["layer"]).options
@@ -60,8 +60,6 @@ def _layer_whole(extras: Mapping[str, Any], mechanism: str) -> dict[str, Any]:
 
 
 def _by_block(recipe: TrainRecipe, blocks: Sequence[str], name: str) -> TrainRecipe:
-    from cumulant import grammar, zoo
-
     written: list[str] = []
     extras: dict[str, Any] = {}
     for block in blocks:
@@ -77,8 +75,6 @@ def _by_block(recipe: TrainRecipe, blocks: Sequence[str], name: str) -> TrainRec
 
 def changed(recipe: TrainRecipe, words: Sequence[str]) -> TrainRecipe:
     """The recipe with `--change key=value ...`; options that belong to one mechanism alone have no place there."""
-    from cumulant.grammar import read_option
-
     for word in words:
         key, value = read_option(word, "--change", "extras")
         recipe = with_extra(recipe, key, value, "--change", (*RECIPE_EXTRAS, *MANNERS), mechanism=False)
@@ -89,11 +85,6 @@ def with_extra(
     recipe: TrainRecipe, key: str, value: Any, where: str, fields: Sequence[str] = RECIPE_EXTRAS, mechanism: bool = True
 ) -> TrainRecipe:
     """The recipe with one extra: an option of the mechanism, of every layer, of the model or of the recipe itself."""
-    from cumulant import zoo
-    from cumulant.grammar import suggest
-    from cumulant.nn.attention import EXTRAS
-    from cumulant.train.recipe_files import check_value
-
     options = zoo.get(recipe.attention).options if mechanism else ()
     if key in options:
         return replace(recipe, attention_options={**recipe.attention_options, key: value})
@@ -119,8 +110,6 @@ def with_extra(
 
 def model_extras(model: str) -> list[str]:
     """Arguments of the model of that name that can be extras."""
-    from cumulant.models.registry import model_arguments
-
     return [name for name in model_arguments(model) if name not in NOT_EXTRAS]
 
 
@@ -130,8 +119,6 @@ def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:
         raise ValueError(f"patch must be the side of a patch in pixels, got {side!r}")
     if not recipe.model.startswith("vivit"):
         return {"patch_size": side}
-    from cumulant.models.registry import VIVIT_CONFIGS
-
     usual = VIVIT_CONFIGS[recipe.model].get("tubelet", (2, 16, 16))
     frames = recipe.model_options.get("tubelet", usual)[0]
     return {"tubelet": [frames, side, side]}

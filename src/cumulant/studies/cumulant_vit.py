@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
+from cumulant.bench.provenance import provenance
+from cumulant.studies import report
 from cumulant.studies.budget import Budget
 from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.command import Reproduce
@@ -22,10 +24,9 @@ from cumulant.studies.runs import TimeOverError
 from cumulant.studies.study import earlier_results, train_missing, write_results
 from cumulant.studies.training import Training, check_models, device_of, trainings
 from cumulant.studies.verdict import Claim
+from cumulant.train import TrainRecipe, read_recipe, recipe_names
+from cumulant.train.build import open_recipe_source
 from cumulant.train.files import claim_room
-
-if TYPE_CHECKING:
-    from cumulant.train import TrainRecipe
 
 SUBSETS = {"ucf101-6": "ucf101"}  # parts of a data set that are trained with its recipe
 CLAIM = Claim(  # Morimoto, Wang, Yasuda: ViT on ImageNet-100, top-1 in percent
@@ -36,8 +37,6 @@ CLAIM = Claim(  # Morimoto, Wang, Yasuda: ViT on ImageNet-100, top-1 in percent
 
 def recipe_of(settings: Reproduce) -> TrainRecipe:
     """The recipe of every run but for its attention: it was chosen for softmax."""
-    from cumulant.train import read_recipe
-
     recipe = read_recipe(settings.recipe or recipe_name(settings.data_name))
     own_data = settings.recipe is not None and settings.data == Reproduce.data
     recipe = replace(recipe, data=recipe.data if own_data else settings.data, seed=0)
@@ -48,8 +47,6 @@ def recipe_of(settings: Reproduce) -> TrainRecipe:
 
 def recipe_name(data: str) -> str:
     """The built-in recipe for data of that name."""
-    from cumulant.train import recipe_names
-
     names, data = recipe_names(), SUBSETS.get(data, data)
     if data in names:
         return data
@@ -70,10 +67,6 @@ def reproduce(
     `progress` is where progress bars go; None for none. Wrong names, missing data and an unwritable folder are
     reported before anything is trained. `results["missing"]` lists the runs for which `settings.minutes` had no time.
     """
-    from cumulant.bench import provenance
-    from cumulant.studies import report
-    from cumulant.train.build import open_recipe_source
-
     budget = Budget(settings.minutes, clock)
     planned(settings)  # a wrong name is told before the data is looked at
     report.check_packages()
@@ -102,8 +95,6 @@ def remake_report(settings: Reproduce) -> dict[str, Any]:
 
     The runs are those of the results.json in the folder, or the ones that the settings plan where they name any.
     """
-    from cumulant.studies import report
-
     report.check_packages()
     out, data = settings.folder, _digest_of_data(settings)
     before = earlier_results(out)
@@ -124,8 +115,6 @@ def remake_report(settings: Reproduce) -> dict[str, Any]:
 
 def _digest_of_data(settings: Reproduce) -> str | None:
     """What tells the data from others of its name; None where it is not at hand."""
-    from cumulant.train.build import open_recipe_source
-
     with suppress(OSError, ValueError, ImportError):
         return open_recipe_source(recipe_of(settings)).identity()["digest"]
     return None

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.studies import canvas
 from cumulant.studies.canvas import SIDE, accuracy, digits, examination, fit, placed
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.mixers import Mixer, SmallTransformer
-from cumulant.studies.statements import Measured, Quantity, Statement, above
+from cumulant.studies.statements import Measured, Quantity, Statement, above, number
+from cumulant.style import FIRST, LAST, SOFT, new_figure
 
 STANDARD = "softmax"
 VARIANTS: Mapping[str, tuple[str, str]] = {  # name -> kind of mixer, what queries and keys are made of
@@ -36,19 +38,10 @@ INDICATORS = ("entropy", "concentration", "head diversity", "sink", "focus 0", "
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(canvas.Settings):
     """The recipe of the study."""
 
-    width: int = 32
-    heads: int = 4
-    depth: int = 4
-    patch: int = 2
-    steps: int = 600
-    batch: int = 32
-    lr: float = 0.003
     swept: tuple[str, ...] = ("cumulant3",)  # mechanisms with other shares of softmax layers
-    attention: tuple[str, ...] = ("linear", "cumulant2", "cumulant3", "cluster4")
-    seeds: int = 3
 
 
 def plan(settings: Settings) -> list[str]:
@@ -145,9 +138,6 @@ def indicators(weights: Tensor) -> dict[str, Tensor]:
 
 
 def statements(settings: Settings) -> list[Statement]:
-    def value(name: str, key: str = "accuracy") -> Quantity:
-        return lambda of: of[name][key]
-
     def full(name: str) -> str:
         return name if name == STANDARD else f"{name}, uniform"
 
@@ -162,7 +152,7 @@ def statements(settings: Settings) -> list[Statement]:
     for name in names:
         uniform, hybrid = f"{name}, uniform", f"{name}, hybrid"
         found.append(above(hybrid, uniform, "accuracy", f"{name}: hybrid above uniform", control=STANDARD))
-        found.append(Statement(f"{name}: skip at chance (0.1)", value(hybrid, "skip"), most=0.2))
+        found.append(Statement(f"{name}: skip at chance (0.1)", number(hybrid, "skip"), most=0.2))
     found += [
         Statement(f"{name}: share of the gap to softmax that the hybrid closes", closes(name), 0.5, source="new")
         for name in ("MLP", "Mean", "linear", "cumulant2")
@@ -221,8 +211,6 @@ def indicated(seeds: Sequence[Measured], names: Sequence[str]) -> list[list[str]
 
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """Accuracy of every variant: uniform, hybrid and skip."""
-    from cumulant.style import FIRST, LAST, SOFT, new_figure
-
     names = [name for name in [*VARIANTS, *settings.attention] if f"{name}, uniform" in seeds[0]]
     figure, axes = new_figure(1, 1, (7, 0.32 * len(names) + 1.2))
     axis = axes[0, 0]

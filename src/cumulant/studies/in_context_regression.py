@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant import zoo
 from cumulant.studies.measuring import Study, Table, mean_of
-from cumulant.studies.statements import Measured, Quantity, Statement
+from cumulant.studies.statements import Measured, Quantity, Statement, number
+from cumulant.style import SOFT, colour, mark, new_figure
 
 RAW = "unnormalised"  # sum_l (k_l.q) v_l over the length: linear attention of the theory
 GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 4.0, 8.0)  # w of ideal heads
@@ -60,8 +62,6 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor, scale: float) -
     """query (B, H, 1, D), key (B, H, L, D), value (B, H, L, 1) -> (B, H, 1, 1)."""
     if name == RAW:
         return (query * scale) @ (key.mT @ value) / key.shape[-2]
-    from cumulant import zoo
-
     return zoo.get(name)(query, key, value, scale=scale)
 
 
@@ -331,9 +331,6 @@ def statements(settings: Settings) -> list[Statement]:
     def ratio(first: str, second: str, key: str = at, other: str = "") -> Quantity:
         return lambda of: of[first][key] / of[second][other or key]
 
-    def value(name: str, key: str) -> Quantity:
-        return lambda of: of[name][key]
-
     def known(text: str, quantity: Quantity, least: float = -math.inf, most: float = math.inf) -> Statement:
         return Statement(text, quantity, least, most, "known")
 
@@ -347,25 +344,25 @@ def statements(settings: Settings) -> list[Statement]:
     raw, far = f"{RAW}, 1 heads", f"L={2 * settings.examples}"
     best = step_risk(settings, settings.examples, best_eta(settings, False))
     found = [
-        known(f"risk of 2 softmax heads at {at}", value(two, at), 0.243 * 0.95, 0.243 * 1.05),
+        known(f"risk of 2 softmax heads at {at}", number(two, at), 0.243 * 0.95, 0.243 * 1.05),
         known(f"risk of 1 softmax head over that of 2 at {at}", ratio(one, two), least=1.5),
         known(f"risk of 4 softmax heads over that of 2 at {at}", ratio(four, two), 0.97, 1.03),
-        known("off-diagonal of KQ over its diagonal, 1 head", value(one, "off-diagonal"), most=0.05),
-        known("off-diagonal of KQ over its diagonal, 2 heads", value(two, "off-diagonal"), most=0.05),
-        known("label row of KQ, 2 heads", value(two, "label of KQ"), most=0.02),
-        known("OV on x over OV on y, 2 heads", value(two, "x of OV"), most=0.02),
-        known("sum of OV over its largest, 2 heads: a +/- pair", value(two, "sum of OV"), most=0.05),
-        known("product w m, summed over 2 heads", value(two, "product"), 0.84, 0.94),
+        known("off-diagonal of KQ over its diagonal, 1 head", number(one, "off-diagonal"), most=0.05),
+        known("off-diagonal of KQ over its diagonal, 2 heads", number(two, "off-diagonal"), most=0.05),
+        known("label row of KQ, 2 heads", number(two, "label of KQ"), most=0.02),
+        known("OV on x over OV on y, 2 heads", number(two, "x of OV"), most=0.02),
+        known("sum of OV over its largest, 2 heads: a +/- pair", number(two, "sum of OV"), most=0.05),
+        known("product w m, summed over 2 heads", number(two, "product"), 0.84, 0.94),
         known("2 softmax heads: largest risk over that of the length before", falls(two), most=1.0),
-        known(f"unnormalised, over the training length always: risk at {far}", value(raw, f"fixed {far}"), least=0.8),
-        known("2 softmax heads are a debiased step: correlation", value(two, "like debiased"), least=0.999),
+        known(f"unnormalised, over the training length always: risk at {far}", number(raw, f"fixed {far}"), least=0.8),
+        known("2 softmax heads are a debiased step: correlation", number(two, "like debiased"), least=0.999),
         known("the same, less that with a plain step", lambda of: likelier(of[two]), least=0.0),
         known("best plain step over its closed form", lambda of: of["references"][f"step {at}"] / best, 0.97, 1.03),
     ]
     eta = best_eta(settings, True)
     theory = {f"L={length}": debiased_risk(settings, length, eta) for length in settings.lengths}
     c1, c2, full = "cumulant2, 1 heads", "cumulant2, 2 heads", "cumulant3+full, 1 heads"
-    exact = value("cumulant2, ideal", "pair from debiased step")
+    exact = number("cumulant2, ideal", "pair from debiased step")
     found += [
         Statement("a +/- pair of cumulant2 is a debiased step: difference", exact, -1, 1e-10, "derived", exact=True),
         Statement("2 cumulant2 heads from the closed form, worst length", worst(c2, theory), -1, 0.05, "derived"),
@@ -421,16 +418,14 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
 
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """Risk against length: one head, two heads, beside theory."""
-    from cumulant.style import SOFT, colour, mark, new_figure
-
     figure, axes = new_figure(1, 2, (8.5, 3.4), sharey=True)
     eta = best_eta(settings, True)
     for count, axis in zip((1, 2), axes[0], strict=True):
-        for number, name in enumerate(settings.attention):
+        for i, name in enumerate(settings.attention):
             own = [one[f"{name}, {count} heads"] for one in seeds if f"{name}, {count} heads" in one]
             if own:
                 risk = [statistics.mean(one[f"L={length}"] for one in own) for length in settings.lengths]
-                axis.plot(settings.lengths, risk, color=colour(name, number), marker=mark(name), ms=4, label=name)
+                axis.plot(settings.lengths, risk, color=colour(name, i), marker=mark(name), ms=4, label=name)
         theory = [debiased_risk(settings, length, eta) for length in settings.lengths]
         axis.plot(settings.lengths, theory, color=SOFT, ls=":", label="debiased step, closed form")
         bayes = [

@@ -10,19 +10,19 @@ import base64
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cumulant.bench.error import errors_against_softmax, logit_size
+from cumulant.data.part import DecodeError, Part, Source
 from cumulant.explain.metrics import negative_mass, tokens_used
 from cumulant.inspect.seen import Seen
 from cumulant.inspect.sites import find_sites
 from cumulant.inspect.watching import watching
-
-if TYPE_CHECKING:
-    from cumulant.data.part import Part, Source
-    from cumulant.train import TrainRecipe
+from cumulant.train import TrainRecipe
+from cumulant.train.build import augment_of
 
 LAYERS_SHOWN = 4
 ITEMS_SHOWN = {"image": 6, "video": 3}
@@ -118,8 +118,6 @@ def first_of_classes(part: Part, classes: int, count: int) -> list[int]:
 
 def pixels_of(part: Part, items: list[int], size: int) -> Tensor:
     """uint8 pixels of those of the items that can be decoded."""
-    from cumulant.data.part import DecodeError
-
     found = []
     for item in items:
         with suppress(DecodeError):
@@ -129,8 +127,6 @@ def pixels_of(part: Part, items: list[int], size: int) -> Tensor:
 
 def look(model: Any, recipe: TrainRecipe, source: Source, *, examples: bool) -> dict[str, Any] | None:
     """Locality of a trained model's maps and, with `examples`, maps to show; None for a mechanism without weights."""
-    from cumulant.train.build import augment_of
-
     layer = model.blocks[0].attn
     if not (hasattr(layer.mix, "scores") if isinstance(layer.mix, nn.Module) else layer.mechanism.weights):
         return None
@@ -189,8 +185,6 @@ def _bytes(pictures: Tensor) -> str:
 
 def softmax_layers(model: nn.Module, images: Tensor) -> list[dict[str, Any]]:
     """For every layer of a trained softmax model: the size of its logits and the error of every order there."""
-    from cumulant.bench.error import errors_against_softmax, logit_size
-
     return [
         {"layer": i + 1, "logit_size": logit_size(q, k), "relative_error": errors_against_softmax(q, k, v)}
         for i, (q, k, v) in enumerate(projections(model, images))

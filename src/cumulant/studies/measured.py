@@ -6,17 +6,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from cumulant.bench.error import LOGIT_SIZES, softmax_error
+from cumulant.bench.scaling import LENGTHS, scaling
+from cumulant.grammar import parse, read_blocks
+from cumulant.studies.photograph import dial_on_a_photograph
+
 Bar = Callable[[str, int, str], AbstractContextManager[Any]]
 
 
 def measured(results: dict[str, Any], make_bar: Bar) -> dict[str, Any]:
     """Error of every order by the size of the logits, and cost by length, of the mechanisms that were compared."""
-    from cumulant.bench import scaling, softmax_error
-    from cumulant.bench.error import LOGIT_SIZES
-    from cumulant.bench.scaling import LENGTHS
-    from cumulant.grammar import parse, read_blocks
-    from cumulant.studies.photograph import dial_on_a_photograph
-
     blocks = (one for name in results["attention"] for one in read_blocks(name))
     mechanisms = tuple(dict.fromkeys(parse(one)[0] for one in blocks))
     with make_bar("measuring", len(LOGIT_SIZES) + len(LENGTHS) + 1, "step") as bar:

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
+from cumulant import zoo
+from cumulant.bench.provenance import provenance
+from cumulant.grammar import read_option, suggest
 from cumulant.studies.budget import Budget
+from cumulant.studies.command import Study as Options
 from cumulant.studies.outcome import origins
+from cumulant.studies.page import write
 from cumulant.studies.plan import CONTROL_SEED, Run, digest, seeded
 from cumulant.studies.runs import Record, Workshop, complete
-from cumulant.studies.statements import AGAIN, Measured, Statement, judged, values
+from cumulant.studies.statements import AGAIN, Measured, Statement, interval, judged, values
+from cumulant.studies.study import bar_of
+from cumulant.studies.training import device_of
+from cumulant.style import save
+from cumulant.tensors import threads
 from cumulant.train.files import read_json, write_atomically
-
-if TYPE_CHECKING:
-    from cumulant.studies.command import Study as Options
 
 INDIFFERENT = ("attention", "seeds")  # fields of settings that do not decide what comes out of one run
 Figures = Mapping[str, Any]
@@ -77,8 +84,6 @@ class Measurements(Workshop):
         return True
 
     def make(self, run: Measurement, shared: Any = None, progress: IO[str] | None = None) -> Record:
-        from cumulant.tensors import threads
-
         assert self.study is not None
         start = time.perf_counter()
         with ExitStack() as stack:
@@ -119,8 +124,6 @@ def planned(study: Study, settings: Any, controls: int = 0) -> tuple[list[Measur
 
 def able(study: Study, settings: Any) -> tuple[Any, dict[str, str]]:
     """The settings with those of their mechanisms that have what the study needs, and why the others have not."""
-    from cumulant import zoo
-
     skipped = {}
     for name in getattr(settings, "attention", ()):
         lacking = [need for need in study.needs if not getattr(zoo.get(name), need)]
@@ -133,8 +136,6 @@ def able(study: Study, settings: Any) -> tuple[Any, dict[str, str]]:
 
 def chosen(study: Study, options: Options) -> Any:
     """The settings that the options name: a whole setting, with single values changed."""
-    from cumulant.grammar import read_option, suggest
-
     if options.setting not in study.settings:
         raise ValueError(f"{study.name} has no setting {options.setting!r}; {suggest(options.setting, study.settings)}")
     settings = study.settings[options.setting]
@@ -159,11 +160,6 @@ def chosen(study: Study, options: Options) -> Any:
 
 def run(study: Study, options: Options, progress: IO[str] | None = None) -> dict[str, Any]:
     """Measure what is missing, judge, and write results.json, page.html and the figures."""
-    from cumulant.bench.provenance import provenance
-    from cumulant.studies.page import write
-    from cumulant.studies.study import bar_of
-    from cumulant.studies.training import device_of
-
     settings, out = chosen(study, options), options.out / study.name
     controls = (settings.seeds if options.control is None else options.control) if study.control else 0
     runs, skipped = planned(study, settings, controls)
@@ -244,8 +240,6 @@ def outcome(
 
 def drawings(study: Study, settings: Any, records: Mapping[Measurement, Record], out: Path) -> list[tuple[str, str]]:
     """The figures of the seeds that are complete, as (title, SVG), also written to the folder `figures`."""
-    from cumulant.style import save
-
     planned_names = set(study.plan(able(study, settings)[0]))
     seeds = [one for one in by_seed(records) if planned_names <= one.keys()]  # a stopped study has others
     if study.figures is None or not seeds:
@@ -290,10 +284,6 @@ def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
 
 def mean_of(seeds: Sequence[Measured], configuration: str, key: str, digits: int = 3) -> str:
     """A cell of a table: the mean over the seeds that have it and half of its 95 % interval."""
-    import statistics
-
-    from cumulant.studies.statements import interval
-
     found = [one[configuration][key] for one in seeds if one.get(configuration, {}).get(key) is not None]
     if not found:
         return "-"

@@ -13,22 +13,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from cumulant import zoo
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.bench.training import costs
 from cumulant.bench.variants import ALL
+from cumulant.data.part import Source
 from cumulant.grammar import parse, write
 from cumulant.studies.budget import Budget
 from cumulant.studies.command import TrainBench
 from cumulant.studies.runs import Record, TimeOverError, train_all
 from cumulant.studies.training import Training, Trainings, device_of, fingerprint, trainings
 from cumulant.studies.verdict import compare
-
-if TYPE_CHECKING:
-    from cumulant.data.part import Source
-    from cumulant.train import TrainRecipe
+from cumulant.train import RecipeError, TrainRecipe, read_recipe, train
+from cumulant.train.build import open_recipe_source
+from cumulant.train.stepping import room_for_compiled_code
 
 RECORD = "bench.json"
 REACHED = ("top1", "top5", "loss", "best_top1", "parameters", "seconds")
@@ -71,10 +71,6 @@ class Bench(Trainings):
 
     def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
         """Whatever is wrong with one mechanism must not cost the runs of the others: it is told, and tried anew."""
-        from cumulant.train import RecipeError, train
-        from cumulant.train.build import open_recipe_source
-        from cumulant.train.stepping import room_for_compiled_code
-
         recipe, folder = replace(run.recipe, seed=run.seed), self.folder(run)
         source = shared or open_recipe_source(recipe)
         head = {"variant": run.configuration, "seed": run.seed}
@@ -93,9 +89,6 @@ class Bench(Trainings):
 def run(settings: TrainBench, progress: IO[str] | None = None) -> dict[str, Any]:
     """Train what is missing, then say what the runs allow to be said; `missing` of the result names what
     `settings.minutes` had no time for."""
-    from cumulant.train import read_recipe
-    from cumulant.train.build import open_recipe_source
-
     recipe = read_recipe(settings.recipe)
     recipe = replace(recipe, data=settings.data or recipe.data).lasting(settings.epochs or recipe.epochs)
     names = chosen(settings.attention)

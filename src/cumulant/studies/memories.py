@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cumulant import zoo
+
 SHARPNESS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)  # logit scales that are tried, in units of d + 2
 MOST = 2048  # pairs; an operator that holds more is not followed further
 
@@ -76,8 +78,6 @@ def interference(answer: Tensor, value: Tensor) -> float:
 
 def filled(attention: str, width: int, pairs: int, trials: int, generator: torch.Generator) -> tuple[float, float]:
     """Least interference of an operator that holds so many pairs, and the logit scale over (d + 2) that gives it."""
-    from cumulant import zoo
-
     mechanism = zoo.get(attention)
     key, value = unit(trials, 1, pairs, width, generator=generator), unit(trials, 1, pairs, 64, generator=generator)
     found = []

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulant import zoo
 from cumulant.models.vit import Block
 
 
@@ -85,8 +86,6 @@ class Mixer(nn.Module):
         if self.kind in FORMULAS:
             logits = query @ key.mT * query.shape[-1] ** -0.5
             return off_by_one(logits, self.sink) if self.sink is not None else FORMULAS[self.kind](logits)
-        from cumulant import zoo
-
         scores = zoo.get(self.kind).scores
         if scores is None:
             raise ValueError(f"{self.kind!r} has no weights to show")
@@ -103,8 +102,6 @@ class Mixer(nn.Module):
         if self.kind == "alone" or self.kind in FORMULAS:
             out = self._weights(query, key) @ value
         else:
-            from cumulant import zoo
-
             out = zoo.get(self.kind)(query, key, value)
         out = out.transpose(1, 2).flatten(-2)
         return self.proj(out if self.gate is None else out * self.gate(x).sigmoid())

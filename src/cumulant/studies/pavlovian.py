@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from statistics import mean
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.memories import MOST, capacity, delta, features, hebb, mse, signs, slope, tail, unit, vote
 from cumulant.studies.statements import Measured, Quantity, Statement, difference, number, quotient
-from cumulant.style import styled
+from cumulant.style import INK, SOFT, colour, mark, new_figure, styled
 
 RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0)  # n / d of experiment 1
 ERRORS = {0.1: 0.0007, 0.185: 0.0092, 0.3: 0.0332, 0.5: 0.0778, 1.0: 0.1582}  # n / d of experiment 2, with its theory
@@ -330,10 +331,6 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
 @styled
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """Capacity against d_k, with the derived laws as lines."""
-    from statistics import mean
-
-    from cumulant.style import INK, SOFT, colour, mark, new_figure
-
     figure, axes = new_figure(1, 1, (5.4, 3.6))
     place = axes[0, 0]
     lines = [

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cumulant.attention import attention, scores
+from cumulant.cluster import KMeans, cluster_scores, multiply_adds
+
 PATCH = 16
 COMPONENTS = 16
 SPREAD = 2.0  # of the logits over the keys; layers of trained encoders have 1.4 to 5.9
@@ -47,9 +50,6 @@ def tokens(pixels: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
 
 def dial_on_a_photograph() -> dict[str, Any]:
     """Error, cost and one map at each setting of the dial, second-order attention first and softmax last."""
-    from cumulant.attention import attention, scores
-    from cumulant.cluster import KMeans, cluster_scores, multiply_adds
-
     pixels = photograph()
     key, value, grid = tokens(pixels)
     length, place = grid[0] * grid[1], QUERY[0] * grid[1] + QUERY[1]

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulant import zoo
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.rollouts import (
     absorbing_rate,
@@ -32,7 +33,7 @@ from cumulant.studies.rollouts import (
     uniform,
 )
 from cumulant.studies.statements import Measured, Statement, above, number
-from cumulant.style import styled
+from cumulant.style import SOFT, colour, mark, new_figure, styled
 
 TRAINED = "trained"
 KNOWN: dict[str, dict[Any, float]] = {  # mass of the first token (A3: of the prefix) in the last row, by layers
@@ -126,8 +127,6 @@ class Net(nn.Module):
     """t layers of one head without biases and residuals, the last token through three ReLU layers, 32 classes."""
 
     def __init__(self, width: int, layers: int, attention: str, mask: str) -> None:
-        from cumulant import zoo
-
         super().__init__()
         self.mask, self.mechanism = mask, zoo.get(attention)
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(layers))
@@ -347,8 +346,6 @@ def law(name: str, size: float) -> float | None:
 @styled
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """Rate against the size of the logits with its law, and gaps against depth."""
-    from cumulant.style import SOFT, colour, mark, new_figure
-
     figure, axes = new_figure(1, 2, (8.6, 3.4))
     place, other = axes[0]
     fine = [settings.sizes[0] * (settings.sizes[-1] / settings.sizes[0]) ** (i / 40) for i in range(41)]

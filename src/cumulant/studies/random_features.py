@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant import zoo
 from cumulant.studies.measuring import Study, Table, mean_of
-from cumulant.studies.statements import Measured, Quantity, Statement, above
+from cumulant.studies.statements import Measured, Statement, above, number, ratio
+from cumulant.style import new_figure
 
 TARGETS = (*(f"f1 p={p}" for p in (1, 2, 3)), *(f"f2 p={p}" for p in (1, 2, 3, 4)), "f3", "f4")
 BASES = ("RFA", "BRFA", "RFMLP")
@@ -84,8 +86,6 @@ def features(name: str, x: Tensor, heads: int, seed: int) -> Tensor:
     if name in BASES:
         scores = torch.einsum("bme,bne->bmn", query, keys).relu() / keys.shape[1]
         return torch.einsum("bmn,bne->bme", scores, keys).flatten(1)
-    from cumulant import zoo
-
     spread = keys[:, None].expand(-1, heads, -1, -1)
     return zoo.get(name)(query[:, :, None], spread, spread, scale=1.0).flatten(1)
 
@@ -177,12 +177,6 @@ def dimensions(name: str, width: int) -> int:
 def statements(settings: Settings) -> list[Statement]:
     last, middle = settings.samples[-1], settings.samples[1]
 
-    def error(name: str, key: str) -> Quantity:
-        return lambda of: of[name][key]
-
-    def ratio(first: str, second: str, key: str) -> Quantity:
-        return lambda of: of[first][key] / of[second][key]
-
     def less(first: str, second: str, key: str, by: float = 0.0, source: str = "known") -> Statement:
         return above(second, first, key, f"error of {second} less that of {first}, {key}", by=by, source=source)
 
@@ -195,8 +189,8 @@ def statements(settings: Settings) -> list[Statement]:
         *(less("BRFA", "RFA", f"f2 p={p} n={last}", 0.2) for p in (2, 4)),
         less("RFA", "BRFA", wide),
         less("RFA", "BRFA", f"f2 p=1 n={last}"),
-        Statement("permuting the keys changes RFA's features by", error("RFA", "permuted"), most=1e-12, exact=True),
-        Statement("permuting the keys changes RFMLP's features by", error("RFMLP", "permuted"), least=0.1, exact=True),
+        Statement("permuting the keys changes RFA's features by", number("RFA", "permuted"), most=1e-12, exact=True),
+        Statement("permuting the keys changes RFMLP's features by", number("RFMLP", "permuted"), least=0.1, exact=True),
         Statement(
             f"least fall of the error from one number of heads to the next, {settings.sweep}",
             lambda of: min(of["RFA"][f"heads={a}"] - of["RFA"][f"heads={b}"] for a, b in steps),
@@ -206,14 +200,14 @@ def statements(settings: Settings) -> list[Statement]:
     ]
     for name in ("cumulant2", "cumulant3", "cumulant3+full"):
         count, text = dimensions(name, 3), f"all heads of {name} together express so many functions at d=3"
-        found.append(Statement(text, error(name, "rank"), count - 0.5, count + 0.5, "derived", exact=True))
+        found.append(Statement(text, number(name, "rank"), count - 0.5, count + 0.5, "derived", exact=True))
     found += [
-        Statement(f"cumulant2 cannot express {key}", error("cumulant2", key), least=0.9, source="derived")
+        Statement(f"cumulant2 cannot express {key}", number("cumulant2", key), least=0.9, source="derived")
         for key in (f"f2 p={p} n={last}" for p in (1, 2, 3, 4))
     ]
     own = f"f4 n={last}"
     found += [
-        Statement(f"cumulant2 expresses {own}", error("cumulant2", own), most=0.01, source="derived"),
+        Statement(f"cumulant2 expresses {own}", number("cumulant2", own), most=0.01, source="derived"),
         less("cumulant3+full", "cumulant2", f"f3 n={last}", source="new"),
         less("cumulant2", "softmax", f"f4 n={middle}", source="new"),
         less("softmax", "cumulant2", f"f2 p=1 n={last}", source="new"),
@@ -255,8 +249,6 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
 
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """Error by target for every operator at the largest number of samples, a row each."""
-    from cumulant.style import new_figure
-
     names, last = [name for name in plan(settings) if name in seeds[0]], settings.samples[-1]
     grid = [[statistics.mean(one[name][f"{key} n={last}"] for one in seeds) for key in TARGETS] for name in names]
     figure, axes = new_figure(1, 1, (7.5, 0.42 * len(names) + 1.2))

@@ -10,17 +10,16 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
 import cumulant
+from cumulant.bench.provenance import cpu_model
+from cumulant.data.part import Source
 from cumulant.studies.plan import Key, Run, mark
 from cumulant.studies.training import Training, deciding, fingerprint, key_by_name
-
-if TYPE_CHECKING:
-    from cumulant.data.part import Source
-    from cumulant.train import TrainResult
+from cumulant.train import TrainResult, read_log
 
 FORMAT = 2  # of records and results.json; raised when the report could not read an older file
 # What a training run depends on, under src/cumulant.
@@ -41,8 +40,6 @@ def source_digest() -> str:
 
 def device_name(device: str) -> str:
     """The accelerator or the processor that trains."""
-    from cumulant.bench.provenance import cpu_model
-
     return torch.cuda.get_device_name() if torch.device(device).type == "cuda" else cpu_model()
 
 
@@ -50,8 +47,6 @@ def make_record(
     run: Training, result: TrainResult, source: Source, device: str, made: dict[str, Any]
 ) -> dict[str, Any]:
     """The record of a run finished on `device`; `made` says where it comes from: provenance and digest of the code."""
-    from cumulant.train import read_log
-
     log = read_log(result.out)
     tests = [line for line in log if line["kind"] == "test"]
     predictions = result.predictions

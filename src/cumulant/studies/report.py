@@ -7,6 +7,8 @@ from typing import Any
 
 from cumulant import style
 from cumulant.optional import needed
+from cumulant.studies import figures, wording
+from cumulant.studies.outcome import confused
 from cumulant.studies.verdict import signed
 from cumulant.train.files import write_atomically
 
@@ -22,9 +24,6 @@ def check_packages() -> None:
 
 def render(results: dict[str, Any]) -> str:
     """The page as text."""
-    from cumulant.studies import figures, wording
-    from cumulant.studies.outcome import confused
-
     noun, names = wording.noun(results), results["attention"]
     return style.page(
         "studies",

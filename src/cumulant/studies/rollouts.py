@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cumulant import zoo
+
 
 def seen(tokens: int, *, window: int | None = None, prefix: int = 1) -> Tensor:
     """Which keys a query sees: the past, of it the last `window`, and the first `prefix` tokens each other."""
@@ -63,8 +65,6 @@ def random_maps(
 ) -> Tensor:
     """Causal maps (T, N, N) of Gaussian queries and keys whose logits have standard deviation `size`; with `decay` the
     keys of a query count decay^distance, by the operator's own weights of keys."""
-    from cumulant import zoo
-
     width = 64
     query, key = (torch.randn(draws, tokens, width, generator=generator, dtype=torch.float64) for _ in range(2))
     scale: dict[str, Any] = {"scale": size / math.sqrt(width)}

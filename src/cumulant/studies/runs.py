@@ -26,6 +26,7 @@ from cumulant.studies.budget import Budget, epochs_done
 from cumulant.studies.claims import Claims
 from cumulant.studies.crews import Crew, RayCluster, Workers
 from cumulant.studies.plan import Run
+from cumulant.train import RecipeError, read_log
 from cumulant.train.files import read_json, write_atomically
 from cumulant.train.progress import ONE_STOP
 
@@ -128,8 +129,6 @@ def _one_by_one(
     waiting: Queue[R], shop: Workshop, report: Report, budget: Budget, progress: IO[str] | None, before: int, count: int
 ) -> list[R]:
     """In this process; the runs that are left undone."""
-    from cumulant.train import RecipeError
-
     while waiting:
         if (found := waiting.next()) is None:
             if waiting:  # others are at the rest
@@ -339,8 +338,6 @@ class Queue(Generic[R]):
 
 
 def _epochs_logged(folder: Path) -> int:
-    from cumulant.train import read_log
-
     try:
         return int(max((line["epoch"] for line in read_log(folder)), default=0))
     except OSError:

@@ -127,6 +127,11 @@ def number(configuration: str, key: str) -> Quantity:
     return lambda of: of[configuration][key]
 
 
+def ratio(first: str, second: str, key: str, other: str = "") -> Quantity:
+    """What was measured of `first` under `key` over that of `second` under the same, or under `other`."""
+    return quotient(number(first, key), number(second, other or key))
+
+
 def quotient(first: Quantity, second: Quantity) -> Quantity:
     return lambda of: first(of) / second(of)
 

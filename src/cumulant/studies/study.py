@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from cumulant.studies import report
 from cumulant.studies.budget import Budget
 from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.command import DECISIVE, Reproduce
+from cumulant.studies.measured import measured
 from cumulant.studies.outcome import outcome
 from cumulant.studies.plan import Run
 from cumulant.studies.records import FORMAT, MAPS, device_name, read_records, records_of, source_digest, strangers
@@ -78,8 +80,6 @@ def write_results(
     progress: IO[str] | None = None,
 ) -> dict[str, Any]:
     """results.json and report.html of the runs that have a record, with what was measured now or before."""
-    from cumulant.studies import report
-
     kept, _ = read_records(out / "records")
     records = records_of(runs, kept)
     if not records:
@@ -100,8 +100,6 @@ def write_results(
         **outcome(claim, records, runs, settings.attention, settings.baseline, _maps(out, before, records)),
     }
     if measure:
-        from cumulant.studies.measured import measured
-
         results |= measured(results, lambda what, total, unit: bar_of(what, total, unit, progress))
     else:
         results |= {name: before.get(name) for name in ("error", "scaling", "dial")}

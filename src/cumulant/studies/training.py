@@ -10,15 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cumulant.data.held import hold
+from cumulant.data.part import Source
 from cumulant.studies.configuration import configured
 from cumulant.studies.plan import CONTROL_SEED, Key, Run, digest, seeded
 from cumulant.studies.runs import Workshop
-
-if TYPE_CHECKING:
-    from cumulant.data.part import Source
-    from cumulant.train import TrainRecipe
+from cumulant.train import TrainRecipe
+from cumulant.train.build import build_model, open_recipe_source
+from cumulant.train.processes import chosen_device
 
 # Fields of a recipe that do not decide what comes out of a run.
 INDIFFERENT = {
@@ -95,8 +96,6 @@ def key_by_name(record: Mapping[str, Any]) -> Key:
 def device_of(settings: Any, small: bool = False) -> str:
     """Where the runs of a command are trained; on other machines what it names is theirs to have. `small`: on data that
     a GPU does not help with, unless it is named."""
-    from cumulant.train.processes import chosen_device
-
     if settings.device is None and small:
         return "cpu"
     return settings.device if settings.device and settings.on == "ray" else str(chosen_device(settings.device))
@@ -104,8 +103,6 @@ def device_of(settings: Any, small: bool = False) -> str:
 
 def check_models(runs: Sequence[Training], source: Source) -> None:
     """Build every model once: a wrong value of an extra is told before anything is trained."""
-    from cumulant.train.build import build_model
-
     for name, recipe in {run.configuration: run.recipe for run in runs}.items():
         try:
             build_model(recipe, source)
@@ -120,9 +117,6 @@ class Trainings(Workshop):
     held: dict[tuple[Any, ...], Source] = field(default_factory=dict, repr=False, compare=False)
 
     def share(self, run: Training) -> Source | None:
-        from cumulant.data.held import hold
-        from cumulant.train.build import open_recipe_source
-
         recipe = run.recipe
         reading = (recipe.frames, recipe.stride, recipe.views, recipe.crops, recipe.split, str(recipe.data_options))
         whole = recipe.augmentation.crops

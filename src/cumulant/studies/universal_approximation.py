@@ -13,16 +13,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cumulant import zoo
+from cumulant.attention import attention
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.memories import slope
 from cumulant.studies.statements import Measured, Quantity, Statement, number, quotient
-from cumulant.style import styled
+from cumulant.style import colour, new_figure, styled
 
 TOKENS = 8
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -61,8 +64,6 @@ class Net(nn.Module):
     def __init__(
         self, size: tuple[int, int, int], attention: str | None, *, places: bool = True, layers: int = 1
     ) -> None:
-        from cumulant import zoo
-
         super().__init__()
         width, self.heads, hidden = size
         self.mechanism = None if attention is None else zoo.get(attention)
@@ -135,8 +136,6 @@ def anchored(anchors: int, sharpness: float, attention: str = "softmax") -> floa
 
     Under softmax the score is -b (x - c_m)^2 less its part in x alone. Under order p + 1 the answer is a polynomial of
     degree p in x, whatever the keys, so that its error has a floor; the best gain of the query is taken for it."""
-    from cumulant import zoo
-
     centre = torch.linspace(-1, 1, anchors, dtype=torch.float64)
     x = torch.linspace(-1, 1, 2001, dtype=torch.float64)
     query = torch.stack([x, torch.ones_like(x)], -1)[None, None]
@@ -150,8 +149,6 @@ def anchored(anchors: int, sharpness: float, attention: str = "softmax") -> floa
 def projected(degree: int, anchors: int = 64) -> float:
     """Sup error of sin(3x) from second-order cumulant attention over anchors whose keys are the Legendre polynomials of
     degree 1 to `degree`, orthonormal over the anchors: cov(key, value) is then the least-squares fit."""
-    from cumulant.attention import attention
-
     centre, x = (torch.linspace(-1, 1, count, dtype=torch.float64) for count in (anchors, 2001))
     powers = torch.stack([centre**p for p in range(degree + 1)], -1)
     basis, triangle = torch.linalg.qr(powers)
@@ -168,8 +165,6 @@ def routed(x: Tensor, order: int = 2) -> Tensor:
 
     Order 2 gives x_mean + (s/n)(x_m - x_mean), which is x_m at s = n; the third cumulant adds s^2 (n - 2)/(2 n^2) to
     the factor s/n, so that it is 1 for another s."""
-    from cumulant.attention import attention
-
     n = x.shape[-1]
     bend = 0.0 if order == 2 else (n - 2) / (2 * n * n)  # bend s^2 + s/n = 1
     scale = float(n) if bend == 0 else (math.sqrt(1 / n**2 + 4 * bend) - 1 / n) / (2 * bend)
@@ -319,10 +314,6 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
 @styled
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     """The constructions against their size, and the error of max by operator and heads."""
-    from statistics import mean
-
-    from cumulant.style import colour, new_figure
-
     figure, axes = new_figure(1, 2, (8.6, 3.2), width_ratios=[1, 1.2])
     place, other = axes[0]
     built = seeds[0]["construction"]

@@ -19,11 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cumulant import explain
+from cumulant import explain, zoo
+from cumulant.data import open_source
 from cumulant.explain import patterns as kinds
+from cumulant.explain.figures import importance_map, pruning_figure
+from cumulant.inspect import labelled_items, open_model
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.statements import Measured, Statement, above, difference, number, quotient
-from cumulant.style import styled
+from cumulant.style import DIVERGING, FIRST, INK, RULE, SOFT, colour, new_figure, styled
+from cumulant.train import read_recipe, train
 
 MAPPED = 128  # images whose maps are kept
 SHOWN = 40  # pictures of the overview
@@ -47,9 +51,6 @@ class Settings:
 
 def trained(settings: Settings, attention: str, seed: int, device: str) -> tuple[nn.Module, Tensor, Tensor]:
     """A ViT on the digits, and test images with their labels."""
-    from cumulant.inspect import labelled_items, open_model
-    from cumulant.train import read_recipe, train
-
     recipe = read_recipe("digits")
     options = {**recipe.model_options, "patch_size": 2}
     recipe = replace(recipe, attention=attention, seed=seed, image_size=settings.image_size, model_options=options)
@@ -140,8 +141,6 @@ def planted(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def checks(seed: int, count: int = 200) -> dict[str, Any]:
     """What needs no trained weights: known maps through the measures, planted kinds through the clusters."""
-    from cumulant import zoo
-
     generator = torch.Generator().manual_seed(seed)
     layout = explain.TokenLayout(0, (6, 6))
     hop = explain.patch_distances((6, 6))
@@ -280,8 +279,6 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     if not there:
         return {}
     first = {name: seeds[0][name] for name in there}
-    from cumulant.explain.figures import importance_map, pruning_figure
-
     name = "cumulant3" if "cumulant3" in first else there[0]
     importance = {key: torch.tensor(first[name]["importance"][key]) for key in MEASURES}
     curves = {
@@ -302,9 +299,6 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
 
 def overview(settings: Settings, first: Measured) -> Any:
     """Test images by class, those that most operators get wrong first; the colour of a frame says how many do."""
-    from cumulant.data import open_source
-    from cumulant.style import FIRST, INK, RULE, new_figure
-
     source = open_source("digits")
     labels = next(iter(first.values()))["labels"]
     chosen = torch.linspace(0, len(source.test) - 1, len(labels)).long()
@@ -328,8 +322,6 @@ def overview(settings: Settings, first: Measured) -> Any:
 
 def partial_figure(first: Measured) -> Any:
     """Loss without one block of the map of each model's most important head."""
-    from cumulant.style import SOFT, colour, new_figure
-
     figure, axes = new_figure(1, len(first), (2.0 * len(first) + 1.4, 2.8), sharey=True)
     for i, (place, (name, one)) in enumerate(zip(axes[0], first.items(), strict=True)):
         blocks = list(one["partial"])
@@ -345,8 +337,6 @@ def partial_figure(first: Measured) -> Any:
 
 def strength_figure(first: Measured) -> Any:
     """Mean distance of every head by layer, and weight per neighbour by distance, against a uniform map."""
-    from cumulant.style import SOFT, colour, new_figure
-
     figure, axes = new_figure(2, len(first), (1.9 * len(first) + 0.6, 4.4), sharey="row")
     for i, (name, one) in enumerate(first.items()):
         top, below = axes[0, i], axes[1, i]
@@ -368,8 +358,6 @@ def strength_figure(first: Measured) -> Any:
 
 def pattern_figure(first: Measured) -> Any:
     """Mean map of every cluster of each model, by share, with its kind and mean importance."""
-    from cumulant.style import DIVERGING, SOFT, new_figure
-
     columns = max(len(one["kinds"]) for one in first.values())
     figure, axes = new_figure(len(first), columns, (1.25 * columns + 0.8, 1.65 * len(first)))
     for i, (name, one) in enumerate(first.items()):

@@ -8,11 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from cumulant.bench.provenance import provenance
 from cumulant.grammar import suggest
 from cumulant.studies.budget import Budget
 from cumulant.studies.cab import data, synthetic
@@ -20,7 +21,9 @@ from cumulant.studies.cab.leaderboard import judged
 from cumulant.studies.cab.patterns import support
 from cumulant.studies.cab.tasks import Task, tasks_of
 from cumulant.studies.cab.training import NotReachedError, trained
+from cumulant.studies.command import Cab
 from cumulant.studies.loop import Schedule
+from cumulant.studies.mechanisms import chosen
 from cumulant.studies.outcome import origins
 from cumulant.studies.plan import CONTROL_SEED, Run, seeded
 from cumulant.studies.records import device_name
@@ -28,9 +31,7 @@ from cumulant.studies.runs import Record, TimeOverError, Workshop, train_all
 from cumulant.studies.study import bar_of
 from cumulant.tensors import threads
 from cumulant.train.files import read_json
-
-if TYPE_CHECKING:
-    from cumulant.studies.command import Cab
+from cumulant.train.processes import chosen_device
 
 BASELINE = "softmax"
 
@@ -193,10 +194,6 @@ def planned(
 
 def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:
     """Train what is missing, then the leaderboard; `missing` of it names runs for which there was no time."""
-    from cumulant.bench.provenance import provenance
-    from cumulant.studies.mechanisms import chosen
-    from cumulant.train.processes import chosen_device
-
     names = chosen(settings.attention)
     names = [BASELINE, *(name for name in names if name != BASELINE)]
     ground = told_by_records(settings) if settings.report_only else laid(settings, chosen_device(settings.device))

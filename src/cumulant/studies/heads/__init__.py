@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
+from cumulant import nn
+from cumulant.bench.provenance import provenance
+from cumulant.grammar import suggest
 from cumulant.studies import measuring
+from cumulant.studies.command import Study as Options
+from cumulant.studies.heads import documents, pictures, text
+from cumulant.studies.heads.ordering import Ordering
 from cumulant.studies.measuring import Table, mean_of
 from cumulant.studies.statements import AGAIN, Measured, Statement
 from cumulant.train.files import write_atomically
-
-if TYPE_CHECKING:
-    from cumulant.studies.command import Study as Options
-    from cumulant.studies.heads.ordering import Ordering
 
 LAYERS = ("moh", "sqa", "gda", "complexformer", "gaam", "rcmha", "lama", "sparsifiner", "biformer", "ia_red2",
           "dual_stream", "marro")  # fmt: skip
@@ -35,8 +37,6 @@ class Settings:
 
 def published(layer: str) -> Ordering:
     """What the paper of a layer says should come out."""
-    from cumulant.studies.heads import documents, pictures, text
-
     return {**text.ORDERINGS, **pictures.ORDERINGS, **documents.ORDERINGS}[layer]
 
 
@@ -71,8 +71,6 @@ def cell(seeds: Sequence[Measured], name: str, key: str) -> str:
 
 def study(layer: str) -> measuring.Study:
     """The study of one layer."""
-    from cumulant import nn
-
     known, one = nn.get_layer(layer), published(layer)
     return measuring.Study(
         name=layer,
@@ -89,9 +87,6 @@ def study(layer: str) -> measuring.Study:
 
 def run(options: Options, progress: IO[str] | None = None) -> dict[str, Any]:
     """Measure what is missing of every layer that is asked and judge it; heads.json has all of them."""
-    from cumulant.bench.provenance import provenance
-    from cumulant.grammar import suggest
-
     names = list(LAYERS) if "all" in options.layers else list(dict.fromkeys(options.layers))
     for name in names:
         if name not in LAYERS:
