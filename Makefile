@@ -42,6 +42,7 @@ ray: $(STAMP)
 # Where timm cannot be in the environment, the tests of its models have it in a place and a session of their own.
 test: $(STAMP)
 	$(BIN)/python tests/timm_for_tests.py $(TIMM)
+	PYTHONPATH=$(TIMM) $(BIN)/python tests/upstream_for_tests.py
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	[ ! -d $(TIMM) ] || PYTHONPATH=$(TIMM) $(BIN)/python -m pytest -n 2 --dist worksteal -m timm
 

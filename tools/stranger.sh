@@ -15,8 +15,9 @@ make install
 .venv/bin/python -c "import cumulant; from transformers import BertModel, ViTModel; print(cumulant.register_transformers())"
 timm=$PWD/.venv/timm-for-tests
 .venv/bin/python tests/timm_for_tests.py "$timm"
+PYTHONPATH=$timm .venv/bin/python tests/upstream_for_tests.py
 .venv/bin/python -m pytest -q tests/test_docs.py tests/test_release.py tests/cli/test_examples.py tests/tools/test_check_environment.py
-[ ! -d "$timm" ] || PYTHONPATH=$timm .venv/bin/python -m pytest -q -m timm tests/test_docs.py tests/conversion/test_doors.py
+[ ! -d "$timm" ] || PYTHONPATH=$timm .venv/bin/python -m pytest -q -m timm tests/test_docs.py tests/conversion/test_doors.py tests/conversion/test_upstream.py
 [ ! -x .venv/bin/mkdocs ] || make docs
 [ "${1:-}" != --demo ] || make demo
 echo "a stranger gets through"
