@@ -315,13 +315,14 @@ def cluster_scores(query: Tensor, key: Tensor, *, clusters: Clusters, **options:
 
         A_l = w_c / n_c (1 + f_c q.k~_l) in a far cluster c, the probability itself for near and prefix tokens
 
-    Options are those of `cluster_attention`. Cost a query: K D Lk; pass few queries of a long sequence, and with near
-    clusters that queries share (`near_rows`, "auto" for long sequences) those of a whole tile.
+    Options are those of `cluster_attention`, in plain torch unless `backend` is given. Cost a query: K D Lk; pass few
+    queries of a long sequence, and with near clusters that queries share (`near_rows`, "auto" for long sequences) those
+    of a whole tile.
     """
     query, key = Call(query, key, key, enable_gqa=True).checked()[:2]
     Lk = key.shape[-2]
     tokens = torch.eye(Lk, dtype=key.dtype, device=key.device).expand(*key.shape[:-1], Lk)
-    return cluster_attention(query, key, tokens, clusters=clusters, **options)
+    return cluster_attention(query, key, tokens, clusters=clusters, **{"backend": "reference"} | options)
 
 
 def kmeans_assignment(
