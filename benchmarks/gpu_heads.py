@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vision_layers import LAYERS
 
 from cumulant import create_model
 from cumulant.bench.provenance import provenance
@@ -217,22 +216,6 @@ def ia_red2_model(batch: int) -> Case:
     )  # fmt: skip
 
 
-def vision(batch: int) -> Case:
-    """The models of the table in docs/layers/index.md: ViT-Ti on pictures of 64 pixels, 65 tokens."""
-
-    def model(attention: str, name: str | None) -> Callable[[], nn.Module]:
-        size = {"img_size": 64, "patch_size": 8, "num_classes": 100, "depth": 1 if QUICK else 12}
-        return lambda: create_model("vit_tiny_patch16_224", attention=attention, layer=name, **size)
-
-    kinds = [Variant(f"{attention}, {name}" if name else attention, model(attention, made))
-             for attention in ("softmax", "cumulant3") for name, made in LAYERS.items()]  # fmt: skip
-    return Case(
-        f"Vision, ViT-Ti, 65 tokens, batch {batch}",
-        lambda: torch.randn(2 if QUICK else batch, 3, 64, 64), kinds, check=lambda: 0.0, alike=False,
-        rounds=3,
-    )  # fmt: skip
-
-
 CASES: list[Callable[[], Case]] = [
     lambda: moh(16384, "softmax"),
     lambda: moh(16384, "cumulant3"),
@@ -248,7 +231,6 @@ CASES: list[Callable[[], Case]] = [
     lambda: ia_red2(4096, 8, "softmax"),
     lambda: ia_red2(4096, 8, "cumulant3"),
     lambda: ia_red2_model(64),
-    lambda: vision(256),
 ]
 
 

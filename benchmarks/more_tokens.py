@@ -15,14 +15,10 @@ to $OUT (or benchmarks/results), `more_tokens.json` and `more_tokens_time.json`;
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -31,19 +27,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from side_by_side import SIDE, arguments, take_runs, train_all
 from torch import Tensor
 
 from cumulant import create_model
-from cumulant.bench.provenance import commit, provenance
-from cumulant.data import Source, TensorImages, open_source
+from cumulant.bench.provenance import provenance
 from cumulant.data.augmentation import Augmentation
-from cumulant.data.held import hold
 from cumulant.style import colour, mark, new_figure, save, styled
-from cumulant.train import TrainRecipe, train
+from cumulant.train import TrainRecipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
-SIDE, PATCHES = 64, (8, 4, 2, 1)
+PATCHES = (8, 4, 2, 1)
 EPOCHS, IMAGES = 8, 50_000
 VIT = "vit_nano_patch4_32"
 MODEL: dict[str, Any] = {"embed_dim": 128, "depth": 4, "num_heads": 2, "mlp_ratio": 2, "pool": "gap", "init_std": 0.05}
@@ -145,86 +140,26 @@ def recipe(name: str, patch: int, seed: int, quick: bool) -> TrainRecipe:
 
 
 def started(settings: argparse.Namespace) -> None:
-    """Decode once, then so many processes that take runs from the plan; their records together."""
-    began = time.monotonic()
     before = json.loads(Path(settings.after).read_text())["runs"] if settings.after else []
     done = [(run["attention"], run["patch"], run["seed"]) for run in before]
-    todo = [run for run in plan() if run not in done and (settings.only is None or run[0] in settings.only)]
-    with tempfile.TemporaryDirectory() as folder:
-        held = Path(settings.pixels or Path(folder) / "pixels.pt")
-        if not held.is_file():
-            part = held.with_suffix(".part")
-            torch.save(pixels(settings), part)
-            part.rename(held)
-        (Path(folder) / "todo.json").write_text(json.dumps(todo))
-        left = settings.seconds - (time.monotonic() - began) - 5
-        command = [sys.executable, __file__, "one", "--folder", folder, "--seconds", str(left), "--pixels", str(held),
-                   "--crowd", str(settings.crowd)]  # fmt: skip
-        command += ["--quick"] if settings.quick else []
-        many = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"}
-        children = [subprocess.Popen(command, env=many) for _ in range(settings.processes)]
-        runs: list[dict[str, Any]] = []
-        while any(child.poll() is None for child in children):
-            time.sleep(2)
-            runs = before + [json.loads(file.read_text()) for file in sorted(Path(folder).glob("run_*.json"))]
-            recorded("more_tokens", runs=runs, epochs=EPOCHS, model=MODEL)
-            if time.monotonic() - began > settings.seconds:
-                for child in children:
-                    child.kill()
-        print([child.returncode for child in children])
+    todo = [[*run] for run in plan() if run not in done and (settings.only is None or run[0] in settings.only)]
+
+    def write(runs: list[dict[str, Any]]) -> None:
+        recorded("more_tokens", runs=before + runs, epochs=EPOCHS, model=MODEL)
+
+    runs = before + train_all(__file__, settings, todo, write)
     for run in sorted(runs, key=lambda run: (-run["patch"], run["attention"], run["seed"])):
         print(f"{run['attention']:30} patch {run['patch']}  seed {run['seed']}  top-1 {run['top1']:.2%}  "
               f"{run['seconds']:.0f} s")  # fmt: skip
 
 
-def pixels(settings: argparse.Namespace) -> dict[str, Any]:
-    """Images and labels of both parts, decoded."""
-    if settings.quick:
-        parts = [(torch.randint(0, 256, (16, 3, SIDE, SIDE), dtype=torch.uint8), torch.arange(16) % 2)] * 2
-        return {"parts": parts, "classes": ("a", "b")}
-    source = open_source(settings.data)
-    held = hold(source, SIDE)
-    assert held is not None
-    assert isinstance(held.train, TensorImages)
-    assert isinstance(held.test, TensorImages)
-    return {"parts": [(part.images, part.labels) for part in (held.train, held.test)], "classes": source.classes}
+def told(name: str, patch: int, seed: int) -> dict[str, Any]:
+    control = name == "softmax" and seed in CONTROL
+    return {"attention": name, "patch": patch, "seed": seed, "control": control}
 
 
 def worked(settings: argparse.Namespace) -> None:
-    """Runs of the plan that no other process has taken, as far as the time goes; each leaves a file."""
-    end, folder = time.monotonic() + settings.seconds, Path(settings.folder)
-    held = torch.load(settings.pixels)
-    parts = [TensorImages(*part, title) for part, title in zip(held["parts"], ("train", "test"), strict=True)]
-    source = Source("tiny-imagenet-100", "image", parts[0], parts[1], held["classes"])
-    crowd = settings.crowd
-    for number, (name, patch, seed) in enumerate(json.loads((folder / "todo.json").read_text())):
-        alone = 0.0 if settings.quick else gpu_seconds(name, patch)
-        if time.monotonic() + crowd * alone > end:
-            continue
-        try:
-            (folder / f"taken_{number}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        began = time.monotonic()
-        try:
-            with tempfile.TemporaryDirectory() as out:
-                found = train(recipe(name, patch, seed, settings.quick), out, source=source)
-        except (RuntimeError, ValueError) as error:  # one that does not run must not stop the others
-            print(f"{name} patch {patch}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-            continue
-        seconds = time.monotonic() - began
-        crowd = max(crowd / 2, seconds / alone) if alone else crowd
-        run = {"attention": name, "patch": patch, "seed": seed, "control": name == "softmax" and seed in CONTROL,
-               "top1": found.top1, "top5": found.top5, "loss": found.loss, "parameters": found.parameters,
-               "seconds": found.seconds, "epoch_seconds": found.epoch_seconds, "commit": commit()}  # fmt: skip
-        part = folder / f"part_{number}"
-        part.write_text(json.dumps(run))
-        part.rename(folder / f"run_{number:03}.json")
-        print(f"{name} patch {patch} seed {seed}: {found.top1:.2%}, {seconds:.0f} s", flush=True)
-        torch._dynamo.reset()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    take_runs(settings, recipe, lambda name, patch, seed: gpu_seconds(name, patch), told)
 
 
 def timed(settings: argparse.Namespace) -> None:
@@ -419,15 +354,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "one", "time", "join", "report"))
     parser.add_argument("files", nargs="*", help="records to join")
-    parser.add_argument("--data", default="tiny-imagenet-100")
+    arguments(parser)
     parser.add_argument("--only", nargs="+", choices=list(CONFIGS), help="these alone")
-    parser.add_argument("--seconds", type=float, default=460)
-    parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--after", help="a record whose runs are not done again")
-    parser.add_argument("--crowd", type=float, default=6.0, help="how many times as long as alone a run may take")
-    parser.add_argument("--pixels", help="file with the decoded images, made where it is not there")
-    parser.add_argument("--folder")
-    parser.add_argument("--quick", action="store_true")
     settings = parser.parse_args()
     {"train": started, "one": worked, "time": timed, "join": joined, "report": report}[settings.what](settings)
 
