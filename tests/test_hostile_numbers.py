@@ -68,6 +68,16 @@ def test_a_token_that_outweighs_all_others_leaves_the_kernels_their_digits():
     assert max(errors(inputs, key_mask=weights, order=3, backend="triton")) < 2.5 * ROUNDING[torch.bfloat16]
 
 
+@pytest.mark.parametrize("asked", [{"order": 3}, {"order": 2, "closure": "tanh"}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_causal_kernels_keep_their_digits_where_each_row_has_another_heaviest_token(dtype, asked):
+    """Rows of a part are looked at from one point; of a token that is all of a row, 16 bits would keep the rounding."""
+    weights = 10 ** (torch.rand(1, 40) * 12 - 6)
+    q, k, v = tokens(40, 40, dtype=dtype)
+    found = errors([q, 10 * k, v], key_mask=weights, is_causal=True, backend="triton", **asked)
+    assert max(found) < 4 * ROUNDING[dtype]
+
+
 def test_gradients_of_keys_sum_to_zero_where_one_is_all_of_the_weight():
     """Its value lies 1e-8 from their mean, at 1000: float64 holds five digits of that."""
     weights = torch.tensor([[5.0262, 2.656e-06, 1.4527e-05]])
@@ -124,6 +134,37 @@ def test_the_unit_of_weights_does_not_change_a_closed_response(unit):
 def test_gradients_that_cancel_where_a_response_saturates_are_rounded_once(dtype):
     q, k, v = tokens(20, 7, width=1, dtype=dtype)
     assert errors([2 * q.sign(), 2 * k, v], order=2, closure="tanh", scale=1.0)[1] < 8 * ROUNDING[dtype]
+
+
+def test_causal_gradients_of_queries_keep_their_digits_where_a_response_saturates():
+    """They go through the gain and past it, and what is left of both is small: keys drift, so that rows saturate."""
+    q, k, v = tokens(20, 20, width=1)
+    inputs = [q, k + torch.linspace(0, 300, 20)[:, None], v]
+    assert errors(inputs, order=2, closure="tanh", scale=2.0, is_causal=True)[1] < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_that_sees_one_key_adds_no_rounding_to_closed_causal_gradients(dtype):
+    """Its gain is 1 beside those of rows that saturate, and the gradient of its query is 0."""
+    q, k, v = tokens(20, 20)
+    k = k + torch.linspace(0, 300, 20)[:, None]
+    inputs = [x.to(dtype) for x in (q, k, 0.1 * v)]
+    found = errors(inputs, order=2, closure="tanh", is_causal=True, backend="triton")
+    assert found[1] < 8 * ROUNDING[dtype]
+
+
+def test_closed_responses_of_few_keys_in_float32_keep_their_digits():
+    """Two keys far apart, values at 1000: what the response gives the keys and what its gain gives cancel."""
+    q, k, v = tokens(20, 2, width=1, values=1e3)
+    k = k + torch.tensor([0.0, 300.0])[:, None]
+    assert errors([q, k, v], order=2, closure="tanh", scale=0.3)[2] < 1e-6
+
+
+def test_the_third_order_of_two_tokens_is_nothing_in_causal_rows_too():
+    """Both lie equally far from their mean; looked at from one of them, large terms cancel."""
+    q, k, v = tokens(2, 2, width=5)
+    inputs = [3 * q, 150 * k, v]
+    assert max(errors(inputs, order=3, scale=2.0, is_causal=True)) < 1e-6
 
 
 def test_closed_rows_are_as_defined():

@@ -19,7 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .moments import Moments, _shifted, _uncentred, added, centred_sums, means_dtype, ratio, statistics_dtype
+from .moments import (
+    FEW,
+    Moments,
+    _shifted,
+    _uncentred,
+    added,
+    centred_sums,
+    exact_dtype,
+    means_dtype,
+    ratio,
+    statistics_dtype,
+)
 
 Carry = Callable[[Moments], Callable[[], Moments]]
 DIAGONAL_CHUNK = 64  # at D = E = 64 the chunk states then take no more room than the values
@@ -47,10 +58,14 @@ def causal_attention(
     Cost: L (C (D + E) + D E) a head, memory O(L) (times D^2 E / C when full).
     """
     length, dtype = query.shape[-2], statistics_dtype(query.dtype)
-    if weights is not None and weights.is_floating_point() and query.device.type != "mps":
+    traced = torch.compiler.is_compiling()  # of any length
+    if (not traced and length <= FEW) or (weights is not None and weights.is_floating_point()):
         # One heavy token moves the mean of its row far from the point of its chunk: large terms then nearly cancel.
-        dtype = torch.float64
+        # So does the third order of two tokens, which is 0.
+        dtype = exact_dtype(query)
     C = chunk or (FULL_CHUNK if full else DIAGONAL_CHUNK)
+    if not traced:
+        C = min(C, max(1, length))
     N = max(1, -(-length // C))
     key, value = key[..., :length, :].to(dtype), value[..., :length, :].to(dtype)
     if weights is None:

@@ -17,7 +17,7 @@ from .call import Call, check_order, positions_of
 from .causal import causal_attention
 from .kernels import launch, notice
 from .kernels.dense import cpu
-from .moments import centred_sums, full_third_by_pairs, ratio, statistics_dtype
+from .moments import centred_sums, exact_dtype, full_third_by_pairs, ratio, statistics_dtype
 from .tensors import in_units, one_batch
 from .tracing import transformed, without_autocast
 
@@ -59,7 +59,11 @@ def expand(call: Call, form: Form) -> Tensor:
     with without_autocast(query.device.type):  # statistics stay in float32
         path = path_for(form, q, k, v, weights, call.is_causal, scale)
         if path == "triton":
-            out = triton(call.is_causal)(q, k, v, weights, form.order, scale, form.normalization)
+            if call.is_causal and weights is not None and weights.is_floating_point():
+                # One token may outweigh all others of a row, another in the next: kernels in 16 bits look at all rows
+                # of a part from one point, and of what then cancels they keep the rounding.
+                q, k, v = (x.to(statistics_dtype(x.dtype)) for x in (q, k, v))
+            out = triton(call.is_causal)(q, k, v, weights, form.order, scale, form.normalization).to(query.dtype)
             if unit is not None and form.normalization == "sum":
                 out = (out * unit[..., None, None]).to(query.dtype)
             return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
@@ -86,8 +90,8 @@ def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = Non
     query, key, key_mask, order = call.query, call.key, call.key_mask, form.order
     lead, scale = call.lead, call.softmax_scale
     dtype, (heads, Lq, _), (groups, Lk, _) = statistics_dtype(query.dtype), query.shape[-3:], key.shape[-3:]
-    if call.is_causal and query.device.type != "mps":
-        dtype = torch.float64  # rows of drifting keys lie far from the mean of all: large terms then nearly cancel
+    if call.is_causal:
+        dtype = exact_dtype(query)  # rows of drifting keys lie far from the mean of all: large terms then nearly cancel
     with without_autocast(query.device.type):
         q = (query.to(dtype) * scale).expand(*lead, *query.shape[-3:])
         q = q.unflatten(-3, (groups, heads // max(1, groups))).flatten(-3, -2)  # grouped heads share their keys

@@ -33,6 +33,14 @@ def means_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.device.type == "mps" else torch.float64
 
 
+FEW = 16  # tokens up to which float64 costs next to nothing, and so few may cancel exactly
+
+
+def exact_dtype(x: Tensor) -> torch.dtype:
+    """For terms that nearly cancel: float64 where the device has it."""
+    return statistics_dtype(x.dtype) if x.device.type == "mps" else torch.float64
+
+
 def ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and 0 where b is 0; its gradient is finite in both cases."""
     return torch.where(b > 0, a, 0) / torch.where(b > 0, b, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .call import Call
 from .closures import gain
 from .expansion import Form
-from .moments import ratio, statistics_dtype
+from .moments import FEW, exact_dtype, ratio, statistics_dtype
 from .tensors import in_units
 from .tracing import without_autocast
 
@@ -27,19 +27,26 @@ def saturated(what: Callable[[Call, Form], Tensor], call: Call, form: Form) -> T
     if not (call.query.numel() and call.key.numel()):
         return what(call, form)
     assert form.closure is not None
-    given = call.query.dtype
+    given, wide = call.query.dtype, statistics_dtype(call.query.dtype)
+    kernels = form.backend == "triton" or (form.backend == "auto" and call.query.is_cuda)
+    few = not torch.compiler.is_compiling() and call.key.shape[-2] <= FEW
+    if not kernels and (call.is_causal or few):
+        wide = exact_dtype(call.query)  # causal rows are looked at from one point for many: more digits cancel
     # Widened once: where f saturates, gradients through it and past it cancel, and each would be rounded on its own.
-    query, key, value = (x.to(statistics_dtype(given)) for x in (call.query, call.key, call.value))
+    query, key, value = (x.to(wide) for x in (call.query, call.key, call.value))
     with without_autocast(call.query.device.type):
-        query = query * gain(_variance(call._replace(query=query, key=key)), form.closure)
-    if form.backend == "triton" or (form.backend == "auto" and query.is_cuda):  # kernels multiply what is alike
+        spread = _spread(call._replace(query=query, key=key))
+        factor = gain(((query * call.softmax_scale).square() * spread).sum(-1, keepdim=True), form.closure)
+        # Rows that see one key have no response, and no gradient of one: here 0, in 16 bits it would be rounded.
+        query = query * factor.masked_fill((spread == 0).all(-1, keepdim=True), 0)
+    if kernels:  # they multiply what is alike
         query, key, value = query.to(given), key.to(given), call.value
     return what(call._replace(query=query, key=key, value=value), form).to(given)
 
 
-def _variance(call: Call) -> Tensor:
-    """s^2 (..., H, Lq, 1) of each row over the keys that it sees, of a call in at least float32."""
-    q, k, dtype = call.query * call.softmax_scale, call.key, call.query.dtype
+def _spread(call: Call) -> Tensor:
+    """<k~^2> (..., H, Lq or 1, D) over the keys that a row sees, of a call in at least float32."""
+    q, k, dtype = call.query, call.key, call.query.dtype
     w = k.new_ones(k.shape[-2:-1]).unsqueeze(-1)
     if call.key_mask is not None:
         w = in_units(call.key_mask)[0].to(dtype)[..., None, :, None]
@@ -49,7 +56,7 @@ def _variance(call: Call) -> Tensor:
     k = k - k.detach().gather(-2, first.expand(*k.shape[:-2], 1, k.shape[-1]))
     if call.is_causal:
         # Running sums in float64: a difference of squares far from the first key costs digits.
-        wide = torch.float64 if k.device.type != "mps" else dtype
+        wide = exact_dtype(k)
         k, w = k.to(wide)[..., : q.shape[-2], :], w.to(wide)[..., : q.shape[-2], :]
         W = w.cumsum(-2)
         m, square = (ratio((w * x).cumsum(-2), W.expand_as(x)) for x in (k, k * k))
@@ -62,4 +69,4 @@ def _variance(call: Call) -> Tensor:
         k = k - (share * k).sum(-2, keepdim=True)
         spread = (share * k * k).sum(-2, keepdim=True)
     groups = q.shape[-3] // max(1, k.shape[-3])
-    return (q * q * spread.repeat_interleave(groups, -3)).sum(-1, keepdim=True)
+    return spread.repeat_interleave(groups, -3)
