@@ -4,7 +4,8 @@
     PYTHONPATH=src python benchmarks/gpu_first_call.py --only cluster      those whose name has this in it
 
 Each call is made in a process of its own, calls side by side: seconds of its first forward and backward pass, after the
-imports and a first kernel of torch, once with an empty cache and once with what that left behind. JSON goes to $OUT/gpu_first_call.json if OUT is set.
+imports and a first kernel of torch, once with an empty cache and once with what that left behind. JSON goes to
+$OUT/gpu_first_call.json if OUT is set.
 """
 
 from __future__ import annotations

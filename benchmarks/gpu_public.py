@@ -82,9 +82,9 @@ def masked(kind: torch.dtype) -> Tensor:
 
 def packed() -> Any:
     lengths = torch.tensor([0, 300, L], dtype=torch.int32, device=DEVICE)
-    leaves = [torch.randn(L, H, D, device=DEVICE).to(DTYPE).requires_grad_() for _ in range(3)]
-    out = attention_varlen(*leaves, lengths, lengths, L, L)
-    return out, torch.autograd.grad(out, leaves, torch.ones_like(out))
+    query, key, value = (torch.randn(L, H, D, device=DEVICE).to(DTYPE).requires_grad_() for _ in range(3))
+    out = attention_varlen(query, key, value, lengths, lengths, L, L)
+    return out, torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
 
 
 def module(make: Callable[[], nn.Module], shape: tuple[int, ...] = (B, L, C), **options: Any) -> Any:
