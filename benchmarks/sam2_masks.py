@@ -2,9 +2,10 @@
 
     PYTHONPATH=src:. python benchmarks/sam2_masks.py MODEL PICTURES [--size 1024] [--names ...] [--only 4]
 
-For each picture a grid of points and boxes around softmax's masks of them; each model shows the mask that it calls best
-itself. Multiply-adds are those of the global layers, the search for clusters included, beside softmax's. JSON goes to
-$OUT/sam2_masks_SIZE.json if OUT is set.
+A name is one mechanism for all global layers, or one for each with " / " between; "bfloat16" is softmax with the
+encoder's products in bfloat16: what rounding alone changes. For each picture a grid of points and boxes around
+softmax's masks of them; each model shows the mask that it calls best itself. Multiply-adds are those of the global
+layers, the search for clusters included, beside softmax's. JSON goes to $OUT/sam2_masks_SIZE.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ NAMES = (
     "cluster64+find=tree+leaves=4+opened=10+near=12",
     "cluster64+find=tree+leaves=4+opened=16+near=16",
 )
+ROUNDED = "bfloat16"
+
+
+def plan(name: str, layers: list[str]) -> dict[str, str]:
+    """What the layers get under that name."""
+    each = ["softmax"] if name == ROUNDED else name.split(" / ")
+    if len(each) not in (1, len(layers)):
+        raise SystemExit(f"{name!r} names {len(each)} mechanisms, and there are {len(layers)} global layers")
+    return dict(zip(layers, each * len(layers) if len(each) == 1 else each, strict=True))
 
 
 def answers(model: Any, embeddings: list[torch.Tensor], prompts: dict[str, torch.Tensor]) -> dict[str, Masks]:
@@ -60,7 +70,12 @@ def main() -> None:
     size, tokens = options.size, (options.size // 16) ** 2
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.names}
     width = model.vision_encoder.backbone.blocks[5].attn.qkv.out_features // 3 // 4
-    work = {name: share_of_work(name, tokens, width) for name in options.names}
+    layers = global_layers(model)
+    plans = {name: plan(name, layers) for name in options.names}
+    work = {
+        name: sum(share_of_work(x, tokens, width) for x in given.values()) / len(layers)
+        for name, given in plans.items()
+    }
     shown = pictures(options.pictures)[: options.only]
     began = time.perf_counter()
     for number, picture in enumerate(shown):
@@ -70,8 +85,10 @@ def main() -> None:
         prompts["boxes"] = boxes_of(ask(model, own, points=prompts["points"]).best, size)
         wanted = answers(model, own, prompts)
         for name in options.names:
-            with replaced(model, name):
-                got = answers(model, model.get_image_embeddings(x), prompts)
+            rounding = torch.autocast(device, torch.bfloat16, enabled=name == ROUNDED)
+            with replaced(model, plans[name]), rounding:
+                embeddings = model.get_image_embeddings(x)
+            got = answers(model, [y.to(model.dtype) for y in embeddings], prompts)
             for kind, answer in got.items():
                 found_iou = iou(answer.best, wanted[kind].best).tolist()
                 same = wanted[kind].scores.argmax(-1)
@@ -94,7 +111,7 @@ def main() -> None:
                     " ".join(["python", "benchmarks/sam2_masks.py", *("MODEL", "PICTURES", *sys.argv[3:])])
                 ),
                 "size": size,
-                "layers": global_layers(model),
+                "layers": layers,
                 "work": work,
                 "found": kept,
             }

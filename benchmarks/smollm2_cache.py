@@ -5,7 +5,8 @@
 MODEL is the folder of `python -m tools.models smollm2`, or the parts of its GGUF file; TEXT a book (`... moby-dick`) in
 plain text. Each text is cut into pieces of --length tokens; the first 64 tokens of a piece are answered exactly under
 every cache. Printed are perplexity, how much it is above that of the whole cache (mean and standard error over
-pieces, of the logarithm), that of the second half, and the numbers held.
+pieces, of the logarithm), that of the second half, and the numbers held. With --time and no TEXT a folder with no more
+than config.json will do: weights and tokens are drawn, on which times do not depend.
 
 | cache | what a query sees |
 |---|---|
@@ -24,6 +25,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,10 @@ BLOCKS = "cluster64+block=16+recent=15+response=0"
 
 def load(path: list[Path]) -> tuple[Any, Any]:
     """Model and tokenizer from a folder, or from parts of a GGUF file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if path[0].is_dir() and not list(path[0].glob("*.safetensors")):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path[0])).eval(), None
     if path[0].is_dir():
         return AutoModelForCausalLM.from_pretrained(path[0]).eval(), AutoTokenizer.from_pretrained(path[0])
     from tools import gguf
@@ -246,7 +250,11 @@ def timed(model: Any, ids: Tensor, keep: Callable[[dict], None]) -> None:
 def _said(options: argparse.Namespace) -> str:
     """The command without the places of files."""
     given = {"length": options.length, "pieces": options.pieces, "batch": options.batch, "dtype": options.dtype}
-    return "MODEL TEXT " + " ".join(f"--{k} {x}" for k, x in given.items()) + (" --time" if options.time else "")
+    return (
+        ("MODEL TEXT " if options.texts else "MODEL ")
+        + " ".join(f"--{k} {x}" for k, x in given.items())
+        + (" --time" if options.time else "")
+    )
 
 
 def main() -> None:
@@ -254,7 +262,7 @@ def main() -> None:
     parser.add_argument(
         "model", type=lambda text: [Path(part) for part in text.split(",")], help="folder, or parts,of,a.gguf"
     )
-    parser.add_argument("texts", nargs="+", type=Path)
+    parser.add_argument("texts", nargs="*", type=Path)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--pieces", type=int, default=16, help="of each text, spread over it")
     parser.add_argument("--batch", type=int, default=8)
@@ -267,6 +275,8 @@ def main() -> None:
     for path in (*options.model, *options.texts):
         if not path.exists():
             raise SystemExit(f"there is no {path}: python -m tools.models smollm2 moby-dick makes model and text")
+    if not options.texts and not options.time:
+        raise SystemExit("a perplexity needs a text: python -m tools.models moby-dick makes one; --time needs none")
     model, tokenizer = load(options.model)
     model.requires_grad_(False).to(options.device, getattr(torch, options.dtype))
     record: dict[str, Any] = {
@@ -275,21 +285,24 @@ def main() -> None:
         "dtype": options.dtype,
     }
 
+    def keep(line: dict, name: str) -> None:
+        record.setdefault(name, {}).update(line)
+        if options.out is not None:
+            options.out.write_text(json.dumps(record, indent=1))
+
+    if not options.texts:
+        ids = torch.randint(model.config.vocab_size, (1, options.length), device=options.device)
+        timed(model, ids, partial(keep, name="drawn"))
     for path in options.texts:
         ids = torch.tensor(tokenizer(path.read_text()).input_ids)
         whole = ids[: len(ids) // options.length * options.length].view(-1, options.length).to(options.device)
         chosen = whole[torch.linspace(0, len(whole) - 1, min(options.pieces, len(whole))).long()]
         print(f"{path.stem}: {len(ids)} tokens, {len(chosen)} pieces of {options.length}", flush=True)
 
-        def keep(line: dict, name: str = path.stem) -> None:
-            record.setdefault(name, {}).update(line)
-            if options.out is not None:
-                options.out.write_text(json.dumps(record, indent=1))
-
         if options.time:
-            timed(model, chosen[:1], keep)
+            timed(model, chosen[:1], partial(keep, name=path.stem))
         else:
-            measured(model, chosen, options.batch, options.names, keep)
+            measured(model, chosen, options.batch, options.names, partial(keep, name=path.stem))
 
 
 if __name__ == "__main__":

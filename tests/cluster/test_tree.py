@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cumulant import zoo
 from cumulant.cluster import Tree, cluster_attention, multiply_adds
-from cumulant.cluster.tree import tree_order
+from cumulant.cluster.tree import _sorted, _sorted_at_once, tree_order
 
 TWO = Tree(8, leaves=4, opened=3)
 
@@ -117,9 +117,24 @@ def test_more_near_leaves_come_closer_to_softmax() -> None:
     assert errors[-1] < 1e-12
 
 
+def test_one_sort_of_all_nodes_is_a_sort_of_each() -> None:
+    places = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    places[0, 0, 3], places[2, 1, 7] = float("inf"), -1e30
+    assert torch.equal(_sorted_at_once(places), _sorted(places))
+
+
+def test_a_part_of_many_tokens_says_how_all_are_cut() -> None:
+    """4,096 tokens around 8 centres: eight clusters of one size hold what k-means with all of them would leave."""
+    q, k, _ = tokens(4096, H=1)
+    ordered = k[0].gather(1, tree_order(q[0], k[0], 64, Tree(64)).unsqueeze(-1).expand(-1, -1, 8))
+    inside = ordered.unflatten(1, (64, 64)).var(2, correction=0).sum(-1).mean()
+    assert inside < 0.15 * k.var(-2, correction=0).sum(-1).mean()
+
+
 def test_multiply_adds_count_the_search_and_the_leaves_that_are_opened() -> None:
     L, D, tree = 4096, 96, Tree(64, leaves=4, opened=10)
-    search = L * 64 * (D + 8 * 5)
+    # Of nodes of 4,096, 2,048 and 1,024 tokens, 256 say how they are cut: 5 + 1/4 + 1/8 + 1/16 passes of 4 looks.
+    search = L * 64 * (D + 8 + 4 * 5.4375)
     found = multiply_adds(L, D, D, 64, near_tokens=192, response="pooled", kmeans=tree)
     assert found == L * ((64 + 40) * 3 * D + D * D + 192 * 2 * D + D + D * D) + search
 

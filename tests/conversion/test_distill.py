@@ -139,6 +139,15 @@ def test_another_recipe_or_teacher_in_the_same_folder_is_refused_by_name(tmp_pat
     distill(again, other, Batches(), quick(), out=tmp_path, fresh=True)
 
 
+def test_weights_that_are_frozen_by_name_stay_in_both_parts():
+    model, teacher = pair()
+    before = weights(model)
+    distill(model, teacher, Batches(4), quick(frozen=("patch_embed", "blocks.0.")))
+    changed = {name for name, weight in weights(model).items() if not torch.equal(weight, before[name])}
+    assert changed
+    assert not any(name.startswith(("patch_embed", "blocks.0.")) for name in changed)
+
+
 def test_models_are_left_as_they_were_but_for_weights():
     model, teacher = pair()
     model.train()

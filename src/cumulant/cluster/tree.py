@@ -6,6 +6,7 @@ Two tokens are as far apart as the logits that S sampled queries give them: x = 
 their plain distance. Halving is by the median along the first principal direction of x, found by a few steps of power
 iteration: after log2 K rounds there are K clusters of L / K tokens, in a row once the tokens are put in that order.
 That costs S D + (2 steps + 1) S log2 K a token, a seventh of KMeans(64), and no shape depends on what the tokens hold.
+In a node of many tokens, ENOUGH of them say in which direction it is cut; where it is cut is the median of all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import check_count
+
+ENOUGH = 256  # tokens of a node that say in which direction it is cut, where it has four times as many
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Tree:
         """Of the search, for L keys of width D."""
         levels = (self.count * self.leaves).bit_length() - 1
         sample = min(self.sample, L)
-        return float(L) * sample * (D + levels * (2 * self.iterations + 1))
+        looks = sum(_enough(L >> level) / (L >> level) for level in range(levels) if L >> level)
+        return float(L) * sample * (D + levels + 2 * self.iterations * looks)
 
 
 @torch.no_grad()
@@ -83,34 +87,57 @@ def tree_order(looking: Tensor, tokens: Tensor, parts: int, options: Tree, absen
     x = F.pad(x.nan_to_num(0.0, 0.0, 0.0), (0, 0, 0, parts * size - L)) * there.unsqueeze(-1)
     nodes = 1
     while nodes < parts:
-        place = _along(x.unflatten(1, (nodes, -1)), there.unflatten(1, (nodes, -1)), options.iterations).argsort(-1)
-        first = torch.arange(0, parts * size, parts * size // nodes, device=x.device)
-        place = (place + first[:, None]).flatten(1)
+        place = _sorted(_along(x.unflatten(1, (nodes, -1)), there.unflatten(1, (nodes, -1)), options.iterations))
         order, there = order.gather(1, place), there.gather(1, place)
         x = x.gather(1, place.unsqueeze(-1).expand_as(x))
         nodes *= 2
     return order[:, :L] if parts * size == L else _without_padding(order, L)
 
 
+def _enough(m: int) -> int:
+    """So many of the m tokens of a node say in which direction it is cut."""
+    return ENOUGH if m >= 4 * ENOUGH else m
+
+
 def _spread_out(x: Tensor, count: int) -> Tensor:
-    """`count` rows of x (N, R, D) at places that follow the golden ratio: no grid has its period."""
-    R = x.shape[1]
+    """`count` rows of x (..., R, D) at places that follow the golden ratio: no grid has its period."""
+    R = x.shape[-2]
     if count >= R:
         return x
     places = (torch.arange(count, dtype=torch.float64, device=x.device) * 0.6180339887498949) % 1 * R
-    return x[:, places.long()]
+    return x.index_select(-2, places.long())
+
+
+def _sorted(places: Tensor) -> Tensor:
+    """Numbers (N, nodes m) of the tokens of each row, node after node in the order of places (N, nodes, m)."""
+    if places.device.type == "cuda":
+        return _sorted_at_once(places)
+    first = torch.arange(0, places[0].numel(), places.shape[-1], device=places.device)
+    return (places.argsort(-1) + first[:, None]).flatten(1)
+
+
+def _sorted_at_once(places: Tensor) -> Tensor:
+    """The same by one sort of all, for a GPU: there torch sorts a few long rows one after the other."""
+    N, nodes, m = places.shape
+    bits = places.float().view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the places
+    node = torch.arange(N * nodes, device=places.device).view(N, nodes, 1)
+    found = ((node << 32) + bits).flatten().argsort()
+    return found.view(N, -1) - torch.arange(0, N * nodes * m, nodes * m, device=places.device)[:, None]
 
 
 def _along(x: Tensor, there: Tensor, iterations: int) -> Tensor:
     """Places of tokens x (N, nodes, m, S) along the first principal direction of each node; inf for those not there."""
-    number = there.sum(-1, keepdim=True).clamp(min=1).unsqueeze(-1)
-    x = (x - x.sum(-2, keepdim=True) / number) * there.unsqueeze(-1)
-    far = x.square().sum(-1).argmax(-1)  # the token farthest from the mean
-    direction = x.gather(-2, far[..., None, None].expand(*far.shape, 1, x.shape[-1]))
+    present, m = there.unsqueeze(-1), x.shape[-2]
+    some, here = (_spread_out(y, _enough(m)) for y in (x, present))
+    mean = some.sum(-2, keepdim=True) / here.sum(-2, keepdim=True).clamp(min=1)
+    some = (some - mean) * here
+    far = some.square().sum(-1).argmax(-1)  # the token farthest from the mean
+    direction = some.gather(-2, far[..., None, None].expand(*far.shape, 1, x.shape[-1]))
     for _ in range(iterations):
-        direction = (x @ direction.mT).mT @ x
+        direction = (some @ direction.mT).mT @ some
         direction = direction / direction.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    return (x @ direction.mT).squeeze(-1).masked_fill(~there, float("inf"))
+    return ((x - mean) @ direction.mT).masked_fill(~present, float("inf")).squeeze(-1)
 
 
 def _without_padding(order: Tensor, L: int) -> Tensor:

@@ -137,8 +137,9 @@ class Run:
         """The weights that this part trains, and an optimizer for them."""
         self.part = part
         own = {id(p) for student, _ in self.pairs.values() for p in student.parameters()}
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(part.name == "answers" or id(parameter) in own)
+        for name, parameter in self.model.named_parameters():
+            trained = part.name == "answers" or id(parameter) in own
+            parameter.requires_grad_(trained and not name.startswith(self.recipe.frozen))
         groups = optimise.decay_groups(self.model, self.recipe.weight_decay)
         self.optimizer = optimise.adamw(groups, lr=part.lr, beta2=0.999)
 
@@ -188,8 +189,9 @@ class Run:
                 with self._autocast(cache_enabled=False):
                     found = student(*args, **kwargs)
                 loss = unexplained(_first(found), _first(wanted), mask)
-                with torch.autocast(self.device.type, enabled=False):
-                    (loss / len(self.pairs)).backward()
+                if loss.requires_grad:  # else all of the layer is frozen
+                    with torch.autocast(self.device.type, enabled=False):
+                        (loss / len(self.pairs)).backward()
             losses.append(loss.detach())
 
         self._watch_teacher(batch, train)

@@ -43,6 +43,8 @@ class DistillRecipe:
     """Weight of the replaced layers' outputs in the loss of the second part."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: autocast; weights and optimizer stay in float32."""
+    frozen: tuple[str, ...] = ()
+    """Beginnings of the names of weights that stay as they are, e.g. of the layers before the first replaced one."""
     seed: int = 0
     """Order of the data and augmentation."""
     checkpoint_steps: int = 100
