@@ -126,8 +126,6 @@ def main() -> None:
     convert(student.vision_encoder, options.name, layers=names, data=x, force=True)
     width = own.vision_encoder.backbone.blocks[first].attn.qkv.out_features // 12
     work = share_of_work(options.name, (options.size // 16) ** 2, width)
-        options.name, (options.size // 16) ** 2, own.vision_encoder.backbone.blocks[first].attn.qkv.out_features // 12
-    )
     record: dict[str, Any] = {
         "provenance": provenance(" ".join(["python benchmarks/sam2_distill.py MODEL PICTURES FRAMES", *sys.argv[4:]])),
         "name": options.name,

@@ -250,11 +250,8 @@ def timed(model: Any, ids: Tensor, keep: Callable[[dict], None]) -> None:
 def _said(options: argparse.Namespace) -> str:
     """The command without the places of files."""
     given = {"length": options.length, "pieces": options.pieces, "batch": options.batch, "dtype": options.dtype}
-    return (
-        ("MODEL TEXT " if options.texts else "MODEL ")
-        + " ".join(f"--{k} {x}" for k, x in given.items())
-        + (" --time" if options.time else "")
-    )
+    texts, timing = "TEXT " if options.texts else "", " --time" if options.time else ""
+    return f"MODEL {texts}" + " ".join(f"--{k} {x}" for k, x in given.items()) + timing
 
 
 def main() -> None:
