@@ -24,8 +24,8 @@ def test_turning_by_phases_is_the_formula_in_values_and_gradients(H, L, D, place
     z = torch.randn(2, L, H, D, device=DEVICE).transpose(1, 2).requires_grad_()
     delta, shift = (torch.randn(H, D // 2, device=DEVICE, requires_grad=True) for _ in range(2))
     exact = [x.detach().double().requires_grad_() for x in (z, delta, shift)]
-    angles = turns(exact[0], D // 2, 10000.0, 3)[0].float() if places else None
-    out = turned(z, delta, shift, angles, 1.7)
+    tables = [table.float() for table in turns(exact[0], D // 2, 10000.0, 3)[1:]] if places else None
+    out = turned(z, delta, shift, tables, 1.7)
     wanted = layer._turned(exact[0], 3, *exact[1:], 1.7)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=5e-5)
     grad = torch.randn_like(out)

@@ -36,13 +36,38 @@ def atan2(y, x):
 
 
 @triton.jit
+def sincos(a):
+    """In float32, to 1e-7 for |a| up to some thousands: Cephes' polynomials on a quarter turn, which both share."""
+    turns = tl.floor(a * 0.63661977236758 + 0.5)
+    r = a - turns * 1.5703125 - turns * 4.837512969970703e-4 - turns * 7.549789954891882e-8
+    z = r * r
+    s = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * r + r
+    c = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
+    quarter = turns.to(tl.int32) & 3
+    odd = (quarter & 1) != 0
+    sin, cos = tl.where(odd, c, s), tl.where(odd, s, c)
+    return tl.where(quarter >= 2, -sin, sin), tl.where((quarter == 1) | (quarter == 2), -cos, cos)
+
+
+@triton.jit
+def turn(angle, cosines, sines, n, c, h, there, PLACES: tl.constexpr):
+    """Sine and cosine of the angle, and of that of the place with it."""
+    sin, cos = sincos(angle)
+    if PLACES:
+        at = n.to(tl.int64)[:, None] * h + c[None, :]
+        C, S = tl.load(cosines + at, mask=there, other=1.0), tl.load(sines + at, mask=there, other=0.0)
+        sin, cos = sin * C + cos * S, cos * C - sin * S
+    return sin, cos
+
+
+@triton.jit
 def _at(x, b, head, n, c, sb, sh, st):
     return x + b.to(tl.int64) * sb + head.to(tl.int64) * sh + n.to(tl.int64)[:, None] * st + c[None, :]
 
 
 @triton.jit
 def turned_kernel(
-    z, out, delta, shift, angles, gain, H, L, h,
+    z, out, delta, shift, cosines, sines, gain, H, L, h,
     zb, zh, zt, ob, oh, ot, BLOCK: tl.constexpr, W: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Grid (B H blocks): a block of tokens of one head."""
@@ -53,19 +78,18 @@ def turned_kernel(
     there = (n < L)[:, None] & (c < h)[None, :]
     at = _at(z, b, head, n, c, zb, zh, zt)
     x, y = tl.load(at, mask=there, other=0.0).to(tl.float32), tl.load(at + h, mask=there, other=0.0).to(tl.float32)
-    d = tl.load(delta + head * h + c, mask=c < h, other=0.0)[None, :]
-    angle = d * atan2(y, x) + tl.load(shift + head * h + c, mask=c < h, other=0.0)[None, :]
-    if PLACES:
-        angle += tl.load(angles + n.to(tl.int64)[:, None] * h + c[None, :], mask=there, other=0.0)
+    angle = tl.load(delta + head * h + c, mask=c < h, other=0.0)[None, :] * atan2(y, x)
+    angle += tl.load(shift + head * h + c, mask=c < h, other=0.0)[None, :]
+    sin, cos = turn(angle, cosines, sines, n, c, h, there, PLACES)
     size = gain * tl.sqrt(x * x + y * y)
-    to = _at(out, b, head, n, 2 * c, ob, oh, ot)
-    tl.store(to, (size * tl.cos(angle)).to(out.dtype.element_ty), mask=there)
-    tl.store(to + 1, (size * tl.sin(angle)).to(out.dtype.element_ty), mask=there)
+    both, d = tl.interleave(size * cos, size * sin), tl.arange(0, 2 * W)
+    to = _at(out, b, head, n, d, ob, oh, ot)
+    tl.store(to, both.to(out.dtype.element_ty), mask=(n < L)[:, None] & (d < 2 * h)[None, :])
 
 
 @triton.jit
 def turned_backward_kernel(
-    z, grad, dz, delta, shift, angles, sums, gain, H, L, h,
+    z, grad, dz, delta, shift, cosines, sines, sums, gain, H, L, h,
     zb, zh, zt, gb, gh, gt, db, dh, dt, BLOCK: tl.constexpr, W: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """The same grid; sums (B H blocks, 2, h) of the gradients of delta and shift over the block."""
@@ -81,54 +105,55 @@ def turned_backward_kernel(
     d = tl.load(delta + head * h + c, mask=c < h, other=0.0)[None, :]
     phase = atan2(y, x)
     angle = d * phase + tl.load(shift + head * h + c, mask=c < h, other=0.0)[None, :]
-    if PLACES:
-        angle += tl.load(angles + n.to(tl.int64)[:, None] * h + c[None, :], mask=there, other=0.0)
+    sin, cos = turn(angle, cosines, sines, n, c, h, there, PLACES)
     square = x * x + y * y
     size, inverse = tl.sqrt(square), tl.where(square > 0, 1.0 / tl.maximum(square, 1e-38), 0.0)
-    cos, sin = tl.cos(angle), tl.sin(angle)
     along = gain * (p * cos + q * sin) * size * inverse  # of |z|, over it
-    turn = gain * size * (q * cos - p * sin)  # of the angle
-    across = turn * d * inverse
+    around = gain * size * (q * cos - p * sin)  # of the angle
+    across = around * d * inverse
     to = _at(dz, b, head, n, c, db, dh, dt)
     tl.store(to, (along * x - across * y).to(dz.dtype.element_ty), mask=there)
     tl.store(to + h, (along * y + across * x).to(dz.dtype.element_ty), mask=there)
     place = sums + tl.program_id(0).to(tl.int64) * 2 * h + c
-    tl.store(place, tl.sum(tl.where(there, turn * phase, 0.0), 0), mask=c < h)
-    tl.store(place + h, tl.sum(tl.where(there, turn, 0.0), 0), mask=c < h)
+    tl.store(place, tl.sum(tl.where(there, around * phase, 0.0), 0), mask=c < h)
+    tl.store(place + h, tl.sum(tl.where(there, around, 0.0), 0), mask=c < h)
 
 
 class _Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, z: Tensor, delta: Tensor, shift: Tensor, angles: Tensor | None, gain: float) -> Tensor:
+    def forward(
+        ctx: Any, z: Tensor, delta: Tensor, shift: Tensor, cosines: Tensor | None, sines: Tensor | None, gain: float
+    ) -> Tensor:
         z, delta, shift = rows(z), delta.contiguous(), shift.contiguous()
         out, (B, H, L, D) = empty_like_rows(z, z.shape[-1]), z.shape
-        table = delta if angles is None else angles
+        tables = (delta, delta) if cosines is None or sines is None else (cosines, sines)
         with on_device(z.device):
             turned_kernel[(B * H * cdiv(L, BLOCK),)](
-                z, out, delta, shift, table, gain, H, L, D // 2, *z.stride()[:3], *out.stride()[:3],
-                BLOCK=BLOCK, W=padded(D // 2), PLACES=angles is not None, num_warps=4,
+                z, out, delta, shift, *tables, gain, H, L, D // 2, *z.stride()[:3], *out.stride()[:3],
+                BLOCK=BLOCK, W=padded(D // 2), PLACES=cosines is not None, num_warps=4,
             )  # fmt: skip
-        ctx.save_for_backward(z, delta, shift, table)
-        ctx.known = angles is not None, gain
+        ctx.save_for_backward(z, delta, shift, *tables)
+        ctx.known = cosines is not None, gain
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, delta, shift, table = ctx.saved_tensors
+        z, delta, shift, *tables = ctx.saved_tensors
         (places, gain), (B, H, L, D) = ctx.known, z.shape
         grad, dz, blocks = rows(grad), empty_like_rows(z, D), cdiv(L, BLOCK)
         sums = torch.empty(B, H, blocks, 2, D // 2, dtype=torch.float32, device=z.device)
         with on_device(z.device):
             turned_backward_kernel[(B * H * blocks,)](
-                z, grad, dz, delta, shift, table, sums, gain, H, L, D // 2,
+                z, grad, dz, delta, shift, *tables, sums, gain, H, L, D // 2,
                 *z.stride()[:3], *grad.stride()[:3], *dz.stride()[:3],
                 BLOCK=BLOCK, W=padded(D // 2), PLACES=places, num_warps=4,
             )  # fmt: skip
         of_delta, of_shift = sums.sum((0, 2)).unbind(1)
-        return dz, of_delta, of_shift, None, None
+        return dz, of_delta, of_shift, None, None, None
 
 
-def turned(z: Tensor, delta: Tensor, shift: Tensor, angles: Tensor | None, gain: float) -> Tensor:
-    """z (B, H, L, D) of 16 or 32 bits, delta and shift (H, h) and angles (L, h) in float32 -> (B, H, L, D)."""
-    return _Turned.apply(z, delta, shift, angles, gain)
+def turned(z: Tensor, delta: Tensor, shift: Tensor, places: tuple[Tensor, Tensor] | None, gain: float) -> Tensor:
+    """z (B, H, L, D) of 16 or 32 bits, delta and shift (H, h) and cosine and sine of the angle of each place (L, h) in
+    float32 -> (B, H, L, D)."""
+    return _Turned.apply(z, delta, shift, *(places or (None, None)), gain)

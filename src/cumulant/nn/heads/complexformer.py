@@ -105,11 +105,11 @@ class ComplexAttention(HeadsLayer):
         from ...kernels.heads.turned import turned
 
         flat, half = z.reshape(-1, *z.shape[-3:]), self.head_dim // 2
-        angles = None
+        places = None
         if self.places:
-            places = torch.empty((), dtype=delta.dtype, device=z.device).expand(z.shape[-2], half)
-            angles = turns(places, half, self.base, start)[0]
-        return turned(flat, delta, torch.zeros_like(delta) if b is None else b, angles, gain).reshape(z.shape)
+            tokens = torch.empty((), dtype=delta.dtype, device=z.device).expand(z.shape[-2], half)
+            places = turns(tokens, half, self.base, start)[1:]
+        return turned(flat, delta, torch.zeros_like(delta) if b is None else b, places, gain).reshape(z.shape)
 
     def _turned(self, z: Tensor, start: int, delta: Tensor, b: Tensor, gain: Tensor | float = 1.0) -> Tensor:
         """|z| exp(i (delta phase z + b + place g)) times a gain, of z (..., H, L, D), as D real channels.
