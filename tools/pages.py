@@ -3,8 +3,8 @@
 Results lie in benchmarks/results: zoo_gpu.json (benchmarks/gpu_zoo.py), zoo_efficiency*.json and zoo_train_RECIPE.json
 (`cumulant bench efficiency` and `train`), cluster_error.json and error_pareto.json (benchmarks/cluster_error.py),
 zoo_orderings.json (benchmarks/orderings.py), cluster_stream.json (benchmarks/cluster_stream.py), study_NAME.json (see
-`tools.studies_page`), cab.json (`cumulant bench cab`). Pages hold places
-for them, between `<!-- results: NAME -->` and `<!-- end -->`; what has no file says that it was not run.
+`tools.studies_page`), cab.json (`cumulant bench cab`), records/NAME.json (see `tools.records`). Pages hold places for
+them, between `<!-- results: NAME -->` and `<!-- end -->`; what has no file says that it was not run.
 """
 
 from __future__ import annotations
@@ -342,6 +342,7 @@ PAGES = {
     "docs/zoo/cumulant.md": ("around_mean",),
     "docs/cab.md": ("cab", "cab_details"),
     "docs/studies/index.md": ("studies",),
+    "docs/studies/expected.md": ("expected",),
     **{f"docs/studies/{name}.md": (f"study_{name}",) for name in STUDIES},
     "docs/studies/heads.md": tuple(f"study_{name}" for name in LAYERS),
     "docs/zoo/orderings.md": ("zoo_orderings",),
@@ -358,7 +359,7 @@ def read(repository: Path) -> dict[str, Result]:
 
 def written(repository: Path) -> dict[str, str]:
     """The pages as the results would have them."""
-    from tools import cab_page, studies_page  # which take their tables from here
+    from tools import cab_page, expected, records, studies_page  # which take their tables from here
 
     results = read(repository)
     blocks = {
@@ -369,6 +370,7 @@ def written(repository: Path) -> dict[str, str]:
     blocks["cab"] = cab_page.board(results) if "cab" in results else "Not run yet."
     blocks["cab_details"] = cab_page.details(results["cab"]) if "cab" in results else "Not run yet."
     blocks["studies"] = studies_page.overview(results)
+    blocks["expected"] = expected.page(records.kept(repository / "benchmarks" / "results" / "records"))
     for name in (f"study_{study}" for study in (*STUDIES, *LAYERS)):
         blocks[name] = studies_page.block(results[name]) if name in results else "Not run yet."
     return {

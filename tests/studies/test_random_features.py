@@ -25,3 +25,11 @@ def test_the_query_with_the_covariance_is_what_the_second_order_learns_and_the_m
     found = study.errors(study.features("cumulant2", x, 40, 0), study.targets(x), samples)
     assert found["f4 n=160"] < 1e-3
     assert found["f2 p=1 n=160"] > 0.9
+
+
+def test_without_an_intercept_the_mean_of_biased_heads_hides_the_correlation():
+    """The definition has none; with one, heads whose scores have an identity mean learn <x0, x> far better."""
+    x = study.prompts(256 + 2 * study.TEST, 8, 8, 0)
+    own, values = study.features("BRFA", x, 60, 0), {"f2 p=1": study.targets(x)["f2 p=1"]}
+    plain, centred = (study.errors(own, values, (256,), intercept)["f2 p=1 n=256"] for intercept in (False, True))
+    assert centred < 0.2 < 0.35 < plain

@@ -1,7 +1,9 @@
 """What one attention layer with frozen random scores learns: targets by degree, against an MLP, for every operator.
 
 Features of head m: F_m = sum_i a(xt_0^T W_m xt_i) xt_i with xt = (x, 1) and frozen W_m; only a linear read-out of all
-heads is fitted, by ridge regression. Points are uniform on the sphere of R^d: a query x_0, keys x_1..x_N.
+heads is fitted, by ridge regression, without an intercept: the prediction is the mean of the training targets and
+sum_m v_m . F_m. ("BRFA, centred" has one: features less their mean.) Points are uniform on the sphere of R^d: a query
+x_0, keys x_1..x_N.
 
 Shape legend: B prompts, N keys, d width, M heads, n training prompts.
 """
@@ -24,6 +26,7 @@ from cumulant.style import new_figure
 
 TARGETS = (*(f"f1 p={p}" for p in (1, 2, 3)), *(f"f2 p={p}" for p in (1, 2, 3, 4)), "f3", "f4")
 BASES = ("RFA", "BRFA", "RFMLP")
+CENTRED = "BRFA, centred"  # what an intercept changes
 TEST = 500
 RIDGES = tuple(10.0**power for power in range(-6, 0))
 SPREAD = 0.25  # standard deviation of the entries of W
@@ -42,6 +45,7 @@ class Settings:
     wide_samples: tuple[int, ...] = (64, 256, 1024, 2048)
     sweep: tuple[int, ...] = (10, 30, 100, 300, 600)  # heads, for RFA on f1 p=2
     attention: tuple[str, ...] = ("softmax", "linear", "cumulant2", "cumulant3", "cumulant3+full", "cluster4")
+    intercept: bool = False  # features less their mean, for all
     seeds: int = 3
 
 
@@ -90,8 +94,11 @@ def features(name: str, x: Tensor, heads: int, seed: int) -> Tensor:
     return zoo.get(name)(query[:, :, None], spread, spread, scale=1.0).flatten(1)
 
 
-def errors(inputs: Tensor, values: dict[str, Tensor], samples: Sequence[int]) -> dict[str, float]:
+def errors(
+    inputs: Tensor, values: dict[str, Tensor], samples: Sequence[int], intercept: bool = False
+) -> dict[str, float]:
     """Normalised test error of ridge regression by target and number of samples; the ridge is picked on held-out data.
+    With an intercept features are taken less their mean.
 
     `inputs` (n + 2 TEST, P): training prompts first, then validation, then test. In the dual: one eigenproblem for
     each number of samples.
@@ -102,7 +109,7 @@ def errors(inputs: Tensor, values: dict[str, Tensor], samples: Sequence[int]) ->
     held, test = inputs[-2 * TEST : -TEST], inputs[-TEST:]
     for count in samples:
         train, y = inputs[:count], every[:count]
-        centre, mean = train.mean(0), y.mean(0)
+        centre, mean = train.mean(0) * intercept, y.mean(0)
         kernel = (train - centre) @ (train - centre).T
         roots, vectors = torch.linalg.eigh(kernel)
         turned = vectors.T @ (y - mean)
@@ -122,12 +129,14 @@ def errors(inputs: Tensor, values: dict[str, Tensor], samples: Sequence[int]) ->
 
 
 def plan(settings: Settings) -> list[str]:
-    return [*BASES, *settings.attention]
+    return [*BASES, CENTRED, *settings.attention]
 
 
 def measure(settings: Settings, configuration: str, seed: int, device: str) -> dict[str, Any]:
     """Errors of both problems; of RFA also against the number of heads, and what a permutation of the keys changes."""
     found: dict[str, Any] = {}
+    intercept = settings.intercept or configuration == CENTRED
+    configuration = configuration.removesuffix(", centred")
 
     def problem(
         width: int, keys: int, heads: int, samples: Sequence[int], only: Sequence[str] = ()
@@ -135,7 +144,7 @@ def measure(settings: Settings, configuration: str, seed: int, device: str) -> d
         x = prompts(max(samples) + 2 * TEST, keys, width, seed)
         values = {name: y for name, y in targets(x).items() if not only or name in only}
         own = features(configuration, x, heads, seed).to(device)
-        return errors(own, {name: y.to(device) for name, y in values.items()}, samples)
+        return errors(own, {name: y.to(device) for name, y in values.items()}, samples, intercept)
 
     found |= problem(settings.width, settings.keys, settings.heads, settings.samples)
     if configuration in BASES:
@@ -189,6 +198,7 @@ def statements(settings: Settings) -> list[Statement]:
         *(less("BRFA", "RFA", f"f2 p={p} n={last}", 0.2) for p in (2, 4)),
         less("RFA", "BRFA", wide),
         less("RFA", "BRFA", f"f2 p=1 n={last}"),
+        *(less(CENTRED, "BRFA", f"f2 p={p} n={last}", source="new") for p in (1, 2, 3, 4)),
         Statement("permuting the keys changes RFA's features by", number("RFA", "permuted"), most=1e-12, exact=True),
         Statement("permuting the keys changes RFMLP's features by", number("RFMLP", "permuted"), least=0.1, exact=True),
         Statement(
@@ -236,7 +246,7 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     larger = f"d = {settings.wide}, {settings.wide} keys, {settings.wide_heads} heads"
     return [
         Table(f"Normalised test error, {size}", ["target", *names], rows(keys, names)),
-        Table(f"The same, {larger}", ["target", *BASES], rows(wide, BASES)),
+        Table(f"The same, {larger}", ["target", *BASES, CENTRED], rows(wide, (*BASES, CENTRED))),
         Table(
             "Samples after which the error is below 1/2",
             ["target", *names],

@@ -1,0 +1,38 @@
+"""A number that was expected is compared with the mean of the runs, and with what one run may be by chance."""
+
+import pytest
+
+from tools import expected
+
+
+@pytest.mark.parametrize(
+    ("known", "values", "verdict"),
+    [
+        (0.243, [0.244, 0.246, 0.245], expected.WITHIN),
+        (0.243, [0.300, 0.301, 0.299], expected.OUTSIDE),
+        (0.243, [0.20, 0.30, 0.40], expected.CHANCE),
+        (0.243, [0.300], expected.OUTSIDE),
+        (1.22, [1.45], expected.WITHIN),
+    ],
+)
+def test_verdicts(known, values, verdict):
+    line = expected.Line("risk", "softmax", {"L=40": known}, share=0.05, over=0.95)
+    assert expected.judged(line, known, values) == verdict
+
+
+def test_only_records_of_the_asked_settings_count():
+    one = expected.Expected("sinks", "", "", [expected.Line("a", "x", {"k": 1.0}, 0.1)], {"steps": 10})
+
+    def record(steps, value, role="compared"):
+        return {"settings": {"steps": steps}, "role": role, "configuration": "x", "values": {"k": value}}
+
+    lines, counts, seeds = expected.rows(
+        one, {"a": record(10, 1.05), "b": record(20, 9.0), "c": record(10, 9.0, "control")}
+    )
+    assert lines == [["a", "1 / 1.05", "1 of 1"]]
+    assert (counts[expected.WITHIN], seeds) == (1, 1)
+
+
+def test_what_was_not_run_is_said():
+    one = expected.Expected("sinks", "", "", [expected.Line("a", "x", {"k": 1.0})], {})
+    assert expected.rows(one, {})[0] == [["a", "1 / -", "not run"]]

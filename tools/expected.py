@@ -1,0 +1,245 @@
+"""Numbers that a study must show, beside those that it shows: docs/studies/expected.md (`python -m tools.pages`).
+
+Expected numbers were measured before this library had the studies, most of them once, with one seed. Found ones are
+means over the seeds of the records that the repository keeps (`tools.records`). Within the tolerance, or not; where
+not, whether a single run may lie there by chance (95 % prediction interval from our seeds).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cumulant.studies import pavlovian, position_bias, universal_approximation
+from cumulant.studies.statements import half_width
+from tools.pages import table
+from tools.records import Records
+
+WITHIN, CHANCE, OUTSIDE = "within", "by chance", "outside"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of an expected table: values of one configuration by their keys."""
+
+    what: str
+    configuration: str
+    expected: Mapping[str, float]  # by key of the record's values
+    share: float = 0.0  # tolerance, as a share of the value
+    least: float = 0.0  # and at least so much
+    over: float = math.inf  # numbers above it are noise: any two of them agree
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The tables of one study."""
+
+    study: str
+    command: str  # that made the records
+    tolerance: str
+    lines: Sequence[Line]
+    settings: Mapping[str, Any]  # which records belong to it
+
+
+def row(keys: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    return dict(zip(keys, values, strict=True))
+
+
+def in_context() -> Expected:
+    lengths = (10, 20, 40, 80, 160)
+    plain = [f"L={length}" for length in lengths]
+    five = {"share": 0.05}
+    found = [
+        Line("1 head", "softmax, 1 heads", row(plain, (0.847, 0.578, 0.403, 0.301, 0.238)), **five),
+        Line("2 heads", "softmax, 2 heads", row(plain, (0.593, 0.365, 0.247, 0.181, 0.147)), **five),
+        Line("4 heads", "softmax, 4 heads", row(plain, (0.593, 0.365, 0.247, 0.181, 0.147)), **five),
+        Line("linear attention / L", "unnormalised, 1 heads", row(plain, (0.613, 0.361, 0.243, 0.180, 0.149)), **five),
+        Line("linear attention, 1/40 always", "unnormalised, 1 heads",
+             row([f"fixed {key}" for key in plain], (0.750, 0.481, 0.239, 0.849, 6.43)), **five),
+        Line("one gradient step, the best", "references",
+             row([f"step {key}" for key in plain], (0.596, 0.355, 0.239, 0.178, 0.150)), **five),
+        Line("ridge (Bayes)", "references",
+             row([f"ridge {key}" for key in plain], (0.198, 0.135, 0.113, 0.108, 0.104)), **five),
+        Line("2 heads: product w m", "softmax, 2 heads", {"product": 0.88}, **five),
+    ]  # fmt: skip
+    command = "cumulant study in-context-linear-regression --setting paper --attention softmax --seeds 3"
+    return Expected("in-context-linear-regression", command, "5 % (acceptance 1)", found, {"steps": 15000})
+
+
+def random_features() -> Expected:
+    cells = {
+        "f1 p=2": {256: (0.170, 0.447, 1.20), 1024: (0.019, 0.176, 0.973), 2048: (0.012, 0.131, 0.828)},
+        "f1 p=3": {256: (0.331, 0.437, 0.359), 2048: (0.149, 0.217, 0.346)},
+        "f2 p=1": {256: (0.133, 0.415, 1.37), 2048: (0.017, 0.175, 0.80)},
+        "f2 p=2": {1024: (1.14, 0.774, 1.22), 2048: (1.00, 0.531, 1.29)},
+        "f2 p=3": {2048: (0.350, 0.493, 1.01)},
+        "f2 p=4": {1024: (1.13, 0.769, 1.22), 2048: (1.02, 0.622, 1.23)},
+        "f3": {1024: (0.689, 0.545, 0.775), 2048: (0.658, 0.415, 0.757)},
+    }
+    wide = {
+        ("RFA", "f1 p=1"): {64: 0.175, 256: 0.013, 1024: 0.003},
+        ("BRFA", "f1 p=1"): {64: 0.330, 256: 0.154, 1024: 0.088},
+        ("RFMLP", "f1 p=1"): {64: 0.794, 256: 0.329, 1024: 0.029},
+        ("RFA", "f2 p=1"): {256: 0.996, 1024: 0.253, 2048: 0.136},
+        ("BRFA", "f2 p=1"): {256: 0.525, 1024: 0.363, 2048: 0.278},
+        ("RFMLP", "f2 p=1"): {256: 1.32, 1024: 1.32, 2048: 1.32},
+    }
+    noise = {"least": 0.05, "over": 0.95}
+    found = [
+        Line(f"{target}, {name}", name, {f"{target} n={n}": three[at] for n, three in counts.items()}, **noise)
+        for at, name in enumerate(("RFA", "BRFA", "RFMLP")) for target, counts in cells.items()
+    ]  # fmt: skip
+    found += [
+        Line(f"d = 16: {target}, {name}", name, {f"wide {target} n={n}": x for n, x in counts.items()}, **noise)
+        for (name, target), counts in wide.items()
+    ]
+    heads = {10: 0.685, 30: 0.305, 100: 0.095, 300: 0.021, 600: 0.0095}  # middles of two seeds
+    found.append(
+        Line("f1 p=2 by heads", "RFA", {f"heads={count}": x for count, x in heads.items()}, share=0.2, least=0.05)
+    )
+    said = "0.05 (acceptance 3: noise); above 0.95 both are noise of 500 test points"
+    return Expected(
+        "random-features", "cumulant study random-features", said, found, {"heads": 300, "intercept": False}
+    )
+
+
+def approximation() -> Expected:
+    sup = {
+        "max": (0.28, 0.088, 0.046, 0.016, 1.08), "prod": (0.27, 0.115, 0.053, 0.027, 1.17),
+        "reverse": (0.041, 0.025, 0.014, 1.42, 1.00), "sort": (0.70, 0.70, 0.63, 1.43, 1.08),
+    }  # fmt: skip
+    found = []
+    for target, errors in universal_approximation.KNOWN.items():
+        for at, variant in enumerate(universal_approximation.VARIANTS):
+            expected = {"error": errors[at], "largest": sup[target][at]}
+            found.append(Line(f"{target}, {variant}: MSE, sup", f"{target}, {variant}", expected, 0.25, 0.001))
+    found.append(
+        Line("sort, two layers: MSE, sup", "sort, two layers", {"error": 0.0025, "largest": 0.44}, 0.25, 0.001)
+    )
+    anchors = {f"softmax {count}": x for count, x in universal_approximation.ANCHORS.items()}
+    found.append(Line("anchors 8 to 128, b = M²: sup", "construction", anchors, 0.03))
+    half = row([f"softmax half {m}" for m in universal_approximation.ANCHORS], (0.094, 0.035, 0.020, 0.011, 0.0054))
+    found.append(Line("anchors 8 to 128, b = M²/2: sup", "construction", half, 0.03))
+    command = "cumulant study universal-approximation --setting paper --attention softmax --seeds 3"
+    said = "none is stated for trained networks: a quarter, at least 0.001; constructions 3 %"
+    return Expected("universal-approximation", command, said, found, {"steps": 3000})
+
+
+def memory() -> Expected:
+    measured = {
+        32: (0.089, 0.205, 0.470, 0.978, 1.994), 64: (0.112, 0.230, 0.478, 0.998, 1.979),
+        256: (0.123, 0.244, 0.496, 0.994, 1.997),
+    }  # fmt: skip
+    found = [
+        Line(f"1: MSE, d_k = {width}, n/d_k = 1/8 to 2", "fidelity",
+             row([f"{width} {ratio}" for ratio in pavlovian.RATIOS], values), 0.05)
+        for width, values in measured.items()
+    ]  # fmt: skip
+    bits = row([f"error {ratio}" for ratio in pavlovian.ERRORS], (0.0006, 0.0093, 0.0341, 0.0780, 0.1582))
+    found.append(Line("2: wrong bits, n/d_k = 0.1 to 1", "bits", bits, 0.05, 0.0005))
+    widths = (16, 32, 64, 128, 256)
+    found.append(
+        Line("3a: pairs without a wrong bit, d_k = 16 to 256", "faultless",
+             row([f"pairs {width}" for width in widths], (2, 5, 7, 8.5, 19)), 0.2, 1.0)
+    )  # fmt: skip
+    safe = row([f"pairs {width}" for width in (16, 64, 256, 1024)], (3, 4, 7, 12))
+    found.append(Line("3b: pairs safe whatever the values, d_k = 16 to 1,024", "guaranteed", safe, 0.2, 1.0))
+    for rule, values in pavlovian.KNOWN.items():
+        found.append(
+            Line(f"4: {rule}, 16 to 64 pairs", "rules", row([f"{rule} {n}" for n in pavlovian.ITEMS], values), 0.06)
+        )
+    counts = (16, 32, 64, 128)
+    maps = {
+        "identity": (0.23, 0.49, 0.99, 1.97), "identity, values shifted": (0.21, 0.48, 1.00, 2.07),
+        "relu": (1.79, 3.33, 6.94, 13.7), "relu, values shifted": (12, 52, 210, 851),
+        "elu+1": (7.3, 15.3, 30.1, 62.4), "relu, centred": (0.30, 0.53, 1.01, 2.00),
+        "relu, centred, values shifted": (0.64, 0.75, 1.01, 1.54), "elu+1, centred": (0.29, 0.52, 0.98, 2.00),
+    }  # fmt: skip
+    for name, values in maps.items():
+        keys = [f"{name} {n}" for n in counts]
+        found.append(Line(f"feature map {name}, 16 to 128 pairs", "feature maps", row(keys, values), 0.06))
+    said = "5 % (stated for d_k of 64 and more), 6 % for rules and feature maps, whole pairs one or a fifth"
+    return Expected("pavlovian", "cumulant study pavlovian", said, found, {"trials": 8})
+
+
+def rollout() -> Expected:
+    found = [
+        Line(f"{name}, layers {', '.join(map(str, known))}", "exact",
+             {f"{name} {layers}": x for layers, x in known.items()}, least=6e-4)
+        for name, known in position_bias.KNOWN.items()
+    ]  # fmt: skip
+    said = "three digits (0.0006)"
+    return Expected("position-bias", "cumulant study position-bias", said, found, {"steps": 1500})
+
+
+def all_expected() -> list[Expected]:
+    return [in_context(), random_features(), approximation(), memory(), rollout()]
+
+
+def judged(line: Line, expected: float, values: Sequence[float]) -> str:
+    """Whether the mean of these runs is the number that was expected."""
+    mean = statistics.mean(values)
+    if abs(mean - expected) <= max(line.share * abs(expected), line.least) or min(mean, expected) > line.over:
+        return WITHIN
+    if len(values) < 2:
+        return OUTSIDE
+    spread = statistics.stdev(values) * math.sqrt(1 + 1 / len(values))  # of one run around our mean
+    return CHANCE if abs(mean - expected) <= half_width(spread, len(values) - 1) else OUTSIDE
+
+
+def measured(expected: Expected, records: Records) -> dict[str, list[Mapping[str, Any]]]:
+    """Values of the records of these settings, by configuration."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for one in records.values():
+        same = all(one["settings"].get(key) == value for key, value in expected.settings.items())
+        if same and one["role"] == "compared":
+            found.setdefault(one["configuration"], []).append(one["values"])
+    return found
+
+
+def rows(expected: Expected, records: Records) -> tuple[list[list[str]], Counter[str], int]:
+    """Lines of the table, how many numbers got which verdict, and of how many seeds."""
+    by_name, counts, lines, seeds = measured(expected, records), Counter[str](), [], 0
+    for line in expected.lines:
+        runs = by_name.get(line.configuration, [])
+        cells, marks = [], []
+        for key, known in line.expected.items():
+            values = [one[key] for one in runs if one.get(key) is not None]
+            if not values:
+                cells.append(f"{known:g} / -")
+                continue
+            seeds = max(seeds, len(values))
+            verdict = judged(line, known, values)
+            counts[verdict] += 1
+            marks.append(verdict)
+            text = f"{known:g} / {statistics.mean(values):.3g}"
+            cells.append({WITHIN: text, CHANCE: f"*{text}*", OUTSIDE: f"**{text}**"}[verdict])
+        inside = "not run" if not marks else f"{sum(mark == WITHIN for mark in marks)} of {len(line.expected)}"
+        lines.append([line.what, " ; ".join(cells), inside])
+    return lines, counts, seeds
+
+
+def summary(kept: Mapping[str, Records]) -> str:
+    """A line a study: how many numbers are within their tolerance."""
+    lines = []
+    for one in all_expected():
+        _, counts, seeds = rows(one, kept.get(one.study, {}))
+        total = sum(len(line.expected) for line in one.lines)
+        verdicts = [counts[WITHIN], counts[CHANCE], counts[OUTSIDE], total - sum(counts.values())]
+        lines.append([f"[{one.study}]({one.study}.md)", *map(str, (total, *verdicts, seeds))])
+    head = ["study", "numbers", "within", "outside, by chance", "outside", "not run", "seeds"]
+    return table(head, lines)
+
+
+def page(kept: Mapping[str, Records]) -> str:
+    """All tables: expected / found."""
+    parts = [summary(kept)]
+    for one in all_expected():
+        lines, _, _ = rows(one, kept.get(one.study, {}))
+        said = f"Tolerance: {one.tolerance}. `{one.command}`"
+        parts += [f"### {one.study}", said, table(["what", "expected / found", "within"], lines)]
+    return "\n\n".join(parts)
