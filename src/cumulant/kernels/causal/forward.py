@@ -127,14 +127,15 @@ def prefixes(
 
 @kernel
 def outputs(
-    q, k, v, w, o, means, state, offsets_q, offsets_k,
+    q, k, v, w, o, means, state, kept, offsets_q, offsets_k,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, w_b, w_t, o_b, o_h, o_t, means_b, means_h,
-    length_q, length_k, heads, span, splits, scale,
-    ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
-    SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
-    STATE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    length_q, length_k, heads, span, splits, all_tiles, scale,
+    ORDER: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr,
+    MASKED: tl.constexpr, SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    N: tl.constexpr, STATE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B Hq splits). The outputs of one part of one query head, and ubar of its rows.
+    """Grid (B Hq splits). The outputs of one part of one query head; with KEEP, ubar of its rows and in `kept` the
+    sums of k', v' and k'^2 before each tile.
 
     Where nothing counts before the part, the point is its first token for one tile, then one near that tile's mean,
     which is left in `state` for the backward pass; the means of the tile are then those about the new point.
@@ -159,7 +160,9 @@ def outputs(
     start = part * span
     end = tl.minimum(start + span, length_q)
     i, j, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
-    state += ((b * heads + h) * splits + part) * STATE
+    slot = (b * heads + h) * splits + part
+    state += slot * STATE
+    kept += slot * all_tiles * (2 * BD + BE)
     W, c, d, a, e, S, P, T = load_sums(state, i, j, tl.where(start > 0, 1, 0), ORDER, BD, BE)
     a, e, P = quad(a), quad(e), quad(P)
     anew = W == 0
@@ -185,6 +188,13 @@ def outputs(
                 k, v, w, k_t, v_t, w_t, at, length_k, c16, d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
             )
             xxw = square(x, xw, SQUARE)
+            if KEEP:  # noqa: SIM102
+                if hq % GROUP == 0:
+                    tile = kept + ((at - start) // N) * (2 * BD + BE)
+                    tl.store(tile + i, unquad(a))
+                    tl.store(tile + BD + j, unquad(e))
+                    if ORDER == 3:
+                        tl.store(tile + BD + BE + i, unquad(P))
             # Operands of float16 are kept in its range: averages over the past instead of sums.
             unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
             a16, e16, P16 = halves(a * unit, DOT), halves(e * unit, DOT), halves(P * unit, SQUARE)
@@ -223,8 +233,9 @@ def outputs(
             if SUM:
                 out *= Wi[:, None]
             store(o, o_t, at, live, j, out, E, BE, N)
-            final = tl.where(anew & (segment == 0) & (at + N >= bound), 0, end)
-            tl.store(means + at + n, mean, mask=at + n < final)
+            if KEEP:
+                final = tl.where(anew & (segment == 0) & (at + N >= bound), 0, end)
+                tl.store(means + at + n, mean, mask=at + n < final)
         # To the mean of all so far.
         av, ev, over_W = unquad(a), unquad(e), inverse(W)
         p = on_grid(c + av * over_W, c_step, DOT).to(tl.float32) - c
@@ -235,20 +246,21 @@ def outputs(
             av, ev, S, Pv, T = moved(W, av, ev, S, unquad(P), T, p, r, ORDER)
             P = quad(Pv)
         a, e, c, d = quad(av), quad(ev), c + p, d + r
-        if anew & (segment == 0) & (start < end):
-            if hq % GROUP == 0:
-                vectors = state + (ORDER - 1) * BD * BE
-                tl.store(vectors + i, c)
-                tl.store(vectors + BD + j, d)
-            at = start + (bound - 1 - start) // N * N
-            x, xw, _y, _yw, weights, _total = read_keys(
-                k, v, w, k_t, v_t, w_t, at, length_k, cast(c, DOT), d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
-            )
-            Wi = tl.cumsum(weights, 0) if WEIGHTED else tl.minimum(at + n + 1, length_k).to(tl.float32)
-            over = inverse(Wi)[:, None]
-            z = load(q, q_t, at, at + n < end, i, D, BD, N).to(tl.float32) * scale
-            m = dot(past, xw, None, PRECISION) * over
-            mean = z * m
-            if ORDER == 3:
-                mean += z * z * (0.5 * dot(past.to(SQUARE), square(x, xw, SQUARE), None, PRECISION) * over - m * m)
-            tl.store(means + at + n, tl.sum(mean, 1), mask=at + n < end)
+        if KEEP:  # noqa: SIM102
+            if anew & (segment == 0) & (start < end):
+                if hq % GROUP == 0:
+                    vectors = state + (ORDER - 1) * BD * BE
+                    tl.store(vectors + i, c)
+                    tl.store(vectors + BD + j, d)
+                at = start + (bound - 1 - start) // N * N
+                x, xw, _y, _yw, weights, _total = read_keys(
+                    k, v, w, k_t, v_t, w_t, at, length_k, cast(c, DOT), d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+                )
+                Wi = tl.cumsum(weights, 0) if WEIGHTED else tl.minimum(at + n + 1, length_k).to(tl.float32)
+                over = inverse(Wi)[:, None]
+                z = load(q, q_t, at, at + n < end, i, D, BD, N).to(tl.float32) * scale
+                m = dot(past, xw, None, PRECISION) * over
+                mean = z * m
+                if ORDER == 3:
+                    mean += z * z * (0.5 * dot(past.to(SQUARE), square(x, xw, SQUARE), None, PRECISION) * over - m * m)
+                tl.store(means + at + n, tl.sum(mean, 1), mask=at + n < end)

@@ -22,8 +22,9 @@ the point moves so that k', v' grow by a, b: f1 -> f1 - 2 a f2, ubar -> ubar + f
 zbar -> zbar + do.b, which moves R, r and s from one part to the one before it.
 
 Bytes: forward reads k, v twice and q once and writes out (k, v once for sequences of one part); backward reads
-q, k, v, do twice and writes dq, dk, dv, at order 3 also writes and reads y, as large as q. Kept for the backward pass:
-the sums before each part, and ubar, 4 bytes for each row and head. No atomics: runs are bitwise equal.
+q, k, v, do twice and writes dq, dk, dv. At order 3, where all sums in one walk would spill registers, y and both f,
+times G, go through memory: 14 tensors read and 6 written in all. Kept for the backward pass: the sums before each part,
+those of k', v', k'^2 before each tile, and ubar, 4 bytes for each row and head. No atomics: runs are bitwise equal.
 """
 
 from __future__ import annotations
@@ -42,17 +43,20 @@ def _float32(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def empty(batch: Batch, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, and what the backward pass needs: the sums before each part, and ubar of each row and head."""
-    query = batch.query
-    state, means = _float32(query, *Plan(batch).state_shape()), _float32(query, query.numel() // query.shape[-1])
-    return empty_like_rows(query, batch.value.shape[-1]), state, means
+def empty(batch: Batch, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, and what the backward pass needs: sums before each part and tile, and ubar of each row and head."""
+    query, plan = batch.query, Plan(batch)
+    state, means = (
+        _float32(query, *plan.state_shape()),
+        _float32(query, query.numel() // query.shape[-1] if keep else 0),
+    )
+    return empty_like_rows(query, batch.value.shape[-1]), state, means, _float32(query, *plan.tiles_shape(keep))
 
 
-def run_forward(batch: Batch, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    out, state, means = empty(batch, keep)
+def run_forward(batch: Batch, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, state, means, tiles = empty(batch, keep)
     if out.numel() == 0:
-        return out, state, means
+        return out, state, means, tiles
     p, (w, w_strides) = Plan(batch), batch.weighing()
     query, key, value, _, cu_q, cu_k, *_ = batch
     parts = _float32(query, *p.state_shape()[1:]) if p.splits > 1 else state
@@ -69,13 +73,14 @@ def run_forward(batch: Batch, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
                 key, parts, state[e], cu_q, p.Lq, *p.sizes[2:], ROWS=ROWS, **p.scan, num_warps=SCAN_WARPS[0]
             )
         forward.outputs[(p.pairs * p.group * p.splits,)](
-            query, key, v, w, o, means, state[e], cu_q, cu_k, *strides(unit, query, key, v), *w_strides,
-            *strides(unit, o), *p.at_rows, *p.sizes, batch.scale, **walk, **p.rows, **p.launch("outputs"),
+            query, key, v, w, o, means, state[e], tiles[e], cu_q, cu_k, *strides(unit, query, key, v), *w_strides,
+            *strides(unit, o), *p.at_rows, *p.sizes, p.tiles("outputs"), batch.scale,
+            KEEP=keep, **walk, **p.rows, **p.launch("outputs"),
         )  # fmt: skip
-    return out, state, means
+    return out, state, means, tiles
 
 
-def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor) -> tuple[Tensor, ...]:
+def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor, tiles: Tensor) -> tuple[Tensor, ...]:
     dq, dk, dv = (like_rows(x) for x in batch[:3])
     query, key, value, _, cu_q, cu_k, *_ = batch
     if grad.numel() == 0 or key.numel() == 0:
@@ -83,9 +88,12 @@ def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor) -> tu
     p, (w, w_strides) = Plan(batch), batch.weighing()
     third, count = batch.order == 3, query.numel() // p.D
     gains = _float32(query, 2 if w is None else 3, count)
-    tiles = p.span // p.launch("query_gradients")["N"]
-    before = _float32(query, p.pairs, p.splits, tiles, p.BD) if third else gains
-    y = torch.empty_like(dq) if third else dq
+    y = f = half = dq
+    after = gains
+    if third:
+        wide = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+        y, f, half = torch.empty_like(dq), torch.empty_like(dq, dtype=wide), torch.empty_like(dq, dtype=wide)
+        after = _float32(query, p.pairs, p.splits, p.group, p.tiles("key_gradients"), 2 * p.BD + p.BE)
     sums = _float32(query, p.pairs, p.splits, p.group, p.sums) if p.splits > 1 else gains
     later = _float32(query, p.pairs, p.splits, p.sums) if p.splits > 1 else gains
     pieces = []
@@ -93,21 +101,28 @@ def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor) -> tu
         v, g, dv_e = value[..., columns], grad[..., columns], dv[..., columns]
         dq_e, dk_e = (torch.empty_like(x, dtype=torch.float32) if len(p.columns) > 1 else x for x in (dq, dk))
         unit = stride_unit(query, key, v, g, dq_e, dk_e, dv_e)
-        inputs, last = strides(unit, query, key, v), (*p.at_rows, count, *p.sizes, batch.scale)
+        inputs, last = strides(unit, query, key, v), (*p.at_rows, count, *p.sizes)
         walk = {**p.walk(batch, v.shape[-1], unit), **p.rows, "SUMS": p.sums}
         backward.query_gradients[(p.pairs * p.group * p.splits,)](
-            query, key, v, w, g, dq_e, y, means, gains, before, sums, state[e], cu_q, cu_k,
-            *inputs, *w_strides, *strides(unit, g, dq_e), *last,
+            query, key, v, w, g, dq_e, y, f, half, means, gains, sums, state[e], tiles[e], cu_q, cu_k,
+            *inputs, *w_strides, *strides(unit, g, dq_e), *last, p.tiles("outputs"), batch.scale,
             CARRY=p.splits > 1, **walk, **p.launch("query_gradients"),
         )  # fmt: skip
+        if third:
+            names = ("ORDER", "RAGGED", "GROUP", "WEIGHTED", "SUM", "D", "E", "BD", "BE", "SUMS", "UNIT", "PRECISION")
+            backward.row_sums[(p.pairs * p.group * p.splits,)](
+                f, half, g, y, gains, sums, after, cu_q, cu_k, *strides(unit, g, dq_e), *last, p.tiles("key_gradients"),
+                CARRY=p.splits > 1, **{name: walk[name] for name in names}, **p.launch("row_sums"),
+            )  # fmt: skip
         if p.splits > 1:
             backward.suffixes[(p.pairs,)](
                 sums, later, state[e], cu_q, p.Lq, *p.sizes[2:],
                 GROUP=p.group, SUMS=p.sums, **p.scan, num_warps=SCAN_WARPS[1],
             )  # fmt: skip
         backward.key_gradients[(p.pairs * p.splits,)](
-            query, key, v, w, g, dk_e, dv_e, y, gains, before, later, state[e], cu_q, cu_k,
-            *inputs, *w_strides, *strides(unit, g, dk_e, dv_e, dq_e), *last, **walk, **p.launch("key_gradients"),
+            query, key, v, w, g, dk_e, dv_e, y, f, half, gains, after, later, state[e], cu_q, cu_k,
+            *inputs, *w_strides, *strides(unit, g, dk_e, dv_e, dq_e), *last, p.tiles("key_gradients"), batch.scale,
+            **walk, **p.launch("key_gradients"),
         )  # fmt: skip
         pieces.append((dq_e, dk_e))
     if len(pieces) > 1:
@@ -117,4 +132,4 @@ def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor) -> tu
 
 
 # (B, Hq, Lq, E), ragged (Tq, Hq, E). Cost: L (tile + 2 E) D a head, O(L) memory.
-attention = Operator("causal", Batch, run_forward, run_backward, empty, states=2, make=batch_of)
+attention = Operator("causal", Batch, run_forward, run_backward, empty, states=3, make=batch_of)

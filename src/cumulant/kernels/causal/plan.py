@@ -9,8 +9,9 @@ import torch
 from ..batch import Batch
 from ..launch import Config, cdiv, dot_precision, multiprocessors, padded
 
-# kernel -> widest of D and E (padded) -> order 2, order 3, for 16-bit inputs; benchmarks/gpu_causal.py --sweep. At
-# order 3 `query_gradients` leaves something for each tile of `key_gradients`: their tiles must be equal.
+# kernel -> widest of D and E (padded) -> order 2, order 3, for 16-bit inputs; benchmarks/gpu_causal.py --sweep.
+# `query_gradients` reads what `outputs` left for each tile: their tiles are equal, and so are those of `row_sums` and
+# `key_gradients`.
 TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
     "part_sums": {
         64: (Config(64, 4, 3, registers=128), Config(64, 4, 3, registers=168)),
@@ -23,9 +24,14 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         256: (Config(32, 8, 1), Config(32, 8, 1)),
     },
     "query_gradients": {
-        64: (Config(64, 4, 3), Config(64, 4, 2)),
-        128: (Config(64, 8, 1), Config(32, 8, 1)),
-        256: (Config(32, 8, 1), Config(16, 8, 1)),
+        64: (Config(64, 4, 3), Config(64, 4, 1)),
+        128: (Config(64, 8, 1), Config(64, 8, 1)),
+        256: (Config(32, 8, 1), Config(32, 8, 1)),
+    },
+    "row_sums": {  # of order 3 only
+        64: (Config(64, 4, 2), Config(64, 4, 2)),
+        128: (Config(32, 8, 1), Config(32, 8, 1)),
+        256: (Config(16, 8, 1), Config(16, 8, 1)),
     },
     "key_gradients": {
         64: (Config(64, 4, 3), Config(64, 4, 1)),
@@ -93,6 +99,14 @@ class Plan:
             **self.scan, "D": self.D, "E": E, "WEIGHTED": batch.weights is not None, "MASKED": _masked(batch),
             "UNIT": unit, "PRECISION": dot_precision(self.dtype),
         }  # fmt: skip
+
+    def tiles(self, kernel: str) -> int:
+        """Tiles of a part."""
+        return cdiv(min(self.span, max(self.Lq, self.Lk)), self.launch(kernel)["N"])
+
+    def tiles_shape(self, keep: bool) -> tuple[int, ...]:
+        """Sums before each tile, for each range of value columns."""
+        return len(self.columns), self.pairs, self.splits, self.tiles("outputs") if keep else 0, 2 * self.BD + self.BE
 
     def launch(self, kernel: str) -> dict[str, Any]:
         c = config(kernel, self.order, max(self.BD, self.BE), self.dtype)
