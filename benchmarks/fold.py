@@ -1,6 +1,6 @@
 """The folded second-order layer against the plain one and against that one's four projections alone.
 
-    python benchmarks/fold.py           # table, and benchmarks/results/fold-<device>.json
+    python benchmarks/fold.py           # table, and fold-<device>.json in $OUT, or in benchmarks/results
 
 On a GPU in bf16, elsewhere in float32. Forward and training step (forward and backward), medians; numbers that are
 compared come from one run, and GPU times are replays of CUDA graphs. The folded layer is compared with the plain one
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import statistics
 import sys
 import time
@@ -113,10 +114,9 @@ def main() -> None:
     rows = [row(768, 12, max(1, TOKENS // L), L) for L in (16384, 65536) if L <= TOKENS]
     rows += [row(384, 6, max(1, TOKENS // L), L) for L in (197, 392, 784, 1568, 4096)]
     rows += [row(768, 12, max(1, TOKENS // L), L) for L in (784, 1568, 4096)]
-    results = Path(__file__).parent / "results" / f"fold-{DEVICE}.json"
-    results.write_text(
-        json.dumps({"dtype": str(DTYPE), "rows": rows, **provenance("python benchmarks/fold.py")}, indent=1) + "\n"
-    )
+    results = Path(os.environ.get("OUT", Path(__file__).parent / "results")) / f"fold-{DEVICE}.json"
+    origin = provenance("python benchmarks/fold.py", gpu=DEVICE == "cuda")
+    results.write_text(json.dumps({"dtype": str(DTYPE), "rows": rows, **origin}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -277,13 +277,14 @@ def main() -> None:
             print(f"| {name} | wrong: no time |", flush=True)
             continue
         try:
-            rows[name] = measure(CASES[name], peers)
+            rows[name] = measure(CASES[name], peers) | {"goal": CASES[name].goal}
         except RuntimeError as problem:
             print(f"| {name} | {str(problem).splitlines()[0]} |", flush=True)
             continue
         print(line(name, rows[name], CASES[name].goal), flush=True)
         if os.environ.get("OUT"):
-            found = provenance("python benchmarks/gpu_called.py") | {"cases": rows}
+            wrong = [name for name, fine in right.items() if not fine]
+            found = provenance("python benchmarks/gpu_called.py", gpu=True) | {"cases": rows, "wrong": wrong}
             Path(os.environ["OUT"], "gpu_called.json").write_text(json.dumps(found, indent=1, default=str))
     for name in options.profile:
         print(name, flush=True)

@@ -27,6 +27,7 @@ import triton
 from gpu_dense import NUMBERS, WIDTH, bandwidth, inputs, milliseconds
 from torch import Tensor
 
+from cumulant.bench.provenance import provenance
 from cumulant.causal import causal_attention
 from cumulant.kernels.batch import Batch, batch_of
 from cumulant.kernels.causal import host as triton_causal
@@ -256,8 +257,9 @@ def main() -> None:
         raise SystemExit("wrong results: no speed is printed")
     speed = bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {speed / 1e12:.2f} TB/s, triton {triton.__version__}")
-    results: dict[str, Any] = {"copy_bytes_per_second": speed, "device": torch.cuda.get_device_name(),
-                               "torch": torch.__version__, "triton": triton.__version__}  # fmt: skip
+    asked = [f"--{name}" for name in ("quick", "sweep") if getattr(options, name)]
+    results: dict[str, Any] = provenance(" ".join(["python benchmarks/gpu_causal.py", *asked]), gpu=True)
+    results |= {"copy_bytes_per_second": speed, "device": torch.cuda.get_device_name(), "triton": triton.__version__}
     name = "gpu_causal_sweep.json" if options.sweep else "gpu_causal.json"
 
     def keep() -> None:

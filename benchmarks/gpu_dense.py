@@ -30,6 +30,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cumulant.bench.provenance import provenance
 from cumulant.kernels.batch import batch_of
 from cumulant.kernels.dense import host as triton_dense
 from cumulant.kernels.dense import plan as dense_plan
@@ -339,8 +340,9 @@ def main() -> None:
         raise SystemExit("wrong results: no speed is printed")
     speed = bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {speed / 1e12:.2f} TB/s, triton {triton.__version__}")
-    results: dict[str, Any] = {"copy_bytes_per_second": speed, "device": torch.cuda.get_device_name(),
-                               "torch": torch.__version__, "triton": triton.__version__}  # fmt: skip
+    asked = [f"--{name}" for name in ("quick", "sweep", "peers", "long") if getattr(options, name)]
+    results: dict[str, Any] = provenance(" ".join(["python benchmarks/gpu_dense.py", *asked]), gpu=True)
+    results |= {"copy_bytes_per_second": speed, "device": torch.cuda.get_device_name(), "triton": triton.__version__}
     if options.sweep:
         lengths = {
             True: (64, 197, 1568) if options.quick else (64, 197, 577, 1568, 4096),

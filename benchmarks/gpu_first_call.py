@@ -75,7 +75,7 @@ def main() -> None:
             cold, warm = (" + ".join(f"{x:.2f}" for x in pair) for pair in found)
             print(f"| `{name}` | {cold} | {warm} |", flush=True)
             if os.environ.get("OUT"):
-                record = provenance("python benchmarks/gpu_first_call.py") | {"calls": rows}
+                record = provenance("python benchmarks/gpu_first_call.py", gpu=True) | {"calls": rows}
                 Path(os.environ["OUT"], "gpu_first_call.json").write_text(json.dumps(record, indent=1, default=str))
 
 

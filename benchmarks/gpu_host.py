@@ -103,7 +103,7 @@ def main() -> None:
             more = f"{forward - peer[0]:+.1f} | {step:.1f} | {step - peer[1]:+.1f}"
             print(f"| `{name}` | {way} | {forward:.1f} | {more} |", flush=True)
     if os.environ.get("OUT"):
-        found_all = provenance("python benchmarks/gpu_host.py") | {"goal": GOAL, SDPA: peer, "calls": rows}
+        found_all = provenance("python benchmarks/gpu_host.py", gpu=True) | {"goal": GOAL, SDPA: peer, "calls": rows}
         Path(os.environ["OUT"], "gpu_host.json").write_text(json.dumps(found_all, indent=1, default=str))
 
 

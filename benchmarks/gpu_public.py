@@ -245,7 +245,7 @@ def main() -> None:
         wrong += rows[name][0].isupper()
         print(f"{rows[name][0]:14s} {name}: {rows[name][1]}", flush=True)
         if os.environ.get("OUT"):
-            found = provenance("python benchmarks/gpu_public.py") | {"calls": rows}
+            found = provenance("python benchmarks/gpu_public.py", gpu=True) | {"calls": rows}
             Path(os.environ["OUT"], "gpu_public.json").write_text(json.dumps(found, indent=1, default=str))
     print(f"{len(rows)} calls, {wrong} wrong")
     sys.exit(int(wrong > 0))

@@ -3,8 +3,9 @@
 Results lie in benchmarks/results: zoo_gpu.json (benchmarks/gpu_zoo.py), zoo_efficiency*.json and zoo_train_RECIPE.json
 (`cumulant bench efficiency` and `train`), cluster_error.json and error_pareto.json (benchmarks/cluster_error.py),
 zoo_orderings.json (benchmarks/orderings.py), cluster_stream.json (benchmarks/cluster_stream.py), study_NAME.json (see
-`tools.studies_page`), cab.json (`cumulant bench cab`), records/NAME.json (see `tools.records`). Pages hold places for
-them, between `<!-- results: NAME -->` and `<!-- end -->`; what has no file says that it was not run.
+`tools.studies_page`), cab.json (`cumulant bench cab`), records/NAME.json (see `tools.records`), and those of the speed
+page (benchmarks/gpu_all.py, see `tools.speed_page`). Pages hold places for them, between `<!-- results: NAME -->` and
+`<!-- end -->`; what has no file says that it was not run.
 """
 
 from __future__ import annotations
@@ -333,7 +334,14 @@ BLOCKS: dict[str, Callable[[Result], str]] = {
     "zoo_train_tiny-imagenet-100": train_block, "error_pareto": pareto_block, "cluster_error": cluster_block,
     "cluster_stream": stream_block, "around_mean": around_block,
 }  # fmt: skip
+SPEED = (  # records of benchmarks/gpu_all.py
+    "gpu_called", "gpu_dense", "gpu_causal", "fold-cuda", "gpu_decode", "gpu_host", "gpu_first_call", "gpu_public",
+    "gpu_tests",
+)  # fmt: skip
 PAGES = {
+    "docs/performance.md": (
+        "gpu_called", "gpu_goals", "gpu_dense", "gpu_more", "gpu_host", "gpu_first_call", "gpu_public", "gpu_tests",
+    ),
     "docs/lab/benchmarks.md": (
         "error_pareto", "zoo_efficiency_cpu", "zoo_efficiency", "zoo_gpu", "zoo_train_digits",
         "zoo_train_tiny-imagenet-100",
@@ -352,14 +360,14 @@ PAGES = {
 def read(repository: Path) -> dict[str, Result]:
     """The results that are there, by name."""
     folder = repository / "benchmarks" / "results"
-    paths = {name: folder / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab")}
+    paths = {name: folder / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab", *SPEED)}
     paths |= {f"study_{name}": folder / f"study_{name}.json" for name in (*STUDIES, *LAYERS)}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
 def written(repository: Path) -> dict[str, str]:
     """The pages as the results would have them."""
-    from tools import cab_page, expected, records, studies_page  # which take their tables from here
+    from tools import cab_page, expected, records, speed_page, studies_page  # which take their tables from here
 
     results = read(repository)
     blocks = {
@@ -370,6 +378,7 @@ def written(repository: Path) -> dict[str, str]:
     blocks["cab"] = cab_page.board(results) if "cab" in results else "Not run yet."
     blocks["cab_details"] = cab_page.details(results["cab"]) if "cab" in results else "Not run yet."
     blocks["studies"] = studies_page.overview(results)
+    blocks |= speed_page.blocks(results)
     blocks["expected"] = expected.page(records.kept(repository / "benchmarks" / "results" / "records"))
     for name in (f"study_{study}" for study in (*STUDIES, *LAYERS)):
         blocks[name] = studies_page.block(results[name]) if name in results else "Not run yet."

@@ -69,9 +69,9 @@ def read_result(path: Path, *keys: str) -> dict[str, Any]:
     return result
 
 
-def provenance(command: str) -> dict[str, Any]:
-    """What a results file says about its origin."""
-    return {
+def provenance(command: str, gpu: bool = False) -> dict[str, Any]:
+    """What a results file says about its origin; `gpu`: it was measured on one."""
+    found: dict[str, Any] = {
         "command": command,
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -87,3 +87,7 @@ def provenance(command: str) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         },
     }
+    if gpu and torch.cuda.is_available():
+        found["machine"]["gpu"] = torch.cuda.get_device_name()
+        found["versions"]["triton"] = metadata.version("triton")
+    return found

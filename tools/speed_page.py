@@ -1,0 +1,293 @@
+"""The tables of docs/performance.md, from the records of `benchmarks/gpu_all.py`: `python -m tools.pages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tools.pages import origin, table
+
+Result = Mapping[str, Any]
+CLUSTER = "`cluster_attention(clusters=64, near=2)`, B 8, 16,384 tokens"
+CALLS = {  # of gpu_called.py
+    "cluster": CLUSTER,
+    "long": "256 clusters, B 2, 65,536",
+    "4k": "64 clusters, B 8, 4,096",
+    "grid 4k": "`clusters=(8, 8), grid=(64, 64), near=4`, B 1, 4 heads of 96",
+    "grid 64k": "the same, `grid=(256, 256)`",
+    "masked": "the first with a `key_mask` of padding",
+    "grouped": "the first with 4 key heads",
+    "prefix": "the first with `prefix=1`",
+    "far only": "the first with `near=0`",
+    "causal 64": "`clusters=64, is_causal=True`, B 8, 16,384",
+    "causal": "`clusters=Blocks(64, keep=16, recent=1), is_causal=True`, B 1",
+    "causal means": "the same with `response=0`, B 8",
+    "blocks": "`clusters=64`, B 1, 16,384",
+    "kmeans": "`clusters=KMeans(64)`, the same",
+    "short": "`clusters=16`, B 256, 256 tokens",
+    "order 2, 64": "`attention(order=2)`, B 256, 64 tokens",
+    "order 3, 64": "`attention(order=3)`, the same",
+    "order 2, 197": "`attention(order=2)`, B 64, 197",
+    "order 2, 16k": "`attention(order=2)`, B 8, 16,384",
+    "order 3, 16k": "`attention(order=3)`, the same",
+    "causal 2, 16k": "`attention(order=2, is_causal=True)`, the same",
+    "causal 3, 16k": "`attention(order=3, is_causal=True)`, the same",
+}
+# The best public kernel that is not causal, second order without means; measured on such a machine before.
+PEER = {
+    64: (0.36, 0.44), 197: (0.62, 0.60), 577: (0.78, 0.71), 1568: (0.90, 0.81), 4096: (0.96, 0.83),
+    16384: (0.71, 0.76), 65536: (0.26, 0.46),
+}  # fmt: skip
+
+
+def made(result: Result) -> str:
+    """Where a record came from; those from before 2026-11-18 do not all say."""
+    try:
+        return origin(result)
+    except (KeyError, AttributeError):
+        return f"{result.get('device', 'NVIDIA H200')}, a commit that was not recorded."
+
+
+def times(number: float) -> str:
+    return f"{number:.0f}" if number >= 20 else f"{number:.1f}"
+
+
+def called_block(result: Result) -> str:
+    """Public calls beside softmax."""
+    rows = []
+    for name, label in CALLS.items():
+        row = result["cases"].get(name)
+        if row is None:
+            why = "off by more than twice plain torch: no time" if name in result.get("wrong", ()) else "not measured"
+            rows.append([label, why, *[""] * 7])
+            continue
+        cells = [label]
+        for what, goal in zip(("forward", "step"), row.get("goal", (0, 0)), strict=True):
+            cells += [
+                f"{row[what]:.3f} ({row[f'softmax_{what}']:.3g})", times(row[f"{what}_times"]),
+                f"{goal:g}" if goal else "", times(row[f"{what}_called_times"]),
+            ]  # fmt: skip
+        rows.append(cells)
+    head = ["call"]
+    for what in ("forward", "step"):
+        head += [f"{what} ms (softmax)", "times", "goal", "from Python"]
+    return "\n\n".join([table(head, rows), made(result)])
+
+
+def fraction(pair: tuple[float, float]) -> str:
+    return " / ".join(f"{x:.2f}".removeprefix("0") for x in pair)
+
+
+def by_length(result: Result, order: int) -> dict[int, Mapping[str, float]]:
+    return {row["L"]: row for row in result["rows"] if row["order"] == order}
+
+
+def dense_block(result: Result) -> str:
+    """Fractions of the floor, and milliseconds beside softmax."""
+    orders = {order: by_length(result, order) for order in (2, 3)}
+    lengths = list(orders[2])
+    rows = [
+        [f"order {n}", *(fraction((found[L]["forward_fraction"], found[L]["backward_fraction"])) for L in lengths)]
+        for n, found in orders.items()
+    ]
+    rows.append(["peer", *(fraction(PEER[L]) if L in PEER else "" for L in lengths)])
+    parts = [table(["tokens", *(f"{L:,}" for L in lengths)], rows)]
+    seen = [L for L in lengths if "sdpa_forward_ms" in orders[2][L]]
+    if seen:
+        own = [
+            [f"order {n}", *(f"{found[L]['forward_ms']:.3f} / {found[L]['both_ms']:.3f}" for L in seen)]
+            for n, found in orders.items()
+        ]
+        peer = [f"{orders[2][L]['sdpa_forward_ms']:.3f} / {orders[2][L]['sdpa_both_ms']:.3f}" for L in seen]
+        head = ["tokens (batch)", *(f"{L:,} ({orders[2][L]['B']})" for L in seen)]
+        parts += ["Milliseconds, forward / forward and backward; softmax is the better of flash and cuDNN:"]
+        parts += [table(head, [["softmax", *peer], *own])]
+    return "\n\n".join([*parts, made(result)])
+
+
+def more_block(results: Mapping[str, Result]) -> str:
+    """Causal, folded, decoding."""
+    rows = []
+    causal, fold, decode = (results.get(name) for name in ("gpu_causal", "fold-cuda", "gpu_decode"))
+    for row in causal["rows"] if causal else ():
+        if row["L"] == 16384:
+            label = f"causal, order {row['order']}, 8 x 16,384 tokens, forward / backward"
+            rows.append([label, f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f}", f"`{causal['command']}`"])
+    for row in fold["rows"] if fold else ():
+        if row["L"] >= 1568:
+            forward, step = row["forward_ms"], row["step_ms"]
+            label = f"folded layer, width {row['C']}, {row['L']:,} tokens: projections alone / folded, forward; step"
+            found = " ".join(
+                f"{t['projections']:.3f} / {t['folded']:.3f}{end}" for t, end in ((forward, ";"), (step, ""))
+            )
+            rows.append([label, found, f"`{fold['command']}`"])
+    for order, row in decode["orders"].items() if decode else ():
+        label = f"one token of a stream, 64 sequences, order {order}, in a graph / from Python"
+        rows.append([label, f"{row['graph_us'] / 1e3:.4f} / {row['called_us'] / 1e3:.3f}", f"`{decode['command']}`"])
+    origins = list(dict.fromkeys(made(x) for x in (causal, fold, decode) if x))
+    return "\n\n".join([table(["also measured", "ms", "command"], rows), *origins]) if rows else "Not run yet."
+
+
+def host_block(result: Result) -> str:
+    forward, step = result["F.scaled_dot_product_attention"]
+    rows = [["`F.scaled_dot_product_attention`", f"{forward:.0f}", "", f"{step:.0f}", ""]]
+    for name, ways in result["calls"].items():
+        mine = ways["repeated"]
+        rows.append(
+            [f"`{name}`", f"{mine[0]:.0f}", f"{mine[0] - forward:+.0f}", f"{mine[1]:.0f}", f"{mine[1] - step:+.0f}"]
+        )
+    head = ["call", "forward, microseconds", "more than SDPA", "step", "more than SDPA"]
+    return "\n\n".join([table(head, rows), made(result)])
+
+
+def first_block(result: Result) -> str:
+    rows = [
+        [f"`{name}`", *(" + ".join(f"{x:.2f}" for x in pair) for pair in found)]
+        for name, found in result["calls"].items()
+    ]
+    return "\n\n".join(
+        [table(["first call, forward + backward, s", "empty cache", "full cache"], rows), origin(result)]
+    )
+
+
+def public_block(result: Result) -> str:
+    """Which public calls take what."""
+    kinds: dict[str, list[str]] = {}
+    for name, (took, _) in result["calls"].items():
+        kinds.setdefault(took, []).append(name)
+    rows = [[took, str(len(names)), ", ".join(f"`{name}`" for name in names)] for took, names in kinds.items()]
+    return "\n\n".join([table(["takes", "calls", "which"], rows), made(result)])
+
+
+def tests_block(result: Result) -> str:
+    rows = [
+        [f"`{path}`", *(str(found[key]) for key in ("passed", "failed", "skipped"))]
+        for path, found in result["files"].items()
+    ]
+    sums = [str(sum(found[key] for found in result["files"].values())) for key in ("passed", "failed", "skipped")]
+    left = f", {result['left']} left out" if result.get("left") else ""
+    about = (
+        f"Commit {result['commit']}, {result['machine']}, torch {result['torch']}, Triton {result['triton']}: "
+        f"{result['seconds']:.0f} seconds{left}."
+    )
+    return "\n\n".join([table(["tests", "passed", "failed", "skipped"], [*rows, ["**all**", *sums]]), about])
+
+
+class Goal(NamedTuple):
+    """Something to reach: what is measured, from which record, and the number; `most`: it is an upper bound."""
+
+    what: str
+    record: str
+    wanted: float
+    measured: Callable[[Result], float]
+    most: bool = False
+
+
+def of_case(name: str, key: str) -> Callable[[Result], float]:
+    return lambda result: float(result["cases"][name][key])
+
+
+def least_fraction(order: int, which: str, lengths: tuple[int, ...]) -> Callable[[Result], float]:
+    return lambda result: min(by_length(result, order)[L][f"{which}_fraction"] for L in lengths)
+
+
+def behind_peer(result: Result) -> float:
+    """The least lead over the peer's column, forward."""
+    rows = by_length(result, 2)
+    return min(rows[L]["forward_fraction"] - PEER[L][0] for L in PEER)
+
+
+def folded(width: int, what: str, least: int) -> Callable[[Result], float]:
+    return lambda result: min(
+        row[what]["projections"] / row[what]["folded"]
+        for row in result["rows"]
+        if row["C"] == width and row["L"] >= least
+    )
+
+
+def both_passes(order: int) -> Callable[[Result], float]:
+    return lambda result: next(
+        row["forward_ms"] + row["backward_ms"] for row in result["rows"] if (row["order"], row["L"]) == (order, 16384)
+    )
+
+
+def most_host(which: int) -> Callable[[Result], float]:
+    peer = "F.scaled_dot_product_attention"
+    return lambda result: max(ways["repeated"][which] - result[peer][which] for ways in result["calls"].values())
+
+
+def beside_blocks(result: Result) -> float:
+    return float(result["cases"]["kmeans"]["forward"] / result["cases"]["blocks"]["forward"])
+
+
+def slowest_start(which: int) -> Callable[[Result], float]:
+    return lambda result: max(max(found[which]) for found in result["calls"].values())
+
+
+LONG = (1568, 4096, 16384, 65536)
+C = "gpu_called"
+GOALS = [
+    Goal("clusters, 16,384 tokens, forward, times softmax", C, 15, of_case("cluster", "forward_times")),
+    Goal("the same, step", C, 12, of_case("cluster", "step_times")),
+    Goal("65,536 tokens, forward", C, 40, of_case("long", "forward_times")),
+    Goal("4 heads of 96, 65,536 tokens, forward", C, 18, of_case("grid 64k", "forward_times")),
+    Goal("4,096 tokens, forward", C, 1, of_case("4k", "forward_times")),
+    Goal("4 heads of 96, 4,096 tokens, forward", C, 1, of_case("grid 4k", "forward_times")),
+    Goal("masked, forward", C, 10, of_case("masked", "forward_times")),
+    Goal("masked, step", C, 8, of_case("masked", "step_times")),
+    Goal("causal clusters, forward", C, 10, of_case("causal 64", "forward_times")),
+    Goal("causal clusters, step", C, 8, of_case("causal 64", "step_times")),
+    Goal("k-means, forward, times the time of blocks", C, 1.3, beside_blocks, True),
+    Goal("order 2, B 256, 64 tokens, forward, from Python", C, 1, of_case("order 2, 64", "forward_called_times")),
+    Goal("the same, step", C, 1, of_case("order 2, 64", "step_called_times")),
+    Goal("order 3, B 256, 64 tokens, forward, from Python", C, 1, of_case("order 3, 64", "forward_called_times")),
+    Goal("the same, step", C, 1, of_case("order 3, 64", "step_called_times")),
+    Goal("order 2, fraction forward, from 1,568 on", "gpu_dense", 0.92, least_fraction(2, "forward", LONG)),
+    Goal("order 2, fraction forward less the peer's, at worst", "gpu_dense", 0, behind_peer),
+    Goal("order 2, fraction forward at 197", "gpu_dense", 0.80, least_fraction(2, "forward", (197,))),
+    Goal("order 2, fraction backward at 197", "gpu_dense", 0.78, least_fraction(2, "backward", (197,))),
+    Goal("order 3, fraction forward at 197", "gpu_dense", 0.72, least_fraction(3, "forward", (197,))),
+    Goal("order 3, fraction backward at 197", "gpu_dense", 0.66, least_fraction(3, "backward", (197,))),
+    Goal("order 3, fraction forward, from 1,568 on", "gpu_dense", 0.82, least_fraction(3, "forward", LONG)),
+    Goal("order 3, fraction backward, from 1,568 on", "gpu_dense", 0.80, least_fraction(3, "backward", LONG)),
+    Goal("causal, 16,384, order 2, both passes, ms", "gpu_causal", 1.0, both_passes(2), True),
+    Goal("causal, 16,384, order 3, both passes, ms", "gpu_causal", 2.2, both_passes(3), True),
+    Goal("folded, width 768, from 16,384, forward, x projections", "fold-cuda", 1.8, folded(768, "forward_ms", 16384)),
+    Goal("the same, step", "fold-cuda", 2.0, folded(768, "step_ms", 16384)),
+    Goal("folded, width 384, from 1,568, forward", "fold-cuda", 1.8, folded(384, "forward_ms", 1568)),
+    Goal("the same, step", "fold-cuda", 2.0, folded(384, "step_ms", 1568)),
+    Goal("host, forward, microseconds more than SDPA", "gpu_host", 25, most_host(0), True),
+    Goal("host, step, microseconds more than SDPA", "gpu_host", 25, most_host(1), True),
+    Goal("first call, a pass, seconds, empty cache", "gpu_first_call", 10, slowest_start(0), True),
+    Goal("first call, a pass, seconds, full cache", "gpu_first_call", 1, slowest_start(1), True),
+    Goal("GPU suite, tests failed", "gpu_tests", 0, lambda r: sum(x["failed"] for x in r["files"].values()), True),
+    Goal("GPU suite, seconds", "gpu_tests", 480, lambda r: r["seconds"], True),
+]  # fmt: skip
+
+
+def goals_block(results: Mapping[str, Result]) -> str:
+    """Each goal with what was reached."""
+    rows = []
+    for goal in GOALS:
+        try:
+            found = goal.measured(results[goal.record])
+        except (KeyError, StopIteration, ValueError):
+            rows.append([goal.what, _bound(goal), "not measured", ""])
+            continue
+        reached = found <= goal.wanted if goal.most else found >= goal.wanted
+        rows.append([goal.what, _bound(goal), f"{found:.3g}", "yes" if reached else "**no**"])
+    return table(["goal", "wanted", "measured", "reached"], rows)
+
+
+def _bound(goal: Goal) -> str:
+    return f"{'at most' if goal.most else 'at least'} {goal.wanted:g}"
+
+
+def blocks(results: Mapping[str, Result]) -> dict[str, str]:
+    """The blocks of the page by name."""
+    single = {
+        "gpu_called": called_block, "gpu_dense": dense_block, "gpu_host": host_block, "gpu_first_call": first_block,
+        "gpu_public": public_block, "gpu_tests": tests_block,
+    }  # fmt: skip
+    found = {name: block(results[name]) if name in results else "Not run yet." for name, block in single.items()}
+    return {**found, "gpu_more": more_block(results), "gpu_goals": goals_block(results)}
