@@ -133,3 +133,31 @@ def test_kept_tokens_are_taken_out_and_put_back_by_kernels_as_by_indices(kernels
     assert torch.equal(found.tokens, wanted.tokens)
     assert torch.equal(found.cu_seq, wanted.cu_seq)
     assert torch.equal(found.unpacked(found.tokens + 1), wanted.unpacked(wanted.tokens + 1))
+
+
+@runs
+@pytest.mark.parametrize(("block", "prefix", "reduce_n"), [(1, 1, 6), (8, 0, 2), (20, 1, 16)])
+@torch.no_grad()
+def test_listed_keys_by_kernels_are_the_layer_written_out(kernels, block, prefix, reduce_n):
+    torch.manual_seed(0)
+    layer = create_layer("sparsifiner", 24, 2, tokens=60 + prefix, block=block, reduce_n=reduce_n, prefix=prefix)
+    layer = layer.to(DEVICE).eval()
+    for table in (layer.predictor.pool, layer.predictor.basis, layer.predictor.query.weight):
+        table.mul_(20)  # or all guesses are about equal
+    x = torch.randn(2, 60 + prefix, 24, device=DEVICE)
+    call = layer.asked(x, grid=(6, 10), prefix=prefix)
+    assert layer._direct(layer._flat(call))
+    found = layer(x, grid=(6, 10), prefix=prefix)
+    wanted = layer.double()(x.double(), grid=(6, 10), prefix=prefix)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@runs
+@pytest.mark.parametrize("b", [1, 7, 50])
+def test_the_largest_are_chosen_with_the_first_of_equals_in_their_order(b):
+    from cumulant.kernels.heads.sparse import largest_places
+
+    torch.manual_seed(0)
+    guess = torch.randn(3, 5, 50, device=DEVICE).mul(3).round()  # many are equal, some below 0
+    order = guess.sort(dim=-1, descending=True, stable=True).indices[..., :b]
+    assert torch.equal(largest_places(guess, b).long(), order.sort(-1).values)

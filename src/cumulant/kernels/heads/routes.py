@@ -16,7 +16,6 @@ from ..launch import cdiv, on_device, padded, rows
 from .regions import token
 
 BLOCK = 64  # tokens of a program
-MOST_REGIONS = 256  # whose scores one program holds
 
 
 @triton.jit

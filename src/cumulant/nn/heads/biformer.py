@@ -16,6 +16,7 @@ from torch import Tensor
 from ...call import Call, Grid, check_choice
 from ...cluster import cluster_attention
 from ...kernels import launch
+from ...kernels.heads.limits import MOST_REGIONS
 from ...tensors import ABSENT, wide
 from ...zoo.grid import resolve_grid
 from ...zoo.registry import can
@@ -105,7 +106,7 @@ class BiLevelRouting(HeadsLayer):
     def _by_kernel(self, call: Call) -> Tensor:
         """What the projection reads, (B, L, C): keys and values are read where they lie, and nothing is copied."""
         from ...kernels.heads.regions import add_convolved, attend_regions
-        from ...kernels.heads.routes import MOST_REGIONS, related_regions
+        from ...kernels.heads.routes import related_regions
 
         flat, regions = self._laid_out(call, scaled=False)
         factor = self.num_heads**-0.5 if self.logit_scale == "channels" else 1.0

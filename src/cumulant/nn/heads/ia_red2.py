@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...call import Call, Grid
 from ...kernels import launch
+from ...kernels.heads.limits import WIDEST_TOKEN
 from ...tensors import wide
 from ...tracing import is_plain, transformed
 from ...zoo.registry import can, get, names
@@ -21,7 +22,6 @@ from ..packing import attend_packed, takes_packs
 from ..registry import Layer, register_layer
 from .base import HeadsLayer, need
 
-WIDEST = 2048  # channels that a kernel holds of a token
 GATHERED_FROM = 512  # tokens; below, finding those that are kept takes longer than it saves
 EPS = 1e-6
 NOT_OVER = {
@@ -57,7 +57,7 @@ class Interpreter(nn.Module):
     def told(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
         """The same without gradients. On a GPU the map of the keys is turned on the query, once for all tokens, and one
         kernel reads them. Cost: L C H + C^2."""
-        if kept is not None or not launch.direct(x) or x.shape[-1] > WIDEST:
+        if kept is not None or not launch.direct(x) or x.shape[-1] > WIDEST_TOKEN:
             return self(x, kept)
         from ...kernels.heads.kept import tell
 
@@ -210,7 +210,7 @@ class Pack(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, kept: Tensor) -> Pack:
         """Waits once for the device: how many are left decides the size of all that follows."""
-        if launch.direct(x) and not torch.is_grad_enabled() and x.shape[-1] <= WIDEST:
+        if launch.direct(x) and not torch.is_grad_enabled() and x.shape[-1] <= WIDEST_TOKEN:
             from ...kernels.heads.kept import taken_out
 
             number = kept.flatten().cumsum(0, dtype=torch.int32)

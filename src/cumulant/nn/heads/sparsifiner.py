@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...call import Call, check_choice
+from ...kernels import launch
+from ...kernels.heads.limits import MOST_KEYS, MOST_MAPS
 from ...tensors import ABSENT, wide
 from ...zoo.mixing import Bound
 from ...zoo.registry import can, get, names
@@ -23,6 +25,7 @@ from .base import HeadsLayer, need
 STAGES = ("sparse", "reconstruct")
 TOP_BASIS, LEAST = 8, 0.02  # basis maps that a row mixes, and entries of them that count as 0
 GATHERED = 1 << 26  # numbers of gathered keys that are held at a time
+GUESSED = 1 << 29  # numbers of a guess that kernels choose from
 AT_ONCE = 65535  # calls that fused kernels take side by side on a GPU
 FIRST = 1e-10  # of equal guesses, the earlier key
 NOT_OVER = {
@@ -85,7 +88,7 @@ class Sparsifiner(HeadsLayer):
     Args:
         keep: share of the keys that a query meets, b = ceil(keep L).
         block: so many queries in a row share their keys, those of the largest sum of guesses; 1 is as published. With
-            64 or 128 a GPU takes a fraction of the time of single rows, still more than dense attention.
+            64 or 128 a GPU takes a fraction of the time of single rows.
         stage: "sparse" or "reconstruct", see `set_stage`.
         tokens: that the predictor is made for; those of grid_size and prefix, or 197, unless given.
         reduce_c, reduce_n: channels and tokens of the guess are so many times fewer.
@@ -141,6 +144,13 @@ class Sparsifiner(HeadsLayer):
             return super().mix_tokens(call, x, context)
         flat = self._flat(call)
         rows = [self.mix.run(self._prefix_of(flat))] if call.prefix else []
+        if self._direct(flat):
+            from ...kernels.heads.sparse import attend_listed
+
+            query = flat.query[:, :, call.prefix :]
+            chosen = self._choice(query, flat)
+            rows.append(attend_listed(query, flat.key, flat.value, chosen, self.block, flat.softmax_scale))
+            return (torch.cat(rows, -2) if call.prefix else rows[0]).reshape(call.query.shape)
         for asked, chosen, count in self._asked(flat):
             out = self.mix.run(asked).view(*chosen.shape[:3], self.block, self.head_dim)
             rows.append(out.flatten(2, 3)[:, :, :count])
@@ -163,6 +173,39 @@ class Sparsifiner(HeadsLayer):
             full = A.new_zeros(*A.shape[:-1], L).scatter(-1, chosen.unsqueeze(-2).expand(A.shape), A)
             rows.append(full.flatten(2, 3)[:, :, :count])
         return torch.cat(rows, -2).reshape(*call.query.shape[:-1], L)
+
+    def _direct(self, call: Call) -> bool:
+        """Whether kernels compute the layer: softmax on a GPU, where no gradient is asked for."""
+        plain = self.mechanism.name == "softmax" and self.temperature is None and not call.dropout_p
+        return plain and not torch.is_grad_enabled() and call.value.shape == call.key.shape and self._chooses(call)
+
+    def _chooses(self, call: Call) -> bool:
+        """Whether kernels choose the keys."""
+        (B, H, L, D), maps = call.key.shape, self.predictor.basis.shape[-1]
+        fits = L <= MOST_KEYS and maps <= MOST_MAPS and D <= launch.WIDEST
+        guessed = B * H * -(-L // self.block) * L
+        return fits and guessed <= GUESSED and call.key_mask is None and launch.direct(call.query)
+
+    @torch.no_grad()
+    def _choice(self, query: Tensor, call: Call) -> Tensor:
+        """The places (B, H, blocks, b) of the keys that blocks of these queries (B, H, n, D) meet."""
+        L, r, predictor = call.key.shape[-2], self.block, self.predictor
+        b, maps = math.ceil(self.keep * L), predictor.maps(L, self.signed_basis)
+        if self._chooses(call):
+            from ...kernels.heads.sparse import largest_places, mixed
+
+            k = predictor.key(call.key)
+            pooled = k.mT @ fitted(predictor.pool, L).to(k.dtype)
+            top = TOP_BASIS if pooled.shape[-1] > TOP_BASIS else 0
+            a = mixed(predictor.query(query), pooled, r, top, query.shape[-3] ** -0.5)
+            return largest_places(a.to(query.dtype) @ maps.to(query.dtype), b)
+        a = predictor.coefficients(query, call.key, call.key_mask, dense=False)
+        a = F.pad(a, (0, 0, 0, -query.shape[2] % r)).unflatten(2, (-1, r)).sum(3)  # the guess is linear in them
+        narrow = a.to(query.dtype) @ maps.to(query.dtype)
+        found = wide(narrow) - FIRST * torch.arange(L, device=query.device)
+        if call.key_mask is not None:
+            found = found.masked_fill((call.key_mask == 0)[:, None, None], ABSENT)
+        return found.topk(b, -1).indices
 
     def _flat(self, call: Call) -> Call:
         """The call with all leading dimensions as one."""
@@ -190,14 +233,7 @@ class Sparsifiner(HeadsLayer):
         for start in range(p, L, at_once):
             rows = call.query[:, :, start : start + at_once]
             count, more = rows.shape[2], -rows.shape[2] % r
-            with torch.no_grad():
-                a = self.predictor.coefficients(rows, call.key, call.key_mask, dense=False)
-                a = F.pad(a, (0, 0, 0, more)).unflatten(2, (-1, r)).sum(3)  # the guess is linear in them
-                narrow = a.to(rows.dtype) @ self.predictor.maps(L, self.signed_basis).to(rows.dtype)
-                found = wide(narrow) - FIRST * torch.arange(L, device=rows.device)
-                if call.key_mask is not None:
-                    found = found.masked_fill((call.key_mask == 0)[:, None, None], ABSENT)
-                chosen = found.topk(b, -1).indices  # (B, H, blocks, b)
+            chosen = self._choice(rows, call).long()
             query = F.pad(rows, (0, 0, 0, more)).unflatten(2, (-1, r)).flatten(0, 2).unsqueeze(1)
             key, value = (_taken(part, chosen).unsqueeze(1) for part in call[1:3])
             mask = None
