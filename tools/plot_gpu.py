@@ -2,40 +2,51 @@
 
 python -m tools.plot_gpu       writes docs/figures/gpu_time.svg
 
-Cumulant attention and the floor are of results/gpu_dense.json (CUDA graphs), softmax of results/gpu_dense_peers.json
-(called from Python, with batches so large that this does not show).
+All are of benchmarks/gpu_all.py, times of CUDA graphs: results/gpu_dense.json, and for softmax beyond 4,096 tokens
+results/gpu_called.json.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from cumulant.style import COLOURS, SOFT, new_figure, save, styled
 
 ROOT = Path(__file__).parents[1]
 LINES = (
-    ("softmax (best of flash, cuDNN)", "sdpa", 2, COLOURS["softmax"], "s"),
+    ("softmax (best of flash, cuDNN)", "sdpa_", 2, COLOURS["softmax"], "s"),
     ("cumulant, order 2", "", 2, COLOURS["cumulant2"], "o"),
     ("cumulant, order 3", "", 3, COLOURS["cumulant3"], "^"),
 )
-RESULTS = ("gpu_dense", "gpu_dense_peers")
+FARTHER = {"cluster": (8, 16384), "long": (2, 65536)}  # cases of gpu_called.json: batch and tokens
 HEADS, WIDTH = 12, 64
 NAMES = {"forward": "forward", "both": "forward and backward"}
 
 
+def points(dense: Any, called: Any, prefix: str, order: int, which: str) -> list[tuple[int, float]]:
+    """Tokens of a sequence, and nanoseconds a token."""
+    name = f"{prefix}{which}_ms"
+    rows = [r for r in dense["rows"] if r["order"] == order and r.get(name) is not None]
+    found = [(r["L"], r[name] * 1e6 / (r["B"] * r["L"])) for r in rows]
+    for case, (batch, length) in FARTHER.items() if prefix else ():
+        time = called["cases"].get(case, {}).get("softmax_forward" if which == "forward" else "softmax_step")
+        found += [(length, time * 1e6 / (batch * length))] if time is not None else []
+    return found
+
+
 @styled
 def main() -> None:
-    ours, peers = (json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()) for name in RESULTS)
+    results = (ROOT / "benchmarks/results").joinpath
+    dense, called = (json.loads(results(name).read_text()) for name in ("gpu_dense.json", "gpu_called.json"))
     figure, (axes,) = new_figure(1, 2, (9.6, 3.9), sharey=True)
     for axis, (which, title) in zip(axes, NAMES.items(), strict=True):
-        for label, peer, order, colour, marker in LINES:
-            name = f"{peer}_{which}_ms" if peer else f"{which}_ms"
-            rows = [r for r in (peers if peer else ours)["rows"] if r["order"] == order and r.get(name) is not None]
-            points = [(r["L"], r[name] * 1e6 / (r["B"] * r["L"])) for r in rows]
-            axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, color=colour, label=label)
+        for label, prefix, order, colour, marker in LINES:
+            shown = points(dense, called, prefix, order, which)
+            axis.plot(*zip(*shown, strict=True), marker=marker, markersize=4, color=colour, label=label)
         tensors = 4 if which == "forward" else 11
-        floor = tensors * HEADS * WIDTH * 2 / ours["copy_bytes_per_second"] * 1e9
+        floor = tensors * HEADS * WIDTH * 2 / dense["copy_bytes_per_second"] * 1e9
         axis.axhline(floor, color=SOFT, linestyle="--", label="memory floor")
         axis.set(xscale="log", yscale="log", xlabel="tokens in a sequence", title=title)
         axis.grid(alpha=0.3, which="major")
