@@ -188,8 +188,7 @@ def check_order(order: int, full: bool, normalization: str = "mean") -> None:
         raise TypeError(f"full must be True or False, got {full!r}")
     if full and order != 3:
         raise ValueError(f"full=True takes the whole third cumulant and needs order=3, got order={order}")
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
+    check_choice("normalization", normalization, NORMALIZATIONS)
 
 
 def leading(query: Tensor, key: Tensor) -> torch.Size:

@@ -51,9 +51,9 @@ def test_logit_sizes_that_mean_nothing_are_refused(sizes):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"length": 1}, "length must be 2 or more, got 1"),
-        ({"length": -5}, "length must be 2 or more, got -5"),
-        ({"dim": 0}, "dim must be 1 or more, got 0"),
+        ({"length": 1}, "length must be at least 2, got 1"),
+        ({"length": -5}, "length must be at least 2, got -5"),
+        ({"dim": 0}, "dim must be at least 1, got 0"),
         ({"logit_sizes": (1e300,)}, "a logit size of 1e.300 is too large"),
     ],
 )

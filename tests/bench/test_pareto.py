@@ -96,7 +96,7 @@ def test_masked_keys_take_no_part():
     ("given", "message"),
     [({"sizes": (0.0,)}, "sizes must be positive and at most 1e.100, got 0"),
      ({"sizes": (float("inf"),)}, "sizes must be positive and at most 1e.100, got inf"),
-     ({"length": 0}, "length must be 1 or more, got 0"),
+     ({"length": 0}, "length must be at least 1, got 0"),
      ({"sizes": ()}, "nothing to measure")],
 )  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(given, message):

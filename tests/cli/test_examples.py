@@ -87,9 +87,9 @@ for words in json.loads(sys.argv[1]):
 """
 RUN_EACH = """
 import json, sys
-import cumulant.bench.scaling
+import cumulant.studies.measured
 from cumulant.cli import main
-cumulant.bench.scaling.LENGTHS = (64, 128)  # of the sequences that the report of a study measures
+cumulant.studies.measured.LENGTHS = (64, 128)  # of the sequences that the report of a study measures
 for words in json.loads(sys.argv[1]):
     print("$ cumulant", *words, flush=True)
     status = main(words)

@@ -243,12 +243,12 @@ def test_decoding_shows_a_progress_bar_when_asked(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(batch_size=0), "batch_size must be positive, got 0"),
-        (dict(size=0), "size must be positive, got 0"),
-        (dict(repeats=0), "repeats must be positive, got 0"),
+        (dict(batch_size=0), "batch_size must be at least 1, got 0"),
+        (dict(size=0), "size must be at least 1, got 0"),
+        (dict(repeats=0), "repeats must be at least 1, got 0"),
         (dict(rank=2, world=2), "rank must be between 0 and world - 1 = 1, got 2"),
         (dict(batch_size=5, world=2), "batch_size must be a multiple of world=2, got 5"),
-        (dict(batch_size=2.5), "batch_size must be a whole number, got 2.5"),
+        (dict(batch_size=2.5), "batch_size must be a whole number, at least 1, got 2.5"),
         (dict(repeats=3, shuffle=False), "repeats must be 1 without shuffle, got 3"),
         (dict(in_memory="no"), "in_memory must be True, False or \"auto\", got 'no'"),
         (dict(max_bad=-1), "max_bad must be None or a whole number of at least 0, got -1"),

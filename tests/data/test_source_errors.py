@@ -199,7 +199,7 @@ def test_images_and_videos_in_one_tree(tmp_path):
 def test_a_split_that_does_not_exist(tmp_path, split):
     write_frame_table(tmp_path / "train.parquet", [numbered_frames(1)], [0], group=[1])
     write_frame_table(tmp_path / "test.parquet", [numbered_frames(1)], [0], group=[8])
-    refused(tmp_path, f"split must be 1, 2 or 3, got {split}", error=ValueError, split=split)
+    refused(tmp_path, f"split must be one of 1, 2, 3, got {split}", error=ValueError, split=split)
 
 
 def test_a_second_split_without_groups(tmp_path):
@@ -220,7 +220,7 @@ def test_mixed_groups_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["frames", "stride", "views", "crops"])
 def test_clip_settings_must_be_positive(name):
-    refused("digits", f"{name} must be a positive integer, got 0", error=ValueError, **{name: 0})
+    refused("digits", f"{name} must be at least 1, got 0", error=ValueError, **{name: 0})
 
 
 def test_a_hub_name_without_the_package_names_the_extra(monkeypatch):

@@ -119,7 +119,7 @@ def test_lanes_that_do_not_fit_are_refused(folder):
         ({"shard_lanes": 4}, "must be 1 unless shards are shuffled by shard_window, without repeats, got 4"),
         ({"shard_window": 1, "shard_lanes": 4}, "must divide batch_size=6 and be a multiple of world=1, got 4"),
         ({"shard_window": 1, "shard_lanes": 2, "world": 3}, "be a multiple of world=3, got 2"),
-        ({"shard_window": 1, "shard_lanes": 0}, "shard_lanes must be positive, got 0"),
+        ({"shard_window": 1, "shard_lanes": 0}, "shard_lanes must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=said):
             Loader(part, 6, size=SIDE, **given)

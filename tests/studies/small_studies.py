@@ -1,6 +1,5 @@
 """Small runs and studies on the digits: models that train for an epoch in a fraction of a second."""
 
-import importlib
 from dataclasses import replace
 
 from cumulant.studies.classifiers import Classifiers
@@ -37,4 +36,4 @@ def workshop(folder, **options):
 
 def quickly(monkeypatch):
     """Measure short sequences only."""
-    monkeypatch.setattr(importlib.import_module("cumulant.bench.scaling"), "LENGTHS", (16, 32))
+    monkeypatch.setattr("cumulant.studies.measured.LENGTHS", (16, 32))

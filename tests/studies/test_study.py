@@ -73,7 +73,7 @@ def test_classes_and_confusions_are_those_of_all_seeds(study):
 def test_the_same_command_again_trains_nothing(study, no_training, monkeypatch, tmp_path):
     settings, results = study
     settings = replace(settings, out=shutil.copytree(settings.out, tmp_path / "copy"))
-    monkeypatch.setattr(measured, "measured", lambda *_: {key: results[key] for key in ("error", "scaling", "dial")})
+    monkeypatch.setattr(flow, "measured", lambda *_: {key: results[key] for key in ("error", "scaling", "dial")})
     again = room.reproduce(settings)
     assert again["runs"] == results["runs"]
 

@@ -374,7 +374,7 @@ def test_what_it_cannot_do_is_refused():
         COMBINER(query, key, value)
     with pytest.raises(ValueError, match="segment=None is the root of a length that a stream does not know"):
         CombinerStream()
-    with pytest.raises(ValueError, match="summary_key must be 'proj', 'wsum' or 'none', got 'sum'"):
+    with pytest.raises(ValueError, match="summary_key must be one of 'proj', 'wsum', 'none', None, got 'sum'"):
         CombinerAttention(8, 2, variant="axial", summary_key="sum")
     with pytest.raises(ValueError, match=r"unknown option 'segments'.*did you mean 'segment'"):
         COMBINER.build(8, 2, segments=3)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cumulant
+from cumulant.call import check_count
 
 ORDERS: dict[str, dict[str, Any]] = {
     "order 1": {"order": 1},
@@ -71,8 +72,7 @@ def softmax_error(
     if not sizes or not all(0 < size < math.inf for size in sizes):
         raise ValueError(f"logit_sizes must hold positive numbers, got {sizes}")
     for name, number, least in (("length", length, 2), ("dim", dim, 1), ("repeats", repeats, 1)):
-        if number < least:
-            raise ValueError(f"{name} must be {least} or more, got {number}")
+        check_count(name, number, least)
     generator = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, repeats, length, dim, generator=generator, dtype=torch.float64)
     unit = query / logit_size(query, key, scale=1.0)

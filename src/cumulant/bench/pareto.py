@@ -23,7 +23,7 @@ from cumulant.bench.command import Error
 from cumulant.bench.error import logit_size, relative_error
 from cumulant.bench.variants import Variant, parse, select
 from cumulant.bench.work import work_of
-from cumulant.call import Call
+from cumulant.call import Call, check_count
 
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
 LARGEST = 1e100  # of the logits: their squares are finite in float64
@@ -43,8 +43,7 @@ def random_tokens(
     if not 0 < size <= LARGEST:
         raise ValueError(f"sizes must be positive and at most {LARGEST:g}, got {size:g}")
     for name, number in (("length", length), ("dim", dim)):
-        if number < 1:
-            raise ValueError(f"{name} must be 1 or more, got {number}")
+        check_count(name, number)
     generator = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, batch, heads, length, dim, generator=generator, dtype=torch.float64)
     if length > 1:

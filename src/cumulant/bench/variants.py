@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cumulant import grammar, zoo
-from cumulant.call import Call
+from cumulant.call import Call, check_choice
 from cumulant.zoo.registry import Mechanism
 
 ALL = "all"
@@ -65,8 +65,7 @@ def select(texts: Sequence[str], pattern: str = "noncausal") -> tuple[list[Varia
 
     `all` stands for every mechanism and the settings in DIALS; whatever else is named must have the pattern.
     """
-    if pattern not in PATTERNS:
-        raise ValueError(f"pattern must be one of {', '.join(PATTERNS)}, got {pattern!r}")
+    check_choice("pattern", pattern, PATTERNS)
     if not texts:
         raise ValueError(f"name at least one mechanism, or {ALL!r}; known: {', '.join(zoo.names())}")
     chosen: dict[str, Variant] = {}

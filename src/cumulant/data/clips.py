@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..call import check_count
 from .identity import tensor_contents
 from .part import DecodeError
 
@@ -36,9 +37,7 @@ class ClipSampling:
 
     def __post_init__(self) -> None:
         for name in ("frames", "stride", "views", "crops"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            check_count(name, getattr(self, name))
 
     def last_start(self, total: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.maximum(total - (self.frames - 1) * self.stride - 1, 0)

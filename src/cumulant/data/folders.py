@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..call import check_choice
 from .clips import ClipPart, ClipSampling
 from .decode import IMAGE_SUFFIXES
 from .images import Images
@@ -100,8 +101,7 @@ def ucf_lists(folder: Path) -> Path | None:
 
 def ucf_source(folder: Path, lists: Path, sampling: ClipSampling, *, split: int = 1) -> Source:
     """UCF-101: clips in UCF-101/<class>/ or <class>/; trainlist0k.txt, testlist0k.txt and classInd.txt beside them."""
-    if split not in (1, 2, 3):
-        raise ValueError(f"split must be 1, 2 or 3, got {split!r}")
+    check_choice("split", split, (1, 2, 3))
     listed = [read_ucf_list(lists / f"{part}list0{split}.txt") for part in ("train", "test")]
     names = sorted({file.split("/")[0] for part in listed for file in part})
     places = [folder / place for place in CLIP_FOLDERS]

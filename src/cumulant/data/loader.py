@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..call import check_count
 from .jobs import Decoded, Decoder, Job, chunk_length, cores, telling_of_killed_workers, worker_loader
 from .memory import Memory, allowed_bytes, item_bytes, needed_bytes
 from .order import epoch_order, rank_slice
@@ -255,11 +256,7 @@ def open_files(part: Part, size: int) -> None:
 def check_arguments(loader: Loader, workers: int | None, in_memory: bool | str, max_bad: int | None) -> None:
     """Refuse what makes no sense, by name."""
     for name in ("batch_size", "size", "repeats", "world", "shard_lanes"):
-        value = getattr(loader, name)
-        if value < 1:
-            raise ValueError(f"{name} must be positive, got {value}")
-        if not isinstance(value, int):
-            raise ValueError(f"{name} must be a whole number, got {value!r}")
+        check_count(name, getattr(loader, name))
     if not isinstance(loader.rank, int) or not 0 <= loader.rank < loader.world:
         raise ValueError(f"rank must be between 0 and world - 1 = {loader.world - 1}, got {loader.rank}")
     if loader.batch_size % loader.world and loader.drop_last:

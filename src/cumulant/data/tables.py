@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..call import check_choice
 from .clips import ClipPart, ClipSampling
 from .images import Images
 from .part import GROUP_IN_NAME, DataError, Part, Source, check_groups, shorten
@@ -272,8 +273,7 @@ def resplit(
     name: str, split: int, labels: NDArray[np.int64], groups: NDArray[np.int64] | None, in_test: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Who is in the test part: as given for split 1, by group number for splits 2 and 3. Groups stay together."""
-    if split not in (1, 2, 3):
-        raise ValueError(f"split must be 1, 2 or 3, got {split!r}")
+    check_choice("split", split, (1, 2, 3))
     if groups is None:
         if split != 1:
             raise DataError(f"{name}: split {split} needs a column 'group', or clip names like v_Class_g01_c01")

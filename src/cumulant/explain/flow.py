@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..call import check_choice
 from ..inspect.sites import Site, find_sites
 from ..inspect.tokens import TokenLayout
 from ..inspect.watching import Seen, watching
@@ -31,8 +32,7 @@ def rollout(captured: Captured, *, sign: str = "absolute", residual: float = 0.5
       flow with cancellations; its entries may be negative and grow with the negative mass.
     For maps without negative entries whose rows sum to 1 the three are the same. Cost: L^3 per layer.
     """
-    if sign not in SIGNS:
-        raise ValueError(f"sign must be one of {', '.join(map(repr, SIGNS))}, got {sign!r}")
+    check_choice("sign", sign, SIGNS)
     if not 0 <= residual < 1:
         raise ValueError(f"residual must be at least 0 and below 1, got {residual}")
     if captured.queries != list(range(captured.tokens.count)):
@@ -77,8 +77,7 @@ def relevance(
     target: a class, one for each image (B,), or None for the predicted one. Cost: a backward pass and L^2 H D a layer.
     Layers with a norm or gate after mixing and factorised video layers are refused.
     """
-    if evidence not in EVIDENCE:
-        raise ValueError(f"evidence must be one of {', '.join(map(repr, EVIDENCE))}, got {evidence!r}")
+    check_choice("evidence", evidence, EVIDENCE)
     sites = find_sites(model)
     for site in sites:
         if not plain_output(site) or site.axes != "all":

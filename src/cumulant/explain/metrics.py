@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..call import check_choice
 from ..inspect.tokens import TokenLayout
 from .capture import Captured
 from .flow import unsigned
@@ -35,8 +36,7 @@ def patch_distances(grid: tuple[int, ...], metric: str = "hop", axes: str = "all
 
     axes: "all", "space" (rows and columns alone) or "time" (frames alone) of a clip.
     """
-    if metric not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(map(repr, METRICS))}, got {metric!r}")
+    check_choice("metric", metric, METRICS)
     places = torch.cartesian_prod(*(torch.arange(side) for side in grid)).reshape(-1, len(grid))
     if axes != "all":
         if axes not in ("space", "time") or (axes == "time" and len(grid) < 3):

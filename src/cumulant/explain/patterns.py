@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..call import check_choice
 from .capture import Captured
 
 SIDE = 16
@@ -186,8 +187,7 @@ def find_patterns(
     from fitting the code, and both errors are measured on those (on all where there are fewer than 50). Where fewer
     maps than `clusters` differ there are as many clusters as that, and no more numbers in a code than maps.
     """
-    if method not in CODES:
-        raise ValueError(f"method must be one of {', '.join(map(repr, CODES))}, got {method!r}")
+    check_choice("method", method, CODES)
     if not 1 <= clusters <= len(maps):
         raise ValueError(f"clusters must be between 1 and the number of maps, {len(maps)}, got {clusters}")
     if len(maps) < 2 or not bool(maps.isfinite().all()):

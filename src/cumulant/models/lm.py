@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import shards, zoo
-from ..call import check_choice
+from ..call import check_choice, check_count
 from ..grammar import parse
 from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
@@ -84,8 +84,7 @@ class LanguageModel(nn.Module):
         positions = "none" if positions is None else positions  # how a name with options writes it
         check_choice("positions", positions, POSITIONS)
         for name, count in {"num_classes": num_classes, "context": context, "depth": depth}.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+            check_count(name, count)
         self.vocabulary = Vocabulary(vocabulary)
         if vocabulary and len(self.vocabulary) != num_classes:
             raise ValueError(f"num_classes must be the size of the vocabulary, {len(vocabulary)}, got {num_classes}")
@@ -186,8 +185,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
-        if length < 0:
-            raise ValueError(f"length must be at least 0, got {length}")
+        check_count("length", length, 0)
         device = self.embed.weight.device
         tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = torch.atleast_2d(tokens).to(device)

@@ -203,7 +203,7 @@ class MultiheadAttention(nn.Module):
             self._check_width("x", x)
         if folding and folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal):
             return self.proj_drop(self.folded(x, key_mask))
-        return self.attend(self.call(x, context, key_mask, is_causal, grid, prefix), x, context)
+        return self.attend(self.call(x, context, key_mask, is_causal, grid=grid, prefix=prefix), x, context)
 
     def attend(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         """The layer's output (..., L, C) for the call that it makes of x (..., L, C) and its context."""
@@ -260,7 +260,7 @@ class MultiheadAttention(nn.Module):
     ) -> Call:
         """The call that `forward` makes of the same arguments."""
         mask = one_mask(key_mask, attn_mask, x if context is None else context)
-        return self.call(x, context, mask, is_causal, grid, prefix)
+        return self.call(x, context, mask, is_causal, grid=grid, prefix=prefix)
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Output (..., H, L, D) of the mechanism for the call of x (..., L, C) and its context."""

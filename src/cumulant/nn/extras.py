@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import shards
 from ..attention import attend
-from ..call import Call
+from ..call import Call, check_choice
 from ..expansion import Form, expand
 from ..tensors import repeat_heads, wide
 from ..zoo.grid import convolved
@@ -36,8 +36,7 @@ class ValueConv(nn.Module):
 
     def __init__(self, dim: int, kernel: tuple[int, ...], init: str = "default", **place: Any) -> None:
         super().__init__()
-        if init not in CONV_INITS:
-            raise ValueError(f"v_conv_init must be one of {CONV_INITS}, got {init!r}")
+        check_choice("v_conv_init", init, CONV_INITS)
         self.init = init
         self.weight = nn.Parameter(torch.empty(dim, 1, *kernel, **place))
         self.reset_parameters()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, check_scale
+from ..call import Call, check_choice, check_scale
 from ..held import Held, check_step, check_tokens
 from ..tensors import log_weights, nothing, repeat_heads, softmax_or_zero, wide, without_absent
 from ..tracing import outside_autocast
@@ -134,8 +134,7 @@ class CombinerAttention(Mixer):
 
     def __init__(self, dim: int, num_heads: int, *, summary_key: str | None = "proj", **rest: Any) -> None:
         super().__init__(dim, num_heads, **rest)
-        if summary_key not in ("proj", *SUMMARY_KEYS):
-            raise ValueError(f"summary_key must be 'proj', 'wsum' or 'none', got {summary_key!r}")
+        check_choice("summary_key", summary_key, ("proj", *SUMMARY_KEYS))
         _check(**self.options)
         self.learned = self.options.get("variant") == "axial" and summary_key == "proj"
         self.options["summary_key"] = "wsum" if summary_key == "proj" else summary_key
@@ -210,8 +209,7 @@ def _check(
     summary_key: SummaryKey = "wsum",
 ) -> None:
     for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
-        if given not in known:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}")
+        check_choice(name, given, known)
     whole = isinstance(segment, int) and not isinstance(segment, bool) and segment >= 1
     if segment is not None and not whole and not isinstance(segment, Tensor):
         raise ValueError(f"segment must be at least 1 token, got {segment!r}")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, Grid
+from ..call import Call, Grid, check_choice
 from ..moments import ratio
 from ..tensors import ABSENT, nothing, repeat_heads, wide
 from .grid import resize_table, resolve_grid, told_grid
@@ -55,7 +55,7 @@ def hierarchical_attention(
     theta is positive, its rows sum to 1, and it is constant on sibling blocks. Cost: N b (D + E) for b children, over
     log_b N levels that shrink by b; memory N (b + D + E).
     """
-    _check_energy(energy)
+    check_choice("energy", energy, ENERGIES)
     query, dtype = call.query, call.query.dtype
     if query.shape[-2] == 0:
         return nothing((*query.shape[:-1], call.value.shape[-1]), *call[:3])
@@ -82,7 +82,7 @@ def hierarchical_energy(
     Its gradient is the attention: -N d phi / d q_i = scale sum_j theta_ij k_j for the energy "dot".
     """
     HIERARCHICAL.check(call)
-    _check_energy(energy)
+    check_choice("energy", energy, ENERGIES)
     call = call.prepared()
     nodes = _tree_of(call, **layout)
     return _up(_leaves(call, energy, nodes, tables), nodes, call.softmax_scale, tables, torch.float32)[1].squeeze(-1)
@@ -207,11 +207,6 @@ def _check_levels(levels: int | None) -> None:
         raise ValueError(f"levels must not be negative, got {levels!r}; it is a number of groupings, or None")
 
 
-def _check_energy(energy: str) -> None:
-    if energy not in ENERGIES:
-        raise ValueError(f"energy must be one of {', '.join(map(repr, ENERGIES))}, got {energy!r}")
-
-
 class HierarchicalAttention(Mixer):
     """HSA for a layer: the tree is built from the grid of each call; with `position` children have learned places.
 
@@ -235,7 +230,7 @@ class HierarchicalAttention(Mixer):
         **layer: Any,
     ) -> None:
         super().__init__(dim, num_heads, branching=branching, levels=levels, energy=energy, **layer)
-        _check_energy(energy)
+        check_choice("energy", energy, ENERGIES)
         _check_levels(levels)
         if position < 0:
             raise ValueError(f"position must be 0 (none) or the width of the tables, got {position}")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import check_choice
 from ..tracing import transformed
 
 SOLVERS = ("auto", "direct", "cg")
@@ -34,8 +35,7 @@ class Settings(NamedTuple):
     block: int = 128
 
     def checked(self) -> Settings:
-        if self.solver not in SOLVERS:
-            raise ValueError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, got {self.solver!r}")
+        check_choice("solver", self.solver, SOLVERS)
         for name in ("iterations", "block"):
             number = getattr(self, name)
             whole = isinstance(number, int) and not isinstance(number, bool) and number >= 1

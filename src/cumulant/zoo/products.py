@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import shards
-from ..call import Call
+from ..call import Call, check_count
 from ..tensors import fold_groups, repeat_heads, wide, without_absent
 from ..tracing import transformed
 
@@ -32,8 +32,7 @@ def feature_product(
     recorded, or `centred` asks for it; `along` is q_t.(sum of k) where it is known. Cost: 2 L D E; the causal form
     L C (D + E) more with chunks of C tokens.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    check_count("chunk", chunk)
     if is_causal:
         return _causal_product(query, key, value, dtype, chunk)
     rows = fold_groups(query, key.shape[-3])

@@ -28,20 +28,15 @@ class HeadsLayer(KeepsLosses, MultiheadAttention):
     splits = False  # whether it may hold one worker's part of a sequence: where a mechanism alone looks at other tokens
 
     def forward(  # type: ignore[override]  # a mask as in timm before the context
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        context: Tensor | None = None,
-        grid: Grid | None = None,
-        prefix: int = 0,
-    ) -> Tensor:
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, context: Tensor | None = None,
+        **layout: Any,
+    ) -> Tensor:  # fmt: skip
         """x (..., L, C), context (..., M, C) -> (..., L, C).
 
         attn_mask marks keys: (..., M) bool or weights, or (..., 1, 1, M) bool; see `as_key_mask`.
         """
         self.check_whole()
-        return self.attend(self.asked(x, attn_mask, is_causal, context, grid, prefix), x, context)
+        return self.attend(self.asked(x, attn_mask, is_causal, context, **layout), x, context)
 
     def asked(  # type: ignore[override]
         self,
@@ -54,7 +49,7 @@ class HeadsLayer(KeepsLosses, MultiheadAttention):
     ) -> Call:
         """The call that `forward` makes of the same arguments."""
         mask = as_key_mask(attn_mask, x if context is None else context)
-        return self.call(x, context, mask, is_causal, grid, prefix)
+        return self.call(x, context, mask, is_causal, grid=grid, prefix=prefix)
 
     def check_whole(self) -> None:
         """Raises where workers hold the other tokens of a sequence that this layer must see."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...call import Call, Grid, check_choice
+from ...call import Call, Grid, check_choice, check_count
 from ...cluster import cluster_attention
 from ...kernels import launch
 from ...kernels.heads.limits import MOST_REGIONS
@@ -68,8 +68,7 @@ class BiLevelRouting(HeadsLayer):
         **layer: Any,
     ) -> None:
         super().__init__(dim, num_heads, **crossed({"v_conv": lce or False, **layer}))
-        if regions < 1:
-            raise ValueError(f"regions must be at least 1 along each side, got {regions}")
+        check_count("regions", regions)
         if top is not None and not 1 <= top <= regions**2:
             raise ValueError(
                 f"top={top} regions of {regions} x {regions}: the router of layer 'biformer' cannot choose more "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...call import Call, Grid, check_choice
+from ...call import Call, check_choice, check_count
 from ...tensors import wide
 from ...zoo.registry import can
 from ..attention import as_key_mask
@@ -142,8 +142,7 @@ class GaussianAdaptiveAttention(HeadsLayer):
     ) -> None:
         check_choice("form", form, FORMS)
         check_choice("axis", axis, AXES)
-        if gaussians < 1:
-            raise ValueError(f"gaussians must be at least 1, got {gaussians}")
+        check_count("gaussians", gaussians)
         if form == "experiment" and axis == "channels":
             raise ValueError(
                 'form="experiment" has a width for every feature, which needs axis="tokens", got axis="channels"; the '
@@ -174,16 +173,11 @@ class GaussianAdaptiveAttention(HeadsLayer):
         self.density.reset_parameters()
 
     def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        context: Tensor | None = None,
-        grid: Grid | None = None,
-        prefix: int = 0,
-    ) -> Tensor:
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, context: Tensor | None = None,
+        **layout: Any,
+    ) -> Tensor:  # fmt: skip
         if self.axis == "channels":
-            return super().forward(x, attn_mask, is_causal, context, grid, prefix)
+            return super().forward(x, attn_mask, is_causal, context, **layout)
         self.check_whole()
         self._check_width("x", x)
         if is_causal or context is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...call import Call, Grid
+from ...call import Call
 from ...kernels import launch
 from ...kernels.heads.limits import WIDEST_TOKEN
 from ...tensors import wide
@@ -113,15 +113,10 @@ class RedundancyReduction(HeadsLayer):
         """The heat map I (..., L), from 0 to 1."""
         return self.interpreter(x, None if attn_mask is None else attn_mask != 0)
 
-    def call(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
-    ) -> Call:
+    def call(  # type: ignore[override]
+        self, x: Tensor, context: Tensor | None = None, key_mask: Tensor | None = None, is_causal: bool = False,
+        **layout: Any,
+    ) -> Call:  # fmt: skip
         if is_causal or context is not None:
             raise ValueError(
                 "layer 'ia_red2' drops tokens of one sequence by what the first says of all: no is_causal, no context"
@@ -131,7 +126,7 @@ class RedundancyReduction(HeadsLayer):
             raise ValueError("layer 'ia_red2' needs at least one token, the first of which is kept, got none")
         kept = self.kept(x, key_mask)
         mask = kept if key_mask is None or key_mask.dtype == torch.bool else kept.to(key_mask.dtype) * key_mask
-        return super().call(x, None, mask, False, grid, prefix)
+        return super().call(x, None, mask, **layout)
 
     def kept(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Which tokens stay, bool (..., L)."""
@@ -140,14 +135,9 @@ class RedundancyReduction(HeadsLayer):
         return kept if present is None else kept & present
 
     def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        context: Tensor | None = None,
-        grid: Grid | None = None,
-        prefix: int = 0,
-    ) -> Tensor:
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, context: Tensor | None = None,
+        **layout: Any,
+    ) -> Tensor:  # fmt: skip
         self.check_whole()
         if not is_causal and context is None and self._gathers(x):
             mask = as_key_mask(attn_mask, x)
@@ -166,7 +156,7 @@ class RedundancyReduction(HeadsLayer):
                 weights = mask.expand(x.shape[:-1]).reshape(flat.shape[:2]).gather(1, back) * there
             call = super().call(few, None, weights)
             return scatter_kept(self.attend(call, few), there, back, flat.shape).reshape(x.shape)
-        call = self.asked(x, attn_mask, is_causal, context, grid, prefix)
+        call = self.asked(x, attn_mask, is_causal, context, **layout)
         assert call.key_mask is not None
         out = self.attend(call, x)
         return out * (call.key_mask != 0).unsqueeze(-1).to(out.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import zoo
-from ...call import Call, Grid, check_choice, check_flag
+from ...call import Call, check_choice, check_count, check_flag
 from ...grammar import parse
 from ...tensors import wide
 from ...zoo.registry import can
@@ -63,8 +63,7 @@ class LowRankAttention(HeadsLayer):
         **layer: Any,
     ) -> None:
         check_choice("context", context, CONTEXTS)
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
+        check_count("rank", rank)
         for extra in ("qk_norm", "v_conv", "rotary", "temperature", "num_kv_heads"):
             if layer.get(extra):
                 raise ValueError(f"layer 'lama' has no projected query and key, and no {extra}, got {layer[extra]!r}")
@@ -103,15 +102,10 @@ class LowRankAttention(HeadsLayer):
         call = self.asked(x, attn_mask)
         return self.mix_tokens(call, x).squeeze(-2)
 
-    def call(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
-    ) -> Call:
+    def call(  # type: ignore[override]
+        self, x: Tensor, context: Tensor | None = None, key_mask: Tensor | None = None, is_causal: bool = False,
+        **layout: Any,
+    ) -> Call:  # fmt: skip
         """One query of ones a head, f as keys (..., m, M, 1), the tokens themselves as values (..., m, M, C)."""
         self._check_width("x", x)
         tokens = x if context is None else context

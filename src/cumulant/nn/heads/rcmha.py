@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...call import Call, Grid
+from ...call import Call, check_count
 from ...tensors import ABSENT, log_weights, softmax_or_zero, wide, without_absent
 from ...zoo.registry import can, names
 from ..registry import Layer, register_layer
@@ -69,8 +69,7 @@ class RelativeConvolutional(HeadsLayer):
             )
         if self.enable_gqa:
             raise ValueError(f"layer 'rcmha' has a key head for each head, got num_kv_heads={self.num_kv_heads}")
-        if offsets < 1:
-            raise ValueError(f"offsets must be at least 1, got {offsets}")
+        check_count("offsets", offsets)
         place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         self.offsets, self.carry_query = offsets, carry_query
         D, H = self.head_dim, num_heads
@@ -87,20 +86,15 @@ class RelativeConvolutional(HeadsLayer):
             if table is not None:
                 nn.init.zeros_(table)
 
-    def call(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
-    ) -> Call:
+    def call(  # type: ignore[override]
+        self, x: Tensor, context: Tensor | None = None, key_mask: Tensor | None = None, is_causal: bool = False,
+        **layout: Any,
+    ) -> Call:  # fmt: skip
         if context is not None:
             raise ValueError(
                 "context was given, but layer 'rcmha' counts offsets within one sequence; see `attend_after`"
             )
-        call = super().call(x, None, key_mask, is_causal, grid, prefix)
+        call = super().call(x, None, key_mask, is_causal, **layout)
         parts = (
             without_absent(part, key_mask) for part in call[:3]
         )  # before the convolutions, which would spread them
