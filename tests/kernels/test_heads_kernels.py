@@ -104,15 +104,16 @@ def test_regions_by_kernels_are_the_layer_written_out(kernels, rows, cols, regio
 
 
 @runs
-@pytest.mark.parametrize(("heads", "width"), [(2, 24), (3, 36)])
+@pytest.mark.parametrize(("heads", "width", "masked"), [(2, 24, False), (3, 36, True)])
 @torch.no_grad()
-def test_an_interpreter_by_its_kernel_is_the_formula(kernels, heads, width):
+def test_an_interpreter_by_its_kernel_is_the_formula(kernels, heads, width, masked):
     torch.manual_seed(0)
     layer = create_layer("ia_red2", width, heads).to(DEVICE)
     layer.interpreter.qk.bias.normal_()
     x = torch.randn(3, 37, width, device=DEVICE)
-    wanted = layer.double().interpreter(x.double())
-    found = layer.float().interpreter.told(x)
+    kept = torch.rand(3, 37, device=DEVICE) < 0.5 if masked else None  # of some the first token is absent too
+    wanted = layer.double().interpreter(x.double(), kept)
+    found = layer.float().interpreter.told(x, kept)
     assert wanted.std() > 0.02
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 

@@ -85,7 +85,8 @@ class InterpretedViT(VisionTransformer):
             if fixed is not None:
                 kept, told = fixed[number] & kept, kept.to(x.dtype)
             elif last is None or number <= last:
-                told = self.interpreters[number](x.detach(), kept)
+                interpreter = cast(Interpreter, self.interpreters[number])
+                told = (interpreter if torch.is_grad_enabled() else interpreter.told)(x.detach(), kept)
                 kept = decide(told.detach(), self.threshold, sample=number == sample) & kept
             found.told.append(told)
             found.kept.append(kept)

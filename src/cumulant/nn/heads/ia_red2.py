@@ -57,15 +57,17 @@ class Interpreter(nn.Module):
     def told(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
         """The same without gradients. On a GPU the map of the keys is turned on the query, once for all tokens, and one
         kernel reads them. Cost: L C H + C^2."""
-        if kept is not None or not launch.direct(x) or x.shape[-1] > WIDEST_TOKEN:
+        if not launch.direct(x) or x.shape[-1] > WIDEST_TOKEN:
             return self(x, kept)
         from ...kernels.heads.kept import tell
 
-        flat = x.reshape(-1, *x.shape[-2:])
+        flat, first = x.reshape(-1, *x.shape[-2:]), x[..., 0, :]
+        first = first if kept is None else first * kept[..., :1].to(x.dtype)
         W, bias = self.qk.weight.chunk(2), self.qk.bias.chunk(2)
-        query = F.linear(F.layer_norm(flat[:, 0], flat.shape[-1:]), W[0], bias[0])
+        query = F.linear(F.layer_norm(first.reshape(-1, x.shape[-1]), x.shape[-1:]), W[0], bias[0])
         mapped = query.unflatten(-1, (self.num_heads, -1)).transpose(0, 1) @ W[1].unflatten(0, (self.num_heads, -1))
-        return tell(flat, query, mapped, bias[1], self.num_heads).reshape(x.shape[:-1])
+        told = tell(flat, query, mapped, bias[1], self.num_heads).reshape(x.shape[:-1])
+        return told if kept is None else told * kept.to(told.dtype)
 
 
 def decide(told: Tensor, threshold: float, sample: bool = False) -> Tensor:
