@@ -173,6 +173,20 @@ def tests_block(result: Result) -> str:
     return "\n\n".join([table(["tests", "passed", "failed", "skipped"], [*rows, ["**all**", *sums]]), about])
 
 
+def bench_block(result: Result) -> str:
+    """What `cumulant bench speed` printed: a row a contender, a column a length."""
+    found = {(row["name"], row["L"]): row for row in result["rows"]}
+    lengths = sorted({L for _, L in found})
+
+    def cell(row: Result | None) -> str:
+        if row is None or not row["milliseconds"]:
+            return "" if row is None else row["note"]
+        return f"{row['milliseconds']['forward']:.3f} / {row['milliseconds']['both']:.3f}"
+
+    rows = [[name, *(cell(found.get((name, L))) for L in lengths)] for name in dict.fromkeys(name for name, _ in found)]
+    return "\n\n".join([table(["forward / both, ms", *(f"{L:,}" for L in lengths)], rows), made(result)])
+
+
 class Goal(NamedTuple):
     """Something to reach: what is measured, from which record, and the number; `most`: it is an upper bound."""
 
@@ -287,7 +301,7 @@ def blocks(results: Mapping[str, Result]) -> dict[str, str]:
     """The blocks of the page by name."""
     single = {
         "gpu_called": called_block, "gpu_dense": dense_block, "gpu_host": host_block, "gpu_first_call": first_block,
-        "gpu_public": public_block, "gpu_tests": tests_block,
+        "gpu_public": public_block, "gpu_tests": tests_block, "gpu_speed": bench_block,
     }  # fmt: skip
     found = {name: block(results[name]) if name in results else "Not run yet." for name, block in single.items()}
     return {**found, "gpu_more": more_block(results), "gpu_goals": goals_block(results)}
