@@ -38,6 +38,7 @@ from cumulant.train.files import write_atomically
 from tools import records
 
 NOWHERE = Path("prepared")  # a folder without data: tensors are there already
+PROGRAM = (sys.executable, "-m", "cumulant.cli")
 LAST = 15.0  # seconds that are left to the processes for ending
 
 
@@ -113,21 +114,27 @@ def _cut(whole: torch.Tensor, sizes: torch.Tensor) -> list[bytes]:
 
 
 def lanes(visit: Visit, work: Path, minutes: float) -> list[list[list[str]]]:
-    """Command lines: those of a lane follow each other, lanes run side by side."""
-    program = [sys.executable, "-m", "cumulant.cli"]
-    limit = ["--out", str(work), "--minutes", f"{minutes:.2f}"]
+    """Command lines of studies: those of a lane follow each other, lanes run side by side."""
     every = []
-    if visit.cab:
-        line = ["bench", "cab", "--data", str(NOWHERE), "--size", "full", "--workers", str(visit.cab)]
-        every.append([[*program, *line, *limit, *visit.cab_options.split()]])
     for lane in visit.study:
         found = []
         for word in lane.split(" then "):
             name, workers, *more = word.split(":", 3)
             device, options = (*more, *("cpu", "")[len(more) :])[:2]
-            found.append([*program, "study", name, "--workers", workers, "--device", device, *limit, *options.split()])
+            line = ["study", name, "--workers", workers, "--device", device, *options.split()]
+            found.append([*PROGRAM, *line, *limit(work, minutes)])
         every.append(found)
     return every
+
+
+def benchmark(visit: Visit, work: Path, minutes: float) -> list[str]:
+    """The command line of CAB."""
+    line = ["bench", "cab", "--data", str(NOWHERE), "--size", "full", "--workers", str(visit.cab)]
+    return [*PROGRAM, *line, *limit(work, minutes), *visit.cab_options.split()]
+
+
+def limit(work: Path, minutes: float) -> list[str]:
+    return ["--out", str(work), "--minutes", f"{minutes:.2f}"]
 
 
 def write_new(work: Path, before: dict[str, Any], target: Path) -> int:
@@ -166,18 +173,24 @@ def run(visit: Visit) -> int:
     target = visit.out / "studies.json"
     records.put(work)
     before = records.found(work)
-    if visit.tensors is not None:
-        lay_tensors(visit.tensors, work)
-    own = service() if visit.mps else {}
-    environment = os.environ | own | {"OMP_NUM_THREADS": "1"}
-    minutes = (end - LAST - time.monotonic()) / 60
+    environment = os.environ | (service() if visit.mps else {}) | {"OMP_NUM_THREADS": "1"}
+    threads: list[threading.Thread] = []
+
+    def begin(lane: Sequence[Sequence[str]]) -> None:
+        place = (len(threads), lane, work, environment, end - LAST)
+        threads.append(threading.Thread(target=follow, args=place, daemon=True))
+        threads[-1].start()
+
+    def left() -> float:
+        return (end - LAST - time.monotonic()) / 60
+
+    for lane in lanes(visit, work, left()):
+        begin(lane)
+    if visit.cab:
+        if visit.tensors is not None:
+            lay_tensors(visit.tensors, work)
+        begin([benchmark(visit, work, left())])
     print(f"begun after {visit.seconds - (end - time.monotonic()):.0f} s", flush=True)
-    threads = [
-        threading.Thread(target=follow, args=(number, lane, work, environment, end - LAST), daemon=True)
-        for number, lane in enumerate(lanes(visit, work, minutes))
-    ]
-    for thread in threads:
-        thread.start()
     told = time.monotonic()
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
         time.sleep(0.5)

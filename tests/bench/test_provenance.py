@@ -24,3 +24,8 @@ def test_no_host_user_or_path_is_recorded():
     assert str(Path.home()) not in text
     assert str(Path.cwd()) not in text
     assert f'"{getpass.getuser()}"' not in text
+
+
+def test_a_copy_is_told_its_commit(monkeypatch):
+    monkeypatch.setenv("CUMULANT_COMMIT", "0123456789ab")
+    assert provenance("x")["commit"] == "0123456789ab"

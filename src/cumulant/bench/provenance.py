@@ -22,12 +22,14 @@ from cumulant.train.files import read_json
 def commit() -> str | None:
     """Short commit of the checkout that `cumulant` was imported from, marked when files differ from it.
 
-    A checkout that was copied without its history is told by CUMULANT_COMMIT. None for an installed wheel or a checkout
-    without a commit: a wrong commit would be worse than none.
+    CUMULANT_COMMIT tells that of a copy whose history stayed behind, or is another's. None for an installed wheel or a
+    checkout without a commit: a wrong commit would be worse than none.
     """
+    if told := os.environ.get("CUMULANT_COMMIT"):
+        return told
     root = Path(cumulant.__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return os.environ.get("CUMULANT_COMMIT")
+        return None
 
     def git(*arguments: str) -> str:
         return subprocess.run(

@@ -184,12 +184,20 @@ class TrainBench:
 
 
 def answered(settings: Any, run: Callable[..., Any], table: Callable[..., Any]) -> int:
-    """Run what trains many models and publish its table; a stop, or time that is over, keeps what is finished."""
+    """Run what trains many models and publish its table; a stop, or time that is over, keeps what is finished.
+
+    Where packages of figures and page are missing, what can make its report later, elsewhere, goes on without one."""
     from ..bench.command import published
-    from ..bench.report import prepare
+    from ..bench.report import prepare, record
     from .runs import TimeOverError
 
-    prepare(settings.out)
+    no_page = None
+    try:
+        prepare(settings.out)
+    except ImportError as error:
+        if not hasattr(settings, "report_only"):
+            raise
+        no_page = error
     try:
         result = run(settings, sys.stderr)
     except TimeOverError as error:
@@ -197,6 +205,9 @@ def answered(settings: Any, run: Callable[..., Any], table: Callable[..., Any]) 
     except KeyboardInterrupt as stop:
         kept = "Finished runs are kept: give the same command again to go on."
         return stopped(f". {stop}".rstrip() + f"\n{kept}")
+    if no_page is not None:
+        show(record(result, settings), f"{table(result)}\n\nno page: {no_page}; --report-only makes it", settings.json)
+        return 3 if result["missing"] else 0
     return published(result, settings, table)
 
 
