@@ -5,8 +5,9 @@
     python benchmarks/distributed_scaling.py --weak      # weak scaling and what is sent
 
 One process a worker, one thread each, pinned to a core of its own where there are as many, gloo over the loopback.
-Float32, B 1, 12 heads of 64. Time is that of the slowest worker, the median of several rounds after a barrier. Nothing
-is timed before its result agrees with one process. Collectives are counted by `CommDebugMode`, bytes by what it is that
+Float32, B 1, 12 heads of 64. Time is that of the slowest worker, the median of several rounds after a barrier; beside
+it the processor time of the busiest one, all threads of its process counted, which other work hardly moves. Nothing is
+timed before its result agrees with one process. Collectives are counted by `CommDebugMode`, bytes by what it is that
 they are handed for others, the most of any worker.
 """
 
@@ -86,18 +87,25 @@ def step(call: Callable[..., Tensor], parts: list[Tensor], backward: bool) -> No
         torch.autograd.grad(out, leaves, out.detach())
 
 
-def seconds(call: Callable[..., Tensor], parts: list[Tensor], backward: bool, rounds: int, group: Any) -> float:
-    """Of the slowest worker of the group, the median of the rounds."""
+def both_times(
+    call: Callable[..., Tensor], parts: list[Tensor], backward: bool, rounds: int, group: Any
+) -> tuple[float, float]:
+    """Of the slowest worker of the group on the clock, of the busiest in processor time: medians of the rounds."""
     times = []
     for i in range(rounds + 1):
         dist.barrier(group)
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         step(call, parts, backward)
-        spent = torch.tensor([time.perf_counter() - start])
+        spent = torch.tensor([time.perf_counter() - start[0], time.process_time() - start[1]])
         dist.all_reduce(spent, dist.ReduceOp.MAX, group=group)
         if i:
-            times.append(float(spent))
-    return statistics.median(times)
+            times.append(spent.tolist())
+    clock, processor = (statistics.median(one) for one in zip(*times, strict=True))
+    return clock, processor
+
+
+def seconds(*asked: Any) -> float:
+    return both_times(*asked)[0]
 
 
 def check(mesh: DeviceMesh, call: Callable[..., Tensor]) -> None:
@@ -129,7 +137,7 @@ def counted(mesh: DeviceMesh, call: Callable[..., Tensor], n: int) -> dict[str, 
 def measure(rank: int, quick: bool, weak: bool, path: Path) -> dict[str, Any]:
     """Writes what it found after each number of workers."""
     n, whole, rounds = (512, 4096, 1) if quick else (8192, 65536, 4)
-    found: dict[str, Any] = {"weak": {}, "strong": {}, "ring": {}, "counted": {}}
+    found: dict[str, Any] = {"weak": {}, "weak, processor": {}, "strong": {}, "ring": {}, "counted": {}}
     for W in (1, 2, 4, 8):
         mesh = init_device_mesh("cpu", (WORLD // W, W), mesh_dim_names=("dp", "cp"))
         first = mesh.get_group("cp") if rank < W else None
@@ -138,7 +146,9 @@ def measure(rank: int, quick: bool, weak: bool, path: Path) -> dict[str, Any]:
             with context_parallel(mesh):
                 # All eight cores are busy whatever W is: what changes with W is the exchange alone.
                 each = n // 8 if "causal" in name else n  # which runs in plain torch
-                found["weak"][f"{name} n={each} W={W}"] = seconds(call, tokens(each), True, rounds, dist.group.WORLD)
+                clock, processor = both_times(call, tokens(each), True, rounds, dist.group.WORLD)
+            found["weak"][f"{name} n={each} W={W}"] = clock
+            found["weak, processor"][f"{name} n={each} W={W}"] = processor
             if rank < W and "causal" not in name and not weak:  # only W cores are busy
                 with context_parallel(mesh):
                     for backward in (False, True):

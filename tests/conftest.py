@@ -1,6 +1,7 @@
 import importlib.util
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 # Before torch is imported: bf16 matmuls of some CPUs die with SIGILL under oneDNN's newest instruction set, and
@@ -35,6 +36,20 @@ def seeded() -> None:
 def even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """To `convert` every pass takes as long as any other: no test is decided by time."""
     monkeypatch.setattr("cumulant.conversion.paying.clock", itertools.count().__next__)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """One for all tests of pages: playwright cannot be started twice in a process."""
+    api = pytest.importorskip("playwright.sync_api")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("needs a chromium on this machine")
+    api.expect.set_options(timeout=20_000)  # a chart takes seconds where cores are shared
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 def pytest_configure() -> None:

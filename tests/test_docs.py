@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PATH = ("index", "first", "convert", "explain", "training", "distributed")
 ZOO = [page for page in PAGES if page.parent.name in ("zoo", "layers")]
 
 
@@ -57,6 +58,15 @@ ALONE = [
 def test_a_block_that_stands_alone_runs(block, tmp_path):
     (tmp_path / "block.py").write_text(block)
     fresh.forked("block.py", folder=tmp_path)
+
+
+def test_words_that_a_newcomer_meets_are_in_the_glossary():
+    rows = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    explained = {word.strip() for row in rows for word in row.split(",")}
+    path = "\n".join((ROOT / page).read_text() for page in ("README.md", *(f"docs/{one}.md" for one in PATH)))
+    ours = ("memory floor", "logit scale", "A/A control", "mechanism", "closure", "moments", "recipe", "signed map")
+    assert {word for word in ours if word in path} <= explained
+    assert not re.search(r"free energy|temperature(?!=|`)", (ROOT / "README.md").read_text())
 
 
 def test_there_are_such_blocks():

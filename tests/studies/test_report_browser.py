@@ -2,19 +2,11 @@
 
 import copy
 import json
-import shutil
 from contextlib import contextmanager
 
 import pytest
 
-pytest.importorskip("playwright")
-
-from playwright.sync_api import sync_playwright
-
 from cumulant.studies.report import write
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on this machine")
 
 # The contrast of every number in the confusion matrix with its cell, which lets the page through.
 CONTRASTS = """() => {
@@ -35,42 +27,40 @@ CONTRASTS = """() => {
 
 
 @contextmanager
-def opened(results, folder, **options):
+def opened(browser, results, folder, **options):
     """The report on these results in a browser; its script must not fail."""
     write(results, folder / "report.html")
     complaints = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(**options)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto((folder / "report.html").as_uri())
-        page.wait_for_selector("#confusion .heatmap-label", state="attached")
-        yield page
-        browser.close()
+    page = browser.new_page(**options)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto((folder / "report.html").as_uri())
+    page.wait_for_selector("#confusion .heatmap-label", state="attached")
+    yield page
+    page.close()
     assert complaints == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_numbers_of_the_confusion_matrix_can_be_read(study, tmp_path, scheme):
-    with opened(study[1], tmp_path, color_scheme=scheme) as page:
+def test_the_numbers_of_the_confusion_matrix_can_be_read(browser, study, tmp_path, scheme):
+    with opened(browser, study[1], tmp_path, color_scheme=scheme) as page:
         contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 10
     assert min(contrasts) > 4.5
 
 
-def test_on_a_phone_long_names_do_not_make_the_page_wider_than_it_is(study, tmp_path):
+def test_on_a_phone_long_names_do_not_make_the_page_wider_than_it_is(browser, study, tmp_path):
     long = json.dumps(study[1]).replace('"cumulant3"', '"cumulant3+temperature=order+v_conv"')
     results = json.loads(long) | {"verdict": study[1]["verdict"]}
-    with opened(results, tmp_path, viewport={"width": 400, "height": 800}) as page:
+    with opened(browser, results, tmp_path, viewport={"width": 400, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
-def test_with_few_configurations_maps_are_not_blown_up(study, tmp_path):
-    with opened(study[1], tmp_path, viewport={"width": 1200, "height": 800}) as page:
+def test_with_few_configurations_maps_are_not_blown_up(browser, study, tmp_path):
+    with opened(browser, study[1], tmp_path, viewport={"width": 1200, "height": 800}) as page:
         assert 100 < page.locator("#map-grid svg").first.bounding_box()["width"] < 180
 
 
-def test_with_many_configurations_plots_and_maps_keep_their_size(study, tmp_path):
+def test_with_many_configurations_plots_and_maps_keep_their_size(browser, study, tmp_path):
     results = copy.deepcopy(study[1])
     for name in [f"cumulant3+lr={i}" for i in range(11)]:
         results["attention"].append(name)
@@ -79,7 +69,7 @@ def test_with_many_configurations_plots_and_maps_keep_their_size(study, tmp_path
         ]
         for each in (results["per_class"], results["confusion"], results["maps"]["models"]):
             each[name] = each["cumulant3"]
-    with opened(results, tmp_path, viewport={"width": 1200, "height": 800}) as page:
+    with opened(browser, results, tmp_path, viewport={"width": 1200, "height": 800}) as page:
         heights = page.evaluate(
             "['loss-curves', 'class-accuracy'].map(id => document.getElementById(id)._fullLayout._size.h)"
         )
@@ -89,14 +79,14 @@ def test_with_many_configurations_plots_and_maps_keep_their_size(study, tmp_path
 
 
 @pytest.mark.parametrize(("tokens", "pressed"), [(17, "per row"), (65, "per map")])
-def test_maps_over_other_numbers_of_tokens_have_scales_of_their_own(study, tmp_path, tokens, pressed):
+def test_maps_over_other_numbers_of_tokens_have_scales_of_their_own(browser, study, tmp_path, tokens, pressed):
     results = copy.deepcopy(study[1])
     results["maps"]["locality"]["cumulant3"]["tokens"] = tokens
-    with opened(results, tmp_path) as page:
+    with opened(browser, results, tmp_path) as page:
         assert page.locator('#scale-buttons [aria-pressed="true"]').inner_text() == pressed
 
 
-def test_signed_maps_open_where_most_is_subtracted_and_a_finger_reads_a_weight(study, tmp_path):
+def test_signed_maps_open_where_most_is_subtracted_and_a_finger_reads_a_weight(browser, study, tmp_path):
     results = copy.deepcopy(study[1])
     maps = results["maps"]["models"]["cumulant3"]
     for item in maps["scores"]:
@@ -104,7 +94,7 @@ def test_signed_maps_open_where_most_is_subtracted_and_a_finger_reads_a_weight(s
             for head in layer:
                 head[:] = [abs(weight) for weight in head]
         item[-1][-1][1] = -5.0  # of the first patch, in the last layer and head alone
-    with opened(results, tmp_path, has_touch=True, viewport={"width": 400, "height": 800}) as page:
+    with opened(browser, results, tmp_path, has_touch=True, viewport={"width": 400, "height": 800}) as page:
         negative = page.locator("#map-grid").inner_text()
         assert "neg 5.00" in negative
         page.locator("#map-grid rect[data-weight]").first.tap()

@@ -78,6 +78,22 @@ def test_training_speed_and_every_class_are_on_the_page(study, page):
         assert f"<td>{100 * share:.1f}</td>" in page
 
 
+def test_seconds_an_epoch_are_shown_with_the_quickest_and_the_slowest_run(study, page):
+    """Softmax and its own control differ by what else the machine does: without the range that reads as a result."""
+    for row in study[1]["summary"]:
+        low, high = row["epoch_range"]
+        assert low <= row["epoch_seconds"] <= high
+        assert f"<td>{row['epoch_seconds']:.2f} ({low:.2f} .. {high:.2f})</td>" in page
+
+
+def test_every_order_has_one_error_ring_and_none_lies_on_another(study):
+    figure = figures.error_by_order(study[1])
+    rings = [one for one in figure["data"] if one.get("marker", {}).get("symbol") == "circle-open"]
+    assert len(rings) == len(study[1]["error"]["relative_error"])
+    assert all(len(ring["x"]) == 1 for ring in rings)
+    assert len({ring["x"][0] for ring in rings}) == len(rings)
+
+
 def test_the_page_carries_maps_of_several_layers_and_heads(study, page):
     maps = json.loads(re.search(r"const page = (.*?);</script>", page, re.DOTALL)[1])["maps"]["models"]
     assert set(maps) == {"softmax", "cumulant3"}

@@ -1,6 +1,8 @@
 """`cumulant reproduce` as a function: what it writes, what it keeps, what it merges, what it refuses."""
 
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -185,6 +187,32 @@ def test_a_busy_machine_is_measured_again_on_one_thread(study, monkeypatch):
     found = measured.measured(results, lambda what, total, unit: flow.bar_of(what, total, unit, None))
     assert asked == [None, 1]
     assert found["scaling"]["disturbed_on"] == 2
+
+
+def test_one_line_counts_down_through_training_and_measuring():
+    said = io.StringIO()
+    line = flow.Line(said, measures=True)
+    for begin, steps in (
+        (lambda: line.training(6, shown=True), 6),
+        (lambda: line.measuring("measuring", 3, "step"), 3),
+    ):
+        with begin() as bar:
+            for _ in range(steps):
+                bar.update()
+                bar.refresh()
+    shares = [int(share) for share in re.findall(r"(\d+)%", said.getvalue())]
+    assert shares == sorted(shares)
+    assert {12, 75, 83, 100} <= set(shares)
+    assert "training  100%" not in said.getvalue()
+    assert re.search(r"\d\d:\d\d to go", said.getvalue())
+
+
+def test_measuring_alone_begins_at_the_beginning():
+    said = io.StringIO()
+    with flow.Line(said, measures=True).measuring("measuring", 4, "step") as bar:
+        bar.update()
+        bar.refresh()
+    assert " 25%" in said.getvalue()
 
 
 @pytest.mark.parametrize(

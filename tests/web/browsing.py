@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import threading
 import time
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 READY = "#view[aria-busy=false] *"
 
 # What can be used or seen and has no name; text whose contrast with its ground is below 4.5 : 1.

@@ -21,19 +21,6 @@ def examples():
     return [Example(noise(seed), str(seed)) for seed in range(3)]
 
 
-@pytest.fixture(scope="session")
-def browser():
-    from browsing import CHROMIUM
-    from playwright.sync_api import expect, sync_playwright
-
-    expect.set_options(timeout=20_000)  # a chart takes seconds where cores are shared
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def client(models, examples):
     from small_explorer import local_client

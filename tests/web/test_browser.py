@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("playwright")
 
-from browsing import CHROMIUM, NAMELESS, PALE, READY, open_view, pixels_of, serving, settle, visitor, watched_page
+from browsing import NAMELESS, PALE, READY, open_view, pixels_of, serving, settle, visitor, watched_page
 from PIL import Image
 from playwright.sync_api import expect
 from small_explorer import encoded, noise, png_claiming
@@ -20,7 +21,7 @@ from small_explorer import encoded, noise, png_claiming
 from cumulant.optional import install
 from cumulant.web import create_app
 
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
+pytestmark = pytest.mark.browser
 VIEWS = ["maps", "compare", "heads", "distance", "lens", "overview", "patterns"]
 
 
@@ -296,6 +297,22 @@ def test_figure_and_data_can_be_saved(page):
     assert figure.value.path().read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_saved_figure_says_what_it_shows_and_has_a_colour_bar(page):
+    open_view(page, "Compare")
+    page.evaluate("""() => { window.painted = []; window.drawn = [];
+      const {fillText, drawImage} = CanvasRenderingContext2D.prototype;
+      CanvasRenderingContext2D.prototype.fillText = function (...a) { painted.push(a[0]); fillText.apply(this, a); };
+      CanvasRenderingContext2D.prototype.drawImage = function (...a) { drawn.push(a[0].id); drawImage.apply(this, a); };
+    }""")
+    with page.expect_download():
+        page.get_by_role("button", name="Save figure").click()
+    texts = page.evaluate("painted")
+    assert "softmax, cumulant3" in texts
+    assert any(re.fullmatch(r"example 2 · query: .* · layer 1, head 1", text) for text in texts), texts
+    assert {page.locator(f"#legend-{end}").inner_text() for end in ("low", "high")} <= set(texts)
+    assert {"picture", "legend-bar"} <= set(page.evaluate("drawn"))
+
+
 @pytest.fixture(scope="module")
 def visit(browser):
     with visitor(browser) as visit:
@@ -347,6 +364,7 @@ def test_the_prediction_of_another_picture_is_never_shown(page):
     held = hold_back(page, "example-0")
     page.locator("#examples input").nth(0).check(force=True)
     page.wait_for_selector("#predictions[aria-busy=true]")
+    page.wait_for_function("getComputedStyle(document.getElementById('predictions')).opacity < 0.6")  # those of before
     page.locator("#examples input").nth(2).check(force=True)
     settle(page)
     for route in held:

@@ -6,13 +6,13 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("playwright")
 
-from browsing import CHROMIUM, NAMELESS, PALE, open_view, pixels_of, serving, settle, visitor, watched_page
+from browsing import NAMELESS, PALE, open_view, pixels_of, serving, settle, visitor, watched_page
 from playwright.sync_api import expect
 from small_explorer import animated, encoded, film, noise, small_model, small_video_model
 
 from cumulant.web import Example, create_app
 
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")]
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")

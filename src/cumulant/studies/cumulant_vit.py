@@ -21,7 +21,7 @@ from cumulant.studies.configuration import changed
 from cumulant.studies.plan import Run
 from cumulant.studies.records import by_name, read_records, source_digest
 from cumulant.studies.runs import TimeOverError
-from cumulant.studies.study import earlier_results, train_missing, write_results
+from cumulant.studies.study import Line, earlier_results, train_missing, write_results
 from cumulant.studies.training import Training, check_models, device_of, trainings
 from cumulant.studies.verdict import Claim
 from cumulant.train import TrainRecipe, read_recipe, recipe_names
@@ -81,13 +81,13 @@ def reproduce(
     shop = Classifiers(out, device, made, settings.fresh)
     for place in ("records", "runs"):
         (out / place).mkdir(exist_ok=True)
-    train_missing(settings, runs, shop, budget, progress)
+    line = Line(progress, measures=device == "cpu")
+    train_missing(settings, runs, shop, budget, line)
     kept, _ = read_records(out / "records")
     if not any(run.key in kept for run in runs):
         raise TimeOverError(settings.minutes)
     spare = budget.left is None or budget.left > 60
-    measure = device == "cpu" and spare
-    return write_results(CLAIM, settings, runs, out, made["provenance"], measure=measure, progress=progress)
+    return write_results(CLAIM, settings, runs, out, made["provenance"], line=line if line.measures and spare else None)
 
 
 def remake_report(settings: Reproduce) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from cumulant.studies.training import Training
 from cumulant.studies.verdict import Claim
 from cumulant.train.files import write_atomically
 
+COUNTDOWN = "{desc:9} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
-def train_missing(
-    settings: Reproduce, runs: Sequence[Training], shop: Classifiers, budget: Budget, progress: IO[str] | None
-) -> None:
+
+def train_missing(settings: Reproduce, runs: Sequence[Training], shop: Classifiers, budget: Budget, line: Line) -> None:
     """Train the runs that have no record yet."""
+    progress = line.progress
     kept, unreadable = read_records(shop.out / "records")
     if progress is not None:
         if unreadable:
@@ -49,7 +50,7 @@ def train_missing(
             print("some of them were made with another version of the code; the report says which", file=progress)
     side_by_side = settings.on == "ray" or (shop.device == "cpu" and min(settings.workers, len(missing)) > 1)
     finished = len(runs) - len(missing)
-    with bar_of("training", sum(run.epochs for run in missing), "epoch", progress if side_by_side else None) as bar:
+    with line.training(sum(run.epochs for run in missing), shown=side_by_side) as bar:
 
         def report(run: Training, record: dict[str, Any] | None) -> None:
             nonlocal finished
@@ -76,10 +77,10 @@ def write_results(
     out: Path,
     origin: dict[str, Any] | None,
     *,
-    measure: bool = False,
-    progress: IO[str] | None = None,
+    line: Line | None = None,
 ) -> dict[str, Any]:
-    """results.json and report.html of the runs that have a record, with what was measured now or before."""
+    """results.json and report.html of the runs that have a record, with what was measured before, or now if there is
+    a `line` for it."""
     kept, _ = read_records(out / "records")
     records = records_of(runs, kept)
     if not records:
@@ -99,8 +100,8 @@ def write_results(
         ],
         **outcome(claim, records, runs, settings.attention, settings.baseline, _maps(out, before, records)),
     }
-    if measure:
-        results |= measured(results, lambda what, total, unit: bar_of(what, total, unit, progress))
+    if line is not None:
+        results |= measured(results, line.measuring)
     else:
         results |= {name: before.get(name) for name in ("error", "scaling", "dial")}
     write_atomically(out / "results.json", json.dumps(results, allow_nan=False).encode())
@@ -129,12 +130,37 @@ def earlier_results(out: Path) -> dict[str, Any] | None:
     return results if results.get("format") == FORMAT else None
 
 
-def bar_of(what: str, total: int, unit: str, progress: IO[str] | None) -> Any:
+class Line:
+    """The progress line of a study that trains and then measures: it counts down to the end of both."""
+
+    MEASURING = 0.25  # of the demo's time, on two cores
+
+    def __init__(self, progress: IO[str] | None, measures: bool) -> None:
+        self.progress, self.measures = progress, measures
+        self._began: float | None = None
+
+    def training(self, epochs: int, shown: bool) -> Any:
+        """A bar of so many epochs; where each run has one of its own, it is not shown."""
+        whole = epochs / (1 - self.MEASURING * self.measures)
+        bar = bar_of("training", whole, "epoch", self.progress if shown else None, bar_format=COUNTDOWN)
+        self._began = bar.start_t if epochs and shown and self.progress is not None else None
+        return bar
+
+    def measuring(self, what: str, steps: int, unit: str) -> Any:
+        """A bar that begins where that of the training ended."""
+        done = 0.0 if self._began is None else steps * (1 / self.MEASURING - 1)
+        bar = bar_of(what, steps + done, unit, self.progress, bar_format=COUNTDOWN, initial=done)
+        if self._began is not None:
+            bar.initial, bar.start_t = 0, self._began
+        return bar
+
+
+def bar_of(what: str, total: float, unit: str, progress: IO[str] | None, **options: Any) -> Any:
     """A progress bar that redraws often on a terminal and seldom in a log file."""
     from tqdm import tqdm
 
     often = progress is not None and progress.isatty()
     return tqdm(
         total=total, desc=what, unit=unit, file=progress, disable=progress is None, dynamic_ncols=True,
-        mininterval=0.1 if often else 10,
+        mininterval=0.1 if often else 10, **options,
     )  # fmt: skip
