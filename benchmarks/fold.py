@@ -27,6 +27,7 @@ from cumulant.nn import CumulantAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+REP = 100  # milliseconds of a replay on a GPU
 TOKENS = 65536 if DEVICE == "cuda" else 8192
 
 
@@ -35,7 +36,7 @@ def milliseconds(f: Callable[[], Any]) -> float:
         from triton.testing import do_bench_cudagraph
 
         with torch.cuda.stream(torch.cuda.Stream()):
-            return float(do_bench_cudagraph(f, rep=100, return_mode="median"))
+            return float(do_bench_cudagraph(f, rep=REP, return_mode="median"))
     f()
     times = []
     for _ in range(7):
@@ -109,11 +110,16 @@ def row(C: int, heads: int, B: int, L: int) -> dict[str, Any]:
     return {"C": C, "heads": heads, "B": B, "L": L, "forward_ms": forward, "step_ms": step}
 
 
+def measure(least: int = 0) -> list[dict[str, Any]]:
+    """Rows of `least` tokens and more, the longest first."""
+    sizes = [(768, 12, L) for L in (16384, 65536) if L <= TOKENS]
+    sizes += [(384, 6, L) for L in (197, 392, 784, 1568, 4096)] + [(768, 12, L) for L in (784, 1568, 4096)]
+    return [row(C, heads, max(1, TOKENS // L), L) for C, heads, L in sizes if least <= L]
+
+
 def main() -> None:
     check()
-    rows = [row(768, 12, max(1, TOKENS // L), L) for L in (16384, 65536) if L <= TOKENS]
-    rows += [row(384, 6, max(1, TOKENS // L), L) for L in (197, 392, 784, 1568, 4096)]
-    rows += [row(768, 12, max(1, TOKENS // L), L) for L in (784, 1568, 4096)]
+    rows = measure()
     results = Path(os.environ.get("OUT", Path(__file__).parent / "results")) / f"fold-{DEVICE}.json"
     origin = provenance("python benchmarks/fold.py", gpu=DEVICE == "cuda")
     results.write_text(json.dumps({"dtype": str(DTYPE), "rows": rows, **origin}, indent=1) + "\n")

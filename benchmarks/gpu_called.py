@@ -281,7 +281,7 @@ def main() -> None:
         except RuntimeError as problem:
             print(f"| {name} | {str(problem).splitlines()[0]} |", flush=True)
             continue
-        print(line(name, rows[name], CASES[name].goal), flush=True)
+        print(line(name, rows[name], CASES[name].goal), f"[{time.perf_counter() - begin:.0f} s]", flush=True)
         if os.environ.get("OUT"):
             wrong = [name for name, fine in right.items() if not fine]
             found = provenance("python benchmarks/gpu_called.py", gpu=True) | {"cases": rows, "wrong": wrong}

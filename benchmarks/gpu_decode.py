@@ -52,11 +52,8 @@ def microseconds(function: Callable[[], Any], runs: int = 200) -> float:
     return start.elapsed_time(end) / runs * 1e3
 
 
-def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/gpu_decode.py needs a CUDA device")
-    torch.manual_seed(0)
-    check()
+def measure() -> dict[int, dict[str, float]]:
+    """Microseconds of a token by order."""
     B, H, D = 64, 12, 64
     rows: dict[int, dict[str, float]] = {}
     for order in (2, 3):
@@ -71,6 +68,15 @@ def main() -> None:
         replayed = microseconds(graph.replay) / 10
         rows[order] = {"called_us": eager, "graph_us": replayed, "floor_us": floor}
         print(f"order {order}: {eager:.1f} us from Python, {replayed:.2f} us in a CUDA graph, floor {floor:.2f} us")
+    return rows
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/gpu_decode.py needs a CUDA device")
+    torch.manual_seed(0)
+    check()
+    rows = measure()
     if os.environ.get("OUT"):
         found = provenance("python benchmarks/gpu_decode.py", gpu=True) | {"orders": rows}
         Path(os.environ["OUT"], "gpu_decode.json").write_text(json.dumps(found, indent=1, default=str))

@@ -12,7 +12,7 @@ def test_what_has_no_kernel_is_a_call() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CALLS)
-def test_no_public_call_is_silently_slow(name: str) -> None:
-    took, why = verdict(name)
-    assert not took.isupper(), why
+@pytest.mark.parametrize("part", range(12))  # so that processes share them
+def test_no_public_call_is_silently_slow(part: int) -> None:
+    verdicts = {name: verdict(name) for name in list(CALLS)[part::12]}
+    assert {name: found for name, found in verdicts.items() if found[0].isupper()} == {}
