@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import head, kernel, minus
+from ..tokens import head, kernel
 from .parts import (
     LN2,
     LOG2E,
@@ -208,6 +208,8 @@ def query_gradients(
         tl.store(gains + line, answering)
         sums += answering[:, None] * turned_back(grad, S, S_low, PRECISION)
     if NEAR:
+        # Of keys from the origin on: sum_l dz_l (k_l - origin), the same dz_l in both sums, however they were rounded.
+        one, changes = tl.trans(cast(tl.full((8, N), 1.0, tl.float32), dtype)), tl.zeros((M, 8), tl.float32)
         for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
             first, end = near_block(near, bounds, i, blocks, T, KP, N, EVEN)
             token = first + tl.arange(0, N)
@@ -218,6 +220,9 @@ def query_gradients(
             if not EVEN:
                 z = tl.where((token < end)[None, :], z, NOTHING)
             change = tl.exp2(z) * (dot(grad, tl.trans(values), None, PRECISION) * scale - (delta * scale)[:, None])
-            sums = dot(cast(change, dtype), minus(keys, origin, token < end), sums, PRECISION)
+            rounded = packed(change, dtype)
+            changes = dot(rounded, one, changes, PRECISION)
+            sums = dot(rounded, keys, sums, PRECISION)
+        sums -= (tl.sum(changes, 1) * 0.125)[:, None] * origin_of(factors, d, BD)[None, :]
     dq = query_head(dq, pid, heads, index, tiles, dq_b, dq_h, dq_t, GROUP, UNIT)
     store_tile(dq, sums, row, dq_t * UNIT, d, length_q, D, BD)

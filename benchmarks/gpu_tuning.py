@@ -1,0 +1,248 @@
+"""Configurations of single kernels, timed inside the public calls of gpu_called.py: what one visit to a GPU decides.
+
+    PYTHONPATH=src:benchmarks python benchmarks/gpu_tuning.py                    every family below
+    PYTHONPATH=src:benchmarks python benchmarks/gpu_tuning.py --only cluster --seconds 60
+
+Each configuration is compiled in a process of its own, that kernel alone; meanwhile the calls themselves are compared
+with float64 (`check` of gpu_called.py), once with the tables as they are. Then each configuration in turn takes its
+place in the table: ms of its kernel by torch's profiler, and how far outputs and gradients are from those with the
+tables as they are; nothing is timed where that is more than rounding. Lines are printed as they are found, and also go
+to $OUT/gpu_tuning.json if OUT is set; after `--seconds` nothing new is begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from gpu_called import CASES, check, inputs
+from torch import Tensor
+
+from cumulant.bench.provenance import provenance
+from cumulant.kernels.causal import plan as causal_plan
+from cumulant.kernels.cluster import plan as cluster_plan
+from cumulant.kernels.dense import plan as dense_plan
+from cumulant.kernels.launch import Config
+
+START = time.perf_counter()
+APART = 1e-2  # of two right results in bfloat16, at most
+
+
+def _causal(order: int) -> Callable[[str, Config], None]:
+    def put(name: str, config: Config) -> None:
+        line = list(causal_plan.TABLE[name][64])
+        line[order - 2] = config
+        causal_plan.TABLE[name][64] = (line[0], line[1])
+
+    return put
+
+
+def _cluster(name: str, config: Config) -> None:
+    cluster_plan.CONFIGS[name] = (config, *cluster_plan.CONFIGS[name][1:])
+    cluster_plan._plan_of.cache_clear()  # plans keep what they launch with
+
+
+def _dense(name: str, config: Config) -> None:
+    """Order 3; in fourth place the programs of a multiprocessor, where the table has no keys."""
+    if config.keys and name in dense_plan.PROGRAMS:
+        dense_plan.PROGRAMS[name], config = config.keys, config._replace(keys=0)
+    dense_plan.TABLE[name][64] = (dense_plan.TABLE[name][64][0], config)
+    dense_plan._plan_of.cache_clear()
+
+
+class Family(NamedTuple):
+    """A call of gpu_called.py, how a configuration gets into its table, those to try, and the call's other kernels."""
+
+    case: str
+    put: Callable[[str, Config], None]
+    configs: dict[str, list[Config]]
+    others: tuple[str, ...]
+
+
+def of(*configs: tuple[Any, ...]) -> list[Config]:
+    return [Config(*config) for config in configs]
+
+
+FAMILIES: dict[str, Family] = {
+    "causal 3": Family(
+        "causal 3, 16k", _causal(3),
+        {
+            "query_gradients": of((64, 4, 1), (64, 8, 1), (64, 4, 2), (64, 8, 2)),
+            "key_gradients": of((64, 4, 1), (64, 8, 1), (64, 4, 2)),
+            "outputs": of((64, 4, 1), (64, 8, 1), (64, 8, 2)),
+            "row_sums": of((64, 4, 2), (64, 4, 3), (64, 4, 1)),
+        },
+        ("part_sums", "prefixes", "suffixes"),
+    ),
+    "cluster": Family(
+        "cluster", _cluster,
+        {
+            "attend_pooled": of((128, 8, 2, 32, 2, 128), (64, 8, 2, 32, 3, 128), (64, 8, 2, 32, 2, 128)),
+            "query_gradients_pooled": of((64, 8, 2, 32, 3, 128), (64, 8, 2, 32, 2, 128)),
+            "key_gradients": of((64, 4, 2, 0, 0, 168)),
+        },
+        (
+            "statistics", "pool", "query_moments", "choose_by_mean", "vector_gradients", "matrix_gradients",
+            "tiles_of_clusters",
+        ),
+    ),
+    "dense 3": Family(
+        "order 3, 16k", _dense,
+        {
+            "partial_moments": of(
+                (32, 4, 3, 3, 0, 168), (64, 4, 2, 3, 0, 168), (64, 8, 2, 6, 0, 128), (64, 4, 3, 6),
+                (32, 4, 4, 3, 0, 168),
+            ),
+            "read_out": of((32, 4, 4, 16, 0, 168), (64, 4, 3, 16, 0, 168), (64, 4, 3, 16, 0, 128), (64, 4, 4, 8)),
+        },
+        ("merge", "backward_queries", "reduce", "backward_keys"),
+    ),
+    "causal 2": Family(
+        "causal 2, 16k", _causal(2),
+        {
+            "query_gradients": of((64, 4, 3), (64, 4, 2), (64, 4, 1)),
+            "key_gradients": of((64, 4, 3), (64, 4, 1)),
+            "outputs": of((64, 4, 3),),
+        },
+        ("part_sums", "prefixes", "suffixes"),
+    ),
+}  # fmt: skip
+
+
+def function_of(name: str) -> str:
+    """The kernel that a line of a table is for."""
+    return name.removesuffix("_pooled")
+
+
+def call_of(case: str, B: int = 0) -> Callable[[], list[Tensor]]:
+    found = CASES[case]
+    leaves, grad, options = inputs(found, B=B)
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def call() -> list[Tensor]:
+        out = found.function(*leaves, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    return call
+
+
+def compile_one(family: str, name: str, config: Config | None) -> str:
+    """Runs in a process of its own: compiles one kernel into Triton's cache on disk, and launches nothing."""
+
+    def compiling(self: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*arguments: Any, **options: Any) -> Any:
+            if self.fn.__name__ == function_of(name):
+                return self.run(*arguments, grid=grid, warmup=True, **options)
+            return None
+
+        return launch
+
+    triton.runtime.jit.JITFunction.__getitem__ = compiling
+    if config is not None:
+        FAMILIES[family].put(name, config)
+    try:
+        call_of(FAMILIES[family].case, B=1)()
+    except Exception as problem:  # a configuration that does not fit the chip: skipped when it is measured
+        return f"{name} {config}: {problem!r}"[:300]
+    return ""
+
+
+def kernel_times(call: Callable[[], Any], runs: int = 3) -> dict[str, float]:
+    """Milliseconds of each kernel in one call, by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+    return {e.key: e.device_time_total / runs / 1e3 for e in profile.key_averages() if e.device_time_total > 0}
+
+
+def apart(found: list[Tensor], usual: list[Tensor]) -> float:
+    return max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(found, usual, strict=True))
+
+
+def tune(
+    family: str, compiling: dict[tuple[str, Config | None], Future[str]], end: float, keep: Callable[..., None]
+) -> None:
+    case, put, configs, others = FAMILIES[family]
+    for name, config in [(name, None) for name in others] + [(name, tried[0]) for name, tried in configs.items()]:
+        compiling[name, config].result()
+    print(f"[{time.perf_counter() - START:.0f} s] {case}: ", end="", flush=True)
+    if not check(CASES[case]):  # prints PASS or FAIL, and errors beside plain torch's: output, dq, dk, dv
+        return
+    call, usual = call_of(case), None
+    for name, tried in configs.items():
+        best: tuple[float, Config] | None = None
+        for config in tried:
+            if time.perf_counter() - START > end:
+                break
+            problem = compiling[name, config].result()
+            if problem:
+                print("could not compile", problem, flush=True)
+                continue
+            put(name, config)
+            found = call()
+            usual = found if usual is None else usual
+            distance = apart(found, usual)
+            if not distance < APART:
+                print(f"WRONG {family} {name} {tuple(config)}: {distance:.1e} apart", flush=True)
+                continue
+            times = kernel_times(call)
+            ms = times.get(function_of(name), float("nan"))
+            print(
+                f"[{time.perf_counter() - START:.0f} s] {family:9s} {name:24s} {tuple(config)!s:28s} {ms:.4f} ms of"
+                f" {sum(times.values()):.3f}, {distance:.0e} apart", flush=True,
+            )  # fmt: skip
+            keep(family=family, kernel=name, config=tuple(config), ms=ms, all_ms=sum(times.values()), apart=distance)
+            best = min(best or (ms, config), (ms, config))
+        if best is not None:  # later kernels are timed beside the best
+            put(name, best[1])
+    if usual is not None:
+        every = sorted(kernel_times(call).items(), key=lambda x: -x[1])[:14]
+        print(f"   {family} with the best:", ", ".join(f"{name[:40]} {ms:.4f}" for name, ms in every), flush=True)
+        keep(family=family, best=dict(every))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--workers", type=int, default=14)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/gpu_tuning.py needs a CUDA device")
+    record: dict[str, Any] = {
+        **provenance("PYTHONPATH=src:benchmarks python " + " ".join(sys.argv), gpu=True),
+        "rows": [],
+    }
+
+    def keep(**row: Any) -> None:
+        record["rows"].append(row)
+        if "OUT" in os.environ:
+            Path(os.environ["OUT"], "gpu_tuning.json").write_text(json.dumps(record, indent=1))
+
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        compiling: dict[str, dict[tuple[str, Config | None], Future[str]]] = {}
+        for family in options.only:
+            _, _, tried, others = FAMILIES[family]
+            jobs: list[tuple[str, Config | None]] = [(name, config) for name in tried for config in tried[name]]
+            jobs += [(name, None) for name in others]
+            compiling[family] = {job: pool.submit(compile_one, family, *job) for job in jobs}
+        for family in options.only:
+            tune(family, compiling[family], options.seconds, keep)
+        for futures in compiling.values():
+            for future in futures.values():
+                future.cancel()
+
+
+if __name__ == "__main__":
+    main()
