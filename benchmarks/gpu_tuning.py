@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 
 os.environ["CUMULANT_REPLAY"] = "0"  # before cumulant is imported: a repeated call would keep its first configuration
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from gpu_called import CASES, check, inputs  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import triton
+from gpu_called import CASES, check, inputs
+from torch import Tensor
 
-from cumulant.bench.provenance import provenance  # noqa: E402
-from cumulant.kernels.causal import plan as causal_plan  # noqa: E402
-from cumulant.kernels.cluster import plan as cluster_plan  # noqa: E402
-from cumulant.kernels.dense import plan as dense_plan  # noqa: E402
-from cumulant.kernels.launch import Config  # noqa: E402
+from cumulant.bench.provenance import provenance
+from cumulant.kernels.causal import plan as causal_plan
+from cumulant.kernels.cluster import plan as cluster_plan
+from cumulant.kernels.dense import plan as dense_plan
+from cumulant.kernels.launch import Config
 
 START = time.perf_counter()
 APART = 1e-2  # of two right results in bfloat16, at most
