@@ -1,6 +1,7 @@
 """Do routing and fewer heads save time? Layers of `cumulant.nn.heads` against the plain layer, on one GPU, in one run.
 
     PYTHONPATH=src python benchmarks/gpu_heads.py            all cases (about a minute)
+    PYTHONPATH=src python benchmarks/gpu_heads.py --warm     the same; kernels of all cases compile side by side first
     PYTHONPATH=src python benchmarks/gpu_heads.py --quick    tiny sizes on the CPU: that all of it runs
 
 Every layer is checked first, output and gradients, else no time is printed: in bfloat16 against float32, with about
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -218,19 +220,19 @@ def ia_red2_model(batch: int) -> Case:
 
 CASES: list[Callable[[], Case]] = [
     lambda: moh(16384, "softmax"),
+    lambda: biformer(112, 8),
+    lambda: complexformer(16384),
+    lambda: ia_red2(4096, 8, "softmax"),
+    lambda: sparsifiner(16384, 1024, 16, 1, (128,), 64),
+    lambda: sparsifiner(197, 384, 6, 64, (1,), 6),
+    lambda: ia_red2(4096, 8, "cumulant3"),
     lambda: moh(16384, "cumulant3"),
+    lambda: complexformer(32768),
+    lambda: ia_red2_model(64),
+    lambda: gda(8192),
     lambda: sqa(32768, False),
     lambda: sqa(32768, True),
     lambda: sqa_model(32768),
-    lambda: complexformer(16384),
-    lambda: complexformer(32768),
-    lambda: gda(8192),
-    lambda: biformer(112, 8),
-    lambda: sparsifiner(197, 384, 6, 64, (1,), 6),
-    lambda: sparsifiner(16384, 1024, 16, 1, (64, 128), 64),
-    lambda: ia_red2(4096, 8, "softmax"),
-    lambda: ia_red2(4096, 8, "cumulant3"),
-    lambda: ia_red2_model(64),
 ]
 
 
@@ -392,17 +394,42 @@ def show(row: dict[str, Any]) -> None:
         print(f"  {name:18} forward {forward:8.3f} ms {ratio:5.2f}  host {host:6.3f}{more}{said}", flush=True)
 
 
+def warm(number: int) -> None:
+    """Run everything of a case once, so that its kernels are compiled."""
+    case = CASES[number]()
+    try:
+        sound(case)
+        x = case.tokens().to(DEVICE)
+        x = x.to(DTYPE) if x.is_floating_point() else x
+        for variant in case.variants:
+            made = variant.make().to(DEVICE, DTYPE)
+            with torch.no_grad():
+                made(x, **variant.call)
+            if case.backward:
+                made(x, **variant.call).sum().backward()
+    except Exception as error:  # it will be told when the case is measured
+        print(f"{case.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--profile", default="none", help="cases, as of --only, whose kernels are told too")
     parser.add_argument("--only", default="", help="cases whose name holds one of these words, with commas between")
+    parser.add_argument("--warm", action="store_true", help="compile the kernels of all cases side by side first")
     settings = parser.parse_args()
     rows = []
-    for make in CASES:
-        case = make()
-        if not any(word in case.name.lower() for word in settings.only.lower().split(",")):
-            continue
+    words = settings.only.lower().split(",")
+    cases = {number: case for number, case in enumerate(make() for make in CASES)
+             if any(word in case.name.lower() for word in words)}  # fmt: skip
+    if settings.warm:
+        children = [multiprocessing.get_context("spawn").Process(target=warm, args=(number,)) for number in cases]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        print("compiled", flush=True)
+    for case in cases.values():
         try:
             row = measure(case)
         except Exception as error:  # the others are still worth measuring
