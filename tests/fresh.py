@@ -1,7 +1,7 @@
 """Python as a stranger starts it: without what conftest.py sets for the tests.
 
 `python` is a new interpreter. `forked` is a copy of one that has imported torch and cumulant and done nothing else:
-what every program here begins with, paid for once.
+what every program here begins with, paid for once. `begun` is such a copy that goes on by itself.
 """
 
 import atexit
@@ -14,9 +14,11 @@ import tempfile
 import traceback
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # conftest's own setting, and what pytest tells its processes
 NOT_A_STRANGERS = ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "PYTEST_VERSION")
+CUMULANT = ("-c", "import sys; from cumulant.cli import main; sys.exit(main())")  # and its words: the command
 
 
 def environment() -> dict[str, str]:
@@ -34,17 +36,51 @@ def python(*words: str, folder: Path) -> str:
 
 def forked(*words: str, folder: Path) -> str:
     """As `python`, in a copy of an interpreter that has imported torch and cumulant: `-c CODE ...` or `FILE ...`."""
-    with tempfile.TemporaryDirectory() as said:
-        out, err = (str(Path(said) / name) for name in ("out", "err"))
-        server = _server()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps({"words": words, "folder": str(folder), "out": out, "err": err}) + "\n")
-        server.stdin.flush()
-        status = json.loads(server.stdout.readline())
-        printed, errors = (Path(file).read_text() for file in (out, err))
-    assert status == 0, f"exit status {status}\n{printed[-4000:]}\n{errors[-4000:]}"
-    return printed
+    program = begun(*words, folder=folder)
+    status = program.wait()
+    assert status == 0, f"exit status {status}\n{program.out[-4000:]}\n{program.err[-4000:]}"
+    return program.out
+
+
+class begun:  # noqa: N801  # reads as `python` and `forked` do
+    """A program in such a copy, in a process group of its own; what it said so far is in `out` and `err`."""
+
+    def __init__(self, *words: str, folder: Path) -> None:
+        self.said = tempfile.TemporaryDirectory()
+        files = {name: str(Path(self.said.name) / name) for name in ("out", "err")}
+        self.pid, self.returncode = _asked({"words": words, "folder": str(folder), **files}), None
+
+    @property
+    def out(self) -> str:
+        return (Path(self.said.name) / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (Path(self.said.name) / "err").read_text()
+
+    def poll(self, flags: int = os.WNOHANG) -> int | None:
+        """Its exit status; None while it runs."""
+        if self.returncode is None:
+            self.returncode = _asked({"pid": self.pid, "flags": flags})
+        return self.returncode
+
+    def wait(self) -> int:
+        """Its exit status, after its end."""
+        self.poll(0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _asked(question: dict[str, object]) -> Any:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(question) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
 
 
 @cache
@@ -56,20 +92,26 @@ def _server() -> subprocess.Popen[str]:
 
 
 def serve() -> None:
-    """Answer every line with the exit status of the program that it names."""
+    """Begin the program that a line names and answer with its process, or answer with the exit status of a process."""
     import torch  # noqa: F401
 
     import cumulant  # noqa: F401
 
     for line in sys.stdin:
+        asked = json.loads(line)
+        if "pid" in asked:
+            ended, status = os.waitpid(asked["pid"], asked["flags"])
+            print(json.dumps(os.waitstatus_to_exitcode(status) if ended else None), flush=True)
+            continue
         process = os.fork()
         if process == 0:
-            os._exit(run(**json.loads(line)))
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+            os._exit(run(**asked))
+        print(process, flush=True)
 
 
 def run(words: list[str], folder: str, out: str, err: str) -> int:
     """The program, as `python WORDS` would run it there; its exit status."""
+    os.setsid()
     os.chdir(folder)
     for number, name in ((1, out), (2, err)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)

@@ -2,11 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 from small_studies import SMALL
 
@@ -18,11 +17,8 @@ TWO_ENDLESS_RUNS = ["--attention", "softmax", "linear", "--seeds=1", "--control=
 
 def reproduce(out):
     """The command in a group of its own, as a shell starts it."""
-    words = [sys.executable, "-m", "cumulant.cli", "reproduce", "--out", str(out)]
-    return subprocess.Popen(
-        [*words, *TWO_ENDLESS_RUNS, "--change", *SMALL, "log_steps=1"], stderr=subprocess.PIPE, text=True,
-        start_new_session=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    words = ["reproduce", "--out", str(out), *TWO_ENDLESS_RUNS, "--change", *SMALL, "log_steps=1"]
+    return fresh.begun(*fresh.CUMULANT, *words, folder=out)
 
 
 def folders(out):
@@ -39,7 +35,7 @@ def wait_until(seen, otherwise):
 
 def wait_until_both_train(child, out):
     wait_until(lambda: len(folders(out)) == 2 or child.poll() is not None, "the two runs did not begin")
-    assert child.poll() is None, child.communicate()[1]
+    assert child.poll() is None, child.err
     return folders(out)
 
 
@@ -56,20 +52,26 @@ def timeout(child):
 
 def ended(child):
     """The command alone is told to end, as `kill` does."""
-    child.terminate()
+    child.send_signal(signal.SIGTERM)
 
 
 def everyone(child):
     """A batch system ends all processes of a job, each by itself."""
-    for number in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split():
-        os.kill(int(number), signal.SIGTERM)
-    child.terminate()
+    for number in below(child.pid):
+        os.kill(number, signal.SIGTERM)
+    child.send_signal(signal.SIGTERM)
+
+
+def below(number):
+    """The processes that this one has started, and those that they have."""
+    own = map(int, Path(f"/proc/{number}/task/{number}/children").read_text().split())
+    return [one for child in own for one in (*below(child), child)]
 
 
 def assert_kept(child, there):
     """It ends, and says of every run how far it came."""
-    said = child.communicate(timeout=120)[1]
-    assert child.returncode == 130
+    assert child.wait() == 130
+    said = child.err
     for name, folder in zip(("linear", "softmax"), there, strict=True):
         assert f"{name}, seed 0: kept after {epochs_done(folder):.2f} epochs" in said
         assert epochs_done(folder) > 0
@@ -86,8 +88,8 @@ def test_a_stop_keeps_every_running_run_and_says_so(tmp_path, stop):
 def test_the_same_command_goes_on_where_workers_without_a_parent_have_stopped_and_is_ended(tmp_path):
     child = reproduce(tmp_path)
     there = wait_until_both_train(child, tmp_path)
-    child.kill()  # nothing can be said any more; the workers notice that they are alone
-    child.communicate()
+    child.send_signal(signal.SIGKILL)  # nothing can be said any more; the workers notice that they are alone
+    child.wait()
     wait_until(lambda: min(map(epochs_done, there)) > 0, "the workers kept nothing")
     before = {path: epochs_done(path) for path in there}
     child = reproduce(tmp_path)

@@ -4,11 +4,11 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import fresh
 import pytest
 from small_runs import FULL, few_digits, in_child, kill_self, outcome
 
@@ -108,16 +108,15 @@ def test_the_killed_command_goes_on_when_it_is_given_again(tmp_path):
         "depth = 2\n[augmentation]\nshift = 1\nmixup = 0.8\n"
     )
     killed, calm = tmp_path / "killed", tmp_path / "calm"
-    command = [sys.executable, "-m", "cumulant.cli", "train", str(recipe), "--out", str(killed), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [*fresh.CUMULANT, "train", str(recipe), "--out", str(killed), "--device", "cpu"]
+    process = fresh.begun(*command, folder=tmp_path)
     while not (killed / "state.safetensors").exists():
-        assert process.poll() is None
+        assert process.poll() is None, process.err
         time.sleep(0.01)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (killed / "result.json").exists()
-    assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
+    fresh.forked(*command, folder=tmp_path)
     train(read_recipe(recipe), calm)
     assert outcome(killed) == outcome(calm)
 

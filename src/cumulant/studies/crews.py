@@ -49,7 +49,7 @@ class Workers:
     """Worker processes, each fed with the next run as soon as it is free; they are ended here whatever happens."""
 
     def __init__(self, shop: Workshop, size: int) -> None:
-        context = multiprocessing.get_context("spawn")  # forked threads of torch would hang
+        context = _context(shop)
         self.size, self.busy = size, 0
         self.tasks: Any = context.Queue()
         self.events: Any = context.Queue()
@@ -95,9 +95,21 @@ class Workers:
         return found
 
 
+def _context(shop: Workshop) -> Any:
+    """How workers start. Forked threads of torch would hang, so that on CPUs they are copies of a process that has
+    imported what they need and done nothing: all of them cost one import. Copies could not use a GPU."""
+    if shop.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cumulant.studies.server", type(shop).__module__, "cumulant.train.trainer"])
+    return context
+
+
 def _work(tasks: Any, events: Any, shop: Workshop) -> None:
     """Take runs until there are none, or until the process that started this one is gone."""
     apart(0)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see `server`
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while (run := tasks.get()) is not None:
         try:
