@@ -19,7 +19,7 @@ from dataclasses import replace
 from small_explorer import noise, small_model
 from cumulant.web import Example, Limits, create_app, serve
 
-limits = replace(Limits(), header_seconds=1, body_seconds=1, closing_seconds=1)
+limits = replace(Limits(), header_seconds=1, body_seconds=float(sys.argv[1]), closing_seconds=1)
 app = create_app({"softmax": small_model("softmax")}, [Example(noise(0), "0")], limits)
 with serve.listen("127.0.0.1", 0) as door:
     print(door.getsockname()[1], flush=True)
@@ -27,12 +27,12 @@ with serve.listen("127.0.0.1", 0) as door:
 """
 
 
-@pytest.fixture
-def server():
+@pytest.fixture(params=[1])
+def server(request):
+    """Its process, which gives a body so many seconds, and its port."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    words = [sys.executable, "-c", SERVER, str(request.param)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
     port = int(process.stdout.readline())
     yield process, port
     process.kill()
@@ -48,8 +48,8 @@ def answer(door):
     return received
 
 
-def test_half_a_head_and_half_a_body_are_given_up_and_ctrl_c_ends_all(server):
-    process, port = server
+def test_half_a_head_and_half_a_body_are_given_up(server):
+    port = server[1]
     with socket.create_connection(("127.0.0.1", port)) as head:
         head.sendall(b"GET / HT")
         assert answer(head) == b""  # closed without a word
@@ -62,8 +62,13 @@ def test_half_a_head_and_half_a_body_are_given_up_and_ctrl_c_ends_all(server):
     with socket.create_connection(("127.0.0.1", port)) as whole:
         whole.sendall(b"GET /api/info HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         assert answer(whole).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("server", [600], indirect=True)
+def test_ctrl_c_does_not_wait_for_half_an_upload(server):
+    process, port = server
     with socket.create_connection(("127.0.0.1", port)) as waiting:
-        waiting.sendall(start)
+        waiting.sendall(b"POST /api/images HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\nhalf")
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         process.wait(20)
