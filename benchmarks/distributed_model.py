@@ -1,6 +1,7 @@
 """A cost model on paper for attention over many workers, from the figures of `distributed_link.py`.
 
     python benchmarks/distributed_model.py
+    python benchmarks/distributed_model.py --figure     # and docs/figures/distributed.svg, from the records
 
 One layer, forward, bfloat16 tokens, 12 heads of 64, order 3; statistics travel in float32. With W workers and L tokens:
 
@@ -13,9 +14,12 @@ processor), then it goes to GPUs, whose numbers are assumptions and not measurem
 
 from __future__ import annotations
 
+import argparse
 import json
 from math import log2
 from pathlib import Path
+
+from cumulant.style import COLOURS, new_figure, save, styled
 
 H, D = 12, 64
 N = H * (1 + 3 * D + 2 * D * D)  # numbers that merge
@@ -41,7 +45,39 @@ def held_against_the_link() -> None:
     print(f"a ring over the link:      {moved:.1f} s on paper, {measured[1]:.1f} s measured")
 
 
+@styled
+def figure(path: Path) -> None:
+    """What a worker sends for a layer against the length (counted), and a step over the slow link (measured)."""
+    counted = json.loads(RECORD.with_name("distributed_scaling.json").read_text())["seconds"]["counted"]
+    link = json.loads(RECORD.read_text())["seconds"]
+    sheet, ((left, right),) = new_figure(1, 2, (9.6, 3.6))
+    lengths = [2**i for i in range(10, 27, 2)]
+    for name, label, marker in (
+        ("softmax ring", "ring softmax", "s"), ("cumulant3", "cumulant, order 3", "^"), ("cumulant2", "order 2", "o"),
+    ):  # fmt: skip
+        few, many = (counted[f"{name} W=4 n={n}"]["forward"]["bytes"] for n in (64, 256))
+        a_token = (many - few) / (4 * (256 - 64))
+        sent = [few + a_token * (L - 256) for L in lengths]
+        left.plot(lengths, sent, marker=marker, markersize=4, color=COLOURS[name.split()[0]], label=label)
+    left.set(xscale="log", yscale="log", xlabel="tokens in all, 4 workers", ylabel="bytes a worker sends, a layer")
+    left.legend()
+    rows = (("softmax ring", "larger"), ("cumulant3 causal", "sum"), ("cumulant3", "sum"), ("cumulant2", "sum"))
+    for place, (name, which) in enumerate(reversed(rows)):
+        seconds = link[f"{name} both"][which]
+        right.barh(place, seconds, color=COLOURS[name.split()[0]], height=0.6)
+        right.text(seconds * 1.15, place, f"{seconds:.3g} s", va="center")
+    right.set(
+        xscale="log", xlim=(0.1, 2000), yticks=range(len(rows)), yticklabels=[name for name, _ in reversed(rows)],
+        xlabel="seconds: 65,536 tokens with gradients, 1 Gbit/s, 10 ms",
+    )  # fmt: skip
+    save(sheet, path, formats=("svg",))
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figure", action="store_true")
+    if parser.parse_args().figure:
+        figure(Path(__file__).parents[1] / "docs" / "figures" / "distributed.svg")
     held_against_the_link()
     print("| GPUs | tokens | cumulants: arithmetic | exchange | ring: arithmetic | messages | ring over cumulants |")
     print("|---|---|---|---|---|---|---|")
