@@ -69,21 +69,21 @@ def attention(
         (..., H, Lq, E), in the dtype of the query. Cost: 2 L D E a head at order 2, 4 L D E at order 3, never L^2.
     """
 
-    def run() -> Tensor:
-        call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, query_mask)
-        return attend(call, Form(order, full, normalization, closure, around, apart, backend))
-
-    if key_mask is not None or query_mask is not None:
-        return run()
-    kind = replay.kind(
-        "attention", query, key, value, is_causal, scale, enable_gqa, order, full, normalization, closure, around,
-        apart, backend,
-    )  # fmt: skip
-    return run() if kind is None else replay.call(kind, run, query, key, value)
+    call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, query_mask)
+    return attend(call, Form(order, full, normalization, closure, around, apart, backend))
 
 
 def attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor] = expand) -> Tensor:
-    """`attention` of a call; with `what=weigh` its weights."""
+    """`attention` of a call; with `what=weigh` its weights. Calls without masks that were made before are repeated."""
+    kind = None
+    if what is expand and call.key_mask is None and call.query_mask is None:
+        kind = replay.kind("attention", *call[:3], call.is_causal, call.scale, call.enable_gqa, *form)
+    if kind is None:
+        return _attend(call, form, what)
+    return replay.call(kind, lambda: _attend(call, form, what), *call[:3])
+
+
+def _attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor]) -> Tensor:
     form = form.checked()
     check_around(form.around, call.is_causal)
     if form.closure is not None:
