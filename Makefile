@@ -39,12 +39,17 @@ ray: $(STAMP)
 	$(PIP) -c constraints.txt -e ".[ray]"
 	$(BIN)/python -m tools.local_ray
 
-# Where timm cannot be in the environment, the tests of its models have it in a place and a session of their own.
+# Where timm cannot be in the environment, the tests of its models have it in a place and a session of their own, which
+# runs while tests of the other one wait for processes and servers; what it said is shown at the end.
 test: $(STAMP)
 	$(BIN)/python tests/timm_for_tests.py $(TIMM)
 	PYTHONPATH=$(TIMM) $(BIN)/python tests/upstream_for_tests.py
-	$(BIN)/python -m pytest -n 2 --dist worksteal
-	[ ! -d $(TIMM) ] || PYTHONPATH=$(TIMM) $(BIN)/python -m pytest -n 2 --dist worksteal -m timm
+	@rm -f $(VENV)/timm-tests.*
+	@[ ! -d $(TIMM) ] || { PYTHONPATH=$(TIMM) $(BIN)/python -m pytest -m timm > $(VENV)/timm-tests.txt 2>&1 && \
+		touch $(VENV)/timm-tests.passed; } & \
+	$(BIN)/python -m pytest -n 2 --dist worksteal; status=$$?; wait; [ ! -d $(TIMM) ] || { \
+		echo "tests of timm's models:"; cat $(VENV)/timm-tests.txt; [ -f $(VENV)/timm-tests.passed ] || status=1; }; \
+	exit $$status
 
 test-gpu:
 	$(PYTHON) -m tools.test_gpu

@@ -232,10 +232,14 @@ def create_model(
 
 def named_after(model: nn.Module, state: Mapping[str, Any]) -> str | None:
     """How `create_model` is called for a network of this model's kind that has weights of those names and shapes."""
-    rows = [len(one) for key, one in state.items() if key.startswith("head") and getattr(one, "ndim", 0) == 2]
+    heads = [tuple(one.shape) for key, one in state.items() if key.startswith("head") and getattr(one, "ndim", 0) == 2]
     kept = {key: x for key, x in (getattr(model, "config", None) or {}).items() if key in ("attention", "layer")}
     for name in [name for name in names() if _MODELS[name].kind is type(model)]:
-        given = {**kept, "num_classes": rows[-1] if rows else 0}
+        width = _MODELS[name].config.get("widths", _MODELS[name].config.get("embed_dim"))
+        last = width[-1] if isinstance(width, Sequence) else width
+        if heads and last is not None and last not in {read for _, read in heads}:
+            continue  # told by what the classifier reads, without making a large network
+        given = {**kept, "num_classes": heads[-1][0] if heads else 0}
         try:
             nn.Module.load_state_dict(create_model(name, device="meta", **given), state, assign=True)
         except (RuntimeError, ValueError):
