@@ -13,7 +13,7 @@ pytest.importorskip("httpx")
 from PIL import Image
 from small_explorer import NAMES, encoded, local_client, noise, small_model
 
-from cumulant import explain
+from cumulant import create_model, explain
 from cumulant.web import Example, Explorable, Limits, create_app, looking
 
 QUERY = {"model": "cumulant3", "image": "example-1", "query": 6}
@@ -43,6 +43,7 @@ def test_info_names_models_examples_and_limits(client):
         "accuracy": None,
         "lens": True,
         "collection": "",
+        "interpreter": False,
     }
     assert [example["label"] for example in info["examples"]] == ["0", "1", "2"]
     assert info["limits"] == {"upload_bytes": 200_000, "pixels": 1_000_000}
@@ -158,6 +159,31 @@ def test_the_lens_at_logit_scale_one_shows_the_layers_own_weights(client):
     own = ask(client, "attention", **QUERY)["weights"][1]
     maps = {m["name"]: m["weights"] for m in ask(client, "lens", **QUERY, layer=1)["maps"]}
     torch.testing.assert_close(torch.tensor(maps["cumulant3"]), torch.tensor(own), atol=3e-6, rtol=0)
+
+
+def test_an_interpreter_s_heat_map_is_shown_beside_maps_of_all_tokens(examples):
+    torch.manual_seed(0)
+    model = create_model("ia_red2_nano_patch2_8", num_classes=10).eval()
+    images = torch.randn(1, 1, 8, 8)
+    dropped = model(images)
+    one = Explorable(model, tuple(map(str, range(10))), 8, (0.5,), (0.5,))
+    torch.testing.assert_close(model(images), dropped)  # masked or gone, the answer is the same
+    client = local_client(create_app({"red": one}, examples))
+    asked = {"model": "red", "image": "example-0", "query": 0}
+    assert client.get("/api/info").json()["models"][0]["interpreter"]
+    weights = torch.tensor(ask(client, "attention", **asked)["weights"])
+    assert weights.shape == (4, 4, 17)
+    shown = torch.tensor(ask(client, "flow", **asked, kind="interpreter")["weights"])
+    heat = model.heat(one.images(examples[0].picture))[0, -1].flatten()
+    torch.testing.assert_close(shown[1:], heat, atol=1e-5, rtol=0)
+    assert (heat == 0).any(), "a patch that an earlier interpreter dropped"
+    assert (heat > 0).any()
+
+
+def test_a_model_without_interpreter_says_so(client):
+    answer = client.post("/api/flow", json={**QUERY, "kind": "interpreter"})
+    assert answer.status_code == 404
+    assert answer.json()["error"] == "no_interpreter"
 
 
 def test_a_gated_model_has_maps_and_says_that_it_has_no_relevance(examples):

@@ -39,6 +39,8 @@ class InterpretedViT(VisionTransformer):
         interpreter_heads: of each interpreter; as many as the blocks have unless given.
     """
 
+    sparse = True  # dropped tokens are gone; False masks them, as who looks at maps of all tokens wants it
+
     def __init__(
         self,
         *,
@@ -92,7 +94,7 @@ class InterpretedViT(VisionTransformer):
             found.kept.append(kept)
             blocks = self._group(start, size)
             start += size
-            if dense:
+            if dense or not self.sparse:
                 x = _through(blocks, x * kept.unsqueeze(-1).to(x.dtype), kept)
             elif not self.training and all(takes_packs(cast(Block, block).attn, x) for block in blocks):
                 pack = Pack.of(x, kept)
@@ -108,10 +110,13 @@ class InterpretedViT(VisionTransformer):
 
     def heat(self, images: Tensor) -> Tensor:
         """How much each patch says to each group, (B, G, rows, cols), from 0 to 1; 0 where it was dropped before."""
-        with torch.no_grad():
-            _, found = self.passed(images)
         grid = self.patch_embed.grid(*images.shape[-2:])
-        return torch.stack([told[:, 1:].unflatten(1, grid) for told in found.told], 1)
+        return self.told(images)[..., 1:].unflatten(-1, grid)
+
+    @torch.no_grad()
+    def told(self, images: Tensor) -> Tensor:
+        """The same of all tokens, the class token first, (B, G, T)."""
+        return torch.stack(self.passed(images)[1].told, 1)
 
     def kept_share(self, images: Tensor) -> Tensor:
         """Share of the patches that each group works on, (G,)."""

@@ -288,13 +288,25 @@ class Engine:
         )
 
     def flow(self, asked: schemas.FlowQuery) -> schemas.Flow:
-        """Attention followed through all layers: rollout (signed), or relevance for the predicted class."""
-        self.checked(asked, whole=True)
+        """Attention followed through all layers: rollout (signed), or relevance for the predicted class. Or how much
+        each token says to the last interpreter of a model that has some, 0 for one that was dropped before."""
+        facts = self.checked(asked, whole=True)
+        if asked.kind == "interpreter":
+            return schemas.Flow.to(asked, weights=plain(self._told(asked, facts)))
         if asked.kind == "rollout":
             found = explain.rollout(self.recording(asked).captured(), sign="signed")
         else:
             found = self._relevance(asked)
         return schemas.Flow.to(asked, weights=plain(found[0, asked.query].cpu()))
+
+    def _told(self, asked: schemas.FlowQuery, facts: schemas.ModelInfo) -> Tensor:
+        """(L,), from 0 to 1."""
+        if not facts.interpreter:
+            raise NotFoundError("no_interpreter", f"{asked.model} has no interpreter: it drops no tokens")
+        one: Any = self.model(asked.model)
+        images = one.images(self.frames(asked.image))
+        with self._locks[asked.model], explain.head_off(one.model, asked.heads):
+            return one.model.told(images)[0, -1].cpu()
 
     def _relevance(self, asked: schemas.FlowQuery) -> Tensor:
         one, refused = self.model(asked.model), f"{asked.model} has no relevance"

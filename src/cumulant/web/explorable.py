@@ -60,6 +60,9 @@ class Explorable:
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
             raise ValueError(f"mean and std must have 1 or 3 channels each, got {self.mean} and {self.std}")
         self.model.eval().requires_grad_(False)
+        for module in self.model.modules():
+            if hasattr(module, "sparse"):  # rows and tokens that are left out have maps too; the answer is the same
+                module.sparse = False
 
     def seen(self, shown: Image | Sequence[Image]) -> tuple[Image, ...]:
         """The frames as the model sees them: S x S, grey for a model of one channel; T of them spread evenly over the

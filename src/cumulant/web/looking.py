@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import explain
 from ..explain.flow import logits_of
 from ..explain.importance import answers
+from ..models.ia_red2 import InterpretedViT
 from ..nn import AxialAttention
 from .explorable import Explorable
 from .schemas import ModelInfo
@@ -48,6 +49,7 @@ def facts(name: str, one: Explorable) -> ModelInfo:
         accuracy=one.accuracy,
         lens=not axial and all(site.axes == "all" for site in sites),
         collection=one.collection,
+        interpreter=isinstance(model, InterpretedViT),
     )
 
 

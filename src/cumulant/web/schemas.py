@@ -56,6 +56,7 @@ class ModelInfo(BaseModel):
     accuracy: float | None = Field(description="Top-1 accuracy on the test part, from 0 to 1, where it is known.")
     lens: bool = Field(description="Whether `/api/lens` can show this model.")
     collection: str = Field(description="Of examples that it is made for; empty for all.")
+    interpreter: bool = Field(description='Whether `/api/flow` has the kind "interpreter": IA-RED2.')
 
     @property
     def tokens(self) -> int:
@@ -163,7 +164,7 @@ class DialQuery(Strict):
 
 
 class FlowQuery(OneQuery):
-    kind: Literal["rollout", "relevance"] = "rollout"
+    kind: Literal["rollout", "relevance", "interpreter"] = "rollout"
 
 
 class LensQuery(OneQuery):
@@ -269,7 +270,7 @@ class Flow(Answer):
 
     model: str
     query: int
-    kind: Literal["rollout", "relevance"]
+    kind: Literal["rollout", "relevance", "interpreter"]
     weights: list[float] = Field(description="By token, prefix first; a rollout is signed.")
 
 

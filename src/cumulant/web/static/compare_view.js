@@ -5,7 +5,7 @@ import { drawMap, largest, placeAt, shownWeights } from "./draw.js";
 import { commonTop, LOOKS, offOf, question, title, topOf } from "./maps_view.js";
 import { asksWithToken, choosePlace, isOff, queryPlace, queryToken, set, state, switchHeads } from "./state.js";
 
-const FLOWS = ["rollout", "relevance"];
+const FLOWS = ["rollout", "relevance", "interpreter"];
 const ONE = ["head", "difference"];
 const SIDE = 360;
 
@@ -36,7 +36,8 @@ function rowOf(answer, model) {
 }
 
 function toolbar(models) {
-  const readings = { head: "this head", difference: "this head, difference of the first two", layer: "mean of the layer's heads", rollout: "rollout: through all layers", relevance: "relevance for the predicted class" };
+  const readings = { head: "this head", difference: "this head, difference of the first two", layer: "mean of the layer's heads", rollout: "rollout: through all layers", relevance: "relevance for the predicted class",
+    ...(models.some((model) => model.interpreter) ? { interpreter: "interpreter: what it keeps" } : {}) };
   const select = element("select", { id: "reading", onchange: () => set({ reading: select.value }) },
     ...Object.entries(readings).map(([value, text]) => element("option", { value, selected: value === state.reading }, text)));
   const about = {
@@ -45,6 +46,7 @@ function toolbar(models) {
     layer: `The weights of layer ${state.layer + 1}, averaged over its heads.`,
     rollout: "The product of all layers, with residual connections: how the picture reaches this token. Layer and head do not matter.",
     relevance: "Weights times gradients, through all layers: which patches speak for the predicted class. The class token is the query to ask with. Layer and head do not matter.",
+    interpreter: "How much each patch says to the last interpreter, from 0 to 1; 0 where an earlier one dropped it. Query, layer and head do not matter.",
   }[state.reading];
   return element("div", { class: "toolbar" }, element("label", {}, "Map", select), element("p", {}, about));
 }

@@ -70,7 +70,7 @@ function restore(text, info) {
   const names = info.models.map((model) => model.name);
   const choices = {
     view: ["maps", "compare", "heads", "distance", "lens", "overview", "patterns", ...(info.dials.length ? ["dial"] : [])], sign: ["signed", "positive", "negative"],
-    scale: ["map", "model", "all"], reading: ["head", "difference", "layer", "rollout", "relevance"], direction: ["takes", "gives"], over: ["one", "many"], judged: ["all", "right", "wrong"],
+    scale: ["map", "model", "all"], reading: ["head", "difference", "layer", "rollout", "relevance", ...(info.models.some((model) => model.interpreter) ? ["interpreter"] : [])], direction: ["takes", "gives"], over: ["one", "many"], judged: ["all", "right", "wrong"],
     collection: info.models.map((model) => model.collection), dial: info.dials.map((dial) => dial.name), label: info.examples.map((example) => example.label),
     image: info.examples.map((example) => example.image),
   };
