@@ -28,6 +28,10 @@ CASES = (
     "kmeans", "order 2, 16k", "order 3, 16k", "causal 2, 16k", "causal 3, 16k", "causal", "order 2, 197", "grouped",
     "prefix", "short", "far only", "causal means",
 )  # fmt: skip
+PROFILED = (  # steps whose kernels are timed one by one: those that fell short
+    "cluster", "long", "grid 64k", "grid 4k", "masked", "causal 64", "kmeans", "short", "order 3, 16k", "causal 2, 16k",
+    "causal 3, 16k",
+)  # fmt: skip
 CHECKS = {
     "gpu_called": ["gpu_called.py", "--check", "--workers", "8", "--verdicts", "RIGHT"],
     "gpu_first_call": ["gpu_first_call.py"],
@@ -116,12 +120,19 @@ def measure(out: Path, fine: dict[str, bool], begin: float) -> int:
             gpu_causal.show(row)
         keep("gpu_causal", "gpu_causal.py --quick", {"copy_bytes_per_second": speed, "rows": rows})
 
+    def profiles() -> None:
+        found = {}
+        for name in PROFILED:
+            found[name] = gpu_called.profile(gpu_called.CASES[name])
+            keep("gpu_profile", "gpu_called.py --profile", {"cases": found})
+
     part("called", called)
     part("gpu_host", lambda: keep("gpu_host", "gpu_host.py", gpu_host.measure(["repeated"])))
     part("gpu_dense", dense)
     part("gpu_causal", causal)
     part("fold", lambda: keep("fold-cuda", "fold.py", {"dtype": str(fold.DTYPE), "rows": fold.measure(1568)}))
     part("gpu_decode", lambda: keep("gpu_decode", "gpu_decode.py", {"orders": gpu_decode.measure()}))
+    part("profiles", profiles)
     return failed
 
 

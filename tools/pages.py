@@ -336,12 +336,12 @@ BLOCKS: dict[str, Callable[[Result], str]] = {
 }  # fmt: skip
 SPEED = (  # records of benchmarks/gpu_all.py
     "gpu_called", "gpu_dense", "gpu_causal", "fold-cuda", "gpu_decode", "gpu_host", "gpu_first_call", "gpu_public",
-    "gpu_tests", "gpu_speed",
+    "gpu_tests", "gpu_speed", "gpu_profile",
 )  # fmt: skip
 PAGES = {
     "docs/performance.md": (
         "gpu_called", "gpu_goals", "gpu_dense", "gpu_more", "gpu_host", "gpu_first_call", "gpu_public", "gpu_tests",
-        "gpu_speed",
+        "gpu_speed", "gpu_profile",
     ),
     "docs/lab/benchmarks.md": (
         "error_pareto", "zoo_efficiency_cpu", "zoo_efficiency", "zoo_gpu", "zoo_train_digits",

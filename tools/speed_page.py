@@ -14,24 +14,24 @@ CALLS = {  # of gpu_called.py
     "long": "256 clusters, B 2, 65,536",
     "4k": "64 clusters, B 8, 4,096",
     "grid 4k": "`clusters=(8, 8), grid=(64, 64), near=4`, B 1, 4 heads of 96",
-    "grid 64k": "the same, `grid=(256, 256)`",
+    "grid 64k": "`clusters=(8, 8), grid=(256, 256), near=4`, B 1, 4 heads of 96",
     "masked": "the first with a `key_mask` of padding",
     "grouped": "the first with 4 key heads",
     "prefix": "the first with `prefix=1`",
     "far only": "the first with `near=0`",
     "causal 64": "`clusters=64, is_causal=True`, B 8, 16,384",
     "causal": "`clusters=Blocks(64, keep=16, recent=1), is_causal=True`, B 1",
-    "causal means": "the same with `response=0`, B 8",
+    "causal means": "`clusters=Blocks(64, keep=16, recent=1), response=0`, causal, B 8",
     "blocks": "`clusters=64`, B 1, 16,384",
-    "kmeans": "`clusters=KMeans(64)`, the same",
+    "kmeans": "`clusters=KMeans(64)`, B 1, 16,384",
     "short": "`clusters=16`, B 256, 256 tokens",
     "order 2, 64": "`attention(order=2)`, B 256, 64 tokens",
-    "order 3, 64": "`attention(order=3)`, the same",
+    "order 3, 64": "`attention(order=3)`, B 256, 64 tokens",
     "order 2, 197": "`attention(order=2)`, B 64, 197",
     "order 2, 16k": "`attention(order=2)`, B 8, 16,384",
-    "order 3, 16k": "`attention(order=3)`, the same",
-    "causal 2, 16k": "`attention(order=2, is_causal=True)`, the same",
-    "causal 3, 16k": "`attention(order=3, is_causal=True)`, the same",
+    "order 3, 16k": "`attention(order=3)`, B 8, 16,384",
+    "causal 2, 16k": "`attention(order=2, is_causal=True)`, B 8, 16,384",
+    "causal 3, 16k": "`attention(order=3, is_causal=True)`, B 8, 16,384",
 }
 # The best public kernel that is not causal, second order without means; measured on such a machine before.
 PEER = {
@@ -173,6 +173,15 @@ def tests_block(result: Result) -> str:
     return "\n\n".join([table(["tests", "passed", "failed", "skipped"], [*rows, ["**all**", *sums]]), about])
 
 
+def profile_block(result: Result) -> str:
+    """Milliseconds of the longest kernels of a training step."""
+    rows = []
+    for name, kernels in result["cases"].items():
+        total, first = sum(kernels.values()), list(kernels.items())[:7]
+        rows.append([CALLS[name], f"{total:.2f}", ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in first)])
+    return "\n\n".join([table(["a step of", "ms in kernels", "of these"], rows), made(result)])
+
+
 def bench_block(result: Result) -> str:
     """What `cumulant bench speed` printed: a row a contender, a column a length."""
     found = {(row["name"], row["L"]): row for row in result["rows"]}
@@ -302,6 +311,7 @@ def blocks(results: Mapping[str, Result]) -> dict[str, str]:
     single = {
         "gpu_called": called_block, "gpu_dense": dense_block, "gpu_host": host_block, "gpu_first_call": first_block,
         "gpu_public": public_block, "gpu_tests": tests_block, "gpu_speed": bench_block,
+        "gpu_profile": profile_block,
     }  # fmt: skip
     found = {name: block(results[name]) if name in results else "Not run yet." for name, block in single.items()}
     return {**found, "gpu_more": more_block(results), "gpu_goals": goals_block(results)}
