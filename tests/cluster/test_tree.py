@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.cluster import Tree, cluster_attention, multiply_adds
+from cumulant.cluster import Tree, attention, cluster_attention, multiply_adds
 from cumulant.cluster.tree import _sorted, _sorted_at_once, tree_order
 
 TWO = Tree(8, leaves=4, opened=3)
@@ -129,6 +129,27 @@ def test_a_part_of_many_tokens_says_how_all_are_cut() -> None:
     ordered = k[0].gather(1, tree_order(q[0], k[0], 64, Tree(64)).unsqueeze(-1).expand(-1, -1, 8))
     inside = ordered.unflatten(1, (64, 64)).var(2, correction=0).sum(-1).mean()
     assert inside < 0.15 * k.var(-2, correction=0).sum(-1).mean()
+
+
+def smooth(rows: int, cols: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """Queries, keys and values that change slowly over a grid, two heads of 8."""
+    generator = torch.Generator().manual_seed(seed)
+    few = 3 * torch.randn(3, 2 * 8, rows // 8, cols // 8, generator=generator, dtype=torch.float64)
+    all_tokens = F.interpolate(few, (rows, cols), mode="bicubic").flatten(2).unflatten(1, (2, 8)).mT
+    return tuple(x.unsqueeze(0) for x in all_tokens)
+
+
+@pytest.mark.parametrize("squares", [1024, 256])
+@pytest.mark.parametrize("near_rows", [32, 64, 128])
+def test_tiles_and_squares_of_a_long_grid_are_as_near_to_softmax_as_its_tokens(near_rows, squares, monkeypatch):
+    q, k, v = smooth(16, 64)
+    given = {"grid": (16, 64), "near_rows": near_rows, "rank": "mean", "response": "pooled", "clusters": Tree(16)}
+    plain = [error(cluster_attention(q, k, v, near=near, **given), q, k, v) for near in (2, 4, 16)]
+    monkeypatch.setattr(attention, "LONG_GRID", 512)
+    monkeypatch.setattr(attention, "MANY", squares)
+    found = [error(cluster_attention(q, k, v, near=near, **given), q, k, v) for near in (2, 4, 16)]
+    assert found[2] < 1e-12
+    assert all(a < 1.5 * b for a, b in zip(found[:2], plain[:2], strict=True))
 
 
 def test_multiply_adds_count_the_search_and_the_leaves_that_are_opened() -> None:

@@ -21,21 +21,23 @@ from ..moments import statistics_dtype
 from ..tensors import in_units, nothing, one_batch, repeat_heads
 from ..tracing import without_autocast
 from .auto import AUTO, tuning
-from .backend import Assignment, Case, Form, blocks_of_past, kernels_for
+from .backend import TILES, Assignment, Case, Form, blocks_of_past, kernels_for
 from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .choice import RANKS
 from .fields import Exact, Seen, mix
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Layout, check_grid, of_size, whole
+from .layout import Blocks, Layout, check_grid, of_size, tiled, whole
 from .levels import two_levels
 from .run import run_kernels
 from .short import answers_by_token, token_responses
 from .statistics import VARIANCES, log, origin, value_point
-from .tree import Tree, tree_order
+from .tree import Tree, rows_of, tree_order
 
 BACKENDS = ("auto", "reference", "triton")
 QUERIES = ("each", "mean")
+LONG_GRID = 16_384  # tokens of a grid from which tiles of it share near clusters of a tree
+MANY = 65_536  # squares of a grid from which a tree is made; beyond them a square is several tokens
 
 
 def cluster_attention(
@@ -221,13 +223,16 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
     if call.key_mask is not None:
         mask = call.key_mask.expand(*lead, Lk).reshape(-1, Lk).repeat_interleave(Hk, 0)
     parts, L = tree.count * tree.leaves, Lk - prefix
+    G, Lq = q.shape[1:3]
+    side = _side_of_squares(call, tree, form)
+    if side:
+        return _by_squares(q, k, v, side, call, tree, form, backend).reshape(*lead, Hk * G, Lq, E)
     absent = None if mask is None else mask[:, prefix:] == 0
     order = tree_order(q.flatten(1, 2), k[:, prefix:], parts, tree, absent) + prefix
     order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
-    k, v = (x.gather(1, order.unsqueeze(-1).expand_as(x)) for x in (k, v))
+    k, v = (rows_of(x, order) for x in (k, v))
     mask = None if mask is None else mask.gather(1, order)
     size = -(-L // parts)
-    G, Lq = q.shape[1:3]
     if tree.leaves > 1:
         out = _two_levels(q, k, v, mask, call, tree, form, size)
     else:
@@ -237,14 +242,53 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
             looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
             asking = tree_order(looking, q.flatten(0, 1), tiles, tree).view(len(q), G, Lq, 1)
             q = q.gather(2, asking.expand_as(q))
-        out = cluster_attention(
-            q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
-            prefix=prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=G > 1, rank=form.rank,
-            variance="full" if form.full else "diagonal", response="pooled" if form.pooled else form.response,
-            near_rows=form.near_rows, backend=backend,
-        )  # fmt: skip
+        out = _in_order(q, k, v, mask, size, call, form, backend)
         out = out if asking is None else torch.zeros_like(out).scatter(2, asking.expand_as(out), out)
     return out.reshape(*lead, Hk * G, Lq, E)
+
+
+def _in_order(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, size: int, call: Call, form: Form, backend: str
+) -> Tensor:
+    """q (N, G, Lq, D) over k (N, Lk, D), v (N, Lk, E) whose runs of `size` tokens are the clusters: (N, G, Lq, E)."""
+    return cluster_attention(
+        q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
+        prefix=call.prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=q.shape[1] > 1, rank=form.rank,
+        variance="full" if form.full else "diagonal", response="pooled" if form.pooled else form.response,
+        near_rows=form.near_rows, backend=backend,
+    )  # fmt: skip
+
+
+def _tile(near_rows: int) -> tuple[int, int]:
+    """Rows and columns of so many queries of a grid, a power of two, as square as it can be."""
+    rows = 1 << ((near_rows.bit_length() - 1) // 2)
+    return rows, near_rows // rows
+
+
+def _side_of_squares(call: Call, tree: Tree, form: Form) -> int:
+    """The side of the squares that a tree of a long grid is made of, MANY of them or more; 0: this is no such grid."""
+    grid, L = call.grid, call.key.shape[-2]
+    if grid is None or len(grid) != 2 or call.prefix or call.key_mask is not None or call.query.shape[-2] != L:
+        return 0
+    tiled = form.near_rows in TILES and not any(n % t for n, t in zip(grid, _tile(form.near_rows), strict=True))
+    if L < LONG_GRID or tree.leaves > 1 or not tiled:
+        return 0
+    side = 1 << max(0, ((L // MANY).bit_length() - 1) // 2)
+    while side > 1 and (any(n % side for n in grid) or L // side**2 % tree.count):
+        side //= 2
+    return side if L // side**2 % tree.count == 0 else 0
+
+
+def _by_squares(q: Tensor, k: Tensor, v: Tensor, side: int, call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
+    """`_by_content` of a long grid: the tree is of squares of `side` x `side` tokens, each by the mean of its keys, and
+    the queries that share near clusters are tiles of the grid. q (N, G, L, D), k (N, L, D), v (N, L, E)."""
+    assert call.grid is not None
+    squares, tiles = (tiled(call.grid, tile) for tile in ((side, side), _tile(form.near_rows)))
+    k, v = (squares.pack(x.unsqueeze(1)).squeeze(1) for x in (k, v))  # (N, squares, side^2, .)
+    order = tree_order(q.flatten(1, 2), k.mean(2), tree.count, tree)
+    k, v = (rows_of(x.flatten(2), order).view(len(x), -1, x.shape[-1]) for x in (k, v))
+    out = _in_order(tiles.pack(q).flatten(2, 3), k, v, None, k.shape[1] // tree.count, call, form, backend)
+    return tiles.unpack(out.unflatten(2, (-1, tiles.size)), q.shape[2])
 
 
 def _two_levels(

@@ -67,13 +67,14 @@ class Layout(NamedTuple):
 
     def pack(self, x: Tensor) -> Tensor:
         """Tokens x (B, H, L, W) as (B, H, N, m, W); empty slots hold some token, and have weight 0."""
-        if self.places is None:
+        if self.places is None and not self.sides:
             return x.unflatten(-2, (self.pieces, self.size))
         if self.sides:  # a permutation: as such it is quicker than as an index, above all backward
             n = len(self.sides)
             x = x.unflatten(-2, [count for side in self.sides for count in side])
             x = x.permute(0, 1, *range(2, 2 + 2 * n, 2), *range(3, 3 + 2 * n, 2), -1)
             return x.reshape(*x.shape[:2], self.pieces, self.size, x.shape[-1])
+        assert self.places is not None
         if self.places.shape[:2] == (1, 1):
             return x[..., self.places[0, 0].flatten(), :].unflatten(-2, (self.pieces, self.size))
         index = self.places.flatten(-2).expand(*x.shape[:2], -1)
@@ -82,6 +83,11 @@ class Layout(NamedTuple):
 
     def unpack(self, x: Tensor, length: int) -> Tensor:
         """The inverse of `pack`: (..., N, m, W) -> (..., L, W), for layouts that are the same in every sequence."""
+        if self.sides:
+            n, lead = len(self.sides), x.ndim - 3
+            x = x.reshape(*x.shape[:-3], *(a for a, _ in self.sides), *(b for _, b in self.sides), x.shape[-1])
+            along = [lead + side + inside * n for side in range(n) for inside in (0, 1)]
+            return x.permute(*range(lead), *along, lead + 2 * n).flatten(lead, lead + 2 * n - 1)
         x = x.flatten(-3, -2)
         if self.places is None or self.present is None:
             return x if self.places is None else x[..., self.places.flatten().argsort(), :]
@@ -171,6 +177,13 @@ def on_grid(grid: Grid, blocks: Grid, device: torch.device | None = None) -> Lay
     full = all(side % parts == 0 for side, parts in zip(grid, blocks, strict=True))
     cuts = tuple((parts, side // parts) for side, parts in zip(grid, blocks, strict=True)) if full else ()
     return Layout(K, size, K, place, None if full else present, adjacent=beside(blocks, device), sides=cuts)
+
+
+def tiled(grid: Grid, tile: Grid) -> Layout:
+    """Tiles of so many tokens a side, which divide the grid, to `pack` and `unpack`: no tensor is made for them."""
+    sides = tuple((side // size, size) for side, size in zip(grid, tile, strict=True))
+    K = math.prod(count for count, _ in sides)
+    return Layout(K, math.prod(tile), K, sides=sides)
 
 
 def assigned(ids: Tensor, count: int, near: bool) -> Layout:

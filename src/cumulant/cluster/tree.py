@@ -77,21 +77,31 @@ def tree_order(looking: Tensor, tokens: Tensor, parts: int, options: Tree, absen
     Tokens that are `absent` (N, L) come last.
     """
     N, L, _ = tokens.shape
-    x = tokens @ _spread_out(looking, options.sample).mT  # (N, L, S)
+    # What is no number is alike to nothing: it must not reach the mean of the others.
+    x = (tokens @ _spread_out(looking, options.sample).mT).nan_to_num(0.0, 0.0, 0.0)  # (N, L, S)
     size = -(-L // parts)
     order = torch.arange(parts * size, device=x.device).expand(N, -1)
-    there = order < L
-    if absent is not None:
-        there = there & ~F.pad(absent, (0, parts * size - L))
-    # What is no number is alike to nothing: it must not reach the mean of the others.
-    x = F.pad(x.nan_to_num(0.0, 0.0, 0.0), (0, 0, 0, parts * size - L)) * there.unsqueeze(-1)
+    there = None
+    if absent is not None or parts * size != L:
+        there = order < L
+        if absent is not None:
+            there = there & ~F.pad(absent, (0, parts * size - L))
+        x = F.pad(x, (0, 0, 0, parts * size - L)) * there.unsqueeze(-1)
     nodes = 1
     while nodes < parts:
-        place = _sorted(_along(x.unflatten(1, (nodes, -1)), there.unflatten(1, (nodes, -1)), options.iterations))
-        order, there = order.gather(1, place), there.gather(1, place)
-        x = x.gather(1, place.unsqueeze(-1).expand_as(x))
+        place = _sorted(_along(x, there, nodes, options.iterations))
+        order = order.gather(1, place)
+        there = None if there is None else there.gather(1, place)
         nodes *= 2
-    return order[:, :L] if parts * size == L else _without_padding(order, L)
+        if nodes < parts:
+            x = rows_of(x, place)
+    return order if parts * size == L else _without_padding(order, L)
+
+
+def rows_of(x: Tensor, order: Tensor) -> Tensor:
+    """Rows `order` (N, M) of x (N, L, W): (N, M, W). Whole rows at once, which a gather by element is not."""
+    first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
+    return x.flatten(0, 1).index_select(0, (order + first[:, None]).flatten()).view(*order.shape, x.shape[-1])
 
 
 def _enough(m: int) -> int:
@@ -126,18 +136,26 @@ def _sorted_at_once(places: Tensor) -> Tensor:
     return found.view(N, -1) - torch.arange(0, N * nodes * m, nodes * m, device=places.device)[:, None]
 
 
-def _along(x: Tensor, there: Tensor, iterations: int) -> Tensor:
-    """Places of tokens x (N, nodes, m, S) along the first principal direction of each node; inf for those not there."""
-    present, m = there.unsqueeze(-1), x.shape[-2]
-    some, here = (_spread_out(y, _enough(m)) for y in (x, present))
-    mean = some.sum(-2, keepdim=True) / here.sum(-2, keepdim=True).clamp(min=1)
-    some = (some - mean) * here
+def _along(x: Tensor, there: Tensor | None, nodes: int, iterations: int) -> Tensor:
+    """Places (N, nodes, m) of tokens x (N, nodes m, S) along the first principal direction of their node; inf for those
+    that are not `there` (N, nodes m)."""
+    x = x.unflatten(1, (nodes, -1))
+    present = None if there is None else there.unflatten(1, (nodes, -1)).unsqueeze(-1)
+    some = _spread_out(x, _enough(x.shape[-2]))
+    if present is None:
+        mean = some.mean(-2, keepdim=True)
+        some = some - mean
+    else:
+        here = _spread_out(present, _enough(x.shape[-2]))
+        mean = some.sum(-2, keepdim=True) / here.sum(-2, keepdim=True).clamp(min=1)
+        some = (some - mean) * here
     far = some.square().sum(-1).argmax(-1)  # the token farthest from the mean
     direction = some.gather(-2, far[..., None, None].expand(*far.shape, 1, x.shape[-1]))
     for _ in range(iterations):
         direction = (some @ direction.mT).mT @ some
         direction = direction / direction.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    return ((x - mean) @ direction.mT).masked_fill(~present, float("inf")).squeeze(-1)
+    places = (x - mean) @ direction.mT
+    return (places if present is None else places.masked_fill(~present, float("inf"))).squeeze(-1)
 
 
 def _without_padding(order: Tensor, L: int) -> Tensor:
