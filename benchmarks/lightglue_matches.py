@@ -3,8 +3,11 @@
     PYTHONPATH=src:. python benchmarks/lightglue_matches.py FOLDER PICTURES [--keypoints 1024] [--only 3] [--names ...]
 
 FOLDER is what `python -m tools.models lightglue` made. Each picture is matched with itself under a perspective: DISK's
-keypoints (kornia). Self and cross attention of all nine layers are replaced, as one line of `cumulant.convert`; layers
-are never skipped and no point is pruned on the way. Times are those of the machine it runs on, of the whole matcher.
+keypoints (kornia), in the order of their places (`placed`), of which a block is a part of the picture; matches do not
+depend on the order. PICTURES may be files of `--keep FOLDER` (a pair's keypoints each): no kornia then. Self and cross
+attention of all nine layers are replaced, as one line of `cumulant.convert`; layers are never skipped and no point is
+pruned on the way. Times are those of the machine it runs on, of the whole matcher. JSON goes to
+$OUT/lightglue_matches_NUMBER.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import sys
 import time
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,21 @@ from torch import Tensor
 
 from cumulant import convert
 from cumulant.bench.provenance import provenance
+from cumulant.cluster import Tree
+from cumulant.cluster.tree import tree_order
 
 NAMES = (
     "cumulant2",
     "cluster64+near=4",
+    "cluster64+near=8",
+    "cluster64+near=16",
     "cluster64+find=tree+near=4+near_rows=1",
     "cluster64+find=tree+near=8+near_rows=1",
     "cluster64+find=tree+leaves=4+opened=16+near=16",
 )
 TURN = ((0.9, 0.1, 20.0), (-0.08, 0.95, 40.0), (1e-4, 5e-5, 1.0))
 SIDE = (688, 1024)
+PARTS = 64
 
 
 def matcher(folder: Path) -> Any:
@@ -79,6 +88,44 @@ def keypoints(folder: Path, device: str) -> Any:
     return found
 
 
+def placed(pair: dict[str, dict[str, Tensor]], number: int) -> dict[str, dict[str, Tensor]]:
+    """The first `number` keypoints of both pictures, those of high score, halved by place again and again: runs of 64
+    clusters are parts of the picture."""
+    found = {}
+    for name, points in pair.items():
+        at = points["keypoints"][:, :number]
+        order = tree_order(torch.eye(2, device=at.device)[None], at, PARTS, Tree(PARTS))[0]
+        descriptors = points["descriptors"][:, :number][:, order].contiguous()
+        found[name] = {**points, "keypoints": at[:, order], "descriptors": descriptors}
+    return found
+
+
+def pairs(options: argparse.Namespace, device: str) -> Iterator[tuple[str, dict[str, dict[str, Tensor]]]]:
+    """Names and keypoints of pictures and of the same under a perspective."""
+    files = sorted(options.pictures.glob("*.pt")) if options.pictures.is_dir() else [options.pictures]
+    if files:
+        for path in files[: options.only]:
+            kept = torch.load(path, map_location=device, weights_only=True)
+            yield path.stem, {side: {key: x.float() for key, x in points.items()} for side, points in kept.items()}
+        return
+    import kornia
+
+    extract, shown = keypoints(options.folder, device), pictures(options.pictures, crops=False)
+    more = max(1.0, (options.keypoints / 4096) ** 0.5)  # pixels for more keypoints
+    size = tuple(16 * round(side * more / 16) for side in SIDE)
+    for picture in shown[:: max(1, len(shown) // options.only)][: options.only]:
+        x = torch.from_numpy(picture.pixels.copy()).permute(2, 0, 1).float()[None].to(device) / 255
+        x = torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True)
+        scale = torch.diag(torch.tensor([size[1] / SIDE[1], size[0] / SIDE[0], 1.0]))
+        turn = (scale @ torch.tensor(TURN) @ torch.linalg.inv(scale))[None].to(device)
+        turned = kornia.geometry.warp_perspective(x, turn, size)
+        pair = {name: extract(y, options.keypoints) for name, y in (("image0", x), ("image1", turned))}
+        if options.keep:
+            halves = {side: {key: y.half() for key, y in points.items()} for side, points in pair.items()}
+            torch.save(halves, options.keep / f"{picture.name}.pt")
+        yield picture.name, pair
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -87,35 +134,34 @@ def main() -> None:
     parser.add_argument("--keypoints", type=int, default=1024)
     parser.add_argument("--only", type=int, default=3)
     parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument("--keep", type=Path, help="a folder for the keypoints found")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    import kornia
-
-    model, extract = matcher(options.folder).to(device), keypoints(options.folder, device)
-    shown = pictures(options.pictures, crops=False)
+    model = matcher(options.folder).to(device)
     rows: dict[str, list[dict[str, Any]]] = {}
-    for picture in shown[:: max(1, len(shown) // options.only)][: options.only]:
-        x = torch.from_numpy(picture.pixels.copy()).permute(2, 0, 1).float()[None].to(device) / 255
-        x = torch.nn.functional.interpolate(x, SIDE, mode="area")
-        turned = kornia.geometry.warp_perspective(x, torch.tensor([TURN], device=device), SIDE)
-        data = {name: extract(y, options.keypoints) for name, y in (("image0", x), ("image1", turned))}
+    for picture, pair in pairs(options, device):
+        data = placed(pair, options.keypoints)
         wanted: set[tuple[int, int]] = set()
         for name in ("softmax", *options.names):
             if name != "softmax":
                 replaced = len(convert(model, name, force=True, data=(data,)).replaced)
+            model(data)
+            if device == "cuda":
+                torch.cuda.synchronize()
             start = time.perf_counter()
-            pairs = model(data)["matches"][0]
+            found = model(data)["matches"][0]
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            got = {(int(a), int(b)) for a, b in pairs.tolist()}
+            got = {(int(a), int(b)) for a, b in found.tolist()}
             if name == "softmax":
-                wanted = got
+                wanted, softmax = got, seconds
+                print(f"{picture}: softmax finds {len(got)} matches, {seconds:.4f} s", flush=True)
             else:
                 convert.restore(model)
-                row = {"picture": picture.name, "matches": len(wanted), "found": len(got), "layers": replaced}
-                row |= {"kept": len(got & wanted) / max(1, len(wanted)), "seconds": seconds}
+                row = {"picture": picture, "matches": len(wanted), "found": len(got), "layers": replaced}
+                row |= {"kept": len(got & wanted) / max(1, len(wanted)), "seconds": seconds, "softmax": softmax}
                 rows.setdefault(name, []).append(row)
                 print(name, row, flush=True)
             if out := os.environ.get("OUT"):

@@ -92,13 +92,18 @@ def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
+def exact(call: Call) -> Tensor:
+    how = {"scale": call.scale, "is_causal": call.is_causal, "enable_gqa": call.enable_gqa}
+    return F.scaled_dot_product_attention(*call[:3], **how)
+
+
 def softmax(call: Call) -> tuple[float, str]:
     """Seconds of the quickest softmax, and its name."""
     best = (float("inf"), "none")
     for name, peer in PEERS.items():
         try:
             with sdpa_kernel(peer):
-                best = min(best, (seconds(lambda: F.scaled_dot_product_attention(*call[:3], scale=call.scale)), name))
+                best = min(best, (seconds(lambda: exact(call)), name))
         except RuntimeError as error:
             print(f"{name} does not take this: {error}")
     return best
@@ -108,8 +113,10 @@ def layers(calls: dict[str, Call], names: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for layer, call in calls.items():
         time, peer = softmax(call)
-        exact = F.scaled_dot_product_attention(*call[:3], scale=call.scale).double()
-        size = (exact - call.value.double().mean(-2, keepdim=True)).square().sum()
+        wanted = exact(call).float()
+        middle = call.value.float().mean(-2, keepdim=True)
+        middle = middle.repeat_interleave(wanted.shape[-3] // middle.shape[-3], -3)
+        size = (wanted - middle).square().sum().double()
         L, D = call.query.shape[-2:]
         print(f"{layer}: softmax {time * 1e3:.3f} ms ({peer})")
         for name in names:
@@ -118,16 +125,17 @@ def layers(calls: dict[str, Call], names: list[str]) -> list[dict[str, Any]]:
             run = lambda m=mechanism, c=call, o=choice.options: m.run(c, **o)  # noqa: E731
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", SlowPathWarning)
-                out = run().double()
-            error = float((out - exact).square().sum() / size)
+                out = run().float()
+            error = float((out - wanted).square().sum().double() / size)
             del out
             own = seconds(run) if error == error else float("nan")
             row = {"layer": layer, "name": name, "seconds": own, "softmax": time, "peer": peer, "squared_error": error}
-            row |= {"work": share_of_work(name, L, D), "plain_torch": bool(caught)}
+            work = None if call.is_causal else share_of_work(name, L, D)
+            row |= {"work": work, "plain_torch": bool(caught)}
             rows.append(row)
             print(
                 f"  {name:46s} {own * 1e3:7.3f} ms  {time / own:5.1f} x  squared error {error:.4f}  "
-                f"multiply-adds {row['work']:.1%}{'  plain torch' if caught else ''}",
+                f"{'' if work is None else f'multiply-adds {work:.1%}'}{'  plain torch' if caught else ''}",
                 flush=True,
             )
     return rows
