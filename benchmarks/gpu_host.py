@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_called import host_us
 from torch import Tensor
 
 from cumulant import attention, cluster_attention
@@ -45,17 +44,6 @@ GOAL = 25  # microseconds more than SDPA
 WAYS = {"repeated": (True, True), "repeated by Triton": (True, False), "not repeated": (False, False)}
 
 
-def host_us(function: Callable[[], Any], times: int = 20) -> float:
-    found = []
-    for _ in range(15):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(times):
-            function()
-        found.append((time.perf_counter() - begin) / times * 1e6)
-    return statistics.median(found)
-
-
 def leaves_of(shape: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     made = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(3))
@@ -76,8 +64,8 @@ def times(call: Callable[..., Tensor], shape: tuple[int, ...]) -> tuple[float, f
     with torch.no_grad():
         for _ in range(8):
             call(*leaves)
-        forward = host_us(lambda: call(*leaves))
-    return forward, host_us(step), found
+        forward = host_us(lambda: call(*leaves), 20, 15)
+    return forward, host_us(step, 20, 15), found
 
 
 def measure(ways: Iterable[str]) -> dict[str, Any]:
