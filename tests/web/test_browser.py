@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -18,8 +19,9 @@ from PIL import Image
 from playwright.sync_api import expect
 from small_explorer import encoded, noise, png_claiming
 
+from cumulant import create_model
 from cumulant.optional import install
-from cumulant.web import create_app
+from cumulant.web import Explorable, create_app
 
 pytestmark = pytest.mark.browser
 VIEWS = ["maps", "compare", "heads", "distance", "lens", "overview", "patterns"]
@@ -234,6 +236,21 @@ def test_compare_reads_whole_layers_and_flows(page, reading):
     page.locator("#reading").select_option(reading)
     settle(page)
     assert pixels_of(page) != before
+
+
+def test_compare_shows_what_an_interpreter_keeps_where_there_is_one(browser, examples, page):
+    open_view(page, "Compare")
+    assert page.locator("#reading option[value=interpreter]").count() == 0
+    torch.manual_seed(0)
+    model = create_model("ia_red2_nano_patch2_8", num_classes=10)
+    red = Explorable(model, tuple(map(str, range(10))), 8, (0.5,), (0.5,))
+    with serving(create_app({"red": red}, examples)) as address, watched_page(browser, address) as own:
+        open_view(own, "Compare")
+        before = pixels_of(own)
+        own.locator("#reading").select_option("interpreter")
+        settle(own)
+        assert pixels_of(own) != before
+        assert own.get_by_text("How much each patch says to the last interpreter").count() == 1
 
 
 def test_an_upload_is_shown(page, tmp_path):
