@@ -1,8 +1,8 @@
 """Numbers that a study must show, beside those that it shows: docs/studies/expected.md (`python -m tools.pages`).
 
 Expected numbers were measured before this library had the studies, most of them once, with one seed. Found ones are
-means over the seeds of the records that the repository keeps (`tools.records`). Within the tolerance, or not; where
-not, whether a single run may lie there by chance (95 % prediction interval from our seeds).
+means over the seeds of the records that the repository keeps (`tools.records`), or of a table in study_NAME.json.
+Within the tolerance, or not; where not, whether a single run may lie there by chance (95 % prediction interval).
 """
 
 from __future__ import annotations
@@ -43,6 +43,19 @@ class Expected:
     tolerance: str
     lines: Sequence[Line]
     settings: Mapping[str, Any]  # which records belong to it
+    title: str = ""  # of the table of its results that counts where there are no records: a row a configuration
+
+
+@dataclass(frozen=True)
+class Found:
+    """Mean and standard deviation over so many seeds."""
+
+    mean: float
+    deviation: float
+    seeds: int
+
+
+Finds = Mapping[tuple[str, str], Found]  # by configuration and key
 
 
 def row(keys: Sequence[str], values: Sequence[float]) -> dict[str, float]:
@@ -58,16 +71,13 @@ def in_context() -> Expected:
         Line("2 heads", "softmax, 2 heads", row(plain, (0.593, 0.365, 0.247, 0.181, 0.147)), **five),
         Line("4 heads", "softmax, 4 heads", row(plain, (0.593, 0.365, 0.247, 0.181, 0.147)), **five),
         Line("linear attention / L", "unnormalised, 1 heads", row(plain, (0.613, 0.361, 0.243, 0.180, 0.149)), **five),
-        Line("linear attention, 1/40 always", "unnormalised, 1 heads",
-             row([f"fixed {key}" for key in plain], (0.750, 0.481, 0.239, 0.849, 6.43)), **five),
-        Line("one gradient step, the best", "references",
-             row([f"step {key}" for key in plain], (0.596, 0.355, 0.239, 0.178, 0.150)), **five),
-        Line("ridge (Bayes)", "references",
-             row([f"ridge {key}" for key in plain], (0.198, 0.135, 0.113, 0.108, 0.104)), **five),
-        Line("2 heads: product w m", "softmax, 2 heads", {"product": 0.88}, **five),
+        Line("linear attention, 1/40 always", "unnormalised, 1 heads, over 40 always",
+             row(plain, (0.750, 0.481, 0.239, 0.849, 6.43)), **five),
+        Line("one gradient step, the best", "step", row(plain, (0.596, 0.355, 0.239, 0.178, 0.150)), **five),
+        Line("ridge (Bayes)", "ridge", row(plain, (0.198, 0.135, 0.113, 0.108, 0.104)), **five),
     ]  # fmt: skip
-    command = "cumulant study in-context-linear-regression --setting paper --attention softmax --seeds 3"
-    return Expected("in-context-linear-regression", command, "5 % (acceptance 1)", found, {"steps": 15000})
+    name, title = "in-context-linear-regression", "Risk by length of the prompt, trained at 40"
+    return Expected(name, f"cumulant study {name}", "5 % (acceptance 1)", found, {}, title)
 
 
 def random_features() -> Expected:
@@ -124,7 +134,7 @@ def approximation() -> Expected:
     found.append(Line("anchors 8 to 128, b = M²: sup", "construction", anchors, 0.03))
     half = row([f"softmax half {m}" for m in universal_approximation.ANCHORS], (0.094, 0.035, 0.020, 0.011, 0.0054))
     found.append(Line("anchors 8 to 128, b = M²/2: sup", "construction", half, 0.03))
-    command = "cumulant study universal-approximation --setting paper --attention softmax --seeds 3"
+    command = "cumulant study universal-approximation --setting paper --attention softmax --seeds 1"
     said = "none is stated for trained networks: a quarter, at least 0.001; constructions 3 %"
     return Expected("universal-approximation", command, said, found, {"steps": 3000})
 
@@ -180,66 +190,84 @@ def all_expected() -> list[Expected]:
     return [in_context(), random_features(), approximation(), memory(), rollout()]
 
 
-def judged(line: Line, expected: float, values: Sequence[float]) -> str:
+def judged(line: Line, expected: float, found: Found) -> str:
     """Whether the mean of these runs is the number that was expected."""
-    mean = statistics.mean(values)
-    if abs(mean - expected) <= max(line.share * abs(expected), line.least) or min(mean, expected) > line.over:
+    off = abs(found.mean - expected)
+    if off <= max(line.share * abs(expected), line.least) or min(found.mean, expected) > line.over:
         return WITHIN
-    if len(values) < 2:
+    if found.seeds < 2:
         return OUTSIDE
-    spread = statistics.stdev(values) * math.sqrt(1 + 1 / len(values))  # of one run around our mean
-    return CHANCE if abs(mean - expected) <= half_width(spread, len(values) - 1) else OUTSIDE
+    spread = found.deviation * math.sqrt(1 + 1 / found.seeds)  # of one run around our mean
+    return CHANCE if off <= half_width(spread, found.seeds - 1) else OUTSIDE
 
 
-def measured(expected: Expected, records: Records) -> dict[str, list[Mapping[str, Any]]]:
-    """Values of the records of these settings, by configuration."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+def of_records(expected: Expected, records: Records) -> dict[tuple[str, str], Found]:
+    """What the records of these settings say."""
+    values: dict[tuple[str, str], list[float]] = {}
     for one in records.values():
         same = all(one["settings"].get(key) == value for key, value in expected.settings.items())
         if same and one["role"] == "compared":
-            found.setdefault(one["configuration"], []).append(one["values"])
+            for key, value in one["values"].items():
+                if isinstance(value, int | float):
+                    values.setdefault((one["configuration"], key), []).append(value)
+    return {
+        at: Found(statistics.mean(xs), statistics.stdev(xs) if len(xs) > 1 else 0.0, len(xs))
+        for at, xs in values.items()
+    }
+
+
+def of_table(expected: Expected, result: Mapping[str, Any]) -> dict[tuple[str, str], Found]:
+    """What the table of that title says: cells are a mean and half of its 95 % interval over the seeds."""
+    found = {}
+    for one in result["tables"]:
+        if one["title"] != expected.title:
+            continue
+        for name, *cells in one["rows"]:
+            for key, cell in zip(one["head"][1:], cells, strict=True):
+                mean, _, half = cell.partition(" ± ")
+                seeds = result["settings"]["seeds"] if half else 1
+                error = float(half) / half_width(1.0, seeds - 1) if half else 0.0
+                found[name, key] = Found(float(mean), error * math.sqrt(seeds), seeds)
     return found
 
 
-def rows(expected: Expected, records: Records) -> tuple[list[list[str]], Counter[str], int]:
+def finds(expected: Expected, kept: Mapping[str, Records], results: Mapping[str, Any]) -> Finds:
+    if not expected.title:
+        return of_records(expected, kept.get(expected.study, {}))
+    result = results.get(f"study_{expected.study}")
+    return of_table(expected, result) if result else {}
+
+
+def rows(expected: Expected, found: Finds) -> tuple[list[list[str]], Counter[str], int]:
     """Lines of the table, how many numbers got which verdict, and of how many seeds."""
-    by_name, counts, lines, seeds = measured(expected, records), Counter[str](), [], 0
+    counts, lines, seeds = Counter[str](), [], 0
     for line in expected.lines:
-        runs = by_name.get(line.configuration, [])
         cells, marks = [], []
         for key, known in line.expected.items():
-            values = [one[key] for one in runs if one.get(key) is not None]
-            if not values:
+            one = found.get((line.configuration, key))
+            if one is None:
                 cells.append(f"{known:g} / -")
                 continue
-            seeds = max(seeds, len(values))
-            verdict = judged(line, known, values)
+            seeds = max(seeds, one.seeds)
+            verdict = judged(line, known, one)
             counts[verdict] += 1
             marks.append(verdict)
-            text = f"{known:g} / {statistics.mean(values):.3g}"
+            text = f"{known:g} / {one.mean:.3g}"
             cells.append({WITHIN: text, CHANCE: f"*{text}*", OUTSIDE: f"**{text}**"}[verdict])
-        inside = "not run" if not marks else f"{sum(mark == WITHIN for mark in marks)} of {len(line.expected)}"
+        inside = "not run" if not marks else f"{marks.count(WITHIN)} of {len(line.expected)}"
         lines.append([line.what, " ; ".join(cells), inside])
     return lines, counts, seeds
 
 
-def summary(kept: Mapping[str, Records]) -> str:
-    """A line a study: how many numbers are within their tolerance."""
-    lines = []
+def page(kept: Mapping[str, Records], results: Mapping[str, Any]) -> str:
+    """A line a study with how many numbers are within their tolerance, then all of them: expected / found."""
+    lines, parts = [], []
     for one in all_expected():
-        _, counts, seeds = rows(one, kept.get(one.study, {}))
+        own, counts, seeds = rows(one, finds(one, kept, results))
         total = sum(len(line.expected) for line in one.lines)
         verdicts = [counts[WITHIN], counts[CHANCE], counts[OUTSIDE], total - sum(counts.values())]
         lines.append([f"[{one.study}]({one.study}.md)", *map(str, (total, *verdicts, seeds))])
-    head = ["study", "numbers", "within", "outside, by chance", "outside", "not run", "seeds"]
-    return table(head, lines)
-
-
-def page(kept: Mapping[str, Records]) -> str:
-    """All tables: expected / found."""
-    parts = [summary(kept)]
-    for one in all_expected():
-        lines, _, _ = rows(one, kept.get(one.study, {}))
         said = f"Tolerance: {one.tolerance}. `{one.command}`"
-        parts += [f"### {one.study}", said, table(["what", "expected / found", "within"], lines)]
-    return "\n\n".join(parts)
+        parts += [f"### {one.study}", said, table(["what", "expected / found", "within"], own)]
+    head = ["study", "numbers", "within", "outside, by chance", "outside", "not run", "seeds"]
+    return "\n\n".join([table(head, lines), *parts])

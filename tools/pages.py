@@ -380,7 +380,7 @@ def written(repository: Path) -> dict[str, str]:
     blocks["cab_details"] = cab_page.details(results["cab"]) if "cab" in results else "Not run yet."
     blocks["studies"] = studies_page.overview(results)
     blocks |= speed_page.blocks(results)
-    blocks["expected"] = expected.page(records.kept(repository / "benchmarks" / "results" / "records"))
+    blocks["expected"] = expected.page(records.kept(repository / "benchmarks" / "results" / "records"), results)
     for name in (f"study_{study}" for study in (*STUDIES, *LAYERS)):
         blocks[name] = studies_page.block(results[name]) if name in results else "Not run yet."
     return {

@@ -2,7 +2,17 @@
 
 import pytest
 
+from cumulant.studies.statements import interval
 from tools import expected
+
+
+def found(values):
+    one = expected.Expected("sinks", "", "", [], {})
+    records = {
+        str(i): {"settings": {}, "role": "compared", "configuration": "x", "values": {"k": x}}
+        for i, x in enumerate(values)
+    }
+    return expected.of_records(one, records)["x", "k"]
 
 
 @pytest.mark.parametrize(
@@ -17,7 +27,7 @@ from tools import expected
 )
 def test_verdicts(known, values, verdict):
     line = expected.Line("risk", "softmax", {"L=40": known}, share=0.05, over=0.95)
-    assert expected.judged(line, known, values) == verdict
+    assert expected.judged(line, known, found(values)) == verdict
 
 
 def test_only_records_of_the_asked_settings_count():
@@ -26,11 +36,19 @@ def test_only_records_of_the_asked_settings_count():
     def record(steps, value, role="compared"):
         return {"settings": {"steps": steps}, "role": role, "configuration": "x", "values": {"k": value}}
 
-    lines, counts, seeds = expected.rows(
-        one, {"a": record(10, 1.05), "b": record(20, 9.0), "c": record(10, 9.0, "control")}
-    )
+    records = {"a": record(10, 1.05), "b": record(20, 9.0), "c": record(10, 9.0, "control")}
+    lines, counts, seeds = expected.rows(one, expected.of_records(one, records))
     assert lines == [["a", "1 / 1.05", "1 of 1"]]
     assert (counts[expected.WITHIN], seeds) == (1, 1)
+
+
+def test_a_table_of_results_gives_means_and_spreads():
+    one = expected.Expected("sinks", "", "", [], {}, title="Risk")
+    result = {"settings": {"seeds": 3}, "tables": [{"title": "Risk", "head": ["", "k"], "rows": [["x", "0.5 ± 0.2"]]}]}
+    read = expected.of_table(one, result)["x", "k"]
+    low, high = interval([0.5 - read.deviation, 0.5, 0.5 + read.deviation])
+    assert (read.mean, read.seeds) == (0.5, 3)
+    assert high - low == pytest.approx(0.4)
 
 
 def test_what_was_not_run_is_said():
