@@ -76,13 +76,30 @@ def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Te
 
 @dataclass(frozen=True)
 class ByteTask(Task):
-    """Bytes of a text in windows of `length`."""
+    """Bytes of a text in windows of `length`, and so many `more` as the task asks for beyond what the model sees."""
 
     metrics: ClassVar[Mapping[str, int]] = {"perplexity": -1}
+    more: ClassVar[int] = 0
     length: int
 
     def items(self, data: Data) -> int:
         return len(data["train"]) - self.length
+
+    @abstractmethod
+    def asked(self, tokens: Tensor, dice: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """What the model sees of a window and what it is asked for; what the test part draws comes from `dice`."""
+
+    def loss(self, model: nn.Module, data: Data, places: Tensor) -> Tensor:
+        seen, labels = self.asked(windows(data["train"], places, self.length + self.more).long())
+        return cross_entropy(model(seen), labels)
+
+    def score(self, model: nn.Module, data: Data) -> dict[str, float]:
+        nats, count, dice = 0.0, 0, torch.Generator().manual_seed(0)
+        for tokens in whole_windows(data["test"], self.length + self.more, self.batch):
+            seen, labels = self.asked(tokens.long(), dice)
+            nats += cross_entropy(model(seen), labels, "sum").item()
+            count += int((labels != ABSENT).sum())
+        return {"perplexity": math.exp(nats / count)}
 
 
 @dataclass(frozen=True)
@@ -93,20 +110,13 @@ class LanguageTask(ByteTask):
     title = "language model"
     data = "tiny-shakespeare"
     uses = ("CS",)
+    more = 1
 
     def build(self, size: Size, uses: Uses) -> nn.Module:
         return backbones.language(size, uses, self.length)
 
-    def loss(self, model: nn.Module, data: Data, places: Tensor) -> Tensor:
-        tokens = windows(data["train"], places, self.length + 1).long()
-        return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-
-    def score(self, model: nn.Module, data: Data) -> dict[str, float]:
-        nats, count = 0.0, 0
-        for tokens in whole_windows(data["test"], self.length + 1, self.batch):
-            nats += cross_entropy(model(tokens[:, :-1].long()), tokens[:, 1:].long(), "sum").item()
-            count += tokens[:, 1:].numel()
-        return {"perplexity": math.exp(nats / count)}
+    def asked(self, tokens: Tensor, dice: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        return tokens[:, :-1], tokens[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -121,23 +131,10 @@ class MaskedTask(ByteTask):
     def build(self, size: Size, uses: Uses) -> nn.Module:
         return backbones.Masked(size, uses, self.length)
 
-    def asked(self, tokens: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model sees, and what it is asked for."""
+    def asked(self, tokens: Tensor, dice: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        drawn = torch.rand(tokens.shape, generator=dice, device=None if dice else tokens.device)
+        masked = drawn.to(tokens.device) < 0.15
         return tokens.masked_fill(masked, HIDDEN), tokens.masked_fill(~masked, ABSENT)
-
-    def loss(self, model: nn.Module, data: Data, places: Tensor) -> Tensor:
-        tokens = windows(data["train"], places, self.length).long()
-        seen, labels = self.asked(tokens, torch.rand(tokens.shape, device=tokens.device) < 0.15)
-        return cross_entropy(model(seen), labels)
-
-    def score(self, model: nn.Module, data: Data) -> dict[str, float]:
-        nats, count, dice = 0.0, 0, torch.Generator().manual_seed(0)
-        for tokens in whole_windows(data["test"], self.length, self.batch):
-            masked = (torch.rand(tokens.shape, generator=dice) < 0.15).to(tokens.device)
-            seen, labels = self.asked(tokens.long(), masked)
-            nats += cross_entropy(model(seen), labels, "sum").item()
-            count += int(masked.sum())
-        return {"perplexity": math.exp(nats / count)}
 
 
 @dataclass(frozen=True)
