@@ -178,9 +178,9 @@ def everything(rank: int, world: int) -> dict[tuple[str, int, str], float]:
     found = {}
     for size in (1, 2, 4, 8):
         mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "cp"))
-        for name, (call, how) in CASES.items():
+        for name, (call, how) in CASES.items() if rank < size else ():  # other groups would do the same again
             found[name, size, "float64"] = compared(mesh, call, UNEVEN[:size], **how)
-        if size == 4:
+        if size == 4:  # two groups at once
             for name, (call, how) in CASES.items():
                 found[name, size, "float32"] = compared(mesh, call, [6] * size, dtype=torch.float32, **how)
     return found
@@ -191,7 +191,7 @@ def errors():
     answers = side_by_side(WORLD, everything)
     told = [answer for answer in answers if isinstance(answer, str)]
     assert not told, told[0]
-    return {key: max(answer[key] for answer in answers) for key in answers[0]}
+    return {key: max(answer[key] for answer in answers if key in answer) for key in answers[0]}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
