@@ -34,9 +34,7 @@ from .parts import (
     masses,
     near_block,
     origin_of,
-    own_head,
     packed,
-    parts,
     picked_tile,
     placed,
     query_head,
@@ -44,10 +42,10 @@ from .parts import (
     squared,
     store_tile,
     tile,
-    twice_gain_slope,
     value_means,
     variances,
 )
+from .rows import along_means, changes_of_means, read_rows
 
 
 @triton.jit
@@ -98,18 +96,13 @@ def query_gradients(
     dx += slot * (KP * M)
     q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
     g = query_head(g, pid, heads, index, tiles, g_b, g_h, g_t, GROUP, UNIT)
-    o = query_head(o, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
     grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
     if RESPONSE == 3:  # asked for here and not where it is used, as below: it comes while other things are done
         S, S_low = tl.load(matrices + cell), tl.load(matrices + BD * BE + cell)
-    outs = tile(o, row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
-    if dtype != tl.float32:
-        rounding = query_head(rounding, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
-        outs += tile(rounding, row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
-    delta = tl.sum(grad.to(tl.float32) * outs, 1)
-    at_row = own_head(pid, index, tiles, GROUP) * length_q + row
-    total = tl.load(lse + at_row, mask=row < length_q, other=float("inf"))
+    delta, total = read_rows(
+        o, rounding, lse, grad, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, E, BE, UNIT
+    )
     away = tl.sum(rows.to(tl.float32) * origin[None, :], 1) * (scale * LOG2E)
     tl.store(deltas + slot * M + line, delta)
     tl.store(shifts + slot * M + line, total + away)
@@ -171,24 +164,16 @@ def query_gradients(
             answering += tl.sum(p * lift, 1)
         p *= grow
         gain = lift * reciprocal(grow)
-        if RESPONSE:
-            if RESPONSE == 3:
-                answer = tl.broadcast_to(common[:, None], (M, CK))
-            else:
-                answer = tl.load(dz + at, mask=(c < clusters)[None, :], other=0.0).to(tl.float32)
-            change = p * (change + (gain * answer - delta[:, None]))
-            spread = change * gain + (p * answer) * twice_gain_slope(x, gain, CLOSURE)
-        else:
-            change = p * (change - delta[:, None])
-            spread = change * gain
+        answer = change  # read only if clusters respond
+        if RESPONSE == 3:
+            answer = tl.broadcast_to(common[:, None], (M, CK))
+        elif RESPONSE:
+            answer = tl.load(dz + at, mask=(c < clusters)[None, :], other=0.0).to(tl.float32)
+        change, spread = changes_of_means(p, x, gain, change, answer, delta, RESPONSE, CLOSURE)
         p, spread = packed(p, dtype), packed(spread, dtype)
-        change_high, change_low = parts(change, dtype)
-        sums = dot(change_high, high, sums, PRECISION)
-        if dtype != tl.float32:  # gradients of neighbouring clusters nearly cancel: 16 bits are too few
-            sums = dot(change_high, low, sums, PRECISION)
-            sums = dot(change_low, high, sums, PRECISION)
+        sums, change = along_means(sums, change, high, low, PRECISION)
         tl.store(weights + at, p)
-        tl.store(dz + at, change_high)
+        tl.store(dz + at, change)
         tl.store(dx + at, spread)
     sums *= LN2
     # Read again: held in registers meanwhile, the queries would push out what the loop above needs.

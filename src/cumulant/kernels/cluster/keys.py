@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..products import cast, dot
+from ..products import dot
 from ..tokens import head, kernel
-from .parts import LOG2E, block_tile, finished, first_row, packed, parts, picked_tile, placed, stepped, store_picked
+from .parts import LOG2E, block_tile, finished, first_row, picked_tile, placed, stepped, store_picked
+from .rows import met_by_rows, through_matrix, through_statistics
 
 
 @kernel
@@ -41,7 +42,6 @@ def near_sums(
     """dk and dv, (N, BD) and (N, BE), of keys and values that queries met one by one: those of tiles `begin` to `end`,
     LISTED: of the tiles in `lists` from `begin` to `end`."""
     d, e, line = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, ROWS)
-    dtype: tl.constexpr = keys.dtype
     times: tl.constexpr = M // ROWS
     key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
     for j in tl.range(begin * times, end * times, num_stages=STAGES):
@@ -57,9 +57,7 @@ def near_sums(
         change = finished(dot(values, tl.trans(grad), None, PRECISION))
         p = tl.exp2(p * (scale * LOG2E) - shift[None, :])
         change = p * (change - delta[None, :])
-        value_sums = dot(packed(p, dtype), grad, value_sums, PRECISION)
-        key_sums = finished(dot(packed(change, dtype), rows, key_sums, PRECISION))
-        value_sums = finished(value_sums)
+        key_sums, value_sums = met_by_rows(rows, grad, p, change, key_sums, value_sums, PRECISION)
     return key_sums * scale, value_sums
 
 
@@ -96,24 +94,20 @@ def block_gradients(
     vectors += at * (2 * BD + BE)
     grad_vectors += at * (2 * BD + BE)
     # Read again: held in registers by the loop, keys and values would leave it fewer.
-    dk_c = picked_tile(k, place, there, k_t * UNIT, d, D, BD, False).to(tl.float32) - tl.load(vectors + d)[None, :]
+    dk_c = picked_tile(k, place, there, k_t * UNIT, d, D, BD, False).to(tl.float32)
     dv_c = picked_tile(v, place, there, v_t * UNIT, e, E, BE, False).to(tl.float32)
-    dv_c -= tl.load(vectors + 2 * BD + e)[None, :]
-    of_mean, of_spread = tl.load(grad_vectors + d), tl.load(grad_vectors + BD + d)
-    key_sums += (of_mean[None, :] + 2.0 * dk_c * of_spread[None, :]) * over
-    value_sums += (tl.load(grad_vectors + 2 * BD + e) * over)[None, :]
+    key_sums, value_sums, dk_c, dv_c = through_statistics(
+        key_sums, value_sums, dk_c, dv_c, vectors, grad_vectors, over, BD, BE
+    )
     if RESPONSE:
         if POOLED:
             all_c = tl.arange(0, KP)
             tokens = tl.sum(tl.load(bounds + (KP + 1) + all_c) - tl.load(bounds + all_c), 0)
             at, over = pid.to(tl.int64), 1.0 / tokens.to(tl.float32)
-        S = tl.load(grad_matrices + at * (BD * BE) + d[:, None] * BE + e[None, :])
-        S, low = parts(S * (scale * over), dtype)
-        key_sums = dot(cast(dv_c, dtype), tl.trans(S), key_sums, PRECISION)
-        value_sums = dot(cast(dk_c, dtype), S, value_sums, PRECISION)
-        if dtype != tl.float32:
-            key_sums = dot(cast(dv_c, dtype), tl.trans(low), key_sums, PRECISION)
-            value_sums = dot(cast(dk_c, dtype), low, value_sums, PRECISION)
+        own = grad_matrices + at * (BD * BE)
+        key_sums, value_sums = through_matrix(
+            key_sums, value_sums, dk_c, dv_c, own, scale * over, dtype, BD, BE, PRECISION
+        )
     store_picked(head(dk, b, h, 0, dk_b, dk_h, dk_t, UNIT), key_sums, place, there, dk_t * UNIT, d, D, BD)
     store_picked(head(dv, b, h, 0, dv_b, dv_h, dv_t, UNIT), value_sums, place, there, dv_t * UNIT, e, E, BE)
 

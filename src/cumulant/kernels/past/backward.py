@@ -22,7 +22,6 @@ from ..cluster.parts import (
     laid_out,
     masses,
     origin_of,
-    own_head,
     packed,
     parts,
     picked_tile,
@@ -35,11 +34,11 @@ from ..cluster.parts import (
     store_tile,
     tile,
     turned_tile,
-    twice_gain_slope,
     value_means,
     variances,
     weighed,
 )
+from ..cluster.rows import along_means, changes_of_means, met_by_rows, read_rows, through_matrix, through_statistics
 from ..products import cast, dot
 from ..tokens import head, kernel
 from .forward import list_of, seen_clusters, sees, window
@@ -80,16 +79,11 @@ def query_gradients(
     names, count = list_of(lists, index, tiles, listed, GROUP)
     q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
     g = query_head(g, pid, heads, index, tiles, g_b, g_h, g_t, GROUP, UNIT)
-    o = query_head(o, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
     grad = tile(g, row, g_t * UNIT, e, length_q, E, BE)
-    outs = tile(o, row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
-    if dtype != tl.float32:
-        rounding = query_head(rounding, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
-        outs += tile(rounding, row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
-    delta = tl.sum(grad.to(tl.float32) * outs, 1)
-    at_row = own_head(pid, index, tiles, GROUP) * length_q + row
-    total = tl.load(lse + at_row, mask=row < length_q, other=float("inf"))
+    delta, total = read_rows(
+        o, rounding, lse, grad, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, E, BE, UNIT
+    )
     away = tl.sum(rows.to(tl.float32) * origin[None, :], 1) * (scale * LOG2E)
     tl.store(deltas + slot * M + line, delta)
     tl.store(shifts + slot * M + line, total + away)
@@ -130,20 +124,13 @@ def query_gradients(
         z, x, grow, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
         p = tl.exp2(tl.where(seen, z, NOTHING) - total[:, None]) * grow
         gain = lift * reciprocal(grow)
+        answer = change  # read only if clusters respond
         if RESPONSE:
             answer = tl.load(dz + cells, mask=(at < count)[None, :], other=0.0).to(tl.float32)
-            change = p * (change + (gain * answer - delta[:, None]))
-            spread = change * gain + (p * answer) * twice_gain_slope(x, gain, CLOSURE)
-        else:
-            change = p * (change - delta[:, None])
-            spread = change * gain
-        change_high, change_low = parts(change, dtype)
-        sums = dot(change_high, high, sums, PRECISION)
-        if dtype != tl.float32:  # gradients of neighbouring clusters nearly cancel: 16 bits are too few
-            sums = dot(change_high, low, sums, PRECISION)
-            sums = dot(change_low, high, sums, PRECISION)
+        change, spread = changes_of_means(p, x, gain, change, answer, delta, RESPONSE, CLOSURE)
+        sums, change = along_means(sums, change, high, low, PRECISION)
         tl.store(weights + cells, packed(p, dtype))
-        tl.store(dz + cells, change_high)
+        tl.store(dz + cells, change)
         tl.store(dx + cells, packed(spread, dtype))
     sums *= LN2
     again = tile(q, row, q_t * UNIT, d, length_q, D, BD)  # read again: fewer registers in the loop above
@@ -333,9 +320,7 @@ def key_gradients(
             seen = sees((offset + row)[None, :], at[:, None], size, recent) & there[:, None]
             p = tl.exp2(tl.where(seen, p * (scale * LOG2E) - shift[None, :], NOTHING))
             change = p * (change - delta[None, :])
-            value_sums = dot(packed(p, dtype), grad, value_sums, PRECISION)
-            key_sums = finished(dot(packed(change, dtype), rows, key_sums, PRECISION))
-            value_sums = finished(value_sums)
+            key_sums, value_sums = met_by_rows(rows, grad, p, change, key_sums, value_sums, PRECISION)
         key_sums *= scale
         # Read again: held in registers by the loop, keys and values would leave it fewer.
         keys = picked_tile(k, at, there, k_t * UNIT, d, D, BD, False).to(tl.float32)
@@ -347,16 +332,13 @@ def key_gradients(
                 over = 1.0 / (tl.load(bounds + (KP + 1) + c) - tl.load(bounds + c)).to(tl.float32)
                 cluster = pid.to(tl.int64) * KP + c
                 own, back = vectors + cluster * (2 * BD + BE), grad_vectors + cluster * (2 * BD + BE)
-                dk_c, dv_c = keys - tl.load(own + d)[None, :], values - tl.load(own + 2 * BD + e)[None, :]
-                key_sums += (tl.load(back + d)[None, :] + 2.0 * dk_c * tl.load(back + BD + d)[None, :]) * over
-                value_sums += (tl.load(back + 2 * BD + e) * over)[None, :]
+                key_sums, value_sums, dk_c, dv_c = through_statistics(
+                    key_sums, value_sums, keys, values, own, back, over, BD, BE
+                )
                 if RESPONSE:
-                    S = tl.load(grad_matrices + cluster * (BD * BE) + d[:, None] * BE + e[None, :])
-                    S, rest = parts(S * (scale * over), dtype)
-                    key_sums = dot(cast(dv_c, dtype), tl.trans(S), key_sums, PRECISION)
-                    value_sums = dot(cast(dk_c, dtype), S, value_sums, PRECISION)
-                    if dtype != tl.float32:
-                        key_sums = dot(cast(dv_c, dtype), tl.trans(rest), key_sums, PRECISION)
-                        value_sums = dot(cast(dk_c, dtype), rest, value_sums, PRECISION)
+                    own = grad_matrices + cluster * (BD * BE)
+                    key_sums, value_sums = through_matrix(
+                        key_sums, value_sums, dk_c, dv_c, own, scale * over, dtype, BD, BE, PRECISION
+                    )
         store_picked(head(dk, b, h, 0, dk_b, dk_h, dk_t, UNIT), key_sums, at, there, dk_t * UNIT, d, D, BD)
         store_picked(head(dv, b, h, 0, dv_b, dv_h, dv_t, UNIT), value_sums, at, there, dv_t * UNIT, e, E, BE)

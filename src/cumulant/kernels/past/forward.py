@@ -23,19 +23,17 @@ from ..cluster.parts import (
     key_means,
     masses,
     origin_of,
-    own_head,
     packed,
-    parts,
     picked_tile,
     placed,
     query_head,
     squared,
-    store_tile,
     tile,
     value_means,
     variances,
 )
-from ..products import cast, dot
+from ..cluster.rows import with_means, write_rows
+from ..products import dot
 from ..tokens import head, kernel
 
 
@@ -104,7 +102,6 @@ def attend(
     q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
     k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
     v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
-    o = query_head(o, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
     bounds += (pid // per) * (2 * KP + 2)
     order += (pid // per).to(tl.int64) * length_k
     logs += (pid // per) * KP
@@ -138,11 +135,7 @@ def attend(
         p *= grow
         total = total * fading + tl.sum(p, 1)
         high, low = value_means(factors, c, e, BD, BE)
-        p_high, p_low = parts(p, dtype)
-        out = dot(p_high, high, out * fading[:, None], PRECISION)
-        if KEEP:  # a backward pass takes differences of outputs and values
-            out = dot(p_high, low, out, PRECISION)
-            out = dot(p_low, high, out, PRECISION)
+        out = with_means(out, fading, p, high, low, KEEP, PRECISION)
     if RESPONSE:
         tl.debug_barrier()
         cell = d[:, None] * BE + e[None, :]
@@ -169,11 +162,7 @@ def attend(
         total = total * fading + tl.sum(rounded.to(tl.float32), 1)
         out = finished(dot(rounded, values, out * fading[:, None], PRECISION))
         top = higher
-    some = total > 0.0  # a row that sees nothing gives 0
-    out *= tl.where(some, 1.0 / total, 0.0)[:, None]
-    store_tile(o, out, row, o_t * UNIT, e, length_q, E, BE)
-    if KEEP:
-        rounding = query_head(rounding, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
-        store_tile(rounding, out - cast(out, dtype).to(tl.float32), row, o_t * UNIT, e, length_q, E, BE)
-    lse += own_head(pid, index, tiles, GROUP) * length_q
-    tl.store(lse + row, tl.where(some, top + tl.log2(total), float("inf")), mask=row < length_q)
+    write_rows(
+        o, rounding, lse, out, top, total, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t,
+        KEEP, GROUP, E, BE, UNIT,
+    )  # fmt: skip
