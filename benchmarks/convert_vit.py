@@ -83,7 +83,7 @@ class Study:
             mean=self.recipe.mean, std=self.recipe.std, device=DEVICE,
         )  # fmt: skip
         self.augment = augment_of(self.recipe, len(source.classes))
-        self.test = loader_of(self.recipe, source, "test", Processes(DEVICE), None)
+        self.test = loader_of(self.recipe, source.test, Processes(DEVICE), None)
         self.teacher = load(weights, device=DEVICE).float().eval()
         pixels = next(iter(self.images.loader.epoch(0)))[0][: 32 if quick else 256]
         self.few = [self.augment.evaluate(pixels)]  # training images, for choosing layers

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cumulant import SlidingWindow, Stream, attention, attention_varlen, zoo
+from cumulant import SlidingWindow, Stream, attention, attention_varlen, scores, zoo
 from cumulant.around import around_weights
 from cumulant.call import Call
 from cumulant.expansion import Form
@@ -195,7 +195,30 @@ def test_what_it_cannot_do_is_named():
         of_order(2)(q, k, v, around="mean", apart=5)
 
 
-@pytest.mark.parametrize("how", [{"around": "mean", "apart": 1}, {"closure": "tanh"}], ids=["around", "closure"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_around_zero_queries_that_stand_apart_get_softmax(order):
+    q, k, v = draw((1, 4, 7, 4), (1, 2, 9, 4), (1, 2, 9, 3))
+    mask = torch.tensor([[True] * 6 + [False] * 3])
+    k[..., 7, :] = torch.nan
+    options = {"key_mask": mask, "enable_gqa": True}
+    out = of_order(order)(q, k, v, apart=2, **options)
+    exact = F.scaled_dot_product_attention(q[..., :2, :], k[..., :6, :], v[..., :6, :], enable_gqa=True)
+    torch.testing.assert_close(out[..., :2, :], exact)
+    torch.testing.assert_close(out[..., 2:, :], of_order(order)(q[..., 2:, :], k, v, **options))
+
+
+def test_weights_and_closures_know_queries_that_stand_apart():
+    q, k, v = draw((1, 2, 7, 4), (1, 2, 7, 4), (1, 2, 7, 3))
+    closed = {"order": 2, "closure": "tanh", "apart": 1}
+    torch.testing.assert_close(scores(q, k, **closed) @ v, attention(q, k, v, **closed))
+    torch.testing.assert_close(scores(q, k, **closed)[..., 0, :], (q[..., :1, :] @ k.mT / 2).softmax(-1)[..., 0, :])
+    with pytest.raises(ValueError, match="apart=1 has no causal form"):
+        attention(q, k, v, apart=1, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "how", [{"around": "mean", "apart": 1}, {"apart": 1}, {"closure": "tanh"}], ids=["around", "apart", "closure"]
+)
 def test_packed_sequences_are_a_loop_over_them(how):
     q, k, v = draw((7, 2, 4), (9, 2, 4), (9, 2, 3))
     at_q, at_k = torch.tensor([0, 3, 7]), torch.tensor([0, 5, 9])

@@ -153,6 +153,13 @@ def test_a_row_that_sees_one_key_adds_no_rounding_to_closed_causal_gradients(dty
     assert found[1] < 8 * ROUNDING[dtype]
 
 
+def test_equal_keys_of_a_closed_causal_row_have_gradients():
+    """The row sees no spread, but a key that moved would give it one."""
+    q, k, v = tokens(5, 5)
+    inputs = [q, k[:, :, :1].expand_as(k), v]
+    assert max(errors(inputs, order=2, closure="tanh", is_causal=True)) < 1e-6
+
+
 def test_closed_responses_of_few_keys_in_float32_keep_their_digits():
     """Two keys far apart, values at 1000: what the response gives the keys and what its gain gives cancel."""
     q, k, v = tokens(20, 2, width=1, values=1e3)

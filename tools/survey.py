@@ -33,7 +33,7 @@ from typing import Any
 
 from .tiny_models import classes, tiny_model
 
-A_PROCESS, SECONDS = 12, 300  # models of a process, and how long it may take
+A_PROCESS, SECONDS = 12, 300  # models of a process, and how long it may take (--seconds)
 SIZES = ("test", "atto", "femto", "pico", "nano", "xxs", "xxt", "tiny", "_t", "xs", "mini", "small", "_s", "base", "_b")
 FLAVOURS = ("rope", "dinov3", "siglip", "gap", "clip", "reg", "srelpos")
 ALSO = (
@@ -127,7 +127,7 @@ def work(library: str, names: Sequence[str]) -> None:
         print("\0" + json.dumps({name: looked_at(library, name)}), flush=True)
 
 
-def share(library: str, names: Sequence[str]) -> dict[str, Any]:
+def share(library: str, names: Sequence[str], seconds: float = SECONDS) -> dict[str, Any]:
     """What became of these, in a process of their own; where that dies, of the one that it died on too."""
     found: dict[str, Any] = {}
     left = list(names)
@@ -135,10 +135,10 @@ def share(library: str, names: Sequence[str]) -> dict[str, Any]:
         command = [sys.executable, "-m", "tools.survey", library, "--worker", "--names", *left]
         with tempfile.TemporaryFile("w+") as file:
             try:
-                ended = subprocess.run(command, stdout=file, stderr=subprocess.DEVNULL, timeout=SECONDS)
+                ended = subprocess.run(command, stdout=file, stderr=subprocess.DEVNULL, timeout=seconds)
                 how = f"the process ended with status {ended.returncode}"
             except subprocess.TimeoutExpired:
-                how = f"no answer after {SECONDS} s"
+                how = f"no answer after {seconds:g} s"
             file.seek(0)
             for line in file:
                 if line.startswith("\0"):
@@ -161,6 +161,7 @@ def main() -> int:
     parser.add_argument("--again", nargs="*", default=[], help="look again at those with these outcomes")
     parser.add_argument("--out", type=Path, help="file of the record; what is in it is not looked at again")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a process of a few models may take")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
@@ -175,7 +176,7 @@ def main() -> int:
     parts = [left[at : at + A_PROCESS] for at in range(0, len(left), A_PROCESS)]
     start = time.time()
     with ThreadPoolExecutor(given.processes) as pool:
-        for part in pool.map(lambda names: share(given.library, names), parts):
+        for part in pool.map(lambda names: share(given.library, names, given.seconds), parts):
             found |= part
             for name, one in part.items():
                 print(f"{name:40} {one['outcome']:12} {one.get('reason', '')[:120]}", flush=True)

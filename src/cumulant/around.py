@@ -31,10 +31,12 @@ AROUND = ("zero", "mean")
 Expansion = Callable[[Call, Form], Tensor]  # `expand`, or `weigh` for its weights
 
 
-def check_around(around: str, is_causal: bool) -> None:
+def check_around(around: str, is_causal: bool, apart: int = 0) -> None:
     check_choice("around", around, AROUND)
     if around == "mean" and is_causal:
         raise ValueError('around="mean" has no causal form: the mean would know later queries; pass around="zero"')
+    if apart and is_causal:
+        raise ValueError(f"apart={apart} has no causal form: all keys are seen by the queries that stand apart")
 
 
 def around_mean(what: Expansion, call: Call, form: Form) -> Tensor:
@@ -59,6 +61,18 @@ def around_mean(what: Expansion, call: Call, form: Form) -> Tensor:
         out = _tilted(what, Call(d, k, v, scale=scale), logits, form)
         outs.append(out.reshape(*lead, heads, *out.shape[-2:]))
     return torch.cat(outs, -2)
+
+
+def softmax_rows(call: Call, apart: int, weigh: bool) -> Tensor:
+    """Softmax attention, or its weights, of the first `apart` queries (class tokens, say). Cost: S D each."""
+    check_apart(apart, call.query.shape[-2])
+    call = call.prepared()
+    query = call.query[..., :apart, :]
+    with without_autocast(query.device.type):
+        key, value = (wide(repeat_heads(x, query.shape[-3])) for x in (call.key, call.value))
+        logits, added = call.softmax_scale * wide(query) @ key.mT, log_weights(call.key_mask, key[..., 0])
+        w = softmax_or_zero(logits if added is None else logits + added.unsqueeze(-2))
+        return (w if weigh else w @ value).to(query.dtype)
 
 
 def means(query: Tensor, present: Tensor | None, apart: int) -> Iterator[tuple[Tensor, Tensor]]:

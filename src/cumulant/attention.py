@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from . import shards
-from .around import around_mean, check_around
+from .around import around_mean, check_around, softmax_rows
 from .call import Call, check_offsets, longest, offsets
 from .closures import check_closure
-from .expansion import Form, expand, path_for, triton, weigh
+from .expansion import Form, by_kernels, expand, path_for, weigh
 from .kernels import notice, replay
 from .saturated import saturated
 from .tracing import in_autocast_dtype, without_autocast
@@ -62,7 +62,9 @@ def attention(
         closure: at order 2, "tanh" or "langevin" let the response saturate, <v> + f(s) <(q.k~) v~> with the spread s
             of q.k, so that it cannot run away at large logits; None (or "gauss") is second order as it stands.
         around: "zero", or "mean": around the mean of the queries, which is exact there; closer where logits are spread.
-            The first `apart` queries (class tokens) have a mean of their own; `query_mask` (..., Lq) says which count.
+            `query_mask` (..., Lq) says which queries count.
+        apart: the first so many queries (class tokens) are not expanded with the others: around "zero" they get softmax
+            itself, around "mean" a mean of their own, which for one query is the same.
         backend: "auto", "reference" (plain torch), "cpu" (tiled) or "triton".
 
     Returns:
@@ -85,7 +87,7 @@ def attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor] = expand
 
 def _attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor]) -> Tensor:
     form = form.checked()
-    check_around(form.around, call.is_causal)
+    check_around(form.around, call.is_causal, form.apart)
     if form.closure is not None:
         check_closure(form.closure)
         if form.order != 2 or form.around != "zero":
@@ -96,6 +98,10 @@ def _attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor]) -> Ten
         return across.attend(call, form, what)
     if form.around == "mean":
         return around_mean(what, call, form)
+    if form.apart:
+        own = softmax_rows(call, form.apart, weigh=what is not expand)
+        others = call._replace(query=call.query[..., form.apart :, :], query_mask=None)
+        return torch.cat((own, attend(others, form._replace(apart=0), what)), -2)
     call = call.checked()
     return what(call, form) if form.closure in (None, "gauss") else saturated(what, call, form)
 
@@ -151,18 +157,18 @@ def attention_varlen(
     across = shards.answerer()
     if across is not None:
         return across.varlen(call, form, cu_seq_q, cu_seq_k)
-    plain = closure in (None, "gauss") and around == "zero"  # others need all of a sequence: one by one
+    plain = closure in (None, "gauss") and around == "zero" and not apart  # others need all of a sequence: one by one
     path = path_for(form, q, k, v, None, is_causal, call.softmax_scale) if plain else "reference"
     if not plain and form.backend == "auto":
-        given = f"closure={closure!r}, around={around!r}"
+        given = f"closure={closure!r}, around={around!r}, apart={apart}"
         notice.plain_torch("attention_varlen", q, f"{given} take one sequence after the other; the defaults take all")
     if path == "triton":
         max_q = _longest("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
         max_k = _longest("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
         with without_autocast(query.device.type):
-            packed = query, key, value, None, order, call.softmax_scale, normalization
+            packed = is_causal, query, key, value, None, order, call.softmax_scale, normalization
             cu_q, cu_k = (x.to(query.device, torch.int32).contiguous() for x in (cu_seq_q, cu_seq_k))
-            return triton(is_causal)(*packed, cu_q, cu_k, max_q, max_k)
+            return by_kernels(*packed, cu_q, cu_k, max_q, max_k)
     q_at = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
     k_at = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
     parts = [

@@ -5,10 +5,10 @@ Shape legend: ... leading dimensions, B all in one, H query heads, Lq queries, L
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,11 +59,7 @@ def expand(call: Call, form: Form) -> Tensor:
     with without_autocast(query.device.type):  # statistics stay in float32
         path = path_for(form, q, k, v, weights, call.is_causal, scale)
         if path == "triton":
-            if call.is_causal and weights is not None and weights.is_floating_point():
-                # One token may outweigh all others of a row, another in the next: kernels in 16 bits look at all rows
-                # of a part from one point, and of what then cancels they keep the rounding.
-                q, k, v = (x.to(statistics_dtype(x.dtype)) for x in (q, k, v))
-            out = triton(call.is_causal)(q, k, v, weights, form.order, scale, form.normalization).to(query.dtype)
+            out = by_kernels(call.is_causal, q, k, v, weights, form.order, scale, form.normalization)
             if unit is not None and form.normalization == "sum":
                 out = (out * unit[..., None, None]).to(query.dtype)
             return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
@@ -183,7 +179,7 @@ def takes_kernels(
 ) -> bool:
     """Whether kernels compute this case, where they are asked for or expected; raises or says why they cannot."""
     beyond = _beyond_kernels(form, weights, is_causal, scale)
-    obstacle = beyond or launch.obstacle(q, v, form.order, is_causal)
+    obstacle = beyond or launch.obstacle(q, v)
     if obstacle is None and q.dtype == torch.float16 and form.normalization == "sum":
         obstacle = 'normalization="sum" in float16, which holds sums up to 65504 only: plain torch sums in float32'
     if obstacle is None:
@@ -207,9 +203,23 @@ def _beyond_kernels(form: Form, weights: Tensor | None, is_causal: bool, scale: 
     return None
 
 
-def triton(is_causal: bool) -> Callable[..., Tensor]:
-    if is_causal:
-        from .kernels.causal.host import attention
-    else:
+def by_kernels(
+    is_causal: bool, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, *rest: Any
+) -> Tensor:
+    """The kernels' answer, in the dtype of q.
+
+    Causal ones look at all rows of a part from one point. They take float32 where large terms then cancel, of which 16
+    bits would leave the rounding: weights may let one token be all of a row, and another of the next; the third order
+    in float16 leaves its range, and meets a compiler error of Triton 3.6 besides.
+    """
+    if not is_causal:
         from .kernels.dense.host import attention
-    return attention
+
+        return attention(q, k, v, weights, order, *rest)
+    from .kernels.causal.host import attention as causal
+
+    uneven = weights is not None and weights.is_floating_point()
+    if uneven or (order == 3 and q.dtype == torch.float16):
+        given, (q, k, v) = q.dtype, (x.to(statistics_dtype(x.dtype)) for x in (q, k, v))
+        return causal(q, k, v, weights, order, *rest).to(given)
+    return causal(q, k, v, weights, order, *rest)

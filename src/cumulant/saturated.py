@@ -35,38 +35,41 @@ def saturated(what: Callable[[Call, Form], Tensor], call: Call, form: Form) -> T
     # Widened once: where f saturates, gradients through it and past it cancel, and each would be rounded on its own.
     query, key, value = (x.to(wide) for x in (call.query, call.key, call.value))
     with without_autocast(call.query.device.type):
-        spread = _spread(call._replace(query=query, key=key))
+        spread, alone = _spread(call._replace(query=query, key=key))
         factor = gain(((query * call.softmax_scale).square() * spread).sum(-1, keepdim=True), form.closure)
         # Rows that see one key have no response, and no gradient of one: here 0, in 16 bits it would be rounded.
-        query = query * factor.masked_fill((spread == 0).all(-1, keepdim=True), 0)
+        query = query * factor.masked_fill(alone, 0)
     if kernels:  # they multiply what is alike
         query, key, value = query.to(given), key.to(given), call.value
     return what(call._replace(query=query, key=key, value=value), form).to(given)
 
 
-def _spread(call: Call) -> Tensor:
-    """<k~^2> (..., H, Lq or 1, D) over the keys that a row sees, of a call in at least float32."""
+def _spread(call: Call) -> tuple[Tensor, Tensor]:
+    """<k~^2> (..., H, Lq or 1, D) over the keys that a row sees, of a call in at least float32; where it sees one."""
     q, k, dtype = call.query, call.key, call.query.dtype
     w = k.new_ones(k.shape[-2:-1]).unsqueeze(-1)
     if call.key_mask is not None:
         w = in_units(call.key_mask)[0].to(dtype)[..., None, :, None]
         k = k.masked_fill((call.key_mask == 0)[..., None, :, None], 0)
-    first = (w > 0).int().argmax(-2, keepdim=True)
+    present = (w > 0).int()
+    first = present.argmax(-2, keepdim=True)
     # Any origin near the keys will do. (take_along_dim would fix every size under torch.compile.)
     k = k - k.detach().gather(-2, first.expand(*k.shape[:-2], 1, k.shape[-1]))
     if call.is_causal:
         # Running sums in float64: a difference of squares far from the first key costs digits.
         wide = exact_dtype(k)
-        k, w = k.to(wide)[..., : q.shape[-2], :], w.to(wide)[..., : q.shape[-2], :]
-        W = w.cumsum(-2)
+        k, w, present = (x[..., : q.shape[-2], :] for x in (k.to(wide), w.to(wide), present))
+        W, alone = w.cumsum(-2), present.cumsum(-2) <= 1
         m, square = (ratio((w * x).cumsum(-2), W.expand_as(x)) for x in (k, k * k))
         spread = (square - m * m).clamp(min=0).to(dtype)
         missing = q.shape[-2] - spread.shape[-2]
         if missing > 0:
-            spread = torch.cat((spread, spread[..., -1:, :].expand(*spread.shape[:-2], missing, -1)), -2)
+            spread, alone = (
+                torch.cat((x, x[..., -1:, :].expand(*x.shape[:-2], missing, -1)), -2) for x in (spread, alone)
+            )
     else:
-        share = ratio(w, w.sum(-2, keepdim=True))
+        share, alone = ratio(w, w.sum(-2, keepdim=True)), present.sum(-2, keepdim=True) <= 1
         k = k - (share * k).sum(-2, keepdim=True)
         spread = (share * k * k).sum(-2, keepdim=True)
     groups = q.shape[-3] // max(1, k.shape[-3])
-    return spread.repeat_interleave(groups, -3)
+    return spread.repeat_interleave(groups, -3), alone

@@ -18,13 +18,28 @@ def model(**kw):
 
 
 def test_a_converted_model_is_the_model_made_with_that_mechanism():
-    ours, made = model(), model(attention="cumulant3")
+    ours, made = model(), model(attention="cumulant3", attention_options={"apart": 1})
     made.load_state_dict(ours.state_dict())
     report = convert(ours, "cumulant3")
     torch.testing.assert_close(ours(IMAGES), made(IMAGES))
     assert len(report.replaced) == 4
     assert not report.kept
     assert report.measured_error > 0.01
+
+
+def test_class_tokens_stay_softmax_unless_told_otherwise():
+    """All that this model reads is the class token, and its layer sees what softmax would."""
+    said = model(depth=1)(IMAGES)
+    for name in ("cumulant2", "cumulant3", "cumulant2+around=mean"):
+        ours = model(depth=1)
+        convert(ours, name)
+        torch.testing.assert_close(ours(IMAGES), said)
+        other = model(depth=1)
+        report = convert(other, f"{name}+apart=0")
+        assert (other(IMAGES) - said).norm() > 0.01 * said.norm()
+        assert "apart" not in str(*report.replaced.values()) or "around" in name
+    mean = model(depth=1, pool="gap")
+    assert convert(mean, "cumulant2").replaced == {"blocks.0.attn": Choice("cumulant2")}
 
 
 def test_a_second_order_layer_of_ours_is_folded_and_says_the_same():
@@ -70,7 +85,7 @@ def test_cluster_attention_without_a_grid_honours_padding():
 
 
 def test_options_reach_the_mechanism():
-    ours, made = model(), model(attention="cumulant3", attention_options={"full": True})
+    ours, made = model(), model(attention="cumulant3", attention_options={"full": True, "apart": 1})
     made.load_state_dict(ours.state_dict())
     convert(ours, "cumulant3", options={"full": True})
     torch.testing.assert_close(ours(IMAGES), made(IMAGES))
@@ -104,8 +119,8 @@ def test_layers_are_chosen_by_index_or_pattern(layers):
 def test_each_layer_may_have_its_own_mechanism():
     report = convert(model(), layers={0: "cumulant2", 1: None, 2: {"heads": [3, 1]}, 3: Choice("linear")})
     assert report.replaced == {
-        "blocks.0.attn": Choice("cumulant2"),
-        "blocks.2.attn": Choice("cumulant3", (1, 3)),
+        "blocks.0.attn": Choice("cumulant2", None, {"apart": 1}),
+        "blocks.2.attn": Choice("cumulant3", (1, 3), {"apart": 1}),
         "blocks.3.attn": Choice("linear"),
     }
 

@@ -100,7 +100,7 @@ def test_layers_are_ranked_by_their_effect_and_printed_so():
 
 
 def test_a_layer_with_sharper_logits_is_found_less_safe():
-    ours = model()
+    ours = model(pool="gap")
     with torch.no_grad():
         ours.blocks[2].attn.qkv.weight[:64].mul_(6)  # its queries
     found = diagnose(ours, IMAGES, attention=AROUND_ZERO)
@@ -109,7 +109,7 @@ def test_a_layer_with_sharper_logits_is_found_less_safe():
 
 
 def test_auto_stays_within_the_budget_and_replaces_what_fits():
-    ours = model()
+    ours = model(pool="gap")
     with torch.no_grad():
         ours.blocks[2].attn.qkv.weight[:64].mul_(6)
     found = diagnose(ours, IMAGES, attention=AROUND_ZERO)

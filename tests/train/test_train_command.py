@@ -271,7 +271,10 @@ def test_a_folder_for_predictions_is_refused_before_the_evaluation(run, capsys, 
 
 def test_a_converted_run_is_evaluated_as_the_run_was(run, capsys, tmp_path):
     converted = tmp_path / "converted"
-    assert cli.main(["convert", str(run), "--out", str(converted), "--attention", "cumulant3", "--device", "cpu"]) == 0
+    assert (
+        cli.main(["convert", str(run), "--out", str(converted), "--attention", "cumulant3+apart=0", "--device", "cpu"])
+        == 0
+    )
     capsys.readouterr()
     assert cli.main(["evaluate", str(converted), "--json"]) == 0
     reached = json.loads(capsys.readouterr().out)

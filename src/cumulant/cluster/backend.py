@@ -134,7 +134,7 @@ def _general_obstacle(case: Case) -> str | None:
     """Why no kernel can take this case, or None."""
     call, clusters = case.call, case.clusters
     query, key, value = call[:3]
-    reason = launch.obstacle(query, value, 2, False) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
+    reason = launch.obstacle(query, value) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
     if reason is not None:
         return reason
     if call.key_mask is not None and call.key_mask.dtype != torch.bool:

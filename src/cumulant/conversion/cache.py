@@ -301,7 +301,7 @@ def _config(model: Any) -> Any:
 
 def _layer(choice: Choice | None) -> CacheLayerMixin:
     """What keeps the past of a layer: a state where all heads have one, in the mean form that moments give."""
-    if choice is None or choice.heads is not None or choice.around_mean:
+    if choice is None or choice.heads is not None or choice.whole:
         return DynamicLayer()
     if choice.order is not None:
         return MomentsLayer(choice) if choice.options.get("normalization", "mean") == "mean" else DynamicLayer()

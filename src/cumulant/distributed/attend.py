@@ -46,6 +46,8 @@ def attend(parts: Parts, call: Call, form: Form) -> Tensor:
 
 def check_form(form: Form) -> None:
     """Raises for expansions that need more than moments."""
+    if form.apart:
+        raise ValueError(f"apart={form.apart} is not split over workers; pass apart=0")
     if form.around != "zero":
         raise ValueError(f'around={form.around!r} is not split over workers; pass around="zero"')
     if form.closure not in (None, "gauss"):

@@ -70,8 +70,9 @@ def seen_in(layer: MultiheadAttention, x: Tensor, *args: Any, **kwargs: Any) -> 
     Rows that stand alone cost M D each; other mechanisms form the matrix of this layer.
     """
     call = layer.asked(x, *args, **kwargs)
-    around = layer.attention_options.get("around")  # the mean query is that of all
-    alone = layer.rows_alone and _rows_alone(layer.mechanism, call) and around != "mean"
+    options = layer.attention_options  # the mean query is that of all; the first ones may stand apart
+    whole = options.get("around") == "mean" or options.get("apart")
+    alone = layer.rows_alone and _rows_alone(layer.mechanism, call) and not whole
     alone = alone and not isinstance(layer.mix, nn.Module)
     axial = isinstance(layer, AxialAttention)
     held = x if layer.mechanism.wants_input else None  # not to keep what nobody needs
@@ -133,7 +134,7 @@ def seen_fused(
 
 def seen_converted(choice: Choice, call: Call) -> Seen:
     """What a converted layer was asked to mix, and its choice of mechanism."""
-    alone = _rows_alone(zoo.get(choice.attention), call) and not choice.around_mean
+    alone = _rows_alone(zoo.get(choice.attention), call) and not choice.whole
 
     def weigh(call: Call, rows: Some, heads: Some) -> Tensor:
         with without_autocast(call.query.device.type):

@@ -65,8 +65,10 @@ class Site:
 
     def refusal(self, choice: Choice) -> str | None:
         """Why this layer cannot take that choice, or None."""
-        if self.obstacle is not None or not choice.around_mean or self.pattern == "self":
+        if self.obstacle is not None or not choice.whole or self.pattern == "self":
             return self.obstacle
+        if not choice.around_mean:
+            return f"apart={choice.options['apart']} is for layers that see all of their own sequence"
         if self.pattern == "causal":
             return 'it is causal, and around="mean" has no causal form: the mean would know later queries'
         return (

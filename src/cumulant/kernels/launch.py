@@ -53,14 +53,12 @@ def direct(x: Tensor) -> bool:
     return x.is_cuda and available(x) and is_plain(x) and not transformed()
 
 
-def obstacle(query: Tensor, value: Tensor, order: int, is_causal: bool) -> str | None:
+def obstacle(query: Tensor, value: Tensor) -> str | None:
     """Why the Triton kernels cannot take these tensors, or None if they can."""
     if not HAS_TRITON:
         return f"Triton is not installed ({install('gpu')})"
     if query.device.type != ("cpu" if INTERPRET else "cuda"):
         return f"tensors are on {query.device}, not on a CUDA device (TRITON_INTERPRET=1 runs kernels on the CPU)"
-    if is_causal and order == 3 and query.dtype == torch.float16 and not INTERPRET:
-        return "causal order 3 in float16 meets a compiler error of Triton 3.6 (use bfloat16 or float32)"
     if query.dtype not in DTYPES:
         return f"kernels take float16, bfloat16 and float32, got {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > WIDEST:

@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 def obstacle(query: Tensor, value: Tensor) -> str | None:
     """Why the kernels cannot take these tensors, or None if they can."""
-    reason = launch.obstacle(query, value, 2, False) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
+    reason = launch.obstacle(query, value) or launch.too_wide(query, value, WIDEST, WIDEST_FLOAT32)
     if reason is not None:
         return reason
     if transformed():

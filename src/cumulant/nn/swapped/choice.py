@@ -23,6 +23,7 @@ from ..fold import unfolded
 from ..registry import get_layer
 
 SOFTMAX = "softmax"
+NOTHING = (("around", "zero"), ("apart", 0))  # options that change nothing
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class Choice:
         return self.options.get("around") == "mean"
 
     @property
+    def whole(self) -> bool:
+        """Whether a row's answer depends on where it stands among the queries, all of which have to be there."""
+        return self.around_mean or bool(self.options.get("apart"))
+
+    @property
     def foldable(self) -> bool:
         """Whether the covariance of the tokens is all that it needs of a layer without norms and extras."""
         return self.attention == "cumulant2" and self.heads is None and not self.options
@@ -90,14 +96,16 @@ class Choice:
         return self.heads is not None or zoo.get(self.attention).dropout
 
     def at(self, prefix: int) -> Choice:
-        """The same in a layer with `prefix` tokens of another kind at the start: these have a mean query of their own,
-        unless `apart` says otherwise. Around 0 is said by nothing, so that what knows no options, folding say, serves.
+        """The same in a layer with `prefix` tokens of another kind at the start: cumulant mechanisms set these apart,
+        unless `apart` says otherwise. What is said by nothing (around 0, none apart) is not said, so that what knows no
+        options, folding say, serves.
         """
+        options = dict(self.options)
+        if self.order is not None and prefix:
+            options.setdefault("apart", prefix)
         if not self.around_mean:
-            return replace(self, options={key: value for key, value in self.options.items() if key != "around"})
-        if "apart" in self.options or not prefix:
-            return self
-        return replace(self, options={**self.options, "apart": prefix})
+            options = {key: value for key, value in options.items() if (key, value) not in NOTHING}
+        return replace(self, options=options)
 
     def to_json(self) -> dict[str, Any]:
         heads = None if self.heads is None else list(self.heads)
