@@ -105,7 +105,7 @@ def streamed(stream: Any) -> Any:
 
 
 def converted() -> nn.Module:
-    model = cumulant.create_model("vit_tiny_patch16_224", img_size=512, num_classes=10)
+    model = cumulant.create_model(VIT, img_size=512, num_classes=10).to(DEVICE)
     cumulant.convert(model, "cumulant3")
     return model
 

@@ -27,13 +27,10 @@ CASES = {  # in the interpreter the kernels of clusters take a minute
 SHAPES: dict[str, tuple[tuple[int, ...], Callable[..., Tensor]]] = {
     "order 3": ((2, 3, 3, 197, 64), partial(attention, order=3)),
     "long": ((1, 2, 2, 5000, 64), partial(attention, order=2)),
-    "wide": ((1, 2, 2, 1024, 192), partial(attention, order=2)),
     "grouped": ((2, 4, 2, 300, 64), partial(attention, order=2, enable_gqa=True)),
     "causal 3": ((1, 2, 2, 3000, 64), partial(attention, order=3, is_causal=True)),
     "far clusters": ((2, 2, 2, 2048, 64), partial(cluster_attention, clusters=16)),
     "near clusters": ((2, 2, 2, 2048, 64), partial(cluster_attention, clusters=16, near=2)),
-    "grid": ((1, 2, 2, 4096, 96), partial(cluster_attention, clusters=(8, 8), grid=(64, 64), near=4)),
-    "prefix": ((1, 2, 2, 2049, 64), partial(cluster_attention, clusters=16, near=2, prefix=1)),
     "short clusters": ((2, 2, 2, 256, 64), partial(cluster_attention, clusters=16)),
     "causal clusters": ((1, 2, 2, 2048, 64), partial(cluster_attention, clusters=16, is_causal=True)),
 }
@@ -167,7 +164,7 @@ def test_what_was_learned_wrongly_is_found_out_and_not_repeated(monkeypatch: pyt
     with torch.no_grad():
         wanted = CASES["dense"](*inputs)
         CASES["dense"](*inputs)
-        monkeypatch.setattr(replay, "_launch", lambda *given: None)  # repeats nothing
+        monkeypatch.setattr(replay.Launches, "__call__", lambda *given: None)  # repeats nothing
         assert torch.equal(CASES["dense"](*inputs), wanted)
         assert not known()
         assert torch.equal(CASES["dense"](*inputs), wanted)
@@ -202,15 +199,24 @@ def test_checkpoints_recompute_what_they_saw() -> None:
 
 def test_the_driver_is_given_new_addresses_and_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"x": "*bf16", "w": "constexpr", "y": "*fp32", "n": "i32", "far": "i64", "s": "fp32", "C": "constexpr"}
-    sizes, launches = [8, 8, 4, 8, 4, 8, 8], []  # and two addresses of scratch memory
+    sizes, seen = [8, 8, 4, 8, 4, 8, 8], []  # and two addresses of scratch memory
 
     def about(function: int, which: int, offset: Any, size: Any) -> int:
         size._obj.value = sizes[which] if which < len(sizes) else 0
         return int(which >= len(sizes))
 
-    def launch(*given: Any) -> int:
-        kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float)
-        launches.append((given[:9], [k.from_address(given[9][i]).value for i, k in enumerate(kinds)]))
+    def launch(config: Any, function: Any, array: Any, extra: None) -> int:
+        read = (
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+            ctypes.c_int32,
+            ctypes.c_int64,
+            ctypes.c_float,
+            *[ctypes.c_uint64] * 2,
+        )
+        at = (ctypes.c_void_p * len(read)).from_address(array.value)
+        numbers = direct.CONFIG.unpack(ctypes.string_at(config.value, direct.CONFIG.size))
+        seen.append((function.value, numbers, [kind.from_address(a).value for kind, a in zip(read, at, strict=True)]))
         return 0
 
     monkeypatch.setattr(direct, "WANTED", True)
@@ -218,14 +224,23 @@ def test_the_driver_is_given_new_addresses_and_the_same_numbers(monkeypatch: pyt
     compiled = SimpleNamespace(
         src=SimpleNamespace(signature=kinds), metadata=SimpleNamespace(num_ctas=1, num_warps=4, shared=99), function=5
     )
-    found = direct.direct(compiled, (7, 8, 9), [0, None, 0, -3, 1 << 40, 0.5], [(0, 0, 16), (2, 1, 0)])
+    first = direct.Launch(compiled, (7, 8, 9), [0, None, 0, -3, 1 << 40, 0.5], [(0, 0, 16), (2, 1, 0)])
+    second = direct.Launch(compiled, (1, 1, 1), [0, None, 4321, 6, 7, -2.0], [(0, 1, 0)])
+    found = direct.direct([first, "between", second])
     assert found is not None
-    found([1000, 2000], 77)
-    found([3000, 4000], 78)
-    head = (5, 7, 8, 9, 128, 1, 1, 99)
-    assert launches == [((*head, 77), [1016, 2000, -3, 1 << 40, 0.5]), ((*head, 78), [3016, 4000, -3, 1 << 40, 0.5])]
+    found([1000, 2000], 77, seen.append)
+    found([3000, 4000], 78, seen.append)
+    config, small = (7, 8, 9, 128, 1, 1, 99), (1, 1, 1, 128, 1, 1, 99)
+    assert seen == [
+        (5, (*config, 77, 0, 0), [1016, 2000, -3, 1 << 40, 0.5, 0, 0]),
+        "between",
+        (5, (*small, 77, 0, 0), [2000, 4321, 6, 7, -2.0, 0, 0]),
+        (5, (*config, 78, 0, 0), [3016, 4000, -3, 1 << 40, 0.5, 0, 0]),
+        "between",
+        (5, (*small, 78, 0, 0), [4000, 4321, 6, 7, -2.0, 0, 0]),
+    ]
     sizes[2] = 8  # other parameters than those that were laid out
-    assert direct.direct(compiled, (7, 8, 9), [0, None, 0, -3, 1 << 40, 0.5], [(0, 0, 16), (2, 1, 0)]) is None
+    assert direct.direct([first]) is None
 
 
 def placed(B: int, H: int, Hk: int, L: int, D: int, seed: int, inside: bool) -> list[Tensor]:
@@ -271,10 +286,8 @@ def test_what_is_repeated_on_a_gpu_has_the_bits_of_a_call(
         for seed in range(6):
             results(name, seed, inside)
     assert len(repeated()) == 2
-    if driver:
-        launches = [x for record in repeated() for x in (*record.starts, *record.back.starts)]
-        assert any(isinstance(x, direct.Direct) for x in launches)
-        assert not any(isinstance(x, replay.Start) for x in launches)
+    for record in repeated():
+        assert (record.starts.direct is not None) == (record.back.starts.direct is not None) == driver
     for (seed, inside), each in wanted.items():
         for x, y in zip(results(name, seed, inside), each, strict=True):
             assert torch.equal(x, y)

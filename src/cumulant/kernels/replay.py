@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from .. import shards
 from ..tracing import is_plain
 from . import launch
-from .direct import Direct, direct
+from .direct import Launch, direct
 
 ASKED = os.environ.get("CUMULANT_REPLAY") != "0"
 KINDS = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,7 +52,7 @@ class Start(NamedTuple):
     given: tuple[Any, ...]
     places: tuple[tuple[int, int, int], ...]
 
-    def __call__(self, bases: Sequence[int], stream: int) -> None:
+    def __call__(self, bases: Sequence[int]) -> None:
         given = list(self.given)
         for i, base, away in self.places:
             given[i] = bases[base] + away
@@ -73,9 +73,6 @@ class _Sum(NamedTuple):
 
     source: Piece
     target: Piece
-
-
-Launch = Start | Direct | _Sum
 
 
 def forget() -> None:
@@ -296,11 +293,13 @@ class Memory:
         at = found[1] if found[0] == self.common else -found[0] - 1
         return Piece(at, tuple(x.shape), x.stride(), x.dtype)
 
-    def starts(self) -> list[Launch]:
-        made: list[Launch] = []
+    def starts(self, device: int) -> Launches:
+        items: list[Launch | _Sum] = []
+        constants = []
         for compiled, grid, given, rest in self.watch.launches:
             if compiled is None:
-                made.append(_Sum(self.piece(grid), self.piece(given)))
+                items.append(_Sum(self.piece(grid), self.piece(given)))
+                constants.append(())
                 continue
             arguments, places = list(given), []
             for i, x in enumerate(given):
@@ -309,20 +308,36 @@ class Memory:
                     arguments[i] = x.data_ptr()
                     if place is not None:
                         places.append((i, *place))
-            made.append(
-                direct(compiled, grid, arguments, places) or Start(compiled[grid], (*arguments, *rest), tuple(places))
-            )
+            items.append(Launch(compiled, grid, arguments, places))
+            constants.append(rest)
         self.sound = self.sound and self.watch.sound
-        return made
+        return Launches(items, constants, device)
 
 
-def _launch(starts: Sequence[Launch], bases: list[int], common: Tensor, device: int) -> None:
-    stream = _stream(device)
-    for start in starts:
-        if isinstance(start, _Sum):
-            torch.sum(_view(start.source, common), 0, out=_view(start.target, common))
-        else:
-            start(bases, stream)
+class Launches:
+    """The launches of a pass, and the sums between them: by the driver where it can, else by Triton."""
+
+    def __init__(self, items: Sequence[Launch | _Sum], constants: Sequence[Any], device: int) -> None:
+        self.items = [
+            item if isinstance(item, _Sum)
+            else Start(item.compiled[item.grid], (*item.given, *rest), tuple(item.places))
+            for item, rest in zip(items, constants, strict=True)
+        ]  # fmt: skip
+        self.direct, self.device = direct(items), device
+        self.sums = any(isinstance(item, _Sum) for item in items)
+
+    def __call__(self, bases: list[int], common: Tensor) -> None:
+        def add(item: _Sum) -> None:
+            torch.sum(_view(item.source, common), 0, out=_view(item.target, common))
+
+        if self.direct is not None:
+            self.direct(bases, _stream(self.device), add)
+            return
+        for item in self.items:
+            if isinstance(item, _Sum):
+                add(item)
+            else:
+                item(bases)
 
 
 def _stream(device: int) -> int:
@@ -341,7 +356,7 @@ class Record:
         self.operator, self.wanted, self.device = operator, wanted, call[0].device.index
         self.reads_out = operator.first == 0  # the backward pass does
         self.others = tuple(call[3:])  # tables and numbers
-        self.starts: list[Launch] = []
+        self.starts: Launches | None = None
         self.constants: dict[int, Tensor] = {}  # tensors that launches point to, and that do not change
         self.size = self.kept = self.tries = 0
         self.out, self.state = Piece(0, (), (), torch.float32), ()  # type: tuple[Piece, tuple[Piece, ...]]
@@ -353,10 +368,10 @@ class Record:
         memory = Memory(watch, (*call[:3], outputs[0]), call[3 : self.operator.tensors])
         self.state = tuple(memory.piece(x) for x in outputs[self.operator.first :])
         self.kept = memory.boundary = memory.size
-        self.starts, self.constants = memory.starts(), memory.kept
+        self.starts, self.constants = memory.starts(self.device), memory.kept
         self.out = Piece(0, tuple(outputs[0].shape), outputs[0].stride(), outputs[0].dtype)
         self.size = memory.size - self.kept
-        return memory.sound and not any(isinstance(x, _Sum) for x in self.starts)
+        return memory.sound and not self.starts.sums
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         if self.broken or not self.fits(query, key, value):
@@ -375,7 +390,8 @@ class Record:
         if self.size:
             rest = torch.empty(self.size, dtype=torch.uint8, device=query.device)
             bases.append(rest.data_ptr() - self.kept)
-        _launch(self.starts, bases, common, self.device)
+        assert self.starts is not None
+        self.starts(bases, common)
         return out, common
 
     def states(self, out: Tensor | None, common: Tensor) -> list[Tensor]:
@@ -388,7 +404,7 @@ class Back:
     def __init__(self, stride: tuple[int, ...], outputs: Sequence[Tensor]) -> None:
         self.stride = stride
         self.made = [Piece(0, tuple(x.shape), x.stride(), x.dtype) for x in outputs]
-        self.starts: list[Launch] = []
+        self.starts: Launches | None = None
         self.constants: dict[int, Tensor] = {}
         self.size = 0
         self.proven = False  # compared with what the operator gives
@@ -400,7 +416,8 @@ class Back:
     def run(self, bases: list[int], device: torch.device) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device) for x in self.made)
         common = torch.empty(self.size, dtype=torch.uint8, device=device)
-        _launch(self.starts, [*bases, *(x.data_ptr() for x in made), common.data_ptr()], common, device.index)
+        assert self.starts is not None
+        self.starts([*bases, *(x.data_ptr() for x in made), common.data_ptr()], common)
         return made
 
 
@@ -447,7 +464,7 @@ class Replayed(torch.autograd.Function):
             bases = (*_bases(ctx.saved_tensors, grad), *found)
             memory = Memory(watch, bases, record.others[: operator.tensors - 3], whole=4)
             made = Back(grad.stride(), found)
-            made.starts, made.constants = memory.starts(), memory.kept
+            made.starts, made.constants = memory.starts(record.device), memory.kept
             made.size = memory.size
             record.back = made if memory.sound else None
         elif back.fits(grad, record.device):
