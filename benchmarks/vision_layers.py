@@ -1,14 +1,15 @@
 """The vision layers over softmax and over cumulant3 in one ViT: parameters, multiply-adds, time and accuracy.
 
-    python benchmarks/vision_layers.py count                                    parameters and multiply-adds
+    OMP_NUM_THREADS=1 python benchmarks/vision_layers.py count                  parameters, multiply-adds, one core
     PYTHONPATH=src python benchmarks/vision_layers.py time                      alone on a GPU, microseconds an image
     PYTHONPATH=src python benchmarks/vision_layers.py train --data FOLDER/tiny-imagenet-100 --seconds 460
 
 Tiny-ImageNet-100 (64 pixels) in patches of 8: 65 tokens with the class token, width 128, 4 blocks, 4 heads. One recipe
-for all; control runs are plain layers with other seeds. `train` runs side by side (see side_by_side.py) and says no
-time; `time` is that of more_tokens.py: forward with backward, and forward, as CUDA graphs in bfloat16. Records are
-vision_layers.json, vision_layers_time.json and vision_layers_train.json in $OUT or benchmarks/results; `python -m
-tools.zoo_page` puts them on docs/layers/index.md. `--quick`: a toy on the CPU.
+for all; control runs are plain layers with other seeds. `count` also has the throughput of forward passes of 8 on one
+core: the median of interleaved rounds, over that of plain softmax in the same round. `train` runs side by side (see
+side_by_side.py) and says no time; `time` is that of more_tokens.py: forward with backward, and forward, as CUDA graphs
+in bfloat16. Records are vision_layers.json, vision_layers_time.json and vision_layers_train.json in $OUT or
+benchmarks/results; `python -m tools.zoo_page` puts them on docs/layers/index.md. `--quick`: a toy on the CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ ALONE = ("lama",)  # layers that are over no mechanism
 ATTENTIONS = ("softmax", "cumulant3")
 VIT = "vit_nano_patch4_32"
 MODEL: dict[str, Any] = {"patch_size": 8, "embed_dim": 128, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
-EPOCHS, BATCH = 20, 512
+EPOCHS, BATCH, ROUNDS = 20, 512, 31
 SEEDS = (1, 2, 3)  # of plain layers again: what chance does
 TAKES = {"multihead": 12, "biformer": 45, "gaam": 30, "sparsifiner": 60}  # microseconds an image alone, about; 25 else
 
@@ -94,16 +97,27 @@ def write(name: str, command: str, **content: Any) -> None:
 
 @torch.no_grad()
 def count(settings: argparse.Namespace) -> None:
-    rows, image = [], torch.randn(1, 3, SIDE, SIDE)
+    rows: list[dict[str, Any]] = []
+    models, one, some = [], torch.randn(1, 3, SIDE, SIDE), torch.randn(8, 3, SIDE, SIDE)
     for name, attention in pairs():
         model = made(name, attention, settings.quick).eval()
         backend = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)  # whose products are counted
         with backend, WorkCounter() as counter:
-            model(image)
-        parameters = sum(weight.numel() for weight in model.parameters())
+            model(one)
         row = {"layer": LAYERS[name] or name, "attention": attention}
-        rows.append({**row, "parameters": parameters, "work": counter.work.total})
-        print(rows[-1], flush=True)
+        rows.append({**row, "parameters": sum(x.numel() for x in model.parameters()), "work": counter.work.total})
+        models.append(model)
+    times: list[list[float]] = [[] for _ in models]
+    for number in range(ROUNDS + 1):
+        for model, taken in zip(models, times, strict=True):
+            begin = time.perf_counter()
+            model(some)
+            if number:
+                taken.append(time.perf_counter() - begin)
+    for row, taken in zip(rows, times, strict=True):
+        row["throughput"] = len(some) / statistics.median(taken)
+        row["relative"] = statistics.median(base / own for base, own in zip(times[0], taken, strict=True))
+        print(row, flush=True)
     write("vision_layers", "count", model=MODEL, rows=rows)
 
 

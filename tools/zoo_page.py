@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
+import statistics
 from pathlib import Path
+from typing import Any
 
 from cumulant.grammar import written
 from cumulant.nn import get_layer, layers, marks
@@ -123,12 +126,20 @@ Models of transformers keep their layers: their classes project for themselves.
 VISION = """
 ## The vision layers in one model
 
-ViT-Ti of the recipe `tiny-imagenet-100` (64 pixels, 65 tokens), forward. Throughput is that of one core of a server
-processor that others used too, over plain softmax in the same rounds (`OMP_NUM_THREADS=1 python
-benchmarks/vision_layers.py`). At 65 tokens none but `sqa` saves anything: attention is a twentieth of the model, and
-what a layer adds costs more. Accuracy on Tiny-ImageNet-100 was not measured.
+A ViT for Tiny-ImageNet-100: 64 pixels in patches of 8 (65 tokens), width 128, 4 blocks, 4 heads. "One core": throughput
+of forward passes of 8 on one core of a server processor that others used too, over plain softmax in the same rounds.
 
 TABLE
+
+At 65 tokens attention is a small part of the work, and what most layers add takes longer than it saves; `lama` and
+`sqa` have fewer products and are quicker. Times on a GPU and accuracy (one recipe, 20 epochs, other seeds of the plain
+layer as control) come from these commands; what is not in the table was not run yet:
+
+```
+OMP_NUM_THREADS=1 python benchmarks/vision_layers.py count
+python benchmarks/vision_layers.py time                                                  # a GPU, alone
+python benchmarks/vision_layers.py train --data FOLDER/tiny-imagenet-100 --seconds 460   # a GPU
+```
 """
 LAYER_PAGE = """# NAME
 
@@ -155,13 +166,31 @@ One sentence on what it changes.
 """
 
 
+def _vision(name: str) -> list[dict[str, Any]]:
+    """Rows or runs of a record of benchmarks/vision_layers.py; none where it was not made yet."""
+    file = ROOT / "benchmarks" / "results" / f"{name}.json"
+    record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found: list[dict[str, Any]] = record.get("runs" if name.endswith("train") else "rows", [])
+    return found
+
+
 def vision_table() -> str:
-    """The vision layers in one model, from benchmarks/results/vision_layers.json."""
-    result = json.loads((ROOT / "benchmarks" / "results" / "vision_layers.json").read_text(encoding="utf-8"))
-    rows = ["| layer | over | parameters | million multiply-adds | throughput |", "|---|---|---|---|---|"]
-    for one in result["rows"]:
-        cells = [f"`{one['layer']}`", one["attention"], f"{one['parameters']:,}", f"{one['work'] / 1e6:.0f}"]
-        rows.append("| " + " | ".join([*cells, f"{one['relative']:.2f}"]) + " |")
+    """The vision layers in one model, from the records of benchmarks/vision_layers.py that are there."""
+    times = {(one["layer"], one["attention"]): one for one in _vision("vision_layers_time")}
+    runs = _vision("vision_layers_train")
+    heads = ["layer", "over", "parameters", "million multiply-adds", "one core"]
+    heads += ["GPU: train, µs an image", "GPU: answer, µs an image"] * bool(times) + ["top-1, %"] * bool(runs)
+    rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for one in _vision("vision_layers"):
+        key = one["layer"], one["attention"]
+        cells = [f"`{key[0]}`", key[1], f"{one['parameters']:,}", f"{one['work'] / 1e6:.1f}", f"{one['relative']:.2f}"]
+        if times:
+            cells += [f"{times.get(key, {}).get(what, math.nan):.1f}" for what in ("train_us", "infer_us")]
+        if runs:
+            own = [100 * run["top1"] for run in runs if (run["layer"], run["attention"]) == key]
+            spread = f" ± {statistics.stdev(own):.1f} ({len(own)})" if len(own) > 1 else ""
+            cells.append(f"{statistics.mean(own):.1f}{spread}" if own else "")
+        rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
@@ -174,7 +203,8 @@ def layers_page() -> str:
         link = f"[`{name}`]({name}.md)" if _is_head(name) else f"`{name}`"
         rows.append([link, str(get_layer(name).year), *("yes" if mark else "" for mark in found.values())])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"{LAYERS_HEAD}{table}\n{LAYERS_LEGEND}{LAYERS_MORE}{VISION.replace('TABLE', vision_table())}"
+    vision = VISION.replace("TABLE", vision_table())
+    return f"{LAYERS_HEAD}{table}\n{LAYERS_LEGEND}{LAYERS_MORE}{vision}"
 
 
 def layer_block(name: str) -> str:

@@ -75,7 +75,7 @@ class InterpretedViT(VisionTransformer):
         self, images: Tensor, *, last: int | None = None, sample: int | None = None, dense: bool = False,
         fixed: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Kept]:  # fmt: skip
-        """Tokens after the last norm, and what the interpreters said.
+        """Tokens after the last norm, and what the interpreters said, without gradients for these.
 
         `last`: interpreters after that group pass the choice on; `sample`: that group draws its choice; `dense`: tokens
         that are dropped are masked, not gathered away (the same result); `fixed`: choices (B, T) in place of theirs.
@@ -87,9 +87,8 @@ class InterpretedViT(VisionTransformer):
             if fixed is not None:
                 kept, told = fixed[number] & kept, kept.to(x.dtype)
             elif last is None or number <= last:
-                interpreter = cast(Interpreter, self.interpreters[number])
-                told = (interpreter if torch.is_grad_enabled() else interpreter.told)(x.detach(), kept)
-                kept = decide(told.detach(), self.threshold, sample=number == sample) & kept
+                told = cast(Interpreter, self.interpreters[number]).told(x, kept)
+                kept = decide(told, self.threshold, sample=number == sample) & kept
             found.told.append(told)
             found.kept.append(kept)
             blocks = self._group(start, size)
