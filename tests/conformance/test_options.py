@@ -59,10 +59,11 @@ def test_a_name_with_an_option_opens_every_door(word):
         direct = cumulant.attention(q, k, v, order=int(name[-1]), **options)
         torch.testing.assert_close(direct, called)
 
-    model = cumulant.create_model("vit_nano_patch2_8", attention=word, num_classes=10)
+    sizes = {"num_classes": 10, "depth": 1}
+    model = cumulant.create_model("vit_nano_patch2_8", attention=word, **sizes)
     layer = model.blocks[0].attn
     assert (layer.mechanism.name, layer.attention_options) == (name, options)
-    apart = cumulant.create_model("vit_nano_patch2_8", attention=name, attention_options=options, num_classes=10)
+    apart = cumulant.create_model("vit_nano_patch2_8", attention=name, attention_options=options, **sizes)
     apart.load_state_dict(model.state_dict())
     images = torch.randn(2, 1, 8, 8)
     torch.testing.assert_close(model.eval()(images), apart.eval()(images))
