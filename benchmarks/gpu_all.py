@@ -33,7 +33,7 @@ PROFILED = (  # steps whose kernels are timed one by one: those that fell short
     "causal 3, 16k",
 )  # fmt: skip
 CHECKS = {
-    "gpu_called": ["gpu_called.py", "--check", "--workers", "8", "--verdicts", "RIGHT"],
+    "gpu_called": ["gpu_called.py", "--check", "--workers", "6", "--verdicts", "RIGHT"],
     "gpu_first_call": ["gpu_first_call.py"],
     "gpu_public": ["gpu_public.py"],
     "gpu_dense": ["-c", "import sys, gpu_dense; sys.exit(not gpu_dense.check(quick=True))"],

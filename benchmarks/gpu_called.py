@@ -161,10 +161,10 @@ def called_ms(function: Callable[[], Any]) -> float:
     return float(triton.testing.do_bench(function, warmup=5, rep=30, return_mode="median"))
 
 
-def host_us(function: Callable[[], Any], times: int = 5, rounds: int = 7) -> float:
+def host_us(function: Callable[[], Any], times: int = 5) -> float:
     """The host's time of a call: so few that the device's queue never fills."""
     found = []
-    for _ in range(rounds):
+    for _ in range(7):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(times):

@@ -4,15 +4,19 @@
     PYTHONPATH=src python benchmarks/gpu_host.py --ways        and not repeated, and repeated through Triton's launcher
 
 Small problems, so that the device is always done first: what is timed is Python, torch and the launches. bfloat16; a
-step is a forward and a backward pass (torch.autograd.grad). Medians of 15 times 20 calls. With --ways nothing
-is timed that does not have the bits of a call that is not repeated. JSON goes to $OUT/gpu_host.json if OUT is set.
+step is a forward and a backward pass (torch.autograd.grad). Medians of 40 times 10 calls, in turns with SDPA of that
+shape. With --ways nothing is timed that does not have the bits of a call that is not repeated. JSON goes to
+$OUT/gpu_host.json if OUT is set.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -20,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_called import host_us
 from torch import Tensor
 
 from cumulant import attention, cluster_attention
@@ -39,7 +42,6 @@ CALLS: dict[str, tuple[tuple[int, ...], Callable[..., Tensor]]] = {
         partial(cluster_attention, clusters=16, is_causal=True),
     ),
 }
-SDPA = "F.scaled_dot_product_attention"
 GOAL = 25  # microseconds more than SDPA
 WAYS = {"repeated": (True, True), "repeated by Triton": (True, False), "not repeated": (False, False)}
 
@@ -50,45 +52,61 @@ def leaves_of(shape: tuple[int, ...]) -> list[Tensor]:
     return [x.requires_grad_() for x in made]
 
 
-def times(call: Callable[..., Tensor], shape: tuple[int, ...]) -> tuple[float, float, list[Tensor]]:
-    """Microseconds of a forward pass and of a step; the output and gradients of the last."""
+def alternately(functions: list[Callable[[], Any]], calls: int = 10, rounds: int = 40) -> list[float]:
+    """Median microseconds of each on the host, measured in turns: what else the machine does hits all alike."""
+    found: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds):
+        for function, row in zip(functions, found, strict=True):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                function()
+            row.append((time.perf_counter() - begin) / calls * 1e6)
+    return [statistics.median(row) for row in found]
+
+
+def times(call: Callable[..., Tensor], shape: tuple[int, ...]) -> tuple[list[float], list[Tensor]]:
+    """Microseconds of a forward pass, a step, and these of SDPA; and the output and gradients of the call."""
     leaves = leaves_of(shape)
     grad = torch.ones_like(leaves[0])
 
-    def step() -> Any:
-        out = call(*leaves)
+    def step(function: Callable[..., Tensor]) -> list[Tensor]:
+        out = function(*leaves)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
+    both = [call, F.scaled_dot_product_attention]
     for _ in range(8):
-        found = step()
+        found = step(call)
+    steps = alternately([partial(step, x) for x in both])
     with torch.no_grad():
         for _ in range(8):
             call(*leaves)
-        forward = host_us(lambda: call(*leaves), 20, 15)
-    return forward, host_us(step, 20, 15), found
+        forward = alternately([partial(x, *leaves) for x in both])
+    return [forward[0], steps[0], forward[1], steps[1]], found
 
 
 def measure(ways: Iterable[str]) -> dict[str, Any]:
-    """SDPA, and each call in each of these ways."""
+    """Each call in each of these ways, beside SDPA."""
     rows: dict[str, dict[str, list[float]]] = {}
-    peer = times(F.scaled_dot_product_attention, (1, 12, 197, 64))[:2]
-    print(f"{SDPA}: forward {peer[0]:.1f}, step {peer[1]:.1f}", flush=True)
-    print("| call | way | forward us | more than SDPA | step us | more than SDPA |\n|" + "---|" * 6, flush=True)
+    print("| call | way | forward us (SDPA) | more | step us (SDPA) | more |\n|" + "---|" * 6, flush=True)
+    gc.disable()
     for name, (shape, call) in CALLS.items():
         wanted, row = None, rows.setdefault(name, {})
         for way in ways:
             replay.forget()
             replay.ASKED, direct.WANTED = WAYS[way]
-            forward, step, found = times(call, shape)
+            found_us, found = times(call, shape)
             wanted = found if wanted is None else wanted
             if not all(map(torch.equal, found, wanted)):
                 print(f"| {name} | {way} | other bits: no time |", flush=True)
                 continue
-            row[way] = [forward, step]
-            more = f"{forward - peer[0]:+.1f} | {step:.1f} | {step - peer[1]:+.1f}"
-            print(f"| `{name}` | {way} | {forward:.1f} | {more} |", flush=True)
-        keep({"goal": GOAL, SDPA: peer, "calls": rows})
-    return {"goal": GOAL, SDPA: peer, "calls": rows}
+            forward, step, peer_forward, peer_step = row[way] = found_us
+            cells = f"{forward:.1f} ({peer_forward:.1f}) | {forward - peer_forward:+.1f}"
+            cells += f" | {step:.1f} ({peer_step:.1f}) | {step - peer_step:+.1f}"
+            print(f"| `{name}` | {way} | {cells} |", flush=True)
+        keep({"goal": GOAL, "calls": rows})
+    gc.enable()
+    return {"goal": GOAL, "calls": rows}
 
 
 def keep(found: dict[str, Any]) -> None:
