@@ -35,6 +35,21 @@ def test_turning_by_phases_is_the_formula_in_values_and_gradients(H, L, D, place
         torch.testing.assert_close(found.grad.double(), other.grad, rtol=1e-4, atol=5e-4)
 
 
+@runs
+@pytest.mark.parametrize(("places", "norm"), [(True, False), (False, False), (True, True)])
+@torch.no_grad()
+def test_queries_and_keys_turned_at_once_are_the_layer_written_out(monkeypatch, places, norm):
+    torch.manual_seed(0)
+    layer = create_layer("complexformer", 36, 3, places=places, qk_norm=norm).to(DEVICE).eval()  # norms part them
+    layer.b.normal_()
+    x = torch.randn(2, 70, 36, device=DEVICE)
+    wanted = layer.double()(x.double())
+    monkeypatch.setattr(launch, "direct", launch.available)
+    query, key, _ = super(type(layer), layer.float()).project(x)
+    assert (layer._at_once(query, key) is None) == norm
+    torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """Layers take their kernels on this device too."""

@@ -7,6 +7,7 @@ of the result stand side by side, 2 c and 2 c + 1.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,10 +68,10 @@ def _at(x, b, head, n, c, sb, sh, st):
 
 @triton.jit
 def turned_kernel(
-    z, out, delta, shift, cosines, sines, gain, H, L, h,
+    z, out, delta, shift, cosines, sines, gain, H, S, L, h,
     zb, zh, zt, ob, oh, ot, BLOCK: tl.constexpr, W: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B H blocks): a block of tokens of one head."""
+    """Grid (B H blocks): a block of tokens of one head. Heads from S on are keys, without shift and gain."""
     blocks = (L + BLOCK - 1) // BLOCK
     slot, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     b, head = slot // H, slot % H
@@ -78,10 +79,12 @@ def turned_kernel(
     there = (n < L)[:, None] & (c < h)[None, :]
     at = _at(z, b, head, n, c, zb, zh, zt)
     x, y = tl.load(at, mask=there, other=0.0).to(tl.float32), tl.load(at + h, mask=there, other=0.0).to(tl.float32)
-    angle = tl.load(delta + head * h + c, mask=c < h, other=0.0)[None, :] * atan2(y, x)
-    angle += tl.load(shift + head * h + c, mask=c < h, other=0.0)[None, :]
+    asks = head < S
+    own = tl.where(asks, head, head - S) * h + c
+    angle = tl.load(delta + own, mask=c < h, other=0.0).to(tl.float32)[None, :] * atan2(y, x)
+    angle += tl.where(asks, tl.load(shift + own, mask=c < h, other=0.0).to(tl.float32), 0.0)[None, :]
     sin, cos = turn(angle, cosines, sines, n, c, h, there, PLACES)
-    size = gain * tl.sqrt(x * x + y * y)
+    size = tl.where(asks, gain, 1.0) * tl.sqrt(x * x + y * y)
     both, d = tl.interleave(size * cos, size * sin), tl.arange(0, 2 * W)
     to = _at(out, b, head, n, d, ob, oh, ot)
     tl.store(to, both.to(out.dtype.element_ty), mask=(n < L)[:, None] & (d < 2 * h)[None, :])
@@ -119,19 +122,42 @@ def turned_backward_kernel(
     tl.store(place + h, tl.sum(tl.where(there, around, 0.0), 0), mask=c < h)
 
 
+def launched(
+    z: Tensor, delta: Tensor, shift: Tensor, tables: Sequence[Tensor], places: bool, gain: float, asking: int
+) -> Tensor:
+    """z (B, H, L, D) turned, of which the first `asking` heads are queries, the others keys. No gradients."""
+    out, (B, H, L, D) = empty_like_rows(z, z.shape[-1]), z.shape
+    with on_device(z.device):
+        turned_kernel[(B * H * cdiv(L, BLOCK),)](
+            z, out, delta, shift, *tables, gain, H, asking, L, D // 2, *z.stride()[:3], *out.stride()[:3],
+            BLOCK=BLOCK, W=padded(D // 2), PLACES=places, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def turned_both(
+    query: Tensor, key: Tensor, delta: Tensor, shift: Tensor, places: Sequence[Tensor] | None, gain: float
+) -> tuple[Tensor, Tensor] | None:
+    """Query and key (B, H, L, D) turned in one launch, where they lie beside each other as one projection leaves them;
+    None where they do not. The keys have no shift and no gain. No gradients."""
+    (B, H, L, D), steps = query.shape, query.stride()
+    beside = key.data_ptr() == query.data_ptr() + H * steps[1] * query.element_size()
+    if not beside or key.shape != query.shape or key.stride() != steps or rows(query) is not query:
+        return None
+    tables = places or (delta, delta)
+    both = query.as_strided((B, 2 * H, L, D), steps)
+    out = launched(both, delta.contiguous(), shift.contiguous(), tables, places is not None, gain, H)
+    return out[:, :H], out[:, H:]
+
+
 class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, delta: Tensor, shift: Tensor, cosines: Tensor | None, sines: Tensor | None, gain: float
     ) -> Tensor:
         z, delta, shift = rows(z), delta.contiguous(), shift.contiguous()
-        out, (B, H, L, D) = empty_like_rows(z, z.shape[-1]), z.shape
         tables = (delta, delta) if cosines is None or sines is None else (cosines, sines)
-        with on_device(z.device):
-            turned_kernel[(B * H * cdiv(L, BLOCK),)](
-                z, out, delta, shift, *tables, gain, H, L, D // 2, *z.stride()[:3], *out.stride()[:3],
-                BLOCK=BLOCK, W=padded(D // 2), PLACES=cosines is not None, num_warps=4,
-            )  # fmt: skip
+        out = launched(z, delta, shift, tables, cosines is not None, gain, z.shape[1])
         ctx.save_for_backward(z, delta, shift, *tables)
         ctx.known = cosines is not None, gain
         return out
@@ -153,7 +179,7 @@ class _Turned(torch.autograd.Function):
         return dz, of_delta, of_shift, None, None, None
 
 
-def turned(z: Tensor, delta: Tensor, shift: Tensor, places: tuple[Tensor, Tensor] | None, gain: float) -> Tensor:
+def turned(z: Tensor, delta: Tensor, shift: Tensor, places: Sequence[Tensor] | None, gain: float) -> Tensor:
     """z (B, H, L, D) of 16 or 32 bits, delta and shift (H, h) and cosine and sine of the angle of each place (L, h) in
     float32 -> (B, H, L, D)."""
     return _Turned.apply(z, delta, shift, *(places or (None, None)), gain)

@@ -78,9 +78,13 @@ class ComplexAttention(HeadsLayer):
 
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = super().project(x, context)
+        if context is None and not torch.is_grad_enabled() and launch.direct(query):
+            found = self._at_once(query, key)
+            if found is not None:
+                return *found, value
         delta, b = wide(self.delta), wide(self.b)
         keys = delta[:: self.num_heads // key.shape[-3]]  # a key head may serve several
-        gain = 1.0 if self.scale is None else self.scale * self.head_dim**0.5  # mechanisms divide by its root
+        gain = self._gain
         with without_autocast(query.device.type):
             first = self.first_place if context is None else 0  # of the keys
             if launch.direct(query):
@@ -100,15 +104,33 @@ class ComplexAttention(HeadsLayer):
                 key = self._turned(key, first, keys, torch.zeros_like(keys)).to(value.dtype)
         return query, key, value
 
+    @property
+    def _gain(self) -> float:
+        """Of the query: mechanisms divide by the root of its width."""
+        return 1.0 if self.scale is None else self.scale * self.head_dim**0.5
+
+    def _at_once(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Query and key turned by one kernel, where they lie beside each other."""
+        from ...kernels.heads.turned import turned_both
+
+        asked, kept = (z.reshape(-1, *z.shape[-3:]) for z in (query, key))
+        places = self._places(query, self.first_place)
+        found = turned_both(asked, kept, self.delta, self.b, places, self._gain)
+        return None if found is None else (found[0].reshape(query.shape), found[1].reshape(key.shape))
+
+    def _places(self, z: Tensor, start: int) -> tuple[Tensor, Tensor] | None:
+        """Cosine and sine of the angle of each place of z (..., L, D), in float32."""
+        if not self.places:
+            return None
+        half = self.head_dim // 2
+        tokens = torch.empty((), dtype=torch.float32, device=z.device).expand(z.shape[-2], half)
+        return turns(tokens, half, self.base, start)[1:]
+
     def _by_kernel(self, z: Tensor, start: int, delta: Tensor, b: Tensor | None = None, gain: float = 1.0) -> Tensor:
         """`_turned` in one pass over z."""
         from ...kernels.heads.turned import turned
 
-        flat, half = z.reshape(-1, *z.shape[-3:]), self.head_dim // 2
-        places = None
-        if self.places:
-            tokens = torch.empty((), dtype=delta.dtype, device=z.device).expand(z.shape[-2], half)
-            places = turns(tokens, half, self.base, start)[1:]
+        flat, places = z.reshape(-1, *z.shape[-3:]), self._places(z, start)
         return turned(flat, delta, torch.zeros_like(delta) if b is None else b, places, gain).reshape(z.shape)
 
     def _turned(self, z: Tensor, start: int, delta: Tensor, b: Tensor, gain: Tensor | float = 1.0) -> Tensor:
