@@ -13,7 +13,9 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -97,3 +99,25 @@ def suggest(name: object, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(str(name), known, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
+
+
+class Registry(dict[str, Entry]):
+    """Mechanisms, layers, models or studies by name, in the order in which they came."""
+
+    def __init__(self, what: str, known: Mapping[str, Entry] | None = None) -> None:
+        super().__init__(known or {})
+        self.what = what  # in words, for errors
+
+    def add(self, name: str, entry: Entry) -> Entry:
+        """A new one; a name that is taken is refused."""
+        if name in self:
+            raise ValueError(f"the {self.what} {name!r} is registered already; choose another name")
+        self[name] = entry
+        return entry
+
+    def named(self, name: object) -> Entry:
+        """The one of that name; an error says what would have been accepted."""
+        if not isinstance(name, str) or name not in self:
+            several = "give several as words, without commas; " if isinstance(name, str) and "," in name else ""
+            raise ValueError(f"unknown {self.what} {name!r}; {several}{suggest(name, self)}")
+        return self[name]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..grammar import read_blocks, suggest, write_blocks
+from ..grammar import Registry, read_blocks, suggest, write_blocks
 from .activator import Activator
 from .backbone import Features
 from .crossvit import CrossViT
@@ -145,14 +145,12 @@ class Entry(NamedTuple):
     config: Mapping[str, Any]
 
 
-_MODELS: dict[str, Entry] = {}
+_MODELS: Registry[Entry] = Registry("model")
 
 
 def register_model(name: str, kind: Callable[..., nn.Module], **config: Any) -> None:
     """Let `create_model(name, ...)` make `kind(**config, attention=..., ...)`; the name must be new."""
-    if name in _MODELS:
-        raise ValueError(f"a model named {name!r} is registered already; choose another name")
-    _MODELS[name] = Entry(kind, config)
+    _MODELS.add(name, Entry(kind, config))
 
 
 def names() -> list[str]:
@@ -168,9 +166,8 @@ def input_kind(name: str) -> str:
 
 def model_arguments(name: str) -> list[str]:
     """What `create_model` takes for that name beside it."""
-    if not isinstance(name, str) or TIMM_NAMES.get(name, name) not in _MODELS:
-        raise ValueError(f"unknown model {name!r}; {suggest(name, names())}")
-    return [key for key in inspect.signature(_MODELS[TIMM_NAMES.get(name, name)].kind).parameters if key != "self"]
+    own = TIMM_NAMES.get(name, name) if isinstance(name, str) else name
+    return [key for key in inspect.signature(_MODELS.named(own).kind).parameters if key != "self"]
 
 
 def input_shape(name: str, **told: Any) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..call import check_count
-from ..grammar import parse, suggest
+from ..grammar import Registry, parse
 from ..zoo.registry import can
 from .attention import MultiheadAttention, check_name
 from .axial import AxialAttention
@@ -57,7 +57,7 @@ class Layer:
 
 
 CLAIMS = ("causal", "cross", "key_mask", "ragged", "streaming", "equivariant", "losses", "weights")
-_LAYERS: dict[str, Layer] = {}
+_LAYERS: Registry[Layer] = Registry("attention layer")
 
 
 def options_of_layer(build: Callable[..., nn.Module]) -> tuple[str, ...]:
@@ -68,10 +68,7 @@ def options_of_layer(build: Callable[..., nn.Module]) -> tuple[str, ...]:
 
 def register_layer(layer: Layer) -> Layer:
     """Add a layer under its name, which must be new, and return it."""
-    if layer.name in _LAYERS:
-        raise ValueError(f"a layer named {layer.name!r} is registered already; choose another name")
-    _LAYERS[layer.name] = layer
-    return layer
+    return _LAYERS.add(layer.name, layer)
 
 
 def layers() -> list[str]:
@@ -83,10 +80,7 @@ def get_layer(name: str) -> Layer:
     """The layer of that name; options behind it are passed over."""
     if not isinstance(name, str):
         raise TypeError(f"layer must be the name of an attention layer, got {name!r}")
-    known, _ = parse(name)
-    if known not in _LAYERS:
-        raise ValueError(f"unknown attention layer {known!r}; {suggest(known, layers())}")
-    return _LAYERS[known]
+    return _LAYERS.named(parse(name)[0])
 
 
 def create_layer(name: str, dim: int, num_heads: int, *, attention: str = "softmax", **options: Any) -> nn.Module:

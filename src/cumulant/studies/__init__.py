@@ -10,7 +10,10 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-STUDIES = {  # name -> its file in this folder
+from ..grammar import Registry
+
+# name -> its file in this folder
+STUDIES = Registry("study", {
     "cumulant-vit": "cumulant_vit",  # also cumulant reproduce
     "mechanisms": "mechanisms",  # also cumulant bench train
     "heads": "heads",
@@ -22,7 +25,7 @@ STUDIES = {  # name -> its file in this folder
     "position-bias": "position_bias",
     "visual-analytics": "visual_analytics",
     "in-context-linear-regression": "in_context_regression",
-}
+})  # fmt: skip
 
 
 def names() -> list[str]:
@@ -32,8 +35,4 @@ def names() -> list[str]:
 
 def get(name: str) -> ModuleType:
     """The module of the study of that name."""
-    if name not in STUDIES:
-        from cumulant.grammar import suggest
-
-        raise ValueError(f"unknown study {name!r}; {suggest(name, STUDIES)}")
-    return import_module(f"cumulant.studies.{STUDIES[name]}")
+    return import_module(f"cumulant.studies.{STUDIES.named(name)}")

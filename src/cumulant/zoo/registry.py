@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import shards
 from ..call import Call, check_flag, check_share
-from ..grammar import parse, suggest, write
+from ..grammar import Registry, parse, write
 from ..tracing import without_autocast
 from .grid import resolve_grid
 from .mixing import Bound, Mix
@@ -294,17 +294,14 @@ def can(words: str) -> dict[str, Any]:
     return dict.fromkeys(words.split(), True)
 
 
-_MECHANISMS: dict[str, Mechanism] = {}
+_MECHANISMS: Registry[Mechanism] = Registry("attention mechanism")
 
 
 def register(mechanism: Mechanism) -> Mechanism:
     """Add a mechanism under its name, which must be new, and return it."""
     if not isinstance(mechanism, Mechanism):
         raise TypeError(f"mechanism must be a Mechanism, got {type(mechanism).__name__}")
-    if mechanism.name in _MECHANISMS:
-        raise ValueError(f"a mechanism named {mechanism.name!r} is registered already; choose another name")
-    _MECHANISMS[mechanism.name] = mechanism
-    return mechanism
+    return _MECHANISMS.add(mechanism.name, mechanism)
 
 
 def names() -> list[str]:
@@ -317,10 +314,8 @@ def get(name: str) -> Mechanism:
     if isinstance(name, str) and name in _MECHANISMS:
         return _MECHANISMS[name]
     known, options = parse(name)
-    if known not in _MECHANISMS:
-        several = "give several as words, without commas; " if "," in known else ""
-        raise ValueError(f"unknown attention mechanism {known!r}; {several}{suggest(known, names())}")
-    return _with_options(name) if options else _MECHANISMS[known]
+    found = _MECHANISMS.named(known)
+    return _with_options(name) if options else found
 
 
 @functools.lru_cache(256)
