@@ -228,8 +228,8 @@ def test_the_driver_is_given_new_addresses_and_the_same_numbers(monkeypatch: pyt
     second = direct.Launch(compiled, (1, 1, 1), [0, None, 4321, 6, 7, -2.0], [(0, 1, 0)])
     found = direct.direct([first, "between", second])
     assert found is not None
-    found([1000, 2000], 77, seen.append)
-    found([3000, 4000], 78, seen.append)
+    assert found([1000, 2000], 77, seen.append)
+    assert found([3000, 4000], 78, seen.append)
     config, small = (7, 8, 9, 128, 1, 1, 99), (1, 1, 1, 128, 1, 1, 99)
     assert seen == [
         (5, (*config, 77, 0, 0), [1016, 2000, -3, 1 << 40, 0.5, 0, 0]),
@@ -239,6 +239,11 @@ def test_the_driver_is_given_new_addresses_and_the_same_numbers(monkeypatch: pyt
         "between",
         (5, (*small, 78, 0, 0), [4000, 4321, 6, 7, -2.0, 0, 0]),
     ]
+    found.function = lambda *given: direct.NO_CONTEXT  # of a thread that is new to the device
+    assert not found([1000, 2000], 77, seen.append)
+    found.function = lambda *given: 1
+    with pytest.raises(RuntimeError, match="error 1"):
+        found([1000, 2000], 77, seen.append)
     sizes[2] = 8  # other parameters than those that were laid out
     assert direct.direct([first]) is None
 
@@ -326,6 +331,26 @@ def test_a_saved_tensor_that_is_written_to_is_still_found_out(name: str) -> None
     moved[1].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_the_driver")
+@pytest.mark.parametrize("name", ["order 3", "near clusters"])
+def test_a_thread_that_is_new_to_the_device_may_repeat(name: str) -> None:
+    shape, call = SHAPES[name]
+    inputs = placed(*shape, seed=0, inside=False)
+    with torch.no_grad():
+        wanted, *_ = [call(*inputs) for _ in range(4)]
+    torch.cuda.synchronize()
+
+    def work() -> Tensor:
+        with torch.no_grad():
+            return call(*inputs)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = [pool.submit(work).result() for _ in range(2)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, wanted) for x in found)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ SIZES = {"i32": 4, "i64": 8, "fp32": 4}  # of what kernels here take beside addr
 UNUSED = 2  # addresses that Triton may add at the end: scratch memory, which is None where its size is 0
 CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
 STREAM = 32  # bytes before the stream in it
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class Launch(NamedTuple):
@@ -122,7 +123,8 @@ class Direct:
         pointers = ctypes.addressof(config), item.compiled.function, ctypes.addressof(array)
         return (*map(ctypes.c_void_p, pointers), None)
 
-    def __call__(self, bases: Sequence[int], stream: int, between: Callable[[Any], None]) -> None:
+    def __call__(self, bases: Sequence[int], stream: int, between: Callable[[Any], None]) -> bool:
+        """Whether it was done: not in a thread that has not used the device yet, which Triton prepares."""
         addresses: list[int] = []
         for base, offsets in self.offsets:
             addresses += map(bases[base].__add__, offsets)
@@ -135,10 +137,13 @@ class Direct:
             for item in self.items:
                 if item.__class__ is tuple:
                     problem = self.function(*item)
+                    if problem == NO_CONTEXT and item is self.items[0]:
+                        return False
                     if problem:
                         raise RuntimeError(f"the driver refuses to launch a kernel: error {problem}")
                 else:
                     between(item)
+        return True
 
 
 def direct(items: Sequence[Any]) -> Direct | None:

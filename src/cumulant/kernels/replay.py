@@ -330,8 +330,7 @@ class Launches:
         def add(item: _Sum) -> None:
             torch.sum(_view(item.source, common), 0, out=_view(item.target, common))
 
-        if self.direct is not None:
-            self.direct(bases, _stream(self.device), add)
+        if self.direct is not None and self.direct(bases, _stream(self.device), add):
             return
         for item in self.items:
             if isinstance(item, _Sum):
