@@ -151,6 +151,12 @@ def test_kept_tokens_are_taken_out_and_put_back_by_kernels_as_by_indices(kernels
     assert torch.equal(found.unpacked(found.tokens + 1), wanted.unpacked(wanted.tokens + 1))
 
 
+def apart(layer):
+    """Or all guesses of a fresh predictor are about equal, and rounding decides."""
+    for table in (layer.predictor.pool, layer.predictor.basis, layer.predictor.query.weight):
+        table.mul_(20)
+
+
 @runs
 @pytest.mark.parametrize(("block", "prefix", "reduce_n"), [(1, 1, 6), (8, 0, 2), (20, 1, 16)])
 @torch.no_grad()
@@ -158,8 +164,7 @@ def test_listed_keys_by_kernels_are_the_layer_written_out(kernels, block, prefix
     torch.manual_seed(0)
     layer = create_layer("sparsifiner", 24, 2, tokens=60 + prefix, block=block, reduce_n=reduce_n, prefix=prefix)
     layer = layer.to(DEVICE).eval()
-    for table in (layer.predictor.pool, layer.predictor.basis, layer.predictor.query.weight):
-        table.mul_(20)  # or all guesses are about equal
+    apart(layer)
     x = torch.randn(2, 60 + prefix, 24, device=DEVICE)
     call = layer.asked(x, grid=(6, 10), prefix=prefix)
     assert layer._direct(layer._flat(call))
@@ -177,3 +182,32 @@ def test_the_largest_are_chosen_with_the_first_of_equals_in_their_order(b):
     guess = torch.randn(3, 5, 50, device=DEVICE).mul(3).round()  # many are equal, some below 0
     order = guess.sort(dim=-1, descending=True, stable=True).indices[..., :b]
     assert torch.equal(largest_places(guess, b).long(), order.sort(-1).values)
+
+
+ON_A_GPU = {
+    "moh": (48, 4, {"shared": 1, "top": 2, "sparse": True}, {}),
+    "biformer": (32, 2, {"regions": 7, "top": 4}, {"grid": (14, 14)}),
+    "complexformer": (64, 2, {}, {}),
+    "sparsifiner": (64, 2, {"tokens": 196, "block": 16}, {}),
+}
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_layers_by_kernels_on_a_gpu_are_those_written_out():  # in one test: processes take longer than it
+    from cumulant.nn.heads.ia_red2 import Pack
+
+    for name, (width, heads, options, call) in ON_A_GPU.items():
+        torch.manual_seed(0)
+        layer = create_layer(name, width, heads, **options).cuda().eval()
+        if name == "sparsifiner":
+            apart(layer)
+        x = torch.randn(2, 196, width, device="cuda")
+        found, wanted = layer(x, **call), layer.double()(x.double(), **call)
+        assert (found - wanted).norm() < 1e-3 * wanted.norm(), name
+    interpreter = create_layer("ia_red2", 64, 2).cuda().interpreter
+    x, kept = torch.randn(2, 196, 64, device="cuda"), torch.rand(2, 196, device="cuda") < 0.5
+    assert (interpreter.told(x) - interpreter.double()(x.double())).abs().max() < 1e-4
+    pack = Pack.of(x, kept)
+    assert torch.equal(pack.tokens, x[kept])
+    assert torch.equal(pack.unpacked(pack.tokens), x * kept.unsqueeze(-1))
