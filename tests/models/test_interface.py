@@ -145,8 +145,8 @@ def test_an_image_that_patches_do_not_fill_is_answered_with_the_nearest_size():
 
 
 def test_all_networks_of_images_and_clips_are_of_this_kind():
-    from cumulant.models.registry import input_kind
+    from cumulant.models.registry import _MODELS, input_kind
 
-    for name in cumulant.models.names():
+    for name, entry in _MODELS.items():
         if input_kind(name) in ("image", "video"):
-            assert isinstance(cumulant.create_model(name, device="meta"), Backbone), name
+            assert issubclass(entry.kind, Backbone), name
