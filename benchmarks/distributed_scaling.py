@@ -6,9 +6,9 @@
 
 One process a worker, one thread each, pinned to a core of its own where there are as many, gloo over the loopback.
 Float32, B 1, 12 heads of 64. Time is that of the slowest worker, the median of several rounds after a barrier; beside
-it the processor time of the busiest one, all threads of its process counted, which other work hardly moves. Nothing is
-timed before its result agrees with one process. Collectives are counted by `CommDebugMode`, bytes by what it is that
-they are handed for others, the most of any worker.
+it the processor time of a worker, all threads of its process counted: the least of its rounds, the mean over workers,
+since other work on the machine can only add to it. Nothing is timed before its result agrees with one process.
+Collectives are counted by `CommDebugMode`, bytes by what it is that they are handed for others, the most of any worker.
 """
 
 from __future__ import annotations
@@ -90,18 +90,21 @@ def step(call: Callable[..., Tensor], parts: list[Tensor], backward: bool) -> No
 def both_times(
     call: Callable[..., Tensor], parts: list[Tensor], backward: bool, rounds: int, group: Any
 ) -> tuple[float, float]:
-    """Of the slowest worker of the group on the clock, of the busiest in processor time: medians of the rounds."""
-    times = []
+    """Of the slowest worker on the clock, median of the rounds; in processor time the least, mean over the workers."""
+    clock, processor = [], []
     for i in range(rounds + 1):
         dist.barrier(group)
         start = time.perf_counter(), time.process_time()
         step(call, parts, backward)
-        spent = torch.tensor([time.perf_counter() - start[0], time.process_time() - start[1]])
-        dist.all_reduce(spent, dist.ReduceOp.MAX, group=group)
+        spent, used = time.perf_counter() - start[0], time.process_time() - start[1]
+        slowest = torch.tensor([spent])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         if i:
-            times.append(spent.tolist())
-    clock, processor = (statistics.median(one) for one in zip(*times, strict=True))
-    return clock, processor
+            clock.append(float(slowest))
+            processor.append(used)
+    least = torch.tensor([min(processor)])
+    dist.all_reduce(least, dist.ReduceOp.SUM, group=group)
+    return statistics.median(clock), float(least) / dist.get_world_size(group)
 
 
 def seconds(*asked: Any) -> float:

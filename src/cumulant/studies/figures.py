@@ -163,13 +163,15 @@ def dial_curve(dial: dict[str, Any]) -> Figure:
     cost, error = [100 * one["cost"] for one in rows], [100 * one["error"] for one in rows]
     titles = [one["title"] for one in rows]
     line = {"color": colour("cluster64"), "width": 2.2}
+    # The curve falls: names on its upper side, and where the right edge is near on its lower one.
+    sides = ["top right" if one < 15 else "bottom left" for one in cost]
     points = scatter("lines+markers+text", cost, error, "%{text}: %{y:.1f} % at %{x:.1f} %<extra></extra>", text=titles,
-                     textposition="top right", cliponaxis=False, line=line, marker={"size": 8}, name="the dial",
+                     textposition=sides, cliponaxis=False, line=line, marker={"size": 8}, name="the dial",
                      showlegend=False)  # fmt: skip
     across = {"type": "log", "tickvals": [1, 2, 5, 10, 20, 50, 100], "range": [math.log10(min(cost) / 1.5), 2.2]}
-    shape = layout(
-        "multiply-adds, % of softmax", "error, %", hovermode="closest", xaxis=across, yaxis={"rangemode": "tozero"}
-    )
+    up = {"type": "log", "tickvals": [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]}
+    up["range"] = [math.log10(max(min(error), 0.05) / 2), math.log10(max(error) * 2)]
+    shape = layout("multiply-adds, % of softmax", "error, %", hovermode="closest", xaxis=across, yaxis=up)
     return {"data": [points], "layout": shape}
 
 

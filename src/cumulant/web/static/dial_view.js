@@ -53,7 +53,7 @@ function toolbar(dial, at) {
 }
 
 function facts(dial, step, answer, exact) {
-  return [["multiply-adds", costOf(dial.steps[step])], ["time in these layers", seconds(answer.seconds)], ["of softmax's time", percent(answer.seconds / exact.seconds, 0)], [dial.score, score(dial, answer.score)]];
+  return [["multiply-adds", costOf(dial.steps[step])], ["time in these layers", seconds(answer.seconds)], ["of softmax's time", percent(answer.seconds / exact.seconds, answer.seconds < exact.seconds / 10 ? 1 : 0)], [dial.score, score(dial, answer.score)]];
 }
 
 function figure(dial, title, source, facts, kind = "") {
