@@ -108,12 +108,13 @@ def dense_block(result: Result) -> str:
 def more_block(results: Mapping[str, Result]) -> str:
     """Causal, folded, decoding."""
     rows = []
-    causal, fold, decode = (results.get(name) for name in ("gpu_causal", "fold-cuda", "gpu_decode"))
-    for row in causal["rows"] if causal else ():
+    known = [results.get(name, {}) for name in ("gpu_causal", "fold-cuda", "gpu_decode")]
+    causal, fold, decode = known
+    for row in causal.get("rows", ()):
         if row["L"] == 16384:
             label = f"causal, order {row['order']}, 8 x 16,384 tokens, forward / backward"
             rows.append([label, f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f}", f"`{causal['command']}`"])
-    for row in fold["rows"] if fold else ():
+    for row in fold.get("rows", ()):
         if row["L"] >= 1568:
             forward, step = row["forward_ms"], row["step_ms"]
             label = f"folded layer, width {row['C']}, {row['L']:,} tokens: projections alone / folded, forward; step"
@@ -121,10 +122,10 @@ def more_block(results: Mapping[str, Result]) -> str:
                 f"{t['projections']:.3f} / {t['folded']:.3f}{end}" for t, end in ((forward, ";"), (step, ""))
             )
             rows.append([label, found, f"`{fold['command']}`"])
-    for order, row in decode["orders"].items() if decode else ():
+    for order, row in decode.get("orders", {}).items():
         label = f"one token of a stream, 64 sequences, order {order}, in a graph / from Python"
         rows.append([label, f"{row['graph_us'] / 1e3:.4f} / {row['called_us'] / 1e3:.3f}", f"`{decode['command']}`"])
-    origins = list(dict.fromkeys(made(x) for x in (causal, fold, decode) if x))
+    origins = list(dict.fromkeys(made(x) for x in known if x))
     return "\n\n".join([table(["also measured", "ms", "command"], rows), *origins]) if rows else "Not run yet."
 
 

@@ -62,7 +62,7 @@ class Explorable:
         self.model.eval().requires_grad_(False)
         for module in self.model.modules():
             if hasattr(module, "sparse"):  # rows and tokens that are left out have maps too; the answer is the same
-                module.sparse = False
+                setattr(module, "sparse", False)  # noqa: B010  # not a parameter
 
     def seen(self, shown: Image | Sequence[Image]) -> tuple[Image, ...]:
         """The frames as the model sees them: S x S, grey for a model of one channel; T of them spread evenly over the
