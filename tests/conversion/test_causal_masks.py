@@ -1,4 +1,10 @@
-"""Causal models stay causal under our names; `python -m tools.causal_walk` runs every class, these are some."""
+"""Causal models stay causal under our names: those that once leaked, and one of each way in which a mask arrives.
+
+`python -m tools.causal_walk` runs every class; its record has to know all of the installed transformers.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,20 +12,56 @@ from small_models import llama, transformers
 
 from cumulant.conversion import convert, register_transformers
 from cumulant.nn.swapped.masks import every_key, key_mask_function, understood
-from tools.causal_walk import looked_at, moved
+from tools.causal_walk import looked_at, moved, names
 from tools.tiny_models import tiny_model
 
 # Those whose layers say is_causal=False, or whose mask something else reads too, and one of each way to be causal.
 SAID_OTHERWISE = ["NllbMoeForConditionalGeneration", "PegasusXForConditionalGeneration", "BigBirdPegasusForCausalLM"]
-SAMPLE = ["GitForCausalLM", "BertLMHeadModel", "GPT2LMHeadModel", "MistralForCausalLM", "MambaForCausalLM"]
+LEAKED = [*SAID_OTHERWISE, "BigBirdPegasusForConditionalGeneration", "GitForCausalLM"]
+WAYS = {
+    "GPT2LMHeadModel": "a mask of all keys",
+    "BertLMHeadModel": "an encoder told to be a decoder",
+    "MistralForCausalLM": "a window",
+    "Gemma3ForCausalLM": "windows and all keys in turn",
+    "Llama4ForCausalLM": "chunks",
+    "BartForConditionalGeneration": "a decoder that looks at an encoder",
+    "WhisperForCausalLM": "a decoder alone",
+    "BambaForCausalLM": "attention between recurrent layers",
+    "MambaForCausalLM": "no attention",
+}
+REFUSED = {
+    "DogeForCausalLM": "DenseMaskError",
+    "T5ForConditionalGeneration": "position bias",
+    "GptOssForCausalLM": "attention sinks",
+    "Gemma2ForCausalLM": "softcap",
+    "GPTNeoForCausalLM": "takes attn_implementation='cumulant3' but computes",
+}
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "causal_walk.json"
 
 
-@pytest.mark.parametrize("name", [*SAID_OTHERWISE, *SAMPLE])
+@pytest.mark.parametrize("name", [*LEAKED, *WAYS])
 def test_the_last_token_moves_no_earlier_logit(name):
     transformers()
     register_transformers()
     found = looked_at(name)
     assert found["outcome"] == "causal", found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_causal_here_is_refused(name):
+    transformers()
+    register_transformers()
+    found = looked_at(name)
+    assert found["outcome"] == "refused", found
+    assert REFUSED[name] in found["reason"]
+
+
+def test_every_causal_class_was_run_and_none_leaks():
+    known = json.loads(RECORD.read_text())
+    assert not [name for name, found in known["classes"].items() if found["outcome"] == "leak"]
+    if known["versions"]["transformers"] != transformers().__version__:
+        pytest.skip(f"the record is of transformers {known['versions']['transformers']}")
+    assert set(names()) <= set(known["classes"]), f"run: {known['command']} --out {RECORD.name}"
 
 
 @pytest.mark.parametrize("name", SAID_OTHERWISE)

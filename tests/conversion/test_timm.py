@@ -84,6 +84,12 @@ def test_a_relative_position_bias_is_refused(name):
         convert(model)
 
 
+@pytest.mark.parametrize("name", ["resnest14d", "skresnet18"])
+def test_weights_of_branches_of_channels_are_no_attention(name):
+    with pytest.raises(ValueError, match="ResNet has no attention layer"):
+        convert(timm().create_model(name, num_classes=2))
+
+
 def test_windows_of_swin_are_refused():
     swin = timm().models.swin_transformer.SwinTransformer
     model = swin(img_size=32, patch_size=4, embed_dim=16, depths=(1,), num_heads=(2,), window_size=4).eval()

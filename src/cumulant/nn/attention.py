@@ -343,7 +343,7 @@ class MultiheadAttention(nn.Module):
         check_dtype(name, x)
         if x.ndim < 2 or x.shape[-1] != self.dim:
             raise ValueError(f"{name} must have shape (..., tokens, {self.dim}), got {tuple(x.shape)}")
-        own = getattr(getattr(self.proj, "weight", None), "dtype", None)  # it may have been swapped for something else
+        own = next((p.dtype for p in self.proj.parameters()), None)  # it may have been swapped for something else
         if x.dtype != own and own in DTYPES and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{name} must have the dtype of the layer, {own}, got {x.dtype}")
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...call import Call
+from ...call import Call, check_flag
 from ...kernels import launch
 from ...kernels.heads.limits import WIDEST_TOKEN
 from ...tensors import wide
@@ -141,6 +141,7 @@ class RedundancyReduction(HeadsLayer):
         **layout: Any,
     ) -> Tensor:  # fmt: skip
         self.check_whole()
+        check_flag("is_causal", is_causal)
         if not is_causal and context is None and self._gathers(x):
             mask = as_key_mask(attn_mask, x)
             kept = self.kept(x, mask)

@@ -31,6 +31,7 @@ from .masks import DenseMaskError, Pattern, merged
 
 TAG = "_cumulant_choice"  # attribute of a module: its choice
 CALLED = ("Attention", "Attn", "MHSA", "GPSA")  # what modules are named that may compute attention
+GATES = ("SplitAttn", "SelectiveKernelAttn")  # and what weighs branches of channels, not tokens (ResNeSt, SKNet)
 FORWARD = "forward"  # of the module's own dictionary, before that of its class
 
 
@@ -79,7 +80,7 @@ def take_out(module: nn.Module) -> None:
 def is_candidate(module: nn.Module) -> bool:
     """Whether a module may compute attention itself: nn.MultiheadAttention, or one that is called so."""
     name = type(module).__name__
-    return isinstance(module, nn.MultiheadAttention) or any(word in name for word in CALLED)
+    return isinstance(module, nn.MultiheadAttention) or (name not in GATES and any(word in name for word in CALLED))
 
 
 def is_watched(module: nn.Module) -> bool:
