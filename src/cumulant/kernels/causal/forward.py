@@ -134,8 +134,8 @@ def outputs(
     MASKED: tl.constexpr, SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, STATE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B Hq splits). The outputs of one part of one query head; with KEEP, ubar of its rows and in `kept` the
-    sums of k', v' and k'^2 before each tile.
+    """Grid (B Hq splits). The outputs of one part of one query head; with KEEP, ubar of its rows, and at order 3
+    in `kept` the sums of k', v' and k'^2 before each tile.
 
     Where nothing counts before the part, the point is its first token for one tile, then one near that tile's mean,
     which is left in `state` for the backward pass; the means of the tile are then those about the new point.
@@ -188,13 +188,12 @@ def outputs(
                 k, v, w, k_t, v_t, w_t, at, length_k, c16, d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
             )
             xxw = square(x, xw, SQUARE)
-            if KEEP:  # noqa: SIM102
+            if KEEP and ORDER == 3:  # noqa: SIM102
                 if hq % GROUP == 0:
                     tile = kept + ((at - start) // N) * (2 * BD + BE)
                     tl.store(tile + i, unquad(a))
                     tl.store(tile + BD + j, unquad(e))
-                    if ORDER == 3:
-                        tl.store(tile + BD + BE + i, unquad(P))
+                    tl.store(tile + BD + BE + i, unquad(P))
             # Operands of float16 are kept in its range: averages over the past instead of sums.
             unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
             a16, e16, P16 = halves(a * unit, DOT), halves(e * unit, DOT), halves(P * unit, SQUARE)

@@ -35,7 +35,7 @@ from torch import Tensor
 from ..batch import Batch, batch_of
 from ..launch import empty_like_rows, like_rows, stride_unit, strides
 from ..operator import Operator
-from . import backward, forward
+from . import backward, forward, third
 from .plan import ROWS, SCAN_WARPS, Plan
 
 
@@ -86,49 +86,65 @@ def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor, tiles
     if grad.numel() == 0 or key.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     p, (w, w_strides) = Plan(batch), batch.weighing()
-    third, count = batch.order == 3, query.numel() // p.D
+    count = query.numel() // p.D
     gains = _float32(query, 2 if w is None else 3, count)
-    y = f = half = dq
-    after = gains
-    if third:
-        wide = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-        y, f, half = torch.empty_like(dq), torch.empty_like(dq, dtype=wide), torch.empty_like(dq, dtype=wide)
-        after = _float32(query, p.pairs, p.splits, p.group, p.tiles("key_gradients"), 2 * p.BD + p.BE)
+    rows = _rows_of_third(p, dq) if p.order == 3 else ()
     sums = _float32(query, p.pairs, p.splits, p.group, p.sums) if p.splits > 1 else gains
     later = _float32(query, p.pairs, p.splits, p.sums) if p.splits > 1 else gains
+    by_queries, by_keys = (p.pairs * p.group * p.splits,), (p.pairs * p.splits,)
     pieces = []
     for e, columns in enumerate(p.columns):
         v, g, dv_e = value[..., columns], grad[..., columns], dv[..., columns]
         dq_e, dk_e = (torch.empty_like(x, dtype=torch.float32) if len(p.columns) > 1 else x for x in (dq, dk))
         unit = stride_unit(query, key, v, g, dq_e, dk_e, dv_e)
         inputs, last = strides(unit, query, key, v), (*p.at_rows, count, *p.sizes)
-        walk = {**p.walk(batch, v.shape[-1], unit), **p.rows, "SUMS": p.sums}
-        backward.query_gradients[(p.pairs * p.group * p.splits,)](
-            query, key, v, w, g, dq_e, y, f, half, means, gains, sums, state[e], tiles[e], cu_q, cu_k,
-            *inputs, *w_strides, *strides(unit, g, dq_e), *last, p.tiles("outputs"), batch.scale,
-            CARRY=p.splits > 1, **walk, **p.launch("query_gradients"),
-        )  # fmt: skip
-        if third:
-            names = ("ORDER", "RAGGED", "GROUP", "WEIGHTED", "SUM", "D", "E", "BD", "BE", "SUMS", "UNIT", "PRECISION")
-            backward.row_sums[(p.pairs * p.group * p.splits,)](
+        walk = {**p.walk(batch, v.shape[-1], unit), **p.rows}
+        carry = {"CARRY": p.splits > 1, "SUMS": p.sums}
+        if p.order == 2:
+            backward.query_gradients[by_queries](
+                query, key, v, w, g, dq_e, means, gains, sums, state[e], cu_q, cu_k, *inputs, *w_strides,
+                *strides(unit, g, dq_e), *last, batch.scale, **carry, **walk, **p.launch("query_gradients"),
+            )  # fmt: skip
+        else:
+            y, f, half, after = rows
+            third.query_gradients[by_queries](
+                query, key, v, w, g, dq_e, y, f, half, means, gains, state[e], tiles[e], cu_q, cu_k, *inputs,
+                *w_strides, *strides(unit, g, dq_e), *last, p.tiles("outputs"), batch.scale,
+                **walk, **p.launch("query_gradients"),
+            )  # fmt: skip
+            some = {name: x for name, x in walk.items() if name not in ("MASKED", "STATE")}
+            third.row_sums[by_queries](
                 f, half, g, y, gains, sums, after, cu_q, cu_k, *strides(unit, g, dq_e), *last, p.tiles("key_gradients"),
-                CARRY=p.splits > 1, **{name: walk[name] for name in names}, **p.launch("row_sums"),
+                **carry, **some, **p.launch("row_sums"),
             )  # fmt: skip
         if p.splits > 1:
             backward.suffixes[(p.pairs,)](
                 sums, later, state[e], cu_q, p.Lq, *p.sizes[2:],
                 GROUP=p.group, SUMS=p.sums, **p.scan, num_warps=SCAN_WARPS[1],
             )  # fmt: skip
-        backward.key_gradients[(p.pairs * p.splits,)](
-            query, key, v, w, g, dk_e, dv_e, y, f, half, gains, after, later, state[e], cu_q, cu_k,
-            *inputs, *w_strides, *strides(unit, g, dk_e, dv_e, dq_e), *last, p.tiles("key_gradients"), batch.scale,
-            **walk, **p.launch("key_gradients"),
-        )  # fmt: skip
+        if p.order == 2:
+            backward.key_gradients[by_keys](
+                query, key, v, w, g, dk_e, dv_e, gains, later, state[e], cu_q, cu_k, *inputs, *w_strides,
+                *strides(unit, g, dk_e, dv_e), *last, batch.scale, SUMS=p.sums, **walk, **p.launch("key_gradients"),
+            )  # fmt: skip
+        else:
+            third.key_gradients[by_keys](
+                key, v, w, g, dk_e, dv_e, y, f, half, gains, after, later, state[e], cu_q, cu_k, *inputs[3:],
+                *w_strides, *strides(unit, g, dk_e, dv_e, dq_e), *last, p.tiles("key_gradients"),
+                SUMS=p.sums, **walk, **p.launch("key_gradients"),
+            )  # fmt: skip
         pieces.append((dq_e, dk_e))
     if len(pieces) > 1:
         for x, parts in zip((dq, dk), zip(*pieces, strict=True), strict=True):
             x.copy_(sum(parts[1:], parts[0]))
     return dq, dk, dv
+
+
+def _rows_of_third(p: Plan, dq: Tensor) -> tuple[Tensor, ...]:
+    """Memory for what rows of order 3 leave for keys: y and both f, times G, and sums after each tile."""
+    wide = torch.bfloat16 if dq.dtype == torch.bfloat16 else torch.float32
+    after = _float32(dq, p.pairs, p.splits, p.group, p.tiles("key_gradients"), 2 * p.BD + p.BE)
+    return torch.empty_like(dq), torch.empty_like(dq, dtype=wide), torch.empty_like(dq, dtype=wide), after
 
 
 # (B, Hq, Lq, E), ragged (Tq, Hq, E). Cost: L (tile + 2 E) D a head, O(L) memory.

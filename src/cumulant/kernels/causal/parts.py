@@ -158,6 +158,13 @@ def two(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def each_row(y, N: tl.constexpr, PRECISION: tl.constexpr):
+    """A matrix (N, n) with y in each row, y (n, 16) an operand of `four`: the start of a product to which it adds y."""
+    rows = tl.zeros((N, 1), tl.float32) + tl.where(tl.arange(0, 16)[None, :] < 4, 0.25, 0.0)
+    return dot(cast(rows, y.dtype), tl.trans(y), None, PRECISION)
+
+
+@triton.jit
 def outer(x, y, acc, N: tl.constexpr, PRECISION: tl.constexpr):
     """acc (N, n) + x y^T for x (N,) and y an operand (n, 16) of `halves`: both with twice the digits of the dtype."""
     column = tl.arange(0, 16)[None, :]

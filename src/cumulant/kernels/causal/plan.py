@@ -10,8 +10,8 @@ from ..batch import Batch
 from ..launch import Config, cdiv, dot_precision, multiprocessors, padded
 
 # kernel -> widest of D and E (padded) -> order 2, order 3, for 16-bit inputs; benchmarks/gpu_causal.py --sweep.
-# `query_gradients` reads what `outputs` left for each tile: their tiles are equal, and so are those of `row_sums` and
-# `key_gradients`.
+# At order 3 `query_gradients` reads what `outputs` left for each tile: their tiles are equal, and so are those of
+# `row_sums` and `key_gradients`.
 TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
     "part_sums": {
         64: (Config(64, 4, 3, registers=128), Config(64, 4, 3, registers=168)),
@@ -29,7 +29,7 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         256: (Config(32, 8, 1), Config(32, 8, 1)),
     },
     "row_sums": {  # of order 3 only
-        64: (Config(64, 4, 2), Config(64, 4, 2)),
+        64: (Config(64, 4, 3), Config(64, 4, 3)),
         128: (Config(32, 8, 1), Config(32, 8, 1)),
         256: (Config(16, 8, 1), Config(16, 8, 1)),
     },
@@ -105,8 +105,9 @@ class Plan:
         return cdiv(min(self.span, max(self.Lq, self.Lk)), self.launch(kernel)["N"])
 
     def tiles_shape(self, keep: bool) -> tuple[int, ...]:
-        """Sums before each tile, for each range of value columns."""
-        return len(self.columns), self.pairs, self.splits, self.tiles("outputs") if keep else 0, 2 * self.BD + self.BE
+        """Sums before each tile, for each range of value columns; at order 3."""
+        tiles = self.tiles("outputs") if keep and self.order == 3 else 0
+        return len(self.columns), self.pairs, self.splits, tiles, 2 * self.BD + self.BE
 
     def launch(self, kernel: str) -> dict[str, Any]:
         c = config(kernel, self.order, max(self.BD, self.BE), self.dtype)

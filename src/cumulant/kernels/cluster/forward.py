@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..products import cast, dot
+from ..products import dot
 from ..tokens import head, kernel
 from .parts import (
     LOG2E,
@@ -295,10 +295,6 @@ def attend(
             tl.debug_barrier()
         a = scale * LOG2E
         away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
-        # The weights that values get and their sum are rounded alike: the rest would move values far from 0. That sum
-        # is a product with 1: numbers of 16 bits would have to be made longer one by one to be added.
-        one = tl.trans(cast(tl.full((8, N), 1.0, tl.float32), dtype))
-        sums = tl.zeros((M, 8), tl.float32) + total[:, None]
         for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
             first, end = near_block(near, bounds, i, blocks, T, KP, N, EVEN)
             token = first + tl.arange(0, N)
@@ -311,13 +307,13 @@ def attend(
             higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
             p = tl.exp2(u * a - (finite(higher) + away)[:, None])
             fading = tl.exp2(top - finite(higher))
+            # The weights that values get and their sum are rounded alike: the rest would move values far from 0.
             rounded = packed(p, dtype)
+            total = total * fading + tl.sum(rounded.to(tl.float32), 1)
             if RESPONSE == 3:
                 answering *= fading
-            sums = dot(rounded, one, sums * fading[:, None], PRECISION)
             out = finished(dot(rounded, values, out * fading[:, None], PRECISION))
             top = higher
-        total = tl.sum(sums, 1) * 0.125
     if RESPONSE == 3:
         answer = dot(rows, tl.load(matrices + cell), None, PRECISION)
         if dtype != tl.float32:

@@ -36,7 +36,7 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "attend": (Config(128, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
     "attend_pooled": (Config(128, 8, 2, 32, 2, 128), Config(128, 8, 2, 32, 2), Config(32, 8, 1, 0, 1)),
     "query_gradients": (Config(64, 8, 3, 32, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
-    "query_gradients_pooled": (Config(64, 8, 2, 32, 3, 128), Config(64, 8, 1, 32, 2), Config(32, 8, 1, 0, 1)),
+    "query_gradients_pooled": (Config(64, 8, 2, 32, 2, 128), Config(64, 8, 1, 32, 2), Config(32, 8, 1, 0, 1)),
     "vector_gradients": (Config(64, 4, 2), Config(64, 8, 1), Config(32, 8, 1)),
     "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
     "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),

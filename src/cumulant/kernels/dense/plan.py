@@ -26,7 +26,7 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         128: (Config(64, 8, 2, 64, 1), Config(64, 8, 1, 64, 1)),
     },
     "partial_moments": {
-        64: (Config(64, 4, 3, registers=128), Config(32, 4, 3, registers=168)),
+        64: (Config(64, 4, 3, registers=128), Config(32, 4, 4, registers=168)),
         128: (Config(64, 8, 2), Config(32, 8, 2)),
         256: (Config(64, 8, 2), Config(32, 8, 2)),
     },
