@@ -448,31 +448,38 @@ class Replayed(torch.autograd.Function):
         """What is not proven yet, or not usual."""
         (query, key, value, common, *saved_out), record = ctx.saved_tensors, ctx.record
         operator, out = record.operator, saved_out[0] if saved_out else None
-        back = record.back
         saved = query, key, value, *record.others[: operator.tensors - 3]
         states, numbers = record.states(out, common), record.others[operator.tensors - 3 :]
-        if record.settled or not _may_compare():
-            return None, *operator._backward(grad, *saved, *states, *numbers)
-        # Not proven yet: the operator answers, from the beginning, and what was learned is compared with it.
-        fresh = operator._forward(*saved, *numbers, True)
-        answer = operator._backward(grad, *saved, *fresh[operator.first :], *numbers)
-        if back is None:
-            watch = Watch()
-            with watch:
-                found = operator._backward(grad, *saved, *states, *numbers)
-            bases = (*_bases(ctx.saved_tensors, grad), *found)
-            memory = Memory(watch, bases, record.others[: operator.tensors - 3], whole=4)
-            made = Back(grad.stride(), found)
-            made.starts, made.constants = memory.starts(record.device), memory.kept
-            made.size = memory.size
-            record.back = made if memory.sound else None
-        elif back.fits(grad, record.device):
-            found = back.run([x.data_ptr() for x in _bases(ctx.saved_tensors, grad)], grad.device)
-            back.proven = True
-        else:
+        if not record.settled and _may_compare():
+            try:
+                return None, *_compared(ctx, grad, saved, states, numbers)
+            except torch.OutOfMemoryError:  # there is no room for both: the backward pass is not repeated
+                record.settled, record.back = True, None
+        return None, *operator._backward(grad, *saved, *states, *numbers)
+
+
+def _compared(ctx: Any, grad: Tensor, saved: Any, states: Any, numbers: Any) -> tuple[Tensor, ...]:
+    """Gradients by the operator, from the beginning; what was learned, or is learned now, is compared with them."""
+    record, operator, back = ctx.record, ctx.record.operator, ctx.record.back
+    fresh = operator._forward(*saved, *numbers, True)
+    answer: tuple[Tensor, ...] = operator._backward(grad, *saved, *fresh[operator.first :], *numbers)
+    if back is None:
+        watch = Watch()
+        with watch:
             found = operator._backward(grad, *saved, *states, *numbers)
-        record.tries += 1
-        record.settled = record.tries >= 3 or (back is not None and back.proven)
-        if not all(map(_equal, found, answer)):
-            record.broken, record.back, record.settled = True, None, False
-        return None, *answer
+        bases = (*_bases(ctx.saved_tensors, grad), *found)
+        memory = Memory(watch, bases, record.others[: operator.tensors - 3], whole=4)
+        made = Back(grad.stride(), found)
+        made.starts, made.constants = memory.starts(record.device), memory.kept
+        made.size = memory.size
+        record.back = made if memory.sound else None
+    elif back.fits(grad, record.device):
+        found = back.run([x.data_ptr() for x in _bases(ctx.saved_tensors, grad)], grad.device)
+        back.proven = True
+    else:
+        found = operator._backward(grad, *saved, *states, *numbers)
+    record.tries += 1
+    record.settled = record.tries >= 3 or (back is not None and back.proven)
+    if not all(map(_equal, found, answer)):
+        record.broken, record.back, record.settled = True, None, False
+    return answer
