@@ -84,6 +84,40 @@ def test_a_relative_position_bias_is_refused(name):
         convert(model)
 
 
+def caformer():
+    rooms = timm().models.metaformer
+    mixers = [rooms.SepConv, rooms.SepConv, rooms.Attention, rooms.Attention]
+    norms = [rooms.LayerNorm2dNoBias] * 2 + [rooms.LayerNormNoBias] * 2
+    sizes = {"depths": (1, 1, 1, 1), "dims": (16, 32, 32, 64), "num_classes": 5}
+    return rooms.MetaFormer(token_mixers=mixers, norm_layers=norms, **sizes)
+
+
+def volo():
+    sizes = {"embed_dims": (16, 32, 32, 32), "num_heads": (2, 4, 4, 4), "num_classes": 5}
+    return timm().models.volo.VOLO(layers=(1, 1, 1, 1), img_size=64, **sizes)
+
+
+def pvt_v2():
+    sizes = {"embed_dims": (8, 16, 32, 32), "num_heads": (1, 2, 2, 4), "num_classes": 5}
+    return timm().create_model("pvt_v2_b0", depths=(1, 1, 1, 1), **sizes)
+
+
+def fastvit():
+    return timm().create_model("fastvit_sa12", layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64), num_classes=5)
+
+
+@pytest.mark.parametrize(("make", "replaced"), [(caformer, 2), (volo, 3), (pvt_v2, 4), (fastvit, 1)])
+def test_families_with_classes_of_their_own(make, replaced):
+    """What is not softmax over tokens (outlook attention, convolutions) stays as it is."""
+    model, images = make().eval(), torch.randn(2, 3, 64, 64)
+    said = model(images)
+    report = convert(model, example=images, force=True)
+    assert len(report.replaced) == replaced
+    assert model(images).isfinite().all()
+    restore(model)
+    torch.testing.assert_close(model(images), said)
+
+
 @pytest.mark.parametrize("name", ["resnest14d", "skresnet18"])
 def test_weights_of_branches_of_channels_are_no_attention(name):
     with pytest.raises(ValueError, match="ResNet has no attention layer"):
