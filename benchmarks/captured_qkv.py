@@ -28,8 +28,10 @@ from real_models import load, pictures
 from sam2_speed import captured, layers
 from torch import nn
 
+from cumulant import convert
 from cumulant.bench.provenance import provenance
 from cumulant.call import Call
+from cumulant.explain.matches import lightglue, placed
 from cumulant.nn.swapped.choice import KEPT, observing
 from cumulant.nn.swapped.plan import applied, attention_layers
 
@@ -67,11 +69,7 @@ def of_sam2(model: Path, shown: Path, tokens: int, device: str) -> dict[str, Cal
 
 
 def of_lightglue(folder: Path, pair: Path, tokens: int, device: str) -> dict[str, Call]:
-    from lightglue_matches import matcher, placed
-
-    from cumulant import convert
-
-    made = matcher(folder).to(device)
+    made = lightglue(folder).to(device)
     kept = torch.load(pair, map_location=device, weights_only=True)
     data = placed({side: {key: x.float() for key, x in points.items()} for side, points in kept.items()}, tokens)
     every = convert(made, "cluster4+near=4", force=True, data=(data,)).replaced  # all is near: softmax

@@ -33,14 +33,14 @@ class Explore:
 
     Example: cumulant explore path/to/dinov2 --data path/to/pictures
 
-    Example: cumulant explore path/to/sam2 --data path/to/pictures
+    Example: cumulant explore path/to/sam2 path/to/lightglue --data path/to/pictures
     """
 
     checkpoint: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT ...]")] = ()
     """Files or folders of `cumulant train` (its last weights) or `cumulant convert`, timm:NAME for a model of timm,
     a folder that save_pretrained of transformers wrote or transformers:NAME; @cumulant3 after one swaps its attention.
-    A SAM 2 is shown on the dial from linear attention to softmax. None: models of photographs and digits, trained
-    here."""
+    A SAM 2 or a LightGlue is shown on the dial from linear attention to softmax. None: models of photographs and
+    digits, trained here."""
     data: str | None = None
     """Folder of pictures and short videos, or data set whose test items are the examples; by default the data of the
     first checkpoint, if it is here."""

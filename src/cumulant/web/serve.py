@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ..train import TrainRecipe
+    from .dial import Subject
     from .explorable import Example, Explorable
 
 DEFAULTS = Limits()
@@ -22,25 +24,42 @@ DEFAULTS = Limits()
 
 def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
     """The application with the models and example images that the settings name."""
+    from ..explain.matches import Matcher
+    from . import matcher
     from .app import create_app  # first: a missing package is told before anything is trained
     from .opening import open_models
     from .segmenter import CACHE, SegmentingDial, is_segmenter
 
     if not settings.checkpoint:
         models, examples = starting_models(settings, progress)
-        words = [str(CACHE)] if is_segmenter(str(CACHE)) else []
+        words = [str(place) for place in (CACHE, matcher.CACHE) if _dialled(str(place))]
     else:
-        words = [word for word in settings.checkpoint if is_segmenter(word)]
+        words = [word for word in settings.checkpoint if _dialled(word)]
         models, recipe = open_models([word for word in settings.checkpoint if word not in words], settings.device)
         examples = given_examples(settings, recipe, max((one.size for one in models.values()), default=512))
-        if not models:  # a segmenter alone: the page needs a model whose maps can be clicked
+        if not models:  # a segmenter or a matcher alone: the page needs a model whose maps can be clicked
             painters, shipped = painting_models(settings, progress)
             models, examples = painters, examples or shipped
-    dials = {
-        f"SAM 2 ({number})" if number else "SAM 2": SegmentingDial(word, settings.device)
-        for number, word in enumerate(words)
-    }
+    dials: dict[str, Subject] = {}
+    for word in words:
+        if is_segmenter(word):
+            dials[_unused("SAM 2", dials)] = SegmentingDial(word, settings.device)
+        else:
+            dials[_unused("LightGlue", dials)] = matcher.MatchingDial(Matcher.open(word, settings.device))
     return create_app(models, examples, dials=dials, **names(settings))
+
+
+def _dialled(word: str) -> bool:
+    """Whether a word of the command line is a model that is shown on the dial alone."""
+    from ..explain.matches import is_matcher
+    from .segmenter import is_segmenter
+
+    return is_segmenter(word) or is_matcher(word)
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    """The name, with a number where it is taken."""
+    return next(x for x in (name, *(f"{name} ({n})" for n in range(1, len(taken) + 1))) if x not in taken)
 
 
 def painting_models(settings: Explore, progress: IO[str] | None) -> tuple[dict[str, Explorable], list[Example]]:

@@ -1,0 +1,84 @@
+"""LightGlue on the dial: matches between a picture and its view from another side, nothing trained.
+
+Needs the folder of `python -m tools.models lightglue`, and kornia for the keypoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data.decode import pillow_image
+from ..explain.masks import share_of_work
+from ..explain.matches import Matcher, from_two_sides, kept
+from .dial import Passed, Subject
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+CACHE = Path("~/.cache/cumulant/models/lightglue")  # where tools/models.py puts it
+COLOUR = (30, 120, 255)
+SHOWN = 384  # pixels of a picture's longer side on the page
+WIDTH = 64  # of a head
+
+
+class MatchingDial(Subject):
+    """LightGlue whose self and cross attention are dialled."""
+
+    score, same = "share of softmax's matches", 1.0
+
+    def __init__(self, matcher: Matcher, number: int = 1024) -> None:
+        super().__init__()
+        self.matcher, self.number, self.model = matcher, number, matcher.model
+        self.layers: tuple[str, ...] = ()
+        self.title = f"LightGlue: {number:,} keypoints, and which belong together from another side"
+
+    def run(self, picture: Image) -> tuple[Tensor, ...]:
+        pair = self.matcher.pair(np.asarray(picture.convert("RGB")), self.number)
+        places = (pair[side]["keypoints"][0].cpu() / pair[side]["image_size"].cpu() for side in ("image0", "image1"))
+        return (self.matcher.matches(pair), *places)
+
+    def passed(self, key: str, picture: Image, name: str) -> Passed:
+        """Layers are those that the first picture passes: LightGlue's are found by a look at a call."""
+        if not self.layers:
+            pair = self.matcher.pair(np.asarray(picture.convert("RGB")), self.number)
+            self.layers = self.matcher.layers(pair)
+        return super().passed(key, picture, name)
+
+    def shown(self, picture: Image, passed: Passed, place: tuple[float, float]) -> Image:
+        from PIL import ImageDraw
+
+        canvas = self.before(picture)
+        wide, high = canvas.width // 2, canvas.height
+        pen = ImageDraw.Draw(canvas)
+        found, left, right = passed.kept
+        for a, b in found.tolist():
+            (x0, y0), (x1, y1) = left[a].tolist(), right[b].tolist()
+            pen.line((x0 * wide, y0 * high, wide + x1 * wide, y1 * high), fill=COLOUR)
+        return canvas
+
+    def before(self, picture: Image) -> Image:
+        """The picture, and beside it the same from another side."""
+        x = np.asarray(picture.convert("RGB"))
+        views = from_two_sides(_tensor(x), self.number)
+        whole = np.concatenate([_pixels(y) for y in views.values()], 1)
+        image = pillow_image().fromarray(whole)
+        return image.resize((2 * SHOWN, round(SHOWN * image.height / (image.width // 2))))
+
+    def compared(self, passed: Passed, exact: Passed, place: tuple[float, float]) -> float:
+        return kept(passed.kept[0], exact.kept[0])
+
+    def cost(self, name: str) -> float:
+        return share_of_work(name, self.number, WIDTH)
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(x)).permute(2, 0, 1).float()[None] / 255
+
+
+def _pixels(x: Tensor) -> np.ndarray:
+    return (x[0].clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy()
