@@ -139,14 +139,12 @@ def smooth(rows: int, cols: int, seed: int = 0) -> tuple[Tensor, ...]:
     return tuple(x.unsqueeze(0) for x in all_tokens)
 
 
-@pytest.mark.parametrize("squares", [1024, 256])
 @pytest.mark.parametrize("near_rows", [32, 64, 128])
-def test_tiles_and_squares_of_a_long_grid_are_as_near_to_softmax_as_its_tokens(near_rows, squares, monkeypatch):
+def test_tiles_of_a_long_grid_are_as_near_to_softmax_as_queries_by_content(near_rows, monkeypatch):
     q, k, v = smooth(16, 64)
     given = {"grid": (16, 64), "near_rows": near_rows, "rank": "mean", "response": "pooled", "clusters": Tree(16)}
     plain = [error(cluster_attention(q, k, v, near=near, **given), q, k, v) for near in (2, 4, 16)]
     monkeypatch.setattr(attention, "LONG_GRID", 512)
-    monkeypatch.setattr(attention, "MANY", squares)
     found = [error(cluster_attention(q, k, v, near=near, **given), q, k, v) for near in (2, 4, 16)]
     assert found[2] < 1e-12
     assert all(a < 1.5 * b for a, b in zip(found[:2], plain[:2], strict=True))

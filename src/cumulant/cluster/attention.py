@@ -36,8 +36,7 @@ from .tree import Tree, rows_of, tree_order
 
 BACKENDS = ("auto", "reference", "triton")
 QUERIES = ("each", "mean")
-LONG_GRID = 16_384  # tokens of a grid from which tiles of it share near clusters of a tree
-MANY = 65_536  # squares of a grid from which a tree is made; beyond them a square is several tokens
+LONG_GRID = 16_384  # tokens of a grid from which its tiles share near clusters of a tree
 
 
 def cluster_attention(
@@ -224,9 +223,6 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
         mask = call.key_mask.expand(*lead, Lk).reshape(-1, Lk).repeat_interleave(Hk, 0)
     parts, L = tree.count * tree.leaves, Lk - prefix
     G, Lq = q.shape[1:3]
-    side = _side_of_squares(call, tree, form)
-    if side:
-        return _by_squares(q, k, v, side, call, tree, form, backend).reshape(*lead, Hk * G, Lq, E)
     absent = None if mask is None else mask[:, prefix:] == 0
     order = tree_order(q.flatten(1, 2), k[:, prefix:], parts, tree, absent) + prefix
     order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
@@ -236,59 +232,38 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
     if tree.leaves > 1:
         out = _two_levels(q, k, v, mask, call, tree, form, size)
     else:
-        asking = None
-        if form.near_rows > 1:  # those who share near clusters are alike too
-            tiles = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)
+        tiles, asking = _tiles(call, form), None
+        if tiles is not None:
+            q = tiles.pack(q).flatten(2, 3)
+        elif form.near_rows > 1:  # those who share near clusters are alike too
+            count = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)
             looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
-            asking = tree_order(looking, q.flatten(0, 1), tiles, tree).view(len(q), G, Lq, 1)
+            asking = tree_order(looking, q.flatten(0, 1), count, tree).view(len(q), G, Lq, 1)
             q = q.gather(2, asking.expand_as(q))
-        out = _in_order(q, k, v, mask, size, call, form, backend)
-        out = out if asking is None else torch.zeros_like(out).scatter(2, asking.expand_as(out), out)
+        out = cluster_attention(
+            q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
+            prefix=prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=G > 1, rank=form.rank,
+            variance="full" if form.full else "diagonal", response="pooled" if form.pooled else form.response,
+            near_rows=form.near_rows, backend=backend,
+        )  # fmt: skip
+        if tiles is not None:
+            out = tiles.unpack(out.unflatten(2, (-1, tiles.size)), Lq)
+        elif asking is not None:
+            out = torch.zeros_like(out).scatter(2, asking.expand_as(out), out)
     return out.reshape(*lead, Hk * G, Lq, E)
 
 
-def _in_order(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, size: int, call: Call, form: Form, backend: str
-) -> Tensor:
-    """q (N, G, Lq, D) over k (N, Lk, D), v (N, Lk, E) whose runs of `size` tokens are the clusters: (N, G, Lq, E)."""
-    return cluster_attention(
-        q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
-        prefix=call.prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=q.shape[1] > 1, rank=form.rank,
-        variance="full" if form.full else "diagonal", response="pooled" if form.pooled else form.response,
-        near_rows=form.near_rows, backend=backend,
-    )  # fmt: skip
+def _tiles(call: Call, form: Form) -> Layout | None:
+    """Tiles of a long grid whose queries share near clusters; None: those by content do.
 
-
-def _tile(near_rows: int) -> tuple[int, int]:
-    """Rows and columns of so many queries of a grid, a power of two, as square as it can be."""
-    rows = 1 << ((near_rows.bit_length() - 1) // 2)
-    return rows, near_rows // rows
-
-
-def _side_of_squares(call: Call, tree: Tree, form: Form) -> int:
-    """The side of the squares that a tree of a long grid is made of, MANY of them or more; 0: this is no such grid."""
-    grid, L = call.grid, call.key.shape[-2]
-    if grid is None or len(grid) != 2 or call.prefix or call.key_mask is not None or call.query.shape[-2] != L:
-        return 0
-    tiled = form.near_rows in TILES and not any(n % t for n, t in zip(grid, _tile(form.near_rows), strict=True))
-    if L < LONG_GRID or tree.leaves > 1 or not tiled:
-        return 0
-    side = 1 << max(0, ((L // MANY).bit_length() - 1) // 2)
-    while side > 1 and (any(n % side for n in grid) or L // side**2 % tree.count):
-        side //= 2
-    return side if L // side**2 % tree.count == 0 else 0
-
-
-def _by_squares(q: Tensor, k: Tensor, v: Tensor, side: int, call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
-    """`_by_content` of a long grid: the tree is of squares of `side` x `side` tokens, each by the mean of its keys, and
-    the queries that share near clusters are tiles of the grid. q (N, G, L, D), k (N, L, D), v (N, L, E)."""
-    assert call.grid is not None
-    squares, tiles = (tiled(call.grid, tile) for tile in ((side, side), _tile(form.near_rows)))
-    k, v = (squares.pack(x.unsqueeze(1)).squeeze(1) for x in (k, v))  # (N, squares, side^2, .)
-    order = tree_order(q.flatten(1, 2), k.mean(2), tree.count, tree)
-    k, v = (rows_of(x.flatten(2), order).view(len(x), -1, x.shape[-1]) for x in (k, v))
-    out = _in_order(tiles.pack(q).flatten(2, 3), k, v, None, k.shape[1] // tree.count, call, form, backend)
-    return tiles.unpack(out.unflatten(2, (-1, tiles.size)), q.shape[2])
+    At 65,536 tokens of SAM 2 both have the same error, and tiles need no tree of the queries.
+    """
+    grid, L = call.grid, call.query.shape[-2]
+    if grid is None or len(grid) != 2 or call.prefix or L < LONG_GRID or form.near_rows not in TILES:
+        return None
+    rows = 1 << ((form.near_rows.bit_length() - 1) // 2)  # as square as it can be
+    tile = (rows, form.near_rows // rows)
+    return None if any(side % n for side, n in zip(grid, tile, strict=True)) else tiled(grid, tile)
 
 
 def _two_levels(

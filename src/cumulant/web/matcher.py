@@ -24,12 +24,22 @@ CACHE = Path("~/.cache/cumulant/models/lightglue")  # where tools/models.py puts
 COLOUR = (30, 120, 255)
 SHOWN = 384  # pixels of a picture's longer side on the page
 WIDTH = 64  # of a head
+STEPS = {  # by rising cost; a block of keypoints is a part of the picture
+    "cumulant2": "linear",
+    "cluster16+response=pooled": "16 parts of the picture",
+    "cluster64+response=pooled": "64 parts",
+    "cluster64+near=2+near_rows=1+rank=mass": "64 parts, 2 exact",
+    "cluster64+near=4+near_rows=1+rank=mass": "64 parts, 4 exact",
+    "cluster64+near=8+near_rows=1+rank=mass": "64 parts, 8 exact",
+    "cluster64+near=16+near_rows=1+rank=mass": "64 parts, 16 exact",
+    "softmax": "softmax",
+}
 
 
 class MatchingDial(Subject):
     """LightGlue whose self and cross attention are dialled."""
 
-    score, same = "share of softmax's matches", 1.0
+    score, same, steps = "share of softmax's matches", 1.0, STEPS
 
     def __init__(self, matcher: Matcher, number: int = 1024) -> None:
         super().__init__()
