@@ -5,6 +5,7 @@ Needs the folder of `python -m tools.models lightglue`, and kornia for the keypo
 
 from __future__ import annotations
 
+from colorsys import hsv_to_rgb
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 CACHE = Path("~/.cache/cumulant/models/lightglue")  # where tools/models.py puts it
-COLOUR = (30, 120, 255)
 SHOWN = 384  # pixels of a picture's longer side on the page
+DOT = 2  # pixels around a keypoint that has a partner
+LINES = 16  # every so many matches get a line: all of them would hide the picture
 WIDTH = 64  # of a head
 STEPS = {  # by rising cost; a block of keypoints is a part of the picture
     "cumulant2": "linear",
     "cluster16+response=pooled": "16 parts of the picture",
     "cluster64+response=pooled": "64 parts",
     "cluster64+near=2+near_rows=1+rank=mass": "64 parts, 2 exact",
-    "cluster64+near=4+near_rows=1+rank=mass": "64 parts, 4 exact",
-    "cluster64+near=8+near_rows=1+rank=mass": "64 parts, 8 exact",
-    "cluster64+near=16+near_rows=1+rank=mass": "64 parts, 16 exact",
+    "cluster64+find=tree+near=4+near_rows=1": "64 by content, 4 exact",
+    "cluster64+find=tree+near=8+near_rows=1": "64 by content, 8 exact",
     "softmax": "softmax",
 }
 
@@ -60,15 +61,23 @@ class MatchingDial(Subject):
         return super().passed(key, picture, name)
 
     def shown(self, picture: Image, passed: Passed, place: tuple[float, float]) -> Image:
+        """Both views, partners in one colour."""
         from PIL import ImageDraw
 
         canvas = self.before(picture)
         wide, high = canvas.width // 2, canvas.height
         pen = ImageDraw.Draw(canvas)
         found, left, right = passed.kept
-        for a, b in found.tolist():
+        for number, (a, b) in enumerate(found.tolist()):
             (x0, y0), (x1, y1) = left[a].tolist(), right[b].tolist()
-            pen.line((x0 * wide, y0 * high, wide + x1 * wide, y1 * high), fill=COLOUR)
+            colour = tuple(
+                round(255 * c) for c in hsv_to_rgb(0.85 * x0, 0.9, 1.0 - 0.4 * y0)
+            )  # by the place on the left
+            here, there = (x0 * wide, y0 * high), (wide + x1 * wide, y1 * high)
+            if number % LINES == 0:
+                pen.line((*here, *there), fill=colour)
+            for x, y in (here, there):
+                pen.ellipse((x - DOT, y - DOT, x + DOT, y + DOT), fill=colour)
         return canvas
 
     def before(self, picture: Image) -> Image:
