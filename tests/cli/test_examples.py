@@ -73,7 +73,7 @@ PARSED = {  # an example that is read by the parser and not run: why
     "cumulant explore runs/my-run --data path/to/tiny-imagenet-100": DATA,
     "cumulant explore timm:vit_base_patch16_224 timm:vit_base_patch16_224@cumulant3 --data path/to/pictures": DATA,
     "cumulant explore path/to/dinov2 --data path/to/pictures": DATA,
-    "cumulant explore path/to/sam2 --data path/to/pictures": DATA,
+    "cumulant explore path/to/sam2 path/to/lightglue --data path/to/pictures": DATA,
 }
 
 PARSE_EACH = """
