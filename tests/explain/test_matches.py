@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from PIL import Image
 
 from cumulant.explain.matches import TURN, Matcher, from_two_sides, is_matcher, kept, lightglue, placed
 from cumulant.web.matcher import MatchingDial
+from cumulant.web.serve import _dialled, _unused
 
 CODE = """
 import torch
@@ -148,3 +151,16 @@ def test_the_dial_shows_the_matches_of_each_step(matcher):
     before, shown = subject.before(one), subject.shown(one, exact, (0.5, 0.5))
     assert before.size == shown.size == (768, 258)
     assert np.abs(np.asarray(before).astype(int) - np.asarray(shown)).max() > 50  # lines are drawn
+
+
+def test_the_explorer_knows_the_folder_and_numbers_dials_of_one_name(folder, tmp_path):
+    assert _dialled(str(folder))
+    assert not _dialled(str(tmp_path / "nowhere"))
+    assert _unused("LightGlue", []) == "LightGlue"
+    assert _unused("LightGlue", ["SAM 2", "LightGlue"]) == "LightGlue (1)"
+
+
+def test_without_kornia_the_command_to_install_it_is_told(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kornia", None)
+    with pytest.raises(ImportError, match="pip install kornia"):
+        Matcher.open(folder)

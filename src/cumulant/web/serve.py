@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Collection
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any
 
 from ..optional import needed
@@ -33,6 +34,8 @@ def prepare(settings: Explore, progress: IO[str] | None = None) -> FastAPI:
     if not settings.checkpoint:
         models, examples = starting_models(settings, progress)
         words = [str(place) for place in (CACHE, matcher.CACHE) if _dialled(str(place))]
+        if find_spec("kornia") is None:  # nobody asked for LightGlue: it is shown where it can be
+            words = [word for word in words if is_segmenter(word)]
     else:
         words = [word for word in settings.checkpoint if _dialled(word)]
         models, recipe = open_models([word for word in settings.checkpoint if word not in words], settings.device)
