@@ -75,3 +75,9 @@ def test_the_ground_has_no_cycle():
         path = SOURCE / f"{name}.py"
         if path.exists():
             assert all(order[seen] < order[name] for seen in imports_of(path)), name
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Two of one name in different folders cannot be collected in one session."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert {name for name in names if names.count(name) > 1} == set()
