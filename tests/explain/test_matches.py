@@ -149,7 +149,7 @@ def test_the_dial_shows_the_matches_of_each_step(matcher):
     assert exact.seconds > 0
     assert 0 < subject.cost("cluster16+response=pooled")
     before, shown = subject.before(one), subject.shown(one, exact, (0.5, 0.5))
-    assert before.size == shown.size == (768, 258)
+    assert before.size == shown.size == (384, 516)
     assert np.abs(np.asarray(before).astype(int) - np.asarray(shown)).max() > 50  # lines are drawn
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 CACHE = Path("~/.cache/cumulant/models/lightglue")  # where tools/models.py puts it
-SHOWN = 384  # pixels of a picture's longer side on the page
+SHOWN = 384  # pixels of a row on the page
 DOT = 2  # pixels around a keypoint that has a partner
 LINES = 16  # every so many matches get a line: all of them would hide the picture
 WIDTH = 64  # of a head
@@ -65,15 +65,13 @@ class MatchingDial(Subject):
         from PIL import ImageDraw
 
         canvas = self.before(picture)
-        wide, high = canvas.width // 2, canvas.height
+        wide, high = canvas.width, canvas.height // 2
         pen = ImageDraw.Draw(canvas)
         found, left, right = passed.kept
         for number, (a, b) in enumerate(found.tolist()):
             (x0, y0), (x1, y1) = left[a].tolist(), right[b].tolist()
-            colour = tuple(
-                round(255 * c) for c in hsv_to_rgb(0.85 * x0, 0.9, 1.0 - 0.4 * y0)
-            )  # by the place on the left
-            here, there = (x0 * wide, y0 * high), (wide + x1 * wide, y1 * high)
+            colour = tuple(round(255 * c) for c in hsv_to_rgb(0.85 * x0, 0.9, 1.0 - 0.4 * y0))  # by its place above
+            here, there = (x0 * wide, y0 * high), (x1 * wide, high + y1 * high)
             if number % LINES == 0:
                 pen.line((*here, *there), fill=colour)
             for x, y in (here, there):
@@ -81,12 +79,11 @@ class MatchingDial(Subject):
         return canvas
 
     def before(self, picture: Image) -> Image:
-        """The picture, and beside it the same from another side."""
+        """The picture, and below it the same from another side."""
         x = np.asarray(picture.convert("RGB"))
         views = from_two_sides(_tensor(x), self.number)
-        whole = np.concatenate([_pixels(y) for y in views.values()], 1)
-        image = pillow_image().fromarray(whole)
-        return image.resize((2 * SHOWN, round(SHOWN * image.height / (image.width // 2))))
+        image = pillow_image().fromarray(np.concatenate([_pixels(y) for y in views.values()]))
+        return image.resize((SHOWN, 2 * round(SHOWN * image.height / 2 / image.width)))
 
     def compared(self, passed: Passed, exact: Passed, place: tuple[float, float]) -> float:
         return kept(passed.kept[0], exact.kept[0])
