@@ -393,5 +393,5 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("causal", "weights"),
-    seconds={"two cores": 590},
+    seconds={"two cores": 380},
 )
