@@ -23,8 +23,8 @@ PYTHONPATH=$timm .venv/bin/python tests/upstream_for_tests.py
 # Two terminals of docs/distributed.md: a training by two processes, of which the second terminal kills one.
 first=$(grep -m1 '^\.venv/bin/torchrun' docs/distributed.md)
 second=$(grep -m1 '^until ' docs/distributed.md)
-bash -c "$first" > two-terminals.log 2>&1 &
-bash -c "$second"
+bash <<< "$first" > two-terminals.log 2>&1 &
+bash <<< "$second"  # typed, not given as an argument: its own command line would be found by pgrep
 wait $!
 grep -q 'exitcode: -9' two-terminals.log
 grep 'going on after step' two-terminals.log | tail -1
