@@ -150,6 +150,20 @@ def test_tiles_of_a_long_grid_are_as_near_to_softmax_as_queries_by_content(near_
     assert all(a < 1.5 * b for a, b in zip(found[:2], plain[:2], strict=True))
 
 
+def test_tiles_of_a_long_grid_compile_in_one_graph_and_have_gradients(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "LONG_GRID", 256)
+    q, k, v = (x.requires_grad_() for x in smooth(16, 16))
+
+    def run(*tensors: Tensor) -> Tensor:
+        return cluster_attention(*tensors, clusters=Tree(8), near=2, grid=(16, 16), near_rows=32)
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v), run(q, k, v))
+    for gradient in torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v)):
+        assert gradient.isfinite().all()
+        assert gradient.norm() > 0
+
+
 def test_multiply_adds_count_the_search_and_the_leaves_that_are_opened() -> None:
     L, D, tree = 4096, 96, Tree(64, leaves=4, opened=10)
     # Of nodes of 4,096, 2,048 and 1,024 tokens, 256 say how they are cut: 5 + 1/4 + 1/8 + 1/16 passes of 4 looks.

@@ -182,7 +182,7 @@ def on_grid(grid: Grid, blocks: Grid, device: torch.device | None = None) -> Lay
 def tiled(grid: Grid, tile: Grid) -> Layout:
     """Tiles of so many tokens a side, which divide the grid, to `pack` and `unpack`: no tensor is made for them."""
     sides = tuple((side // size, size) for side, size in zip(grid, tile, strict=True))
-    K = math.prod(count for count, _ in sides)
+    K = math.prod([count for count, _ in sides])  # a list: torch.compile takes no generator here
     return Layout(K, math.prod(tile), K, sides=sides)
 
 
