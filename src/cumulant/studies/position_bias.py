@@ -345,7 +345,7 @@ def law(name: str, size: float) -> float | None:
 
 @styled
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
-    """Rate against the size of the logits with its law, and gaps against depth."""
+    """Rate against the size of the logits with its law, and which place each trained network prefers."""
     figure, axes = new_figure(1, 2, (8.6, 3.4))
     place, other = axes[0]
     fine = [settings.sizes[0] * (settings.sizes[-1] / settings.sizes[0]) ** (i / 40) for i in range(41)]
@@ -363,22 +363,19 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     place.set_xscale("log", base=2)
     place.set_yscale("log", base=2)
     place.set(xlabel="standard deviation of the logits", ylabel="rate per layer", title="random maps; lines: the law")
-    for i, (name, mask) in enumerate(dict.fromkeys((a, m) for a, m, _ in runs(settings).values())):
-        found = []
-        for t in settings.layers:
-            of = [
-                one[f"{TRAINED} {name}, {mask}, {t} layers"]["gap first last"]
-                for one in seeds
-                if f"{TRAINED} {name}, {mask}, {t} layers" in one
-            ]
-            found.append(mean(of) if of else math.nan)
-        style = {"causal": "-", "none": ":", "decay": "--", "rotary": "-."}[mask]
-        label = mask if name == "softmax" else name
-        other.plot(settings.layers, found, style, marker=mark(name), color=colour(name, i), markersize=4, label=label)
-    other.axhline(0, color=SOFT, linewidth=0.8)
-    other.set(xlabel="layers", ylabel="first over last", title="trained; softmax by mask", xticks=settings.layers)
+    trained = runs(settings)
+    for row, (configuration, (name, mask, _)) in enumerate(trained.items()):
+        values = [one[configuration]["gap first last"] for one in seeds if configuration in one]
+        if values:
+            ink = colour(name, row)
+            other.barh(row, mean(values), color=ink, alpha=0.75 if mask == "causal" else 0.35)
+            other.plot(values, [row] * len(values), ".", color="black", markersize=3)
+    other.axvline(0, color=SOFT, linewidth=0.8)
+    labels = [f"{name}, {mask}, {layers} layers" for name, mask, layers in trained.values()]
+    other.set_yticks(range(len(labels)), labels, fontsize=7)
+    other.invert_yaxis()
+    other.set(xlabel="the first preferred to the last by (accuracy)", title="trained; dots: seeds")
     place.legend(fontsize=7)
-    other.legend(fontsize=7)
     return {"Position bias": figure}
 
 
