@@ -46,6 +46,8 @@ def step_kernel(
     if ORDER == 3:
         p = tl.load(P + pair * D + d, mask=d < D, other=0.0)
         t = tl.load(T + cells, mask=inside, other=0.0)
+    tl.debug_barrier()  # every warp has read the state, which the quickest is about to overwrite
+    if ORDER == 3:
         column = (keep * keep * keep - weight * r * r * r) * dk * dk - r * p
         t += -2.0 * r * dk[:, None] * s + column[:, None] * dv[None, :]
     tl.debug_barrier()  # all warps read W, P and the means before one of them writes these
