@@ -381,7 +381,7 @@ def test_the_prediction_of_another_picture_is_never_shown(page):
     held = hold_back(page, "example-0")
     page.locator("#examples input").nth(0).check(force=True)
     page.wait_for_selector("#predictions[aria-busy=true]")
-    page.wait_for_function("getComputedStyle(document.getElementById('predictions')).opacity < 0.6")  # those of before
+    expect(page.locator("#predictions")).to_have_css("opacity", "0.45")  # those of the picture before
     page.locator("#examples input").nth(2).check(force=True)
     settle(page)
     for route in held:
