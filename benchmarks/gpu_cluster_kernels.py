@@ -109,7 +109,7 @@ def runners(L: int, form: Form, keep: bool = True) -> dict[str, Callable[[], Any
     sums = (*sums, t._backward_matrices(plan, call, g, rest[1], responding, vectors, *at))
     t._backward_keys(plan, call, g, dk, dv, outputs, *sums, *at)
     return {
-        "statistics": lambda: t._statistics(plan, call, outputs, *at),
+        "statistics": lambda: t.find_statistics(plan, call, outputs, *at),
         "choose": lambda: t._choose(plan, call, outputs, *at),
         "attend": lambda: t._attend(plan, call, outputs, *at),
         "query_gradients": lambda: t._backward_queries(plan, call, g, dq, outputs, *at),
