@@ -2,8 +2,8 @@
 
 python -m tools.plot_gpu       writes docs/figures/gpu_time.svg
 
-All are of benchmarks/gpu_all.py, times of CUDA graphs: results/gpu_dense.json, and for softmax beyond 4,096 tokens
-results/gpu_called.json.
+Times of CUDA graphs: cumulant attention and the floor of results/gpu_dense.json, softmax of the same where it has any
+(`--peers`), and of results/gpu_called.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ LINES = (
     ("cumulant, order 2", "", 2, COLOURS["cumulant2"], "o"),
     ("cumulant, order 3", "", 3, COLOURS["cumulant3"], "^"),
 )
-FARTHER = {"cluster": (8, 16384), "long": (2, 65536)}  # cases of gpu_called.json: batch and tokens
+BESIDE = {  # cases of gpu_called.json: batch and tokens
+    "order 2, 64": (256, 64), "order 2, 197": (64, 197), "4k": (8, 4096), "cluster": (8, 16384), "long": (2, 65536),
+}  # fmt: skip
 HEADS, WIDTH = 12, 64
 NAMES = {"forward": "forward", "both": "forward and backward"}
 
@@ -30,10 +32,11 @@ def points(dense: Any, called: Any, prefix: str, order: int, which: str) -> list
     name = f"{prefix}{which}_ms"
     rows = [r for r in dense["rows"] if r["order"] == order and r.get(name) is not None]
     found = [(r["L"], r[name] * 1e6 / (r["B"] * r["L"])) for r in rows]
-    for case, (batch, length) in FARTHER.items() if prefix else ():
+    for case, (batch, length) in BESIDE.items() if prefix else ():
         time = called["cases"].get(case, {}).get("softmax_forward" if which == "forward" else "softmax_step")
-        found += [(length, time * 1e6 / (batch * length))] if time is not None else []
-    return found
+        if time is not None and length not in dict(found):
+            found.append((length, time * 1e6 / (batch * length)))
+    return sorted(found)
 
 
 @styled

@@ -106,14 +106,10 @@ def dense_block(result: Result) -> str:
 
 
 def more_block(results: Mapping[str, Result]) -> str:
-    """Causal, folded, decoding."""
+    """Folded layer, decoding."""
     rows = []
-    known = [results.get(name, {}) for name in ("gpu_causal", "fold-cuda", "gpu_decode")]
-    causal, fold, decode = known
-    for row in causal.get("rows", ()):
-        if row["L"] == 16384:
-            label = f"causal, order {row['order']}, 8 x 16,384 tokens, forward / backward"
-            rows.append([label, f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f}", f"`{causal['command']}`"])
+    known = [results.get(name, {}) for name in ("fold-cuda", "gpu_decode")]
+    fold, decode = known
     for row in fold.get("rows", ()):
         if row["L"] >= 1568:
             forward, step = row["forward_ms"], row["step_ms"]
@@ -229,12 +225,6 @@ def folded(width: int, what: str, least: int) -> Callable[[Result], float]:
     )
 
 
-def both_passes(order: int) -> Callable[[Result], float]:
-    return lambda result: next(
-        row["forward_ms"] + row["backward_ms"] for row in result["rows"] if (row["order"], row["L"]) == (order, 16384)
-    )
-
-
 def most_host(which: int) -> Callable[[Result], float]:
     return lambda result: max(x["repeated"][which] - x["repeated"][which + 2] for x in result["calls"].values())
 
@@ -273,14 +263,14 @@ GOALS = [
     Goal("order 3, fraction backward at 197", "gpu_dense", 0.66, least_fraction(3, "backward", (197,))),
     Goal("order 3, fraction forward, from 1,568 on", "gpu_dense", 0.82, least_fraction(3, "forward", LONG)),
     Goal("order 3, fraction backward, from 1,568 on", "gpu_dense", 0.80, least_fraction(3, "backward", LONG)),
-    Goal("causal, 16,384, order 2, both passes, ms", "gpu_causal", 1.0, both_passes(2), True),
-    Goal("causal, 16,384, order 3, both passes, ms", "gpu_causal", 2.2, both_passes(3), True),
+    Goal("causal, 16,384, order 2, both passes, ms", C, 1.0, of_case("causal 2, 16k", "step"), True),
+    Goal("causal, 16,384, order 3, both passes, ms", C, 2.2, of_case("causal 3, 16k", "step"), True),
     Goal("folded, width 768, from 16,384, forward, x projections", "fold-cuda", 1.8, folded(768, "forward_ms", 16384)),
     Goal("the same, step", "fold-cuda", 2.0, folded(768, "step_ms", 16384)),
     Goal("folded, width 384, from 1,568, forward", "fold-cuda", 1.8, folded(384, "forward_ms", 1568)),
     Goal("the same, step", "fold-cuda", 2.0, folded(384, "step_ms", 1568)),
-    Goal("host, forward, microseconds more than SDPA", "gpu_host", 25, most_host(0), True),
-    Goal("host, step, microseconds more than SDPA", "gpu_host", 25, most_host(1), True),
+    Goal("host, `CUMULANT_DIRECT=1`, forward, microseconds more than SDPA", "gpu_host", 25, most_host(0), True),
+    Goal("host, `CUMULANT_DIRECT=1`, step, microseconds more than SDPA", "gpu_host", 25, most_host(1), True),
     Goal("first call, a pass, seconds, empty cache", "gpu_first_call", 10, slowest_start(0), True),
     Goal("first call, a pass, seconds, full cache", "gpu_first_call", 1, slowest_start(1), True),
     Goal("GPU suite, tests failed", "gpu_tests", 0, lambda r: sum(x["failed"] for x in r["files"].values()), True),
