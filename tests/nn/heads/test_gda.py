@@ -145,7 +145,7 @@ def test_a_conversion_replaces_both_maps_and_restoring_brings_both_back():
         made.load_state_dict(model.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that so small a model is not quicker
-            cumulant.convert(model, "cumulant2", example=images)
+            cumulant.convert(model, "cumulant2+apart=0", example=images)
         torch.testing.assert_close(model(images), made(images))
         assert not torch.allclose(model(images), before)
         cumulant.convert.restore(model)
