@@ -85,14 +85,14 @@ CONTROL = (3, 4, 5)  # seeds of softmax again: what chance does
 def plan() -> list[tuple[str, int, int]]:
     """Name, patch and seed, in the order of what is asked first; long runs begin early."""
     pair = ("softmax", "cumulant3")
-    runs = [(f"cumulant3, {shape}", 2, 0) for shape in ("tiny pyramid", "flat pyramid", "small pyramid")]
+    runs = [(f"cumulant3, {shape}", 2, seed) for seed in (0, 1) for shape in ("tiny pyramid", "flat pyramid")]
     runs += [("softmax", patch, seed) for seed in CONTROL[:2] for patch in (4, 8)]
-    runs += [(name, 4, seed) for seed in (0, 1, 2) for name in PLAIN[:4]]
-    runs += [(f"cumulant3, {shape}", 2, 1) for shape in ("tiny pyramid", "flat pyramid")]
-    runs += [("softmax, tiny pyramid", 2, 0), ("no attention at 1,024, tiny pyramid", 2, 0)]
-    runs += [(name, 8, seed) for seed in (0, 1, 2) for name in PLAIN[:4]]
-    runs += [(name, 2, 1) for name in ("cumulant3", "softmax")] + [("cumulant3, tiny pyramid", 2, 2)]
-    runs += [("no attention, tiny pyramid", 2, 0), ("softmax, tiny pyramid", 2, 1), ("cumulant2", 2, 1)]
+    runs += [("cumulant3, small pyramid", 2, 0), ("softmax, tiny pyramid", 2, 0)]
+    runs += [("no attention at 1,024, tiny pyramid", 2, 0)]
+    runs += [(name, 4, 1) for name in PLAIN[:4]] + [(name, 2, 1) for name in ("cumulant3", "softmax")]
+    runs += [("no attention, tiny pyramid", 2, 0), ("softmax, tiny pyramid", 2, 1), ("cumulant3, tiny pyramid", 2, 2)]
+    runs += [(name, patch, seed) for seed in (0, 1, 2) for patch in (4, 8) for name in PLAIN[:4]]
+    runs += [("cumulant2", 2, 1)]
     runs += [("softmax", patch, CONTROL[2]) for patch in (4, 8)]
     runs += [(f"{name}+v_conv", patch, 0) for patch in (4, 8) for name in pair]
     runs += [("cumulant3+v_conv", 2, 0), ("cumulant3+v_conv, narrow", 2, 0)]
@@ -133,7 +133,7 @@ def recipe(name: str, patch: int, seed: int, quick: bool) -> TrainRecipe:
         batch_size=8 if quick else 512, accumulate=4 if patch == 1 else 1, lr=2e-3, min_lr=1e-5,
         warmup_epochs=0.5 if quick else 1.0, weight_decay=0.05, label_smoothing=0.1, clip=1.0,
         augmentation=Augmentation(flip=0.5, shift=4), precision="fp32" if quick else "bf16",
-        compile=not quick and patch <= 2 and CONFIGS[name].model == VIT,
+        compile=not quick and patch == 1,  # a shorter run takes less than to compile it
         in_memory="yes", eval_epochs=CONFIGS[name].epochs, checkpoint_epochs=0,
         seed=seed,
     )  # fmt: skip

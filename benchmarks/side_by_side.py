@@ -1,6 +1,7 @@
 """Many trainings side by side on one GPU within a limit of time: what more_tokens.py and vision_layers.py share.
 
     python benchmarks/side_by_side.py pack FOLDER/tiny-imagenet-100 TO     the pictures of each shard as one file
+    python benchmarks/side_by_side.py decode FOLDER FILE                   for --pixels of several scripts at once
 
 `train_all` decodes the images once; so many processes then take runs from a plan, in its order, and leave out what
 would not end in time. Each leaves its record as it ends.
@@ -59,9 +60,7 @@ def train_all(
     with tempfile.TemporaryDirectory() as folder:
         held = Path(settings.pixels or Path(folder) / "pixels.pt")
         if not held.is_file():
-            part = held.with_suffix(".part")
-            torch.save(decoded(settings.data, settings.quick), part)
-            part.rename(held)
+            decode(settings.data, held, settings.quick)
         (Path(folder) / "todo.json").write_text(json.dumps(todo))
         left = settings.seconds - (time.monotonic() - began) - 5
         command = [sys.executable, script, "one", "--folder", folder, "--seconds", str(left), "--pixels", str(held),
@@ -93,7 +92,7 @@ def take_runs(
     its record says of it.
     """
     end, folder = time.monotonic() + settings.seconds, Path(settings.folder)
-    held = torch.load(settings.pixels)
+    held = torch.load(settings.pixels, mmap=True)  # one copy in memory for all processes
     parts = [TensorImages(*part, title) for part, title in zip(held["parts"], ("train", "test"), strict=True)]
     source = Source("tiny-imagenet-100", "image", parts[0], parts[1], held["classes"])
     crowd = settings.crowd
@@ -109,8 +108,10 @@ def take_runs(
         try:
             with tempfile.TemporaryDirectory() as out:
                 found = train(recipe(*key, settings.quick), out, source=source)
-        except (RuntimeError, ValueError) as error:  # one that does not run must not stop the others
+        except Exception as error:  # one that does not run must not stop the others
             print(f"{key}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # a device that has failed does end this process: it would fail the others
             continue
         seconds = time.monotonic() - began
         crowd = max(crowd / 2, seconds / alone) if alone else crowd
@@ -125,6 +126,13 @@ def take_runs(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def decode(data: str, file: Path, quick: bool = False) -> None:
+    """Write the decoded images; the file is there when it is whole."""
+    part = file.with_suffix(".part")
+    torch.save(decoded(data, quick), part)
+    part.rename(file)
 
 
 def decoded(data: str, quick: bool = False) -> dict[str, Any]:
@@ -184,8 +192,11 @@ def _pictures(encoded: list[bytes]) -> Any:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pack",))
+    parser.add_argument("what", choices=("pack", "decode"))
     parser.add_argument("data", type=Path)
     parser.add_argument("to", type=Path)
     asked = parser.parse_args()
-    pack(asked.data, asked.to)
+    if asked.what == "pack":
+        pack(asked.data, asked.to)
+    else:
+        decode(str(asked.data), asked.to)

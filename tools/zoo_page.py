@@ -132,7 +132,7 @@ of forward passes of 8 on one core of a server processor that others used too, o
 TABLE
 
 At 65 tokens attention is a small part of the work, and what most layers add takes longer than it saves; `lama` and
-`sqa` have fewer products and are quicker. Times on a GPU and accuracy (one recipe, 20 epochs, other seeds of the plain
+`sqa` have fewer products and are quicker. Times on a GPU and accuracy (one recipe, 8 epochs, other seeds of the plain
 layer as control) come from these commands; what is not in the table was not run yet:
 
 ```
