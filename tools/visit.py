@@ -2,8 +2,9 @@
 
 `python -m tools.visit --seconds 500 --out DIR --tensors FILE --cab 10 --study position-bias:4 deconstructing:4:cuda`
 begins with the records that the repository keeps, gives each command so many workers, and writes what is new to
-DIR/studies.json every half minute; `python -m tools.records take DIR/studies.json` keeps it. With --mps processes share
-the GPU kernel by kernel instead of in turns, where NVIDIA's server for it is installed.
+DIR/studies.json every half minute, and how long each command took to DIR/times.json; `python -m tools.records take
+DIR/studies.json` keeps what was made. With --mps, or where whoever started this did so already, processes share the GPU
+kernel by kernel instead of in turns.
 
 TENSORS (`python -m tools.visit --prepare DATA --tensors FILE`) is a tar.xz of the tensors of CAB's tasks, pictures as
 they are encoded: 17 MiB that give the same digests as the data sets themselves.
@@ -39,6 +40,7 @@ from tools import records
 
 NOWHERE = Path("prepared")  # a folder without data: tensors are there already
 PROGRAM = (sys.executable, "-m", "cumulant.cli")
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"  # where processes find the multi-process service
 LAST = 15.0  # seconds that are left to the processes for ending
 
 
@@ -57,12 +59,14 @@ class Visit:
     cab: int = 0
     """Workers of `bench cab`; 0: leave it out."""
     cab_options: str = ""
-    """Further words for `bench cab`, such as "--tasks lm restore"."""
+    """Further words for `bench cab`, as in "--cab-options=--tasks lm restore"."""
     study: tuple[str, ...] = ()
     """NAME:WORKERS[:DEVICE[:OPTIONS]], such as "pavlovian:2:cpu:--setting paper"; those
     joined by " then " follow each other, the others run side by side."""
+    anew: bool = False
+    """Begin without the kept records: a command then takes as long as the whole study."""
     mps: bool = False
-    """Start NVIDIA's multi-process service for these processes."""
+    """Start NVIDIA's multi-process service for these processes, unless one is there already."""
 
 
 def pack_tensors(folder: Path, target: Path) -> dict[str, str]:
@@ -150,12 +154,16 @@ def write_new(work: Path, before: dict[str, Any], target: Path) -> int:
 
 
 def service() -> dict[str, str]:
-    """Variables under which processes share the GPU by NVIDIA's multi-process service; none where it is missing."""
+    """Variables under which processes share the GPU by NVIDIA's multi-process service; none where it is missing, or
+    runs already."""
+    if PIPE in os.environ:
+        print(f"the multi-process service of {PIPE} is used", flush=True)
+        return {}
     if shutil.which("nvidia-cuda-mps-control") is None:
         print("no multi-process service on this machine: processes take turns", flush=True)
         return {}
     place = tempfile.mkdtemp()
-    own = {"CUDA_MPS_PIPE_DIRECTORY": place, "CUDA_MPS_LOG_DIRECTORY": place}
+    own = {PIPE: place, "CUDA_MPS_LOG_DIRECTORY": place}
     ended = subprocess.run(["nvidia-cuda-mps-control", "-d"], env=os.environ | own, check=False)
     probe = "import torch; print(torch.ones(1, device='cuda').item())"
     works = subprocess.run([sys.executable, "-c", probe], env=os.environ | own, check=False, timeout=60)
@@ -171,13 +179,15 @@ def run(visit: Visit) -> int:
     end = time.monotonic() + visit.seconds
     work = Path(tempfile.mkdtemp())
     target = visit.out / "studies.json"
-    records.put(work)
+    if not visit.anew:
+        records.put(work)
     before = records.found(work)
     environment = os.environ | (service() if visit.mps else {}) | {"OMP_NUM_THREADS": "1"}
     threads: list[threading.Thread] = []
+    times: list[dict[str, Any]] = []
 
     def begin(lane: Sequence[Sequence[str]]) -> None:
-        place = (len(threads), lane, work, environment, end - LAST)
+        place = (len(threads), lane, work, environment, end - LAST, times)
         threads.append(threading.Thread(target=follow, args=place, daemon=True))
         threads[-1].start()
 
@@ -198,11 +208,15 @@ def run(visit: Visit) -> int:
             told = time.monotonic()
             print(f"{write_new(work, before, target)} runs made", flush=True)
     count = write_new(work, before, target)
+    write_atomically(visit.out / "times.json", json.dumps(times, indent=1).encode())
     print(f"{count} runs made, {target.stat().st_size / 1e6:.2f} MB", flush=True)
     return count
 
 
-def follow(number: int, lane: Sequence[Sequence[str]], work: Path, environment: dict[str, str], end: float) -> None:
+def follow(
+    number: int, lane: Sequence[Sequence[str]], work: Path, environment: dict[str, str], end: float,
+    times: list[dict[str, Any]],
+) -> None:  # fmt: skip
     """The commands of a lane one after the other until its end; how long each took, and the last lines of it."""
     for place, line in enumerate(lane):
         log = work / f"log-{number}-{place}"
@@ -218,6 +232,7 @@ def follow(number: int, lane: Sequence[Sequence[str]], work: Path, environment: 
                 os.killpg(process.pid, signal.SIGKILL)
                 said = "still running, ended"
         took = time.monotonic() - began
+        times.append({"command": " ".join(line[3:]), "ended": said, "seconds": round(took, 1)})
         print(f"--- {' '.join(line[3:])}\n{said} after {took:.1f} s\n{tail(log)}", flush=True)
         if time.monotonic() > end:
             return
