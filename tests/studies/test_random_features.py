@@ -33,3 +33,16 @@ def test_without_an_intercept_the_mean_of_biased_heads_hides_the_correlation():
     own, values = study.features("BRFA", x, 60, 0), {"f2 p=1": study.targets(x)["f2 p=1"]}
     plain, centred = (study.errors(own, values, (256,), intercept)["f2 p=1 n=256"] for intercept in (False, True))
     assert centred < 0.2 < 0.35 < plain
+
+
+def test_without_an_intercept_a_constant_must_be_fitted_by_the_features():
+    """The prediction is sum_m v_m . F_m: features that are 0 say 0, whatever the mean of the targets; with an intercept
+    they say that mean, which is right here."""
+    x, values = torch.zeros(30 + 2 * study.TEST, 4, dtype=torch.float64), torch.full((30 + 2 * study.TEST,), 5.0)
+    x[0] = 1.0  # the kernel is not 0
+    values = values.double() + torch.arange(len(values)) % 2  # variance 1/4 around 5.5
+    without, with_one = (
+        study.errors(x, {"f": values}, (30,), intercept)["f n=30"] for intercept in (False, True)
+    )  # fmt: skip
+    assert with_one == pytest.approx(1.0, rel=0.02)
+    assert without == pytest.approx(1 + 5.5**2 / 0.25, rel=0.02)

@@ -1,9 +1,8 @@
 """What one attention layer with frozen random scores learns: targets by degree, against an MLP, for every operator.
 
 Features of head m: F_m = sum_i a(xt_0^T W_m xt_i) xt_i with xt = (x, 1) and frozen W_m; only a linear read-out of all
-heads is fitted, by ridge regression, without an intercept: the prediction is the mean of the training targets and
-sum_m v_m . F_m. ("BRFA, centred" has one: features less their mean.) Points are uniform on the sphere of R^d: a query
-x_0, keys x_1..x_N.
+heads is fitted, by ridge regression, without an intercept: the prediction is sum_m v_m . F_m alone ("BRFA, centred" has
+one: features and targets less their means). Points are uniform on the sphere of R^d: a query x_0, keys x_1..x_N.
 
 Shape legend: B prompts, N keys, d width, M heads, n training prompts.
 """
@@ -45,7 +44,7 @@ class Settings:
     wide_samples: tuple[int, ...] = (64, 256, 1024, 2048)
     sweep: tuple[int, ...] = (10, 30, 100, 300, 600)  # heads, for RFA on f1 p=2
     attention: tuple[str, ...] = ("softmax", "linear", "cumulant2", "cumulant3", "cumulant3+full", "cluster4")
-    intercept: bool = False  # features less their mean, for all
+    centred: bool = False  # an intercept for all: features and targets less their means
     seeds: int = 3
 
 
@@ -98,7 +97,7 @@ def errors(
     inputs: Tensor, values: dict[str, Tensor], samples: Sequence[int], intercept: bool = False
 ) -> dict[str, float]:
     """Normalised test error of ridge regression by target and number of samples; the ridge is picked on held-out data.
-    With an intercept features are taken less their mean.
+    With an intercept features and targets are taken less their means in training.
 
     `inputs` (n + 2 TEST, P): training prompts first, then validation, then test. In the dual: one eigenproblem for
     each number of samples.
@@ -109,7 +108,7 @@ def errors(
     held, test = inputs[-2 * TEST : -TEST], inputs[-TEST:]
     for count in samples:
         train, y = inputs[:count], every[:count]
-        centre, mean = train.mean(0) * intercept, y.mean(0)
+        centre, mean = train.mean(0) * intercept, y.mean(0) * intercept
         kernel = (train - centre) @ (train - centre).T
         roots, vectors = torch.linalg.eigh(kernel)
         turned = vectors.T @ (y - mean)
@@ -135,7 +134,7 @@ def plan(settings: Settings) -> list[str]:
 def measure(settings: Settings, configuration: str, seed: int, device: str) -> dict[str, Any]:
     """Errors of both problems; of RFA also against the number of heads, and what a permutation of the keys changes."""
     found: dict[str, Any] = {}
-    intercept = settings.intercept or configuration == CENTRED
+    intercept = settings.centred or configuration == CENTRED
     configuration = configuration.removesuffix(", centred")
 
     def problem(
