@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.cluster import Tree, attention, cluster_attention, multiply_adds
+from cumulant.cluster import Blocks, Tree, attention, cluster_attention, multiply_adds
 from cumulant.cluster.tree import _sorted, _sorted_at_once, tree_order
 
 TWO = Tree(8, leaves=4, opened=3)
@@ -164,12 +165,50 @@ def test_tiles_of_a_long_grid_compile_in_one_graph_and_have_gradients(monkeypatc
         assert gradient.norm() > 0
 
 
+@pytest.mark.parametrize("tree", [Tree(8, patch=2), Tree(4, leaves=2, opened=3, patch=2)])
+def test_patches_of_a_grid_stay_together_and_are_sorted_by_their_mean_key(tree: Tree) -> None:
+    q, k, v = smooth(16, 8)
+    given = {"near": 2, "near_rows": 1, "response": "pooled", "rank": "error"}
+    out = cluster_attention(q, k, v, clusters=tree, grid=(16, 8), **given)
+    at = torch.arange(128).view(8, 2, 4, 2).transpose(1, 2).reshape(32, 4)  # the tokens of each patch
+    order = tree_order(q[0], k[0][:, at].mean(2), 8, Tree(8))
+    for head, patches in enumerate(order):
+        places = at[patches].flatten()
+        moved = [x[:, head : head + 1] for x in (q, k[:, :, places], v[:, :, places])]
+        if tree.leaves == 1:  # clusters are runs of that order
+            torch.testing.assert_close(out[:, head : head + 1], cluster_attention(*moved, clusters=Blocks(16), **given))
+    assert error(cluster_attention(q, k, v, clusters=tree, grid=(16, 8), **(given | {"near": 8})), q, k, v) < 1e-2
+    everything = cluster_attention(q, k, v, clusters=Tree(8, patch=2), grid=(16, 8), near=8)
+    assert error(everything, q, k, v) < 1e-12
+
+
+def test_what_a_patch_does_not_divide_goes_token_by_token() -> None:
+    q, k, v = smooth(9, 8)
+    mask = torch.arange(72) % 5 != 2
+    for given in ({"grid": (9, 8)}, {"grid": (9, 8), "key_mask": mask[None]}, {}):
+        out, plain = (cluster_attention(q, k, v, clusters=Tree(4, patch=p), near=1, **given) for p in (2, 1))
+        torch.testing.assert_close(out, plain)
+
+
+def test_patches_compile_in_one_graph_and_have_gradients() -> None:
+    q, k, v = (x.requires_grad_() for x in smooth(16, 16))
+
+    def run(*tensors: Tensor) -> Tensor:
+        return cluster_attention(*tensors, clusters=Tree(8, patch=4), near=2, grid=(16, 16), near_rows=32)
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v), run(q, k, v))
+    for gradient in torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v)):
+        assert gradient.norm() > 0
+
+
 def test_multiply_adds_count_the_search_and_the_leaves_that_are_opened() -> None:
     L, D, tree = 4096, 96, Tree(64, leaves=4, opened=10)
     # Of nodes of 4,096, 2,048 and 1,024 tokens, 256 say how they are cut: 5 + 1/4 + 1/8 + 1/16 passes of 4 looks.
     search = L * 64 * (D + 8 + 4 * 5.4375)
     found = multiply_adds(L, D, D, 64, near_tokens=192, response="pooled", kmeans=tree)
     assert found == L * ((64 + 40) * 3 * D + D * D + 192 * 2 * D + D + D * D) + search
+    assert replace(tree, patch=2).multiply_adds(L, D) == L * D + tree.multiply_adds(L // 4, D)
 
 
 def test_queries_that_share_near_clusters_stay_in_their_places() -> None:
@@ -210,5 +249,7 @@ def test_wrong_trees_are_told_what_would_be_right() -> None:
 
 def test_by_name() -> None:
     q, k, v = tokens(64)
+    patched = zoo.get("cluster16+find=tree+patch=2+near=2")(q, k, v, grid=(8, 8))
+    torch.testing.assert_close(patched, cluster_attention(q, k, v, clusters=Tree(16, patch=2), near=2, grid=(8, 8)))
     named = zoo.get("cluster16+find=tree+leaves=2+opened=4+near=2")(q, k, v)
     torch.testing.assert_close(named, cluster_attention(q, k, v, clusters=Tree(16, 2, 4), near=2))

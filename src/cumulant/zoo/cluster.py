@@ -14,6 +14,7 @@ from .registry import Mechanism, can, options_of, register
 
 COUNTS = (4, 16, 64)
 FIND = ("blocks", "tree", "kmeans")  # how clusters are found
+FOUND = ("find", "leaves", "opened", "patch")  # options that say which clusters
 # A block of one token is softmax at more than its price: the mechanisms make blocks of two tokens at least.
 LEAST = 2
 BLOCK = 64  # tokens of a block in causal attention
@@ -24,18 +25,21 @@ def past_blocks(count: int, *, block: int = BLOCK, recent: int = 0) -> Blocks:
     return Blocks(block, keep=count, recent=recent)
 
 
-def clusters_of(count: int, *, find: str = "blocks", leaves: int = 1, opened: int = 0) -> int | Tree | KMeans:
-    """What `cluster_attention` takes as clusters; leaves and opened are those of a tree."""
+def clusters_of(
+    count: int, *, find: str = "blocks", leaves: int = 1, opened: int = 0, patch: int = 1
+) -> int | Tree | KMeans:
+    """What `cluster_attention` takes as clusters; leaves, opened and patch are those of a tree."""
     check_choice("find", find, FIND)
     if find == "tree":
-        return Tree(count, leaves, opened)
-    if leaves != 1 or opened:
-        raise ValueError(f"leaves={leaves}, opened={opened} belong to find='tree', got find={find!r}")
+        return Tree(count, leaves, opened, patch)
+    if leaves != 1 or opened or patch != 1:
+        got = f"leaves={leaves}, opened={opened}, patch={patch}"
+        raise ValueError(f"{got} belong to find='tree', got find={find!r}")
     return count if find == "blocks" else KMeans(count, 3, 4)
 
 
-def _check_past(*, find: str = "blocks", leaves: int = 1, opened: int = 0) -> None:
-    if find != "blocks" or leaves != 1 or opened:
+def _check_past(*, find: str = "blocks", leaves: int = 1, opened: int = 0, patch: int = 1) -> None:
+    if find != "blocks" or leaves != 1 or opened or patch != 1:
         raise ValueError(
             f"find={find!r} has no causal form: clusters by content would know later tokens; past blocks are "
             'find="blocks", with block and recent'
@@ -43,7 +47,7 @@ def _check_past(*, find: str = "blocks", leaves: int = 1, opened: int = 0) -> No
 
 
 def _stream(count: int, *, block: int = BLOCK, recent: int = 0, **options: Any) -> ClusterStream:
-    _check_past(**{name: options.pop(name) for name in ("find", "leaves", "opened") if name in options})
+    _check_past(**{name: options.pop(name) for name in FOUND if name in options})
     given = {name: option for name, option in options.items() if option != AUTO}
     return ClusterStream(past_blocks(count, block=block, recent=recent), **given)
 
@@ -63,9 +67,10 @@ def _options(
     find: str = "blocks",
     leaves: int = 1,
     opened: int = 0,
+    patch: int = 1,
 ) -> dict[str, Any]:
     """Arguments of `cluster_attention`: the blocks are a grid's, a sequence's, or past ones; or clusters by content,
-    where `find` is "tree" (with leaves, if it has any, of so many that are opened) or "kmeans".
+    where `find` is "tree" (of patches of a grid, with leaves, if it has any, of so many that are opened) or "kmeans".
 
     A grid is that of the queries; where keys are others it says nothing of them.
     """
@@ -73,9 +78,9 @@ def _options(
     shared |= {"near": near, "closure": closure, "variance": variance}
     shared |= {"response": response, "near_rows": near_rows, "rank": rank}
     if call.is_causal:
-        _check_past(find=find, leaves=leaves, opened=opened)
+        _check_past(find=find, leaves=leaves, opened=opened, patch=patch)
         return {"clusters": past_blocks(count, block=block, recent=recent), **shared}
-    clusters = clusters_of(count, find=find, leaves=leaves, opened=opened)
+    clusters = clusters_of(count, find=find, leaves=leaves, opened=opened, patch=patch)
     query, key = call.query, call.key
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim > 1 and key.ndim > 1
     if tensors and query.shape[-2] == key.shape[-2]:  # what is no tensor is named by the function
