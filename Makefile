@@ -7,7 +7,7 @@ TIMM   := $(CURDIR)/$(VENV)/timm-for-tests
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help install demo ray test test-gpu lint docs clean
+.PHONY: help install demo ray test test-here test-stranger test-timm test-gpu lint docs clean
 help:
 	@echo "make demo     train the four mechanisms on the embedded data and write the report"
 	@echo "make ray      start a Ray of two workers here and compare two mechanisms on it"
@@ -39,17 +39,23 @@ ray: $(STAMP)
 	$(PIP) -c constraints.txt -e ".[ray]"
 	$(BIN)/python -m tools.local_ray
 
-# Where timm cannot be in the environment, the tests of its models have it in a place and a session of their own, which
-# runs while tests of the other one wait for processes and servers; what it said is shown at the end.
+# Three sessions at once, as one alone often waits for processes and servers: the tests here; a stranger's in a fresh
+# clone; and those of timm's models, where timm cannot be in the environment and has a place of its own.
 test: $(STAMP)
 	$(BIN)/python tests/timm_for_tests.py $(TIMM)
 	PYTHONPATH=$(TIMM) $(BIN)/python tests/upstream_for_tests.py
-	@rm -f $(VENV)/timm-tests.*
-	@[ ! -d $(TIMM) ] || { PYTHONPATH=$(TIMM) $(BIN)/python -m pytest -m timm > $(VENV)/timm-tests.txt 2>&1 && \
-		touch $(VENV)/timm-tests.passed; } & \
-	$(BIN)/python -m pytest -n 2 --dist worksteal; status=$$?; wait; [ ! -d $(TIMM) ] || { \
-		echo "tests of timm's models:"; cat $(VENV)/timm-tests.txt; [ -f $(VENV)/timm-tests.passed ] || status=1; }; \
-	exit $$status
+	@$(MAKE) --no-print-directory -k -j3 test-stranger test-timm test-here
+
+test-here:
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not stranger"
+
+test-stranger:
+	@tools/stranger.sh --with $(VENV) > $(VENV)/stranger.txt 2>&1; status=$$?; \
+		echo; echo "a stranger in a fresh clone:"; cat $(VENV)/stranger.txt; exit $$status
+
+test-timm:
+	@[ ! -d $(TIMM) ] || { PYTHONPATH=$(TIMM) $(BIN)/python -m pytest -m "timm and not stranger" > $(VENV)/timm.txt 2>&1; \
+		status=$$?; echo; echo "tests of timm's models:"; cat $(VENV)/timm.txt; exit $$status; }
 
 test-gpu:
 	$(PYTHON) -m tools.test_gpu

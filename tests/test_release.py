@@ -11,6 +11,7 @@ from pathlib import Path
 import fresh
 import pytest
 
+pytestmark = pytest.mark.stranger
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("hatchling")
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import fresh
+import pytest
 
+pytestmark = pytest.mark.stranger
 ROOT = Path(__file__).parents[2]
 DIGITS = "runs/digits-softmax-0"
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")), reason="needs the extra docs"
-)
+LACKING = [name for name in ("mkdocs", "material", "mkdocstrings") if find_spec(name) is None]
+pytestmark = [pytest.mark.stranger, pytest.mark.skipif(bool(LACKING), reason="needs the extra docs")]
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
