@@ -5,8 +5,8 @@
 
 First the checks of the scripts, side by side, which also compile; what they find wrong is not timed. Then the times, in
 one process, the most important first. Each part writes the JSON that its script writes, to $OUT, as soon as it is done:
-a run that is stopped keeps what was measured. Copied to benchmarks/results, page and picture are made by
-`python -m tools.pages` and `python -m tools.plot_gpu`.
+a run that is stopped keeps what was measured. Copied to benchmarks/results, `python -m tools.pages` makes page and
+picture.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 import fresh
 import pytest
 
+pytestmark = pytest.mark.stranger
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PATH = ("index", "first", "convert", "explain", "training", "distributed")
@@ -67,6 +68,15 @@ def test_words_that_a_newcomer_meets_are_in_the_glossary():
     ours = ("memory floor", "logit scale", "A/A control", "mechanism", "closure", "moments", "recipe", "signed map")
     assert {word for word in ours if word in path} <= explained
     assert not re.search(r"free energy|temperature(?!=|`)", (ROOT / "README.md").read_text())
+
+
+def test_readme_is_a_front_door_of_two_screens():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 110
+    prose = re.sub(r"```.*?```|<!--.*?-->|\(\S+\)|`[^`]*`", "", text, flags=re.DOTALL)
+    paragraphs = [x for x in prose.split("\n\n") if not x.lstrip().startswith("|")]
+    crowded = [x for x in paragraphs if len(re.findall(r"(?<!\w)\d[\d,.]*(?!\w)", x)) > 4]
+    assert crowded == []
 
 
 def test_there_are_such_blocks():

@@ -3,8 +3,9 @@
 Results lie in benchmarks/results: zoo_gpu.json (benchmarks/gpu_zoo.py), zoo_efficiency*.json and zoo_train_RECIPE.json
 (`cumulant bench efficiency` and `train`), cluster_error.json and error_pareto.json (benchmarks/cluster_error.py),
 zoo_orderings.json (benchmarks/orderings.py), cluster_stream.json (benchmarks/cluster_stream.py), study_NAME.json (see
-`tools.studies_page`), cab.json (`cumulant bench cab`), records/NAME.json (see `tools.records`), and those of the speed
-page (benchmarks/gpu_all.py, see `tools.speed_page`). Pages hold places for them, between `<!-- results: NAME -->` and
+`tools.studies_page`), cab.json (`cumulant bench cab`), records/NAME.json (see `tools.records`), cpu.json
+(benchmarks/cpu.py), and those of the speed page (benchmarks/gpu_all.py, see `tools.speed_page`), from which the figure
+of README is drawn too. Pages hold places for them, between `<!-- results: NAME -->` and
 `<!-- end -->`; what has no file says that it was not run.
 """
 
@@ -328,6 +329,37 @@ def _claim(result: Result | None, text: str) -> str:
     return f"{found['outcome']} ({found['difference']:+.2f}, {doubt})"
 
 
+def softmax_takes(result: Result, order: int, tokens: int = 16384) -> str:
+    """How many times as long as ours, on two cores."""
+    row = next(row for row in result["speed"] if (row["order"], row["L"]) == (order, tokens))
+    return f"{row['softmax_over_ours']['ratio']:.0f}"
+
+
+def front_block(results: Mapping[str, Result]) -> str:
+    """What stands below the figure of README."""
+    from tools import plot_gpu
+
+    said = []
+    if {"gpu_dense", "gpu_called"} <= set(results):
+        said.append(plot_gpu.caption(results["gpu_dense"], results["gpu_called"]))
+    if "cpu" in results:
+        made = f"`python benchmarks/cpu.py`, commit {results['cpu']['commit']}"
+        times = softmax_takes(results["cpu"], 3)
+        said.append(f"On two CPU cores, 16,384 tokens, a call takes 1/{times} of the time of softmax ({made}).")
+    return "\n\n".join(said) or "Not run yet."
+
+
+def orders_block(result: Result) -> str:
+    """What an order keeps, and what it costs on two cores."""
+    kept = (
+        "the mean of the values", "and the covariance of keys and values", "and the third cumulant, its diagonal",
+    )  # fmt: skip
+    cost = ["", *(f"1/{softmax_takes(result, order)}" for order in (2, 3))]
+    names = ("1", "2", "3 (default)")
+    head = ["`order`", "keeps", "cost, of softmax at 16,384 tokens (two CPU cores)"]
+    return table(head, list(zip(names, kept, cost, strict=True)))
+
+
 BLOCKS: dict[str, Callable[[Result], str]] = {
     "zoo_gpu": gpu_block, "zoo_efficiency": efficiency_block, "zoo_efficiency_cpu": efficiency_block,
     "zoo_train_digits": train_block,
@@ -339,6 +371,9 @@ SPEED = (  # records of benchmarks/gpu_all.py
     "gpu_tests", "gpu_speed", "gpu_profile",
 )  # fmt: skip
 PAGES = {
+    "README.md": ("front",),
+    "docs/index.md": ("front",),
+    "docs/first.md": ("orders",),
     "docs/performance.md": (
         "gpu_called", "gpu_goals", "gpu_dense", "gpu_more", "gpu_host", "gpu_first_call", "gpu_public", "gpu_tests",
         "gpu_speed", "gpu_profile",
@@ -361,7 +396,7 @@ PAGES = {
 def read(repository: Path) -> dict[str, Result]:
     """The results that are there, by name."""
     folder = repository / "benchmarks" / "results"
-    paths = {name: folder / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab", *SPEED)}
+    paths = {name: folder / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab", "cpu", *SPEED)}
     paths |= {f"study_{name}": folder / f"study_{name}.json" for name in (*STUDIES, *LAYERS)}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
@@ -375,6 +410,8 @@ def written(repository: Path) -> dict[str, str]:
         name: f"```\n{COMMANDS[name]}\n```\n\n" + (block(results[name]) if name in results else "Not run yet.")
         for name, block in BLOCKS.items()
     }
+    blocks["front"] = front_block(results)
+    blocks["orders"] = orders_block(results["cpu"]) if "cpu" in results else "Not run yet."
     blocks["zoo_orderings"] = orderings_block(results)
     blocks["cab"] = cab_page.board(results) if "cab" in results else "Not run yet."
     blocks["cab_details"] = cab_page.details(results["cab"]) if "cab" in results else "Not run yet."
@@ -390,9 +427,14 @@ def written(repository: Path) -> dict[str, str]:
 
 
 def main() -> None:
+    from tools import plot_gpu
+
     for page, text in written(ROOT).items():
         (ROOT / page).write_text(text, encoding="utf-8")
         print(page)
+    results = read(ROOT)
+    plot_gpu.draw(results["gpu_dense"], results["gpu_called"], ROOT / plot_gpu.FIGURE)
+    print(plot_gpu.FIGURE)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
-"""The figure of docs/performance.md from results that are there: time a token against length, one H200.
+"""The figure of README and docs/performance.md: time a token against length, one H200. `python -m tools.pages` draws it.
 
-python -m tools.plot_gpu       writes docs/figures/gpu_time.svg
-
-Times of CUDA graphs: cumulant attention and the floor of results/gpu_dense.json, softmax of the same where it has any
-(`--peers`), and of results/gpu_called.json.
+Times of CUDA graphs: cumulant attention and the floor of gpu_dense.json, softmax of the same where it has any
+(`--peers`, as benchmarks/gpu_all.py asks), else of gpu_called.json.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from cumulant.style import COLOURS, SOFT, new_figure, save, styled
 
-ROOT = Path(__file__).parents[1]
+FIGURE = "docs/figures/gpu_time.svg"
 LINES = (
     ("softmax (best of flash, cuDNN)", "sdpa_", 2, COLOURS["softmax"], "s"),
     ("cumulant, order 2", "", 2, COLOURS["cumulant2"], "o"),
@@ -39,10 +36,17 @@ def points(dense: Any, called: Any, prefix: str, order: int, which: str) -> list
     return sorted(found)
 
 
+def caption(dense: Any, called: Any) -> str:
+    """What was measured, and of which code; two commits where the lines are not of one run."""
+    ours = dense.get("commit", "that was not recorded")
+    made = f"`benchmarks/gpu_all.py`, commit {ours}"
+    if not any("sdpa_forward_ms" in row for row in dense["rows"]) and called["commit"] != ours:
+        made = f"softmax `benchmarks/gpu_called.py`, commit {called['commit']}; ours `gpu_dense.py`, a commit {ours}"
+    return f"One H200, bf16, {HEADS} heads of {WIDTH}; {made}."
+
+
 @styled
-def main() -> None:
-    results = (ROOT / "benchmarks/results").joinpath
-    dense, called = (json.loads(results(name).read_text()) for name in ("gpu_dense.json", "gpu_called.json"))
+def draw(dense: Any, called: Any, out: Path) -> None:
     figure, (axes,) = new_figure(1, 2, (9.6, 3.9), sharey=True)
     for axis, (which, title) in zip(axes, NAMES.items(), strict=True):
         for label, prefix, order, colour, marker in LINES:
@@ -55,10 +59,4 @@ def main() -> None:
         axis.grid(alpha=0.3, which="major")
     axes[0].set_ylabel("nanoseconds a token, 12 heads of 64")
     axes[0].legend(frameon=False)
-    out = ROOT / "docs/figures/gpu_time.svg"
     save(figure, out, ("svg",))
-    print(f"wrote {out.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    main()
