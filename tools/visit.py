@@ -41,6 +41,8 @@ from tools import records
 NOWHERE = Path("prepared")  # a folder without data: tensors are there already
 PROGRAM = (sys.executable, "-m", "cumulant.cli")
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"  # where processes find the multi-process service
+DONE = (None, 0, 3)  # how a command ends that is not to be given again; 3: no time was left for all of it
+SHORT = 10.0  # seconds after which one that ends otherwise never worked
 LAST = 15.0  # seconds that are left to the processes for ending
 
 
@@ -59,7 +61,8 @@ class Visit:
     cab: int = 0
     """Workers of `bench cab`; 0: leave it out."""
     cab_options: str = ""
-    """Further words for `bench cab`, as in "--cab-options=--tasks lm restore"."""
+    """Further words for `bench cab`, as in "--cab-options=--tasks lm then --tasks restore": one command after the
+    other, with " then " between them."""
     study: tuple[str, ...] = ()
     """NAME:WORKERS[:DEVICE[:OPTIONS]], such as "pavlovian:2:cpu:--setting paper"; those
     joined by " then " follow each other, the others run side by side."""
@@ -131,10 +134,10 @@ def lanes(visit: Visit, work: Path, minutes: float) -> list[list[list[str]]]:
     return every
 
 
-def benchmark(visit: Visit, work: Path, minutes: float) -> list[str]:
-    """The command line of CAB."""
+def benchmark(visit: Visit, work: Path, minutes: float) -> list[list[str]]:
+    """The command lines of CAB."""
     line = ["bench", "cab", "--data", str(NOWHERE), "--size", "full", "--workers", str(visit.cab)]
-    return [*PROGRAM, *line, *limit(work, minutes), *visit.cab_options.split()]
+    return [[*PROGRAM, *line, *limit(work, minutes), *words.split()] for words in visit.cab_options.split(" then ")]
 
 
 def limit(work: Path, minutes: float) -> list[str]:
@@ -199,7 +202,7 @@ def run(visit: Visit) -> int:
     if visit.cab:
         if visit.tensors is not None:
             lay_tensors(visit.tensors, work)
-        begin([benchmark(visit, work, left())])
+        begin(benchmark(visit, work, left()))
     print(f"begun after {visit.seconds - (end - time.monotonic()):.0f} s", flush=True)
     told = time.monotonic()
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
@@ -217,25 +220,34 @@ def follow(
     number: int, lane: Sequence[Sequence[str]], work: Path, environment: dict[str, str], end: float,
     times: list[dict[str, Any]],
 ) -> None:  # fmt: skip
-    """The commands of a lane one after the other until its end; how long each took, and the last lines of it."""
-    for place, line in enumerate(lane):
-        log = work / f"log-{number}-{place}"
-        began = time.monotonic()
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                line, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                process.wait(max(1.0, end + LAST / 2 - time.monotonic()))
-                said = f"exit {process.returncode}"
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                said = "still running, ended"
-        took = time.monotonic() - began
-        times.append({"command": " ".join(line[3:]), "ended": said, "seconds": round(took, 1)})
-        print(f"--- {' '.join(line[3:])}\n{said} after {took:.1f} s\n{tail(log)}", flush=True)
-        if time.monotonic() > end:
-            return
+    """The commands of a lane one after the other until its end; how long each took, and the last lines of it.
+
+    One that breaks off is given again, and goes on from its records: under a multi-process service one process that
+    fails takes all others along, so that it is left out from then on."""
+    waiting = list(lane)
+    while waiting and time.monotonic() < end:
+        log = work / f"log-{number}-{len(waiting)}"
+        code, took = one(waiting[0], log, environment, end)
+        said = "still running, ended" if code is None else f"exit {code}"
+        times.append({"command": " ".join(waiting[0][3:]), "ended": said, "seconds": round(took, 1)})
+        print(f"--- {' '.join(waiting[0][3:])}\n{said} after {took:.1f} s\n{tail(log)}", flush=True)
+        if code in DONE or took < SHORT:
+            waiting.pop(0)
+        else:
+            environment = {name: value for name, value in environment.items() if name != PIPE}
+
+
+def one(line: Sequence[str], log: Path, environment: dict[str, str], end: float) -> tuple[int | None, float]:
+    """Run a command until it ends or its time is over (None), and its seconds."""
+    began = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(line, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(max(1.0, end + LAST / 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return None, time.monotonic() - began
+    return process.returncode, time.monotonic() - began
 
 
 def tail(log: Path) -> str:

@@ -317,3 +317,21 @@ def test_without_the_packages_of_the_page_runs_are_made_and_kept(tmp_path, capsy
 def test_an_unknown_task_is_named_with_those_there_are(tmp_path, capsys):
     assert main(["bench", "cab", "--tasks", "summary", "--out", str(tmp_path)]) == 2
     assert "unknown task 'summary' of CAB" in capsys.readouterr().err
+
+
+def test_a_gpu_that_has_failed_ends_the_process_instead_of_failing_every_run_after_it(tmp_path, monkeypatch):
+    """Such a process made 165 records of one failure: each further run fails at once, and takes the next."""
+
+    def broken(*_):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(study, "_loaded", lambda *_: {})
+    monkeypatch.setattr(study, "trained", broken)
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    task = SMALL["lm"]
+    run = study.Training(
+        "lm all softmax", 0, "compared", "mark", task=task, uses={}, schedule=Schedule(1), tensors=tmp_path, about={}
+    )
+    with pytest.raises(RuntimeError, match="launch failure"):
+        study.Shop(tmp_path, "cuda", {}, False).make(run)
+    assert "launch failure" in study.Shop(tmp_path, "cpu", {}, False).make(run)["failed"]

@@ -84,6 +84,8 @@ class Shop(Workshop):
             TypeError,
             NotImplementedError,
         ) as error:  # of one mechanism, not of the others
+            if torch.device(self.device).type == "cuda":
+                torch.cuda.synchronize()  # a GPU that has failed ends this process: it would fail all other runs
             return {**head, "failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"}
 
 
