@@ -9,10 +9,11 @@
 A step is forward, backward and fused AdamW under bf16 autocast, with drop rates 0. Ours and timm's have equal batches
 and are compiled alike, block by block (with --eager neither is), and replayed as CUDA graphs: a busy host is not timed.
 Nothing is timed before it is checked: ours gives timm's answers from timm's weights in float32, and bf16 with
-another mechanism is off by at most twice what it is with softmax.
+another mechanism is off by at most twice what it is with softmax. "values" is the same network whose attention gives
+back its values: what no attention could be quicker than.
 Networks compile side by side in processes of their own; they are timed one after another, when all have compiled:
 medians of CUDA events. JSON goes to $OUT/gpu_backbones.json after each network if OUT is set; with --profile the
-kernels that took longest, of each network with timm's and ours, to profile_NETWORK_WHICH.txt beside it.
+kernels that took longest, of each network and attention, to profile_NETWORK_WHICH.txt beside it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ AGAINST: dict[str, tuple[str, str, int, int]] = {
 COMPILED = ("Block", "TNTBlock", "ClassFusion", "CrossAttentionBlock", "SHViTBlock", "BasicBlock", "Residual",
             "PatchMerging", "ActivatorBlock", "MaxxVitBlock", "MaxViTBlock",
             "SpectralBlock")  # fmt: skip
-ATTENTIONS = ("softmax", "cumulant3")
+ATTENTIONS = ("softmax", "cumulant3", "values")
 # Ours, its arguments, and pixels with images; tokens of the longest attention in the key.
 SWAPS: dict[str, tuple[str, dict[str, Any], dict[int, tuple[int, int]]]] = {
     "vit": ("vit_small_patch16_224", {}, {1024: (512, 32), 4096: (1024, 8)}),
@@ -64,6 +65,23 @@ SWAPS: dict[str, tuple[str, dict[str, Any], dict[int, tuple[int, int]]]] = {
 SHARE = 0.2  # of the GPU's memory that a network may take: others may be beside it
 LONGEST = 900  # seconds that a compiled network waits to be timed
 GOAL = 1.5  # times softmax, from 1,024 tokens on
+
+
+class Values:
+    """In place of a mechanism: each query gets the value of its own place."""
+
+    def run(self, call: Any, x: Tensor | None = None) -> Tensor:
+        return call.value[..., : call.query.shape[-2], :]
+
+
+def made(name: str, attention: str, **given: Any) -> nn.Module:
+    """A network with a mechanism, or with nothing but values where cumulant3 would be."""
+    model = create_model(name, attention="cumulant3" if attention == "values" else attention, **given)
+    for module in model.modules():
+        swapped = attention == "values" and getattr(module, "mechanism", None)
+        if swapped and swapped.name == "cumulant3":
+            module.mix = Values()
+    return model
 
 
 class Step:
@@ -169,9 +187,9 @@ def swaps(name: str, asked: argparse.Namespace, device: str) -> dict[str, Step]:
     ours, given, sizes = SWAPS[name]
     steps, plain = {}, None
     for tokens, (px, batch) in [*sizes.items()][: asked.sizes]:
-        for attention in ATTENTIONS:
+        for attention in asked.attentions:
             torch.manual_seed(0)
-            model = drawn(create_model(ours, attention=attention, img_size=px, **given)).to(device)
+            model = drawn(made(ours, attention, img_size=px, **given)).to(device)
             error = 0.0 if asked.warm else off(model, torch.randn(1, 3, px, px, device=device))
             plain = error if attention == "softmax" else plain
             if plain is not None and not error <= 2 * plain + 1e-3:
@@ -196,6 +214,9 @@ def work(kind: str, name: str, which: str, asked: argparse.Namespace, gates: Any
         steps = against(name, which, asked, device) if kind == "against" else swaps(name, asked, device)
         for label in list(steps):
             with few:
+                if asked.compiling and time.perf_counter() - start > asked.compiling:
+                    steps.pop(label)
+                    continue
                 try:
                     for _ in range(1 if quick or asked.warm else 2):
                         steps[label]()
@@ -224,7 +245,7 @@ def work(kind: str, name: str, which: str, asked: argparse.Namespace, gates: Any
             rows.append({"kind": kind, "network": name, "which": label, "compiled": not asked.eager,
                          "batch": step.batch, "ms": ms, "images": 1e3 * step.batch / ms,
                          "alone": not ready.broken})  # fmt: skip
-            if asked.profile and kind == "against" and "OUT" in os.environ:
+            if asked.profile and label.split("@")[0] != "values" and "OUT" in os.environ:
                 told_by = profiled(step)
                 Path(os.environ["OUT"], f"profile_{name}_{label}.txt").write_text(told_by)
             if device == "cuda":
@@ -265,7 +286,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[*{**AGAINST, **SWAPS}])
     parser.add_argument("--kinds", nargs="*", default=["against", "swap"])
     parser.add_argument("--sizes", type=int, default=2, help="of the images with other attention, from the smallest on")
+    parser.add_argument("--attentions", nargs="*", default=[*ATTENTIONS], choices=ATTENTIONS)
     parser.add_argument("--wait", type=float, default=400, help="seconds that the slowest may take to compile")
+    parser.add_argument("--compiling", type=float, default=0, help="seconds after which nothing more is compiled")
     parser.add_argument("--warm", action="store_true", help="compile into torch's cache, time nothing")
     parser.add_argument("--hold", default="", help="compile, then wait with timing until this file is there")
     parser.add_argument("--eager", action="store_true", help="nothing compiled")

@@ -144,7 +144,8 @@ def measure(settings: argparse.Namespace) -> None:
 def start(settings: argparse.Namespace) -> None:
     before = json.loads(Path(settings.after).read_text())["runs"] if settings.after else []
     done = [(run["layer"], run["attention"], run["seed"]) for run in before]
-    todo = [run for run in plan() if tuple(told(*run).values()) not in done]
+    wanted = settings.only or [*LAYERS]
+    todo = [run for run in plan() if run[0] in wanted and tuple(told(*run).values()) not in done]
 
     def record(runs: list[dict[str, Any]]) -> None:
         write("vision_layers_train", "train", model=MODEL, epochs=EPOCHS, runs=before + runs)
@@ -159,6 +160,7 @@ def main() -> None:
             "one": lambda settings: take_runs(settings, recipe, gpu_seconds, told)}  # fmt: skip
     parser.add_argument("what", choices=work)
     arguments(parser)
+    parser.add_argument("--only", nargs="+", choices=list(LAYERS), help="train these layers alone")
     settings = parser.parse_args()
     work[settings.what](settings)
 

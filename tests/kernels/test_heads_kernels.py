@@ -5,6 +5,7 @@ import torch
 
 from cumulant.kernels import launch
 from cumulant.nn import create_layer
+from cumulant.nn.heads.ia_red2 import Pack, decide
 from cumulant.nn.rotary import turns
 
 pytestmark = pytest.mark.skipif(not launch.HAS_TRITON, reason="needs Triton")
@@ -131,24 +132,28 @@ def test_an_interpreter_by_its_kernel_is_the_formula(kernels, heads, width, mask
     found = layer.float().interpreter.told(x, kept)
     assert wanted.std() > 0.02
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    middle = float(wanted.median())
+    assert torch.equal(layer.interpreter.chosen(x, middle), decide(layer.interpreter.told(x), middle))
 
 
 @runs
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @torch.no_grad()
 def test_kept_tokens_are_taken_out_and_put_back_by_kernels_as_by_indices(kernels, monkeypatch, share):
-    from cumulant.nn.heads.ia_red2 import Pack
-
     torch.manual_seed(0)
     x = torch.randn(3, 37, 20, device=DEVICE)[:, :, :12]  # rows that do not touch
     kept = torch.rand(3, 37, device=DEVICE) < share
     kept[:, 0] = True
-    found = Pack.of(x, kept)
+    found, roomy = Pack.of(x, kept), Pack.of(x, kept, room=True)
     monkeypatch.setattr(launch, "direct", lambda x: False)
     wanted = Pack.of(x, kept)
     assert torch.equal(found.tokens, wanted.tokens)
     assert torch.equal(found.cu_seq, wanted.cu_seq)
     assert torch.equal(found.unpacked(found.tokens + 1), wanted.unpacked(wanted.tokens + 1))
+    T = len(wanted.tokens)
+    assert torch.equal(roomy.tokens[:T], wanted.tokens)
+    roomy.tokens[T:] = torch.nan  # nobody reads what is not a token
+    assert torch.equal(roomy.unpacked(roomy.tokens + 1), wanted.unpacked(wanted.tokens + 1))
 
 
 def apart(layer):
@@ -174,12 +179,13 @@ def test_listed_keys_by_kernels_are_the_layer_written_out(kernels, block, prefix
 
 
 @runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("b", [1, 7, 50])
-def test_the_largest_are_chosen_with_the_first_of_equals_in_their_order(b):
+def test_the_largest_are_chosen_with_the_first_of_equals_in_their_order(b, dtype):
     from cumulant.kernels.heads.sparse import largest_places
 
     torch.manual_seed(0)
-    guess = torch.randn(3, 5, 50, device=DEVICE).mul(3).round()  # many are equal, some below 0
+    guess = torch.randn(3, 5, 50, device=DEVICE).mul(3).round().to(dtype)  # many are equal, some below 0, some -0
     order = guess.sort(dim=-1, descending=True, stable=True).indices[..., :b]
     assert torch.equal(largest_places(guess, b).long(), order.sort(-1).values)
 
@@ -195,8 +201,6 @@ ON_A_GPU = {
 @pytest.mark.gpu
 @torch.no_grad()
 def test_layers_by_kernels_on_a_gpu_are_those_written_out():  # in one test: processes take longer than it
-    from cumulant.nn.heads.ia_red2 import Pack
-
     for name, (width, heads, options, call) in ON_A_GPU.items():
         torch.manual_seed(0)
         layer = create_layer(name, width, heads, **options).cuda().eval()

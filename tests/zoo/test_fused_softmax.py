@@ -117,16 +117,24 @@ def test_only_very_many_short_and_narrow_heads_on_a_gpu_take_it():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "values", "plain"), [(UNEQUAL, 96, True), (UNEQUAL, 16, False), (UNEQUAL + 1, 96, False)]
+    ("queries", "tokens", "values", "plain"),
+    [
+        (UNEQUAL, UNEQUAL, 96, True),
+        (UNEQUAL, UNEQUAL, 16, False),
+        (UNEQUAL + 1, UNEQUAL + 1, 96, False),
+        (1, 4096, 96, True),
+        (1, 4096, 16, False),
+    ],
 )
-def test_short_sequences_whose_values_are_wider_than_keys_take_plain_products(tokens, values, plain):
-    query = torch.empty(2, 1, tokens, 16, device="meta")
-    value = torch.empty(2, 1, tokens, values, device="meta")
+def test_short_sequences_and_single_queries_with_values_wider_than_keys_take_plain_products(
+    queries, tokens, values, plain
+):
+    key, value = (torch.empty(2, 1, tokens, width, device="meta") for width in (16, values))
 
     class OnGpu:
-        shape, is_cuda = query.shape, True
+        shape, is_cuda = torch.Size((2, 1, queries, 16)), True
 
-    assert better_plain(OnGpu, query, value) is plain
+    assert better_plain(OnGpu, key, value) is plain
 
 
 @pytest.mark.gpu

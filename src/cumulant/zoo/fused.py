@@ -25,7 +25,8 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 # products 1.19 (H200, compiled). At 16 channels and values of 96 both took 1.1 ms; at 64 tokens the kernel was quicker.
 SHORT, NARROW, MANY = 16, 16, 1024  # tokens, channels, heads in the whole batch
 # Values of another width than keys keep the quick kernels away, or go in several parts: SHViT has 16 channels against
-# 72 and 96, at 64 and 16 tokens. Two products and a softmax are less there.
+# 72 and 96, at 64 and 16 tokens. Two products and a softmax are less there, and where a head has one query: LAMA's keys
+# of one channel under values of a token's width would go in as many parts as a token has channels.
 UNEQUAL = 64  # tokens
 MOST = 65_535  # sequences that a fused kernel takes: with more, CUDA answers "invalid argument"
 
@@ -73,7 +74,7 @@ def better_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     (tokens, channels), (keys, width) = query.shape[-2:], (key.shape[-2], value.shape[-1])
     if not all(isinstance(size, int) for size in (*query.shape, keys)):  # an export's open sizes are symbols
         return False
-    if channels != width and max(tokens, keys) <= UNEQUAL:
+    if channels != width and (max(tokens, keys) <= UNEQUAL or tokens == 1):
         return True
     return max(tokens, keys) <= SHORT and max(channels, width) <= NARROW and math.prod(query.shape[:-2]) >= MANY
 

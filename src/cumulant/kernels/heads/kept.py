@@ -17,26 +17,64 @@ ELEMENTS = 8192  # of a tile
 
 
 @triton.jit
+def ask_kernel(first, weight, bias, asked, apart, C, E, step, H: tl.constexpr, N: tl.constexpr, W: tl.constexpr):
+    """Grid (B H): what the first token asks of all others, the map of the keys turned on its query, and q . bias."""
+    b, h, c = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, W)
+    y = tl.load(first + b * step + c, mask=c < C, other=0.0).to(tl.float32)
+    y = tl.where(c < C, y - tl.sum(y, 0) / C, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / C + 1e-5)
+    mapped, constant = tl.zeros((W,), tl.float32), 0.0
+    for start in range(0, E, N):
+        e = start + tl.arange(0, N)
+        row, there = h * E + e, (e < E)[:, None] & (c < C)[None, :]
+        of_query = tl.load(weight + row[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
+        of_key = tl.load(weight + (row + C)[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
+        q = tl.sum(of_query * y[None, :], 1) + tl.load(bias + row, mask=e < E, other=0.0).to(tl.float32)
+        mapped += tl.sum(of_key * q[:, None], 0)
+        constant += tl.sum(q * tl.load(bias + C + row, mask=e < E, other=0.0).to(tl.float32), 0)
+    tl.store(asked + tl.program_id(0).to(tl.int64) * C + c, mapped, mask=c < C)
+    tl.store(apart + tl.program_id(0), constant)
+
+
+@triton.jit
 def tell_kernel(
-    x, query, mapped, bias, told, L, C, E, scale, xb, xt, H: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    WE: tl.constexpr,
+    x, asked, apart, told, kept, L, C, scale, threshold, xb, xt, H: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    DECIDES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B blocks): told = mean over heads of sigmoid(scale (mapped_h . layer_norm(x) + query_h . bias_h))."""
+    """Grid (B blocks): told = mean over heads of sigmoid(scale (asked_h . layer_norm(x) + apart_h)), and which are
+    above the threshold, or the first."""
     blocks = (L + N - 1) // N
     b, n = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * N + tl.arange(0, N)
-    c, e = tl.arange(0, W), tl.arange(0, WE)
+    c = tl.arange(0, W)
     there = (n < L)[:, None] & (c < C)[None, :]
     y = tl.load(x + b * xb + n.to(tl.int64)[:, None] * xt + c[None, :], mask=there, other=0.0).to(tl.float32)
     y = tl.where((c < C)[None, :], y - tl.sum(y, 1)[:, None] / C, 0.0)
     y = y * tl.rsqrt(tl.sum(y * y, 1) / C + 1e-5)[:, None]
     total = tl.zeros((N,), tl.float32)
     for h in tl.static_range(H):
-        u = tl.load(mapped + (h * (tl.num_programs(0) // blocks) + b) * C + c, mask=c < C, other=0.0).to(tl.float32)
-        q = tl.load(query + (b * H + h) * E + e, mask=e < E, other=0.0).to(tl.float32)
-        k = tl.load(bias + h * E + e, mask=e < E, other=0.0).to(tl.float32)
-        logit = scale * (tl.sum(y * u[None, :], 1) + tl.sum(q * k, 0))
+        u = tl.load(asked + (b * H + h) * C + c, mask=c < C, other=0.0)
+        logit = scale * (tl.sum(y * u[None, :], 1) + tl.load(apart + b * H + h))
         total += 1.0 / (1.0 + tl.exp(-logit))
     tl.store(told + b * L + n, total / H, mask=n < L)
+    if DECIDES:
+        tl.store(kept + b * L + n, ((total / H > threshold) | (n == 0)).to(tl.uint8), mask=n < L)
+
+
+@triton.jit
+def number_kernel(kept, number, ends, L, N: tl.constexpr):
+    """Grid (B): how many tokens are kept up to each one, of all images, and where each image's end."""
+    b, n = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+    before = 0
+    for start in range(0, b * L, N):
+        before += tl.sum(tl.load(kept + start + n, mask=start + n < b * L, other=0).to(tl.int32), 0)
+    if b == 0:
+        tl.store(ends, 0)
+    for start in range(0, L, N):
+        at = start + n
+        stays = tl.load(kept + b * L + at, mask=at < L, other=0).to(tl.int32)
+        tl.store(number + b * L + at, before + tl.cumsum(stays, 0), mask=at < L)
+        before += tl.sum(stays, 0)
+    tl.store(ends + b + 1, before)
 
 
 @triton.jit
@@ -58,19 +96,38 @@ def move_kernel(
         tl.store(here, tl.load(there, mask=both, other=0.0), mask=(n < L)[:, None] & (c < C)[None, :])
 
 
-def tell(x: Tensor, query: Tensor, mapped: Tensor, bias: Tensor, heads: int) -> Tensor:
-    """x (B, L, C), query (B, C), the map of its keys turned on it, mapped (H, B, C), bias (C) of keys -> (B, L) in
-    float32."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+def tell(
+    x: Tensor, first: Tensor, weight: Tensor, bias: Tensor, heads: int, threshold: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """x (B, L, C), the first token (B, C) that asks, weight (2 C, C) and bias (2 C) of its query and of the keys ->
+    how much each token says, (B, L) in float32, and which are kept, bool (B, L); nothing is in that without threshold.
+    """
+    x, first = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, first))
     (B, L, C), E = x.shape, x.shape[-1] // heads
-    told = torch.empty(B, L, dtype=torch.float32, device=x.device)
+    asked, told = (torch.empty(*shape, dtype=torch.float32, device=x.device) for shape in ((B, heads, C + 1), (B, L)))
+    apart = asked.view(-1)[B * heads * C :]
+    kept = torch.empty(B, L, dtype=torch.bool, device=x.device)
     N = max(1, ELEMENTS // padded(C))
     with on_device(x.device):
-        tell_kernel[(B * cdiv(L, N),)](
-            x, query.contiguous(), mapped.contiguous(), bias, told, L, C, E, E**-0.5, *x.stride()[:2],
-            H=heads, N=N, W=padded(C), WE=padded(E), num_warps=4,
+        ask_kernel[(B * heads,)](
+            first, weight.contiguous(), bias, asked, apart, C, E, first.stride(0), H=heads, N=N, W=padded(C),
+            num_warps=4,
         )  # fmt: skip
-    return told
+        tell_kernel[(B * cdiv(L, N),)](
+            x, asked, apart, told, kept.view(torch.uint8), L, C, E**-0.5, 0.0 if threshold is None else threshold,
+            *x.stride()[:2], H=heads, N=N, W=padded(C), DECIDES=threshold is not None, num_warps=4,
+        )  # fmt: skip
+    return told, kept
+
+
+def numbered(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Of tokens kept (B, L): how many are up to each, counted through all images, (B L), and where each image's begin
+    and end, (B + 1), both in int32."""
+    kept, (B, L) = kept.contiguous(), kept.shape
+    number, ends = (torch.empty(count, dtype=torch.int32, device=kept.device) for count in (B * L, B + 1))
+    with on_device(kept.device):
+        number_kernel[(B,)](kept.view(torch.uint8), number, ends, L, N=min(4096, padded(L)), num_warps=8)
+    return number, ends
 
 
 def _move(x: Tensor, tokens: Tensor, number: Tensor, kept: Tensor, *, out: bool) -> None:
@@ -92,10 +149,11 @@ def _move(x: Tensor, tokens: Tensor, number: Tensor, kept: Tensor, *, out: bool)
         )
 
 
-def taken_out(x: Tensor, number: Tensor, kept: Tensor, many: int) -> Tensor:
-    """The rows of x (B, L, C) that are kept (B, L), in the order of `number` (B L), which counts them from 1."""
+def taken_out(x: Tensor, number: Tensor, kept: Tensor, room: int) -> Tensor:
+    """The rows of x (B, L, C) that are kept (B, L), in the order of `number` (B L), which counts them from 1, as
+    (room, C); rows after the last are not written."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    tokens = x.new_empty(many, x.shape[-1])
+    tokens = x.new_empty(room, x.shape[-1])
     _move(x, tokens, number, kept, out=True)
     return tokens
 

@@ -52,23 +52,28 @@ def mixed_kernel(
 
 
 @triton.jit
-def largest_kernel(guess, chosen, L, b, W: tl.constexpr):
+def largest_kernel(guess, chosen, L, b, W: tl.constexpr, BITS: tl.constexpr):
     """Grid (lists): the places of the b largest of L numbers, the first of equals, in their order.
 
     The b-th largest is found bit by bit: of all numbers that at least b reach, it is the largest.
     """
     slot, n = tl.program_id(0).to(tl.int64), tl.arange(0, W)
-    x = tl.load(guess + slot * L + n, mask=n < L, other=float("-inf")).to(tl.float32)
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # there are two of 0
-    order = tl.where(n < L, bits ^ ((bits >> 31) & 0x7FFFFFFF), OF_ALL)  # whole numbers in the order of x
-    least = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= b, 0, OF_ALL)
-    for shift in range(31):
-        higher = least + (1 << (30 - shift))
+    x = tl.load(guess + slot * L + n, mask=n < L, other=0.0)
+    bits = tl.where(x == 0.0, 0.0, x).to(x.dtype)  # there are two of 0
+    bits = bits.to(tl.int16 if BITS == 16 else tl.int32, bitcast=True).to(tl.int32)
+    order = bits ^ ((bits >> 31) & ((1 << (BITS - 1)) - 1))  # whole numbers in the order of x
+    order = tl.where(n < L, order, OF_ALL)
+    least = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= b, 0, OF_ALL if BITS == 32 else -(1 << 15))
+    for shift in range(BITS - 1):
+        higher = least + (1 << (BITS - 2 - shift))
         least = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= b, higher, least)
-    above, equal = (order > least).to(tl.int32), ((order == least) & (n < L)).to(tl.int32)
-    taken = (above == 1) | ((equal == 1) & (tl.cumsum(equal, 0) <= b - tl.sum(above, 0)))
-    place = tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(chosen + slot * b + place, n, mask=taken & (n < L))
+    # Those above and those equal in one sum: both are at most 2^15.
+    above, equal = order > least, (order == least) & (n < L)
+    up_to = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    left = b - tl.sum(above.to(tl.int32), 0)
+    equals = (up_to >> 16) & 0xFFFF
+    place = (up_to & 0xFFFF) + tl.minimum(equals, left) - 1
+    tl.store(chosen + slot * b + place, n, mask=above | (equal & (equals <= left)))
 
 
 @triton.jit
@@ -126,7 +131,9 @@ def largest_places(guess: Tensor, b: int) -> Tensor:
     guess, L = guess.contiguous(), guess.shape[-1]
     chosen = torch.empty(*guess.shape[:-1], b, dtype=torch.int32, device=guess.device)
     with on_device(guess.device):
-        largest_kernel[(guess.numel() // L,)](guess, chosen, L, b, W=padded(L), num_warps=16 if L > 4096 else 4)
+        largest_kernel[(guess.numel() // L,)](
+            guess, chosen, L, b, W=padded(L), BITS=8 * guess.element_size(), num_warps=16 if L > 4096 else 4
+        )
     return chosen
 
 

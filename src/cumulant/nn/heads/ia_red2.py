@@ -57,17 +57,26 @@ class Interpreter(nn.Module):
     def told(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
         """The same without gradients. On a GPU the map of the keys is turned on the query, once for all tokens, and one
         kernel reads them. Cost: L C H + C^2."""
-        if not launch.direct(x) or x.shape[-1] > WIDEST_TOKEN:
+        if not self._direct(x):
             return self(x, kept)
+        told = self._tell(x, kept)[0]
+        return told if kept is None else told * kept.to(told.dtype)
+
+    @torch.no_grad()
+    def chosen(self, x: Tensor, threshold: float) -> Tensor:
+        """Which tokens are kept, `decide(told(x), threshold)`."""
+        return self._tell(x, None, threshold)[1] if self._direct(x) else decide(self(x), threshold)
+
+    def _direct(self, x: Tensor) -> bool:
+        return launch.direct(x) and x.shape[-1] <= WIDEST_TOKEN
+
+    def _tell(self, x: Tensor, kept: Tensor | None, threshold: float | None = None) -> tuple[Tensor, Tensor]:
         from ...kernels.heads.kept import tell
 
-        flat, first = x.reshape(-1, *x.shape[-2:]), x[..., 0, :]
-        first = first if kept is None else first * kept[..., :1].to(x.dtype)
-        W, bias = self.qk.weight.chunk(2), self.qk.bias.chunk(2)
-        query = F.linear(F.layer_norm(first.reshape(-1, x.shape[-1]), x.shape[-1:]), W[0], bias[0])
-        mapped = query.unflatten(-1, (self.num_heads, -1)).transpose(0, 1) @ W[1].unflatten(0, (self.num_heads, -1))
-        told = tell(flat, query, mapped, bias[1], self.num_heads).reshape(x.shape[:-1])
-        return told if kept is None else told * kept.to(told.dtype)
+        flat = x.reshape(-1, *x.shape[-2:])
+        first = flat[:, 0] if kept is None else flat[:, 0] * kept.reshape(flat.shape[:2])[:, :1].to(x.dtype)
+        found = tell(flat, first, self.qk.weight, self.qk.bias, self.num_heads, threshold)
+        return found[0].view(x.shape[:-1]), found[1].view(x.shape[:-1])
 
 
 def decide(told: Tensor, threshold: float, sample: bool = False) -> Tensor:
@@ -132,9 +141,10 @@ class RedundancyReduction(HeadsLayer):
 
     def kept(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Which tokens stay, bool (..., L)."""
-        present = None if key_mask is None else (key_mask != 0).expand(x.shape[:-1])
-        kept = decide(self.interpreter.told(x, present), self.threshold)
-        return kept if present is None else kept & present
+        if key_mask is None:
+            return self.interpreter.chosen(x, self.threshold)
+        present = (key_mask != 0).expand(x.shape[:-1])
+        return decide(self.interpreter.told(x, present), self.threshold) & present
 
     def forward(  # type: ignore[override]
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, context: Tensor | None = None,
@@ -147,7 +157,7 @@ class RedundancyReduction(HeadsLayer):
             kept = self.kept(x, mask)
             flat = x.reshape(-1, *x.shape[-2:])
             if (mask is None or mask.dtype == torch.bool) and takes_packs(self, x):
-                pack = Pack.of(flat, kept.reshape(flat.shape[:2]))
+                pack = Pack.of(flat, kept.reshape(flat.shape[:2]), room=True)
                 return pack.unpacked(attend_packed(self, pack.tokens, pack.cu_seq, x.shape[-2])).reshape(x.shape)
             if mask is None or mask.dtype == torch.bool:
                 counts = kept.reshape(flat.shape[:2]).sum(-1).tolist()
@@ -194,23 +204,22 @@ class RedundancyReduction(HeadsLayer):
 class Pack(NamedTuple):
     """The kept tokens of x (B, L, C) end to end, and where they were."""
 
-    tokens: Tensor  # (T, C)
+    tokens: Tensor  # (T, C), or (B L, C) of which T are tokens
     cu_seq: Tensor  # (B + 1,): where each image begins
     places: Tensor  # (T,) in the rows of x; with `kept`, how many are kept up to each row (B L,)
     shape: torch.Size  # of x
     kept: Tensor | None = None  # (B, L) where kernels move the rows
 
     @classmethod
-    def of(cls, x: Tensor, kept: Tensor) -> Pack:
-        """Waits once for the device: how many are left decides the size of all that follows."""
+    def of(cls, x: Tensor, kept: Tensor, room: bool = False) -> Pack:
+        """Waits once for the device: how many are left decides the size of all that follows. `room`: where kernels move
+        the rows there is room for all of them instead, and nobody waits; what no token is in was never written."""
         if launch.direct(x) and not torch.is_grad_enabled() and x.shape[-1] <= WIDEST_TOKEN:
-            from ...kernels.heads.kept import taken_out
+            from ...kernels.heads.kept import numbered, taken_out
 
-            number = kept.flatten().cumsum(0, dtype=torch.int32)
-            arriving = launch.Arriving(number[-1:])
-            cu_seq = F.pad(number[kept.shape[1] - 1 :: kept.shape[1]], (1, 0))
-            tokens = taken_out(x, number, kept, int(arriving.get()))
-            return cls(tokens, cu_seq, number, x.shape, kept)
+            number, cu_seq = numbered(kept)
+            many = kept.numel() if room else int(launch.Arriving(cu_seq[-1:]).get())
+            return cls(taken_out(x, number, kept, many), cu_seq, number, x.shape, kept)
         places = kept.flatten().nonzero()[:, 0]
         cu_seq = F.pad(kept.sum(-1).cumsum(0), (1, 0)).int()
         return cls(x.flatten(0, 1).index_select(0, places), cu_seq, places, x.shape)
