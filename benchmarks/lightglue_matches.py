@@ -5,8 +5,9 @@
 FOLDER is what `python -m tools.models lightglue` made. Each picture is matched with itself under a perspective: DISK's
 keypoints (kornia), in the order of their places (`placed`), of which a block is a part of the picture; matches do not
 depend on the order. PICTURES may be files of `--keep FOLDER` (a pair's keypoints each): no kornia then. Self and cross
-attention of all nine layers are replaced, as one line of `cumulant.convert`; layers are never skipped and no point is
-pruned on the way. Times are those of the machine it runs on, of the whole matcher. JSON goes to
+attention of all nine layers are replaced, but for those that a name leaves softmax ("cluster64+near=8 except
+8.self_attn"); layers are never skipped and no point is pruned on the way. Times are those of the machine it runs on: of
+the whole matcher, and of its attention layers alone, call after call. JSON goes to
 $OUT/lightglue_matches_NUMBER.json if OUT is set.
 """
 
@@ -27,6 +28,7 @@ from real_models import pictures
 from torch import Tensor
 
 from cumulant.bench.provenance import provenance
+from cumulant.conversion.paying import seconds_of
 from cumulant.explain.matches import Matcher, Pair, kept, lightglue, placed
 
 NAMES = (
@@ -34,6 +36,7 @@ NAMES = (
     "cluster64+near=4",
     "cluster64+near=8",
     "cluster64+near=16",
+    "cluster64+near=16 except 8.self_attn",
     "cluster64+find=tree+near=4+near_rows=1",
     "cluster64+find=tree+near=8+near_rows=1",
     "cluster64+find=tree+leaves=4+opened=16+near=16",
@@ -59,11 +62,13 @@ def pairs(options: argparse.Namespace, device: str) -> Iterator[tuple[str, Match
         yield picture.name, matcher, pair
 
 
-def matched(matcher: Matcher, pair: Pair) -> tuple[Tensor, float]:
-    """Matches, and the seconds of a second pass."""
+def matched(matcher: Matcher, pair: Pair) -> tuple[Tensor, float, float]:
+    """Matches; the seconds of a pass, and of its attention layers."""
+    names = matcher.layers(pair)
     matcher.matches(pair)
     start = time.perf_counter()
-    return matcher.matches(pair), time.perf_counter() - start
+    found, spent = matcher.matches(pair), time.perf_counter() - start
+    return found, spent, sum(seconds_of(matcher.model, [(pair,)], names).values())
 
 
 def main() -> None:
@@ -79,13 +84,18 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: dict[str, list[dict[str, Any]]] = {}
     for picture, matcher, pair in pairs(options, device):
-        exact, of_softmax = matched(matcher, pair)
-        print(f"{picture}: softmax finds {len(exact)} matches, {of_softmax:.4f} s", flush=True)
+        matcher.layers(pair)
+        exact, of_softmax, of_attention = matched(matcher, pair)
+        print(
+            f"{picture}: softmax finds {len(exact)} matches, {of_softmax:.4f} s, {of_attention:.4f} of it", flush=True
+        )
         for name in options.names:
-            with matcher.replaced(name, pair) as layers:
-                found, spent = matched(matcher, pair)
+            mechanism, _, left = name.partition(" except ")
+            with matcher.replaced(mechanism, pair, left.split()) as layers:
+                found, spent, attending = matched(matcher, pair)
             row = {"picture": picture, "matches": len(exact), "found": len(found), "layers": layers}
             row |= {"kept": kept(found, exact), "seconds": spent, "softmax": of_softmax}
+            row |= {"attention": attending, "softmax_attention": of_attention}
             rows.setdefault(name, []).append(row)
             print(name, row, flush=True)
             if out := os.environ.get("OUT"):

@@ -109,6 +109,16 @@ def test_all_layers_are_replaced_for_a_while_and_softmax_is_back_after_it(matche
         assert kept(matcher.matches(pair), exact) == 1
 
 
+def test_layers_that_are_named_stay_softmax(matcher):
+    pair = matcher.pair(picture(), 256)
+    exact = matcher.matches(pair)
+    with matcher.replaced("cumulant2", pair, exact=["1.self_attn", "cross_attn"]) as layers:
+        assert layers == 1
+        assert not torch.equal(matcher.matches(pair), exact)
+    with matcher.replaced("cumulant2", pair, exact=["0.self"]) as layers:
+        assert layers == 3
+
+
 def test_an_order_by_place_makes_runs_that_are_parts_of_the_picture(matcher):
     views = from_two_sides(torch.rand(1, 3, 60, 90), 256)
     found = {side: extract(y, 256) for side, y in views.items()}

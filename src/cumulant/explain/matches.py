@@ -18,7 +18,7 @@ import importlib
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Matcher:
     def __init__(self, model: Any, extract: Any, device: str | torch.device = "cpu") -> None:
         self.model, self.extract, self.device = model, extract, torch.device(device)
         self._pairs: OrderedDict[tuple[str, int], Pair] = OrderedDict()
+        self._layers: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, folder: str | Path, device: str | torch.device = "cpu") -> Matcher:
@@ -73,14 +74,16 @@ class Matcher:
 
     def layers(self, pair: Pair) -> tuple[str, ...]:
         """Names of the attention layers, as a pass over a pair finds them."""
-        found = tuple(convert(self.model, "cumulant2", force=True, data=(pair,)).replaced)
-        restore(self.model)
-        return found
+        if not self._layers:
+            self._layers = tuple(convert(self.model, "cumulant2", force=True, data=(pair,)).replaced)
+            restore(self.model)
+        return self._layers
 
     @contextmanager
-    def replaced(self, name: str, pair: Pair) -> Iterator[int]:
-        """Another attention in all layers for a while; says in how many."""
-        layers = len(convert(self.model, name, force=True, data=(pair,)).replaced)
+    def replaced(self, name: str, pair: Pair, exact: Sequence[str] = ()) -> Iterator[int]:
+        """Another attention for a while in the layers whose names hold none of the words `exact`; says in how many."""
+        plan = {layer: name for layer in self.layers(pair) if not any(word in layer for word in exact)}
+        layers = len(convert(self.model, layers=plan, force=True, data=(pair,)).replaced)
         try:
             yield layers
         finally:
