@@ -129,5 +129,5 @@ zoo.register(
     )
 )
 
-for count in (32, 256):  # between and beyond the names of the library: 65,536 tokens want more clusters
+for count in (32, 128, 256):  # between and beyond the names of the library: 65,536 tokens want more clusters
     zoo.register(mechanism(count))
