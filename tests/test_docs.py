@@ -70,6 +70,17 @@ def test_words_that_a_newcomer_meets_are_in_the_glossary():
     assert not re.search(r"free energy|temperature(?!=|`)", (ROOT / "README.md").read_text())
 
 
+def test_the_model_that_readme_converts_is_long_enough_to_gain():
+    """README says itself from how many tokens on it pays; a clock decides nothing here."""
+    import cumulant
+
+    text = (ROOT / "README.md").read_text()
+    pays = int(re.search(r"longer than about ([\d,]+) tokens", text)[1].replace(",", ""))
+    before_it_is_converted = text[: text.index("print(cumulant.convert(model")].splitlines()[-1]
+    model = eval(before_it_is_converted.removeprefix("model = "), {"cumulant": cumulant})
+    assert model.pos_embed.shape[1] > pays
+
+
 def test_readme_is_a_front_door_of_two_screens():
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 110
