@@ -4,7 +4,8 @@
     python benchmarks/side_by_side.py decode FOLDER FILE                   for --pixels of several scripts at once
 
 `train_all` decodes the images once; so many processes then take runs from a plan, in its order, and leave out what
-would not end in time. Each leaves its record as it ends.
+would not end in time. Each leaves its record as it ends. A run that fails is tried once more by a fresh process, since
+one whose GPU has failed can do nothing more; what it said is printed.
 
 A packed file has what a parquet shard has, without parquet: for machines that have torch and Pillow alone, and for
 transfers of a shard at a time. `TO` may hold some of the shards; a record says how many images it was.
@@ -73,6 +74,12 @@ def train_all(
             time.sleep(2)
             runs = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("run_*.json"))]
             write(runs)
+            left = settings.seconds - (time.monotonic() - began) - 5
+            command[command.index("--seconds") + 1] = str(left)
+            for number, child in enumerate(children):
+                if child.poll() and left > 0:  # ended by an error
+                    print(f"a process ended with {child.returncode}: another takes its place", flush=True)
+                    children[number] = subprocess.Popen(command, env=many)
             if time.monotonic() - began > settings.seconds:
                 for child in children:
                     child.kill()
@@ -110,9 +117,11 @@ def take_runs(
                 found = train(recipe(*key, settings.quick), out, source=source)
         except Exception as error:  # one that does not run must not stop the others
             print(f"{key}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # a device that has failed does end this process: it would fail the others
-            continue
+            again = folder / f"again_{number}"
+            if not again.exists():
+                again.touch()
+                (folder / f"taken_{number}").unlink()
+            raise SystemExit(1) from error
         seconds = time.monotonic() - began
         crowd = max(crowd / 2, seconds / alone) if alone else crowd
         run = {**told(*key), "top1": found.top1, "top5": found.top5, "loss": found.loss, "images": len(parts[0]),
