@@ -85,7 +85,7 @@ class Measurements(Workshop):
 
     def make(self, run: Measurement, shared: Any = None, progress: IO[str] | None = None) -> Record:
         assert self.study is not None
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         with ExitStack() as stack:
             if self.device == "cpu":
                 stack.enter_context(threads(1))
@@ -93,7 +93,8 @@ class Measurements(Workshop):
         return {
             "study": self.study.name, "configuration": run.configuration, "seed": run.seed, "role": run.role,
             "fingerprint": run.fingerprint, "settings": plain(asdict(run.settings)), "values": plain(numbers),
-            "epochs": 1, "seconds": round(time.perf_counter() - start, 2), "device": self.device, **self.made,
+            "epochs": 1, "seconds": round(time.perf_counter() - start, 2), "device": self.device,
+            "processor": round(time.process_time() - busy, 2), **self.made,
         }  # fmt: skip
 
 
