@@ -35,6 +35,7 @@ from safetensors.torch import load, load_file, save
 from cumulant.studies.cab import data
 from cumulant.studies.cab.study import prepared_path
 from cumulant.studies.cab.tasks import PictureTask, tasks_of
+from cumulant.studies.crews import LOG
 from cumulant.train.files import write_atomically
 from tools import records
 
@@ -153,6 +154,8 @@ def write_new(work: Path, before: dict[str, Any], target: Path) -> int:
     }
     packed = {study: records.packed(own) for study, own in new.items() if own}
     write_atomically(target, json.dumps(packed, allow_nan=False).encode())
+    for log in work.glob(f"*/{LOG}"):  # who made what, and when
+        write_atomically(target.with_name(f"{log.parent.name}-{log.name}"), log.read_bytes())
     return sum(map(len, new.values()))
 
 

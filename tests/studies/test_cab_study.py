@@ -321,17 +321,21 @@ def test_an_unknown_task_is_named_with_those_there_are(tmp_path, capsys):
 
 def test_a_gpu_that_has_failed_ends_the_process_instead_of_failing_every_run_after_it(tmp_path, monkeypatch):
     """Such a process made 165 records of one failure: each further run fails at once, and takes the next."""
+    said = ["Triton Error [CUDA]: unspecified launch failure"]
 
     def broken(*_):
-        raise RuntimeError("CUDA error: unspecified launch failure")
+        raise RuntimeError(said[0])
 
     monkeypatch.setattr(study, "_loaded", lambda *_: {})
     monkeypatch.setattr(study, "trained", broken)
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    task = SMALL["lm"]
+    shop = study.Shop(tmp_path, "cpu", {}, False)
     run = study.Training(
-        "lm all softmax", 0, "compared", "mark", task=task, uses={}, schedule=Schedule(1), tensors=tmp_path, about={}
-    )
+        "lm all softmax", 0, "compared", "mark", task=SMALL["lm"], uses={}, schedule=Schedule(1), tensors=tmp_path,
+        about={},
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match="launch failure"):
-        study.Shop(tmp_path, "cuda", {}, False).make(run)
-    assert "launch failure" in study.Shop(tmp_path, "cpu", {}, False).make(run)["failed"]
+        shop.make(run)
+    assert "launch failure" in shop.given_up(run, said[0])["failed"]  # after its second process
+    assert "launch failure" in json.loads(shop.record(run).read_text())["failed"]
+    said[0] = "shapes do not fit"
+    assert "shapes do not fit" in shop.make(run)["failed"]

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +146,50 @@ def test_a_worker_that_was_ended_from_outside_is_told_and_not_waited_for(tmp_pat
     team.running[small_run()] = (0.0, 1.0, 0)
     with pytest.raises(RunError, match="a training process ended by itself with exit status 0"):
         team._listen()
+
+
+@dataclass(frozen=True)
+class Fragile(Workshop):
+    """Loses its process `times` times at each run of seed 0: it dies, or its GPU has failed."""
+
+    times: int = 1
+    how: str = "dies"
+
+    def make(self, run, shared=None, progress=None):
+        told = self.out / "tries"
+        with told.open("a") as file:
+            file.write(f"{run.seed}\n")
+        if run.seed == 0 and told.read_text().split().count("0") <= self.times:
+            if self.how == "dies":
+                os._exit(11)
+            raise RuntimeError("Triton Error [CUDA]: unspecified launch failure")
+        return {"made by": os.getpid()}
+
+    def given_up(self, run, why):
+        return {"failed": why}
+
+
+@pytest.mark.parametrize("how", ["dies", "fails"])
+def test_a_run_whose_process_is_lost_is_made_again_by_another(tmp_path, how):
+    runs, found = [Run("x", seed, "compared", "mark") for seed in range(3)], {}
+    shop = Fragile(tmp_path, "cpu", {}, False, how=how)
+    left = train_all(runs, shop, report=lambda run, record: record and found.update({run.seed: record}), workers=2)
+    assert not left
+    assert sorted(found) == [0, 1, 2]
+    assert not any("failed" in one for one in found.values())
+    assert (tmp_path / "tries").read_text().split().count("0") == 2
+    log = (tmp_path / "workers.log").read_text()
+    assert log.count("x, seed 0: begins") == 2
+    assert log.count("x, seed 0: ended") == 1
+
+
+def test_a_run_that_loses_its_process_twice_is_given_up_and_the_others_are_made(tmp_path):
+    runs, found = [Run("x", seed, "compared", "mark") for seed in range(3)], {}
+    shop = Fragile(tmp_path, "cpu", {}, False, times=9, how="fails")
+    train_all(runs, shop, report=lambda run, record: record and found.update({run.seed: record}), workers=2)
+    assert "launch failure" in found[0]["failed"]
+    assert "2 times" in found[0]["failed"]
+    assert {"made by"} == found[1].keys() == found[2].keys()
 
 
 def test_a_finished_run_without_its_record_takes_no_time_of_the_budget(tmp_path):

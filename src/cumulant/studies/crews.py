@@ -9,10 +9,12 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from cumulant.data.jobs import apart
 from cumulant.optional import needed
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
     Heard = tuple[Any, Record | None, str | None]  # a run with its record, or with the reason why there is none
 
-RETRIES = 3  # of a run whose worker was lost, before the run itself is held to be the reason
+RETRIES = 3  # of a run whose machine was lost, before the run itself is held to be the reason
+AGAIN = 1  # the same for a process on this machine
+LOG = "workers.log"  # which process began and ended which run, and when
 PASSED_ON = ("CUMULANT_DATA", "CUMULANT_CACHE", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -45,33 +49,49 @@ class Crew(Protocol):
         ...
 
 
+class Lost(str):
+    """Why the process of a run ended without a record of it; after that the run itself is held to be the reason."""
+
+
 class Workers:
-    """Worker processes, each fed with the next run as soon as it is free; they are ended here whatever happens."""
+    """Worker processes, each fed with the next run as soon as it is free; they are ended here whatever happens.
+
+    One that is lost with its run, or whose GPU has failed, is replaced, and the run made once more.
+    """
 
     def __init__(self, shop: Workshop, size: int) -> None:
-        context = _context(shop)
+        self.shop, self.context = shop, _context(shop)
         self.size, self.busy = size, 0
-        self.tasks: Any = context.Queue()
-        self.events: Any = context.Queue()
-        self.processes: Sequence[Any] = [
-            context.Process(target=_work, args=(self.tasks, self.events, shop), daemon=True) for _ in range(size)
-        ]
+        self.events: Any = self.context.Queue()
+        self.tasks: dict[Any, Any] = {}  # a queue for each process, so that it is known who has which run
+        self.processes: list[Any] = [self._process() for _ in range(size)]
+        self.making: dict[Any, Any] = {}  # runs by their process
+        self.lost: Counter[Any] = Counter()
+
+    def _process(self) -> Any:
+        tasks = self.context.Queue()
+        process = self.context.Process(target=_work, args=(tasks, self.events, self.shop), daemon=True)
+        self.tasks[process] = tasks
+        return process
 
     def __enter__(self) -> Workers:
+        self._start(self.processes)
+        return self
+
+    def _start(self, processes: list[Any]) -> None:
         # The workers leave the answer to Ctrl-C to this process, whose one SIGTERM has their trainers save their state:
         # until they are in groups of their own, which a terminal's signal does not reach, they inherit this.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            for process in self.processes:
+            for process in processes:
                 process.start()
         finally:
             signal.signal(signal.SIGINT, handler)
-        return self
 
     def __exit__(self, *_: Any) -> None:
         if not self.busy:
-            for _process in self.processes:
-                self.tasks.put(None)
+            for process in self.processes:
+                self.tasks[process].put(None)
             for process in self.processes:
                 process.join(5)
         for process in self.processes:
@@ -81,18 +101,51 @@ class Workers:
 
     def begin(self, run: Any) -> None:
         self.busy += 1
-        self.tasks.put(run)
+        self._give(next(process for process in self.processes if process not in self.making), run)
+
+    def _give(self, process: Any, run: Any) -> None:
+        self.making[process] = run
+        self._note(process, run, "begins")
+        self.tasks[process].put(run)
 
     def heard(self, seconds: float) -> Heard | None:
         try:
-            found: Heard = self.events.get(timeout=seconds)
+            run, record, failure = self.events.get(timeout=seconds)
         except queue.Empty:
-            dead = [p.exitcode for p in self.processes if p.exitcode is not None]  # also 0: none was told to end yet
-            if dead:
-                raise RuntimeError(f"a training process ended by itself with exit status {dead[0]}") from None
+            for process in self.processes:
+                if process.exitcode is not None:
+                    why = f"a training process ended by itself with exit status {process.exitcode}"
+                    if process.exitcode == 0 or process not in self.making:  # it was told to end, by somebody else
+                        raise RuntimeError(why) from None
+                    return self._again(process, why)
+            return None
+        process = next(process for process, one in self.making.items() if one == run)
+        if isinstance(failure, Lost):
+            return self._again(process, failure)
+        self._note(process, run, failure or "ended")
+        del self.making[process]
+        self.busy -= 1
+        return run, record, failure
+
+    def _again(self, process: Any, why: str) -> Heard | None:
+        """Another process in the place of one that is gone, and its run once more; after that the run is given up."""
+        run = self.making.pop(process)
+        self._note(process, run, why)
+        process.join()
+        del self.tasks[process]
+        other = self.processes[self.processes.index(process)] = self._process()
+        self._start([other])
+        self.lost[run] += 1
+        if self.lost[run] <= AGAIN:
+            self._give(other, run)
             return None
         self.busy -= 1
-        return found
+        return run, None, Lost(f"{why}, {self.lost[run]} times")
+
+    def _note(self, process: Any, run: Any, what: str) -> None:
+        self.shop.out.mkdir(parents=True, exist_ok=True)
+        with (self.shop.out / LOG).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {process.pid} {run}: {what}\n")
 
 
 def _context(shop: Workshop) -> Any:
@@ -117,8 +170,14 @@ def _work(tasks: Any, events: Any, shop: Workshop) -> None:
         except KeyboardInterrupt:
             return
         except Exception as error:
-            events.put((run, None, told(error)))
+            events.put((run, None, Lost(told(error)) if device_failed(error) else told(error)))
             return
+
+
+def device_failed(error: BaseException) -> bool:
+    """Whether a GPU has failed under this process, which can use it no more: each further call would fail as well."""
+    kind = getattr(torch, "AcceleratorError", ())
+    return isinstance(error, kind) or (isinstance(error, RuntimeError) and "[CUDA]" in str(error))
 
 
 def told(error: BaseException) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from cumulant.studies.budget import Budget, epochs_done
 from cumulant.studies.claims import Claims
-from cumulant.studies.crews import Crew, RayCluster, Workers
+from cumulant.studies.crews import Crew, Lost, RayCluster, Workers
 from cumulant.studies.plan import Run
 from cumulant.train import RecipeError, read_log
 from cumulant.train.files import read_json, write_atomically
@@ -78,6 +78,10 @@ class Workshop(ABC):
         record = self.make(run, shared, progress)
         write_atomically(self.record(run), json.dumps(record, allow_nan=False).encode())
         return record
+
+    def given_up(self, run: Any, why: str) -> Record | None:
+        """The record, with "failed", of a run whose processes were lost; None where that ends the study."""
+        return None
 
     def finished(self, run: Any) -> Record | None:
         """The record that is kept of a run; None where there is none that counts."""
@@ -270,6 +274,8 @@ class _Team:
             raise RunError(str(error)) from None
         if heard is not None:
             run, record, failure = heard
+            if record is None and isinstance(failure, Lost):
+                record = self.shop.given_up(run, failure)
             if record is None:
                 raise RunError(f"{run}: {failure}")
             self._tell_epochs(run, record.get("epochs", 0))

@@ -22,6 +22,7 @@ from cumulant.studies.cab.patterns import support
 from cumulant.studies.cab.tasks import Task, tasks_of
 from cumulant.studies.cab.training import NotReachedError, trained
 from cumulant.studies.command import Cab
+from cumulant.studies.crews import device_failed
 from cumulant.studies.loop import Schedule
 from cumulant.studies.mechanisms import chosen
 from cumulant.studies.outcome import origins
@@ -30,7 +31,7 @@ from cumulant.studies.records import device_name
 from cumulant.studies.runs import Record, TimeOverError, Workshop, train_all
 from cumulant.studies.study import bar_of
 from cumulant.tensors import threads
-from cumulant.train.files import read_json
+from cumulant.train.files import read_json, write_atomically
 from cumulant.train.processes import chosen_device
 
 BASELINE = "softmax"
@@ -70,7 +71,7 @@ class Shop(Workshop):
         return True
 
     def make(self, run: Training, shared: Any = None, progress: IO[str] | None = None) -> Record:
-        head = {"configuration": run.configuration, "seed": run.seed, "task": run.task.name, **run.about, **self.made}
+        head = self.head(run)
         try:
             with threads(1):
                 tensors = _loaded(str(run.tensors), self.device)
@@ -84,9 +85,18 @@ class Shop(Workshop):
             TypeError,
             NotImplementedError,
         ) as error:  # of one mechanism, not of the others
-            if torch.device(self.device).type == "cuda":
-                torch.cuda.synchronize()  # a GPU that has failed ends this process: it would fail all other runs
+            if device_failed(error):  # of this process from now on
+                raise
             return {**head, "failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"}
+
+    def given_up(self, run: Training, why: str) -> Record | None:
+        record = {**self.head(run), "failed": why}
+        write_atomically(self.record(run), json.dumps(record).encode())
+        return record
+
+    def head(self, run: Training) -> Record:
+        """What every record says."""
+        return {"configuration": run.configuration, "seed": run.seed, "task": run.task.name, **run.about, **self.made}
 
 
 @functools.lru_cache(1)
