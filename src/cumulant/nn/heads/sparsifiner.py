@@ -61,12 +61,16 @@ class Predictor(nn.Module):
         k = self.key(key)
         if present is not None:
             k = k.masked_fill((present == 0)[:, None, :, None], 0)
-        s = self.query(query) @ (k.mT @ fitted(self.pool, key.shape[-2]).to(k.dtype)) * query.shape[-3] ** -0.5
+        s = self.query(query) @ self.pooled(k) * query.shape[-3] ** -0.5
         a = wide(s).softmax(-1)
         if dense or a.shape[-1] <= TOP_BASIS:
             return a
         best = a.topk(TOP_BASIS, -1)
         return torch.zeros_like(a).scatter(-1, best.indices, best.values)
+
+    def pooled(self, k: Tensor) -> Tensor:
+        """Reduced keys (B, H, L, c) summed over the tokens, (B, H, c, K); the table first, or k would be copied."""
+        return (fitted(self.pool, k.shape[-2]).to(k.dtype).mT @ k).mT
 
     def maps(self, length: int, signed: bool) -> Tensor:
         """The basis maps (K, L): as they are trained first, or their sizes where these count."""
@@ -194,8 +198,7 @@ class Sparsifiner(HeadsLayer):
         if self._chooses(call):
             from ...kernels.heads.sparse import largest_places, mixed
 
-            k = predictor.key(call.key)
-            pooled = k.mT @ fitted(predictor.pool, L).to(k.dtype)
+            pooled = predictor.pooled(predictor.key(call.key))
             top = TOP_BASIS if pooled.shape[-1] > TOP_BASIS else 0
             a = mixed(predictor.query(query), pooled, r, top, query.shape[-3] ** -0.5)
             return largest_places(a.to(query.dtype) @ maps.to(query.dtype), b)
