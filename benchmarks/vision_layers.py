@@ -44,7 +44,7 @@ VIT = "vit_nano_patch4_32"
 MODEL: dict[str, Any] = {"patch_size": 8, "embed_dim": 128, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
 EPOCHS, BATCH, ROUNDS = 8, 512, 31
 SEEDS = (1, 2, 3)  # of plain layers again: what chance does
-TAKES = {"multihead": 12, "biformer": 45, "gaam": 30, "sparsifiner": 60}  # microseconds an image alone, about; 25 else
+TAKES = {"moh": 20, "biformer": 30, "gaam": 25, "sparsifiner": 18}  # microseconds an image alone, about; 12 else
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ def plan() -> list[list[Any]]:
 
 
 def gpu_seconds(name: str, attention: str, seed: int) -> float:
-    return TAKES.get(name, 25) * 50_000 * EPOCHS / 1e6
+    return TAKES.get(name, 12) * 50_000 * EPOCHS / 1e6
 
 
 def told(name: str, attention: str, seed: int) -> dict[str, Any]:
