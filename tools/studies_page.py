@@ -52,6 +52,7 @@ def count(result: Result) -> str:
 
 
 VERDICTS = (CONFIRMED, REFUTED, OPEN)
+LONG = 8  # rows; a longer table is folded
 
 
 def block(result: Result) -> str:
@@ -61,13 +62,30 @@ def block(result: Result) -> str:
     said = f"{runs} runs, {result['settings']['seeds']} seeds; {verdicts}."
     if result["missing"]:
         said += f" No time was left for {len(result['missing'])} runs."
-    head = ["verdict", "found (95 %)", "should be", "claim", "source"]
-    lines = [[one["verdict"], one["found"], one["bounds"], told(one), one["source"]] for one in result["statements"]]
-    parts = [said, table(head, [[escaped(cell) for cell in line] for line in lines])]
+    parts = [said]
+    refuted = [one for one in result["statements"] if one["verdict"] == REFUTED]
+    if len(result["statements"]) <= LONG:
+        parts.append(judged(result["statements"]))
+    else:
+        parts += ["Refuted:", judged(refuted)] if refuted else ["None is refuted."]
+        parts.append(folded(f"All {len(result['statements'])} statements", judged(result["statements"])))
     for one in result["tables"]:
         cells: Sequence[Sequence[str]] = [[escaped(cell) for cell in line] for line in one["rows"]]
-        parts.append(f"**{one['title']}**\n\n{table([escaped(cell) for cell in one['head']], cells)}")
+        shown = table([escaped(cell) for cell in one["head"]], cells)
+        title = escaped(one["title"])
+        parts.append(folded(title, shown) if len(cells) > LONG else f"**{title}**\n\n{shown}")
     return "\n\n".join([*parts, *(made(one) for one in result["origins"])])
+
+
+def judged(statements: Sequence[Mapping[str, Any]]) -> str:
+    head = ["verdict", "found (95 %)", "should be", "claim", "source"]
+    lines = [[one["verdict"], one["found"], one["bounds"], told(one), one["source"]] for one in statements]
+    return table(head, [[escaped(cell) for cell in line] for line in lines])
+
+
+def folded(title: str, text: str) -> str:
+    """Text below a line that opens it, on the site and on GitHub."""
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{text}\n\n</details>'
 
 
 def told(one: Mapping[str, Any]) -> str:

@@ -44,11 +44,16 @@ MARKS = {
 }
 
 LEGEND = """
-Patterns: NS attention of a sequence to itself, CS the same with only the past in sight, NC to another sequence, CC to
-another sequence with only earlier queries in sight. Key mask: padding. Grouped queries: several query
-heads share a key head. Weights: the L x L map can be shown. Sub-quadratic: no L x L work. Streaming: a state of
-constant size. Ragged: packed sequences of different lengths. Cost: multiply-adds of one head for L tokens,
-key width D, value width E, without a causal mask. Parts: the mechanism has parameters of its own in a layer.
+| mark | |
+| --- | --- |
+| NS, CS | attention of a sequence to itself; the same with only the past in sight |
+| NC, CC | attention to another sequence; the same with only earlier queries in sight |
+| cost | multiply-adds of one head for L tokens, key width D, value width E, without a causal mask |
+| key mask, grouped queries | padding; several query heads share a key head |
+| weights | the L x L map can be shown |
+| sub-quadratic, streaming | no L x L work; a state of constant size |
+| ragged | packed sequences of different lengths |
+| parts | the mechanism has parameters of its own in a layer |
 """
 
 
