@@ -1,7 +1,9 @@
 """A number that was expected is compared with the mean of the runs, and with what one run may be by chance."""
 
 import pytest
+import torch
 
+from cumulant.studies.memories import hebb, signs, unit
 from cumulant.studies.statements import interval
 from tools import expected
 
@@ -27,7 +29,29 @@ def found(values):
 )
 def test_verdicts(known, values, verdict):
     line = expected.Line("risk", "softmax", {"L=40": known}, share=0.05, over=0.95)
-    assert expected.judged(line, known, found(values)) == verdict
+    assert expected.judged(line, "L=40", found(values)) == verdict
+
+
+def test_a_measurement_that_scatters_more_than_ours_is_judged_by_its_own_scatter():
+    line = expected.Line("pairs", "x", {"a": 8.5, "b": 6.0}, 0.1, repeated={"a": (7, 11), "b": (7, 11)})
+    ours = found([10.3, 10.2, 10.4])
+    assert expected.judged(line, "a", ours) == expected.CHANCE
+    assert expected.judged(line, "b", ours) == expected.OUTSIDE
+
+
+def test_twelve_trials_count_pairs_as_widely_as_is_said():
+    dice, counts = torch.Generator().manual_seed(1), []
+    for _ in range(20):
+        n = 2
+        while True:
+            key, value = unit(12, n, 128, generator=dice), signs(12, n, 128, generator=dice)
+            if (hebb(key, value).sign() == value).all(-1).double().mean() < 0.99:
+                break
+            n += 1
+        counts.append(n - 1)
+    low, high = expected.TWELVE_TRIALS
+    assert sum(low <= one <= high for one in counts) >= 17
+    assert sum(one <= 9 for one in counts) >= 2  # "8 to 9" is no rare outcome
 
 
 def test_only_records_of_the_asked_settings_count():
