@@ -64,6 +64,8 @@ class Visit:
     cab_options: str = ""
     """Further words for `bench cab`, as in "--cab-options=--tasks lm then --tasks restore": one command after the
     other, with " then " between them."""
+    alone: str = ""
+    """Words for a `bench cab` of two workers beside it that has no part in the multi-process service."""
     study: tuple[str, ...] = ()
     """NAME:WORKERS[:DEVICE[:OPTIONS]], such as "pavlovian:2:cpu:--setting paper"; those
     joined by " then " follow each other, the others run side by side."""
@@ -137,8 +139,13 @@ def lanes(visit: Visit, work: Path, minutes: float) -> list[list[list[str]]]:
 
 def benchmark(visit: Visit, work: Path, minutes: float) -> list[list[str]]:
     """The command lines of CAB."""
-    line = ["bench", "cab", "--data", str(NOWHERE), "--size", "full", "--workers", str(visit.cab)]
-    return [[*PROGRAM, *line, *limit(work, minutes), *words.split()] for words in visit.cab_options.split(" then ")]
+    line = cab_line(visit.cab, work, minutes)
+    return [[*line, *words.split()] for words in visit.cab_options.split(" then ")]
+
+
+def cab_line(workers: int, work: Path, minutes: float) -> list[str]:
+    line = ["bench", "cab", "--data", str(NOWHERE), "--size", "full", "--workers", str(workers)]
+    return [*PROGRAM, *line, *limit(work, minutes)]
 
 
 def limit(work: Path, minutes: float) -> list[str]:
@@ -192,8 +199,9 @@ def run(visit: Visit) -> int:
     threads: list[threading.Thread] = []
     times: list[dict[str, Any]] = []
 
-    def begin(lane: Sequence[Sequence[str]]) -> None:
-        place = (len(threads), lane, work, environment, end - LAST, times)
+    def begin(lane: Sequence[Sequence[str]], served: bool = True) -> None:
+        around = {name: value for name, value in environment.items() if served or name != PIPE}
+        place = (len(threads), lane, work, around, end - LAST, times)
         threads.append(threading.Thread(target=follow, args=place, daemon=True))
         threads[-1].start()
 
@@ -205,6 +213,8 @@ def run(visit: Visit) -> int:
     if visit.cab:
         if visit.tensors is not None:
             lay_tensors(visit.tensors, work)
+        if visit.alone:
+            begin([[*cab_line(2, work, left()), *visit.alone.split()]], served=False)
         begin(benchmark(visit, work, left()))
     print(f"begun after {visit.seconds - (end - time.monotonic()):.0f} s", flush=True)
     told = time.monotonic()

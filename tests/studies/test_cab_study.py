@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import sys
+from dataclasses import replace
 from io import StringIO
 
 import numpy as np
@@ -339,3 +340,13 @@ def test_a_gpu_that_has_failed_ends_the_process_instead_of_failing_every_run_aft
     assert "launch failure" in json.loads(shop.record(run).read_text())["failed"]
     said[0] = "shapes do not fit"
     assert "shapes do not fit" in shop.make(run)["failed"]
+
+
+def test_one_use_of_a_task_may_be_asked_for(tmp_path):
+    settings = Cab(tasks=("restore",), uses=("CC",), attention=("softmax", "linear"), steps=1, seeds=1, control=0,
+                   device="cpu", out=tmp_path)  # fmt: skip
+    assert {row["pattern"] for row in study.run(settings)["rows"]} == {"CC"}
+    with pytest.raises(ValueError, match="unknown use 'C' of attention"):
+        study.chosen_uses(["C"])
+    with pytest.raises(ValueError, match="none of restore has NC: restore has CS and CC"):
+        study.run(replace(settings, uses=("NC",)))

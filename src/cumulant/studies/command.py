@@ -230,6 +230,8 @@ class Cab:
     """Folder with tiny-shakespeare, imdb, tiny-imagenet-100, legal-rhetorical-roles, ett-small; without: generated."""
     tasks: tuple[str, ...] = ("all",)
     """lm, mlm, sr, reviews, roles, lstf, restore; all: every one."""
+    uses: tuple[str, ...] = ("all",)
+    """Which use is replaced: NS, CS, NC, CC; all: each that a task has."""
     attention: tuple[str, ...] = ("all",)
     """Mechanisms by name, with options of their layers as in agent+conv=false; all: every one."""
     size: Literal["auto", "small", "full"] = "auto"

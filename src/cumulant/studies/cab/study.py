@@ -18,7 +18,7 @@ from cumulant.grammar import suggest
 from cumulant.studies.budget import Budget
 from cumulant.studies.cab import data, synthetic
 from cumulant.studies.cab.leaderboard import judged
-from cumulant.studies.cab.patterns import support
+from cumulant.studies.cab.patterns import PATTERNS, support
 from cumulant.studies.cab.tasks import Task, tasks_of
 from cumulant.studies.cab.training import NotReachedError, trained
 from cumulant.studies.command import Cab
@@ -111,6 +111,14 @@ def chosen_tasks(names: Sequence[str], size: str) -> dict[str, Task]:
         if name not in known and name != "all":
             raise ValueError(f"unknown task {name!r} of CAB; {suggest(name, known)}")
     return known if "all" in names else {name: known[name] for name in dict.fromkeys(names)}
+
+
+def chosen_uses(names: Sequence[str]) -> Sequence[str]:
+    """Those named, or all."""
+    for name in names:
+        if name not in PATTERNS and name != "all":
+            raise ValueError(f"unknown use {name!r} of attention; {suggest(name, PATTERNS)}")
+    return PATTERNS if "all" in names else names
 
 
 def prepared_path(task: Task, folder: Path | None, out: Path) -> Path:
@@ -210,11 +218,13 @@ def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:
     names = [BASELINE, *(name for name in names if name != BASELINE)]
     ground = told_by_records(settings) if settings.report_only else laid(settings, chosen_device(settings.device))
     tasks = {name: task for name, task in chosen_tasks(settings.tasks, ground.size).items() if name in ground.tensors}
-    served = {name: support(name) for name in names}
+    served, uses = {name: support(name) for name in names}, chosen_uses(settings.uses)
     columns = {
         Column(task.name, pattern): [name for name in names if not served[name][pattern]]
-        for task in tasks.values() for pattern in task.uses
+        for task in tasks.values() for pattern in task.uses if pattern in uses
     }  # fmt: skip
+    if not columns:
+        raise ValueError(f"none of {', '.join(tasks)} has {' or '.join(uses)}: {_uses_of(tasks)}")
     cells = planned(
         columns, tasks, ground, Schedule(settings.steps, settings.lr), settings.seeds, settings.control
     )  # fmt: skip
@@ -239,6 +249,10 @@ def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:
         "support": served,
         **judged(tasks, {(at.pattern, at.task, name, seed, by): one for (at, name, seed, by), one in found.items()}),
     }  # fmt: skip
+
+
+def _uses_of(tasks: Mapping[str, Task]) -> str:
+    return "; ".join(f"{task.name} has {' and '.join(task.uses)}" for task in tasks.values())
 
 
 def finished(
