@@ -227,6 +227,6 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("weights",),
-    seconds={"two cores": 510},
+    seconds={"two cores": 510, "an H200": 64},
     control="softmax",
 )

@@ -246,6 +246,6 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("weights",),
-    seconds={"two cores": 615},
+    seconds={"two cores": 415, "an H200": 85},
     control=STANDARD,
 )

@@ -458,5 +458,5 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("cross",),
-    seconds={"two cores": 290},
+    seconds={"two cores": 290, "an H200": 41},
 )

@@ -390,5 +390,5 @@ STUDY = Study(
     tables=tables,
     figures=figures,
     needs=("causal", "weights"),
-    seconds={"two cores": 380},
+    seconds={"two cores": 380, "an H200": 94},
 )

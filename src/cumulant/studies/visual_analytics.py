@@ -393,5 +393,5 @@ STUDY = Study(
         "strength": ("Attention strength",),
         "patterns": ("Attention patterns",),
     },
-    seconds={"two cores": 345},
+    seconds={"two cores": 240},
 )
