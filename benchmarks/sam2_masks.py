@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--names", nargs="+", default=NAMES)
     parser.add_argument("--only", type=int, help="so many pictures")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first picture, where a run goes on")
     parser.add_argument("--prompts", type=int, default=10, help="points, and as many boxes, of a picture")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> None:
     }
     shown = pictures(options.pictures)[: options.only]
     began = time.perf_counter()
-    for number, picture in enumerate(shown):
+    for number, picture in list(enumerate(shown))[options.first :]:
         x = picture.tensor(size).to(device, model.dtype)
         prompts = {"points": points(options.prompts, size, number).to(device)}
         own = model.get_image_embeddings(x)

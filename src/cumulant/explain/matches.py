@@ -75,7 +75,7 @@ class Matcher:
     def layers(self, pair: Pair) -> tuple[str, ...]:
         """Names of the attention layers, as a pass over a pair finds them."""
         if not self._layers:
-            self._layers = tuple(convert(self.model, "cumulant2", force=True, data=(pair,)).replaced)
+            self._layers = tuple(convert(self.model, "cumulant2", force=True, example=(pair,)).replaced)
             restore(self.model)
         return self._layers
 
@@ -83,7 +83,7 @@ class Matcher:
     def replaced(self, name: str, pair: Pair, exact: Sequence[str] = ()) -> Iterator[int]:
         """Another attention for a while in the layers whose names hold none of the words `exact`; says in how many."""
         plan = {layer: name for layer in self.layers(pair) if not any(word in layer for word in exact)}
-        layers = len(convert(self.model, layers=plan, force=True, data=(pair,)).replaced)
+        layers = len(convert(self.model, layers=plan, force=True, example=(pair,)).replaced)
         try:
             yield layers
         finally:
