@@ -350,3 +350,10 @@ def test_one_use_of_a_task_may_be_asked_for(tmp_path):
         study.chosen_uses(["C"])
     with pytest.raises(ValueError, match="none of restore has NC: restore has CS and CC"):
         study.run(replace(settings, uses=("NC",)))
+
+
+def test_one_mechanism_alone_is_trained_and_drawn_without_an_index(tmp_path, capsys):
+    few = ["--steps", "1", "--seeds", "1", "--control", "0", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["bench", "cab", "--attention", "softmax", "--tasks", "lm", *few]) == 0
+    assert (tmp_path / "cab.svg").is_file()
+    assert json.loads((tmp_path / "cab.json").read_text())["index"] == {}

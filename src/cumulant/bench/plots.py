@@ -141,13 +141,16 @@ def uses(result: dict[str, Any], path: Path) -> None:
             left.axhspan(names.index(name) - 0.45, names.index(name) + 0.45, color=RULE, alpha=0.4, linewidth=0)
     left.axvline(0, color=RULE, linewidth=1)
     left.set(yticks=range(len(names)), yticklabels=names, xlabel="index: standard deviations above the mean mechanism")
-    left.legend(loc="lower right", fontsize=8)
     kinds = list(index)
     matrix = [[1.0 if a == b else float("nan") for b in kinds] for a in kinds]
     for one in result["correlation"]:
         a, b = (kinds.index(use) for use in one["uses"])
         matrix[a][b] = matrix[b][a] = one["r"]
-    right.imshow(matrix, cmap=DIVERGING, vmin=-1, vmax=1)
+    if kinds:
+        left.legend(loc="lower right", fontsize=8)
+        right.imshow(matrix, cmap=DIVERGING, vmin=-1, vmax=1)
+    else:
+        left.set_title("one mechanism alone has no index")
     for a, row in enumerate(matrix):
         for b, r in enumerate(row):
             text = "-" if r != r else f"{r:+.2f}"
