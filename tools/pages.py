@@ -4,9 +4,9 @@ Results lie in benchmarks/results: zoo_gpu.json (benchmarks/gpu_zoo.py), zoo_eff
 (`cumulant bench efficiency` and `train`), cluster_error.json and error_pareto.json (benchmarks/cluster_error.py),
 zoo_orderings.json (benchmarks/orderings.py), cluster_stream.json (benchmarks/cluster_stream.py), study_NAME.json (see
 `tools.studies_page`), cab.json (`cumulant bench cab`), records/NAME.json (see `tools.records`), cpu.json
-(benchmarks/cpu.py), and those of the speed page (benchmarks/gpu_all.py, see `tools.speed_page`), from which the figure
-of README is drawn too. Pages hold places for them, between `<!-- results: NAME -->` and
-`<!-- end -->`; what has no file says that it was not run.
+(benchmarks/cpu.py), class_tokens_digits.json (benchmarks/class_tokens.py), and those of the speed page
+(benchmarks/gpu_all.py, see `tools.speed_page`). Pages hold places for them, between `<!-- results: NAME -->` and
+`<!-- end -->`; what has no file says that it was not run. The figures of README and of the first pages are drawn too.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _claim(result: Result | None, text: str) -> str:
 def softmax_takes(result: Result, order: int, tokens: int = 16384) -> str:
     """How many times as long as ours, on two cores."""
     row = next(row for row in result["speed"] if (row["order"], row["L"]) == (order, tokens))
-    return f"{row['softmax_over_ours']['ratio']:.0f}"
+    return f"{row['softmax_over_ours']['ratio']:.{0 if tokens > 4096 else 1}f}"
 
 
 def front_block(results: Mapping[str, Result]) -> str:
@@ -347,6 +347,13 @@ def front_block(results: Mapping[str, Result]) -> str:
         times = softmax_takes(results["cpu"], 3)
         said.append(f"On two CPU cores, 16,384 tokens, a call takes 1/{times} of the time of softmax ({made}).")
     return "\n\n".join(said) or "Not run yet."
+
+
+def cpu_block(result: Result) -> str:
+    """How many times as long softmax takes on two cores."""
+    lengths = list(dict.fromkeys(row["L"] for row in result["speed"]))
+    rows = [[f"softmax / order {n}", *(f"{softmax_takes(result, n, L)} x" for L in lengths)] for n in (2, 3)]
+    return f"{table(['tokens', *(f'{L:,}' for L in lengths)], rows)}\n\n{origin(result)}"
 
 
 def orders_block(result: Result) -> str:
@@ -376,7 +383,7 @@ PAGES = {
     "docs/first.md": ("orders",),
     "docs/performance.md": (
         "gpu_called", "gpu_goals", "gpu_dense", "gpu_more", "gpu_host", "gpu_first_call", "gpu_public", "gpu_tests",
-        "gpu_speed", "gpu_profile",
+        "gpu_speed", "gpu_profile", "cpu",
     ),
     "docs/lab/benchmarks.md": (
         "error_pareto", "zoo_efficiency_cpu", "zoo_efficiency", "zoo_gpu", "zoo_train_digits",
@@ -396,7 +403,8 @@ PAGES = {
 def read(repository: Path) -> dict[str, Result]:
     """The results that are there, by name."""
     folder = repository / "benchmarks" / "results"
-    paths = {name: folder / f"{name}.json" for name in (*BLOCKS, "zoo_orderings", "cab", "cpu", *SPEED)}
+    names = (*BLOCKS, "zoo_orderings", "cab", "cpu", "class_tokens_digits", *SPEED)
+    paths = {name: folder / f"{name}.json" for name in names}
     paths |= {f"study_{name}": folder / f"study_{name}.json" for name in (*STUDIES, *LAYERS)}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
@@ -411,6 +419,7 @@ def written(repository: Path) -> dict[str, str]:
         for name, block in BLOCKS.items()
     }
     blocks["front"] = front_block(results)
+    blocks["cpu"] = cpu_block(results["cpu"]) if "cpu" in results else "Not run yet."
     blocks["orders"] = orders_block(results["cpu"]) if "cpu" in results else "Not run yet."
     blocks["zoo_orderings"] = orderings_block(results)
     blocks["cab"] = cab_page.board(results) if "cab" in results else "Not run yet."
@@ -427,14 +436,17 @@ def written(repository: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    from tools import plot_gpu
+    from tools import front_figures, plot_gpu
 
     for page, text in written(ROOT).items():
         (ROOT / page).write_text(text, encoding="utf-8")
         print(page)
     results = read(ROOT)
-    plot_gpu.draw(results["gpu_dense"], results["gpu_called"], ROOT / plot_gpu.FIGURE)
-    print(plot_gpu.FIGURE)
+    figures = ROOT / "docs" / "figures"
+    plot_gpu.draw(results["gpu_dense"], results["gpu_called"], figures / "gpu_time.svg")
+    front_figures.cpu_time(results["cpu"], figures / "cpu_time.svg")
+    front_figures.swap(results["class_tokens_digits"], figures / "swap.svg")
+    print("docs/figures: gpu_time.svg, cpu_time.svg, swap.svg")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The figure of README and docs/performance.md: time a token against length, one H200. `python -m tools.pages` draws it.
+"""The figure of README and docs/performance.md, time a token against length: `python -m tools.pages` draws it.
 
 Times of CUDA graphs: cumulant attention and the floor of gpu_dense.json, softmax of the same where it has any
 (`--peers`, as benchmarks/gpu_all.py asks), else of gpu_called.json.
@@ -11,7 +11,6 @@ from typing import Any
 
 from cumulant.style import COLOURS, SOFT, new_figure, save, styled
 
-FIGURE = "docs/figures/gpu_time.svg"
 LINES = (
     ("softmax (best of flash, cuDNN)", "sdpa_", 2, COLOURS["softmax"], "s"),
     ("cumulant, order 2", "", 2, COLOURS["cumulant2"], "o"),
