@@ -383,7 +383,7 @@ def check_name(attention: str) -> None:
         raise TypeError(f"attention must be the name of a mechanism, such as 'cumulant3+full', got {attention!r}")
 
 
-def check_sizes(dim: int, num_heads: int, head_dim: int | None) -> None:
+def check_sizes(dim: int, num_heads: int, head_dim: int | None = None) -> None:
     for name, size in (("dim", dim), ("num_heads", num_heads), ("head_dim", head_dim)):
         given = size is not None or name != "head_dim"
         if given and (isinstance(size, bool) or not isinstance(size, int)):

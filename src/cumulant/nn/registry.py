@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from ..zoo.registry import can
 from .attention import MultiheadAttention, check_name
 from .axial import AxialAttention
 
+Kind = TypeVar("Kind", bound=Callable[..., nn.Module])
 # What models tell every layer; all other arguments of its class are options that a user may write behind its name.
 SHARED = frozenset({"self", "dim", "num_heads", "attention", "attention_options", "qkv_bias", "qk_norm", "scale_norm",
                     "proj_bias", "attn_drop", "proj_drop", "norm_layer", "grid_size", "prefix", "v_conv", "v_conv_init",
@@ -69,6 +70,17 @@ def options_of_layer(build: Callable[..., nn.Module]) -> tuple[str, ...]:
 def register_layer(layer: Layer) -> Layer:
     """Add a layer under its name, which must be new, and return it."""
     return _LAYERS.add(layer.name, layer)
+
+
+def registered(name: str, summary: str, **claims: Any) -> Callable[[Kind], Kind]:
+    """Decorator for the class of a layer: it is registered, with what else a `Layer` says, and knows its name."""
+
+    def add(build: Kind) -> Kind:
+        register_layer(Layer(name, summary, build, **claims))
+        build.layer_name = name  # type: ignore[attr-defined]
+        return build
+
+    return add
 
 
 def layers() -> list[str]:

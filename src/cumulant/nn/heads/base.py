@@ -20,11 +20,11 @@ from ..losses import KeepsLosses
 class HeadsLayer(KeepsLosses, MultiheadAttention):
     """`MultiheadAttention` in the signature of this room; a layer changes its projections, its mixing, or both.
 
-    A subclass has `layer_name`, its name in the registry, and overrides `project`, `mix_tokens` and `scores_of` as far
-    as its formula differs. Arguments that it does not explain are those of `MultiheadAttention`.
+    A subclass is `@registered`, and overrides `project`, `mix_tokens` and `scores_of` as far as its formula differs.
+    Arguments that it does not explain are those of `MultiheadAttention`.
     """
 
-    layer_name: str
+    layer_name: str  # in the registry
     splits = False  # whether it may hold one worker's part of a sequence: where a mechanism alone looks at other tokens
 
     def forward(  # type: ignore[override]  # a mask as in timm before the context
@@ -56,6 +56,13 @@ class HeadsLayer(KeepsLosses, MultiheadAttention):
         if not self.splits:
             shards.needs_all(f"layer {self.layer_name!r}", "take layer 'multihead', 'sqa' or 'gda', which are")
 
+    def check_ungrouped(self) -> None:
+        """Raises where query heads share key heads."""
+        if self.enable_gqa:
+            raise ValueError(
+                f"layer {self.layer_name!r} has a key head for each head, got num_kv_heads={self.num_kv_heads}"
+            )
+
     def scores(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The weights with which this layer mixes the values, (..., H, L, M); arguments are those of `forward`."""
         call = self.asked(x, *args, **kwargs)
@@ -79,6 +86,15 @@ def refuse(layer: str, mechanism: Mechanism, why: str) -> None:
     raise ValueError(
         f"layer {layer!r} cannot be over {mechanism.name!r}: {why}; nearest mechanism that works: {near!r}"
     )
+
+
+def flattened(call: Call) -> Call:
+    """The call, checked, with all leading dimensions as one and a mask for each batch."""
+    call = call.checked()
+    query, key, value = (part.reshape(-1, *part.shape[-3:]) for part in call[:3])
+    mask, tokens = call.key_mask, key.shape[-2]
+    mask = None if mask is None else mask.expand(*call.query.shape[:-3], tokens).reshape(-1, tokens)
+    return call._replace(query=query, key=key, value=value, key_mask=mask, query_mask=None)
 
 
 def crossed(layer: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from ...kernels.heads.limits import MOST_REGIONS
 from ...tensors import ABSENT, wide
 from ...zoo.grid import resolve_grid
 from ...zoo.registry import can
-from ..registry import Layer, register_layer
-from .base import HeadsLayer, crossed, need
+from ..registry import registered
+from .base import HeadsLayer, crossed, flattened, need
 
 SCALES = ("channels", "head")
 TOP = 4
@@ -34,6 +34,16 @@ NOT_OVER = {
 }  # fmt: skip
 
 
+@registered(
+    "biformer",
+    "each region of the grid attends to the tokens of its most related regions",
+    paper="BiFormer: Vision Transformer with Bi-Level Routing Attention (Zhu et al.)",
+    year=2023,
+    arxiv="2303.08810",
+    cost="2 L k w D and (L / w)^2 D for regions of w tokens",
+    not_over=NOT_OVER,
+    **can("key_mask weights needs_grid"),
+)
 class BiLevelRouting(HeadsLayer):
     """Attention of each region to its k regions of largest mean query times mean key, plus a convolution of the values.
 
@@ -52,8 +62,6 @@ class BiLevelRouting(HeadsLayer):
         far: over softmax: regions that are not chosen are expanded by cumulants, a cluster each, instead of dropped;
             the chosen ones are then those of largest mass for each query.
     """
-
-    layer_name = "biformer"
 
     def __init__(
         self,
@@ -76,8 +84,7 @@ class BiLevelRouting(HeadsLayer):
             )
         check_choice("logit_scale", logit_scale, SCALES)
         need(self.layer_name, self.mechanism, "cross", "lets a region attend to others", 'take layer="multihead"')
-        if self.enable_gqa:
-            raise ValueError(f"layer 'biformer' has a key head for each head, got num_kv_heads={self.num_kv_heads}")
+        self.check_ungrouped()
         if far and self.mechanism.name != "softmax":
             raise ValueError(
                 f"far=True expands softmax in the regions that are not chosen, got attention={self.mechanism.name!r}; "
@@ -161,7 +168,7 @@ class BiLevelRouting(HeadsLayer):
             raise ValueError(
                 f"layer 'biformer' routes one grid to itself, got {call.query.shape[-2]} queries and {tokens} keys"
             )
-        call = call.checked()
+        call = flattened(call)
         grid = resolve_grid(tokens, call.grid, call.prefix)
         regions = Regions.of(grid, self.regions)
         if self.top is not None and self.top > regions.many:
@@ -169,11 +176,8 @@ class BiLevelRouting(HeadsLayer):
                 f"top={self.top} regions, but the grid {grid} has {regions.many}: the router of layer "
                 f"'biformer' cannot choose more than there are; take top={regions.many} or fewer"
             )
-        query, key, value = (part.reshape(-1, *part.shape[-3:]) for part in call[:3])
-        query = query * self.num_heads**-0.5 if scaled and self.logit_scale == "channels" else query
-        mask = call.key_mask
-        mask = None if mask is None else mask.expand(*call.query.shape[:-3], tokens).reshape(-1, tokens)
-        return call._replace(query=query, key=key, value=value, key_mask=mask, query_mask=None, grid=grid), regions
+        by = self.num_heads**-0.5 if scaled and self.logit_scale == "channels" else 1.0
+        return call._replace(query=call.query * by if by != 1.0 else call.query, grid=grid), regions
 
     def _present(self, call: Call, regions: Regions) -> Tensor | None:
         """The mask of the places of the regions, (B, R, w); None: all take part."""
@@ -296,18 +300,3 @@ class Regions(NamedTuple):
         F_, a, down, b, across = self.sides
         patches = F_ * (a * down - self.padded[0]) * (b * across - self.padded[1])
         return self.cut(torch.arange(patches, device=device)[None])[0]
-
-
-BIFORMER = register_layer(
-    Layer(
-        name="biformer",
-        summary="each region of the grid attends to the tokens of its most related regions",
-        build=BiLevelRouting,
-        paper="BiFormer: Vision Transformer with Bi-Level Routing Attention (Zhu et al.)",
-        year=2023,
-        arxiv="2303.08810",
-        cost="2 L k w D and (L / w)^2 D for regions of w tokens",
-        not_over=NOT_OVER,
-        **can("key_mask weights needs_grid"),
-    )
-)

@@ -14,11 +14,20 @@ from ...kernels import launch
 from ...tensors import wide
 from ...tracing import without_autocast
 from ...zoo.registry import can
-from ..registry import Layer, register_layer
+from ..registry import registered
 from ..rotary import turns
 from .base import HeadsLayer
 
 
+@registered(
+    "complexformer",
+    "queries and keys in polar form, with a learned part of their phase in each head",
+    paper="ComplexFormer (Shao et al., withdrawn by its author)",
+    year=2025,
+    arxiv="2505.10222",
+    cost="that of the mechanism, and L C sines",
+    **can("causal cross key_mask ragged streaming weights"),
+)
 class ComplexAttention(HeadsLayer):
     """Query and key in polar form, channel c with channel c + h; delta and b are learned per head and channel.
 
@@ -37,7 +46,6 @@ class ComplexAttention(HeadsLayer):
         base: of the frequencies g.
     """
 
-    layer_name = "complexformer"
     own_positions = True
 
     def __init__(
@@ -151,17 +159,3 @@ def _even(dim: int, num_heads: int) -> int:
     """The number of heads nearest to `num_heads` that gives them an even width."""
     fitting = [n for n in range(1, dim + 1) if dim % n == 0 and dim // n % 2 == 0]
     return min(fitting, key=lambda n: abs(n - num_heads), default=1)
-
-
-COMPLEXFORMER = register_layer(
-    Layer(
-        name="complexformer",
-        summary="queries and keys in polar form, with a learned part of their phase in each head",
-        build=ComplexAttention,
-        paper="ComplexFormer (Shao et al., withdrawn by its author)",
-        year=2025,
-        arxiv="2505.10222",
-        cost="that of the mechanism, and L C sines",
-        **can("causal cross key_mask ragged streaming weights"),
-    )
-)

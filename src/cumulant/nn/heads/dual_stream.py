@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...call import check_choice
 from ...zoo.registry import can
-from ..registry import Layer, register_layer
+from ..registry import registered
 from .base import HeadsLayer
 
 STRATEGIES = ("identity", "independent", "kronecker", "kron_block", "dense")
@@ -78,6 +78,15 @@ class ChannelNorm(nn.Module):
         return F.layer_norm(heads, heads.shape[-1:], eps=self.eps).flatten(-2) * self.weight + self.bias
 
 
+@registered(
+    "dual_stream",
+    "value and output projections that let heads talk not at all, by one number, or freely",
+    paper="The Dual-Stream Transformer: Channelized Architecture for Interpretable Language Modeling (Kerce, Fox)",
+    year=2026,
+    arxiv="2603.07461",
+    cost="that of the mechanism",
+    **can("causal cross key_mask ragged streaming equivariant weights"),
+)
 class DualStreamAttention(HeadsLayer):
     """Attention whose value and output projections let heads talk as a strategy says.
 
@@ -90,8 +99,6 @@ class DualStreamAttention(HeadsLayer):
         mix_qk: queries and keys by the same strategy; else they are dense. "independent" everywhere isolates heads.
         alpha: factor on the logits, 1 in training; larger ones at test make the choice of keys hard.
     """
-
-    layer_name = "dual_stream"
 
     def __init__(
         self,
@@ -139,17 +146,3 @@ class DualStreamAttention(HeadsLayer):
         """Output for queries and keys of x and values of `tokens`, both (..., L, C)."""
         (value,) = self._heads(self.v(tokens), (self.num_heads,))
         return self.attend(self.asked(x, is_causal=is_causal)._replace(value=value), x)
-
-
-DUAL_STREAM = register_layer(
-    Layer(
-        name="dual_stream",
-        summary="value and output projections that let heads talk not at all, by one number, or freely",
-        build=DualStreamAttention,
-        paper="The Dual-Stream Transformer: Channelized Architecture for Interpretable Language Modeling (Kerce, Fox)",
-        year=2026,
-        arxiv="2603.07461",
-        cost="that of the mechanism",
-        **can("causal cross key_mask ragged streaming equivariant weights"),
-    )
-)

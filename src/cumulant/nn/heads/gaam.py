@@ -15,7 +15,7 @@ from ...call import Call, check_choice, check_count
 from ...tensors import wide
 from ...zoo.registry import can
 from ..attention import as_key_mask
-from ..registry import Layer, register_layer
+from ..registry import registered
 from .base import HeadsLayer
 
 FORMS = ("package", "experiment")
@@ -111,6 +111,15 @@ class StackedDensity(nn.Module):
         return (wide(x) * self.weights(x, mask).unsqueeze(-2)).to(x.dtype)
 
 
+@registered(
+    "gaam",
+    "channels, or tokens, weighted by a Gaussian of their own standardised value",
+    paper="Gaussian Adaptive Attention is All You Need (Ioannides et al.)",
+    year=2024,
+    arxiv="2401.11143",
+    cost="that of the mechanism, and G L C",
+    **can("causal cross key_mask ragged streaming equivariant weights"),
+)
 class GaussianAdaptiveAttention(HeadsLayer):
     """Attention followed by a density over the channels of each token; or a density over tokens in its place.
 
@@ -126,8 +135,6 @@ class GaussianAdaptiveAttention(HeadsLayer):
         axis: what the heads split.
         gaussians: of the package's form.
     """
-
-    layer_name = "gaam"
 
     def __init__(
         self,
@@ -226,17 +233,3 @@ def importance_factor(weights: Tensor) -> Tensor:
     """(W - min) / (max - min) of weights averaged over data: 0 for what matters least, 1 for what matters most."""
     low, high = weights.amin(), weights.amax()
     return (weights - low) / (high - low).clamp(min=torch.finfo(weights.dtype).tiny)
-
-
-GAAM = register_layer(
-    Layer(
-        name="gaam",
-        summary="channels, or tokens, weighted by a Gaussian of their own standardised value",
-        build=GaussianAdaptiveAttention,
-        paper="Gaussian Adaptive Attention is All You Need (Ioannides et al.)",
-        year=2024,
-        arxiv="2401.11143",
-        cost="that of the mechanism, and G L C",
-        **can("causal cross key_mask ragged streaming equivariant weights"),
-    )
-)

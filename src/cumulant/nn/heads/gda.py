@@ -17,13 +17,27 @@ from ...call import Call
 from ...grammar import parse
 from ...tensors import repeat_heads, wide
 from ...zoo.registry import can
-from ..registry import Layer, register_layer
+from ..attention import check_sizes
+from ..registry import registered
 from .base import HeadsLayer, need, refuse
 
 RATIOS = (3, 2, 1, 4, 5)  # to try where none is given; around 3 and 4 the paper found best
 PARTS = "its parts are made for values as wide as keys; here a value is a pair, twice as wide"
 
 
+@registered(
+    "gda",
+    "signal heads less a share of a noise head; ratio=1 is differential attention",
+    paper="Grouped Differential Attention (Lim et al.)",
+    year=2025,
+    arxiv="2510.06949",
+    cost="3/2 of the mechanism",
+    not_over={
+        "flow": "it has no grouped queries; `ratio=1` with as many pairs as noise heads works",
+        **{name: PARTS for name in zoo.names() if zoo.get(name).module is not None},
+    },
+    **can("causal cross key_mask ragged streaming equivariant weights"),
+)
 class GroupedDifferentialAttention(HeadsLayer):
     """A signal head less lambda times the noise head of its group, both over one pair of values; then a norm.
 
@@ -40,7 +54,6 @@ class GroupedDifferentialAttention(HeadsLayer):
         start: lambda_0; that of the layer's number unless given.
     """
 
-    layer_name = "gda"
     splits = True
     mixer_names = ("mix", "mix_noise")
     rows_alone = False
@@ -59,8 +72,7 @@ class GroupedDifferentialAttention(HeadsLayer):
         proj_bias: bool = False,
         **layer: Any,
     ) -> None:
-        if num_heads < 1 or dim < 1 or dim % num_heads:
-            raise ValueError(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={num_heads}")
+        check_sizes(dim, num_heads)
         ratio = _ratio(num_heads) if ratio is None else ratio
         if ratio < 1 or num_heads % (ratio + 1):
             near = max(ratio + 1, round(num_heads / (ratio + 1)) * (ratio + 1))
@@ -161,21 +173,3 @@ def _ratio(num_heads: int) -> int:
             f"{', '.join(str(ratio + 1) for ratio in sorted(RATIOS))}; nearest that works: num_heads={num_heads + 1}"
         )
     return fitting[0]
-
-
-GDA = register_layer(
-    Layer(
-        name="gda",
-        summary="signal heads less a share of a noise head; ratio=1 is differential attention",
-        build=GroupedDifferentialAttention,
-        paper="Grouped Differential Attention (Lim et al.)",
-        year=2025,
-        arxiv="2510.06949",
-        cost="3/2 of the mechanism",
-        not_over={
-            "flow": "it has no grouped queries; `ratio=1` with as many pairs as noise heads works",
-            **{name: PARTS for name in zoo.names() if zoo.get(name).module is not None},
-        },
-        **can("causal cross key_mask ragged streaming equivariant weights"),
-    )
-)

@@ -19,7 +19,7 @@ from ...tracing import is_plain, transformed
 from ...zoo.registry import can, get, names
 from ..attention import as_key_mask
 from ..packing import attend_packed, takes_packs
-from ..registry import Layer, register_layer
+from ..registry import registered
 from .base import HeadsLayer, need
 
 GATHERED_FROM = 512  # tokens; below, finding those that are kept takes longer than it saves
@@ -86,6 +86,16 @@ def decide(told: Tensor, threshold: float, sample: bool = False) -> Tensor:
     return kept | first
 
 
+@registered(
+    "ia_red2",
+    "attention among the tokens that an interpreter keeps; its scores are a heat map",
+    paper="IA-RED2: Interpretability-Aware Redundancy Reduction for Vision Transformers (Pan et al.)",
+    year=2021,
+    arxiv="2106.12620",
+    cost="that of the mechanism for the tokens that are kept",
+    not_over=NOT_OVER,
+    **can("key_mask ragged weights"),
+)
 class RedundancyReduction(HeadsLayer):
     """Attention among the tokens that the interpreter keeps; a dropped token gets nothing added and gives nothing.
 
@@ -101,7 +111,6 @@ class RedundancyReduction(HeadsLayer):
             tokens on, on a GPU where the mechanism takes sequences end to end. The output is the same.
     """
 
-    layer_name = "ia_red2"
     _counts: list[int] | None = None  # tokens of each image while they lie end to end
 
     def __init__(
@@ -264,18 +273,3 @@ def policy_loss(told: Tensor, kept: Tensor, advantage: Tensor, live: Tensor | No
     logs = torch.where(kept, told.log(), (1 - told).log())
     logs = logs if live is None else logs * live.to(logs.dtype)
     return -(advantage.detach() * logs.sum(-1)).mean()
-
-
-IA_RED2 = register_layer(
-    Layer(
-        name="ia_red2",
-        summary="attention among the tokens that an interpreter keeps; its scores are a heat map",
-        build=RedundancyReduction,
-        paper="IA-RED2: Interpretability-Aware Redundancy Reduction for Vision Transformers (Pan et al.)",
-        year=2021,
-        arxiv="2106.12620",
-        cost="that of the mechanism for the tokens that are kept",
-        not_over=NOT_OVER,
-        **can("key_mask ragged weights"),
-    )
-)

@@ -15,7 +15,7 @@ from ...call import Call, check_choice, check_count, check_flag
 from ...grammar import parse
 from ...tensors import wide
 from ...zoo.registry import can
-from ..registry import Layer, register_layer
+from ..registry import registered
 from ..streams import LayerStream
 from .base import HeadsLayer, refuse
 
@@ -24,6 +24,16 @@ EPS = 1e-12
 PARTS = "its parts are made for keys and values of a head's width; here a key is one number and a value a whole token"
 
 
+@registered(
+    "lama",
+    "tokens scored against one context vector by a rank-one form for each head",
+    paper="Low Rank Factorization for Compact Multi-Head Self-Attention (Mehta et al.)",
+    year=2019,
+    arxiv="1912.00835",
+    cost="2 L C H",
+    not_over={name: PARTS for name in zoo.names() if zoo.get(name).module is not None},
+    **can("causal cross key_mask ragged streaming equivariant weights"),
+)
 class LowRankAttention(HeadsLayer):
     """Tokens scored against one context vector c, their mean or learned, by a rank-one form for each head.
 
@@ -44,7 +54,6 @@ class LowRankAttention(HeadsLayer):
         diversity: weight of the loss |alpha alpha^T - 1|^2, which keeps heads apart.
     """
 
-    layer_name = "lama"
     takes_rotary = False
     rows_alone = False
     sums: Tensor | float | None = None  # of the tokens that a stream has seen
@@ -168,18 +177,3 @@ class LowRankAttention(HeadsLayer):
         A = wide(self.mix.weigh(call, None))[..., -1, :]  # (..., m, M)
         off = A @ A.mT - torch.eye(self.num_heads, dtype=A.dtype, device=A.device)
         return off.square().sum((-2, -1)).mean()
-
-
-LAMA = register_layer(
-    Layer(
-        name="lama",
-        summary="tokens scored against one context vector by a rank-one form for each head",
-        build=LowRankAttention,
-        paper="Low Rank Factorization for Compact Multi-Head Self-Attention (Mehta et al.)",
-        year=2019,
-        arxiv="1912.00835",
-        cost="2 L C H",
-        not_over={name: PARTS for name in zoo.names() if zoo.get(name).module is not None},
-        **can("causal cross key_mask ragged streaming equivariant weights"),
-    )
-)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from ...call import Call
 from ...zoo.registry import can
-from ..registry import Layer, create_layer, register_layer
+from ..registry import create_layer, registered
 from .base import HeadsLayer
 
 PAD, START, END, FIRST = 0, 1, 2, 3  # tags; those of roles follow
@@ -21,6 +21,15 @@ NEVER = -1e6
 SHIFT_TAGS = FIRST + 2
 
 
+@registered(
+    "marro",
+    "a block of attention over sentences with residual and norm, for labels of long documents",
+    paper="MARRO: Multi-headed Attention for Rhetorical Role Labeling in Legal Documents (Bambroo et al.)",
+    year=2025,
+    arxiv="2503.10659",
+    cost="that of the mechanism",
+    **can("causal cross key_mask ragged streaming equivariant weights"),
+)
 class SentenceAttention(HeadsLayer):
     """One block of attention over sentences, after which comes the norm: y = LayerNorm(x + dropout(layer(x))).
 
@@ -30,8 +39,6 @@ class SentenceAttention(HeadsLayer):
         block_drop: dropout before the residual, and on the probabilities where the mechanism has any.
         legacy_view: read the heads of `H` sentences as one sentence, as the released code does by mistake.
     """
-
-    layer_name = "marro"
 
     def __init__(
         self, dim: int, num_heads: int = 5, *, block_drop: float = 0.2, legacy_view: bool = False, **layer: Any
@@ -219,17 +226,3 @@ def mask_of(lengths: Tensor, longest: int) -> Tensor:
 def check_lengths(emissions: Tensor, mask: Tensor) -> None:
     if not emissions.shape[1] or not bool(mask.any(1).all()):
         raise ValueError("every document must have at least one sentence, got one without")
-
-
-MARRO = register_layer(
-    Layer(
-        name="marro",
-        summary="a block of attention over sentences with residual and norm, for labels of long documents",
-        build=SentenceAttention,
-        paper="MARRO: Multi-headed Attention for Rhetorical Role Labeling in Legal Documents (Bambroo et al.)",
-        year=2025,
-        arxiv="2503.10659",
-        cost="that of the mechanism",
-        **can("causal cross key_mask ragged streaming equivariant weights"),
-    )
-)

@@ -17,7 +17,7 @@ from ...tensors import wide
 from ...tracing import is_plain, transformed
 from ...zoo.mixing import Bound
 from ...zoo.registry import can
-from ..registry import Layer, register_layer
+from ..registry import registered
 from .base import HeadsLayer
 
 ROUTERS = ("learned", "norm")
@@ -25,6 +25,15 @@ GATHERED_FROM = 4096  # tokens; below, finding the rows takes longer than it sav
 UNEVEN = 1.25  # rows of heads are computed together while the padding to the longest is at most a quarter
 
 
+@registered(
+    "moh",
+    "each token chooses some of its heads and weighs what they say",
+    paper="MoH: Multi-Head Attention as Mixture-of-Head Attention (Jin et al.)",
+    year=2024,
+    arxiv="2410.11842",
+    cost="(S + K) / H of the mechanism's rows",
+    **can("causal cross key_mask ragged streaming equivariant losses weights"),
+)
 class MixtureOfHeads(HeadsLayer):
     """Shared heads that every token uses, and routed heads of which each token chooses `top`.
 
@@ -43,8 +52,6 @@ class MixtureOfHeads(HeadsLayer):
         sparse: compute only the rows that were chosen: True, False, or "auto", from 4,096 tokens on over mechanisms of
             quadratic cost. The output is the same.
     """
-
-    layer_name = "moh"
 
     def __init__(
         self,
@@ -269,17 +276,3 @@ def _full(x: Tensor, heads: int, value: float) -> Tensor:
 
 def _softmax(logits: Tensor) -> Tensor:
     return wide(logits).softmax(-1)
-
-
-MOH = register_layer(
-    Layer(
-        name="moh",
-        summary="each token chooses some of its heads and weighs what they say",
-        build=MixtureOfHeads,
-        paper="MoH: Multi-Head Attention as Mixture-of-Head Attention (Jin et al.)",
-        year=2024,
-        arxiv="2410.11842",
-        cost="(S + K) / H of the mechanism's rows",
-        **can("causal cross key_mask ragged streaming equivariant losses weights"),
-    )
-)

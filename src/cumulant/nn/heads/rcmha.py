@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...call import Call, check_count
 from ...tensors import ABSENT, log_weights, softmax_or_zero, wide, without_absent
 from ...zoo.registry import can, names
-from ..registry import Layer, register_layer
+from ..registry import registered
 from ..streams import Recomputed
 from .base import HeadsLayer
 
@@ -28,6 +28,16 @@ NOT_OVER = {
 }
 
 
+@registered(
+    "rcmha",
+    "relative positions, a short convolution of queries, keys and values, and a memory",
+    paper="RCMHA: Relative Convolutional Multi-Head Attention for Natural Language Modelling (Sugiharto et al.)",
+    year=2023,
+    arxiv="2308.03429",
+    cost="3 L^2 D",
+    not_over=NOT_OVER,
+    **can("causal key_mask ragged streaming weights"),
+)
 class RelativeConvolutional(HeadsLayer):
     """Softmax over content and distance, of queries, keys and values that look back two tokens.
 
@@ -47,7 +57,6 @@ class RelativeConvolutional(HeadsLayer):
             the whole sequence gives. False is as released: a segment's first queries see zeros.
     """
 
-    layer_name = "rcmha"
     own_positions = True
 
     def __init__(
@@ -67,8 +76,7 @@ class RelativeConvolutional(HeadsLayer):
                 f"layer 'rcmha' adds a table of offsets to the score of each pair and needs attention='softmax', got "
                 f"{self.mechanism.name!r}; take softmax, or relative=False, which runs over any mechanism"
             )
-        if self.enable_gqa:
-            raise ValueError(f"layer 'rcmha' has a key head for each head, got num_kv_heads={self.num_kv_heads}")
+        self.check_ungrouped()
         check_count("offsets", offsets)
         place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         self.offsets, self.carry_query = offsets, carry_query
@@ -190,18 +198,3 @@ def _look_back(conv: nn.Module, x: Tensor) -> Tensor:
     """Depth-wise convolution of (..., L, D) over its last tokens, zeros before the first."""
     flat = x.reshape(-1, *x.shape[-2:]).mT
     return conv(F.pad(flat, (TAPS - 1, 0))).mT.reshape(x.shape)
-
-
-RCMHA = register_layer(
-    Layer(
-        name="rcmha",
-        summary="relative positions, a short convolution of queries, keys and values, and a memory",
-        build=RelativeConvolutional,
-        paper="RCMHA: Relative Convolutional Multi-Head Attention for Natural Language Modelling (Sugiharto et al.)",
-        year=2023,
-        arxiv="2308.03429",
-        cost="3 L^2 D",
-        not_over=NOT_OVER,
-        **can("causal key_mask ragged streaming weights"),
-    )
-)

@@ -19,8 +19,8 @@ from ...kernels.heads.limits import MOST_KEYS, MOST_MAPS
 from ...tensors import ABSENT, wide
 from ...zoo.mixing import Bound
 from ...zoo.registry import can, get, names
-from ..registry import Layer, register_layer
-from .base import HeadsLayer, need
+from ..registry import registered
+from .base import HeadsLayer, flattened, need
 
 STAGES = ("sparse", "reconstruct")
 TOP_BASIS, LEAST = 8, 0.02  # basis maps that a row mixes, and entries of them that count as 0
@@ -81,6 +81,16 @@ class Predictor(nn.Module):
         return M.masked_fill(M <= LEAST, 0)
 
 
+@registered(
+    "sparsifiner",
+    "a cheap guess of the map says which keys each query meets exactly",
+    paper="Sparsifiner: Learning Sparse Instance-Dependent Attention for Efficient ViTs (Wei et al.)",
+    year=2023,
+    arxiv="2303.13755",
+    cost="2 L b D for b keys a query",
+    not_over=NOT_OVER,
+    **can("key_mask weights"),
+)
 class Sparsifiner(HeadsLayer):
     """Exact attention of each query to the b keys of its largest guessed weights; prefix tokens see all keys.
 
@@ -98,8 +108,6 @@ class Sparsifiner(HeadsLayer):
         reduce_c, reduce_n: channels and tokens of the guess are so many times fewer.
         signed_basis: leave the basis as it was trained; the released code takes its absolute value.
     """
-
-    layer_name = "sparsifiner"
 
     def __init__(
         self,
@@ -127,8 +135,7 @@ class Sparsifiner(HeadsLayer):
                 f"layer 'sparsifiner' gives each query keys of its own, but {self.mechanism.name!r} has parts that "
                 "belong to a whole sequence; nearest that works: 'linear' or 'softmax'"
             )
-        if self.enable_gqa:
-            raise ValueError(f"layer 'sparsifiner' has a key head for each head, got num_kv_heads={self.num_kv_heads}")
+        self.check_ungrouped()
         place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         if tokens is None:
             tokens = 197 if self.grid_size is None else self.prefix + math.prod(self.grid_size)
@@ -217,12 +224,7 @@ class Sparsifiner(HeadsLayer):
         if call.query.shape[-2] != call.key.shape[-2]:
             lengths = f"{call.query.shape[-2]} queries and {call.key.shape[-2]} keys"
             raise ValueError(f"layer 'sparsifiner' is for self-attention, got {lengths}")
-        call = call.checked()
-        query, key, value = (part.reshape(-1, *part.shape[-3:]) for part in call[:3])
-        mask = call.key_mask
-        if mask is not None:
-            mask = mask.expand(*call.query.shape[:-3], key.shape[-2]).reshape(-1, key.shape[-2])
-        return call._replace(query=query, key=key, value=value, key_mask=mask, query_mask=None, grid=None)
+        return flattened(call)._replace(grid=None)
 
     def _prefix_of(self, call: Call) -> Call:
         return call._replace(query=call.query[:, :, : call.prefix], prefix=0)
@@ -285,18 +287,3 @@ def sparse_loss(
     told = teacher.detach().log_softmax(-1)
     loss = loss + 0.5 * F.kl_div(logits.log_softmax(-1), told, reduction="batchmean", log_target=True)
     return loss if tokens is None or taught is None else loss + 0.5 * F.mse_loss(tokens, taught.detach())
-
-
-SPARSIFINER = register_layer(
-    Layer(
-        name="sparsifiner",
-        summary="a cheap guess of the map says which keys each query meets exactly",
-        build=Sparsifiner,
-        paper="Sparsifiner: Learning Sparse Instance-Dependent Attention for Efficient ViTs (Wei et al.)",
-        year=2023,
-        arxiv="2303.13755",
-        cost="2 L b D for b keys a query",
-        not_over=NOT_OVER,
-        **can("key_mask weights"),
-    )
-)

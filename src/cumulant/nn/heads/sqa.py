@@ -15,7 +15,8 @@ from ... import zoo
 from ...call import check_choice
 from ...grammar import parse
 from ...zoo.registry import can
-from ..registry import Layer, register_layer
+from ..attention import check_sizes
+from ..registry import registered
 from .base import HeadsLayer, need, refuse
 
 # Query and key heads as parts of H; xsmqa has one key head.
@@ -32,6 +33,15 @@ FLOW = "it has no grouped queries; `key_heads` equal to `query_heads` (ssqa, xsq
 READS = "its parts read the layer's input, channel for channel of as many heads as there were"
 
 
+@registered(
+    "sqa",
+    "fewer query heads of the same width: sqa, ssqa, xsqa, xsmqa, lsqa, rsqa",
+    paper="Sparse Query Attention (Filipek)",
+    year=2025,
+    cost="Hq / H of the mechanism",
+    not_over={"flow": FLOW, "rala": READS, "mala": READS, "combiner": READS},
+    **can("causal cross key_mask ragged streaming equivariant weights"),
+)
 class SparseQueryAttention(HeadsLayer):
     """Attention with Hq < H query heads of width D = C / H over Hk key heads, and an output projection from Hq D.
 
@@ -47,7 +57,6 @@ class SparseQueryAttention(HeadsLayer):
         key_heads: Hk in place of the variant's.
     """
 
-    layer_name = "sqa"
     splits = True
 
     def __init__(
@@ -62,8 +71,7 @@ class SparseQueryAttention(HeadsLayer):
         qkv_bias: bool = False,
         **layer: Any,
     ) -> None:
-        if num_heads < 1 or dim < 1 or dim % num_heads:
-            raise ValueError(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={num_heads}")
+        check_sizes(dim, num_heads)
         queries, keys = _heads(num_heads, variant, query_heads, key_heads)
         inner, mechanism = max(queries, keys), zoo.get(parse(attention)[0])
         if inner > keys:
@@ -115,17 +123,3 @@ def _heads(num_heads: int, variant: str, query_heads: int | None, key_heads: int
             f"query_heads={queries} and key_heads={keys} must divide one another; nearest that works: {which}={near}"
         )
     return queries, keys
-
-
-SQA = register_layer(
-    Layer(
-        name="sqa",
-        summary="fewer query heads of the same width: sqa, ssqa, xsqa, xsmqa, lsqa, rsqa",
-        build=SparseQueryAttention,
-        paper="Sparse Query Attention (Filipek)",
-        year=2025,
-        cost="Hq / H of the mechanism",
-        not_over={"flow": FLOW, "rala": READS, "mala": READS, "combiner": READS},
-        **can("causal cross key_mask ragged streaming equivariant weights"),
-    )
-)
