@@ -20,7 +20,7 @@ from ..moments import ratio
 from ..tensors import ABSENT, log_weights, nothing, repeat_heads, softmax_or_zero, wide
 from ..tracing import outside_autocast
 from .mixing import Mixer
-from .registry import Mechanism, can, options_of, register
+from .registry import can, options_of, register
 
 CHUNK = 64
 
@@ -240,21 +240,18 @@ def _relative(m: Tensor, top: Tensor) -> Tensor:
 
 
 AAREN = register(
-    Mechanism(
-        name="aaren",
-        summary="one learned query, attention over every prefix by a parallel scan",
-        paper="Attention as an RNN (Feng et al.)",
-        year=2024,
-        arxiv="2405.13956",
-        cost="L (D + E)",
-        function=aaren_attention,
-        row_weights=aaren_weights,
-        module=AarenAttention,
-        stream=AarenStream,
-        independent_rows=False,
-        **can(
-            "causal cross causal_cross key_mask grouped_queries subquadratic "
-            "streaming ragged key_shift wants_query_mask"
-        ),
-    )
+    name="aaren",
+    summary="one learned query, attention over every prefix by a parallel scan",
+    paper="Attention as an RNN (Feng et al.)",
+    year=2024,
+    arxiv="2405.13956",
+    cost="L (D + E)",
+    function=aaren_attention,
+    row_weights=aaren_weights,
+    module=AarenAttention,
+    stream=AarenStream,
+    independent_rows=False,
+    **can(
+        "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged key_shift wants_query_mask"
+    ),
 )

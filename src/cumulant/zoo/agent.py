@@ -19,7 +19,7 @@ from .fused import fused_softmax
 from .grid import GridConv, resolve_grid
 from .mixing import Mixer
 from .products import multiplies_narrow, one_hot_weights, pair_products, product, written_down
-from .registry import Mechanism, can, register
+from .registry import can, register
 
 AGENTS = 49
 SOFT = {"read_exponent": 0.3, "residual": 0.075}  # what AgentSD has in place of parameters
@@ -315,18 +315,16 @@ def _by_products(
 
 
 AGENT = register(
-    Mechanism(
-        name="agent",
-        summary="queries read from a few agents, pooled from them, that gather from all keys",
-        paper="Agent Attention (Han et al.)",
-        year=2024,
-        arxiv="2312.08874",
-        cost="2 L n (D + E), n agents",
-        function=agent_attention,
-        row_weights=one_hot_weights(agent_attention),  # of rank at most n
-        module=AgentAttention,
-        pattern_options={"cross": {"position_bias": False, "conv": False}},
-        independent_rows=False,
-        **can("cross key_mask grouped_queries subquadratic dropout key_shift wants_grid wants_query_mask"),
-    )
+    name="agent",
+    summary="queries read from a few agents, pooled from them, that gather from all keys",
+    paper="Agent Attention (Han et al.)",
+    year=2024,
+    arxiv="2312.08874",
+    cost="2 L n (D + E), n agents",
+    function=agent_attention,
+    row_weights=one_hot_weights(agent_attention),  # of rank at most n
+    module=AgentAttention,
+    pattern_options={"cross": {"position_bias": False, "conv": False}},
+    independent_rows=False,
+    **can("cross key_mask grouped_queries subquadratic dropout key_shift wants_grid wants_query_mask"),
 )

@@ -21,7 +21,7 @@ from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, se
 from .grid import resolve_grid
 from .mixing import Mixer
 from .products import one_hot_weights
-from .registry import Mechanism, can, options_of, register
+from .registry import can, options_of, register
 
 VARIANTS = ("fixed", "logsparse", "axial")
 SummaryKey = str | Callable[[Tensor], Tensor] | None
@@ -219,20 +219,18 @@ def _check(
 
 
 COMBINER = register(
-    Mechanism(
-        name="combiner",
-        summary="near tokens directly, all others through summaries of their regions (fixed, log-sparse, axial)",
-        paper="Combiner (Ren et al.)",
-        year=2021,
-        arxiv="2107.05768",
-        cost="2 L^1.5 (D + E)",
-        function=combiner_attention,
-        row_weights=one_hot_weights(combiner_attention),
-        module=CombinerAttention,
-        stream=CombinerStream,
-        length_option="segment",
-        independent_rows=False,
-        order_free=False,
-        **can("causal key_mask grouped_queries subquadratic key_shift wants_grid wants_input"),
-    )
+    name="combiner",
+    summary="near tokens directly, all others through summaries of their regions (fixed, log-sparse, axial)",
+    paper="Combiner (Ren et al.)",
+    year=2021,
+    arxiv="2107.05768",
+    cost="2 L^1.5 (D + E)",
+    function=combiner_attention,
+    row_weights=one_hot_weights(combiner_attention),
+    module=CombinerAttention,
+    stream=CombinerStream,
+    length_option="segment",
+    independent_rows=False,
+    order_free=False,
+    **can("causal key_mask grouped_queries subquadratic key_shift wants_grid wants_input"),
 )

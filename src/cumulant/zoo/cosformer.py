@@ -28,7 +28,7 @@ from .products import (
     weighted,
     written_down,
 )
-from .registry import Mechanism, can, register
+from .registry import can, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -136,18 +136,16 @@ def _over_all_keys(
 
 
 COSFORMER = register(
-    Mechanism(
-        name="cosformer",
-        summary="ReLU features re-weighted by the cosine of the distance",
-        paper="cosFormer: Rethinking Softmax in Attention (Qin et al.)",
-        year=2022,
-        arxiv="2202.08791",
-        cost="4 L D E",
-        function=cosformer_attention,
-        row_weights=one_hot_weights(cosformer_attention),
-        stream=CosformerStream,
-        length_option="max_len",
-        order_free=False,
-        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged mergeable"),
-    )
+    name="cosformer",
+    summary="ReLU features re-weighted by the cosine of the distance",
+    paper="cosFormer: Rethinking Softmax in Attention (Qin et al.)",
+    year=2022,
+    arxiv="2202.08791",
+    cost="4 L D E",
+    function=cosformer_attention,
+    row_weights=one_hot_weights(cosformer_attention),
+    stream=CosformerStream,
+    length_option="max_len",
+    order_free=False,
+    **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged mergeable"),
 )

@@ -16,7 +16,7 @@ from ..held import Held, check_step
 from ..tensors import wide
 from ..tracing import outside_autocast
 from .products import TINY, count_of, factor, feature_product, one_hot_weights, ones_for, peak, running, weighted
-from .registry import Mechanism, can, register
+from .registry import can, register
 
 EPS = 1e-6
 
@@ -163,18 +163,16 @@ class FlowStream:
 
 
 FLOW = register(
-    Mechanism(
-        name="flow",
-        summary="attention as a conserved flow: sources compete, sinks are gated",
-        paper="Flowformer: Linearizing Transformers with Conservation Flows (Wu et al.)",
-        year=2022,
-        arxiv="2202.06258",
-        cost="2 L D E",
-        function=flow_attention,
-        row_weights=one_hot_weights(flow_attention),
-        stream=FlowStream,
-        independent_rows=False,
-        value_shift=False,
-        **can("causal cross key_mask subquadratic streaming ragged wants_query_mask mergeable"),
-    )
+    name="flow",
+    summary="attention as a conserved flow: sources compete, sinks are gated",
+    paper="Flowformer: Linearizing Transformers with Conservation Flows (Wu et al.)",
+    year=2022,
+    arxiv="2202.06258",
+    cost="2 L D E",
+    function=flow_attention,
+    row_weights=one_hot_weights(flow_attention),
+    stream=FlowStream,
+    independent_rows=False,
+    value_shift=False,
+    **can("causal cross key_mask subquadratic streaming ragged wants_query_mask mergeable"),
 )

@@ -17,7 +17,7 @@ from ..tensors import repeat_heads, wide
 from .grid import GridConv, check_one_grid, resize_table, resolve_grid, told_grid
 from .mixing import Mixer
 from .products import TINY, fraction, one_hot_weights, ones_for, sums_seen, weighted, written_down
-from .registry import Mechanism, can, register
+from .registry import can, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -171,18 +171,16 @@ class FocusedLinearAttention(Mixer):
 
 
 FOCUSED = register(
-    Mechanism(
-        name="focused_linear",
-        summary="linear attention with features sharpened by a norm-keeping power",
-        paper="FLatten Transformer (Han et al.)",
-        year=2023,
-        arxiv="2308.00442",
-        cost="2 L D E",
-        function=focused_linear_attention,
-        row_weights=one_hot_weights(focused_linear_attention),
-        module=FocusedLinearAttention,
-        stream=FocusedStream,
-        pattern_options={"causal": {"use_conv": False}, "cross": {"use_conv": False, "use_position": False}},
-        **can("causal cross key_mask grouped_queries subquadratic streaming ragged wants_grid mergeable"),
-    )
+    name="focused_linear",
+    summary="linear attention with features sharpened by a norm-keeping power",
+    paper="FLatten Transformer (Han et al.)",
+    year=2023,
+    arxiv="2308.00442",
+    cost="2 L D E",
+    function=focused_linear_attention,
+    row_weights=one_hot_weights(focused_linear_attention),
+    module=FocusedLinearAttention,
+    stream=FocusedStream,
+    pattern_options={"causal": {"use_conv": False}, "cross": {"use_conv": False, "use_position": False}},
+    **can("causal cross key_mask grouped_queries subquadratic streaming ragged wants_grid mergeable"),
 )

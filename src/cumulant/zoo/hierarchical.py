@@ -28,7 +28,7 @@ from ..tensors import ABSENT, nothing, repeat_heads, wide
 from .grid import resize_table, resolve_grid, told_grid
 from .mixing import Mixer
 from .products import factor, one_hot_weights, pair_products
-from .registry import Mechanism, can, register
+from .registry import can, register
 from .tree import Level, Tree, window_sides, window_steps
 
 ENERGIES = ("dot", "l2")
@@ -300,18 +300,16 @@ def fit_tables(
 
 
 HIERARCHICAL = register(
-    Mechanism(
-        name="hierarchical",
-        summary="attention over a tree of tokens, constant on blocks of sibling subtrees",
-        paper="Hierarchical Self-Attention (Amizadeh et al.)",
-        year=2025,
-        arxiv="2509.15448",
-        cost="L b (D + E), b children a node",
-        function=hierarchical_attention,
-        row_weights=one_hot_weights(hierarchical_attention),
-        module=HierarchicalAttention,
-        independent_rows=False,
-        order_free=False,
-        **can("key_mask grouped_queries subquadratic ragged key_shift wants_grid"),
-    )
+    name="hierarchical",
+    summary="attention over a tree of tokens, constant on blocks of sibling subtrees",
+    paper="Hierarchical Self-Attention (Amizadeh et al.)",
+    year=2025,
+    arxiv="2509.15448",
+    cost="L b (D + E), b children a node",
+    function=hierarchical_attention,
+    row_weights=one_hot_weights(hierarchical_attention),
+    module=HierarchicalAttention,
+    independent_rows=False,
+    order_free=False,
+    **can("key_mask grouped_queries subquadratic ragged key_shift wants_grid"),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import Call
 from ..tensors import wide
 from .products import fraction, multiplies_narrow, pair_weights, weighted
-from .registry import Mechanism, can, register
+from .registry import can, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -64,16 +64,14 @@ def _features(call: Call, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LINEAR = register(
-    Mechanism(
-        name="linear",
-        summary="kernel attention with the feature map elu + 1",
-        paper="Transformers are RNNs (Katharopoulos et al.)",
-        year=2020,
-        arxiv="2006.16236",
-        cost="2 L D E",
-        function=linear_attention,
-        row_weights=linear_weights,
-        stream=LinearStream,
-        **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged mergeable"),
-    )
+    name="linear",
+    summary="kernel attention with the feature map elu + 1",
+    paper="Transformers are RNNs (Katharopoulos et al.)",
+    year=2020,
+    arxiv="2006.16236",
+    cost="2 L D E",
+    function=linear_attention,
+    row_weights=linear_weights,
+    stream=LinearStream,
+    **can("causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged mergeable"),
 )

@@ -30,7 +30,7 @@ from ..tracing import transformed
 from .lla_solver import STEPS, Settings, solver_of
 from .mixing import Mixer
 from .options import ridge as check_ridge
-from .registry import Mechanism, can, options_of, register
+from .registry import can, options_of, register
 
 RIDGE = 10.0
 DIRECT_UP_TO = 32  # width above which "auto" takes conjugate gradients: the direct solve costs D times as much a step
@@ -261,16 +261,14 @@ def _settings(call: Call, **solving: Any) -> Settings:
 
 
 LLA = register(
-    Mechanism(
-        name="lla",
-        summary="a local affine fit of values to keys around each query: softmax without its bias at the edges",
-        paper="Local Linear Attention (Zuo et al.)",
-        year=2026,
-        arxiv="2510.01450",
-        cost="L^2 (2 T D + E), T = 32 solver steps",
-        function=lla_attention,
-        row_weights=lla_weights,
-        module=LocalLinearAttention,
-        **can("causal cross causal_cross key_mask grouped_queries ragged"),
-    )
+    name="lla",
+    summary="a local affine fit of values to keys around each query: softmax without its bias at the edges",
+    paper="Local Linear Attention (Zuo et al.)",
+    year=2026,
+    arxiv="2510.01450",
+    cost="L^2 (2 T D + E), T = 32 solver steps",
+    function=lla_attention,
+    row_weights=lla_weights,
+    module=LocalLinearAttention,
+    **can("causal cross causal_cross key_mask grouped_queries ragged"),
 )

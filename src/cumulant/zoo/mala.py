@@ -13,7 +13,7 @@ from ..tensors import repeat_heads, wide
 from .lepe_gate import LepeGate, rotated
 from .linear import feature_map
 from .products import TINY, dot_with_one, factor, feature_product, one_hot_weights, ones_for, sums_seen
-from .registry import Mechanism, can, options_of, register
+from .registry import can, options_of, register
 from .streams import FeatureStream, Sums
 
 EPS = 1e-6
@@ -78,21 +78,19 @@ class MagnitudeAwareAttention(LepeGate):
 
 
 MALA = register(
-    Mechanism(
-        name="mala",
-        summary="linear attention in which the length of a query sharpens its weights",
-        paper="Rectifying Magnitude Neglect in Linear Attention (Fan et al.)",
-        year=2025,
-        arxiv="2507.00698",
-        cost="2 L D E",
-        function=mala_attention,
-        row_weights=one_hot_weights(mala_attention),
-        module=MagnitudeAwareAttention,
-        stream=MalaStream,
-        pattern_options={"causal": {"use_lepe": False}, "cross": {"use_lepe": False, "use_rope": False}},
-        **can(
-            "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged wants_grid wants_input "
-            "mergeable"
-        ),
-    )
+    name="mala",
+    summary="linear attention in which the length of a query sharpens its weights",
+    paper="Rectifying Magnitude Neglect in Linear Attention (Fan et al.)",
+    year=2025,
+    arxiv="2507.00698",
+    cost="2 L D E",
+    function=mala_attention,
+    row_weights=one_hot_weights(mala_attention),
+    module=MagnitudeAwareAttention,
+    stream=MalaStream,
+    pattern_options={"causal": {"use_lepe": False}, "cross": {"use_lepe": False, "use_rope": False}},
+    **can(
+        "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged wants_grid wants_input "
+        "mergeable"
+    ),
 )

@@ -24,7 +24,7 @@ from .products import (
     weighted,
     written_down,
 )
-from .registry import Mechanism, can, options_of, register
+from .registry import can, options_of, register
 
 EPS = 1e-6
 
@@ -80,18 +80,16 @@ class RankAugmentedAttention(LepeGate):
 
 
 RALA = register(
-    Mechanism(
-        name="rala",
-        summary="linear attention with key-value pairs weighted by a global softmax, and a gate",
-        paper="Breaking the Low-Rank Dilemma of Linear Attention (Fan et al.)",
-        year=2025,
-        arxiv="2411.07635",
-        cost="2 L D E",
-        function=rala_attention,
-        row_weights=one_hot_weights(rala_attention),
-        module=RankAugmentedAttention,
-        pattern_options={"cross": {"use_lepe": False, "use_rope": False}},
-        independent_rows=False,
-        **can("cross key_mask subquadratic ragged wants_grid wants_input wants_query_mask mergeable"),
-    )
+    name="rala",
+    summary="linear attention with key-value pairs weighted by a global softmax, and a gate",
+    paper="Breaking the Low-Rank Dilemma of Linear Attention (Fan et al.)",
+    year=2025,
+    arxiv="2411.07635",
+    cost="2 L D E",
+    function=rala_attention,
+    row_weights=one_hot_weights(rala_attention),
+    module=RankAugmentedAttention,
+    pattern_options={"cross": {"use_lepe": False, "use_rope": False}},
+    independent_rows=False,
+    **can("cross key_mask subquadratic ragged wants_grid wants_input wants_query_mask mergeable"),
 )

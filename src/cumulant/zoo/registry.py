@@ -297,8 +297,9 @@ def can(words: str) -> dict[str, Any]:
 _MECHANISMS: Registry[Mechanism] = Registry("attention mechanism")
 
 
-def register(mechanism: Mechanism) -> Mechanism:
-    """Add a mechanism under its name, which must be new, and return it."""
+def register(mechanism: Mechanism | None = None, /, **fields: Any) -> Mechanism:
+    """Add a mechanism, or one of these fields, under its name, which must be new, and return it."""
+    mechanism = Mechanism(**fields) if mechanism is None else mechanism
     if not isinstance(mechanism, Mechanism):
         raise TypeError(f"mechanism must be a Mechanism, got {type(mechanism).__name__}")
     return _MECHANISMS.add(mechanism.name, mechanism)

@@ -14,7 +14,7 @@ from ..tracing import is_plain, transformed
 from .fused import fused_softmax
 from .products import pair_weights
 from .ragged import padded
-from .registry import Mechanism, can, register
+from .registry import can, register
 
 
 def softmax_attention(call: Call) -> Tensor:
@@ -88,16 +88,14 @@ def _logit_bias(call: Call, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SOFTMAX = register(
-    Mechanism(
-        name="softmax",
-        summary="exact softmax attention by PyTorch's fused kernels",
-        paper="Attention Is All You Need (Vaswani et al.)",
-        year=2017,
-        arxiv="1706.03762",
-        cost="L^2 (D + E)",
-        function=softmax_attention,
-        row_weights=softmax_weights,
-        packed=softmax_packed,
-        **can("causal cross causal_cross key_mask grouped_queries ragged dropout key_shift mergeable"),
-    )
+    name="softmax",
+    summary="exact softmax attention by PyTorch's fused kernels",
+    paper="Attention Is All You Need (Vaswani et al.)",
+    year=2017,
+    arxiv="1706.03762",
+    cost="L^2 (D + E)",
+    function=softmax_attention,
+    row_weights=softmax_weights,
+    packed=softmax_packed,
+    **can("causal cross causal_cross key_mask grouped_queries ragged dropout key_shift mergeable"),
 )
