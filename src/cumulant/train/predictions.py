@@ -5,9 +5,10 @@ Shape legend: N items, K classes, b items of one batch in this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file
@@ -20,8 +21,21 @@ from .files import write_atomically
 from .processes import Processes
 
 
+class Scores:
+    """What was found of a test part: a dataclass of tensors, which are kept as safetensors."""
+
+    def save(self, path: str | Path) -> None:
+        """Write everything as safetensors."""
+        write_atomically(Path(path), to_bytes({name: value.contiguous() for name, value in vars(self).items()}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What `save` wrote."""
+        return cls(**load_file(path))
+
+
 @dataclass(frozen=True)
-class Predictions:
+class Predictions(Scores):
     """Class probabilities (N, K) of the test items that could be decoded, their labels (N,) and places in the part.
 
     Where a video was shown in several views, its row is the mean of their softmax outputs.
@@ -70,15 +84,31 @@ class Predictions:
         table = self.confusion()
         return table.diagonal() / table.sum(1)
 
-    def save(self, path: str | Path) -> None:
-        """Write everything as safetensors."""
-        content = {"probabilities": self.probabilities, "labels": self.labels, "positions": self.positions}
-        write_atomically(Path(path), to_bytes({key: value.contiguous() for key, value in content.items()}))
 
-    @staticmethod
-    def load(path: str | Path) -> Predictions:
-        """What `save` wrote."""
-        return Predictions(**load_file(path))
+def answers(
+    model: nn.Module,
+    loader: Any,
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    device: torch.device,
+    precision: str,
+    on_batch: Callable[[int], None] | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """What the model, in `eval` until all is done, answers to each batch, the targets, and the places of the items.
+
+    `on_batch` hears how many items were done. Nothing waits for the device.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        for batch, labels, places in loader.epoch(0):
+            inputs, targets = prepare(batch, labels)
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                answer = model(inputs)
+            yield answer, targets, places
+            if on_batch is not None:
+                on_batch(len(batch))
+    finally:
+        model.train(was_training)
 
 
 @torch.no_grad()
@@ -95,25 +125,19 @@ def predict(
     """The model's probabilities for the part that `loader` goes through, the same in every process.
 
     Of `normalise` only `evaluate` is used, which makes of uint8 pixels what the model takes.
-    `on_batch` hears how many items were done. Nothing waits for the device before the end.
     """
     part = loader.part
     device = team.device if team else next(model.parameters()).device
     total = torch.zeros(len(part) // part.views, classes, device=device)
     seen = torch.zeros(len(total), device=device)
-    was_training = model.training
-    model.eval()
-    try:
-        for pixels, _, positions in loader.epoch(0):
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                logits = model(normalise.evaluate(pixels))
-            rows = positions.to(device) // part.views
-            total.index_add_(0, rows, logits.float().softmax(-1))
-            seen.index_add_(0, rows, torch.ones_like(rows, dtype=seen.dtype))
-            if on_batch is not None:
-                on_batch(len(pixels))
-    finally:
-        model.train(was_training)
+
+    def normalised(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return normalise.evaluate(pixels), labels
+
+    for logits, _, positions in answers(model, loader, normalised, device, precision, on_batch):
+        rows = positions.to(device) // part.views
+        total.index_add_(0, rows, logits.float().softmax(-1))
+        seen.index_add_(0, rows, torch.ones_like(rows, dtype=seen.dtype))
     if team is not None:
         team.sum(total)
         team.sum(seen)

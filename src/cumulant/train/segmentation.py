@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from ..data.augmentation import Augmentation
 from ..data.part import Source
-from .files import write_atomically
+from .predictions import Scores, answers
 from .processes import Processes
 from .train_recipe import TrainRecipe
 
@@ -39,9 +36,7 @@ class Segmentation:
     def own(self, x: Tensor) -> Tensor:
         return x
 
-    def prepare(
-        self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int, ratio: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch: Tensor, labels: Tensor, **drawn: Any) -> tuple[Tensor, Tensor]:
         """Scenes uint8 (b, 4, S, S), the mask behind the colours, to normalised colours and class numbers (b, S, S)."""
         self.mean, self.std = self.mean.to(batch.device), self.std.to(batch.device)
         return (batch[:, :-1] - self.mean) / self.std, batch[:, -1].long()
@@ -56,28 +51,18 @@ class Segmentation:
         device, K = team.device, self.classes
         confusion = torch.zeros(K, K, dtype=torch.int64, device=device)
         among = torch.zeros((), dtype=torch.int64, device=device)
-        was_training = model.training
-        model.eval()
-        try:
-            for batch, labels, _ in loader.epoch(0):
-                images, masks = self.prepare(batch, labels, seed=0, rank=0, world=1)
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-                    answer = model(images)
-                pairs = masks * K + answer.argmax(1)
-                confusion += torch.bincount(pairs.flatten(), minlength=K * K).reshape(K, K)
-                own = answer.gather(1, masks.unsqueeze(1))
-                among += ((answer > own).sum(1) < 5).sum()
-                if on_batch is not None:
-                    on_batch(len(batch))
-        finally:
-            model.train(was_training)
+        for answer, masks, _ in answers(model, loader, self.prepare, device, self.precision, on_batch):
+            pairs = masks * K + answer.argmax(1)
+            confusion += torch.bincount(pairs.flatten(), minlength=K * K).reshape(K, K)
+            own = answer.gather(1, masks.unsqueeze(1))
+            among += ((answer > own).sum(1) < 5).sum()
         for found in (confusion, among):
             team.sum(found)
         return PixelScores(confusion.cpu(), among.cpu())
 
 
 @dataclass(frozen=True)
-class PixelScores:
+class PixelScores(Scores):
     """Counts (K, K) of the pixels of a test part, row the class and column the answer; and of those whose class is
     among the five likeliest."""
 
@@ -118,12 +103,3 @@ class PixelScores:
 
     def __len__(self) -> int:
         return int(self.confusion.sum())
-
-    def save(self, path: str | Path) -> None:
-        """Write everything as safetensors."""
-        write_atomically(Path(path), to_bytes(dict(vars(self))))
-
-    @staticmethod
-    def load(path: str | Path) -> PixelScores:
-        """What `save` wrote."""
-        return PixelScores(**load_file(path))

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from .. import shards
@@ -23,8 +22,7 @@ from ..data.augmentation import Augmentation
 from ..data.part import Source
 from ..data.text import TextPart
 from .build import augment_of
-from .files import write_atomically
-from .predictions import Predictions, predict
+from .predictions import Predictions, Scores, answers, predict
 from .processes import Processes
 from .segmentation import PixelScores, Segmentation
 from .train_recipe import TrainRecipe
@@ -97,9 +95,7 @@ class Language:
     def own(self, x: Tensor) -> Tensor:
         return shards.cut(x)
 
-    def prepare(
-        self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int, ratio: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch: Tensor, labels: Tensor, **drawn: Any) -> tuple[Tensor, Tensor]:
         return batch, labels
 
     def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
@@ -111,30 +107,24 @@ class Language:
     def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> TokenScores:
         part, device = loader.part, team.device
         nats, rank = (torch.zeros(len(part), part.context, device=device) for _ in range(2))
-        was_training = model.training
-        model.eval()
-        try:
-            for tokens, targets, places in loader.epoch(0):
-                tokens, targets = self.own(tokens), self.own(targets)
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-                    answer = model(tokens)
-                logs = answer.float().log_softmax(-1)
-                own = logs.gather(-1, targets[..., None])
-                start, _ = shards.place(tokens.shape[1])
-                here = slice(start, start + tokens.shape[1])
-                nats[places, here] = -own[..., 0]
-                rank[places, here] = (logs > own).sum(-1).to(rank.dtype)
-                if on_batch is not None:
-                    on_batch(len(tokens))
-        finally:
-            model.train(was_training)
+
+        def own_part(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return self.own(tokens), self.own(targets)
+
+        for answer, targets, places in answers(model, loader, own_part, device, self.precision, on_batch):
+            logs = answer.float().log_softmax(-1)
+            own = logs.gather(-1, targets[..., None])
+            start, _ = shards.place(targets.shape[1])
+            here = slice(start, start + targets.shape[1])
+            nats[places, here] = -own[..., 0]
+            rank[places, here] = (logs > own).sum(-1).to(rank.dtype)
         for found in (nats, rank):
             team.sum(found)
         return TokenScores(nats.cpu(), rank.to(torch.int32).cpu(), torch.tensor(part.bytes_per_token))
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class TokenScores(Scores):
     """Of every window and token of the test part, (N, T): -log of the probability that it was given, and how many
     others were given a higher one."""
 
@@ -173,15 +163,6 @@ class TokenScores:
 
     def __len__(self) -> int:
         return self.rank.numel()
-
-    def save(self, path: str | Path) -> None:
-        """Write everything as safetensors."""
-        write_atomically(Path(path), to_bytes(dict(vars(self))))
-
-    @staticmethod
-    def load(path: str | Path) -> TokenScores:
-        """What `save` wrote."""
-        return TokenScores(**load_file(path))
 
 
 Found = Predictions | TokenScores | PixelScores
