@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from ..inspect.tokens import TokenLayout as TokenLayout
     from . import figures as figures
     from .capture import Captured as Captured
+    from .capture import Recording as Recording
     from .capture import capture as capture
+    from .capture import record as record
     from .flow import relevance as relevance
     from .flow import rollout as rollout
     from .flow import token_map as token_map
@@ -40,7 +42,5 @@ if TYPE_CHECKING:
     from .patterns import Patterns as Patterns
     from .patterns import find_patterns as find_patterns
     from .patterns import flat_maps as flat_maps
-    from .record import Recording as Recording
-    from .record import record as record
 
 lazy(__name__)

@@ -1,11 +1,13 @@
-"""Attention maps of a forward pass: the rows that were asked for, in any layer, also where no matrix is ever formed.
+"""Attention maps of a forward pass: rows asked for beforehand (`capture`) or later (`record`), in any layer, also where
+no matrix is ever formed.
 
-Shape legend: B images or clips, H heads, n queries asked for, L tokens.
+Shape legend: B images or clips, H heads, n rows asked for, L tokens; of a clip T frames, S = rows x cols places, p
+prefix tokens, L = p + T S.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,7 +17,6 @@ from torch import Tensor, nn
 from ..inspect.sites import Site, find_sites, numbered
 from ..inspect.tokens import TokenLayout
 from ..inspect.watching import Seen, watching
-from .clip import over_clip
 
 MAX_BYTES = 2**31
 NO_WEIGHTS = (
@@ -152,3 +153,115 @@ def rows_of(site: Site, call: Seen, layout: TokenLayout, rows: list[int] | None,
 
     every = list(range(layout.count)) if rows is None else rows
     return of(every) if site.axes == "all" else over_clip(site.axes, layout, every, of)
+
+
+def over_clip(axes: str, layout: TokenLayout, queries: list[int], rows: Callable[[list[int]], Tensor]) -> Tensor:
+    """Maps (B, h, n, L) of a layer along `axes`; zero where it does not look.
+
+    rows(local) gives (B', h, len(local), keys) with B' = B T within frames ("space"), B S at places ("time").
+    - the class tokens of single frames are shown as one: the mean of their rows;
+    - a layer over one token for each frame ("frames"): the weight of a frame is spread evenly over its patches.
+    Either keeps the sum of a row.
+    """
+    frames, places, p = layout.grid[0], layout.grid[-2] * layout.grid[-1], layout.prefix
+
+    def own(query: int) -> int:
+        """The row of the layer's own sequences that a query of the clip stands for."""
+        t, s = divmod(query - p, places)
+        return query if query < p else {"space": p + s, "time": t, "frames": p + t}[axes]
+
+    local = sorted({own(g) for g in queries})
+    order = {row: i for i, row in enumerate(local)}
+    at = {g: order[own(g)] for g in queries}
+    A = rows(local)
+    if axes == "frames":
+        picked = A[:, :, [at[g] for g in queries]]
+        first, later = picked[..., :p], picked[..., p:]
+        return torch.cat([first, (later / places).repeat_interleave(places, -1)], -1)
+    A = A.unflatten(0, (-1, frames if axes == "space" else places))  # (B, T or S, h, len(local), keys)
+    out = A.new_zeros(A.shape[0], A.shape[2], len(queries), layout.count)
+    for n, g in enumerate(queries):
+        t, s = divmod(g - p, places)
+        if g < p:
+            every = A[:, :, :, at[g]]
+            out[:, :, n, :p] = every[..., :p].mean(1)
+            out[:, :, n, p:] = (every[..., p:] / frames).transpose(1, 2).flatten(2)
+        elif axes == "space":
+            row = A[:, t, :, at[g]]
+            out[:, :, n, :p] = row[..., :p]
+            out[:, :, n, p + t * places : p + (t + 1) * places] = row[..., p:]
+        else:
+            out[:, :, n, p + s :: places] = A[:, s, :, at[g]]
+    return out
+
+
+class Recording:
+    """Queries and keys of every layer, see `record`."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Site, Seen, TokenLayout]] = {}
+        self.output: Any = None  # what the model returned
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self._seen)
+
+    @property
+    def tokens(self) -> TokenLayout:
+        return next(iter(self._seen.values()))[2]
+
+    def layout(self, layer: int) -> TokenLayout:
+        """How the tokens of that layer's maps lie."""
+        return self._of(layer)[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the queries and keys that are kept."""
+        return sum(z.nbytes for _, call, _ in self._seen.values() for z in call.kept)
+
+    @torch.no_grad()
+    def maps(self, layer: int, queries: list[int] | None = None, heads: list[int] | None = None) -> Tensor:
+        """Signed weights (B, heads, n, L), as `Captured.maps`. Cost: L D for each row and head that stands alone."""
+        site, call, layout = self._of(layer)
+        rows = None if queries is None else numbered("queries", queries, layout.count)
+        return rows_of(site, call, layout, rows, None if heads is None else numbered("heads", heads, site.heads))
+
+    def captured(self) -> Captured:
+        """All rows of all layers, for `summary`, `rollout` and figures. Cost: L^2 D for each head."""
+        found = Captured(self.layers, None)
+        for layer in self.layers:
+            site, _, layout = self._seen[layer]
+            found._store(site, layout, self.maps(layer))
+        return found
+
+    @torch.no_grad()
+    def query_key(self, layer: int) -> tuple[Tensor, Tensor, float]:
+        """Query and key (B, H, L, D) of a layer and the scale of their products: what another mechanism, order or
+        temperature would make its weights of. A layer that sees parts of a clip has (B T, ...) or (B S, ...)."""
+        return self._of(layer)[1].query_key()
+
+    def _of(self, layer: int) -> tuple[Site, Seen, TokenLayout]:
+        if layer not in self._seen:
+            raise ValueError(f"layer must be one of {self.layers}, got {layer}")
+        return self._seen[layer]
+
+
+@torch.no_grad()
+def record(model: nn.Module, images: Any, layers: list[int] | None = None) -> Recording:
+    """Run `model(images)` once and keep what any row of its maps can be computed from, without another pass.
+
+        recording = explain.record(model, images)
+        recording.maps(3, queries=[17])            # (batch, heads, 1, tokens)
+
+    The model is left as it is. Kept: query and key of each layer, 8 L C bytes for each image (float32).
+    """
+    sites, recording = find_sites(model), Recording()
+    chosen = [sites[number] for number in numbered("layers", layers, len(sites))]
+
+    def see(site: Site, call: Seen, layout: TokenLayout) -> None:
+        call.keep()
+        recording._seen[site.number] = (site, call, layout)
+
+    with watching(model, chosen, see):
+        recording.output = model(images)
+    return recording
