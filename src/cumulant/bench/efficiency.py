@@ -23,7 +23,7 @@ from cumulant.bench import cab, speed
 from cumulant.bench.command import Efficiency
 from cumulant.bench.crossings import FUSED_SOFTMAX, PHASES, checks, crossings
 from cumulant.bench.error import relative_error
-from cumulant.bench.scaling import MATRIX_SOFTMAX, in_turns, matrix_softmax, peak_memory
+from cumulant.bench.scaling import MATRIX_SOFTMAX, in_turns, matrix_softmax, peak_bytes
 from cumulant.bench.variants import Variant, select
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -250,15 +250,6 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
         return (samples[0],) * 3
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
     return median, low, high
-
-
-def peak_bytes(call: Callable[[], Any], device: str) -> int:
-    """Bytes that `call` holds at its peak beyond what was there before, its result included."""
-    if device != "cuda":
-        return peak_memory(call)
-    with speed.peak_memory() as peak:
-        kept = call()  # noqa: F841  # alive until the peak is read
-    return peak[0]
 
 
 def _refuse_the_matrix(

@@ -70,6 +70,20 @@ def peak_memory(call: Callable[[], Any]) -> int:
     return peak
 
 
+def peak_bytes(call: Callable[[], Any], device: str) -> int:
+    """The same for either device: on a GPU as its allocator has it."""
+    if device != "cuda":
+        return peak_memory(call)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result  # alive until here
+    return peak
+
+
 def scaling(
     mechanisms: Sequence[str] = ("softmax", "linear", "cumulant2", "cumulant3"),
     lengths: Iterable[int] = LENGTHS,

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from cumulant.bench.command import Efficiency, Speed
 from cumulant.bench.error import relative_error
 from cumulant.bench.provenance import provenance
 from cumulant.bench.report import command
+from cumulant.bench.scaling import peak_bytes
 from cumulant.style import new_figure, palette, save, styled
 from cumulant.train.files import claim_room
 
@@ -144,9 +144,7 @@ def measure(
         row.milliseconds["backward"] = timed(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), device)
         row.milliseconds["both"] = timed(lambda: torch.autograd.grad(function(*leaves), leaves, grad), device)
         if device == "cuda":
-            with peak_memory() as peak:
-                torch.autograd.grad(function(*leaves), leaves, grad)
-            row.peak_bytes = peak[0]
+            row.peak_bytes = peak_bytes(lambda: torch.autograd.grad(function(*leaves), leaves, grad), device)
     except (RuntimeError, torch.OutOfMemoryError) as error:
         row.note = did_not_run(error)
         return row
@@ -199,18 +197,6 @@ def copy_bandwidth(device: str) -> float:
     source = torch.empty(1 << (30 if device == "cuda" else 27), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / (timed(lambda: target.copy_(source), device) * 1e-3)
-
-
-@contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """Bytes that the body allocates at its peak beyond what was there before."""
-    peak = [0]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    yield peak
-    torch.cuda.synchronize()
-    peak[0] = torch.cuda.max_memory_allocated() - before
 
 
 def did_not_run(error: Exception) -> str:

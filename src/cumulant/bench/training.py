@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cumulant import zoo
-from cumulant.bench.scaling import peak_memory
-from cumulant.bench.speed import peak_memory as cuda_peak
+from cumulant.bench.scaling import peak_bytes
 from cumulant.grammar import read_blocks
 from cumulant.train.processes import chosen_device
 
@@ -61,11 +60,7 @@ def step_bytes(recipe: TrainRecipe, source: Source, device: torch.device) -> int
     try:
         step()
         model.zero_grad(set_to_none=True)
-        if device.type != "cuda":
-            return peak_memory(step)
-        with cuda_peak() as peak:
-            step()
-        return peak[0]
+        return peak_bytes(step, device.type)
     except torch.OutOfMemoryError:
         return None
 
