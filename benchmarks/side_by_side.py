@@ -33,7 +33,7 @@ from torch import Tensor
 
 from cumulant.bench.provenance import commit
 from cumulant.data import Source, TensorImages, open_source
-from cumulant.data.held import hold
+from cumulant.data.memory import hold
 from cumulant.train import TrainRecipe, train
 
 SIDE = 64

@@ -6,7 +6,7 @@ import torch
 from samples import encode, frame_numbers, image_cells, numbered_frames, write_table
 
 from cumulant.data import Loader, open_source
-from cumulant.data.held import hold
+from cumulant.data.memory import hold
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be decoded")
 

@@ -11,8 +11,8 @@ import torch
 from samples import encode, numbered_frames, picture, write_clip, write_frame_table, write_images
 
 from cumulant.data import Source, TensorImages, digits_source, open_source
-from cumulant.data.held import hold
 from cumulant.data.identity import changes
+from cumulant.data.memory import hold
 
 
 def write_tree(folder, count=6):

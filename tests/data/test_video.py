@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import encode, frame_numbers, numbered_frames, write_clip, write_frame_table, write_table
 
-from cumulant.data import ClipPart, ClipSampling, DataError, DecodeError, Source, TensorVideos, held, open_source
+from cumulant.data import ClipPart, ClipSampling, DataError, DecodeError, Source, TensorVideos, memory, open_source
 from cumulant.optional import install
 
 sizes = st.integers(1, 40)
@@ -329,8 +329,8 @@ def test_holding_a_source_counts_whole_videos(monkeypatch):
     source = Source("still", "video", part(True), part(False), ("a", "b"))
     whole = 2 * 2 * 50 * 3 * 4 * 4
     for allowed in (whole - 1, whole):
-        monkeypatch.setattr(held, "allowed_bytes", lambda device, allowed=allowed: allowed)
-        assert (held.hold(source, 4) is None) == (allowed < whole)
+        monkeypatch.setattr(memory, "allowed_bytes", lambda device, allowed=allowed: allowed)
+        assert (memory.hold(source, 4) is None) == (allowed < whole)
 
 
 def test_frame_numbers_written_as_text_are_numbers(tmp_path):

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from cumulant.data import Augment, Augmentation, Loader, TensorImages, open_source
-from cumulant.data.held import hold
+from cumulant.data.memory import hold
 
 WIDE, HIGH, SIDE = 48, 24, 16
 COLOURS = {"mean": (0.0,) * 3, "std": (1.0,) * 3}

@@ -13,7 +13,7 @@ import torch
 
 from cumulant.cli import main
 from cumulant.studies.cab import backbones, data, leaderboard, patterns, study, synthetic, tasks
-from cumulant.studies.cab.training import NotReachedError, trained
+from cumulant.studies.cab.study import NotReachedError, trained
 from cumulant.studies.command import Cab
 from cumulant.studies.loop import Schedule
 

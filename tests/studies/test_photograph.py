@@ -4,12 +4,12 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from cumulant.studies import figures, photograph
+from cumulant.studies import figures, measured
 
 
 @pytest.fixture(scope="module")
 def dial():
-    return photograph.dial_on_a_photograph()
+    return measured.dial_on_a_photograph()
 
 
 def test_the_dial_goes_from_linear_attention_to_softmax(dial):

@@ -17,7 +17,7 @@ from cumulant.studies.command import Reproduce
 from cumulant.studies.cumulant_vit import planned, recipe_name
 from cumulant.studies.plan import CONTROL_SEED
 from cumulant.studies.runs import TimeOverError
-from cumulant.studies.terminal import terminal_summary
+from cumulant.studies.wording import terminal_summary
 
 
 @pytest.fixture

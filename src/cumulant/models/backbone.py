@@ -16,7 +16,7 @@ from which all else here follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -26,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..call import check_choice, check_count, check_dtype, check_flag
 from ..zoo.grid import square_grid
-from .foreign import Apart, join, take_apart
 from .parts import drop_paths, reset_linear, resize_positions, spread_drop_path
 
 FORMATS = ("NCHW", "NLC")
+Apart = Mapping[str, Mapping[str, int]]  # layers -> parts of their `qkv` with their rows: {"qk": 48, "v": 24}
 
 
 class FeatureInfo(list[dict[str, Any]]):
@@ -103,7 +103,7 @@ class Backbone(nn.Module):
         return resize_positions(table, square_grid(table.shape[1], self.num_prefix_tokens), grid)
 
     def timm_parts(self) -> Apart:
-        """Layers whose `qkv` timm keeps in parts, see `models/foreign.py`."""
+        """Layers whose `qkv` timm keeps in parts, with the rows of each."""
         return {}
 
     def classifiers(self) -> dict[str, int]:
@@ -286,3 +286,21 @@ def check_classes(num_classes: int) -> int:
     if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
         raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes!r}")
     return num_classes
+
+
+def join(state: MutableMapping[str, Tensor], apart: Apart, prefix: str = "") -> None:
+    """In a state dict, make one `qkv` of the parts of every layer that has them all. In place."""
+    for layer, parts in apart.items():
+        for kind in ("weight", "bias"):
+            names = [f"{prefix}{layer}.{part}.{kind}" for part in parts]
+            if all(name in state for name in names):
+                state[f"{prefix}{layer}.qkv.{kind}"] = torch.cat([state.pop(name) for name in names])
+
+
+def take_apart(state: MutableMapping[str, Tensor], apart: Apart) -> None:
+    """The reverse, in place."""
+    for layer, parts in apart.items():
+        for kind in ("weight", "bias"):
+            whole = state.pop(f"{layer}.qkv.{kind}", None)
+            rows = () if whole is None else whole.split(list(parts.values()))
+            state.update({f"{layer}.{part}.{kind}": own for part, own in zip(parts, rows, strict=False)})

@@ -115,7 +115,7 @@ class Reproduce:
     def run(self) -> int:
         from . import cumulant_vit as study
         from .runs import RunError, TimeOverError
-        from .terminal import terminal_summary
+        from .wording import terminal_summary
 
         try:
             results = study.remake_report(self) if self.report_only else study.reproduce(self, progress=sys.stderr)

@@ -22,8 +22,8 @@ from cumulant.grammar import read_option, suggest
 from cumulant.studies.budget import Budget
 from cumulant.studies.command import Study as Options
 from cumulant.studies.outcome import origins
-from cumulant.studies.page import write
 from cumulant.studies.plan import CONTROL_SEED, Run, digest, seeded
+from cumulant.studies.report import write_pages
 from cumulant.studies.runs import Record, Workshop, complete
 from cumulant.studies.statements import AGAIN, Measured, Statement, interval, judged, values
 from cumulant.studies.study import bar_of
@@ -178,7 +178,7 @@ def run(study: Study, options: Options, progress: IO[str] | None = None) -> dict
     result = {"setting": options.setting, **result, **made}
     write_atomically(out / "results.json", json.dumps(result, indent=1, allow_nan=False).encode())
     try:
-        write(result, drawings(study, settings, records, out), out, study.views)
+        write_pages(result, drawings(study, settings, records, out), out, study.views)
     except ImportError as error:  # of matplotlib or jinja2: the numbers are there all the same
         return {**result, "no page": str(error)}
     return {**result, "page": str(out / "page.html")}

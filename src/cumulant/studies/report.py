@@ -1,7 +1,9 @@
-"""One self-contained HTML page from the results of a study: plotly is bundled inline, nothing is fetched."""
+"""The pages of a study, each one file that fetches nothing: of classifiers with plotly bundled inline, of what was
+measured with figures as SVG."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from cumulant.studies import figures, wording
 from cumulant.studies.outcome import confused
 from cumulant.studies.verdict import signed
 from cumulant.train.files import write_atomically
+
+TAGS = {"confirmed": "above", "refuted": "below"}  # the classes of report.css; all else is open
+WHOLE = "page"  # has everything
 
 
 def check_packages() -> None:
@@ -59,3 +64,15 @@ def render(results: dict[str, Any]) -> str:
 def write(results: dict[str, Any], path: Path) -> None:
     """Write the page to `path`, whole or not at all."""
     write_atomically(path, render(results).encode())
+
+
+def write_pages(
+    result: Mapping[str, Any], figures: Sequence[tuple[str, str]], folder: Path, views: Mapping[str, Sequence[str]]
+) -> None:
+    """Write page.html, and a page for each view with those of the `figures` (title, SVG) whose titles begin so."""
+    shown = {name: [one for one in figures if one[0].startswith(tuple(starts))] for name, starts in views.items()}
+    for name, own in {WHOLE: figures, **shown}.items():
+        given = {"result": result, "figures": own, "view": "" if name == WHOLE else name, "pages": [WHOLE, *views]}
+        filters = {"tag": lambda word: TAGS.get(word, "level")}
+        text = style.page("studies", filters, "study.html.j2", plotly=False, **given)
+        write_atomically(folder / f"{name}.html", text.encode())

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cumulant.data.held import hold
+from cumulant.data.memory import hold
 from cumulant.data.part import Source
 from cumulant.studies.configuration import configured
 from cumulant.studies.plan import CONTROL_SEED, Key, Run, digest, seeded

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,13 +19,13 @@ from cumulant.bench.provenance import provenance
 from cumulant.grammar import suggest
 from cumulant.studies.budget import Budget
 from cumulant.studies.cab import data, synthetic
+from cumulant.studies.cab.backbones import Uses, fitted
 from cumulant.studies.cab.leaderboard import judged
 from cumulant.studies.cab.patterns import PATTERNS, support
-from cumulant.studies.cab.tasks import Task, tasks_of
-from cumulant.studies.cab.training import NotReachedError, trained
+from cumulant.studies.cab.tasks import Data, Task, tasks_of
 from cumulant.studies.command import Cab
 from cumulant.studies.crews import device_failed
-from cumulant.studies.loop import Schedule
+from cumulant.studies.loop import Schedule, drawn, fit, half
 from cumulant.studies.mechanisms import chosen
 from cumulant.studies.outcome import origins
 from cumulant.studies.plan import CONTROL_SEED, Run, seeded
@@ -33,8 +35,10 @@ from cumulant.studies.study import bar_of
 from cumulant.tensors import threads
 from cumulant.train.files import read_json, write_atomically
 from cumulant.train.processes import chosen_device
+from cumulant.train.stepping import PLAIN_CALLS, quick_float32
 
 BASELINE = "softmax"
+LOOK = PLAIN_CALLS + 4, PLAIN_CALLS + 8  # steps between which the speed of a run is taken
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,55 @@ class Shop(Workshop):
     def head(self, run: Training) -> Record:
         """What every record says."""
         return {"configuration": run.configuration, "seed": run.seed, "task": run.task.name, **run.about, **self.made}
+
+
+class NotReachedError(RuntimeError):
+    """A run that came to no figure, with the reason."""
+
+
+def trained(
+    task: Task, data: Data, uses: Uses, seed: int, schedule: Schedule, device: str, limit: float | None = None
+) -> dict[str, Any]:
+    """Metrics on the test part, seconds, parameters. On a GPU in bfloat16, the step as one CUDA graph where it can be.
+
+    `NotReachedError` where it would take more than `limit` seconds, or where the loss is not finite.
+    """
+    where, start = torch.device(device), time.perf_counter()
+    size, ratio = fitted(task.build, task.size, uses)
+    torch.manual_seed(seed)
+    model = task.build(size, uses).to(where)
+    places = drawn(task.items(data), schedule.epochs, task.batch, seed, where)
+    looked: list[float] = []
+
+    def watch(number: int) -> None:
+        """Stops a run that would take too long, as soon as its speed is known."""
+        if number not in LOOK:
+            return
+        _wait(where)
+        looked.append(time.perf_counter())
+        whole = (looked[-1] - looked[0]) / (LOOK[1] - LOOK[0]) * schedule.epochs
+        if limit is not None and whole > limit:
+            raise NotReachedError(f"{schedule.epochs} steps would take {whole:,.0f} s, the limit is {limit:g} s")
+
+    loss, graph = fit(model, lambda at: task.loss(model, data, at), places, schedule, watch)
+    if not math.isfinite(loss):
+        raise NotReachedError("the loss is not finite")
+    model.eval()
+    seconds = time.perf_counter() - start
+    with torch.no_grad(), quick_float32(where, "bf16"), half(where):
+        metrics = task.score(model, data)
+    if not all(map(math.isfinite, metrics.values())):
+        raise NotReachedError("a figure of the test part is not finite")
+    return {
+        "metrics": metrics, "loss": loss, "seconds": round(seconds, 2), "hidden": size.hidden,
+        "parameters": sum(one.numel() for one in model.parameters()), "ratio": round(ratio, 4),
+        "graph": graph,
+    }  # fmt: skip
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @functools.lru_cache(1)
