@@ -10,7 +10,7 @@ Shape legend: B images, L = (H/P)(W/P) tokens, C width, F width inside the gates
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import check_choice, check_count, check_flag, check_share
-from ..nn import create_layer
 from ..nn.registry import number_layers
+from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
-from .mechanisms import by_block
+from .mechanisms import Attending
 from .parts import DropPath, Mlp, PatchEmbed, Repeated, checked_extras, pair, reset_extras, resize_positions
 
 MIXERS = ("glu", "spatial_glu", "attention", "glu+attention")
@@ -76,6 +76,7 @@ class ActivatorBlock(Repeated):
         return self.unit(x) + self.attn(x, grid=grid)
 
 
+@options_of(Attending)
 class Activator(Backbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
@@ -86,10 +87,8 @@ class Activator(Backbone):
         mlp: whether an MLP follows; the variant with gates alone has none.
         positions: add a learned table (ours), resized for images of another size.
         drop_rate: dropout inside the MLP, 0.5 as published.
-        attention: name of a mechanism where the mixer has attention, or one for each block; with `num_heads` heads.
-        attention_options: options of it, like the next two.
+        attention: see `Attending`, where the mixer has attention; with `num_heads` heads.
         attention_extras: further arguments of every attention layer.
-        layer: name of an attention layer.
         drop_path: stochastic depth of the last block; the paper has none.
     """
 
@@ -108,14 +107,10 @@ class Activator(Backbone):
         gate: str = "geglu",
         mlp: bool = True,
         positions: bool = False,
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
         attention_extras: dict[str, Any] | None = None,
-        layer: str | None = None,
         drop_rate: float = 0.5,
         drop_path: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         super().__init__(num_classes, embed_dim)
         for name, count in {"in_chans": in_chans, "hidden_dim": hidden_dim, "depth": depth}.items():
@@ -126,29 +121,29 @@ class Activator(Backbone):
         check_flag("positions", positions)
         check_share("drop_rate", drop_rate)
         attends, gated = "attention" in mixer, "glu" in mixer
-        if not attends and (attention != "softmax" or layer or attention_extras or attention_options):
-            asked = f"layer={layer!r}" if layer else f"attention={attention!r}"
+        how = Attending(**attending)
+        if not attends and (how.attention != "softmax" or how.layer or attention_extras or how.attention_options):
+            asked = f"layer={how.layer!r}" if how.layer else f"attention={how.attention!r}"
             raise ValueError(
                 f"{asked}, but Activator has gates in place of attention; mixer='attention' or 'glu+attention' has both"
             )
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.in_chans, self.embed_dim = in_chans, embed_dim
+        place, self.in_chans, self.embed_dim = how.place, in_chans, embed_dim
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
         self.grid_size = self.patch_embed.grid(*pair(img_size))
         tokens = math.prod(self.grid_size)
         self.fixed_size = mixer == "spatial_glu"
         self.pos_embed = nn.Parameter(torch.empty(1, tokens, embed_dim, **place)) if positions else None
-        given = {"grid_size": self.grid_size, **place, **checked_extras(attention_extras, layer)}
+        given = {"grid_size": self.grid_size, **checked_extras(attention_extras, how.layer)}
         mixed = tokens if self.fixed_size else None
 
         def block(one: dict[str, Any]) -> ActivatorBlock:
             unit = GatedUnit(embed_dim, hidden_dim, gate, mixed, **place) if gated else None
-            attn = create_layer(layer or "multihead", embed_dim, num_heads, **one, **given) if attends else None
+            attn = how.made(embed_dim, num_heads, one, **given) if attends else None
             return ActivatorBlock(
                 embed_dim, unit, attn, Mlp(embed_dim, hidden_dim, drop_rate, **place) if mlp else None, **place
             )
 
-        self.blocks = nn.Sequential(*(block(one) for one in by_block(attention, attention_options, depth)))
+        self.blocks = nn.Sequential(*(block(one) for one in how.each(depth)))
         self.head = self._made_classifier(embed_dim, place)
         self.feature_info = FeatureInfo.of((embed_dim, patch_size, f"blocks.{i}") for i in range(depth))
         self.set_drop_path(drop_path)

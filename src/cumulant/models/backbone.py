@@ -10,12 +10,14 @@ A network has levels (the blocks of a ViT, the stages of a pyramid), one entry o
     _as_map(state, at)              the state as a map (B, C, H/S, W/S); itself where it is one
     _end(state, at)                 what `forward_features` returns; the last state unless said
     _pooled(features)               (B, num_features), what the classifier reads
+    reset_parameters(std)           initialise; `_finish`, with which a constructor ends, calls it
 
 from which all else here follows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..call import check_choice, check_count, check_dtype, check_flag
+from ..nn.registry import number_layers
 from ..zoo.grid import square_grid
 from .parts import drop_paths, reset_linear, resize_positions, spread_drop_path
 
@@ -69,14 +72,16 @@ class Backbone(nn.Module):
     in_chans: int
     grad_checkpointing = False
     num_prefix_tokens = 0
+    init_std: float | None = 0.02
     _begin: Any
     _pooled: Any
+    reset_parameters: Any
 
-    def __init__(self, num_classes: int, num_features: int, init_std: float | None = 0.02) -> None:
+    def __init__(self, num_classes: int, num_features: int) -> None:
         super().__init__()
         self.config: dict[str, Any] | None = None  # set by create_model
         check_count("embed_dim", num_features)
-        self.num_classes, self.num_features, self.init_std = check_classes(num_classes), num_features, init_std
+        self.num_classes, self.num_features = check_classes(num_classes), num_features
         self.register_load_state_dict_pre_hook(_before_loading)
 
     # What a subclass may say otherwise.
@@ -114,6 +119,16 @@ class Backbone(nn.Module):
         return nn.Linear(width, self.num_classes, **place) if self.num_classes else nn.Identity()
 
     # What follows.
+
+    def _finish(self, drop_path: float, init_std: float | None) -> None:
+        """The last step of every constructor."""
+        self.set_drop_path(drop_path)
+        number_layers(self)
+        number = isinstance(init_std, int | float) and not isinstance(init_std, bool) and 0 <= init_std < math.inf
+        if init_std is not None and not number:
+            raise ValueError(f"init_std must be a finite number that is not negative, got {init_std!r}")
+        self.init_std = init_std
+        self.reset_parameters(init_std)
 
     def checked(self, images: Tensor) -> Tensor:
         """Images (B, in_chans, H, W), or an error that says what they are instead."""

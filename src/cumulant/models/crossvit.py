@@ -15,22 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import check_choice, check_flag, check_share
+from ..call import check_choice, check_flag
 from ..nn import create_layer, get_layer
 from ..nn.attention import LAYER_NORM
+from ..zoo.registry import options_of
 from .backbone import FeatureInfo
-from .mechanisms import by_block
-from .parts import (
-    Block,
-    DropPath,
-    PatchEmbed,
-    Repeated,
-    checked_extras,
-    hidden_width,
-    pair,
-    resize_positions,
-    spread_drop_path,
-)
+from .mechanisms import Projecting
+from .parts import Block, DropPath, PatchEmbed, Repeated, hidden_width, pair, resize_positions, spread_drop_path
 from .vit import TokenBackbone
 
 Pair = tuple[int, int]
@@ -108,6 +99,7 @@ class Stage(nn.Module):
         return torch.cat([self.revert_projs[branch](asking), own[:, 1:]], dim=1)
 
 
+@options_of(Projecting)
 class CrossViT(TokenBackbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, C_0 + C_1) with `num_classes=0`.
 
@@ -121,12 +113,9 @@ class CrossViT(TokenBackbone):
         conv_stem: the three convolutions of the "dagger" variants, for patches of 12 and of 16 pixels.
         other_sizes: for images of another size, "tables" resizes positional tables and each branch takes the multiple
             of its patch size that is nearest; "image" resizes every image to `img_size`, as the published code does.
-        attention: name of a mechanism for blocks and fusion; or one for each block, those of the fine branch first,
+        attention: see `Projecting`, for blocks and fusion; or one for each block, those of the fine branch first,
             "3xcumulant3,9xsoftmax": the fusion then has that of the last block of the branch which it reads.
         cross_attention: name of a mechanism for the fusion instead, in an ordinary layer.
-        attention_options: options of `attention`, like the next two.
-        attention_extras: further arguments of every layer of the blocks.
-        layer: name of an attention layer, for the fusion too unless `cross_attention` is given.
         pool: "cls" reads the class tokens, "gap" the means of the patches.
         drop_path: stochastic depth of the last block of the coarse branch. A block of the fine one has the rate of the
             block of equal number of its stage, the fusion the last of its stage.
@@ -147,29 +136,20 @@ class CrossViT(TokenBackbone):
         mlp_ratio: float = 3.0,
         conv_stem: bool = False,
         other_sizes: str = "tables",
-        attention: str | Sequence[str] = "softmax",
         cross_attention: str | None = None,
-        attention_options: dict[str, Any] | None = None,
-        attention_extras: dict[str, Any] | None = None,
-        layer: str | None = None,
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
         pool: str = "cls",
-        drop_rate: float = 0.0,
-        attn_drop: float = 0.0,
         drop_path: float = 0.0,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         check_pairs(patch_size=patch_size, embed_dim=embed_dim, depth=depth, num_heads=num_heads)
         super().__init__(num_classes, sum(embed_dim), pool, 1, in_chans=in_chans, stages=stages)
         check_flag("conv_stem", conv_stem)
-        check_share("drop_rate", drop_rate)
         check_choice("other_sizes", other_sizes, SIZES)
         if conv_stem and any(size not in STEMS for size in patch_size):
             raise ValueError(f"conv_stem=True needs patches of 12 or 16 pixels, got patch_size={tuple(patch_size)}")
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how = Projecting(**attending)
+        place, layer, drop_rate = how.place, how.layer, how.drop_rate
         self.in_chans, self.widths_of, self.img_scale, self.other_sizes = in_chans, embed_dim, img_scale, other_sizes
         self.img_size = pair(img_size)
         stem = ConvStem if conv_stem else PatchEmbed
@@ -182,22 +162,19 @@ class CrossViT(TokenBackbone):
             self.register_parameter(f"cls_token_{i}", nn.Parameter(torch.empty(1, 1, dim, **place)))
         self.pos_drop = nn.Dropout(drop_rate)
 
-        given: dict[str, Any] = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "attn_drop": attn_drop}
-        given |= {"proj_drop": drop_rate, **place}
-        extras = checked_extras(attention_extras, layer)
         counts = tuple(stages * own for own in depth)
-        every = by_block(attention, attention_options, sum(counts), "blocks, those of the fine branch first")
+        every = how.each(sum(counts), "blocks, those of the fine branch first")
         mechanisms = every[: counts[0]], every[counts[0] :]
 
         def block(branch: int, one: dict[str, Any]) -> Block:
-            dim, more = embed_dim[branch], {"grid_size": self.grids[branch], "prefix": 1, **given, **extras}
-            attn = create_layer(layer or "multihead", dim, num_heads[branch], **one, **more)
+            dim = embed_dim[branch]
+            attn = how.made(dim, num_heads[branch], one, grid_size=self.grids[branch], prefix=1)
             return Block(attn, dim, hidden_width(dim, mlp_ratio), drop_rate, **place)
 
         def fusion(read: int, one: dict[str, Any]) -> ClassFusion:
             kind, named = (layer or "multihead", one) if cross_attention is None else (
                 "multihead", {"attention": cross_attention})  # fmt: skip
-            more = {"grid_size": self.grids[read], "prefix": 1, **named, **given}
+            more = {"grid_size": self.grids[read], "prefix": 1, **named, **how.shared, **place}
             check_cross(kind, embed_dim[read], num_heads[read], more)
             attn = create_layer(kind, embed_dim[read], num_heads[read], **more)
             return ClassFusion(attn, embed_dim[read], **place)

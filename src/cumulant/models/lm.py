@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from .. import shards, zoo
 from ..call import check_choice, check_count
 from ..grammar import parse
-from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
 from ..nn.registry import get_layer, number_layers
 from ..nn.streams import LayerStream, Recomputed, stream_of
-from .mechanisms import by_block
-from .parts import Block, checked_extras, drop_paths, reset_extras, spread_drop_path
+from ..zoo.registry import options_of
+from .mechanisms import Projecting
+from .parts import Block, drop_paths, reset_extras, spread_drop_path
 from .vocabulary import Vocabulary
 
 POSITIONS = ("auto", "rotary", "learned", "none")
@@ -37,6 +37,7 @@ class CausalBlock(Block):
         return x + self.mlp(self.norm2(x))
 
 
+@options_of(Projecting)
 class LanguageModel(nn.Module):
     """Tokens (B, L) to logits of the token that follows each, (B, L, V).
 
@@ -47,7 +48,7 @@ class LanguageModel(nn.Module):
         positions: "rotary"; "learned", a table; "none", for layers with positions of their own; "auto" is rotary where
             the layer takes it, none where it says that it has its own, else learned.
         tie: the output matrix is the table of embeddings.
-        layer, attention: by name; the mechanism must be causal. Its published parts that have no causal form
+        attention: see `Projecting`; the mechanism must be causal. Its published parts that have no causal form
             (convolutions) are left out.
     """
 
@@ -63,21 +64,12 @@ class LanguageModel(nn.Module):
         depth: int = 4,
         num_heads: int = 4,
         mlp_ratio: float = 4.0,
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        attention_extras: dict[str, Any] | None = None,
-        layer: str | None = None,
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
         positions: str | None = "auto",
         tie: bool = True,
-        drop_rate: float = 0.0,
-        attn_drop: float = 0.0,
         drop_path: float = 0.0,
         gelu: str = "erf",
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         super().__init__()
         self.config: dict[str, Any] | None = None  # set by create_model
@@ -88,16 +80,15 @@ class LanguageModel(nn.Module):
         self.vocabulary = Vocabulary(vocabulary)
         if vocabulary and len(self.vocabulary) != num_classes:
             raise ValueError(f"num_classes must be the size of the vocabulary, {len(vocabulary)}, got {num_classes}")
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how = Projecting(**attending)
+        place, layer, drop_rate = how.place, how.layer, how.drop_rate
         self.num_classes, self.context, self.embed_dim = num_classes, context, embed_dim
         self.streaming = get_layer(layer or "multihead").streaming
         self.positions = placing(layer or "multihead") if positions == "auto" else positions
-        given: dict[str, Any] = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, **place}
-        given |= {"attn_drop": attn_drop, "proj_drop": drop_rate, **checked_extras(attention_extras, layer)}
-        given |= {"rotary": True} if self.positions == "rotary" else {}
+        turned = {"rotary": True} if self.positions == "rotary" else {}
         inner = embed_dim, int(embed_dim * mlp_ratio), drop_rate, gelu, True
-        mechanisms = [causal(one, context) for one in by_block(attention, attention_options, depth)]
-        layers = (create_layer(layer or "multihead", embed_dim, num_heads, **one, **given) for one in mechanisms)
+        mechanisms = [causal(one, context) for one in how.each(depth)]
+        layers = (how.made(embed_dim, num_heads, one, **turned) for one in mechanisms)
         self.embed = nn.Embedding(num_classes, embed_dim, **place)
         learned = self.positions == "learned"
         self.pos_embed = nn.Parameter(torch.empty(context, embed_dim, **place)) if learned else None

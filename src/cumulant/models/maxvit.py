@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call, check_choice, check_count, check_flag
-from ..nn import create_layer
 from ..nn.attention import MultiheadAttention
-from ..nn.registry import number_layers
 from ..zoo.fused import fused_softmax
+from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
-from .mechanisms import by_block
-from .parts import DropPath, Mlp, Repeated, check_multiple, check_stages, pair, reset_linear
+from .mechanisms import Attending
+from .parts import DropPath, Mlp, Repeated, check_multiple, check_stages, pair, reset_extras, reset_linear
 
 PARTITIONS = ("window", "global")
 EPS, GELU = 1e-5, nn.GELU("tanh")
@@ -259,6 +258,7 @@ class Head(nn.Module):
         self.fc = classifier
 
 
+@options_of(Attending)
 class MaxViT(Backbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, hidden) with `num_classes=0`.
 
@@ -270,8 +270,8 @@ class MaxViT(Backbone):
         pad: fill up maps that windows do not divide, and mask what was added; else such a size is an error.
         partition: "window" as published; "global" has one attention over the whole map in place of each, windows and
             grids alike: the place of a linear-time mechanism.
-        attention: a mechanism other than softmax has no relative bias, nor has "global" or a `layer`: positions are
-            then those that the convolutions' borders tell.
+        attention: see `Attending`. A mechanism other than softmax has no relative bias, nor has "global" or a `layer`:
+            positions are then those that the convolutions' borders tell.
         drop_path: stochastic depth of the last block, linear from 0 in the first as timm has it.
     """
 
@@ -288,37 +288,33 @@ class MaxViT(Backbone):
         window: int | None = None,
         pad: bool = False,
         partition: str = "window",
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        layer: str | None = None,
         drop_path: float = 0.0,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         check_stages(widths, "widths", depths=depths)
-        super().__init__(num_classes, widths[-1], init_std)
+        super().__init__(num_classes, widths[-1])
         check_choice("partition", partition, PARTITIONS)
         for name, count in {"in_chans": in_chans, "stem_width": stem_width, "head_dim": head_dim}.items():
             check_count(name, count)
         if any(width % head_dim for width in widths):
             raise ValueError(f"head_dim must divide every width of {tuple(widths)}, got {head_dim}")
         check_flag("pad", pad)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how = Attending(**attending)
+        place = how.place
         self.in_chans, self.pad, self.partition = in_chans, pad, partition
         self.stride = 2 ** (len(widths) + 1)
         self.window = max(1, min(pair(img_size)) // self.stride) if window is None else window
         check_count("window", self.window)
-        mechanisms = iter(by_block(attention, attention_options, 2 * sum(depths), "attentions, two a block"))
+        mechanisms = iter(how.each(2 * sum(depths), "attentions, two a block"))
 
         def part(width: int, kind: str) -> Partition:
-            given = {**next(mechanisms), **place}
-            side, heads = self.window, width // head_dim
-            if partition == "window" and given["attention"] == "softmax" and layer is None:
-                attn: nn.Module = RelativeAttention(width, heads, side, **given)
+            one, side, heads = next(mechanisms), self.window, width // head_dim
+            if partition == "window" and one["attention"] == "softmax" and how.layer is None:
+                attn: nn.Module = RelativeAttention(width, heads, side, **one, **place)
             else:
                 grid = (side, side) if partition == "window" else tuple(s // self.stride for s in pair(img_size))
-                attn = create_layer(layer or "multihead", width, heads, grid_size=grid, **given)
+                attn = how.made(width, heads, one, grid_size=grid)
             return Partition(attn, width, kind if partition == "window" else "global", side, pad, **place)
 
         def stage(width: int, out: int, depth: int) -> Stage:
@@ -334,9 +330,7 @@ class MaxViT(Backbone):
             (width, 2 ** (number + 1), name)
             for number, (width, name) in enumerate(zip((stem_width, *widths), names, strict=True))
         )
-        self.set_drop_path(drop_path)
-        number_layers(self)
-        self.reset_parameters(init_std)
+        self._finish(drop_path, init_std)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """As released: kernels, matrices and relative biases N(0, std), other biases 0, norms 1."""
@@ -349,9 +343,7 @@ class MaxViT(Backbone):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d | DropPath):
                 module.reset_parameters()
-        for module in self.modules():
-            if isinstance(module, MultiheadAttention):
-                module.reset_extras()
+        reset_extras(self)
 
     def classifiers(self) -> dict[str, int]:
         return {"head.fc": self.num_features}

@@ -1,12 +1,83 @@
-"""One mechanism for all blocks of a model, or one for each: `attention=["agent"] * 4 + ["softmax"] * 8`."""
+"""How a network attends: arguments that all networks share, and one mechanism for all of its blocks or one for each,
+`attention=["agent"] * 4 + ["softmax"] * 8`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
 from .. import zoo
+from ..call import check_share
 from ..grammar import parse, read_blocks, suggest
+from ..nn import create_layer
+from .parts import checked_extras
+
+
+@dataclass(frozen=True)
+class Attending:
+    """What decides the attention of a network, whatever its shape.
+
+    Args:
+        attention: name of a mechanism, see `cumulant.zoo.names()`; options may stand behind it, "cumulant3+full".
+            Or one for each block: a list of names, or a text, "4xagent,8xsoftmax".
+        attention_options: options of that mechanism; of several, each takes those that it has.
+        layer: name of an attention layer, see `cumulant.nn.layers()`; "multihead" unless given.
+    """
+
+    attention: str | Sequence[str] = "softmax"
+    attention_options: dict[str, Any] | None = None
+    layer: str | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where weights are made."""
+        return {"device": self.device, "dtype": self.dtype}
+
+    def each(self, count: int, what: str = "blocks") -> list[dict[str, Any]]:
+        """For each of `count` blocks the arguments `attention` and `attention_options` of its layer."""
+        return by_block(self.attention, self.attention_options, count, what)
+
+    def made(self, dim: int, num_heads: int, mechanism: dict[str, Any], **more: Any) -> nn.Module:
+        """The attention layer of a block, whose mechanism is one of `each`."""
+        return create_layer(self.layer or "multihead", dim, num_heads, **mechanism, **self.place, **more)
+
+
+@dataclass(frozen=True)
+class Projecting(Attending):
+    """And what its layers and blocks have around the mechanism.
+
+    Args:
+        attention_extras: further arguments of every layer: num_kv_heads, v_conv, v_conv_init, gate and temperature.
+        drop_rate: dropout behind embeddings and projections and in MLPs; `attn_drop`: of probabilities.
+    """
+
+    attention_extras: dict[str, Any] | None = None
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    drop_rate: float = 0.0
+    attn_drop: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_share("drop_rate", self.drop_rate)
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Arguments of every layer but for the extras."""
+        own = {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm, "attn_drop": self.attn_drop}
+        return {**own, "proj_drop": self.drop_rate}
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        return checked_extras(self.attention_extras, self.layer)
+
+    def made(self, dim: int, num_heads: int, mechanism: dict[str, Any], **more: Any) -> nn.Module:
+        return super().made(dim, num_heads, mechanism, **{**self.shared, **self.extras, **more})
 
 
 def by_block(

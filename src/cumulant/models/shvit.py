@@ -19,9 +19,9 @@ from .. import zoo
 from ..call import Call, check_count
 from ..grammar import parse
 from ..nn import create_layer
-from ..nn.registry import number_layers
+from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
-from .mechanisms import by_block
+from .mechanisms import Attending
 from .parts import DropPath, Repeated, check_stages, pair, reset_extras, reset_linear
 
 
@@ -227,6 +227,7 @@ class Stage(nn.Module):
         self.blocks = nn.Sequential(*blocks)
 
 
+@options_of(Attending)
 class SHViT(Backbone):
     """Images (B, in_chans, H, W) of any size to logits (B, num_classes), or to features with `num_classes=0`.
 
@@ -239,9 +240,8 @@ class SHViT(Backbone):
         qk_dim: width of query and key; None is that of the values, for mechanisms which need it.
         stem_depth: convolutions of stride 2 before the first stage, 4 in the paper.
         num_heads: one in the paper; more split query, key and values.
-        attention: name of a mechanism, or one for each block with attention.
-        attention_options: options of it.
-        layer: name of an attention layer of width p, in place of projection and mechanism.
+        attention: as in `Attending`, of the blocks with attention; a `layer` there has width p, and takes the place of
+            projection and mechanism.
         drop_path: stochastic depth of the last block; the paper has none.
     """
 
@@ -258,36 +258,30 @@ class SHViT(Backbone):
         qk_dim: int | None = 16,
         stem_depth: int = 4,
         num_heads: int = 1,
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        layer: str | None = None,
         drop_path: float = 0.0,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         check_stages(embed_dim, "embed_dim", depth=depth, partial_dim=partial_dim)
         check_stages(embed_dim, "embed_dim", ("i", "s"), types=types)
         for part, whole in zip(partial_dim, embed_dim, strict=True):
             if part > whole:
                 raise ValueError(f"partial_dim must be at most embed_dim, got {part} of {whole} channels")
-        super().__init__(num_classes, embed_dim[-1], init_std)
+        super().__init__(num_classes, embed_dim[-1])
         for name, count in {"in_chans": in_chans, "stem_depth": stem_depth, "num_heads": num_heads}.items():
             check_count(name, count)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.in_chans = in_chans
+        how = Attending(**attending)
+        place, self.in_chans = how.place, in_chans
         self.patch_embed = stem(in_chans, embed_dim[0], stem_depth, **place)
-        attending = sum(count for count, kind in zip(depth, types, strict=True) if kind == "s")
-        mechanisms = iter(
-            by_block(attention, attention_options, attending, "blocks with attention") if attending else ()
-        )
+        count = sum(many for many, kind in zip(depth, types, strict=True) if kind == "s")
+        mechanisms = iter(how.each(count, "blocks with attention") if count else ())
 
         def block(number: int) -> SHViTBlock:
             dim, part, stride = embed_dim[number], partial_dim[number], 2 ** (stem_depth + number)
             if types[number] == "i":
                 return SHViTBlock(dim, None, **place)
             grid = cast(tuple[int, int], tuple(math.ceil(side / stride) for side in pair(img_size)))
-            head = SingleHead(dim, qk_dim, part, num_heads, next(mechanisms), layer, grid, **place)
+            head = SingleHead(dim, qk_dim, part, num_heads, next(mechanisms), how.layer, grid, **place)
             return SHViTBlock(dim, head, **place)
 
         self.stages = nn.Sequential(
@@ -300,18 +294,15 @@ class SHViT(Backbone):
         self.feature_info = FeatureInfo.of(
             (dim, 2 ** (stem_depth + number), f"stages.{number}") for number, dim in enumerate(embed_dim)
         )
-        self.set_drop_path(drop_path)
-        number_layers(self)
-        self.reset_parameters()
+        self._finish(drop_path, init_std)
 
-    def reset_parameters(self) -> None:
-        """Convolutions as PyTorch has them, norms 1, the last of each residual branch 0, the classifier as `init_std`
-        says."""
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Convolutions as PyTorch has them, norms 1, the last of each residual branch 0, the classifier of that std."""
         for module in self.modules():
             if isinstance(module, ConvNorm | nn.Conv2d | nn.GroupNorm | nn.BatchNorm1d | DropPath):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear):
-                reset_linear(module, self.init_std)
+                reset_linear(module, std)
         reset_extras(self)
 
     def fuse(self) -> SHViT:

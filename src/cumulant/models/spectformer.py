@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..call import check_choice, check_count, check_flag
-from ..nn import create_layer
 from ..nn.attention import LAYER_NORM, MultiheadAttention
-from ..nn.registry import number_layers
 from ..tensors import wide
+from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
-from .mechanisms import by_block
+from .mechanisms import Attending
 from .parts import (
     Block,
     DropPath,
@@ -99,6 +98,7 @@ class SpectralBlock(Repeated):
         return x + self.drop_path(self.mlp(self.norm2(self.filter(self.norm1(x), grid=grid))))
 
 
+@options_of(Attending)
 class SpectFormer(TokenBackbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes): a ViT without class token whose first blocks are spectral.
 
@@ -106,7 +106,7 @@ class SpectFormer(TokenBackbone):
         spectral_layers: blocks with filters, before those with attention.
         spectral: "filter"; "attention" puts the attention into the same block of one residual, to compare the two.
         img_size: side that positions and filters are made for; at others both are resized.
-        attention: of the blocks that have one, see `VisionTransformer`, like the next three.
+        attention: of the blocks that have one, see `Attending`.
     """
 
     poolings = ("gap",)
@@ -124,31 +124,28 @@ class SpectFormer(TokenBackbone):
         spectral: str = "filter",
         num_heads: int = 6,
         mlp_ratio: float = 4.0,
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
         attention_extras: dict[str, Any] | None = None,
-        layer: str | None = None,
         drop_path: float = 0.0,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         super().__init__(num_classes, embed_dim, "gap", 0, patch_size=patch_size, in_chans=in_chans, depth=depth)
         check_choice("spectral", spectral, SPECTRAL)
         check_count("spectral_layers", spectral_layers, 0)
         if spectral_layers > depth:
             raise ValueError(f"spectral_layers must be at most depth={depth}, got {spectral_layers}")
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how = Attending(**attending)
+        place = how.place
         self.in_chans = in_chans
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
         self.grid_size = self.patch_embed.grid(*pair(img_size))
         self.pos_embed = self._table(self.grid_size[0] * self.grid_size[1], place)
         self.pos_drop = nn.Identity()
         hidden, filters = hidden_width(embed_dim, mlp_ratio), spectral_layers if spectral == "filter" else 0
-        extras = {"grid_size": self.grid_size, **place, **checked_extras(attention_extras, layer)}
+        extras = {"grid_size": self.grid_size, **checked_extras(attention_extras, how.layer)}
         mixers: list[nn.Module] = [SpectralGate(embed_dim, self.grid_size, **place) for _ in range(filters)]
-        mechanisms = by_block(attention, attention_options, depth - filters) if filters < depth else []
-        mixers += [create_layer(layer or "multihead", embed_dim, num_heads, **one, **extras) for one in mechanisms]
+        mechanisms = how.each(depth - filters) if filters < depth else []
+        mixers += [how.made(embed_dim, num_heads, one, **extras) for one in mechanisms]
         kinds = [SpectralBlock if number < spectral_layers else Block for number in range(depth)]
         self.blocks = nn.Sequential(
             *(kind(mixer, embed_dim, hidden, **place) for kind, mixer in zip(kinds, mixers, strict=True))
@@ -241,6 +238,7 @@ class ClassBlock(nn.Module):
         return torch.cat([asking + self.mlp(self.norm2(asking)), tokens], 1)
 
 
+@options_of(Attending)
 class HierarchicalSpectFormer(Backbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes) by four stages of strides 4, 8, 16 and 32: filters in the
     first two, attention in the others, and attention of one class token at the end, which is softmax always.
@@ -266,30 +264,26 @@ class HierarchicalSpectFormer(Backbone):
         depths: Sequence[int] = (3, 4, 6, 3),
         spectral: str = "filter",
         token_head: bool = False,
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        layer: str | None = None,
         drop_path: float = 0.0,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         check_stages(widths, "widths", heads=heads, depths=depths)
-        super().__init__(num_classes, widths[-1], init_std)
+        super().__init__(num_classes, widths[-1])
         check_count("in_chans", in_chans)
         check_choice("spectral", spectral, SPECTRAL)
         check_flag("token_head", token_head)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how = Attending(**attending)
+        place = how.place
         self.in_chans, self.token_head = in_chans, token_head
         filtered = 2 if spectral == "filter" else 0
-        mechanisms = iter(by_block(attention, attention_options, sum(depths[filtered:]), "blocks with attention"))
+        mechanisms = iter(how.each(sum(depths[filtered:]), "blocks with attention"))
 
         def mixer(stage: int) -> nn.Module:
             grid = cast(tuple[int, int], tuple(-(-side // 2 ** (stage + 2)) for side in pair(img_size)))
             if stage < filtered:
                 return SpectralGate(widths[stage], grid, **place)
-            given = {"grid_size": grid, **next(mechanisms), **place}
-            return create_layer(layer or "multihead", widths[stage], heads[stage], **given)
+            return how.made(widths[stage], heads[stage], next(mechanisms), grid_size=grid)
 
         embeds: list[nn.Module] = [Stem(in_chans, stem_width, widths[0], **place)]
         embeds += [nn.Conv2d(width, out, 3, 2, 1, **place) for width, out in pairwise(widths)]
@@ -305,9 +299,7 @@ class HierarchicalSpectFormer(Backbone):
         for name in self.classifiers():
             setattr(self, name, self._made_classifier(last, place))
         self.feature_info = FeatureInfo.of((dim, 2 ** (n + 2), f"stages.{n}") for n, dim in enumerate(widths))
-        self.set_drop_path(drop_path)
-        number_layers(self)
-        self.reset_parameters(init_std)
+        self._finish(drop_path, init_std)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """As released: convolutions N(0, 2 / fan out), matrices truncated normal, biases 0, norms 1."""

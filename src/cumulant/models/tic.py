@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from .. import zoo
 from ..call import Call, check_choice, check_count, check_flag, check_share
 from ..grammar import parse
-from ..nn import create_layer
-from ..nn.registry import number_layers
+from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
-from .mechanisms import by_block
-from .parts import DropPath, Repeated, check_stages, reset_linear
+from .mechanisms import Attending
+from .parts import DropPath, Repeated, check_stages, reset_extras, reset_linear
 
 PADS, MIXINGS = ("zero", "mask"), ("auto", "window", "global")
 VARIANTS, POOLINGS = ("code", "block"), ("none", "attention", "pool")
@@ -213,6 +212,7 @@ class OnMap(nn.Module):
         return self.layer(x.flatten(2).mT, grid=tuple(x.shape[-2:])).mT.unflatten(-1, x.shape[-2:])
 
 
+@options_of(Attending)
 class TiC(Backbone):
     """Images (B, in_chans, H, W) of any size to logits (B, num_classes): stages of window attention, no positions.
 
@@ -250,17 +250,13 @@ class TiC(Backbone):
         shift: bool = False,
         pooling: str = "none",
         mixing: str = "auto",
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        layer: str | None = None,
         attn_drop: float = 0.0,
         drop_path: float = 0.0,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         check_stages(widths, "widths", heads=heads)
-        super().__init__(num_classes, widths[-1], init_std)
+        super().__init__(num_classes, widths[-1])
         check_count("in_chans", in_chans)
         for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
             check_choice(name, given, known)
@@ -270,16 +266,17 @@ class TiC(Backbone):
         blocks = variant == "block"
         if (shift or pooling != "none" or drop_path) and not blocks:
             raise ValueError('shift, pooling and drop_path belong to blocks, which variant="code" has none of')
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how = Attending(**attending)
+        place = how.place
         self.in_chans, sides = in_chans, (kernel, kernel) if isinstance(kernel, int) else tuple(kernel)
         steps = list(zip(((widths[0], widths[0]), *pairwise(widths)), heads, strict=True))
         count = sum(depths) + len(depths) - 1 if blocks else len(widths)
-        mechanisms = iter(by_block(attention, attention_options, count, "attentions, in order"))
+        mechanisms = iter(how.each(count, "attentions, in order"))
 
         def msa(dim: int, many: int, level: int, **more: Any) -> nn.Module:
             given, side = next(mechanisms), -(-img_size // (stem_stride * 2**level))
-            if layer is not None:
-                return OnMap(create_layer(layer, dim, many, grid_size=(side, side), **given, **place))
+            if how.layer is not None:
+                return OnMap(how.made(dim, many, given, grid_size=(side, side)))
             shared: dict[str, Any] = {"dilation": dilation, "pad": pad, "mixing": mixing, "drop": attn_drop}
             return MSA(dim, many, cast(Kernel, sides), (side, side), **shared, **given, **more, **place)
 
@@ -313,9 +310,7 @@ class TiC(Backbone):
         self.norm = ChannelNorm(widths[-1], **place) if blocks else nn.Identity()
         self.head = self._made_classifier(widths[-1], place)
         self.feature_info = FeatureInfo.of((dim, stem_stride * 2**n, f"stages.{n}") for n, dim in enumerate(widths))
-        self.set_drop_path(drop_path)
-        number_layers(self)
-        self.reset_parameters(init_std)
+        self._finish(drop_path, init_std)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Ours: truncated normal for 1 x 1 convolutions and the classifier, Kaiming for others, biases 0, gates 0."""
@@ -331,10 +326,7 @@ class TiC(Backbone):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d | DropPath):
                 module.reset_parameters()
-        for module in self.modules():
-            reset = getattr(module, "reset_extras", None)
-            if callable(reset):
-                reset()
+        reset_extras(self)
 
     def _levels(self) -> Iterable[nn.Module]:
         return self.stages

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import check_choice, check_count, check_flag, check_share
+from ..call import check_choice, check_count, check_flag
 from ..nn import MultiheadAttention, create_layer
+from ..zoo.registry import options_of
 from .backbone import FeatureInfo
-from .mechanisms import by_block
-from .parts import DropPath, Mlp, Repeated, check_multiple, checked_extras, hidden_width, pair, resize_positions
+from .mechanisms import Projecting, by_block
+from .parts import DropPath, Mlp, Repeated, check_multiple, hidden_width, pair, resize_positions
 from .vit import TokenBackbone
 
 
@@ -109,6 +110,7 @@ class TNTBlock(Repeated):
         return self.norm2_proj(self.proj(self.norm1_proj(words.reshape(batch, -1, self.proj.in_features))))
 
 
+@options_of(Projecting)
 class TNT(TokenBackbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
@@ -118,11 +120,8 @@ class TNT(TokenBackbone):
         inner_stride: pixels from one word to the next, m = (patch_size / inner_stride)^2 words in a patch.
         word_kernel: side of the convolution that makes them.
         inner_dim: width c of a word, in `inner_heads` heads.
-        attention: name of the mechanism over patches, or one for each block, as in `VisionTransformer`.
+        attention: over patches, like all else of `Projecting`.
         inner_attention: the same over the words of a patch. They are few: softmax is as quick there as anything.
-        attention_options: options of the first, like the next two.
-        attention_extras: further arguments of every layer over patches.
-        layer: name of an attention layer over patches.
         pool: "cls" reads the class token, "gap" the mean of the patches.
         legacy: the first release, which convolves before it cuts and merges words without the second norm.
         drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
@@ -143,26 +142,18 @@ class TNT(TokenBackbone):
         num_heads: int = 6,
         inner_heads: int = 4,
         mlp_ratio: float = 4.0,
-        attention: str | Sequence[str] = "softmax",
         inner_attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        attention_extras: dict[str, Any] | None = None,
-        layer: str | None = None,
         qkv_bias: bool = False,
         legacy: bool = False,
         pool: str = "cls",
-        drop_rate: float = 0.0,
-        attn_drop: float = 0.0,
         drop_path: float = 0.0,
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         super().__init__(num_classes, embed_dim, pool, 1, in_chans=in_chans, inner_dim=inner_dim, depth=depth)
         check_flag("legacy", legacy)
-        check_share("drop_rate", drop_rate)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.in_chans = in_chans
+        how = Projecting(qkv_bias=qkv_bias, **attending)
+        place, drop_rate, self.in_chans = how.place, how.drop_rate, in_chans
         self.pixel_embed = WordEmbed(patch_size, inner_stride, word_kernel, in_chans, inner_dim, legacy, **place)
         self.grid_size, side = self.pixel_embed.grid(*pair(img_size)), self.pixel_embed.side
         flat = side * side * inner_dim
@@ -174,16 +165,14 @@ class TNT(TokenBackbone):
         self.pixel_pos = nn.Parameter(torch.empty(1, inner_dim, side, side, **place))
         self.pos_drop = nn.Dropout(drop_rate)
 
-        given: dict[str, Any] = {"qkv_bias": qkv_bias, "attn_drop": attn_drop, "proj_drop": drop_rate, **place}
-        outer = {"grid_size": self.grid_size, "prefix": 1, **given, **checked_extras(attention_extras, layer)}
-        inner = {"grid_size": (side, side), **given}
+        inner: dict[str, Any] = {"grid_size": (side, side), **how.shared, **place}
         sizes = inner_dim, side * side, embed_dim
-        mechanisms = by_block(inner_attention, None, depth), by_block(attention, attention_options, depth)
+        mechanisms = by_block(inner_attention, None, depth), how.each(depth)
         self.blocks = nn.Sequential(
             *(
                 TNTBlock(
                     create_layer("multihead", inner_dim, inner_heads, **one, **inner),
-                    create_layer(layer or "multihead", embed_dim, num_heads, **other, **outer),
+                    how.made(embed_dim, num_heads, other, grid_size=self.grid_size, prefix=1),
                     sizes, mlp_ratio, drop_rate, legacy, **place,
                 )
                 for one, other in zip(*mechanisms, strict=True)

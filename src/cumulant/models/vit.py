@@ -8,30 +8,19 @@ blocks.N.{norm1, attn.qkv, attn.proj, norm2, mlp.fc1, mlp.fc2}.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import shards
-from ..call import check_choice, check_count, check_flag, check_share
-from ..nn import create_layer
+from ..call import check_choice, check_count, check_flag
 from ..nn.attention import LAYER_NORM
-from ..nn.registry import number_layers
+from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
-from .mechanisms import by_block
-from .parts import (
-    Block,
-    DropPath,
-    PatchEmbed,
-    checked_extras,
-    hidden_width,
-    pair,
-    reset_extras,
-    reset_linear,
-    resize_positions,
-)
+from .mechanisms import Projecting
+from .parts import Block, DropPath, PatchEmbed, hidden_width, pair, reset_extras, reset_linear, resize_positions
 
 
 class TokenBackbone(Backbone):
@@ -58,15 +47,6 @@ class TokenBackbone(Backbone):
 
     def _table(self, rows: int, place: dict[str, Any]) -> nn.Parameter:
         return nn.Parameter(torch.empty(1, rows, self.embed_dim, **place))
-
-    def _finish(self, drop_path: float, init_std: float | None) -> None:
-        self.set_drop_path(drop_path)
-        number_layers(self)
-        number = isinstance(init_std, int | float) and not isinstance(init_std, bool) and 0 <= init_std < math.inf
-        if init_std is not None and not number:
-            raise ValueError(f"init_std must be a finite number that is not negative, got {init_std!r}")
-        self.init_std = init_std
-        self.reset_parameters(init_std)
 
     def reset_parameters(self, std: float | None = 0.02) -> None:
         """DeiT: truncated normal of that std for linear weights, tokens and positions; biases 0, norms 1.
@@ -125,6 +105,7 @@ class TokenBackbone(Backbone):
         return shards.summed((tokens * weight.to(tokens.dtype)[:, None]).sum(1))[0]
 
 
+@options_of(Projecting)
 class VisionTransformer(TokenBackbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
@@ -141,11 +122,7 @@ class VisionTransformer(TokenBackbone):
         gelu: "erf", or "tanh" for the approximation that Google's code uses.
         init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
             a model of width 64 starts learning much sooner from about 64**-0.5.
-        attention: name of a mechanism, see `cumulant.zoo.names()`; options may stand behind it, "cumulant3+full".
-            Or one for each block: a list of names, or a text, "4xagent,8xsoftmax".
-        attention_options: options of that mechanism; of several, each takes those that it has.
-        attention_extras: further arguments of every layer: num_kv_heads, v_conv, v_conv_init, gate and temperature.
-        layer: name of an attention layer, see `cumulant.nn.layers()`; "multihead" unless given.
+        attention, layer, ...: see `cumulant.models.mechanisms.Projecting`.
     """
 
     poolings = ("cls", "gap", "last")
@@ -161,33 +138,24 @@ class VisionTransformer(TokenBackbone):
         depth: int = 12,
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        attention_extras: dict[str, Any] | None = None,
-        layer: str | None = None,
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
         is_causal: bool = False,
         pool: str = "cls",
         class_token: bool | None = None,
         distilled: bool = False,
         distilled_training: bool = False,
-        drop_rate: float = 0.0,
-        attn_drop: float = 0.0,
         drop_path: float = 0.0,
         gelu: str = "erf",
         init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         class_token = pool == "cls" if class_token is None else class_token
         prefix = int(class_token) + int(distilled)
         super().__init__(num_classes, embed_dim, pool, prefix, patch_size=patch_size, in_chans=in_chans, depth=depth)
         check_flag("is_causal", is_causal)
-        check_share("drop_rate", drop_rate)
         check_pooling(pool, class_token, is_causal, distilled)
         self.is_causal, self.in_chans = is_causal, in_chans
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        how = Projecting(**attending)
+        place, drop_rate = how.place, how.drop_rate
         self.distilled_training = distilled_training
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
         self.grid_size = self.patch_embed.grid(*pair(img_size))
@@ -196,12 +164,9 @@ class VisionTransformer(TokenBackbone):
         self.pos_embed = self._table(prefix + math.prod(self.grid_size), place)
         self.pos_drop = nn.Dropout(drop_rate)
 
-        given: dict[str, Any] = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "attn_drop": attn_drop}
-        given |= {"proj_drop": drop_rate, **place}
-        given |= {"grid_size": self.grid_size, "prefix": prefix, **checked_extras(attention_extras, layer)}
+        layout: dict[str, Any] = {"grid_size": self.grid_size, "prefix": prefix}
         inner = embed_dim, hidden_width(embed_dim, mlp_ratio), drop_rate, gelu, is_causal
-        mechanisms = by_block(attention, attention_options, depth)
-        layers = (create_layer(layer or "multihead", embed_dim, num_heads, **one, **given) for one in mechanisms)
+        layers = (how.made(embed_dim, num_heads, one, **layout) for one in how.each(depth))
         self.blocks = nn.Sequential(*(Block(attn, *inner, **place) for attn in layers))
         self.norm = LAYER_NORM(embed_dim, **place)
         for name, width in self.classifiers().items():

@@ -7,10 +7,8 @@ State-dict names are those of `VisionTransformer`; what the image model lacks is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import shards
@@ -19,21 +17,11 @@ from ..nn import create_layer
 from ..nn.attention import LAYER_NORM
 from ..nn.extras import conv_kernel
 from ..zoo.grid import guess_grid, square_grid
+from ..zoo.registry import options_of
 from .backbone import FeatureInfo
 from .from_image import load_image_weights
-from .mechanisms import by_block
-from .parts import (
-    Block,
-    DropPath,
-    Mlp,
-    Repeated,
-    checked_extras,
-    drop_paths,
-    hidden_width,
-    pair,
-    resize_positions,
-    spread_drop_path,
-)
+from .mechanisms import Projecting
+from .parts import Block, DropPath, Mlp, Repeated, drop_paths, hidden_width, pair, resize_positions, spread_drop_path
 from .tubelet import TUBELET_INITS, TubeletEmbed, resize_clip_positions, resize_time
 from .vit import TokenBackbone, VisionTransformer
 
@@ -86,6 +74,7 @@ class FactorisedBlock(Repeated):
         return out.unflatten(0, places.shape[:2]).transpose(1, 2).flatten(1, 2)
 
 
+@options_of(Projecting)
 class ViViT(TokenBackbone):
     """Clips (B, in_chans, T, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
@@ -116,10 +105,8 @@ class ViViT(TokenBackbone):
             leaves variant 3 alone, as the released code does.
         init_std: None initialises as released (Xavier-uniform matrices, each of query, key and value by itself; MLP
             biases N(0, 1e-6), positions N(0, 0.02), class tokens 0); a number as DeiT, with that deviation.
-        attention: as in `VisionTransformer`, for every attention here, like the next three.
-        attention_options: options of that mechanism.
-        attention_extras: a `v_conv` (k_t, k, k) becomes k x k within frames and k_t over time.
-        layer: name of an attention layer.
+        attention, layer, ...: see `cumulant.models.mechanisms.Projecting`, for every attention here. Of the extras a
+            `v_conv` (k_t, k, k) becomes k x k within frames and k_t over time.
     """
 
     takes_clips = True
@@ -140,25 +127,17 @@ class ViViT(TokenBackbone):
         temporal_depth: int = 4,
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        attention_extras: dict[str, Any] | None = None,
-        layer: str | None = None,
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
         pool: str | None = None,
         axis_order: str = "space-time",
         gelu: str = "tanh",
         zero_head: bool = True,
-        drop_rate: float = 0.0,
-        attn_drop: float = 0.0,
         drop_path: float = 0.0,
         drop_path_style: str = "scaled",
         init_std: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
-        variant = check_variant(variant)
+        variant, how = check_variant(variant), Projecting(**attending)
+        place, layer, drop_rate = how.place, how.layer, how.drop_rate
         if layer is not None and variant == 4:
             raise ValueError(f"layer={layer!r}, but variant 4 is made of axial layers; choose another variant")
         pool = pool or ("gap" if variant in (3, 4) else "cls")
@@ -169,8 +148,7 @@ class ViViT(TokenBackbone):
         check_choice("tubelet_init", tubelet_init, TUBELET_INITS)
         check_choice("axis_order", axis_order, AXIS_ORDERS)
         check_choice("drop_path_style", drop_path_style, DROP_PATH_STYLES)
-        extras = checked_extras(attention_extras, layer)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        extras = how.extras
         self.variant, self.zero_head, self.tubelet_init = variant, zero_head, tubelet_init
         self.drop_path_style = drop_path_style
 
@@ -184,18 +162,14 @@ class ViViT(TokenBackbone):
         self.pos_drop = nn.Dropout(drop_rate)
 
         hidden = hidden_width(embed_dim, mlp_ratio)
-        shared: dict[str, Any] = {"qkv_bias": qkv_bias, "qk_norm": qk_norm, "attn_drop": attn_drop}
-        shared |= {"proj_drop": drop_rate, **place}
         blocks = depth + (temporal_depth if self.variant == 2 else 0)
-        mechanisms = by_block(
-            attention, attention_options, blocks, "blocks of both encoders" if blocks > depth else "blocks"
-        )
+        mechanisms = how.each(blocks, "blocks of both encoders" if blocks > depth else "blocks")
 
         def attn(axes: str, mechanism: dict[str, Any], prefix: int = 0) -> nn.Module:
             grid = {"both": self.grid_size, "space": self.grid_size[1:], "time": (n_t, 1)}[axes]
             kind = "axial" if self.variant == 4 else layer or "multihead"
-            given = {"grid_size": grid, "prefix": prefix, **mechanism, **shared, **extras_along(axes, extras)}
-            return create_layer(kind, embed_dim, num_heads, **given)
+            given = {"grid_size": grid, "prefix": prefix, **mechanism, **how.shared, **place}
+            return create_layer(kind, embed_dim, num_heads, **given, **extras_along(axes, extras))
 
         def block(axes: str, mechanism: dict[str, Any]) -> nn.Module:
             inner = embed_dim, hidden, drop_rate, gelu

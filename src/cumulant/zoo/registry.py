@@ -280,10 +280,12 @@ def options_of(form: Callable[..., Any]) -> Callable[[Kind], Kind]:
     """Decorator for a function or class with `**rest`: among its options are those of `form` that have a default."""
 
     def say(made: Kind) -> Kind:
-        own = {p.name: p for p in inspect.signature(made).parameters.values() if p.kind is not p.VAR_KEYWORD}
+        # Of a class its own constructor is told: what is said of a class itself its subclasses inherit.
+        asked: Any = made.__init__ if "__init__" in vars(made) else made
+        own = {p.name: p for p in inspect.signature(asked).parameters.values() if p.kind is not p.VAR_KEYWORD}
         more = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(form).parameters.values()}
         more = {name: p for name, p in more.items() if name not in own and p.default is not p.empty}
-        made.__signature__ = inspect.Signature([*own.values(), *more.values()])  # type: ignore[attr-defined]
+        asked.__signature__ = inspect.Signature([*own.values(), *more.values()])
         return made
 
     return say
