@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .clips import Choice, ClipPart, Videos
+from .clips import Choice, ClipPart
 from .images import Images, TensorImages
 from .order import mix
 from .part import GROUP_IN_NAME, Part
-from .rows import Items
 from .scenes import ScenePart
 from .text import TextPart
 
@@ -91,66 +92,61 @@ def choose(part: Part, picks: Picks) -> Part:
     return SomeOf(part, picks)
 
 
-class SomeOf:
+class Some:
+    """Some of what is read by its number."""
+
+    def __init__(self, whole: Any, picks: Picks) -> None:
+        self.whole, self.picks = whole, picks
+        if hasattr(whole, "labels"):
+            self.labels: Tensor = whole.labels[torch.from_numpy(picks)]
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def at(self, index: int) -> int:
+        """Its number in the whole."""
+        return int(self.picks[index])
+
+    def name(self, index: int) -> str:
+        return self.whole.name(self.at(index))
+
+    def contents(self) -> Iterable[bytes]:
+        return (self.picks.tobytes(), *getattr(self.whole, "contents", tuple)())
+
+
+class SomeOf(Some):
     """Some items of a part of one's own."""
 
     views = 1
 
-    def __init__(self, part: Part, picks: Picks) -> None:
-        self.part, self.picks, self.labels = part, picks, part.labels[torch.from_numpy(picks)]
-
-    def __len__(self) -> int:
-        return len(self.picks)
-
-    def name(self, index: int) -> str:
-        return self.part.name(int(self.picks[index]))
-
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
-        return self.part.decode(int(self.picks[index]), size, seed)
+        return self.whole.decode(self.at(index), size, seed)
 
 
-class SomeItems:
+class SomeItems(Some):
     """Some encoded items."""
 
-    def __init__(self, items: Items, picks: Picks) -> None:
-        self.items, self.picks = items, picks
-
-    def __len__(self) -> int:
-        return len(self.picks)
-
-    def name(self, index: int) -> str:
-        return self.items.name(int(self.picks[index]))
-
-    def encoded(self, index: int):  # type: ignore[no-untyped-def]
-        return self.items.encoded(int(self.picks[index]))
-
-    def contents(self) -> Iterable[bytes]:
-        return (self.picks.tobytes(), *self.items.contents())
+    def encoded(self, index: int) -> bytes | Path:
+        return self.whole.encoded(self.at(index))
 
     @property
     def shard_of(self) -> Picks | None:
-        every = getattr(self.items, "shard_of", None)
+        every = getattr(self.whole, "shard_of", None)
         return None if every is None else every[self.picks]
 
 
-class SomeVideos:
+class SomeVideos(Some):
     """Some videos."""
 
-    def __init__(self, videos: Videos, picks: Picks) -> None:
-        self.videos, self.picks, self.separate = videos, picks, videos.separate
-        self.labels = videos.labels[torch.from_numpy(picks)]
-
-    def name(self, index: int) -> str:
-        return self.videos.name(int(self.picks[index]))
-
-    def contents(self) -> Iterable[bytes]:
-        return (self.picks.tobytes(), *self.videos.contents())
+    @property
+    def separate(self) -> bool:
+        return self.whole.separate
 
     def length(self, index: int) -> int:
-        return self.videos.length(int(self.picks[index]))
+        return self.whole.length(self.at(index))
 
     def ratio(self, index: int) -> float:
-        return self.videos.ratio(int(self.picks[index]))
+        return self.whole.ratio(self.at(index))
 
     def read(self, index: int, choose: Choice, size: int, crop: int, crops: int) -> Tensor:
-        return self.videos.read(int(self.picks[index]), choose, size, crop, crops)
+        return self.whole.read(self.at(index), choose, size, crop, crops)

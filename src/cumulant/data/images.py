@@ -13,33 +13,21 @@ from torch import Tensor
 from .decode import decode_image, decode_whole, fit, pillow_image, to_tensor
 from .identity import tensor_contents
 from .part import DecodeError
-from .rows import Items
+from .rows import Encoded
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class Images:
+class Images(Encoded):
     """Encoded images with their labels."""
 
     views = 1
-
-    def __init__(self, items: Items, labels: Tensor) -> None:
-        self.items, self.labels = items, labels
 
     @property
     def shard_of(self) -> NDArray[np.int64] | None:
         """The number of each item's shard, (N,), for data that lies in shards."""
         return getattr(self.items, "shard_of", None)
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def name(self, index: int) -> str:
-        return self.items.name(index)
-
-    def contents(self) -> Iterable[bytes]:
-        return self.items.contents()
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
         return decode_image(self.items.encoded(index), size, self.name(index))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..optional import needed
 from .identity import BLOCK, SAMPLES, beginning, file_contents
@@ -190,6 +191,22 @@ class Items(Protocol):
     def contents(self) -> Iterable[bytes]:
         """What tells these items from others, see `identity`."""
         ...
+
+
+class Encoded:
+    """Encoded items with their labels."""
+
+    def __init__(self, items: Items, labels: Tensor) -> None:
+        self.items, self.labels = items, labels
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def name(self, index: int) -> str:
+        return self.items.name(index)
+
+    def contents(self) -> Iterable[bytes]:
+        return self.items.contents()
 
 
 class Files:

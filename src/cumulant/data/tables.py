@@ -32,18 +32,24 @@ GROUPS_PER_SPLIT = 7
 
 def find_shards(folder: Path) -> dict[str, list[Path]]:
     """Part name -> parquet files: train-*.parquet and so on in the folder or its data/, or train/*.parquet."""
+    shards = named_shards(folder, "*.parquet", lambda part, file: re.match(rf"{part}([-_.]|$)", file.stem))
+    for found in shards.values():
+        count = re.search(r"-of-0*(\d+)$", found[0].stem)
+        if count and int(count[1]) != len(found):
+            warnings.warn(f"{found[0].parent}: {len(found)} of {count[1]} shards like {found[0].name}", stacklevel=4)
+    return shards
+
+
+def named_shards(folder: Path, pattern: str, is_of: Callable[[str, Path], Any]) -> dict[str, list[Path]]:
+    """Part name -> files of the folder or its data/ that are of it, or those in a folder of its name."""
     shards: dict[str, list[Path]] = {}
     for part in (*TRAIN_PARTS, *TEST_PARTS):
         for place in (folder, folder / "data"):
-            named = [file for file in place.glob(f"{part}*.parquet") if re.match(rf"{part}([-_.]|$)", file.stem)]
-            below = (file for file in (place / part).glob("*.parquet") if not file.name.startswith("."))
-            found = sorted(named) or sorted(below)
+            files = [file for file in place.glob(pattern) if not file.name.startswith(".")]
+            below = (file for file in (place / part).glob(pattern) if not file.name.startswith("."))
+            found = sorted(file for file in files if is_of(part, file)) or sorted(below)
             if found:
-                shards[part] = found
-                count = re.search(r"-of-0*(\d+)$", found[0].stem)
-                if count and int(count[1]) != len(found):
-                    warnings.warn(f"{place}: {len(found)} of {count[1]} shards like {found[0].name}", stacklevel=4)
-                break
+                shards.setdefault(part, found)
     return shards
 
 

@@ -25,7 +25,7 @@ from .identity import file_contents
 from .images import Images
 from .part import DataError, DecodeError, Part, Source, shorten
 from .rows import cache_folder
-from .tables import TEST_PARTS, TRAIN_PARTS, numbered_labels, pick_parts
+from .tables import named_shards, numbered_labels, pick_parts
 from .video import VIDEO_SUFFIXES, EncodedVideos
 
 LABEL_MEMBERS = ("cls", "json", "txt")
@@ -52,15 +52,9 @@ class Samples(NamedTuple):
 
 def find_tars(folder: Path) -> dict[str, list[Path]]:
     """Part name -> tar files: train-*.tar, set-train-*.tar or train/*.tar, and so on, in the folder or its data/."""
-    shards: dict[str, list[Path]] = {}
-    for place in (folder, folder / "data"):
-        files = sorted(file for file in place.glob("*.tar*") if not file.name.startswith("."))
-        for part in (*TRAIN_PARTS, *TEST_PARTS):
-            named = [file for file in files if re.search(rf"(^|[-_.]){part}([-_.]|$)", file.name.split(".tar")[0])]
-            below = (file for file in (place / part).glob("*.tar*") if not file.name.startswith("."))
-            if found := named or sorted(below):
-                shards.setdefault(part, found)
-    return shards
+    return named_shards(
+        folder, "*.tar*", lambda part, file: re.search(rf"(^|[-_.]){part}([-_.]|$)", file.name.split(".tar")[0])
+    )
 
 
 def tar_source(

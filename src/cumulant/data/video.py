@@ -16,7 +16,7 @@ from ..optional import needed
 from .clips import Choice
 from .decode import check_plain, fit, open_image, to_tensor
 from .part import DecodeError
-from .rows import Items, Rows, encoded
+from .rows import Encoded, Rows, encoded
 
 # By container, with FFmpeg's names of those that the explorer opens too.
 CONTAINERS = {
@@ -87,19 +87,10 @@ class FrameVideos:
         return f"{self.names[index]} ({place})" if self.names is not None else place
 
 
-class EncodedVideos:
+class EncodedVideos(Encoded):
     """Video files, or cells of a table that hold one each."""
 
     separate = False
-
-    def __init__(self, items: Items, labels: Tensor) -> None:
-        self.items, self.labels = items, labels
-
-    def name(self, index: int) -> str:
-        return self.items.name(index)
-
-    def contents(self) -> Iterable[bytes]:
-        return self.items.contents()
 
     def length(self, index: int) -> int:
         return counted_frames(self.items.encoded(index), self.name(index))

@@ -116,7 +116,7 @@ class MultiheadAttention(nn.Module):
                 "use attn_drop=0 with proj_drop or stochastic depth"
             )
         norm = LAYER_NORM if norm_layer is None else norm_layer
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        place = self.place = {"device": device, "dtype": dtype}  # where its parts were made
         self.dim, self.num_heads = dim, num_heads
         self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.attn_drop, self.grid_size, self.prefix = attn_drop, grid_size, prefix
@@ -127,7 +127,7 @@ class MultiheadAttention(nn.Module):
         self.qkv = nn.Linear(dim, sum(self.widths), bias=qkv_bias, **place)
         self.q_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
         self.k_norm = norm(self.head_dim, **place) if qk_norm else nn.Identity()
-        self.mix = self.build_mix(place)
+        self.mix = self.build_mix()
         by_order = temperature == "order" and name == "cumulant3"  # at order 2 the factor of the query is all
         self.temperature = Temperature(num_heads, 2 if by_order else 1, **place) if temperature else None
         inner = self.inner_dim
@@ -137,14 +137,14 @@ class MultiheadAttention(nn.Module):
         self.proj = nn.Linear(inner, dim, bias=proj_bias, **place)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def build_mix(self, place: dict[str, Any]) -> Mix:
+    def build_mix(self) -> Mix:
         """The mechanism as this layer calls it: itself with its options, or a module with parameters."""
-        return self.mix_of(self.num_heads, place)
+        return self.mix_of(self.num_heads)
 
-    def mix_of(self, heads: int, place: dict[str, Any]) -> Mix:
+    def mix_of(self, heads: int) -> Mix:
         """The mechanism for so many heads of this layer's width."""
-        grid: dict[str, Any] = {"grid_size": self.grid_size, "prefix": self.prefix}
-        return self.mechanism.build(heads * self.head_dim, heads, **grid, **place, **self.attention_options)
+        layout: dict[str, Any] = {"grid_size": self.grid_size, "prefix": self.prefix, **self.place}
+        return self.mechanism.build(heads * self.head_dim, heads, **layout, **self.attention_options)
 
     @property
     def head_counts(self) -> tuple[int, int, int]:

@@ -37,10 +37,10 @@ class AxialAttention(MultiheadAttention):
             raise ValueError(f"num_kv_heads must be even, half for time and half for space, got {self.num_kv_heads}")
         if self.prefix:
             raise ValueError(f"AxialAttention has no place for tokens outside the grid, got prefix={self.prefix}")
-        self.mix_space = self._half({"device": kw.get("device"), "dtype": kw.get("dtype")}, self.grid_size, 1)
+        self.mix_space = self._half(1)
 
-    def build_mix(self, place: dict[str, Any]) -> Mix:
-        return self._half(place, self.grid_size, 0)
+    def build_mix(self) -> Mix:
+        return self._half(0)
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Query, key and value (B, H, L, D) -> (B, H, L, D), the heads over time first."""
@@ -74,11 +74,10 @@ class AxialAttention(MultiheadAttention):
             along: dict[str, Any] = {"key_mask": mask, "query_mask": mask, "grid": _axis_grid(grid, axis)}
             yield axis, mix, heads, call._replace(query=q, key=k, value=v, **along)
 
-    def _half(self, place: dict[str, Any], grid: Grid | None, axis: int) -> Mix:
-        size = None if grid is None else _axis_grid(grid, axis)
-        return self.mechanism.build(
-            self.dim // 2, self.num_heads // 2, grid_size=size, prefix=0, **place, **self.attention_options
-        )
+    def _half(self, axis: int) -> Mix:
+        size = None if self.grid_size is None else _axis_grid(self.grid_size, axis)
+        layout: dict[str, Any] = {"grid_size": size, "prefix": 0, **self.place}
+        return self.mechanism.build(self.dim // 2, self.num_heads // 2, **layout, **self.attention_options)
 
     def _input_of(self, x: Tensor | None, grid: Grid, axis: int) -> Tensor | None:
         """Half of the channels of x (B, L, C) as sequences along an axis, for a mechanism that looks at them."""

@@ -71,9 +71,8 @@ class ComplexAttention(HeadsLayer):
                 f"{self.head_dim}; nearest that works: num_heads={_even(dim, num_heads)}"
             )
         self.scale, self.places, self.base = scale, places, base
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
-        self.delta = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **place))
-        self.b = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **place))
+        self.delta = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **self.place))
+        self.b = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **self.place))
         for part in self.qkv.weight.split(self.widths):
             nn.init.xavier_uniform_(part)
         nn.init.xavier_uniform_(self.proj.weight)

@@ -118,13 +118,12 @@ class DualStreamAttention(HeadsLayer):
         super().__init__(dim, num_heads, qkv_bias=False, proj_bias=False, **layer)
         if self.enable_gqa or self.inner_dim != dim:
             raise ValueError("layer 'dual_stream' has a block of channels for each head: no num_kv_heads, no head_dim")
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         self.mixing, self.alpha = mixing, alpha
         del self.qkv
         of_queries = mixing if mix_qk else "dense"
-        self.q, self.k = (HeadMixing(dim, num_heads, of_queries, qkv_bias, **place) for _ in range(2))
-        self.v = HeadMixing(dim, num_heads, mixing, qkv_bias, **place)
-        self.proj = HeadMixing(dim, num_heads, mixing, proj_bias, **place)  # type: ignore[assignment]
+        self.q, self.k = (HeadMixing(dim, num_heads, of_queries, qkv_bias, **self.place) for _ in range(2))
+        self.v = HeadMixing(dim, num_heads, mixing, qkv_bias, **self.place)
+        self.proj = HeadMixing(dim, num_heads, mixing, proj_bias, **self.place)  # type: ignore[assignment]
 
     def reset_extras(self) -> None:
         super().reset_extras()

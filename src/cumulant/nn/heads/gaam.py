@@ -166,11 +166,12 @@ class GaussianAdaptiveAttention(HeadsLayer):
                 f"layer 'gaam' takes the variance of a head's channels: dim / num_heads must be at least 2, got "
                 f"{dim} / {num_heads}; nearest that works: num_heads={max(1, dim // 2)}"
             )
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         self.form, self.axis = form, axis
         package = form == "package"
         self.density = (
-            GaussianDensity(num_heads, gaussians, **place) if package else StackedDensity(num_heads, dim, **place)
+            GaussianDensity(num_heads, gaussians, **self.place)
+            if package
+            else StackedDensity(num_heads, dim, **self.place)
         )
         if axis == "tokens":
             self.qkv, self.proj = nn.Identity(), nn.Identity()  # type: ignore[assignment]

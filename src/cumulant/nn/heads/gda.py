@@ -100,11 +100,10 @@ class GroupedDifferentialAttention(HeadsLayer):
             dim, ratio * noise, head_dim=dim // num_heads, attention=attention, qkv_bias=qkv_bias, proj_bias=proj_bias,
             **layer,
         )  # fmt: skip
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
-        self.mix_noise = self.mix_of(noise, place)
-        self.lambdas = nn.Parameter(torch.empty(4, self.head_dim, **place))  # a1, b1, a2, b2
-        self.subln = nn.RMSNorm(2 * self.head_dim, eps=1e-5, **place)
-        self.register_buffer("lambda_start", torch.empty((), device=layer.get("device")), persistent=False)
+        self.mix_noise = self.mix_of(noise)
+        self.lambdas = nn.Parameter(torch.empty(4, self.head_dim, **self.place))  # a1, b1, a2, b2
+        self.subln = nn.RMSNorm(2 * self.head_dim, eps=1e-5, **self.place)
+        self.register_buffer("lambda_start", torch.empty((), device=self.place["device"]), persistent=False)
         self.set_number(1)
         nn.init.normal_(self.lambdas, std=0.1)
 

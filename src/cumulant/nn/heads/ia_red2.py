@@ -125,9 +125,8 @@ class RedundancyReduction(HeadsLayer):
     ) -> None:
         super().__init__(dim, num_heads, **layer)
         need(self.layer_name, self.mechanism, "key_mask", "drops tokens", "take threshold=-1 in another layer")
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         self.threshold, self.sparse = threshold, sparse
-        self.interpreter = Interpreter(dim, interpreter_heads or num_heads, **place)
+        self.interpreter = Interpreter(dim, interpreter_heads or num_heads, **self.place)
 
     def importance(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """The heat map I (..., L), from 0 to 1."""

@@ -82,11 +82,10 @@ class LowRankAttention(HeadsLayer):
         super().__init__(dim, num_heads, head_dim=1, **layer)
         self.rank, self.bounded, self.sharpness = rank, bounded, sharpness
         self.wide_start, self.diversity = wide_start, diversity
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         self.qkv = nn.Identity()  # type: ignore[assignment]  # tokens are their own values, their scores the keys
-        self.P = nn.Parameter(torch.empty(dim, num_heads * rank, **place))
-        self.Q = nn.Parameter(torch.empty(dim, num_heads * rank, **place))
-        self.c = nn.Parameter(torch.empty(dim, **place)) if context == "learned" else None
+        self.P = nn.Parameter(torch.empty(dim, num_heads * rank, **self.place))
+        self.Q = nn.Parameter(torch.empty(dim, num_heads * rank, **self.place))
+        self.c = nn.Parameter(torch.empty(dim, **self.place)) if context == "learned" else None
         self.reset_extras()
 
     @property

@@ -46,11 +46,10 @@ class SentenceAttention(HeadsLayer):
         if not 0 <= block_drop < 1:
             raise ValueError(f"block_drop must be at least 0 and below 1, got {block_drop}")
         super().__init__(dim, num_heads, **layer)
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         if self.mechanism.dropout and not self.attn_drop:
             self.attn_drop = block_drop
         self.legacy_view = legacy_view
-        self.after = nn.LayerNorm(dim, eps=1e-5, **place)
+        self.after = nn.LayerNorm(dim, eps=1e-5, **self.place)
         self.block_drop = nn.Dropout(block_drop)
 
     def attend(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:

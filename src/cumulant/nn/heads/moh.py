@@ -84,7 +84,7 @@ class MixtureOfHeads(HeadsLayer):
         check_choice("sparse", sparse, (True, False, "auto"))
         if balance < 0:
             raise ValueError(f"balance must be a weight of 0 or more, got {balance}")
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype"), "bias": False}
+        place: dict[str, Any] = {**self.place, "bias": False}
         self.shared, self.routed, self.top, self.balance, self.sparse = shared, routed, top, balance, sparse
         learned = router == "learned"
         self.route = nn.Linear(dim, routed, **place) if top and learned else None

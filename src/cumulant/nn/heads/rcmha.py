@@ -78,13 +78,14 @@ class RelativeConvolutional(HeadsLayer):
             )
         self.check_ungrouped()
         check_count("offsets", offsets)
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         self.offsets, self.carry_query = offsets, carry_query
         D, H = self.head_dim, num_heads
-        self.convs = nn.ModuleList(nn.Conv1d(D, D, TAPS, groups=D, **place) for _ in range(3)) if convolve else None
-        self.far_key = nn.Parameter(torch.zeros(2 * offsets, H, D, **place)) if relative else None
-        self.far_bias = nn.Parameter(torch.zeros(2 * offsets, H, **place)) if relative else None
-        self.query_bias = nn.Parameter(torch.zeros(H, D, **place)) if relative else None
+        self.convs = (
+            nn.ModuleList(nn.Conv1d(D, D, TAPS, groups=D, **self.place) for _ in range(3)) if convolve else None
+        )
+        self.far_key = nn.Parameter(torch.zeros(2 * offsets, H, D, **self.place)) if relative else None
+        self.far_bias = nn.Parameter(torch.zeros(2 * offsets, H, **self.place)) if relative else None
+        self.query_bias = nn.Parameter(torch.zeros(H, D, **self.place)) if relative else None
 
     def reset_extras(self) -> None:
         super().reset_extras()

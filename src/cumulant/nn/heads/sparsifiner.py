@@ -136,11 +136,10 @@ class Sparsifiner(HeadsLayer):
                 "belong to a whole sequence; nearest that works: 'linear' or 'softmax'"
             )
         self.check_ungrouped()
-        place: dict[str, Any] = {"device": layer.get("device"), "dtype": layer.get("dtype")}
         if tokens is None:
             tokens = 197 if self.grid_size is None else self.prefix + math.prod(self.grid_size)
         self.keep, self.block, self.stage, self.signed_basis = keep, block, stage, signed_basis
-        self.predictor = Predictor(self.head_dim, tokens, reduce_c, reduce_n, **place)
+        self.predictor = Predictor(self.head_dim, tokens, reduce_c, reduce_n, **self.place)
 
     def reset_extras(self) -> None:
         super().reset_extras()
