@@ -7,7 +7,7 @@ import cumulant
 from cumulant.data import ScenePart, Source, open_source
 from cumulant.data.scenes import scenes_source
 from cumulant.train import TrainRecipe, evaluate_checkpoint, train
-from cumulant.train.segmentation import PixelScores
+from cumulant.train.tasks import PixelScores
 
 SMALL = {"maxvit_nano": {"pad": True}, "tic_nano": {}, "spectformer_nano": {}, "vit_nano_patch4_32": {"depth": 2}}
 

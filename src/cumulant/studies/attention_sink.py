@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from cumulant import zoo
+from cumulant.explain.flow import unsigned
+from cumulant.explain.metrics import received
 from cumulant.studies.canvas import SIDE, Settings, accuracy, examination, fit
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.mixers import Mixer, SmallTransformer
@@ -64,18 +66,6 @@ def measure(settings: Settings, configuration: str, seed: int, device: str) -> d
             "ms a step": spent, **looked_at(model, device, SIDE // settings.patch)}  # fmt: skip
 
 
-def received(weights: Tensor, is_causal: bool = False) -> Tensor:
-    """(..., T, T) -> (..., T): the mean weight of every key over the queries that can see it."""
-    rows = weights.shape[-2]
-    seen = torch.arange(rows, 0, -1, device=weights.device) if is_causal else rows
-    return weights.sum(-2) / seen
-
-
-def share(weights: Tensor) -> Tensor:
-    """Signed rows as shares of their absolute sum."""
-    return weights.abs() / weights.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-
-
 @torch.no_grad()
 def looked_at(model: SmallTransformer, device: str, grid: int, images: int = 128) -> dict[str, Any]:
     """Sinks among patches, class token and registers, tokens of large norm, values of sinks, and where they look."""
@@ -92,19 +82,19 @@ def looked_at(model: SmallTransformer, device: str, grid: int, images: int = 128
 
     for mixer, x in zip(model.mixers, tokens, strict=False):
         weights = mixer.weights(x)
-        got = received(share(weights))  # (B, H, T)
+        got = received(weights)  # (B, H, T)
         on_patches = got[..., patches]
         top, place = on_patches.max(-1)
         value = mixer.split(x)[2][..., patches, :].norm(dim=-1)
         ratio = value.gather(-1, place[..., None]).squeeze(-1) / value.median(-1).values.clamp(min=1e-9)
         add(patch_sinks=top > EPS, first_sinks=got[..., 0] > EPS, relative=top > TIMES * got.mean(-1),
-            top_share=top, largest_received=received(weights)[..., patches].amax(-1),
+            top_share=top, largest_received=weights.mean(-2)[..., patches].amax(-1),
             on_registers=got[..., patches.stop :].sum(-1), value_of_the_top=ratio,
             top_is_empty=~ink.gather(1, place.flatten(1)).view_as(place))  # fmt: skip
         heat += on_patches.mean((0, 1)) / len(model.mixers)
     norms = tokens[-1][:, patches].norm(dim=-1)
     add(high_norm=norms > HIGH * norms.median(-1, keepdim=True).values)
-    pointing = share(model.mixers[-1].weights(tokens[-2]))[:, :, 0, patches]
+    pointing = unsigned(model.mixers[-1].weights(tokens[-2]), "absolute")[:, :, 0, patches]
     add(pointing=(pointing * ink[:, None]).sum(-1) / pointing.sum(-1).clamp(min=1e-30))
     add(ink=ink)
     return {key: statistics.mean(values) for key, values in each.items()} | {"heat": heat.tolist()}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cumulant.explain.flow import unsigned
 from cumulant.studies import canvas
 from cumulant.studies.canvas import SIDE, accuracy, digits, examination, fit, placed
 from cumulant.studies.measuring import Study, Table, mean_of
@@ -124,11 +125,11 @@ def indicators(weights: Tensor) -> dict[str, Tensor]:
 
     The entropy is the sum over rows (n log n for uniform ones), concentration the Frobenius norm.
     """
-    weights = weights.abs() / weights.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+    weights = unsigned(weights, "absolute")
     count = weights.shape[-1]
     lower = torch.ones(count, count, dtype=torch.bool, device=weights.device).tril()
     found = {
-        "entropy": -torch.special.xlogy(weights, weights).sum((-2, -1)),
+        "entropy": torch.special.entr(weights).sum((-2, -1)),
         "concentration": weights.square().sum((-2, -1)).sqrt(),
         "head diversity": weights.std(1, correction=0)[:, lower].mean(-1),
         "sink": weights[..., 0].mean(-1),

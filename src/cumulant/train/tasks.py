@@ -1,16 +1,18 @@
 """What is learned from the data: classes of images and videos, of pixels, or the next token of a text.
 
-Shape legend: b items of one batch in this process, T tokens of a window, N windows, V symbols.
+Shape legend: b items of one batch in this process, T tokens of a window, N windows, V symbols; of scenes K classes, S x
+S pixels.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,56 +26,49 @@ from ..data.text import TextPart
 from .build import augment_of
 from .predictions import Predictions, Scores, answers, predict
 from .processes import Processes
-from .segmentation import PixelScores, Segmentation
 from .train_recipe import TrainRecipe
 
 OnBatch = Callable[[int], None]
 
 
-class Task(Protocol):
+class Task(ABC):
     """How batches become inputs and targets, what is lost by an answer, and what a test part says of a model."""
 
-    def prepare(
-        self, batch: Tensor, labels: Tensor, *, seed: int, rank: int, world: int, ratio: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]: ...
+    prepare: Callable[..., tuple[Tensor, Tensor]]  # of a batch, its labels, and `seed`, `rank`, `world`, `ratio`
 
     def split(self, team: Processes) -> AbstractContextManager[Any]:
         """While this is held, the processes that share a sequence see all of it."""
-        ...
+        return team.split()
 
     def own(self, x: Tensor) -> Tensor:
-        """What of inputs or targets goes into this process's model while they are split."""
-        ...
+        """What of inputs or targets goes into this process's model while they are split: all, where the model cuts the
+        tokens that it makes, and every process has the answer."""
+        return x
 
+    @abstractmethod
     def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
         """Its mean over all processes is the loss of the batch."""
-        ...
 
+    @abstractmethod
     def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> Any: ...
 
 
-class Classification:
+class Classification(Task):
     """Soft-target cross entropy on augmented pixels; top-1 and top-5."""
 
     def __init__(self, recipe: TrainRecipe, source: Source) -> None:
         self.classes, self.precision = len(source.classes), recipe.precision
-        self.prepare = augment_of(recipe, self.classes)
-
-    def split(self, team: Processes) -> AbstractContextManager[Any]:
-        return team.split()
-
-    def own(self, x: Tensor) -> Tensor:
-        return x  # the model cuts the tokens that it makes, and every process has the answer
+        self.prepare = self.augment = augment_of(recipe, self.classes)
 
     def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(answer.float(), targets)
 
     def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> Predictions:
         how: dict[str, Any] = {"team": team, "precision": self.precision, "on_batch": on_batch}
-        return predict(model, loader, self.prepare, classes=self.classes, **how)
+        return predict(model, loader, self.augment, classes=self.classes, **how)
 
 
-class Language:
+class Language(Task):
     """Cross entropy of the next token; nats a token, bits a byte, and how often it is the most probable one."""
 
     def __init__(self, recipe: TrainRecipe, source: Source) -> None:
@@ -163,6 +158,82 @@ class TokenScores(Scores):
 
     def __len__(self) -> int:
         return self.rank.numel()
+
+
+class Segmentation(Task):
+    """Cross entropy of every pixel; mean intersection over union."""
+
+    def __init__(self, recipe: TrainRecipe, source: Source) -> None:
+        if recipe.augmentation != Augmentation():
+            raise ValueError(f"{source.name} has a class for every pixel, and augmentation moves none: leave it out")
+        self.precision, self.smoothing, self.classes = recipe.precision, recipe.label_smoothing, len(source.classes)
+        self.mean, self.std = (torch.tensor(one).reshape(-1, 1, 1) * 255 for one in recipe.colours)
+
+    def prepare(self, batch: Tensor, labels: Tensor, **drawn: Any) -> tuple[Tensor, Tensor]:
+        """Scenes uint8 (b, 4, S, S), the mask behind the colours, to normalised colours and class numbers (b, S, S)."""
+        self.mean, self.std = self.mean.to(batch.device), self.std.to(batch.device)
+        return (batch[:, :-1] - self.mean) / self.std, batch[:, -1].long()
+
+    def loss(self, answer: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(answer.float(), targets, label_smoothing=self.smoothing)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, loader: Any, team: Processes, on_batch: OnBatch | None = None) -> PixelScores:
+        device, K = team.device, self.classes
+        confusion = torch.zeros(K, K, dtype=torch.int64, device=device)
+        among = torch.zeros((), dtype=torch.int64, device=device)
+        for answer, masks, _ in answers(model, loader, self.prepare, device, self.precision, on_batch):
+            pairs = masks * K + answer.argmax(1)
+            confusion += torch.bincount(pairs.flatten(), minlength=K * K).reshape(K, K)
+            own = answer.gather(1, masks.unsqueeze(1))
+            among += ((answer > own).sum(1) < 5).sum()
+        for found in (confusion, among):
+            team.sum(found)
+        return PixelScores(confusion.cpu(), among.cpu())
+
+
+@dataclass(frozen=True)
+class PixelScores(Scores):
+    """Counts (K, K) of the pixels of a test part, row the class and column the answer; and of those whose class is
+    among the five likeliest."""
+
+    confusion: Tensor
+    among_five: Tensor
+
+    @property
+    def unions(self) -> Tensor:
+        """Intersection over union of every class, (K,); NaN for one that is neither there nor answered."""
+        right, table = self.confusion.diagonal(), self.confusion
+        return right / (table.sum(0) + table.sum(1) - right)
+
+    @property
+    def miou(self) -> float:
+        """Mean intersection over union of the classes."""
+        return self.unions.nanmean().item()
+
+    def top(self, k: int) -> float:
+        """Share of the pixels that are right (1), or whose class is among the five likeliest (5)."""
+        right = self.confusion.diagonal().sum() if k == 1 else self.among_five
+        return (right / self.confusion.sum()).item()
+
+    @property
+    def score(self) -> float:
+        """Of two evaluations the better one has more: mIoU."""
+        return self.miou
+
+    def told(self) -> dict[str, float]:
+        """What a log says of it."""
+        return {"miou": self.miou, "top1": self.top(1), "top5": self.top(5)}
+
+    def shown(self) -> dict[str, str]:
+        """What a progress bar says of it."""
+        return {"mIoU": f"{self.miou:.2%}"}
+
+    def summary(self) -> str:
+        return f"mIoU {self.miou:.2%}  pixels {self.top(1):.2%}"
+
+    def __len__(self) -> int:
+        return int(self.confusion.sum())
 
 
 Found = Predictions | TokenScores | PixelScores
