@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from cumulant import zoo
-from cumulant.bench.capture import from_checkpoint
+from cumulant.bench.pareto import from_checkpoint
 from cumulant.bench.provenance import provenance
 from cumulant.call import Call
 from cumulant.inspect import labelled_items, open_model

@@ -42,7 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cumulant
 from cumulant import zoo
-from cumulant.bench.capture import from_checkpoint
+from cumulant.bench.pareto import from_checkpoint
 from cumulant.bench.provenance import provenance
 from cumulant.call import Call
 from cumulant.cluster import Choice, Dial, KMeans, choose, cluster_attention, multiply_adds, softmax_multiply_adds

@@ -4,7 +4,7 @@
     PYTHONPATH=src python benchmarks/dense.py time       alone on its GPU: milliseconds an image and peak memory
     PYTHONPATH=src python benchmarks/dense.py report     table and figure from both records
 
-The scenes are those of `cumulant.data.scenes`: scikit-learn's digits scattered over coloured grounds; a larger scene
+The scenes are those of `cumulant.data.digits`: scikit-learn's digits scattered over coloured grounds; a larger scene
 has more digits, not larger ones. One ViT with patches of 8 pixels: 1,024 tokens at 256 pixels, 262,144 at 4,096. Times
 are of one image in bfloat16 as a CUDA graph, not compiled. Records go to $OUT (or benchmarks/results), `dense.json` and
 `dense_time.json`; `--quick` is a toy on the CPU.
@@ -21,7 +21,7 @@ import torch
 from more_tokens import ROOT, recorded, taken_by
 
 from cumulant import create_model
-from cumulant.data.scenes import CLASSES, scenes_source
+from cumulant.data.digits import CLASSES, scenes_source
 from cumulant.style import colour, mark, new_figure, save, styled
 from cumulant.train import TrainRecipe, evaluate_checkpoint, train
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from cumulant.bench import plots
 from cumulant.bench.crossings import crossing_text
+from cumulant.studies.cab.backbones import SHORT
 from cumulant.studies.cab.leaderboard import AGAIN, BASELINE, cell, order, spread
-from cumulant.studies.cab.patterns import SHORT
 from tools.pages import origin, table
 from tools.tables import made
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cumulant.studies import minutes, rows
 from cumulant.studies.heads import LAYERS
-from cumulant.studies.listed import minutes, rows
 from cumulant.studies.statements import CONFIRMED, OPEN, REFUTED
 from tools.pages import ROOT, table
 from tools.tables import made

@@ -149,7 +149,7 @@ def multiply_adds(model: Any, shape: tuple[int, ...]) -> int | None:
 
 def studies() -> tuple[list[dict[str, Any]], str]:
     """What is claimed in each, and how long it takes."""
-    from .studies.listed import listed
+    from .studies import listed
 
     return listed()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cumulant.bench.capture import capture, from_checkpoint
+from cumulant.bench.pareto import capture, from_checkpoint
 from cumulant.models import create_model
 from cumulant.nn import CumulantAttention
 from cumulant.train import save

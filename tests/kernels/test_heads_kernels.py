@@ -5,8 +5,8 @@ import torch
 
 from cumulant.kernels import launch
 from cumulant.nn import create_layer
+from cumulant.nn.extras import turns
 from cumulant.nn.heads.ia_red2 import Pack, decide
-from cumulant.nn.rotary import turns
 
 pytestmark = pytest.mark.skipif(not launch.HAS_TRITON, reason="needs Triton")
 DEVICE = "cpu" if launch.INTERPRET else "cuda"

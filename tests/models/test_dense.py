@@ -5,7 +5,7 @@ import torch
 
 import cumulant
 from cumulant.data import ScenePart, Source, open_source
-from cumulant.data.scenes import scenes_source
+from cumulant.data.digits import scenes_source
 from cumulant.train import TrainRecipe, evaluate_checkpoint, train
 from cumulant.train.tasks import PixelScores
 

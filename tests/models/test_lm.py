@@ -6,7 +6,7 @@ import torch
 import cumulant
 from cumulant import zoo
 from cumulant.models import LanguageModel
-from cumulant.nn.rotary import rotate
+from cumulant.nn.extras import rotate
 from cumulant.nn.streams import KeysValues, Recomputed, Sums
 from cumulant.train import load, save
 

@@ -3,8 +3,8 @@
 import pytest
 from small_studies import small_run, workshop
 
-from cumulant.studies.budget import Budget
 from cumulant.studies.classifiers import Classifiers
+from cumulant.studies.plan import Budget
 from cumulant.studies.runs import train_all
 
 

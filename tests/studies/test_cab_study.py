@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cumulant.cli import main
-from cumulant.studies.cab import backbones, data, leaderboard, patterns, study, synthetic, tasks
+from cumulant.studies.cab import backbones, data, leaderboard, study, synthetic, tasks
 from cumulant.studies.cab.study import NotReachedError, trained
 from cumulant.studies.command import Cab
 from cumulant.studies.loop import Schedule
@@ -26,22 +26,22 @@ TINY = backbones.Size(16, 2, 1, 32)
 
 @pytest.mark.parametrize("name", ["softmax", "cumulant3"])
 def test_softmax_and_cumulant_attention_serve_all_four_uses(name):
-    assert patterns.support(name, 32, 4) == dict.fromkeys(patterns.PATTERNS, "")
+    assert backbones.support(name, 32, 4) == dict.fromkeys(backbones.PATTERNS, "")
 
 
 def test_what_lacks_a_use_says_why():
-    found = patterns.support("agent", 32, 4)
+    found = backbones.support("agent", 32, 4)
     assert found["NS"] == found["NC"] == ""
     assert "causal was asked for" in found["CS"]
     assert "changes by" in found["CC"]  # agents are pooled from all queries
 
 
 def test_a_bidirectional_layer_in_the_place_of_a_causal_one_fails_the_test_of_prefixes():
-    layer = patterns.layer_of("NS", "softmax", 32, 4, 50, dtype=torch.float64)
+    layer = backbones.layer_of("NS", "softmax", 32, 4, 50, dtype=torch.float64)
     x = torch.randn(2, 50, 32, dtype=torch.float64)
     with torch.no_grad():
-        assert patterns.prefix_gap(layer, x) > 1e-2
-        assert patterns.prefix_gap(lambda part: layer(part, is_causal=True), x) < 1e-9
+        assert backbones.prefix_gap(layer, x) > 1e-2
+        assert backbones.prefix_gap(lambda part: layer(part, is_causal=True), x) < 1e-9
 
 
 # Backbones

@@ -8,7 +8,7 @@ import pytest
 from bench_records import baseline, record
 
 from cumulant.bench import training
-from cumulant.bench.capture import from_checkpoint
+from cumulant.bench.pareto import from_checkpoint
 from cumulant.cli import main
 from cumulant.data import open_source
 from cumulant.studies import mechanisms

@@ -12,9 +12,8 @@ import torch
 from small_studies import small_run, workshop
 
 from cumulant.data import ClipPart, ClipSampling, Source, TensorImages, TensorVideos
-from cumulant.studies.budget import Budget, epochs_done
 from cumulant.studies.crews import Workers
-from cumulant.studies.plan import Run, seeded
+from cumulant.studies.plan import Budget, Run, epochs_done, seeded
 from cumulant.studies.runs import Queue, RunError, Workshop, _Team, complete, train_all
 from cumulant.train import read_log, trainer
 

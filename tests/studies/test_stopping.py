@@ -9,7 +9,7 @@ import fresh
 import pytest
 from small_studies import SMALL
 
-from cumulant.studies.budget import epochs_done
+from cumulant.studies.plan import epochs_done
 from cumulant.train import read_log
 
 TWO_ENDLESS_RUNS = ["--attention", "softmax", "linear", "--seeds=1", "--control=0", "--workers=2", "--epochs=100000"]

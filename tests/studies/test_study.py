@@ -12,10 +12,9 @@ from small_studies import SMALL, quickly
 from cumulant.studies import cumulant_vit as room
 from cumulant.studies import measured
 from cumulant.studies import study as flow
-from cumulant.studies.budget import Budget
 from cumulant.studies.command import Reproduce
 from cumulant.studies.cumulant_vit import planned, recipe_name
-from cumulant.studies.plan import CONTROL_SEED
+from cumulant.studies.plan import CONTROL_SEED, Budget
 from cumulant.studies.runs import TimeOverError
 from cumulant.studies.wording import terminal_summary
 

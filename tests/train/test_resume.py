@@ -12,7 +12,7 @@ import fresh
 import pytest
 from small_runs import FULL, few_digits, in_child, kill_self, outcome
 
-from cumulant.train import RecipeError, average, files, optimise, read_log, read_recipe, train
+from cumulant.train import RecipeError, files, optimise, read_log, read_recipe, train
 from cumulant.train import log as log_module
 
 
@@ -60,7 +60,7 @@ def after(original, *arguments, **options):
 MOMENTS = {
     "in the first step": (optimise, "apply", 1, kill_self),
     "after the first epoch's last update": (optimise, "apply", 6, after),
-    "between the update and the average": (average.Average, "update", 8, kill_self),
+    "between the update and the average": (optimise.Average, "update", 8, kill_self),
     "in the last step": (optimise, "apply", 18, kill_self),
     "while the recipe is written": (os, "fsync", 1, halve_file, "recipe.json"),
     "while the first state is written": (os, "fsync", 1, halve_file, "state.safetensors"),

@@ -7,8 +7,8 @@ from ..lazy import lazy
 if TYPE_CHECKING:
     from .cab import compositional_index as compositional_index
     from .cab import efficiency_length as efficiency_length
-    from .capture import capture as capture
     from .error import softmax_error as softmax_error
+    from .pareto import capture as capture
     from .pareto import error_against_cost as error_against_cost
     from .provenance import provenance as provenance
     from .scaling import Measurement as Measurement

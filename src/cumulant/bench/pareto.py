@@ -12,18 +12,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import IO, Any
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from cumulant.bench.capture import from_checkpoint
 from cumulant.bench.command import Error
 from cumulant.bench.error import logit_size, relative_error
 from cumulant.bench.variants import Variant, parse, select
 from cumulant.bench.work import work_of
 from cumulant.call import Call, check_count
+from cumulant.inspect.batches import evaluating
+from cumulant.inspect.items import labelled_items, pixels_of
+from cumulant.inspect.opening import open_model
+from cumulant.inspect.sites import find_sites
+from cumulant.inspect.watching import watching
+from cumulant.nn import AxialAttention
 
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
 LARGEST = 1e100  # of the logits: their squares are finite in float64
@@ -226,3 +233,34 @@ def _cell(row: dict[str, Any], kind: str) -> str:
 
 def _head(name: str) -> str:
     return name.replace("random, logit size ", "size ").replace("trained model", "trained").split(",")[0]
+
+
+@torch.no_grad()
+def capture(model: nn.Module, images: Tensor) -> dict[str, Call]:
+    """What every attention layer of the model is asked to compute, by its name, in the order in which they run.
+
+    Query, key and value (B, H, L, D) have norms and temperatures applied. The model runs once in evaluation mode and is
+    left as it was. Cost: one forward pass and its projections again.
+    """
+    sites, found = find_sites(model), dict[str, Call]()
+    for site in sites:
+        if isinstance(site.module, AxialAttention):
+            raise ValueError(f"{site.name} attends along two axes in turn: one set of q, k, v is not what it does")
+    with evaluating(model), watching(model, sites, lambda site, seen, _: found.update({site.name: seen.call})):
+        model(images)
+    return found
+
+
+def from_checkpoint(path: str | Path, *, data: str | None = None, images: int = 32) -> tuple[dict[str, Call], str]:
+    """What a model sees in `images` test inputs of its data, and that in words.
+
+    `path` is a word of `inspect.open_model`; `data` replaces the data of the recipe in its weights.
+    """
+    opened = open_model(path)
+    model: Any = opened.model.float()  # a file may hold half-precision weights
+    config = getattr(model, "config", None) or {}
+    if opened.recipe is None and data is None and config.get("name") == "vit_nano_patch2_8":
+        data = "digits"
+    pixels, _, source = labelled_items(opened, data, images)
+    words = f"{config['name']} trained with {config.get('attention', 'softmax')}, {len(pixels)} of"
+    return capture(model, pixels_of(opened).batch(pixels)), f"{words} {Path(source.name).name}"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .clips import ClipPart as ClipPart
     from .clips import ClipSampling as ClipSampling
     from .clips import TensorVideos as TensorVideos
+    from .digits import ScenePart as ScenePart
     from .digits import digits_source as digits_source
     from .images import TensorImages as TensorImages
     from .loader import BadItem as BadItem
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from .part import DecodeError as DecodeError
     from .part import Part as Part
     from .part import Source as Source
-    from .scenes import ScenePart as ScenePart
     from .source import ALIASES as ALIASES
     from .source import open_source as open_source
     from .text import TextLoader as TextLoader

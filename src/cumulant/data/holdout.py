@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .clips import Choice, ClipPart
+from .digits import ScenePart
 from .images import Images, TensorImages
 from .order import mix
 from .part import GROUP_IN_NAME, Part
-from .scenes import ScenePart
 from .text import TextPart
 
 Picks = NDArray[np.int64]

@@ -10,11 +10,10 @@ from typing import Any
 
 from ..optional import needed
 from .clips import ClipSampling
-from .digits import digits_source
+from .digits import digits_source, scenes_source
 from .folders import tree_source, ucf_lists, ucf_source
 from .part import DataError, Source, shorten
 from .rows import HubRows, parquet_rows
-from .scenes import scenes_source
 from .tables import TEST_PARTS, TRAIN_PARTS, find_shards, names_from_tsv, table_source
 from .tars import find_tars, tar_source
 from .text import sentences_source, text_files, text_source

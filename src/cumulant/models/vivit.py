@@ -19,10 +19,9 @@ from ..nn.extras import conv_kernel
 from ..zoo.grid import guess_grid, square_grid
 from ..zoo.registry import options_of
 from .backbone import FeatureInfo
-from .from_image import load_image_weights
 from .mechanisms import Projecting
 from .parts import Block, DropPath, Mlp, Repeated, drop_paths, hidden_width, pair, resize_positions, spread_drop_path
-from .tubelet import TUBELET_INITS, TubeletEmbed, resize_clip_positions, resize_time
+from .tubelet import TUBELET_INITS, TubeletEmbed, load_image_weights, resize_clip_positions, resize_time
 from .vit import TokenBackbone, VisionTransformer
 
 VARIANTS = (1, 2, 3, 4, "average")
@@ -206,7 +205,7 @@ class ViViT(TokenBackbone):
             spread_drop_path(drop_paths(self.temporal_blocks), rate, rescale=not released)
 
     def load_image_weights(self, image_model: VisionTransformer, tubelet_init: str = "central") -> list[str]:
-        """Start from an image model of the same width, depth and patch size; see `models/from_image.py`.
+        """Start from an image model of the same width, depth and patch size; see `models/tubelet.py`.
 
         Returns the names of the parameters that the image model has nothing for.
         """

@@ -21,10 +21,9 @@ from ..grammar import parse, suggest
 from ..tensors import repeat_heads, without_absent
 from ..zoo.mixing import Mix
 from ..zoo.registry import Mechanism
-from .extras import GATES, Temperature, ValueConv, check_temperature, conv_kernel, gate_name
+from .extras import GATES, Temperature, ValueConv, check_temperature, conv_kernel, gate_name, rotary_base, rotate
 from .fold import folded_attention, folds
 from .packing import forward_packed
-from .rotary import rotary_base, rotate
 from .streams import LayerStream
 
 LAYER_NORM = partial(nn.LayerNorm, eps=1e-6)

@@ -327,8 +327,7 @@ class Study:
         return command_line(f"study {self.name}", self, left_out)
 
     def run(self) -> int:
-        from . import get, measuring
-        from .listed import listed
+        from . import get, listed, measuring
 
         if self.name == "list":
             show(*listed(), self.json)

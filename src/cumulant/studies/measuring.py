@@ -19,10 +19,9 @@ from typing import IO, Any
 from cumulant import zoo
 from cumulant.bench.provenance import provenance
 from cumulant.grammar import read_option, suggest
-from cumulant.studies.budget import Budget
 from cumulant.studies.command import Study as Options
 from cumulant.studies.outcome import origins
-from cumulant.studies.plan import CONTROL_SEED, Run, digest, seeded
+from cumulant.studies.plan import CONTROL_SEED, Budget, Run, digest, seeded
 from cumulant.studies.report import write_pages
 from cumulant.studies.runs import Record, Workshop, complete
 from cumulant.studies.statements import AGAIN, Measured, Statement, interval, judged, values

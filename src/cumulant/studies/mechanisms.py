@@ -21,8 +21,8 @@ from cumulant.bench.training import costs
 from cumulant.bench.variants import ALL
 from cumulant.data.part import Source
 from cumulant.grammar import parse, write
-from cumulant.studies.budget import Budget
 from cumulant.studies.command import TrainBench
+from cumulant.studies.plan import Budget
 from cumulant.studies.runs import Record, TimeOverError, train_all
 from cumulant.studies.training import Training, Trainings, device_of, fingerprint, trainings
 from cumulant.studies.verdict import compare

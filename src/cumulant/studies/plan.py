@@ -1,13 +1,19 @@
-"""What a study consists of: its runs in the order in which they are made, with their seeds and the control."""
+"""What a study consists of: its runs in the order in which they are made, with their seeds and the control, and the
+budget of time that they have."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from cumulant.train import read_log
+from cumulant.train.checkpoint import read_header
 
 CONTROL_SEED = 1000  # of the first control run: whatever the number of seeds, no run is both compared and control
 
@@ -29,7 +35,7 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        """How long it is, for the budget of time: in whatever `budget.epochs_done` counts."""
+        """How long it is, for the budget of time: in whatever `epochs_done` counts."""
         return 1
 
     @property
@@ -58,3 +64,54 @@ def seeded(
     baseline again with other seeds, the A/A control."""
     compared = [(name, seed, "compared") for seed in range(seeds) for name in names]
     return compared + [(baseline, seed, "control") for seed in range(first_control, first_control + controls)]
+
+
+class Budget:
+    """So many minutes from now on; None is no limit.
+
+    `saw` learns the seconds per epoch of a configuration, `fits` says whether that many further epochs would end in
+    time. A configuration not seen yet is taken to be as slow as the slowest one seen; before anything was seen, a run
+    is started as long as there is time at all.
+    """
+
+    def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.began = clock, clock()
+        self.seconds = None if minutes is None else 60 * minutes
+        self.per_epoch: dict[str, float] = {}
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that remain; None without a limit."""
+        return None if self.seconds is None else self.seconds - (self.clock() - self.began)
+
+    def saw(self, configuration: str, epochs: float, seconds: float) -> None:
+        """A run of that configuration took so long for so many epochs, its start and evaluation included."""
+        if epochs > 0 and seconds > 0:
+            self.per_epoch[configuration] = seconds / epochs
+
+    def expected(self, configuration: str, epochs: float) -> float | None:
+        """Seconds that so many epochs will take; None if nothing is known."""
+        if not self.per_epoch:
+            return None
+        return epochs * self.per_epoch.get(configuration, max(self.per_epoch.values()))
+
+    def fits(self, configuration: str, epochs: float) -> bool:
+        """Whether so many epochs would end in time."""
+        left = self.left
+        if left is None:
+            return True
+        return left > 0 and (self.expected(configuration, epochs) or 0.0) <= left
+
+
+def epochs_done(folder: Path) -> float:
+    """Epochs from which the run in a folder will go on: all if it is finished, else those of its saved state."""
+    import json
+
+    try:
+        if (folder / "result.json").is_file():
+            return float(json.loads((folder / "result.json").read_text(encoding="utf-8"))["result"]["epochs"])
+        step = json.loads(read_header(folder / "state.safetensors")["progress"])["step"]
+        lines = [line for line in read_log(folder) if line["kind"] == "train" and line["step"] > 0]
+    except (OSError, KeyError, TypeError, ValueError):
+        return 0.0
+    return step * lines[-1]["epoch"] / lines[-1]["step"] if lines else 0.0

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from cumulant.studies import report
-from cumulant.studies.budget import Budget
 from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.command import DECISIVE, Reproduce
 from cumulant.studies.measured import measured
 from cumulant.studies.outcome import outcome
-from cumulant.studies.plan import Run
+from cumulant.studies.plan import Budget, Run
 from cumulant.studies.records import FORMAT, MAPS, device_name, read_records, records_of, source_digest, strangers
 from cumulant.studies.runs import RunError, train_all
 from cumulant.studies.training import Training

@@ -9,10 +9,10 @@ from torch import nn
 
 from .. import zoo
 from ..data.augment import Augment
+from ..data.digits import ScenePart
 from ..data.loader import Loader
 from ..data.order import mix
 from ..data.part import Part, Source
-from ..data.scenes import ScenePart
 from ..data.source import open_source
 from ..data.text import TextLoader, TextPart
 from ..grammar import parse, read_blocks, suggest

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..data.part import shorten
 from ..models import Backbone, create_model
 from ..models.backbone import join
-from ..models.from_image import load_image_weights
+from ..models.tubelet import load_image_weights
 from ..models.vit import VisionTransformer
 from ..models.vivit import ViViT
 from ..optional import needed

@@ -1,14 +1,18 @@
-"""What every training loop here shares: the schedule of the rate, what decays, and one step of AdamW."""
+"""What every training loop here shares: the schedule of the rate, what decays, one step of AdamW, and
+the moving average of the weights, which takes their place for evaluation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import AdamW
+
+from .processes import local
 
 # Learned tables and factors, by the end of their name: they are no matrices, whatever their shape.
 TABLES = ("cls_token", "dist_token", "pos_embed", "temperature", "bias")
@@ -88,3 +92,38 @@ def set_drop_path(model: nn.Module, rate: float) -> None:
     if setter is None:
         raise ValueError(f"drop_path={rate} in the recipe, but {type(model).__name__} has no set_drop_path")
     setter(rate)
+
+
+class Average:
+    """a <- d a + (1 - d) w after every step, with d = min(decay, (1 + step) / (10 + step)).
+
+    The lower decay of the first steps forgets the random initial weights. Cost: one pass over the weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = [local(p) for p in model.parameters()]
+        self.average = [w.detach().clone() for w in self.weights]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after that many steps."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(self.average, self.weights, 1 - decay)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Start again from the weights as they are."""
+        torch._foreach_copy_(self.average, self.weights)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While this is held the model has the averaged weights; afterwards its own again, bit for bit."""
+        with torch.no_grad():
+            own = [w.clone() for w in self.weights]
+            torch._foreach_copy_(self.weights, self.average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, own)

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from .average import Average
 from .checkpoint import read_header
 from .files import write_atomically
 from .meter import Meter
+from .optimise import Average
 from .processes import whole
 
 STATE, BEFORE = "state.safetensors", "state-before.safetensors"

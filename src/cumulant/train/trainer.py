@@ -26,7 +26,6 @@ from ..data.order import mix
 from ..data.part import Part, Source, shorten
 from ..nn.losses import auxiliary_loss
 from . import optimise
-from .average import Average
 from .build import AUGMENT, DROPOUT, build_model, build_optimizer, check_split, loader_of, open_recipe_source
 from .checkpoint import save
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
@@ -34,6 +33,7 @@ from .folder import bytes_held, check_data, check_recipe, claim, clear, read_res
 from .initial import start_from
 from .log import Log
 from .meter import Meter
+from .optimise import Average
 from .processes import Processes, local, processes
 from .progress import Bar, Stop
 from .recipe_files import to_json

@@ -14,8 +14,8 @@ from ...kernels import launch
 from ...tensors import wide
 from ...tracing import without_autocast
 from ...zoo.registry import can
+from ..extras import turns
 from ..registry import registered
-from ..rotary import turns
 from .base import HeadsLayer
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cumulant.bench.cab import NS_CONSTANTS, compositional_index, constants_of
-from cumulant.studies.cab.patterns import PATTERNS
+from cumulant.studies.cab.backbones import PATTERNS
 from cumulant.studies.cab.tasks import Task
 from cumulant.studies.verdict import compare
 

@@ -17,18 +17,16 @@ from safetensors.torch import load_file, save_file
 
 from cumulant.bench.provenance import provenance
 from cumulant.grammar import suggest
-from cumulant.studies.budget import Budget
 from cumulant.studies.cab import data, synthetic
-from cumulant.studies.cab.backbones import Uses, fitted
+from cumulant.studies.cab.backbones import PATTERNS, Uses, fitted, support
 from cumulant.studies.cab.leaderboard import judged
-from cumulant.studies.cab.patterns import PATTERNS, support
 from cumulant.studies.cab.tasks import Data, Task, tasks_of
 from cumulant.studies.command import Cab
 from cumulant.studies.crews import device_failed
 from cumulant.studies.loop import Schedule, drawn, fit, half
 from cumulant.studies.mechanisms import chosen
 from cumulant.studies.outcome import origins
-from cumulant.studies.plan import CONTROL_SEED, Run, seeded
+from cumulant.studies.plan import CONTROL_SEED, Budget, Run, seeded
 from cumulant.studies.records import device_name
 from cumulant.studies.runs import Record, TimeOverError, Workshop, train_all
 from cumulant.studies.study import bar_of
