@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from cumulant import create_model, nn
-from cumulant.nn import packing
+from cumulant.nn import streams
 from cumulant.nn.heads.ia_red2 import Interpreter, decide, policy_loss, reward
 
 NANO = {"num_classes": 3, "depth": 3, "embed_dim": 16, "num_heads": 2, "init_std": 0.3, "dtype": torch.float64}
@@ -44,8 +44,8 @@ def test_gathered_tokens_give_what_masked_ones_give(attention):
 
 @pytest.mark.parametrize("attention", ["softmax", "cumulant3"])
 def test_tokens_end_to_end_give_what_masked_ones_give(attention, monkeypatch):
-    monkeypatch.setattr(packing, "DEVICES", ("cpu",))
-    monkeypatch.setattr(packing, "DTYPES", (torch.float64,))
+    monkeypatch.setattr(streams, "DEVICES", ("cpu",))
+    monkeypatch.setattr(streams, "DTYPES", (torch.float64,))
     made = model(attention=attention)
     packed, masked = made(images()), made.forward_head(made.passed(images(), dense=True)[0])
     torch.testing.assert_close(packed, masked)

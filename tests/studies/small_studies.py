@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.command import Reproduce
 from cumulant.studies.cumulant_vit import recipe_of
+from cumulant.studies.study import Classifiers
 from cumulant.studies.training import trainings
 
 SMALL = ("depth=2", "embed_dim=32", "num_heads=2", "batch_size=256")

@@ -3,9 +3,9 @@
 import pytest
 from small_studies import small_run, workshop
 
-from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.plan import Budget
 from cumulant.studies.runs import train_all
+from cumulant.studies.study import Classifiers
 
 
 class Clock:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cumulant.studies import runs as runs_module
-from cumulant.studies.claims import Claims, place
+from cumulant.studies.crews import Claims, place
 from cumulant.studies.plan import Run, seeded
 from cumulant.studies.runs import Workshop, complete
 

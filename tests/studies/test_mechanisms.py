@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from bench_records import baseline, record
 
-from cumulant.bench import training
+from cumulant.bench import work
 from cumulant.bench.pareto import from_checkpoint
 from cumulant.cli import main
 from cumulant.data import open_source
@@ -86,7 +86,7 @@ def test_flops_of_cumulant_layers_are_not_hidden_by_a_fused_kernel():
     from cumulant.train import read_recipe
 
     recipe, source = read_recipe("digits"), open_source("digits")
-    counted = {name: training.flops(replace(recipe, attention=name), source) for name in ("cumulant1", "cumulant2")}
+    counted = {name: work.flops(replace(recipe, attention=name), source) for name in ("cumulant1", "cumulant2")}
     tokens, width, heads, layers = 17, 16, 4, 4
     assert counted["cumulant2"] - counted["cumulant1"] == 2 * layers * heads * 2 * tokens * width**2
 

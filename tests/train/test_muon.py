@@ -13,7 +13,7 @@ from cumulant import cli
 from cumulant.models import create_model
 from cumulant.train import TrainRecipe, optimise, train
 from cumulant.train.build import build_optimizer
-from cumulant.train.muon import MOMENTUM, Muon, muon_groups, orthogonal
+from cumulant.train.optimise import MOMENTUM, Muon, muon_groups, orthogonal
 
 
 def small(**options):

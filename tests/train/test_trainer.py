@@ -18,9 +18,9 @@ from cumulant.data.part import Source
 from cumulant.models import create_model
 from cumulant.train import Predictions, evaluate_checkpoint, load, read_log, read_recipe, train
 from cumulant.train.checkpoint import read_header
-from cumulant.train.meter import CHECK_STEPS, Meter
 from cumulant.train.optimise import Average, decay_groups
 from cumulant.train.processes import Processes
+from cumulant.train.progress import CHECK_STEPS, Meter
 
 ONE = replace(PLAIN, epochs=1, warmup_epochs=0.0, ema=0.0, accumulate=1, log_steps=1, checkpoint_steps=0)
 

@@ -19,9 +19,8 @@ from ..nn.swapped.plan import plan_of
 from ..train import optimise
 from ..train.files import claim_room, naming, read_json, write_atomically
 from ..train.log import Log
-from ..train.meter import Meter
 from ..train.processes import Processes
-from ..train.progress import Bar, Stop
+from ..train.progress import Bar, Meter, Stop
 from ..train.state import (
     STATE,
     Progress,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .clips import Choice, ClipPart
+from .clips import Choice, ClipPart, Videos
 from .digits import ScenePart
 from .images import Images, TensorImages
 from .order import mix
@@ -138,9 +138,9 @@ class SomeItems(Some):
 class SomeVideos(Some):
     """Some videos."""
 
-    @property
-    def separate(self) -> bool:
-        return self.whole.separate
+    def __init__(self, whole: Videos, picks: Picks) -> None:
+        super().__init__(whole, picks)
+        self.separate = whole.separate
 
     def length(self, index: int) -> int:
         return self.whole.length(self.at(index))

@@ -17,14 +17,13 @@ from .. import shards
 from ..call import Call, check_choice
 from ..cluster.build import Clusters
 from ..expansion import Form, expand
-from .attend import attend, check_form
+from .attend import attend, check_form, varlen
 from .blocks import Spread
 from .clusters import clusters_over_workers
 from .exchange import Workers
 from .parts import Parts, check_lengths, held
 from .softmax import TRAVELS
 from .softmax import softmax as exact
-from .varlen import varlen
 
 ORDERS = ("rank", "zigzag")
 

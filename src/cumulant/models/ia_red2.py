@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.heads.ia_red2 import Interpreter, Pack, decide, gather_kept, policy_loss, reward, scatter_kept
-from ..nn.packing import attend_packed, takes_packs
+from ..nn.streams import attend_packed, takes_packs
 from ..zoo.registry import options_of
 from .backbone import FeatureInfo
 from .parts import Block

@@ -23,8 +23,7 @@ from ..zoo.mixing import Mix
 from ..zoo.registry import Mechanism
 from .extras import GATES, Temperature, ValueConv, check_temperature, conv_kernel, gate_name, rotary_base, rotate
 from .fold import folded_attention, folds
-from .packing import forward_packed
-from .streams import LayerStream
+from .streams import LayerStream, forward_packed
 
 LAYER_NORM = partial(nn.LayerNorm, eps=1e-6)
 EXTRAS = (
@@ -70,6 +69,7 @@ class MultiheadAttention(nn.Module):
     first_place = 0  # of x in its sequence, for layers that know places; a stream moves it on
     rows_alone = True  # a row of `scores_of` is that of the mechanism, which may form it without the others
     stays: str | None = None  # why no other mechanism can take the place of this one's, for `convert`
+    place: dict[str, Any]  # where its parts were made: device and dtype
     fold: str | bool = False  # see `nn.fold.folds`; for second order without norms and extras
 
     def __init__(
@@ -115,7 +115,8 @@ class MultiheadAttention(nn.Module):
                 "use attn_drop=0 with proj_drop or stochastic depth"
             )
         norm = LAYER_NORM if norm_layer is None else norm_layer
-        place = self.place = {"device": device, "dtype": dtype}  # where its parts were made
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.place = place
         self.dim, self.num_heads = dim, num_heads
         self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.attn_drop, self.grid_size, self.prefix = attn_drop, grid_size, prefix
@@ -308,7 +309,7 @@ class MultiheadAttention(nn.Module):
         return A if self.temperature is None else self.temperature.mean_in(A, call, self.normalization, heads, weigh)
 
     def forward_packed(self, x: Tensor, cu_seq: Tensor, longest: int | None = None, is_causal: bool = False) -> Tensor:
-        """Sequences end to end, x (T, C) -> (T, C); see `nn.packing`."""
+        """Sequences end to end, x (T, C) -> (T, C); see `nn.streams`."""
         return forward_packed(self, x, cu_seq, longest, is_causal)
 
     def stream(self) -> LayerStream:

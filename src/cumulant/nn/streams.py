@@ -1,6 +1,7 @@
-"""A causal layer token by token: its mechanisms replaced by ones that remember what came before.
+"""A causal layer token by token, its mechanisms replaced by ones that remember what came before; and sequences end to
+end through a layer: on a GPU as they are, where its mechanism takes them so, else padded once and masked.
 
-Shape legend: B batch, H heads, n new tokens, M tokens so far, C width, D head width.
+Shape legend: B batch, H heads, n new tokens, M tokens so far, C width, D head width; T tokens of N sequences in a row.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..call import Call
+from ..call import Call, offsets
 from ..zoo.mixing import Bound, Mix
+from ..zoo.ragged import places
 from ..zoo.registry import own_options
 
 if TYPE_CHECKING:
     from .attention import MultiheadAttention
+
+DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
 
 
 class LayerStream:
@@ -146,3 +150,45 @@ class KeysValues:
 
     def numel(self) -> int:
         return sum(0 if part is None else part.numel() for part in (self.key, self.value))
+
+
+def forward_packed(
+    layer: nn.Module, x: Tensor, cu_seq: Tensor, longest: int | None = None, is_causal: bool = False
+) -> Tensor:
+    """x (T, C) -> (T, C), sequence i being x[cu_seq[i] : cu_seq[i + 1]]; equal to a loop over them.
+
+    Cost: that of N sequences of the longest length; of their own where `takes_packs`.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x must be packed as (tokens, width), got {tuple(x.shape)}")
+    place, mask = places(offsets("cu_seq", cu_seq, x.shape[0], longest, "longest"), x.device)
+    if place.numel() == 0:
+        return x.new_zeros(x.shape)
+    # Padding repeats some token of the pack: it is masked, so that it does not matter which.
+    out: Tensor = layer(x[place], attn_mask=mask, is_causal=is_causal)
+    return out[mask]
+
+
+def takes_packs(layer: Any, x: Tensor) -> bool:
+    """Whether a layer's mechanism takes these tokens end to end: in 16 bits on a GPU, and with nothing of the layer
+    between its projections."""
+    half = x.dtype in DTYPES or torch.is_autocast_enabled(x.device.type)
+    free = layer.v_conv is None and layer.temperature is None and layer.rotary is None and not layer.enable_gqa
+    return (
+        x.device.type in DEVICES
+        and half
+        and free
+        and isinstance(layer.mix, Bound)
+        and layer.mechanism.packed is not None
+        and not layer.mechanism.wants_grid
+        and not (layer.training and layer.attn_drop)
+    )
+
+
+def attend_packed(layer: Any, x: Tensor, cu_seq: Tensor, longest: int) -> Tensor:
+    """x (T, C) -> (T, C) of a layer that `takes_packs`: its projections around the packed mechanism. `longest` bounds
+    the length of a sequence; nothing waits for the device."""
+    query, key, value = (part.transpose(0, 1) for part in layer.project(x))
+    options = layer.attention_options
+    out = layer.mechanism.packed(query, key, value, cu_seq, cu_seq, longest, longest, **options)
+    return layer.finished(out.flatten(1), x)

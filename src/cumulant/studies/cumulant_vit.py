@@ -14,13 +14,12 @@ from typing import IO, Any
 
 from cumulant.bench.provenance import provenance
 from cumulant.studies import report
-from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.command import Reproduce
 from cumulant.studies.configuration import changed
 from cumulant.studies.plan import Budget, Run
 from cumulant.studies.records import by_name, read_records, source_digest
 from cumulant.studies.runs import TimeOverError
-from cumulant.studies.study import Line, earlier_results, train_missing, write_results
+from cumulant.studies.study import Classifiers, Line, earlier_results, train_missing, write_results
 from cumulant.studies.training import Training, check_models, device_of, trainings
 from cumulant.studies.verdict import Claim
 from cumulant.train import TrainRecipe, read_recipe, recipe_names

@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from cumulant import zoo
 from cumulant.bench.provenance import provenance, read_result
-from cumulant.bench.training import costs
 from cumulant.bench.variants import ALL
+from cumulant.bench.work import costs
 from cumulant.data.part import Source
 from cumulant.grammar import parse, write
 from cumulant.studies.command import TrainBench

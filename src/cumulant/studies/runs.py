@@ -22,8 +22,7 @@ from typing import IO, Any, Generic, TypeVar
 
 import torch
 
-from cumulant.studies.claims import Claims
-from cumulant.studies.crews import Crew, Lost, RayCluster, Workers
+from cumulant.studies.crews import Claims, Crew, Lost, RayCluster, Workers
 from cumulant.studies.plan import Budget, Run, epochs_done
 from cumulant.train import RecipeError, read_log
 from cumulant.train.files import read_json, write_atomically

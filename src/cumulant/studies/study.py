@@ -1,25 +1,99 @@
-"""What a study of classifiers goes through, whatever it compares: train what is missing, judge, write it down."""
+"""What a study of classifiers goes through, whatever it compares: train what is missing, judge, write it down.
+
+Every run leaves a model, a record of accuracies and confusions, and maps of its attention.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from cumulant.data.part import Source
 from cumulant.studies import report
-from cumulant.studies.classifiers import Classifiers
 from cumulant.studies.command import DECISIVE, Reproduce
+from cumulant.studies.maps import look
 from cumulant.studies.measured import measured
 from cumulant.studies.outcome import outcome
 from cumulant.studies.plan import Budget, Run
-from cumulant.studies.records import FORMAT, MAPS, device_name, read_records, records_of, source_digest, strangers
-from cumulant.studies.runs import RunError, train_all
-from cumulant.studies.training import Training
+from cumulant.studies.records import (
+    FORMAT,
+    MAPS,
+    device_name,
+    failed_record,
+    is_record,
+    key_of,
+    make_record,
+    read_records,
+    records_of,
+    source_digest,
+    strangers,
+)
+from cumulant.studies.runs import Record, RunError, train_all
+from cumulant.studies.training import Training, Trainings
 from cumulant.studies.verdict import Claim
+from cumulant.tensors import threads
+from cumulant.train import TrainRecipe, load, train
+from cumulant.train.build import open_recipe_source
 from cumulant.train.files import write_atomically
+from cumulant.train.stepping import room_for_compiled_code
 
 COUNTDOWN = "{desc:9} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
+
+
+class Classifiers(Trainings):
+    """Trains one model a run into runs/ and keeps what is said about it in records/."""
+
+    def maps(self, run: Training) -> Path:
+        return self.out / "records" / f"{run.name}{MAPS}"
+
+    def finished(self, run: Training) -> Record | None:
+        """A file that is no record of this version does not count."""
+        with suppress(OSError, ValueError):
+            record = super().finished(run)
+            return record if is_record(record) and key_of(record) == run.key else None
+        return None
+
+    def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
+        """Train one model and look at its maps.
+
+        On a CPU it has one thread, so that the result does not depend on how many run beside it. A loss that is no
+        number ends the run, not the study: its record says so.
+        """
+        recipe, start = replace(run.recipe, seed=run.seed), time.perf_counter()
+        with ExitStack() as stack:
+            if self.device == "cpu":
+                stack.enter_context(threads(1))
+            if recipe.compile:
+                stack.enter_context(room_for_compiled_code())
+            if shared is not None or multiprocessing.current_process().daemon:
+                # There is nothing to decode, or this may have no processes of its own.
+                recipe = replace(recipe, workers=0)
+            source = shared or open_recipe_source(recipe)
+            # By name only: the run goes on, and its files say the same, wherever the data lies.
+            recipe = replace(recipe, data=Path(recipe.data).name)
+            try:
+                record = self._trained(run, recipe, source, progress)
+            except FloatingPointError as error:
+                record = failed_record(run, str(error), self.device, self.made)
+            # With start and evaluation; of a run that went on, at least all its training.
+            record["wall_seconds"] = round(max(time.perf_counter() - start, record.get("seconds", 0.0)), 2)
+        return record
+
+    def _trained(self, run: Training, recipe: TrainRecipe, source: Source, progress: IO[str] | None) -> Record:
+        result = train(recipe, self.folder(run), source=source, device=self.device, fresh=self.fresh, progress=progress)
+        record = make_record(run, result, source, self.device, self.made)
+        seen = look(load(result.out / "last.safetensors"), recipe, source, examples=run.seed == 0) or {}
+        record["locality"] = seen.get("locality")
+        record["trained"] = seen.get("trained", [])
+        if "maps" in seen:
+            write_atomically(self.maps(run), json.dumps(seen["maps"], allow_nan=False).encode())
+        return record
 
 
 def train_missing(settings: Reproduce, runs: Sequence[Training], shop: Classifiers, budget: Budget, line: Line) -> None:

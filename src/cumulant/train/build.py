@@ -18,8 +18,7 @@ from ..data.text import TextLoader, TextPart
 from ..grammar import parse, read_blocks, suggest
 from ..models import LanguageModel, VisionTransformer, ViViT, create_model, names
 from ..models.registry import input_kind, model_arguments
-from .muon import Muon, muon_groups
-from .optimise import adamw, decay_groups, set_drop_path
+from .optimise import Muon, adamw, decay_groups, muon_groups, set_drop_path
 from .processes import Processes
 from .train_recipe import TrainRecipe
 

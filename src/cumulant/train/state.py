@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from .checkpoint import read_header
 from .files import write_atomically
-from .meter import Meter
 from .optimise import Average
 from .processes import whole
+from .progress import Meter
 
 STATE, BEFORE = "state.safetensors", "state-before.safetensors"
 PART = "state-*-*.safetensors"  # of a state of several processes

@@ -32,10 +32,9 @@ from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomi
 from .folder import bytes_held, check_data, check_recipe, claim, clear, read_result
 from .initial import start_from
 from .log import Log
-from .meter import Meter
 from .optimise import Average
 from .processes import Processes, local, processes
-from .progress import Bar, Stop
+from .progress import Bar, Meter, Stop
 from .recipe_files import to_json
 from .state import STATE, bytes_needed, load_state, mend_state, remove_states, save_state, whole_weights
 from .stepping import Recorded, compile_blocks, quick_float32

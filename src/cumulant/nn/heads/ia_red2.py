@@ -18,8 +18,8 @@ from ...tensors import wide
 from ...tracing import is_plain, transformed
 from ...zoo.registry import can, get, names
 from ..attention import as_key_mask
-from ..packing import attend_packed, takes_packs
 from ..registry import registered
+from ..streams import attend_packed, takes_packs
 from .base import HeadsLayer, need
 
 GATHERED_FROM = 512  # tokens; below, finding those that are kept takes longer than it saves
