@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cumulant.bench import plots
-from cumulant.bench.crossings import crossing_text
+from cumulant.bench.cab import crossing_text
 from cumulant.studies.cab.backbones import SHORT
 from cumulant.studies.cab.leaderboard import AGAIN, BASELINE, cell, order, spread
 from tools.pages import origin, table

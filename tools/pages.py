@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cumulant import studies
-from cumulant.bench.crossings import crossing_text
+from cumulant.bench.cab import crossing_text
 from cumulant.studies.heads import LAYERS
 from tools.tables import fill
 

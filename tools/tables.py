@@ -15,8 +15,8 @@ from cumulant.studies.cumulant_vit import CLAIM, planned
 from cumulant.studies.outcome import outcome
 from cumulant.studies.plan import Key
 from cumulant.studies.records import records_of
+from cumulant.studies.report import collapses, failures, missing
 from cumulant.studies.verdict import signed
-from cumulant.studies.wording import collapses, failures, missing
 
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -7,8 +7,8 @@ import torch
 
 from cumulant import zoo
 from cumulant.bench import efficiency
+from cumulant.bench.cab import checks, crossing_text, crossings, table
 from cumulant.bench.command import Efficiency
-from cumulant.bench.crossings import checks, crossing_text, crossings, table
 from cumulant.bench.efficiency import MATRIX_SOFTMAX, Row, contenders, measure, quartiles, run
 from cumulant.bench.variants import parse, select
 

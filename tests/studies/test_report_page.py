@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from cumulant.studies import figures, wording
+from cumulant.studies import figures, report
 from cumulant.studies.cumulant_vit import CLAIM
 from cumulant.studies.outcome import confused, origins, outcome
 from cumulant.studies.plan import Run
@@ -59,7 +59,7 @@ def test_command_versions_machine_and_recipe_are_on_the_page(study, page):
 
 def test_the_recipe_is_written_for_reading():
     recipe = {"lr": 0.002, "mean": [0.3, 0.4, 0.5], "augmentation": {"crop_scale": [0.5, 1.0], "flip": 0.5}}
-    assert wording.listed(recipe) == "lr 0.002, mean 0.3 0.4 0.5, augmentation (crop_scale 0.5 to 1.0, flip 0.5)"
+    assert report.listed(recipe) == "lr 0.002, mean 0.3 0.4 0.5, augmentation (crop_scale 0.5 to 1.0, flip 0.5)"
 
 
 def test_every_figure_is_one_that_plotly_accepts(study, page):
@@ -202,7 +202,7 @@ def spread(low, high):
 )
 def test_what_is_said_of_local_maps_follows_from_the_numbers(cumulant, words):
     locality = {"linear": spread(10, 12), "cumulant2": spread(*cumulant)}
-    assert words in " ".join(wording.about_maps({"maps": {"locality": locality, "tokens": 17}}))
+    assert words in " ".join(report.about_maps({"maps": {"locality": locality, "tokens": 17}}))
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
@@ -218,7 +218,7 @@ def test_ratios_of_cost_are_taken_at_the_longest_common_length(disturbed):
     ]
     measured.append(row("cumulant2", 256, 4.0))
     cost = {"measurements": measured, "given_up": {"softmax": "slow"}, "disturbed": disturbed, "time_shown": "seconds"}
-    text = " ".join(wording.about_cost({"scaling": cost}))
+    text = " ".join(report.about_cost({"scaling": cost}))
     assert "At L = 128 softmax takes 2 times as long as cumulant2" in text
     assert "Up to L = 64 softmax is the quicker one" in text
     assert "softmax (slow)" in text
@@ -233,7 +233,7 @@ def test_one_slow_call_far_out_does_not_move_the_length_up_to_which_softmax_is_q
         for length, seconds in zip((64, 128, 256, 512), each, strict=True)
     ]
     cost = {"measurements": measured, "given_up": {}, "disturbed": False, "time_shown": "seconds"}
-    assert "Up to L = 64 softmax is the quicker one against cumulant3." in wording.about_cost({"scaling": cost})
+    assert "Up to L = 64 softmax is the quicker one against cumulant3." in report.about_cost({"scaling": cost})
 
 
 def test_few_epochs_have_no_marks_between_them(study):
@@ -248,4 +248,4 @@ def test_a_mechanism_given_up_early_on_a_busy_machine_is_compared_as_far_as_it_w
     measured = [{"name": name, "length": 64, "seconds": 1.0, "seconds_low": 1.0} for name in ("softmax", "cumulant3")]
     measured.append({"name": "softmax", "length": 128, "seconds": 4.0, "seconds_low": 4.0})
     cost = {"measurements": measured, "given_up": {"cumulant3": "slow"}, "disturbed": False, "time_shown": "seconds"}
-    assert "At L = 64 softmax takes 1 times as long as cumulant3" in " ".join(wording.about_cost({"scaling": cost}))
+    assert "At L = 64 softmax takes 1 times as long as cumulant3" in " ".join(report.about_cost({"scaling": cost}))

@@ -13,7 +13,7 @@ from cumulant.studies import cumulant_vit as room
 from cumulant.studies import mechanisms
 from cumulant.studies import study as flow
 from cumulant.studies.command import Reproduce, TrainBench
-from cumulant.studies.wording import terminal_summary
+from cumulant.studies.report import terminal_summary
 
 
 def write_images(folder, count, shade=0):

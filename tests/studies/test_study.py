@@ -15,8 +15,8 @@ from cumulant.studies import study as flow
 from cumulant.studies.command import Reproduce
 from cumulant.studies.cumulant_vit import planned, recipe_name
 from cumulant.studies.plan import CONTROL_SEED, Budget
+from cumulant.studies.report import terminal_summary
 from cumulant.studies.runs import TimeOverError
-from cumulant.studies.wording import terminal_summary
 
 
 @pytest.fixture

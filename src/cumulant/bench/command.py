@@ -172,12 +172,12 @@ class Efficiency:
         check_least(self, heads=1, dim=1, batch=0, calls=3, time_limit=0, memory_limit=0, minutes=0)
 
     def run(self) -> int:
-        from . import crossings, efficiency, report
+        from . import cab, efficiency, report
 
         report.prepare(self.out)
         screen = sys.stderr if self.json else sys.stdout
         result = efficiency.run(self, lambda text: print(text, file=screen, flush=True), minutes=self.minutes)
-        return published(result, self, crossings.table)
+        return published(result, self, cab.table)
 
 
 def published(result: dict[str, Any], settings: Measure, table: Callable[[dict[str, Any]], str]) -> int:

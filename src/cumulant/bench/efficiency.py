@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.bench import cab, speed
+from cumulant.bench.cab import FUSED_SOFTMAX, PHASES, checks, crossings
 from cumulant.bench.command import Efficiency
-from cumulant.bench.crossings import FUSED_SOFTMAX, PHASES, checks, crossings
 from cumulant.bench.error import relative_error
 from cumulant.bench.scaling import MATRIX_SOFTMAX, in_turns, matrix_softmax, peak_bytes
 from cumulant.bench.variants import Variant, select

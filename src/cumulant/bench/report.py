@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cumulant import style
-from cumulant.bench import crossings, figures, plots
+from cumulant.bench import cab, figures, plots
 from cumulant.bench.command import Measure
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.command import command_line
@@ -94,12 +94,12 @@ def render(results: dict[str, dict[str, Any]]) -> str:
         "bench",
         {
             "by_work": lambda rows: sorted(rows, key=lambda row: row.get("total", float("inf"))),
-            "crossing": crossings.crossing_text,
+            "crossing": cab.crossing_text,
         },
         results=results,
         panels=plots.panels(results["error"]) if "error" in results else [],
-        phases=crossings.PHASES,
-        opponents=tuple(crossings.OPPONENTS),
+        phases=cab.PHASES,
+        opponents=tuple(cab.OPPONENTS),
         colour=style.colour,
         page=figures.figures(results),
     )

@@ -4,7 +4,7 @@ from . import heads  # noqa: F401  # importing registers
 from .attention import MultiheadAttention
 from .axial import AxialAttention
 from .cumulant import CumulantAttention
-from .losses import auxiliary_loss
+from .heads.base import auxiliary_loss
 from .probes import marks
 from .registry import Layer, create_layer, get_layer, layers, register_layer
 

@@ -114,8 +114,8 @@ class Reproduce:
 
     def run(self) -> int:
         from . import cumulant_vit as study
+        from .report import terminal_summary
         from .runs import RunError, TimeOverError
-        from .wording import terminal_summary
 
         try:
             results = study.remake_report(self) if self.report_only else study.reproduce(self, progress=sys.stderr)

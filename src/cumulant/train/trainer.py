@@ -24,7 +24,7 @@ from ..data.holdout import split_off
 from ..data.jobs import telling_of_killed_workers
 from ..data.order import mix
 from ..data.part import Part, Source, shorten
-from ..nn.losses import auxiliary_loss
+from ..nn.heads.base import auxiliary_loss
 from . import optimise
 from .build import AUGMENT, DROPOUT, build_model, build_optimizer, check_split, loader_of, open_recipe_source
 from .checkpoint import save

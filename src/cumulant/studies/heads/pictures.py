@@ -24,9 +24,9 @@ from cumulant.data.tables import find_shards
 from cumulant.models import create_model
 from cumulant.models.ia_red2 import InterpretedViT
 from cumulant.nn import MultiheadAttention, create_layer
+from cumulant.nn.heads.base import auxiliary_loss
 from cumulant.nn.heads.biformer import BiLevelRouting
 from cumulant.nn.heads.sparsifiner import set_stage, sparse_loss
-from cumulant.nn.losses import auxiliary_loss
 from cumulant.studies.heads.ordering import Links, Ordering, falls, folder
 from cumulant.studies.loop import Schedule, drawn, fit, half
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from cumulant.data.text import story
 from cumulant.models import create_model
+from cumulant.nn.heads.base import auxiliary_loss
 from cumulant.nn.heads.dual_stream import DualStreamAttention
-from cumulant.nn.losses import auxiliary_loss
 from cumulant.studies.heads.ordering import Links, Ordering, folder, worse
 from cumulant.studies.loop import Schedule, drawn, fit, half
 
