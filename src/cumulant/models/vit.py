@@ -109,6 +109,8 @@ class TokenBackbone(Backbone):
 class VisionTransformer(TokenBackbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
+    Which attention it has, and further arguments, are those of `Projecting`.
+
     Args:
         img_size: side (or height and width) that the positional table is made for. Other multiples of the
             patch size work too: the table is then resized bicubically on the way.
@@ -122,7 +124,6 @@ class VisionTransformer(TokenBackbone):
         gelu: "erf", or "tanh" for the approximation that Google's code uses.
         init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
             a model of width 64 starts learning much sooner from about 64**-0.5.
-        attention, layer, ...: see `cumulant.models.mechanisms.Projecting`.
     """
 
     poolings = ("cls", "gap", "last")

@@ -85,6 +85,9 @@ class ViViT(TokenBackbone):
     | 4 | factorised dot product: half of the heads over time, half over space | n_t and S |
     | "average" | each frame by itself, features averaged: sees no order in time, a control | S |
 
+    Which attention it has, and further arguments, are those of `Projecting`, for every attention here; of the extras a
+    `v_conv` (k_t, k, k) becomes k x k within frames and k_t over time.
+
     Args:
         frames: of the clip that the positional tables are made for. Others whose sides are multiples of the tubelet's
             work too: tables are then resized, bicubically in space and linearly in time.
@@ -104,8 +107,6 @@ class ViViT(TokenBackbone):
             leaves variant 3 alone, as the released code does.
         init_std: None initialises as released (Xavier-uniform matrices, each of query, key and value by itself; MLP
             biases N(0, 1e-6), positions N(0, 0.02), class tokens 0); a number as DeiT, with that deviation.
-        attention, layer, ...: see `cumulant.models.mechanisms.Projecting`, for every attention here. Of the extras a
-            `v_conv` (k_t, k, k) becomes k x k within frames and k_t over time.
     """
 
     takes_clips = True
