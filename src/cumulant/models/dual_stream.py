@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from ..call import check_choice
 from ..nn.heads.dual_stream import ChannelNorm, DualStreamAttention, HeadMixing
 from ..nn.streams import LayerStream, Recomputed
+from ..zoo.registry import options_of
 from .lm import CausalBlock, LanguageModel
 
 NORMS, READS = ("channel", "full"), ("sum", "value_from_token")
+# Arguments of `LanguageModel` that its streams decide.
+FIXED = {"layer", "attention_extras", "qkv_bias", "qk_norm", "positions", "tie", "attn_drop", "drop_path", "gelu"}
 
 
 class HeadMlp(nn.Module):
@@ -35,6 +38,7 @@ class HeadMlp(nn.Module):
         return torch.einsum("hde,...he->...hd", self.down.to(inner.dtype), inner).flatten(-2)
 
 
+@options_of(LanguageModel, without=FIXED)
 class DualStream(LanguageModel):
     """Tokens (B, L) to logits (B, L, V), by two streams whose sum is what every part reads:
 
@@ -61,29 +65,20 @@ class DualStream(LanguageModel):
         norm: str = "channel",
         read: str = "sum",
         head_ffn: bool = False,
-        num_classes: int = 256,
-        vocabulary: str = "",
-        context: int = 256,
         embed_dim: int = 128,
         depth: int = 4,
         num_heads: int = 4,
         mlp_ratio: float = 4.0,
-        attention: str | Sequence[str] = "softmax",
-        attention_options: dict[str, Any] | None = None,
-        drop_rate: float = 0.0,
-        init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **rest: Any,
     ) -> None:
+        if unknown := sorted(rest.keys() & FIXED):
+            raise ValueError(f"a Dual-Stream model has its own {', '.join(unknown)}; leave it out")
         check_choice("norm", norm, NORMS)
         check_choice("read", read, READS)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(
-            num_classes=num_classes, vocabulary=vocabulary, context=context, embed_dim=embed_dim, depth=depth,
-            num_heads=num_heads, mlp_ratio=mlp_ratio, attention=attention, attention_options=attention_options,
-            layer="dual_stream", attention_extras={"mixing": mixing, "mix_qk": mix_qk, "alpha": alpha},
-            qkv_bias=False, drop_rate=drop_rate, init_std=init_std, **place,
-        )  # fmt: skip
+        place: dict[str, Any] = {"device": rest.get("device"), "dtype": rest.get("dtype")}
+        sizes: dict[str, Any] = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "mlp_ratio": mlp_ratio}
+        own = {"mixing": mixing, "mix_qk": mix_qk, "alpha": alpha}
+        super().__init__(layer="dual_stream", attention_extras=own, qkv_bias=False, **sizes, **rest)
         self.frozen, self.read = frozen, read
         for module in self.blocks:
             block = cast(CausalBlock, module)

@@ -249,18 +249,11 @@ class MultiheadAttention(nn.Module):
         return Call(query, key, value, key_mask, is_causal, None, grouped, there, grid, prefix, dropout_p=dropout)
 
     def asked(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid: Grid | None = None,
-        prefix: int = 0,
-        attn_mask: Tensor | None = None,
-    ) -> Call:
+        self, x: Tensor, context: Tensor | None = None, key_mask: Tensor | None = None, *args: Any,
+        attn_mask: Tensor | None = None, **layout: Any,
+    ) -> Call:  # fmt: skip
         """The call that `forward` makes of the same arguments."""
-        mask = one_mask(key_mask, attn_mask, x if context is None else context)
-        return self.call(x, context, mask, is_causal, grid=grid, prefix=prefix)
+        return self.call(x, context, one_mask(key_mask, attn_mask, x if context is None else context), *args, **layout)
 
     def mix_tokens(self, call: Call, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Output (..., H, L, D) of the mechanism for the call of x (..., L, C) and its context."""

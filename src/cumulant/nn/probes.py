@@ -38,7 +38,8 @@ def mechanism_for(name: str) -> str:
 def probe(name: str, claim: str, attention: str | None = None) -> bool:
     """Whether the layer really has one of CLAIMS over a mechanism that has it."""
     try:
-        return _PROBES[claim](small(name, attention))
+        with torch.no_grad():
+            return _PROBES[claim](small(name, attention))
     except (ValueError, TypeError, NotImplementedError, AttributeError):
         return False
 
@@ -74,47 +75,41 @@ def refusing(name: str) -> dict[str, str]:
 
 def _causal(layer: Any) -> bool:
     x = tokens()
-    with torch.no_grad():
-        out = layer(x, is_causal=True)
-        alone = all(same(out[:, :t], layer(x[:, :t], is_causal=True)) for t in (1, 5, LENGTH - 1))
-        return alone and not same(out[:, :-1], layer(x)[:, :-1])
+    out = layer(x, is_causal=True)
+    alone = all(same(out[:, :t], layer(x[:, :t], is_causal=True)) for t in (1, 5, LENGTH - 1))
+    return alone and not same(out[:, :-1], layer(x)[:, :-1])
 
 
 def _cross(layer: Any) -> bool:
-    with torch.no_grad():
-        one, two = (layer(tokens(5), context=tokens(9, seed=s)) for s in (1, 2))
+    one, two = (layer(tokens(5), context=tokens(9, seed=s)) for s in (1, 2))
     return one.shape == (2, 5, DIM) and bool(one.isfinite().all()) and not same(one, two)
 
 
 def _key_mask(layer: Any) -> bool:
     x = tokens()
     mask = torch.arange(LENGTH).lt(torch.tensor([[8], [LENGTH]]))
-    with torch.no_grad():
-        out = layer(x, attn_mask=mask)
-        again = layer(x.masked_fill(~mask[..., None], 1e3), attn_mask=mask)
-        return same(out[mask], again[mask]) and same(out[1], layer(x)[1])
+    out = layer(x, attn_mask=mask)
+    again = layer(x.masked_fill(~mask[..., None], 1e3), attn_mask=mask)
+    return same(out[mask], again[mask]) and same(out[1], layer(x)[1])
 
 
 def _ragged(layer: Any) -> bool:
     x = tokens()[0]
     at = torch.tensor([0, 5, 6, LENGTH])
-    with torch.no_grad():
-        packed = layer.forward_packed(x, at)
-        return same(packed, torch.cat([layer(part[None])[0] for part in x.split([5, 1, 6])]))
+    packed = layer.forward_packed(x, at)
+    return same(packed, torch.cat([layer(part[None])[0] for part in x.split([5, 1, 6])]))
 
 
 def _streaming(layer: Any) -> bool:
     x = tokens()
-    with torch.no_grad():
-        out, stream = layer(x, is_causal=True), layer.stream()
-        return all(same(stream.step(x[:, t : t + 1]), out[:, t : t + 1]) for t in range(LENGTH))
+    out, stream = layer(x, is_causal=True), layer.stream()
+    return all(same(stream.step(x[:, t : t + 1]), out[:, t : t + 1]) for t in range(LENGTH))
 
 
 def _equivariant(layer: Any) -> bool:
     x = tokens()
     order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return same(layer(x[:, order]), layer(x)[:, order])
+    return same(layer(x[:, order]), layer(x)[:, order])
 
 
 def _losses(layer: Any) -> bool:
@@ -123,8 +118,7 @@ def _losses(layer: Any) -> bool:
 
 
 def _weights(layer: Any) -> bool:
-    with torch.no_grad():
-        A = layer.scores(tokens())
+    A = layer.scores(tokens())
     return A.shape[-2:] == (LENGTH, LENGTH) and bool(A.isfinite().all())
 
 

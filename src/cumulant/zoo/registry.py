@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -276,15 +276,16 @@ class Mechanism:
                 check(name, given)
 
 
-def options_of(form: Callable[..., Any]) -> Callable[[Kind], Kind]:
-    """Decorator for a function or class with `**rest`: among its options are those of `form` that have a default."""
+def options_of(form: Callable[..., Any], without: Iterable[str] = ()) -> Callable[[Kind], Kind]:
+    """Decorator for a function or class with `**rest`: among its options are those of `form` that have a default, but
+    for some."""
 
     def say(made: Kind) -> Kind:
         # Of a class its own constructor is told: what is said of a class itself its subclasses inherit.
         asked: Any = made.__init__ if "__init__" in vars(made) else made
         own = {p.name: p for p in inspect.signature(asked).parameters.values() if p.kind is not p.VAR_KEYWORD}
         more = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(form).parameters.values()}
-        more = {name: p for name, p in more.items() if name not in own and p.default is not p.empty}
+        more = {name: p for name, p in more.items() if name not in {*own, *without} and p.default is not p.empty}
         asked.__signature__ = inspect.Signature([*own.values(), *more.values()])
         return made
 

@@ -17,6 +17,7 @@ import numpy as np
 from cumulant.bench.cab import NS_CONSTANTS, compositional_index, constants_of
 from cumulant.studies.cab.backbones import PATTERNS
 from cumulant.studies.cab.tasks import Task
+from cumulant.studies.statements import judge
 from cumulant.studies.verdict import compare
 
 Record = Mapping[str, Any]
@@ -157,21 +158,9 @@ def correlations(index: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[d
         middle, margin = math.atanh(max(-0.999999, min(0.999999, r))), 1.96 / math.sqrt(len(names) - 3)
         low, high = math.tanh(middle - margin), math.tanh(middle + margin)
         read = READING.get((a, b))
-        side = 1 if low > 0 else -1 if high < 0 else 0
-        verdict = (
-            None if read is None else "not told apart" if side == 0 else "confirmed" if side == read else "refuted"
-        )
-        found.append(
-            {
-                "uses": [a, b],
-                "r": r,
-                "low": low,
-                "high": high,
-                "mechanisms": len(names),
-                "cab": read,
-                "verdict": verdict,
-            }
-        )
+        verdict = None if read is None else judge(*sorted((read * low, read * high)), least=0)
+        about = {"uses": [a, b], "mechanisms": len(names), "cab": read, "verdict": verdict}
+        found.append({**about, "r": r, "low": low, "high": high})
     return found
 
 
