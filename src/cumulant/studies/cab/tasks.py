@@ -41,9 +41,9 @@ class Task(ABC):
     @abstractmethod
     def build(self, size: Size, uses: Uses) -> nn.Module: ...
 
-    @abstractmethod
     def items(self, data: Data) -> int:
         """How many there are to learn from."""
+        return len(data["train"])
 
     @abstractmethod
     def loss(self, model: nn.Module, data: Data, places: Tensor) -> Tensor:
@@ -151,9 +151,6 @@ class PictureTask(Task):
     def build(self, size: Size, uses: Uses) -> nn.Module:
         return backbones.Pixels(size, uses, self.side)
 
-    def items(self, data: Data) -> int:
-        return len(data["train"])
-
     def pair(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
         """What the model sees and what it should give, of uint8 (b, 3, side, side); from -1 to 1."""
         sharp = pictures.float() / 127.5 - 1
@@ -210,9 +207,6 @@ class ReviewTask(Task):
 
     def build(self, size: Size, uses: Uses) -> nn.Module:
         return backbones.Hierarchy(size, uses, self.shape, self.words, self.classes, self.each)
-
-    def items(self, data: Data) -> int:
-        return len(data["train"])
 
     def loss(self, model: nn.Module, data: Data, places: Tensor) -> Tensor:
         answer = model(data["train"][places].long())
@@ -312,9 +306,6 @@ class RestoreTask(Task):
 
     def build(self, size: Size, uses: Uses) -> nn.Module:
         return backbones.Translator(size, uses, self.source, self.target)
-
-    def items(self, data: Data) -> int:
-        return len(data["train"])
 
     def asked(self, model: nn.Module, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of every byte of the target after those before it, and the bytes; 0 is padding, and stands first."""

@@ -55,24 +55,14 @@ def tensors(kind: str, data: str, device: str) -> dict[str, Tensor]:
 
 
 class Additive(nn.Module):
-    """One head of additive attention: softmax over words of w . tanh(W h)."""
+    """Additive attention: softmax over words of w . tanh(W h); or structured self-attention of several heads (Lin et
+    al. 2017), W2 tanh(W1 h) without biases, all of which are read."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = 1) -> None:
         super().__init__()
-        self.inner, self.score = nn.Linear(width, width), nn.Linear(width, 1, bias=False)
-
-    def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
-        scores = self.score(self.inner(x).tanh()).float().masked_fill(~attn_mask[..., None], -1e4)
-        return (scores.softmax(1).to(x.dtype) * x).sum(1, keepdim=True)
-
-
-class Structured(nn.Module):
-    """Structured self-attention of m heads (Lin et al. 2017): softmax over words of W2 tanh(W1 h), all heads read."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner, self.score = nn.Linear(width, width, bias=False), nn.Linear(width, HEADS, bias=False)
-        self.proj = nn.Linear(HEADS * width, width)
+        self.inner = nn.Linear(width, width, bias=heads == 1)
+        self.score = nn.Linear(width, heads, bias=False)
+        self.proj = nn.Linear(heads * width, width) if heads > 1 else nn.Identity()
 
     def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
         scores = self.score(self.inner(x).tanh()).float().masked_fill(~attn_mask[..., None], -1e4)
@@ -98,7 +88,12 @@ class Reader(nn.Module):
         self.embed = nn.Embedding(words, width)
         self.gru = nn.GRU(width, width // 2, batch_first=True, bidirectional=True)
         if pool in ("mean", "additive", "structured"):
-            self.pool: nn.Module = {"mean": Mean, "additive": Additive, "structured": Structured}[pool](width)
+            kinds: dict[str, Any] = {
+                "mean": Mean,
+                "additive": Additive,
+                "structured": functools.partial(Additive, heads=HEADS),
+            }
+            self.pool: nn.Module = kinds[pool](width)
         else:
             self.pool = create_layer(pool, width, HEADS)
         self.drop = nn.Dropout(0.2)
