@@ -7,8 +7,7 @@ import torch
 
 import cumulant
 from cumulant.studies import attention_sink, deconstructing
-from cumulant.studies.canvas import SIDE
-from cumulant.studies.mixers import Mixer, off_by_one, sigmoid, taylor
+from cumulant.studies.mixers import SIDE, Mixer, off_by_one, sigmoid, taylor
 
 SMALL = deconstructing.Settings(width=24, heads=2, depth=2, patch=5)
 

@@ -18,8 +18,7 @@ from cumulant.data.order import mix
 from cumulant.data.text import sentences_source
 from cumulant.train import evaluate_checkpoint, load, read_log, read_recipe, save, train
 from cumulant.train.build import AUGMENT, DROPOUT, INITIAL, build_model
-from cumulant.train.checkpoint import read_header
-from cumulant.train.initial import start_from
+from cumulant.train.checkpoint import read_header, start_from
 
 ONE = replace(PLAIN.lasting(1), warmup_epochs=0.0, checkpoint_steps=0)
 SMALL = {"depth": 1, "embed_dim": 32, "num_classes": 10, "in_chans": 3}

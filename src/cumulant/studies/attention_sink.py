@@ -18,9 +18,8 @@ from torch import Tensor
 from cumulant import zoo
 from cumulant.explain.flow import unsigned
 from cumulant.explain.metrics import received
-from cumulant.studies.canvas import SIDE, Settings, accuracy, examination, fit
 from cumulant.studies.measuring import Study, Table, mean_of
-from cumulant.studies.mixers import Mixer, SmallTransformer
+from cumulant.studies.mixers import SIDE, Mixer, Settings, SmallTransformer, accuracy, examination, fit
 from cumulant.studies.statements import Measured, Quantity, Statement, above, number
 from cumulant.style import SEQUENTIAL, colour, mark, new_figure
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from cumulant.explain.flow import unsigned
-from cumulant.studies import canvas
-from cumulant.studies.canvas import SIDE, accuracy, digits, examination, fit, placed
+from cumulant.studies import mixers
 from cumulant.studies.measuring import Study, Table, mean_of
-from cumulant.studies.mixers import Mixer, SmallTransformer
+from cumulant.studies.mixers import SIDE, Mixer, SmallTransformer, accuracy, digits, examination, fit, placed
 from cumulant.studies.statements import Measured, Quantity, Statement, above, number
 from cumulant.style import FIRST, LAST, SOFT, new_figure
 
@@ -39,7 +38,7 @@ INDICATORS = ("entropy", "concentration", "head diversity", "sink", "focus 0", "
 
 
 @dataclass(frozen=True)
-class Settings(canvas.Settings):
+class Settings(mixers.Settings):
     """The recipe of the study."""
 
     swept: tuple[str, ...] = ("cumulant3",)  # mechanisms with other shares of softmax layers

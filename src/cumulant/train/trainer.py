@@ -27,10 +27,9 @@ from ..data.part import Part, Source, shorten
 from ..nn.heads.base import auxiliary_loss
 from . import optimise
 from .build import AUGMENT, DROPOUT, build_model, build_optimizer, check_split, loader_of, open_recipe_source
-from .checkpoint import save
+from .checkpoint import save, start_from
 from .files import claim_room, naming, remove_leftovers, sole_owner, write_atomically
 from .folder import bytes_held, check_data, check_recipe, claim, clear, read_result
-from .initial import start_from
 from .log import Log
 from .optimise import Average
 from .processes import Processes, local, processes
