@@ -8,6 +8,7 @@ from cumulant import Moments, attention, scores
 from cumulant.closures import gain
 from cumulant.kernels import workers
 from cumulant.streaming import SlidingWindow, Stream
+from cumulant.tensors import in_units
 
 ROUNDING = {torch.float32: 6e-8, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
@@ -58,6 +59,42 @@ def test_causal_rows_of_weights_over_twelve_decades_are_exact():
     out = attention(q, k, v, key_mask=weights, scale=30.0, is_causal=True).double()
     exact = by_definition(q, k, v, order=3, weights=weights, scale=30.0, is_causal=True)
     assert ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 1e-6
+
+
+def test_weights_keep_every_digit_in_their_unit():
+    """A rounding of each would be what is left where large terms of a row cancel."""
+    weights = 10 ** (torch.rand(5, 400) * 12 - 6) * torch.tensor([1e-38, 1e-20, 1.0, 1e20, 1e32])[:, None]
+    narrow, unit = in_units(weights)
+    assert torch.equal(narrow.double() * unit.double(), weights.double())
+    assert bool(((narrow.amax(-1) >= 1) & (narrow.amax(-1) < 2)).all())
+    zero, unit = in_units(torch.zeros(1, 4))
+    assert torch.equal(zero, torch.zeros(1, 4))
+    assert unit.item() == 1
+
+
+@pytest.mark.parametrize(("order", "full"), [(2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("length", "drift"), [(64, 10.0), (64, 300.0), (150, 100.0)])
+def test_causal_rows_of_drifting_keys_are_at_most_twice_as_far_off_as_plain_torch(length, drift, order, full):
+    """The first rows have no mean before them to be looked at from. Plain torch has deviations for each row."""
+    q, k, v = tokens(length, length)
+    k, grad = k + torch.linspace(0, drift, length)[:, None], torch.randn(v.shape)
+
+    def plain(q, k, v):
+        q = q * q.shape[-1] ** -0.5
+        share = torch.ones(length, length, dtype=q.dtype).tril()
+        share = (share / share.sum(-1, keepdim=True)).unsqueeze(-1)
+        dk, dv = (x.unsqueeze(-3) - (share * x.unsqueeze(-3)).sum(-2, keepdim=True) for x in (k, v))
+        x = q.unsqueeze(-2)
+        u = (x * dk).sum(-1, keepdim=True)
+        square = u * u if full else (x * x * dk * dk).sum(-1, keepdim=True)
+        response = u + 0.5 * square if order == 3 else u
+        return (share * v.unsqueeze(-3)).sum(-2) + (share * response * dv).sum(-2)
+
+    exact = with_gradients(plain, [x.double() for x in (q, k, v)], grad)
+    ours = with_gradients(lambda *x: attention(*x, order=order, full=full, is_causal=True), (q, k, v), grad)
+    its = with_gradients(plain, (q, k, v), grad)
+    for found, simple, wanted in zip(ours, its, exact, strict=True):
+        assert relative(found, wanted) <= 2 * relative(simple, wanted)
 
 
 def test_a_token_that_outweighs_all_others_leaves_the_kernels_their_digits():

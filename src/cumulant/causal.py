@@ -93,27 +93,64 @@ def causal_attention(
     q = F.pad(query.to(dtype) * scale, (0, 0, 0, rows - length)).unflatten(-2, (N, C))
     q = q.movedim(-4, -3)  # (..., K, N, G, C, D): a chunk's query heads share its keys
 
-    chunks = centred_sums(key, value, order, full, weights)
+    chunks = centred_sums(key, value, order, full, weights, keep=True)
     first_moments = None if carry is None else _carried(carry, chunks, key_origin, value_origin)
     before = _prefix(chunks, first_moments)
-    key, value = key - before.key_mean.unsqueeze(-2), value - before.value_mean.unsqueeze(-2)
+    tensors = (q, key, value, weights, *before.kept())
+    if carry is None and query.dtype == torch.float32 and dtype != exact_dtype(query):
+        # The point of the first chunk is its first token, not a mean: rows of keys that drift lie far from it.
+        own, others = zip(*(x.split((1, N - 1), before.weight.ndim - 1) for x in tensors), strict=True)
+        q, key, value, weights, *rest = (x.to(exact_dtype(query)) for x in own)
+        out = _within(q, key, value, weights, before.filled(rest), gain, value_origin, first=True).to(dtype)
+        if traced or N > 1:
+            q, key, value, weights, *rest = others
+            out = torch.cat((out, _within(q, key, value, weights, before.filled(rest), gain, value_origin)), -4)
+    else:
+        out = _within(q, key, value, weights, before, gain, value_origin)
+    return out.movedim(-3, -4).flatten(-3, -2)[..., :length, :].to(query.dtype)
+
+
+def _within(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    before: Moments,
+    gain: Tensor | None,
+    value_origin: Tensor,
+    first: bool = False,
+) -> Tensor:
+    """Rows (..., N, G, C, E) of chunks, over their own tokens (..., N, C, D or E) and the moments before them.
+
+    The `first` chunk has nothing before it.
+    """
+    dtype, C = key.dtype, key.shape[-2]
+    key, value = _from(before.key_mean, key), _from(before.value_mean, value)
     W = before.weight.unsqueeze(-1) + weights.cumsum(-1)
     over_W = ratio(torch.ones_like(W), W)
-    A, past = _scores(q, key, weights, over_W.unsqueeze(-1), before)
+    A, past = _scores(q, key, weights, over_W.unsqueeze(-1), before, first)
 
-    visible = torch.ones(C, C, dtype=torch.bool, device=query.device).tril()
+    visible = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
     A = torch.where(visible, A, 0) * weights[..., None, None, :]
     out = A.flatten(-3, -2) @ value  # (..., K, N, G C, E): grouped heads need no copy of the values
     if past is not None:
         out = out + past.flatten(-3, -2)
-    out = out.unflatten(-2, A.shape[-3:-1]) * over_W[..., None, :, None] + before.value_mean[..., None, None, :]
-    out = out + value_origin.unsqueeze(-2).unsqueeze(-2)
+    # The point of the values may lie near 0 where origin and mean do not: their sum is rounded once.
+    point = (before.value_mean + value_origin).to(dtype)
+    out = out.unflatten(-2, A.shape[-3:-1]) * over_W[..., None, :, None] + point[..., None, None, :]
     seen = (W > 0).to(dtype) if gain is None else W * gain.to(dtype)[..., None, None]
-    out = out * seen[..., None, :, None]
-    return out.movedim(-3, -4).flatten(-3, -2)[..., :length, :].to(query.dtype)
+    return out * seen[..., None, :, None]
 
 
-def _scores(q: Tensor, key: Tensor, weights: Tensor, over_W: Tensor, before: Moments) -> tuple[Tensor, Tensor | None]:
+def _from(point: Tensor, x: Tensor) -> Tensor:
+    """x (..., C, D) - point (..., D), whose digits beyond those of x are not lost: the sums before are about it."""
+    near = point.to(x.dtype)
+    return x - near.unsqueeze(-2) - (point - near).to(x.dtype).unsqueeze(-2)
+
+
+def _scores(
+    q: Tensor, key: Tensor, weights: Tensor, over_W: Tensor, before: Moments, first: bool
+) -> tuple[Tensor, Tensor | None]:
     """A (..., N, G, C, C) before masking and division by W, and the sum over the tokens before the chunk.
 
     q (..., N, G, C, D), key (..., N, C, D) from the reference point, over_W (..., N, C, 1).
@@ -131,12 +168,14 @@ def _scores(q: Tensor, key: Tensor, weights: Tensor, over_W: Tensor, before: Mom
         return (x.flatten(-3, -2) @ y).unflatten(-2, (G, C))
 
     if before.T is None or before.P is None:
-        return product(q, key.mT) + (1 - qm), product(q, before.S)
+        return product(q, key.mT) + (1 - qm), None if first else product(q, before.S)
     if before.full:
         u = product(q, key.mT)
         visible = torch.ones(C, C, dtype=torch.bool, device=q.device).tril() * weights[..., None, None, :]
         square = (product(q, before.P) * q).sum(-1, keepdim=True) + (u * u * visible).sum(-1, keepdim=True)
         A = u * (1 - qm) + 0.5 * u * u + (1 - qm + qm * qm - 0.5 * square * over_W.unsqueeze(-3))
+        if first:
+            return A, None
         pairs = (q.unsqueeze(-1) * q.unsqueeze(-2)).flatten(-2)
         return A, (1 - qm) * product(q, before.S) + 0.5 * product(pairs, before.T.flatten(-3, -2))
     half = 0.5 * q * q
@@ -144,7 +183,7 @@ def _scores(q: Tensor, key: Tensor, weights: Tensor, over_W: Tensor, before: Mom
     constant = 1 - qm + (half * (2 * mean * mean - P.unsqueeze(-3))).sum(-1, keepdim=True)
     features = torch.cat((q - 2 * half * mean, half), -1)
     A = product(features, torch.cat((key, key * key), -1).mT) + constant
-    return A, product(features, torch.cat((before.S, before.T), -2))
+    return A, None if first else product(features, torch.cat((before.S, before.T), -2))
 
 
 def _carried(carry: Carry, chunks: Moments, *origins: Tensor) -> Callable[[], Moments]:
@@ -167,7 +206,7 @@ def _sums(moments: Moments, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
 
 
 def _prefix(chunks: Moments, first: Callable[[], Moments] | None = None) -> Moments:
-    """Moments of everything before each chunk, from those of the chunks along the last leading dimension.
+    """Moments of everything before each chunk, from those of the chunks along the last leading dimension; means wide.
 
     The sums run in float64 where the device has it: raw sums about the first token, which a drifting sequence
     can take far off centre, then lose nothing before they are centred again. `first` gives what comes before all; it is
@@ -191,4 +230,4 @@ def _prefix(chunks: Moments, first: Callable[[], Moments] | None = None) -> Mome
     assert k is not None
     assert v is not None
     k, v = ratio(k, W.unsqueeze(-1)), ratio(v, W.unsqueeze(-1))
-    return Moments(W, k, v, *_uncentred(W, k, v, *rest)).to(dtype)
+    return Moments(W, k, v, *_uncentred(W, k, v, *rest)).to(dtype)._replace(key_mean=k, value_mean=v)

@@ -63,14 +63,15 @@ def without_absent(x: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (..., L) over their largest, in at least float32, and that largest (..., 1), 1 where all are 0.
+    """Weights (..., L) with a largest in [1, 2), in at least float32, and their unit (..., 1), 1 where all are 0.
 
-    Averages do not depend on the unit, and sums of tiny or huge weights, or narrow products with them, do.
+    Averages do not depend on the unit, and sums of tiny or huge weights, or narrow products with them, do. The unit is
+    a power of two, so that no weight is rounded: large terms of a row may cancel, and would leave that rounding.
     """
     weights = wide(weights)
-    top = weights.detach().amax(-1, keepdim=True)
-    top = torch.where(top > 0, top, 1)
-    return weights / top, top
+    unit = weights.detach().amax(-1, keepdim=True).log2().floor().exp2()
+    unit = torch.where(unit > 0, unit, 1)
+    return weights / unit, unit
 
 
 def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
