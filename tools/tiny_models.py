@@ -115,7 +115,11 @@ def tiny_config(kind: Any, **given: Any) -> Any:
 
 def _tiny(config: Any, **given: Any) -> Any:
     kind = type(config)
-    return kind(**{**_small(config), **_whole(config), **deepcopy(GIVEN.get(kind.__name__, {})), **given})
+    made = {**_small(config), **_whole(config), **deepcopy(GIVEN.get(kind.__name__, {})), **given}
+    stages = getattr(config, "out_features", None)
+    if stages and "out_features" not in made and set(stages) <= set(getattr(kind(**made), "stage_names", ())):
+        made["out_features"] = list(stages)  # of a backbone: as many maps as what stands on it takes
+    return kind(**made)
 
 
 def _whole(config: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from cumulant.conversion import convert, load, restore, save
 from cumulant.nn.swapped.inside import discovering
 from cumulant.nn.swapped.logits import Logits
+from tools.tiny_models import tiny_model
 
 TOKENS = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(3))
 
@@ -60,6 +61,19 @@ class Attention(nn.Module):
         absent[1, ..., 6:] = -1e9
         return ((q @ k.mT) * 0.5 + absent).softmax(-1) @ v
 
+    def summed(self, q, k, v):
+        q, k, v = (x.reshape(-1, 9, 4) for x in (q, k, v))
+        A = torch.baddbmm(torch.zeros(8, 9, 9), q, k.mT, beta=1.0, alpha=0.5)
+        return torch.bmm(A.softmax(-1), v).view(2, 4, 9, 4)
+
+    def kept_above(self, q, k, v):
+        least = torch.finfo(q.dtype).min
+        A = (q @ k.mT) * 0.5 + torch.full((9, 9), least).triu(1)
+        return torch.max(A, torch.tensor(least)).clamp(min=least).softmax(-1) @ v
+
+    def capped(self, q, k, v):
+        return ((q @ k.mT) * 0.5).clamp(max=1.0).softmax(-1) @ v
+
     def positions(self, q, k, v):
         return ((q @ k.mT) * 0.5 + self.bias).softmax(-1) @ v
 
@@ -84,7 +98,7 @@ class Model(nn.Module):
         return x + self.attn(x)
 
 
-PLAIN = ("matmul", "fused", "einsum", "bmm", "causal", "where", "padded")
+PLAIN = ("matmul", "fused", "einsum", "bmm", "causal", "where", "padded", "summed", "kept_above")
 
 
 def model_of(way):
@@ -103,7 +117,7 @@ def test_plain_attention_is_found_however_it_is_written_and_computes_the_mechani
     if way == "padded":
         mask = torch.ones(2, 9, dtype=torch.bool)
         mask[1, 6:] = False
-    causal = way in ("causal", "where")
+    causal = way in ("causal", "where", "kept_above")
     out = cumulant.attention(q, k, v, order=3, is_causal=causal, key_mask=mask)
     wanted = TOKENS + model.attn.proj(out.transpose(1, 2).flatten(2))
     report = convert(model, "cumulant3", example=TOKENS)
@@ -128,6 +142,7 @@ def test_taken_back_it_says_what_it_said(way):
         ("positions", "differs from head to head or from query to query"),
         ("changed", "does more to its logits than to scale and mask them"),
         ("powers", "does more to its logits than to scale and mask them"),
+        ("capped", "does more to its logits than to scale and mask them"),
     ],
 )
 def test_what_is_more_than_softmax_is_refused_and_left_as_it_was(way, reason):
@@ -229,6 +244,20 @@ def test_models_of_transformers_that_never_ask_the_registry(name, sizes, replace
     torch.manual_seed(0)
     model = getattr(t, f"{name}Model")(getattr(t, f"{name}Config")(**sizes)).eval()
     assert len(convert(model, "cumulant3").replaced) == replaced
+
+
+@pytest.mark.parametrize("name", ["XGLMModel", "GPTNeoXJapaneseModel"])
+def test_decoders_that_sum_from_zeros_or_keep_logits_above_the_least_number(name):
+    """And that stay causal: the last token moves nothing before it."""
+    model = tiny_model(getattr(transformers(), name))
+    assert len(convert(model, "cumulant3").replaced) == 2
+    ids = torch.randint(5, 60, (1, 12), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[0, -1] = 61
+    with torch.no_grad():
+        before, after = (model(input_ids=x).last_hidden_state for x in (ids, other))
+    torch.testing.assert_close(before[:, :-1], after[:, :-1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(before[:, -1], after[:, -1], atol=1e-3)
 
 
 def test_a_converted_decoder_that_never_asks_generates_what_a_whole_pass_says():

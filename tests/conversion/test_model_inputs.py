@@ -32,6 +32,18 @@ def test_a_model_of_pictures_and_texts_is_given_both():
     assert {name.split(".")[0] for name in report.replaced} == {"vision_tower", "language_model"}
 
 
+@pytest.mark.parametrize("name", ["MusicgenModel", "MusicgenMelodyModel"])
+def test_words_of_several_code_books_have_one_mask(name):
+    model = tiny_model(getattr(transformers(), name))
+    assert example_for(model)["attention_mask"].ndim == 2
+    assert convert(model, force=True).replaced
+
+
+@pytest.mark.parametrize("name", ["RTDetrModel", "Mask2FormerModel"])
+def test_detectors_are_converted_on_a_small_backbone_with_all_of_its_maps(name):
+    assert convert(tiny_model(getattr(transformers(), name)), force=True).replaced
+
+
 class Odd(nn.Module):
     """A model that does not tell what it takes."""
 

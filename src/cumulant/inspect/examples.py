@@ -173,7 +173,8 @@ class _Words:
             for other in made if name == next(iter(known)) else made[1:]:
                 batch = {**usual, name: other}
                 if "input_ids" in batch and "attention_mask" in self.takes:
-                    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+                    ids = batch["input_ids"]
+                    batch["attention_mask"] = torch.ones_like(ids[:, 0] if ids.ndim == 3 else ids)
                 yield batch
 
     def _with_pictures(self, base: dict[str, None], pictures: list[str]) -> Iterator[dict[str, Tensor]]:

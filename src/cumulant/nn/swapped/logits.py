@@ -162,7 +162,8 @@ def product(func: Any, args: Any, kwargs: Any) -> Logits | None:
         bias = args[0]
         query, key = args[1:3] if len(args) > 2 else (kwargs["batch1"], kwargs["batch2"])
         scale, size = kwargs.get("alpha", 1), kwargs.get("beta", 1)
-        return Logits(query * scale, key.mT, [bias * size] if size else [])
+        # A sum that starts from zeros is a product: reading them costs less than making them did.
+        return Logits(query * scale, key.mT, [bias * size] if size and bool(bias.any()) else [])
     first, second = args[0], args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("mat2"))
     tensors = isinstance(first, Tensor) and isinstance(second, Tensor) and min(first.ndim, second.ndim) >= 3
     return Logits(first, second.mT) if tensors and first.is_floating_point() else None
@@ -233,6 +234,8 @@ def step(func: Any, args: Any, kwargs: Any) -> Any:
         return _added(first, other) if kwargs.get("alpha", 1) == 1 else NotImplemented
     if name in ("mul", "multiply"):
         return _scaled(first, other)
+    if name in ("max", "maximum", "clamp") and _lowest(kwargs.get("min", other), first.dtype):
+        return first if not {"max", "dim", "keepdim"} & set(kwargs) and len(args) <= 2 else NotImplemented
     if name in ("div", "truediv", "true_divide", "divide"):
         return _scaled(first, 1 / other)
     return NotImplemented
@@ -271,6 +274,13 @@ def _added(logits: Logits, mask: Any) -> Any:
         return logits.masked(mask)
     floating = isinstance(mask, Tensor) and mask.is_floating_point()
     return logits.masked(mask) if floating and mask.ndim <= logits.ndim else NotImplemented
+
+
+def _lowest(bound: Any, dtype: torch.dtype) -> bool:
+    """Whether this is the least number of a dtype: what is absent by -inf, kept from below by it, is absent still."""
+    if isinstance(bound, Tensor):
+        return bound.numel() == 1 and bound.is_floating_point() and float(bound) <= torch.finfo(dtype).min
+    return isinstance(bound, float) and bound <= torch.finfo(dtype).min
 
 
 def _scaled(logits: Logits, factor: Any) -> Any:
