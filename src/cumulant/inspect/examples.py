@@ -238,6 +238,8 @@ class _Words:
 
     def pixels(self) -> Iterator[Tensor]:
         """(B, C, H, W); with frames (B, T, C, H, W); in patches of a grid; several images a text."""
+        if hasattr(self.model, "timm_model"):
+            yield from _images(self.model.timm_model)
         source = self.part("vision_config", "image_config", "encoder", "backbone_config")
         told = _preprocessed(self.config, self.model)
         size: Any = self.find("image_size", "img_size", of=source) or self.find("image_size", "img_size", "input_size")

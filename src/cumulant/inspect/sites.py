@@ -16,6 +16,7 @@ from ..nn import MultiheadAttention
 from ..nn.swapped import hf, inside, timm_layers
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import OURS, TIMM, TRANSFORMERS, implementation, is_linear, library_of
+from .prefixes import prefixes
 from .tokens import expected_layout
 
 QKV_NAMES = (
@@ -36,7 +37,8 @@ class Site:
     axes: along which it looks: "all" tokens; within frames, "space"; at one place, "time"; or "frames", over one token
     for each frame. Of layers that may be swapped, see `swappable_sites`: why this one has to stay softmax (`obstacle`;
     None: it has not), its attention dropout, its `pattern` ("self", "causal" or "cross"), and as `prefix` the class
-    tokens and the like at the start, where the model says; `window`: it looks within windows of so many tokens a side.
+    tokens and the like at the start, where the model says or shows it; `window`: it looks within windows of so many
+    tokens a side.
     """
 
     number: int
@@ -103,7 +105,10 @@ def swappable_sites(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     if library == TRANSFORMERS:
         asking = _asking(model, run)
         others = _inside(model, run, [site.module for site in asking])
-        return _in_order(model, [*asking, *others]) if asking and others else _numbered([*asking, *others])
+        both = [*asking, *others]
+        before = prefixes(model, run, [site.name for site in both if site.pattern == "self" and site.obstacle is None])
+        both = [replace(site, prefix=before.get(site.name, 0)) for site in both]
+        return _in_order(model, both) if asking and others else _numbered(both)
     sites: list[Site] = []
     for name, module in model.named_modules():
         if library == OURS and isinstance(module, MultiheadAttention):

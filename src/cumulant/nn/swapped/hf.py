@@ -46,9 +46,10 @@ def register_transformers(*names: str) -> list[str]:
         model = AutoModel.from_pretrained(path, attn_implementation="cumulant3+around=mean")
 
     transformers knows an implementation by its whole name: one with options is registered when it is named here, those
-    without always are. With `around=mean` a class token is part of the mean query unless `+apart=1` sets it apart.
-    Both registries are filled, so padding is honoured. `cumulant.convert` does more: it checks that the model really
-    calls the mechanism, may differ by layer, and survives saving.
+    without always are. A class token is computed as all tokens are unless `+apart=1` keeps it at softmax: a layer is
+    handed tensors and not the model, so nobody can tell that there is one; `cumulant.convert` finds out. Both
+    registries are filled, so padding is honoured. `cumulant.convert` does more: it checks that the model really calls
+    the mechanism, may differ by layer, and survives saving.
     """
     attention_interface, mask_interface = _registries()
     choices = {name: Choice.named(name) for name in (*fitting(), *names)}
