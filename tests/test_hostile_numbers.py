@@ -109,10 +109,31 @@ def test_a_token_that_outweighs_all_others_leaves_the_kernels_their_digits():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_causal_kernels_keep_their_digits_where_each_row_has_another_heaviest_token(dtype, asked):
     """Rows of a part are looked at from one point; of a token that is all of a row, 16 bits would keep the rounding."""
-    weights = 10 ** (torch.rand(1, 40) * 12 - 6)
-    q, k, v = tokens(40, 40, dtype=dtype)
+    weights = 10 ** (torch.rand(1, 80) * 12 - 6)
+    q, k, v = tokens(80, 80, dtype=dtype)
     found = errors([q, 10 * k, v], key_mask=weights, is_causal=True, backend="triton", **asked)
     assert max(found) < 4 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("length", [2, 20])
+def test_few_causal_keys_of_which_a_late_one_is_all_of_the_weight(length):
+    """Rows lie where it does, far from the first key. Kernels of float32 would look at them from there."""
+    q, k, v = tokens(20, length, values=30.0)
+    weights = torch.full((1, length), 5e-6)
+    weights[0, 1] = 1.9
+    k = k + torch.linspace(0, 300, length)[:, None]
+    found = errors([q, k, v], key_mask=weights, order=2, is_causal=True, scale=2.0, backend="triton")
+    assert max(found) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize(("dtype", "full"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)])
+def test_the_third_order_of_two_tokens_is_nothing(dtype, full, backend):
+    """Large logits: whatever rounding leaves of it would be seen."""
+    q, k, v = tokens(5, 2, width=16, dtype=dtype)
+    asked = {"scale": 2.0, "backend": backend}
+    second, third = (attention(q, 30 * k, v, order=order, full=full and order == 3, **asked) for order in (2, 3))
+    assert torch.equal(second, third)
 
 
 def test_gradients_of_keys_sum_to_zero_where_one_is_all_of_the_weight():

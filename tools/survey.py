@@ -47,12 +47,12 @@ HEAVY = 150_000_000  # parameters of a timm model that is left out
 COUNTED = ("converted", "refused", "raw error")
 
 
-def timm_names() -> list[str]:
-    """One small model of every family of timm: its module, the letters its name begins with, and its flavour."""
+def timm_names(each: int = 1) -> list[str]:
+    """Small models, `each` of every family of timm: its module, the letters its name begins with, and its flavour."""
     import timm
 
     where = timm.models._registry._model_to_module
-    best: dict[tuple[Any, ...], str] = {}
+    families: dict[tuple[Any, ...], list[str]] = {}
 
     def size(name: str) -> tuple[int, int, str]:
         return next((i for i, word in enumerate(SIZES) if word in name), len(SIZES)), len(name), name
@@ -60,9 +60,8 @@ def timm_names() -> list[str]:
     for name in timm.list_models():
         letters = re.match(r"[a-z]+", name)
         key = (where[name], letters and letters.group(), *(word in name for word in FLAVOURS))
-        if key not in best or size(name) < size(best[key]):
-            best[key] = name
-    return sorted({*best.values(), *ALSO})
+        families.setdefault(key, []).append(name)
+    return sorted({*ALSO, *(name for names in families.values() for name in sorted(names, key=size)[:each])})
 
 
 def made(library: str, name: str) -> Any:
@@ -158,6 +157,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", choices=("transformers", "timm"))
     parser.add_argument("--names", nargs="*", help="only these, looked at again")
+    parser.add_argument("--each", type=int, default=1, help="models of a family of timm")
     parser.add_argument("--again", nargs="*", default=[], help="look again at those with these outcomes")
     parser.add_argument("--out", type=Path, help="file of the record; what is in it is not looked at again")
     parser.add_argument("--processes", type=int, default=1)
@@ -171,7 +171,7 @@ def main() -> int:
     if given.out is not None and given.out.exists():
         found = json.loads(given.out.read_text())["models"]
         found = {name: one for name, one in found.items() if one["outcome"] not in given.again}
-    names = given.names or (list(classes()) if given.library == "transformers" else timm_names())
+    names = given.names or (list(classes()) if given.library == "transformers" else timm_names(given.each))
     left = names if given.names else [name for name in names if name not in found]
     parts = [left[at : at + A_PROCESS] for at in range(0, len(left), A_PROCESS)]
     start = time.time()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, check_order, positions_of
-from .causal import causal_attention
+from .causal import DIAGONAL_CHUNK, causal_attention
 from .kernels import launch, notice
 from .kernels.dense import cpu
 from .moments import centred_sums, exact_dtype, full_third_by_pairs, ratio, statistics_dtype
@@ -48,12 +48,15 @@ class Form(NamedTuple):
 def expand(call: Call, form: Form) -> Tensor:
     """Expansion around 0, (..., H, Lq, E), of a checked call; `closure` and `around` of the form are not looked at."""
     query, key, value = call[:3]
+    weighted = call.key_mask is not None and call.key_mask.is_floating_point()
+    if form.order == 3 and not weighted and not torch.compiler.is_compiling() and key.shape[-2] <= 2:
+        form = form._replace(order=2, full=False)  # the third cumulant of two tokens is 0: no rounding of it is added
     if form.backend == "cpu" and query.device.type != "cpu":
         raise ValueError(f'backend="cpu" needs tensors on the CPU, got {query.device}; use backend="auto"')
     lead, scale, Lk = call.lead, call.softmax_scale, key.shape[-2]
     q, k, v = (one_batch(x, lead) for x in (query, key, value))
     weights, unit = None if call.key_mask is None else call.key_mask.expand(*lead, Lk).reshape(prod(lead), Lk), None
-    if weights is not None and weights.is_floating_point() and Lk:
+    if weights is not None and weighted and Lk:
         weights, unit = in_units(weights)
         weights = weights.to(statistics_dtype(query.dtype))
     with without_autocast(query.device.type):  # statistics stay in float32
@@ -198,6 +201,9 @@ def _beyond_kernels(form: Form, weights: Tensor | None, is_causal: bool, scale: 
         return "torch.func transforms and forward-mode gradients need plain torch"
     if weights is not None and weights.requires_grad:
         return "kernels give key_mask no gradient; pass key_mask.detach() if none is wanted"
+    uneven = is_causal and weights is not None and weights.is_floating_point() and not torch.compiler.is_compiling()
+    if uneven and weights is not None and weights.shape[-1] <= DIAGONAL_CHUNK:
+        return f"causal rows of up to {DIAGONAL_CHUNK} weighted keys may cancel: plain torch has float64 for them"
     if is_causal and form.order == 2 and abs(scale) < LEAST_SCALE:
         return f"causal kernels take a scale of {LEAST_SCALE:g} or more, got {scale:g}; scale the query instead"
     return None
