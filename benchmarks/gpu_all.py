@@ -1,12 +1,13 @@
 """Everything that docs/performance.md shows of a GPU, in one run, alone on the device.
 
-    PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py            about 150 s on an H200
-    PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py --tests    the GPU suite first, about 4 minutes more
+    PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py            about 4 minutes on an H200
+    PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py --tests    with the GPU suite, about 7 minutes
+    PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py --seconds 420   begins nothing new after so long
 
-First the checks of the scripts, side by side, which also compile; what they find wrong is not timed. Then the times, in
-one process, the most important first. Each part writes the JSON that its script writes, to $OUT, as soon as it is done:
-a run that is stopped keeps what was measured. Copied to benchmarks/results, `python -m tools.pages` makes page and
-picture.
+First what is not timed, side by side: the suite, and the checks of the scripts, which also compile; what they find
+wrong is not timed. Then the times, one after the other, the most important first, each part with a limit of its own
+(`PARTS`). Each writes the JSON that its script writes, to $OUT, as it goes: a run that is stopped keeps what was
+measured. Copied to benchmarks/results, `python -m tools.pages` makes page and picture.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,35 +36,76 @@ PROFILED = (  # steps whose kernels are timed one by one: those that fell short
     "causal 3, 16k",
 )  # fmt: skip
 CHECKS = {
-    "gpu_called": ["gpu_called.py", "--check", "--workers", "6", "--verdicts", "RIGHT"],
-    "gpu_first_call": ["gpu_first_call.py"],
+    "gpu_called": ["gpu_called.py", "--check", "--workers", "4", "--verdicts", "RIGHT"],
     "gpu_public": ["gpu_public.py"],
     "gpu_dense": ["-c", "import sys, gpu_dense; sys.exit(not gpu_dense.check(quick=True))"],
     "gpu_causal": ["-c", "import sys, gpu_causal; sys.exit(not gpu_causal.check(quick=True))"],
     "fold": ["-c", "import fold; fold.check()"],
     "gpu_decode": ["-c", "import gpu_decode; gpu_decode.check()"],
+    "gpu_bench": [
+        "gpu_bench.py",
+        "--minutes",
+        "0",
+        "--out",
+        "WARM",
+    ],  # compiles what torch compiles; refuses what is off
 }
+CHECKING = 240.0  # seconds of the suite and all checks together
+# Parts in their order, with the seconds that each may take; those that follow are then still made.
+PARTS = {
+    "called": 90, "gpu_dense": 40, "gpu_host": 30, "profiles": 30, "fold": 25, "gpu_decode": 15, "gpu_first_call": 45,
+    "gpu_causal": 15, "gpu_bench": 60,
+}  # fmt: skip
 
 
-def checked(out: Path, begin: float) -> dict[str, bool]:
-    """Whether each check went well; all side by side."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-    running = {}
-    for name, command in CHECKS.items():
-        given = [str(out / "gpu_called_right.json") if x == "RIGHT" else x for x in command]
-        given = given if given[0] == "-c" else [str(HERE / given[0]), *given[1:]]
-        running[name] = subprocess.Popen(
-            [sys.executable, *given], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    fine = {}
+def command_of(out: Path, given: list[str]) -> list[str]:
+    places = {"RIGHT": str(out / "gpu_called_right.json"), "WARM": str(out / "warm")}
+    given = [places.get(x, x) for x in given]
+    return [sys.executable, *(given if given[0] == "-c" else [str(HERE / given[0]), *given[1:]])]
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def checked(out: Path, begin: float, tests: bool) -> dict[str, bool]:
+    """Whether each check went well; all side by side, and the suite with them."""
+    suite = None
+    if tests:
+        command = [sys.executable, "-m", "tools.test_gpu", "--jobs", "13", "--limit", "240"]
+        suite = subprocess.Popen([*command, "--out", str(out / "gpu_tests.json")])
+    logs = {name: out / f"check_{name}.log" for name in CHECKS}
+    running, fine = {}, {}
+    for name, given in CHECKS.items():
+        with logs[name].open("w") as log:
+            running[name] = subprocess.Popen(
+                command_of(out, given), env=environment(), stdout=log, stderr=subprocess.STDOUT
+            )
     for name, process in running.items():
-        said, _ = process.communicate()
-        fine[name] = process.returncode == 0
-        print(f"== [{time.monotonic() - begin:.0f} s] check of {name}: {process.returncode}\n{said}", flush=True)
-    return fine
+        try:
+            fine[name] = process.wait(max(1.0, CHECKING + begin - time.monotonic())) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            fine[name] = False
+        said = f"== [{time.monotonic() - begin:.0f} s] check of {name}: {process.poll()}"
+        print(f"{said}\n{logs[name].read_text()[-3000:]}", flush=True)
+        logs[name].unlink()
+    if suite is not None:
+        try:
+            suite.wait(max(1.0, CHECKING + begin - time.monotonic()))
+        except subprocess.TimeoutExpired:  # its record says how many tests are left
+            suite.kill()
+            suite.wait()
+        print(f"== [{time.monotonic() - begin:.0f} s] suite: {suite.returncode}", flush=True)
+    shutil.rmtree(out / "warm", ignore_errors=True)
+    return fine | {"gpu_bench": True}  # it looks again at what it times
 
 
-def measure(out: Path, fine: dict[str, bool], begin: float) -> int:
+def measure(out: Path, fine: dict[str, bool], begin: float, end: float) -> int:
     """Times of everything that is right; how many parts failed."""
     import fold
     import gpu_called
@@ -69,29 +113,14 @@ def measure(out: Path, fine: dict[str, bool], begin: float) -> int:
     import gpu_decode
     import gpu_dense
     import gpu_host
-    import torch
 
     from cumulant.bench.provenance import provenance
 
     gpu_dense.REP = fold.REP = 20
-    failed = 0
 
     def keep(name: str, command: str, found: dict[str, Any]) -> None:
         record = provenance(f"python benchmarks/gpu_all.py ({command})", gpu=True) | found
         (out / f"{name}.json").write_text(json.dumps(record, indent=1, default=str))
-
-    def part(name: str, run: Callable[[], None]) -> None:
-        nonlocal failed
-        if not fine.get(name, True):
-            print(f"== {name}: wrong, no time", flush=True)
-            return
-        try:
-            run()
-        except Exception as problem:  # the other parts are worth having
-            failed += 1
-            print(f"== {name}: {type(problem).__name__}: {problem}", flush=True)
-        torch.cuda.empty_cache()
-        print(f"== [{time.monotonic() - begin:.0f} s] {name}", flush=True)
 
     def called() -> None:
         right = json.loads((out / "gpu_called_right.json").read_text())["right"]
@@ -107,10 +136,11 @@ def measure(out: Path, fine: dict[str, bool], begin: float) -> int:
 
     def dense() -> None:
         speed, rows = gpu_dense.bandwidth(), []
-        for L in (64, 197, 577, 1568, 4096, 16384, 65536):
+        for L in (197, 16384, 1568, 64, 577, 4096, 65536):
             for order in (2, 3):
                 rows.append(gpu_dense.measure(L, order, speed, peers=True))
                 gpu_dense.show(rows[-1:])
+            rows.sort(key=lambda row: (row["L"], row["order"]))
             keep("gpu_dense", "gpu_dense.py --peers", {"copy_bytes_per_second": speed, "rows": rows})
 
     def causal() -> None:
@@ -126,28 +156,69 @@ def measure(out: Path, fine: dict[str, bool], begin: float) -> int:
             found[name] = gpu_called.profile(gpu_called.CASES[name])
             keep("gpu_profile", "gpu_called.py --profile", {"cases": found})
 
-    part("called", called)
-    part("gpu_host", lambda: keep("gpu_host", "gpu_host.py", gpu_host.measure(["repeated"])))
-    part("gpu_dense", dense)
-    part("gpu_causal", causal)
-    part("fold", lambda: keep("fold-cuda", "fold.py", {"dtype": str(fold.DTYPE), "rows": fold.measure(1568)}))
-    part("gpu_decode", lambda: keep("gpu_decode", "gpu_decode.py", {"orders": gpu_decode.measure()}))
-    part("profiles", profiles)
-    return failed
+    def script(*given: str) -> None:
+        subprocess.run(command_of(out, list(given)), env=environment(), check=True)
+
+    def bench() -> None:
+        try:
+            script("gpu_bench.py", "--minutes", "0.4")
+        finally:  # as the page names them
+            for name, kept in (("speed", "gpu_speed"), ("efficiency", "zoo_efficiency")):
+                if (out / f"{name}.json").exists():
+                    (out / f"{name}.json").rename(out / f"{kept}.json")
+
+    runs: dict[str, Callable[[], None]] = {
+        "gpu_dense": dense,
+        "fold": lambda: keep("fold-cuda", "fold.py", {"dtype": str(fold.DTYPE), "rows": fold.measure(1568)}),
+        "gpu_decode": lambda: keep("gpu_decode", "gpu_decode.py", {"orders": gpu_decode.measure()}),
+        "called": called,
+        "profiles": profiles,
+        "gpu_bench": bench,
+        "gpu_causal": causal,
+        "gpu_host": lambda: keep("gpu_host", "gpu_host.py", gpu_host.measure(["repeated"])),
+        "gpu_first_call": lambda: script("gpu_first_call.py"),
+    }
+    return sum(not _part(name, runs[name], fine.get(name, True), begin, end) for name in PARTS)
+
+
+def _part(name: str, run: Callable[[], None], right: bool, begin: float, end: float) -> bool:
+    """One part, with its limit of time; whether it is whole."""
+    import torch
+
+    left = end - (time.monotonic() - begin)
+    if not right or left < 5:
+        print(f"== {name}: {'no time left' if right else 'wrong, no time'}", flush=True)
+        return False
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"not done in {PARTS[name]} s")
+
+    usual = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, min(PARTS[name], left))
+    whole = True
+    try:
+        run()
+    except Exception as problem:  # the other parts are worth having
+        whole = False
+        print(f"== {name}: {type(problem).__name__}: {problem}", flush=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
+    torch.cuda.empty_cache()
+    print(f"== [{time.monotonic() - begin:.0f} s] {name}", flush=True)
+    return whole
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", action="store_true", help="the GPU suite first")
+    parser.add_argument("--tests", action="store_true", help="the GPU suite too")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing new is begun")
     options = parser.parse_args()
     out, begin = Path(os.environ["OUT"]), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(HERE))
-    if options.tests:
-        suite = [sys.executable, "-m", "tools.test_gpu", "--jobs", "14", "--out", str(out / "gpu_tests.json")]
-        subprocess.run(suite, check=False)
-    fine = checked(out, begin)
-    failed = measure(out, fine, begin) + sum(not well for well in fine.values())
+    fine = checked(out, begin, options.tests)
+    failed = measure(out, fine, begin, options.seconds) + sum(not well for well in fine.values())
     print(f"[{time.monotonic() - begin:.0f} s] done, {failed} parts failed")
     sys.exit(int(failed > 0))
 

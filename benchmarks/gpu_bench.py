@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/gpu_bench.py                both, JSON alone: $OUT/speed.json and efficiency.json
     PYTHONPATH=src python benchmarks/gpu_bench.py --minutes 1    efficiency begins no further length after a minute
+    PYTHONPATH=src python benchmarks/gpu_bench.py --minutes 0    speed alone
 
 They measure what the commands measure. Copied to benchmarks/results/gpu_speed.json and zoo_efficiency.json, the pages
 are made from them (`python -m tools.pages`).
@@ -23,12 +24,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of efficiency, after which no further length is begun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lengths", nargs="*", type=int, default=[], help="of both; by default those of the commands")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/bench")))
     options = parser.parse_args()
-    out = Path(os.environ.get("OUT", "runs/bench"))
+    out = options.out
     out.mkdir(parents=True, exist_ok=True)
     lengths = {"lengths": tuple(options.lengths)} if options.lengths else {}
     with mock.patch.object(speed, "new_figure"), mock.patch.object(speed, "plot"):
         speed.run(Speed(device=options.device, out=out, **lengths), progress=lambda text: print(text, flush=True))
+    if options.minutes == 0:
+        return
     settings = Efficiency(device=options.device, out=out, time_limit=0.1, minutes=options.minutes, **lengths)
     found = efficiency.run(settings, lambda text: print(text, flush=True), minutes=options.minutes)
     report.record(found, settings)

@@ -55,7 +55,22 @@ def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, A
     claim_room(settings.out, 0)
     new_figure(1, 1, (1, 1))  # a missing package is told before minutes of measuring
     bandwidth = copy_bandwidth(device)
-    rows = []
+    rows: list[Row] = []
+
+    def record() -> dict[str, Any]:
+        result = {
+            "rows": [vars(row) for row in rows],
+            "copy_bytes_per_second": bandwidth,
+            "setting": {
+                "heads": settings.heads, "dim": settings.dim, "dtype": name, "device": device, "causal": settings.causal
+            },
+            **provenance(command(settings)),
+        }  # fmt: skip
+        if device == "cuda":
+            result["machine"]["gpu"] = torch.cuda.get_device_name()
+        (settings.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+        return result
+
     for L in settings.lengths:
         size = settings.heads * L * settings.dim
         numbers = settings.numbers or (100_000_000 if device == "cuda" else size)
@@ -67,17 +82,8 @@ def run(settings: Speed, progress: Callable[[str], None] = print) -> dict[str, A
             row = measure(contender, function, quadratic, settings, B, L, device, dtype, bandwidth)
             progress(line(row))
             rows.append(row)
-    result = {
-        "rows": [vars(row) for row in rows],
-        "copy_bytes_per_second": bandwidth,
-        "setting": {
-            "heads": settings.heads, "dim": settings.dim, "dtype": name, "device": device, "causal": settings.causal
-        },
-        **provenance(command(settings)),
-    }  # fmt: skip
-    if device == "cuda":
-        result["machine"]["gpu"] = torch.cuda.get_device_name()
-    (settings.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+        record()  # a run that is stopped keeps the lengths that it has
+    result = record()
     plot(result, settings.out / "speed.svg")
     return result
 
