@@ -7,16 +7,16 @@ Shape legend: B images, L tokens, T of all that are kept, C width, H heads of wi
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, on_device, padded
+from ..tokens import kernel
 
 ELEMENTS = 8192  # of a tile
 
 
-@triton.jit
+@kernel
 def ask_kernel(first, weight, bias, asked, apart, C, E, step, H: tl.constexpr, N: tl.constexpr, W: tl.constexpr):
     """Grid (B H): what the first token asks of all others, the map of the keys turned on its query, and q . bias."""
     b, h, c = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, W)
@@ -36,7 +36,7 @@ def ask_kernel(first, weight, bias, asked, apart, C, E, step, H: tl.constexpr, N
     tl.store(apart + tl.program_id(0), constant)
 
 
-@triton.jit
+@kernel
 def tell_kernel(
     x, asked, apart, told, kept, L, C, scale, threshold, xb, xt, H: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
     DECIDES: tl.constexpr,
@@ -60,7 +60,7 @@ def tell_kernel(
         tl.store(kept + b * L + n, ((total / H > threshold) | (n == 0)).to(tl.uint8), mask=n < L)
 
 
-@triton.jit
+@kernel
 def number_kernel(kept, number, ends, L, N: tl.constexpr):
     """Grid (B): how many tokens are kept up to each one, of all images, and where each image's end."""
     b, n = tl.program_id(0).to(tl.int64), tl.arange(0, N)
@@ -77,7 +77,7 @@ def number_kernel(kept, number, ends, L, N: tl.constexpr):
     tl.store(ends + b + 1, before)
 
 
-@triton.jit
+@kernel
 def move_kernel(
     x, tokens, number, kept, L, C, xb, xt, N: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr
 ):  # fmt: skip

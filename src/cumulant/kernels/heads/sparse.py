@@ -11,19 +11,19 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv, dot_precision, on_device, padded, rows
 from ..products import dot
+from ..tokens import kernel
 
 LOG2E = math.log2(math.e)
 CHUNK = 32  # rows whose coefficients a program holds
 OF_ALL = tl.constexpr(-(2**31))
 
 
-@triton.jit
+@kernel
 def mixed_kernel(
     query, pooled, out, scale, rows_, r, J, C, K,
     TOP: tl.constexpr, N: tl.constexpr, WC: tl.constexpr, WK: tl.constexpr, PRECISION: tl.constexpr,
@@ -51,7 +51,7 @@ def mixed_kernel(
     tl.store(out + tl.program_id(0).to(tl.int64) * K + k, total, mask=k < K)
 
 
-@triton.jit
+@kernel
 def largest_kernel(guess, chosen, L, b, W: tl.constexpr, BITS: tl.constexpr):
     """Grid (lists): the places of the b largest of L numbers, the first of equals, in their order.
 
@@ -76,7 +76,7 @@ def largest_kernel(guess, chosen, L, b, W: tl.constexpr, BITS: tl.constexpr):
     tl.store(chosen + slot * b + place, n, mask=above | (equal & (equals <= left)))
 
 
-@triton.jit
+@kernel
 def listed_kernel(
     query, key, value, chosen, out, scale, H, rows_, r, J, b, D,
     qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot,
