@@ -49,6 +49,16 @@ def test_windows_of_a_hiera_stay_and_the_global_layer_knows_its_grid() -> None:
     torch.testing.assert_close(model(x).last_hidden_state, before)
 
 
+def test_a_converted_hiera_compiles_without_a_break() -> None:
+    model, x = hiera(), torch.randn(1, 3, 128, 128)
+    cumulant.convert(model, "cluster4+find=tree+near=1+patch=2+near_rows=32", force=True, example=x)
+    with torch.no_grad():
+        said = model(x).last_hidden_state
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x).last_hidden_state, said, atol=1e-5, rtol=1e-4)
+
+
 def test_the_dial_of_a_hiera_measures_clusters_by_content() -> None:
     model, x = hiera(), torch.randn(1, 3, 256, 256)
     dial = choose_layers(model, x, target=0.9, candidates=["cluster4+find=tree"], force=True)

@@ -143,6 +143,8 @@ def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
         is_causal: bool | None = None,
         **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        # Before there is a Call: a compiler that breaks its graph here (torch 2.11) rebuilds named tuples wrongly.
+        weighed, watched = wants_weights(rest), observed()
         choice = getattr(module, TAG, None) if fixed is None else fixed
         attention_mask = linear_form(attention_mask)
         reason = None
@@ -163,7 +165,7 @@ def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
             return _softmax(module, query, key, value, attention_mask, shared)
         # A layer that stays softmax goes through our own, so that observers see it; the answer is the same.
         call = Call(query, key, value, scale=scaling, dropout_p=dropout)
-        return _converted(module, choice, call, attention_mask, is_causal, rest)
+        return _converted(module, choice, call, attention_mask, is_causal, rest, weighed, watched)
 
     return attend
 
@@ -238,11 +240,18 @@ def _softmax(
 
 
 def _converted(
-    module: nn.Module, choice: Choice, call: Call, mask: Tensor | None, is_causal: bool | None, rest: dict[str, Any]
+    module: nn.Module,
+    choice: Choice,
+    call: Call,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    rest: dict[str, Any],
+    weighed: bool,
+    watched: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output (B, Lq, H, E) as transformers wants it, and the weights (B, H, Lq, Lk) where they are asked for.
+    """Output (B, Lq, H, E) as transformers wants it, and the weights (B, H, Lq, Lk) where they are asked for (`weighed`).
 
-    What the layer masks is not yet in the call.
+    What the layer masks is not yet in the call. `watched`: somebody wants to see each call.
     """
     reason = _unsupported(module, rest)
     if reason is not None:
@@ -253,7 +262,7 @@ def _converted(
     query, key, value = call[:3]
     state = getattr(key, CARRIED, None)
     if state is not None:
-        if wants_weights(rest):
+        if weighed:
             raise ValueError(
                 "output_attentions=True needs every key, which a MomentsCache does not keep; generate "
                 "with the default cache to see weights"
@@ -273,10 +282,10 @@ def _converted(
     asking = pattern.key_mask if queries == keys else None  # self-attention: what is absent asks nothing
     grid = _grid(module, queries) if queries == keys and not pattern.is_causal else None
     call = call._replace(key_mask=pattern.key_mask, is_causal=pattern.is_causal, query_mask=asking, grid=grid)
-    whole = choice.heads is None and not observed() and not wants_weights(rest)
+    whole = choice.heads is None and not watched and not weighed
     call, rows = placed(choice, call, pattern.offset, whole)
     out = mix(module, choice, call)[:, :, rows]
-    A = weights(choice, call)[:, :, rows] if wants_weights(rest) else None
+    A = weights(choice, call)[:, :, rows] if weighed else None
     return out.transpose(1, 2).contiguous(), A
 
 
