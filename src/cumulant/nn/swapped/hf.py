@@ -249,7 +249,7 @@ def _converted(
     weighed: bool,
     watched: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output (B, Lq, H, E) as transformers wants it, and the weights (B, H, Lq, Lk) where they are asked for (`weighed`).
+    """Output (B, Lq, H, E) as transformers wants it, and the weights (B, H, Lq, Lk) where `weighed` asks for them.
 
     What the layer masks is not yet in the call. `watched`: somebody wants to see each call.
     """
