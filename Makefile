@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 TIMM   := $(CURDIR)/$(VENV)/timm-for-tests
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+# Where it is set, every process of the tests would compile the library anew: a second each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo ray test test-here test-stranger test-timm test-gpu lint docs clean
 help:

@@ -105,14 +105,14 @@ def test_a_long_window_keeps_float32_accuracy_even_after_an_outlier():
     benchmarks/window.py does the same for 100,000 steps and prints the errors with and without rebuilding.
     """
     torch.manual_seed(1)
-    steps, width = 12_000, 64
+    steps, width = 3_000, 64
     k, v = torch.randn(1, steps, 4) + 3, torch.randn(1, steps, 4)
-    k[:, 6_000] = 1e3
+    k[:, 1_500] = 1e3
     q = torch.randn(1, 5, 4)
     window, worst = SlidingWindow(width), 0.0
     for t in range(steps):
         window.append(k[:, t : t + 1], v[:, t : t + 1])
-        if t >= steps - 200 or 6_200 <= t < 6_400:
+        if t >= steps - 200 or 1_700 <= t < 1_900:
             seen = slice(t + 1 - width, t + 1)
             exact = Moments.of(k[:, seen].double(), v[:, seen].double()).apply(q.double())
             worst = max(worst, relative(window.apply(q), exact))

@@ -1,11 +1,9 @@
 """A package that is missing, or does not fit another, is told with what to do: in functions and in commands."""
 
-import os
 import re
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError
 
+import fresh
 import pytest
 
 from cumulant import optional
@@ -73,15 +71,13 @@ def test_other_errors_stay_what_they_are():
 
 
 def told(folder) -> list[str]:
-    """What commands and functions that take models of timm and transformers say in a fresh interpreter."""
+    """What commands and functions that take models of timm and transformers say in a copy of a fresh interpreter."""
     (folder / "saved").mkdir()
     (folder / "saved" / "cumulant.json").write_text('{"library": "timm", "architecture": "vit_tiny_patch16_224"}')
-    env = {**os.environ, "PYTHONPATH": str(folder)}
-    words = [sys.executable, "-c", ASK_EVERYONE]
-    done = subprocess.run(words, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["1", "1"]
-    lines = (done.stdout + done.stderr).splitlines()
+    done = fresh.begun("-c", ASK_EVERYONE, folder=folder)  # which finds what lies in that folder first
+    assert done.wait() == 0, done.err
+    assert [line for line in done.out.splitlines() if line.isdigit()] == ["1", "1"]
+    lines = (done.out + done.err).splitlines()
     return [line.removeprefix("cumulant: error: ") for line in lines if not line.isdigit()]
 
 
