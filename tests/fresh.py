@@ -1,7 +1,7 @@
 """Python as a stranger starts it: without what conftest.py sets for the tests.
 
-`python` is a new interpreter. `forked` is a copy of one that has imported torch, cumulant and what the first training
-step and the digits import, and done nothing else: what most programs here begin with, paid for once. `begun` is such a
+`python` is a new interpreter. `forked` is a copy of one that has imported cumulant, torch and what torch imports at the
+first step of an optimiser, and done nothing else: what most programs here begin with, paid for once. `begun` is such a
 copy that goes on by itself.
 """
 
@@ -94,7 +94,6 @@ def _server() -> subprocess.Popen[str]:
 
 def serve() -> None:
     """Begin the program that a line names and answer with its process, or answer with the exit status of a process."""
-    import sklearn.datasets  # noqa: F401
     import torch._dynamo  # noqa: F401
 
     import cumulant  # noqa: F401
