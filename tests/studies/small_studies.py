@@ -7,7 +7,7 @@ from functools import cache
 from cumulant.bench.error import softmax_error
 from cumulant.studies.command import Reproduce
 from cumulant.studies.cumulant_vit import recipe_of
-from cumulant.studies.photograph import dial_on_a_photograph
+from cumulant.studies.measured import dial_on_a_photograph
 from cumulant.studies.study import Classifiers
 from cumulant.studies.training import trainings
 
