@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cumulant.cluster import Blocks, cluster_attention, fields
-from cumulant.cluster.grouped import groups, near_answers
+from cumulant.cluster.near import groups, near_answers
 
 
 def draw(*shapes, seed=0):

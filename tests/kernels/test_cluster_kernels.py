@@ -14,7 +14,7 @@ from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa:
 from torch import Tensor
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention
-from cumulant.cluster.tables import _kept
+from cumulant.cluster.run import _kept
 from cumulant.kernels.cluster import host as triton_cluster
 from cumulant.kernels.cluster.plan import of_blocks
 

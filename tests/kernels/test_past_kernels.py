@@ -14,7 +14,7 @@ from kernel_checks import DEVICE, NAMES, error, poisoned_memory, tokens  # noqa:
 
 from cumulant.cluster import Blocks, cluster_attention
 from cumulant.cluster.causal import merged_lists
-from cumulant.cluster.past import _made
+from cumulant.cluster.run import _made_past
 from cumulant.cluster.statistics import moments_of
 
 CAUSAL: dict[str, Any] = {"is_causal": True}
@@ -67,7 +67,7 @@ def test_tables_let_each_row_see_the_clusters_of_the_rule(
     size: int, keep: int | None, recent: int, offset: int, tile: int
 ) -> None:
     blocks, rows = Blocks(size, keep, recent), 60
-    spans, lists = _made(rows, rows, offset, blocks, tile, torch.device("cpu"))[2][3:5]
+    spans, lists = _made_past(rows, rows, offset, blocks, tile, torch.device("cpu"))[2][3:5]
     N = -(-(offset + rows) // size)
     if keep is None:
         rule = [set(range(max(0, n - recent))) for n in range(N)]

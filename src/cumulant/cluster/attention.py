@@ -24,11 +24,11 @@ from .auto import AUTO, tuning
 from .backend import TILES, Assignment, Case, Form, blocks_of_past, kernels_for
 from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
 from .causal import causal_clusters
-from .choice import RANKS
 from .fields import Exact, Seen, mix
 from .kmeans import KMeans, kmeans
 from .layout import Blocks, Layout, check_grid, of_size, tiled, whole
 from .levels import two_levels
+from .near import RANKS
 from .run import run_kernels
 from .short import answers_by_token, token_responses
 from .statistics import VARIANCES, log, origin, value_point

@@ -170,7 +170,7 @@ def past_tile(Lq: int) -> int:
 
 def _past_obstacle(case: Case) -> str | None:
     """Why the kernels of causal clusters cannot take this case, or None if they can."""
-    from .past import widest_list
+    from .run import widest_list
 
     form, call, clusters = case.form, case.call, case.clusters
     Lq = call.query.shape[-2]

@@ -21,11 +21,11 @@ from ..moments import ratio, statistics_dtype
 from .attention import check_form, cluster_attention, kmeans_assignment, origin
 from .backend import Case, Form
 from .build import Clusters, Field, check_clusters, pack
-from .choice import heaviest
 from .cost import multiply_adds, softmax_multiply_adds
 from .fields import Seen, mix
 from .kmeans import KMeans
 from .layout import whole
+from .near import heaviest
 
 
 @dataclass(frozen=True)

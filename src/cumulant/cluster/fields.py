@@ -22,8 +22,7 @@ from ..moments import Moments, ratio
 from ..tensors import ABSENT, softmax_or_zero
 from ..tracing import transformed
 from .backend import Form
-from .choice import heaviest, largest, responding
-from .grouped import groups, near_answers
+from .near import groups, heaviest, largest, near_answers, responding
 from .statistics import log
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from ..closures import gain
 from ..tensors import ABSENT, softmax_or_zero
 from .backend import Form
-from .choice import heaviest
 from .fields import Exact, Far, Tokens, recomputed, room
-from .grouped import near_answers
+from .near import heaviest, near_answers
 from .statistics import log, merge_pieces, moments_of
 from .tree import Tree
 

@@ -1,21 +1,38 @@
-"""The call that hands a case of cluster attention over to its kernels.
+"""How a case of cluster attention is handed over to its kernels: the call, and tables that tell where they find the
+tokens of each cluster (`kernels.cluster.parts`), and the blocks of the past that causal rows see (`kernels.past`).
 
-Shape legend: B batch, H, Hk heads of queries and keys, Lq queries, Lk keys, D, E widths.
+Shape legend: B batch, H, Hk heads of queries and keys, Lq queries, Lk keys, L of them after the prefix, D, E widths, K
+clusters (KP padded), S sets of tables: 1 for blocks, B with a key mask, B Hk where heads have clusters of their own; of
+the past N blocks, T clusters of all n levels (KP padded), A clusters in the list of a tile, at most.
+
+The rule of `causal.py` lets a cluster be seen from some block of rows on until another one: by a run of rows. The
+clusters that a tile sees are a run of each level, so that cluster i of a level can have the place i mod (the longest
+run) in every list that holds it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..call import Call, Grid
+from ..kernels.cluster.bounds import padding
+from ..kernels.cluster.bounds import tables as tables_of
 from ..moments import statistics_dtype
-from .backend import TILES, Assignment, Case, blocks_of_past, past_tile, slots_of
+from ..tracing import is_plain
+from .backend import TILES, Assignment, Case, block_sizes, blocks_of_past, borders, past_tile, slots_of
 from .kmeans import KMeans, first_centres, kmeans
-from .past import past_tables, widest_list
+from .layout import Blocks
 from .statistics import origin
-from .tables import flat_mask, tables
+
+NEVER = 2**31 - 1
+CHUNK = 32  # clusters that a kernel takes at once: lists are padded to that
 
 
 def run_kernels(kernels: str, case: Case) -> Tensor:
@@ -100,3 +117,211 @@ def _found(case: Case, mask: Tensor | None) -> Assignment:
         k = k.masked_fill((weights == 0).unsqueeze(-1), 0)
     k = (k - origin(k, weights, False))[:, :, call.prefix :]
     return Assignment(kmeans(q, k, None if weights is None else weights[..., call.prefix :], options), K)
+
+
+class Tables(NamedTuple):
+    """As `kernels.cluster.plan.Call` takes them."""
+
+    bounds: Tensor  # (S, 2, KP + 1)
+    logs: Tensor  # (S, KP)
+    order: Tensor | None  # (S, Lk)
+    clusters: int
+    longest: int
+    equal: bool
+
+
+def flat_mask(call: Call) -> Tensor | None:
+    """The key mask as (B, Lk)."""
+    return None if call.key_mask is None else call.key_mask.expand(*call.lead, call.key.shape[-2]).flatten(0, -2)
+
+
+def tables(case: Case) -> Tables:
+    """Of blocks, or of an `Assignment`; with a key mask those of the tokens that take part.
+
+    Layers of a model share a mask: the tables of the last few are kept, as long as they are not written to.
+    """
+    mask = case.call.key_mask
+    if mask is None or isinstance(case.clusters, Assignment) or not _may_keep(mask):
+        return _tables(case, flat_mask(case.call))
+    kind = mask._version, case.clusters, case.call.grid, case.call.prefix, case.least, case.call.key.shape[:-1]
+    for seen, same, found in _masked:
+        if seen() is mask and same == kind:
+            return found
+    found = _tables(case, flat_mask(case.call))
+    _masked.appendleft((ref(mask), kind, found))
+    return found
+
+
+_masked: deque[tuple[ref[Tensor], Any, Tables]] = deque(maxlen=8)
+
+
+def _may_keep(mask: Tensor) -> bool:
+    """Whether writing to it would show, and nothing records operations to run them again."""
+    if not is_plain(mask) or mask.is_inference() or torch.is_inference_mode_enabled():
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _tables(case: Case, mask: Tensor | None) -> Tables:
+    call, clusters = case.call, case.clusters
+    Lk, prefix, device = call.key.shape[-2], call.prefix, call.key.device
+    if isinstance(clusters, Assignment):
+        ids = clusters.ids.flatten(0, 1)
+        present = None if mask is None else mask.repeat_interleave(clusters.ids.shape[1], 0)
+        return _sorted(ids, present, prefix, clusters.clusters, 0)
+    blocks = clusters, Lk - prefix, call.grid, case.least
+    if mask is None:
+        return _made(*blocks, prefix, device) if torch.compiler.is_compiling() else _kept(*blocks, prefix, device)
+    K, longest = block_sizes(*blocks)
+    if isinstance(clusters, int) and call.grid is None:  # blocks of the tokens that take part
+        taking = mask[:, prefix:]
+        number = taking.sum(-1, keepdim=True)
+        count = (-(-number // case.least)).clamp(min=1, max=K)
+        ids = (taking.cumsum(-1) - 1).clamp(min=0) * count // number.clamp(min=1)
+        return _sorted(ids, mask, prefix, K, max(case.least, longest))
+    ids = _ids(*blocks, device) if torch.compiler.is_compiling() else _kept_ids(*blocks, device)
+    return _sorted(ids.expand(len(mask), -1), mask, prefix, K, longest)
+
+
+def _ids(clusters: Any, L: int, grid: Grid | None, least: int, device: torch.device) -> Tensor:
+    """Block of each of L tokens."""
+    starts, order = borders(clusters, L, grid, least)
+    ids = torch.bucketize(torch.arange(L, device=device), torch.tensor(starts[1:], device=device), right=True)
+    return ids if order is None else torch.empty_like(ids).scatter(0, torch.tensor(order, device=device), ids)
+
+
+@lru_cache(64)
+def _kept_ids(*blocks: Any) -> Tensor:
+    with torch.inference_mode(False):
+        return _ids(*blocks)
+
+
+def _made(clusters: Any, L: int, grid: Grid | None, least: int, prefix: int, device: torch.device) -> Tables:
+    """Of blocks, the same in every sequence."""
+    starts, order = borders(clusters, L, grid, least)
+    K, longest = block_sizes(clusters, L, grid, least)
+    bounds, logs = tables_of([prefix + start for start in starts], prefix, device)
+    places = None
+    if order is not None:
+        every = [*range(prefix), *(prefix + place for place in order)]
+        places = torch.tensor([every], dtype=torch.int32, device=device)
+    return Tables(bounds, logs, places, K, longest, longest * K == L)
+
+
+@lru_cache(64)
+def _kept(*blocks: Any) -> Tables:
+    with torch.inference_mode(False):  # what is kept from a call under inference_mode serves training too
+        return _made(*blocks)
+
+
+def _sorted(ids: Tensor, present: Tensor | None, prefix: int, K: int, longest: int) -> Tables:
+    """Of clusters ids (S, L), tokens that are not `present` (S, Lk) in none: sorted by cluster, prefix first."""
+    kind = torch.int16 if K < 1 << 15 else torch.int32
+    keys = F.pad(ids.to(kind), (prefix, 0), value=-1)
+    if present is not None:
+        keys = torch.where(present, keys, K)
+    found, order = keys.sort(stable=True)
+    numbers = torch.arange(K + 1, device=ids.device, dtype=torch.int32).expand(len(ids), -1)
+    edges = torch.searchsorted(found.int(), numbers.contiguous())
+    first, end = edges[:, :-1], edges[:, 1:]
+    none, start = edges.new_zeros(len(ids), padding(K) - K), edges.new_zeros(len(ids), 1)
+    bounds = torch.stack((torch.cat((first, none, start), -1), torch.cat((end, none, edges[:, :1]), -1)), 1)
+    logs = torch.cat((end - first, none), -1).float().log2()
+    return Tables(bounds.int(), logs, order.int(), K, longest, False)
+
+
+class Past(NamedTuple):
+    """As `kernels.past.plan.Call` takes them."""
+
+    bounds: Tensor  # (S, 2, KP + 1) int32, first token and end of each cluster, the N blocks first
+    logs: Tensor  # (S, KP) float32, log2 of their sizes
+    order: Tensor | None  # (S, Lk) int32, where the tokens lie; None: as they are
+    spans: Tensor  # (3, KP) int32: first row that sees a cluster, the first that does not any more, place in lists
+    lists: Tensor  # (tiles, 1 + A) int32: how many places are used, and the clusters, -1 for none
+    levels: Tensor  # (2, n) int32: first cluster of each level, and how many
+
+
+def past_tables(call: Call, blocks: Blocks, tile: int) -> Past:
+    """Of rows `call.offset` on, in tiles of so many; with a key mask clusters hold the tokens that take part."""
+    Lq, Lk, device = call.query.shape[-2], call.key.shape[-2], call.key.device
+    starts, ends, found = _made_past(Lq, Lk, call.offset, blocks, tile, device)
+    mask = flat_mask(call)
+    if mask is None:
+        return found
+    taking = mask & (torch.arange(Lk, device=device) < call.offset + Lq)
+    ranks = F.pad(taking.cumsum(-1), (1, 0))
+    bounds = torch.stack((ranks[:, starts], ranks[:, ends]), 1)
+    logs = (bounds[:, 1] - bounds[:, 0])[:, :-1].float().log2()
+    order = (~taking).to(torch.int8).argsort(dim=-1, stable=True)
+    return found._replace(bounds=bounds.int(), logs=logs, order=order.int())
+
+
+def widest_list(Lq: int, offset: int, blocks: Blocks, tile: int) -> tuple[int, int]:
+    """Clusters of all levels, and the longest list of a tile."""
+    levels = _levels(offset + Lq, blocks)
+    return sum(len(since) for since, _, _, _ in levels), sum(_runs(x, Lq, offset, blocks, tile)[2] for x in levels)
+
+
+@lru_cache(64)
+def _levels(L: int, blocks: Blocks) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of each level: the first block of rows that sees a cluster, the first that does not any more; of each block of
+    rows: the first cluster that it sees, and the end."""
+    N, keep = -(-L // blocks.size), blocks.keep
+    end = (torch.arange(N) - blocks.recent).clamp(min=0)
+    count, levels = N, []
+    while True:
+        whole = keep is None or count <= keep + 1
+        later = torch.zeros_like(end) if keep is None else ((end - keep) // 2).clamp(min=0)
+        which = torch.arange(count)
+        since, until = (torch.searchsorted(x, which, right=True) for x in (end, 2 * later))
+        levels.append((since, until, 2 * later, end))
+        if whole:
+            return levels
+        count, end = count // 2, later
+
+
+def _runs(
+    level: tuple[Tensor, Tensor, Tensor, Tensor], Lq: int, offset: int, blocks: Blocks, tile: int
+) -> tuple[Tensor, Tensor, int]:
+    """Of each tile: its first cluster of a level, and the end; and the longest such run."""
+    first = torch.arange(0, Lq, tile) + offset
+    last = (first + tile).clamp(max=offset + Lq) - 1
+    low, high = level[2][first // blocks.size], level[3][last // blocks.size]
+    return low, high, int((high - low).max())
+
+
+@lru_cache(64)
+@torch.inference_mode(False)  # what is kept from a call under inference_mode serves training too
+def _made_past(
+    Lq: int, Lk: int, offset: int, blocks: Blocks, tile: int, device: torch.device
+) -> tuple[Tensor, Tensor, Past]:
+    """First tokens and ends of the clusters and of nothing after them, (KP + 1); and the tables without a mask."""
+    L, C = offset + Lq, blocks.size
+    never, seen = -(-L // C), min(L, Lk)
+    starts, ends, spans, lists, levels, total, width = [], [], [], [], [], 0, 0
+    for number, level in enumerate(_levels(L, blocks)):
+        which, tokens = torch.arange(len(level[0])), C << number
+        starts.append((which * tokens).clamp(max=seen))
+        ends.append((which * tokens + tokens).clamp(max=seen))
+        low, high, longest = _runs(level, Lq, offset, blocks, tile)
+        since, until = (torch.where(x < never, x * C, NEVER) for x in level[:2])
+        spans.append(torch.stack((since, until, width + which % max(1, longest))))
+        place = torch.arange(longest)
+        cluster = low[:, None] + (place - low[:, None]) % max(1, longest)
+        lists.append(torch.where(cluster < high[:, None], cluster + total, -1))
+        levels.append((total, len(which)))
+        total, width = total + len(which), width + longest
+    lists.append(torch.full((len(lists[0]), -width % CHUNK or (0 if width else CHUNK)), -1))
+    listed = torch.cat(lists, -1)
+    used = ((listed >= 0) * torch.arange(1, listed.shape[-1] + 1)).amax(-1, keepdim=True)
+    more = padding(total) - total
+    first, end = (F.pad(torch.cat(x), (0, more + 1)) for x in (starts, ends))
+    span = F.pad(torch.cat(spans, -1), (0, more), value=NEVER)
+    logs = (end - first)[:-1].float().log2()
+    listed, ladder = torch.cat((used, listed), -1), torch.tensor(levels).T.contiguous()
+    bounds, logs = torch.stack((first, end))[None].int().to(device), logs[None].to(device)
+    return (
+        first.to(device),
+        end.to(device),
+        Past(bounds, logs, None, *(x.int().to(device) for x in (span, listed, ladder))),
+    )

@@ -1,4 +1,5 @@
-"""The near field cluster by cluster: queries go to the clusters they chose, instead of the clusters' tokens to them.
+"""Which clusters of a block of queries are near, and which respond; and the near field cluster by cluster: queries go
+to the clusters they chose, instead of the clusters' tokens to them.
 
 Shape legend: B batch, H key heads, R blocks of n query rows, t near clusters of a block, K clusters of m tokens, D, E
 widths; a pair is a block of rows and one of its near clusters.
@@ -14,9 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..tensors import ABSENT
+from ..closures import gain
+from ..tensors import ABSENT, softmax_or_zero
 from ..tracing import transformed
 
+RANKS = ("mass", "error", "mean")
 SLICE = 4  # rows of a cluster in one product, in units of what a cluster gets on average
 
 
@@ -77,3 +80,48 @@ def _read(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     total = torch.where(there, total, 1)
     mass = torch.where(there, top + total.log(), ABSENT).squeeze(-1)
     return mass, (kernel @ value) / total
+
+
+def heaviest(
+    log_Z: Tensor, variance: Tensor, count: int, rank: str, rows: Tensor | None, by_row: bool, pooled: bool = False
+) -> Tensor:
+    """The `count` clusters of largest mass, or of largest mass times s^2, for each block or each row of it.
+
+    log_Z, variance (B, H, N, n, K) -> (B, H, N, count) or, by row, (B, H, N, n, count). A block adds up the
+    probabilities of its rows. -1 where fewer clusters hold anything: an empty one is exact already, and so, ranked by
+    "error", is one without spread, unless a `pooled` response lends it that of others: then it comes last.
+    """
+    score = log_Z
+    if rank == "error":
+        least = torch.finfo(variance.dtype).tiny if pooled else 0
+        score = log_Z + torch.where(variance > least, variance, least).log()
+    if not by_row and score.shape[-2] > 1:
+        share = score - log_Z.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+        if rows is not None:
+            share = share.masked_fill(~rows.unsqueeze(-1), ABSENT)
+        score = share.logsumexp(-2)
+    elif not by_row:
+        score = score.squeeze(-2)
+    return largest(score, count)
+
+
+def largest(score: Tensor, count: int) -> Tensor:
+    """Numbers of the `count` largest scores (..., K), -1 in place of those that are -inf."""
+    top, which = score.topk(min(count, score.shape[-1]), -1)
+    return which.masked_fill(top == ABSENT, -1)
+
+
+def responding(
+    log_Z: Tensor, variance: Tensor, count: int, closure: str, rows: Tensor | None, taken: Tensor | None
+) -> Tensor:
+    """The `count` clusters (B, H, N, count) with the largest sum over a block's rows of probability times f.
+
+    log_Z, variance (B, H, N, n, K); near clusters, `taken` (B, H, N, K), come last.
+    """
+    share = softmax_or_zero(log_Z) * gain(variance, closure)
+    if rows is not None:
+        share = share.masked_fill(~rows.unsqueeze(-1), 0)
+    score = share.sum(-2)
+    if taken is not None:
+        score = score.masked_fill(taken, -1)
+    return score.topk(count, -1).indices
