@@ -20,7 +20,7 @@ from ..zoo.fused import fused_softmax
 from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
 from .mechanisms import Attending
-from .parts import DropPath, Mlp, Repeated, check_multiple, check_stages, pair, reset_extras, reset_linear
+from .parts import DropPath, Mlp, Repeated, SqueezeExcite, check_multiple, check_stages, pair, reset_maps
 
 PARTITIONS = ("window", "global")
 EPS, GELU = 1e-5, nn.GELU("tanh")
@@ -56,17 +56,6 @@ class Stem(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.conv2(GELU(self.norm1(self.conv1(images))))
-
-
-class SqueezeExcite(nn.Module):
-    """x sigmoid(W silu(V mean(x))), a factor for every channel."""
-
-    def __init__(self, channels: int, inner: int, **place: Any) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Conv2d(channels, inner, 1, **place), nn.Conv2d(inner, channels, 1, **place)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.fc2(F.silu(self.fc1(x.mean((2, 3), keepdim=True)))).sigmoid()
 
 
 class Shortcut(nn.Module):
@@ -334,16 +323,7 @@ class MaxViT(Backbone):
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """As released: kernels, matrices and relative biases N(0, std), other biases 0, norms 1."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                reset_linear(module, std, (module.out_features,))
-            elif isinstance(module, nn.Conv2d):
-                nn.init.normal_(module.weight, std=std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d | DropPath):
-                module.reset_parameters()
-        reset_extras(self)
+        reset_maps(self, std, lambda weight: nn.init.normal_(weight, std=std))
 
     def classifiers(self) -> dict[str, int]:
         return {"head.fc": self.num_features}

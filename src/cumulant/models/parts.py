@@ -6,7 +6,7 @@ Shape legend: B images, N = (H/P)(W/P) patches, C width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,18 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class SqueezeExcite(nn.Module):
+    """x sigmoid(W act(V mean(x))), a factor for every channel of maps (B, C, H, W)."""
+
+    def __init__(self, channels: int, inner: int, act: Callable[[Tensor], Tensor] = F.silu, **place: Any) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Conv2d(channels, inner, 1, **place), nn.Conv2d(inner, channels, 1, **place)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.fc2(self.act(self.fc1(x.mean((2, 3), keepdim=True)))).sigmoid()
 
 
 class DropPath(nn.Module):
@@ -179,6 +191,20 @@ def reset_extras(model: nn.Module) -> None:
         reset = getattr(module, "reset_extras", None)
         if callable(reset):
             reset()
+
+
+def reset_maps(model: nn.Module, std: float, kernel: Callable[[Tensor], Any]) -> None:
+    """Initialise a network of maps: matrices truncated normal, convolutions by `kernel`, biases 0, norms 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            reset_linear(module, std)
+        elif isinstance(module, nn.Conv2d):
+            kernel(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d | DropPath):
+            module.reset_parameters()
+    reset_extras(model)
 
 
 def pair(size: int | tuple[int, int], name: str = "img_size") -> tuple[int, int]:

@@ -22,7 +22,7 @@ from ..nn import create_layer
 from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
 from .mechanisms import Attending
-from .parts import DropPath, Repeated, check_stages, pair, reset_extras, reset_linear
+from .parts import DropPath, Repeated, SqueezeExcite, check_stages, pair, reset_extras, reset_linear
 
 
 class ConvNorm(nn.Module):
@@ -80,19 +80,6 @@ class FeedForward(nn.Module):
         return self.pw2(F.relu(self.pw1(x)))
 
 
-class SqueezeExcite(nn.Module):
-    """x times the sigmoid of two 1 x 1 convolutions of its mean over the map."""
-
-    def __init__(self, dim: int, **place: Any) -> None:
-        super().__init__()
-        hidden = whole_eighths(dim / 4)
-        self.fc1 = nn.Conv2d(dim, hidden, 1, **place)
-        self.fc2 = nn.Conv2d(hidden, dim, 1, **place)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.fc2(F.relu(self.fc1(x.mean((2, 3), keepdim=True)))).sigmoid()
-
-
 class PatchMerging(nn.Module):
     """(B, C, H, W) to (B, out, ceil(H / 2), ceil(W / 2)) through 4 C channels."""
 
@@ -100,7 +87,7 @@ class PatchMerging(nn.Module):
         super().__init__()
         self.conv1 = ConvNorm(dim, 4 * dim, **place)
         self.conv2 = ConvNorm(4 * dim, 4 * dim, 3, 2, 4 * dim, **place)
-        self.se = SqueezeExcite(4 * dim, **place)
+        self.se = SqueezeExcite(4 * dim, whole_eighths(dim), F.relu, **place)
         self.conv3 = ConvNorm(4 * dim, out, **place)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ..grammar import parse
 from ..zoo.registry import options_of
 from .backbone import Backbone, FeatureInfo
 from .mechanisms import Attending
-from .parts import DropPath, Repeated, check_stages, reset_extras, reset_linear
+from .parts import DropPath, Repeated, check_stages, reset_maps
 
 PADS, MIXINGS = ("zero", "mask"), ("auto", "window", "global")
 VARIANTS, POOLINGS = ("code", "block"), ("none", "attention", "pool")
@@ -314,19 +314,14 @@ class TiC(Backbone):
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Ours: truncated normal for 1 x 1 convolutions and the classifier, Kaiming for others, biases 0, gates 0."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                reset_linear(module, std, (module.out_features,))
-            elif isinstance(module, nn.Conv2d):
-                if module.kernel_size == (1, 1):
-                    nn.init.trunc_normal_(module.weight, std=std)
-                else:
-                    nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.BatchNorm2d | DropPath):
-                module.reset_parameters()
-        reset_extras(self)
+
+        def kernel(weight: Tensor) -> None:
+            if weight.shape[2:] == (1, 1):
+                nn.init.trunc_normal_(weight, std=std)
+            else:
+                nn.init.kaiming_normal_(weight, nonlinearity="relu")
+
+        reset_maps(self, std, kernel)
 
     def _levels(self) -> Iterable[nn.Module]:
         return self.stages

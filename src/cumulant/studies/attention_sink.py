@@ -204,17 +204,13 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     return found | {"How much weight one key can have": figure}
 
 
-STUDY = Study(
+STUDY = Study.of(
+    __name__,
     name="attention-sink",
     claim="Softmax heads that have nothing to say put their weight on a token that says nothing; registers, an extra "
     "logit and gates take that away, and attention without a denominator has no need of it.",
     paper="Su et al., Attention Sink in Transformers: A Survey, 2026, and the works it covers",
     settings={"small": Settings(), "paper": Settings(width=64, depth=8, steps=4000, batch=64, seeds=5)},
-    plan=plan,
-    measure=measure,
-    statements=statements,
-    tables=tables,
-    figures=figures,
     needs=("weights",),
     seconds={"two cores": 510, "an H200": 64},
     control="softmax",

@@ -231,7 +231,8 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     return {"Accuracy by variant and layout": figure}
 
 
-STUDY = Study(
+STUDY = Study.of(
+    __name__,
     name="deconstructing",
     claim="Token mixing cannot be given up, the form of the weights and their dependence on the input can in every "
     "second layer; layers that were weak by themselves carry something, for without them accuracy falls to chance.",
@@ -240,11 +241,6 @@ STUDY = Study(
         "small": Settings(),
         "paper": Settings(width=64, depth=8, steps=4000, batch=64, swept=("cumulant2", "cumulant3"), seeds=5),
     },
-    plan=plan,
-    measure=measure,
-    statements=statements,
-    tables=tables,
-    figures=figures,
     needs=("weights",),
     seconds={"two cores": 415, "an H200": 85},
     control=STANDARD,

@@ -446,17 +446,13 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     return {"Risk against the length of the prompt": figure}
 
 
-STUDY = Study(
+STUDY = Study.of(
+    __name__,
     name="in-context-linear-regression",
     claim="One softmax layer trained on regression prompts ends in +/- pairs of heads that compute a debiased gradient "
     "step; one head is clearly worse, and longer prompts help.",
     paper="He et al., In-Context Linear Regression Demystified, ICML 2025",
     settings={"small": Settings(), "paper": Settings(steps=15000, lr=1e-3, test=40000, seeds=5)},
-    plan=plan,
-    measure=measure,
-    statements=statements,
-    tables=tables,
-    figures=figures,
     needs=("cross",),
     seconds={"two cores": 290, "an H200": 41},
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from cumulant.train.files import read_json, write_atomically
 
 INDIFFERENT = ("attention", "seeds")  # fields of settings that do not decide what comes out of one run
 Figures = Mapping[str, Any]
+FUNCTIONS = ("plan", "measure", "statements", "tables", "figures")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ class Study:
     control: str | None = None  # the configuration that is run again with other seeds
     seconds: Mapping[str, float] = field(default_factory=dict)  # how long `small` took, by machine
     views: Mapping[str, Sequence[str]] = field(default_factory=dict)  # pages of their own: name -> how titles begin
+
+    @classmethod
+    def of(cls, module: str, **about: Any) -> Study:
+        """The study whose functions (plan, measure, statements, tables and figures) are those of a module."""
+        named = {name: getattr(sys.modules[module], name) for name in FUNCTIONS}
+        return cls(**named, **about)
 
 
 @dataclass(frozen=True)

@@ -364,15 +364,11 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     return {"Capacity of operators": figure}
 
 
-STUDY = Study(
+STUDY = Study.of(
+    __name__,
     name="pavlovian",
     claim="a head stores O(d_k) pairs on average and O(sqrt(d_k)) without any error",
     paper="Qiao, Understanding Transformers through the Lens of Pavlovian Conditioning, 2025 (arXiv 2508.08289)",
     settings={"small": Settings(), "paper": Settings(holding=(8, 16, 32, 64), seeds=10, trials=16)},
-    plan=plan,
-    measure=measure,
-    statements=statements,
-    tables=tables,
-    figures=figures,
     seconds={"two cores": 41, "an H200": 16},
 )

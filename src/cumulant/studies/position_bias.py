@@ -379,16 +379,12 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     return {"Position bias": figure}
 
 
-STUDY = Study(
+STUDY = Study.of(
+    __name__,
     name="position-bias",
     claim="causal masks move context to the first token with depth, exponentially; decay and depth trade off",
     paper="Wu et al., On the Emergence of Position Bias in Transformers, ICML 2025 (arXiv 2502.01951)",
     settings={"small": Settings(), "paper": Settings(layers=(2, 4, 6), seeds=5, steps=10000, tests=16000, draws=16384)},
-    plan=plan,
-    measure=measure,
-    statements=statements,
-    tables=tables,
-    figures=figures,
     needs=("causal", "weights"),
     seconds={"two cores": 380, "an H200": 94},
 )

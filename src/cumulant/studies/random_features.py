@@ -272,17 +272,13 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     return {f"Test error at n = {last} (1: the mean predicts as well)": figure}
 
 
-STUDY = Study(
+STUDY = Study.of(
+    __name__,
     name="random-features",
     claim="One attention layer with frozen random scores learns permutation-invariant targets from far fewer samples "
     "than a random-feature MLP; a non-zero mean of the scores helps for even powers of the correlation.",
     paper="Fu et al., What can a Single Attention Layer Learn?, NeurIPS 2023",
     settings={"small": Settings(), "paper": Settings(seeds=10)},
-    plan=plan,
-    measure=measure,
-    statements=statements,
-    tables=tables,
-    figures=figures,
     needs=("cross",),
     seconds={"two cores": 226, "an H200": 173},
 )

@@ -361,16 +361,12 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
     return {"Universal approximation": figure}
 
 
-STUDY = Study(
+STUDY = Study.of(
+    __name__,
     name="universal-approximation",
     claim="one attention layer and a ReLU network approximate any continuous map of sequences",
     paper="Gumaan, Universal Approximation Theorem for a Single-Layer Transformer, 2025 (arXiv 2507.10581)",
     settings={"small": Settings(), "paper": Settings(steps=3000, seeds=5)},
-    plan=plan,
-    measure=measure,
-    statements=statements,
-    tables=tables,
-    figures=figures,
     needs=("noncausal",),
     seconds={"two cores": 851},
 )

@@ -376,16 +376,12 @@ def pattern_figure(first: Measured) -> Any:
     return figure
 
 
-STUDY = Study(
+STUDY = Study.of(
+    __name__,
     name="visual-analytics",
     claim="pruning shows which heads matter; heads differ in how far they look and in what kind of map they make",
     paper="Li et al., How Does Attention Work in Vision Transformers? A Visual Analytics Attempt, TVCG 2023",
     settings={"small": Settings(), "paper": Settings(epochs=20, seeds=5)},
-    plan=plan,
-    measure=measure,
-    statements=statements,
-    tables=tables,
-    figures=figures,
     needs=("noncausal", "weights"),
     views={
         "images": ("Image overview",),
