@@ -107,11 +107,15 @@ def origin(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+FULL = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28}\b")
+
+
 def made(one: Mapping[str, Any]) -> str:
     """One of the origins of runs, in a line."""
     versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
     count = f"{one['runs']} run{'s' if one['runs'] > 1 else ''}"
-    code = [f"commit {one['commit']}"] * bool(one["commit"]) + [f"code {one['source']}"] * bool(one["source"])
+    commit = FULL.sub(r"\1", one["commit"] or "")  # a machine may be told all 40 digits
+    code = [f"commit {commit}"] * bool(commit) + [f"code {one['source']}"] * bool(one["source"])
     told = [", ".join(code) or "a checkout without a commit", one["device"], versions, ", ".join(one["dates"])]
     return f"{count}: {'; '.join(told)}."
 
