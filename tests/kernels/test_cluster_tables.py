@@ -79,3 +79,21 @@ def test_nan_in_keys_that_take_no_part_goes_nowhere_and_a_row_that_sees_nothing_
     for x, y in zip(*outs, strict=True):
         assert torch.equal(x, y)
         assert not x[0].any()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernels_sort_tokens_as_torch_does(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last cluster and others have no token; a mask is shared by the heads of a sequence."""
+    from cumulant.cluster.run import _sorted
+    from cumulant.kernels.cluster import order
+
+    K, ids = 45, torch.randint(0, 40, (4, 300), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    ids[ids % 7 == 3] = 5
+    present = mask(2, 300) if masked else None
+    found = _sorted(ids, present, 0, K, 0)
+    monkeypatch.setattr(order, "sortable", lambda *_: False)
+    exact = _sorted(ids, present, 0, K, 0)
+    assert torch.equal(found.bounds, exact.bounds)
+    torch.testing.assert_close(found.logs, exact.logs)
+    for one, other, bounds in zip(found.order, exact.order, exact.bounds, strict=True):
+        assert torch.equal(one[: bounds[1, K - 1]], other[: bounds[1, K - 1]])  # the rest takes no part

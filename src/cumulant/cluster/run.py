@@ -107,9 +107,11 @@ def _found(case: Case, mask: Tensor | None) -> Assignment:
         query = call.query if options.metric == "full" and call.query.shape[-2] else None
         with torch.no_grad():
             step = options.step(key.shape[-2])
-            some = None if present is None else present[:, None, ::step]
-            centres = first_centres(key[:, :, ::step], some, options)
-            return Assignment(triton_kmeans.nearest(query, key, present, centres, options.iterations, step), K)
+            centres = None  # evenly out of the keys: the kernels find these themselves
+            if present is not None or options.start != "even":
+                some = None if present is None else present[:, None, ::step]
+                centres = first_centres(key[:, :, ::step], some, options)
+            return Assignment(triton_kmeans.nearest(query, key, present, centres, K, options.iterations, step), K)
     dtype = statistics_dtype(call.key.dtype)
     q = (call.query.to(dtype) * call.softmax_scale).reshape(B, Hk, -1, D)
     k, weights = call.key.to(dtype), None if mask is None else mask.unsqueeze(1).to(dtype)
@@ -166,9 +168,7 @@ def _tables(case: Case, mask: Tensor | None) -> Tables:
     call, clusters = case.call, case.clusters
     Lk, prefix, device = call.key.shape[-2], call.prefix, call.key.device
     if isinstance(clusters, Assignment):
-        ids = clusters.ids.flatten(0, 1)
-        present = None if mask is None else mask.repeat_interleave(clusters.ids.shape[1], 0)
-        return _sorted(ids, present, prefix, clusters.clusters, 0)
+        return _sorted(clusters.ids.flatten(0, 1), mask, prefix, clusters.clusters, 0)
     blocks = clusters, Lk - prefix, call.grid, case.least
     if mask is None:
         return _made(*blocks, prefix, device) if torch.compiler.is_compiling() else _kept(*blocks, prefix, device)
@@ -215,7 +215,14 @@ def _kept(*blocks: Any) -> Tables:
 
 
 def _sorted(ids: Tensor, present: Tensor | None, prefix: int, K: int, longest: int) -> Tables:
-    """Of clusters ids (S, L), tokens that are not `present` (S, Lk) in none: sorted by cluster, prefix first."""
+    """Of clusters ids (S, L), tokens that are not `present` (S or B, Lk) in none: sorted by cluster, prefix first."""
+    if not prefix and is_plain(ids):
+        from ..kernels.cluster import order as by_kernels
+
+        if by_kernels.sortable(ids, K):
+            return Tables(*by_kernels.sorted_tables(ids, present, K), K, longest, False)
+    if present is not None:
+        present = present.repeat_interleave(len(ids) // len(present), 0)
     kind = torch.int16 if K < 1 << 15 else torch.int32
     keys = F.pad(ids.to(kind), (prefix, 0), value=-1)
     if present is not None:

@@ -23,64 +23,77 @@ def fits(K: int, D: int) -> bool:
 
 
 def nearest(
-    query: Tensor | None, key: Tensor, present: Tensor | None, centres: Tensor, iterations: int, step: int
+    query: Tensor | None,
+    key: Tensor,
+    present: Tensor | None,
+    centres: Tensor | None,
+    K: int,
+    iterations: int,
+    step: int,
 ) -> Tensor:
-    """ids (B, Hk, L) int32 of key (B, Hk, L, D) after so many steps on every `step`-th key, from centres (B, Hk, K, D).
+    """ids (B, Hk, L) int32 of key (B, Hk, L, D) after so many steps on every `step`-th key, from centres (B, Hk, K, D),
+    None: keys, evenly spaced.
 
     Metric of query (B, H, Lq, D), None: plain distances; present (B, L) bool: keys that move centres.
     """
     with on_device(key.device):
-        return _nearest(query, rows(key), present, centres, iterations, step)
+        return _nearest(query, rows(key), present, centres, K, iterations, step)
 
 
 def _nearest(
-    query: Tensor | None, key: Tensor, present: Tensor | None, centres: Tensor, iterations: int, step: int
+    query: Tensor | None,
+    key: Tensor,
+    present: Tensor | None,
+    centres: Tensor | None,
+    K: int,
+    iterations: int,
+    step: int,
 ) -> Tensor:
     B, Hk, L, D = key.shape
-    pairs, K, BD = B * Hk, centres.shape[-2], padded(D, 32)
-    KP = padded(K, 32)
-    middle = torch.zeros(pairs, KP, BD, dtype=torch.float32, device=key.device)
-    middle[:, :K, :D] = centres.flatten(0, 1)
-    metric = torch.eye(BD, device=key.device).expand(pairs, BD, BD).contiguous()
-    if query is not None:
-        metric = _metric(rows(query), pairs, BD, metric)
-    weights = key.new_empty(pairs, 2, KP, BD)
-    biases = middle.new_empty(pairs, KP)
-    last = cdiv(L, step)
+    pairs, BD, KP, last = B * Hk, padded(D, 32), padded(K, 32), cdiv(L, step)
     splits = max(1, min(cdiv(2 * multiprocessors(key.device), pairs), cdiv(last, 128)))
     span = cdiv(cdiv(last, splits), 128) * 128
     splits = cdiv(last, span)
+    middle = key.new_empty(pairs, KP, BD, dtype=torch.float32)
+    metric, biases = middle.new_empty(pairs, BD, BD), middle.new_empty(pairs, KP)
     sums, counts = middle.new_empty(splits, pairs, KP, BD), middle.new_empty(splits, pairs, KP)
-    unit, (strides,) = layout(key)
-    ids = torch.empty(B, Hk, L, dtype=torch.int32, device=key.device)
+    weights = key.new_empty(pairs, 2, KP, BD)
+    ids = key.new_empty(B, Hk, L, dtype=torch.int32)
     mask = ids if present is None else present.contiguous().view(torch.uint8)
-    first, then, sum_up, name = _launches(D, BD, KP, unit, key.dtype == torch.float32, present is not None)
+    unit, (strides,) = layout(key)
+    then, sum_up, name = _launches(D, BD, KP, unit, key.dtype == torch.float32, present is not None)
+    moments, over = (metric, 1.0) if query is None else _second_moments(rows(query), pairs, BD)
+    size, apart, start = last, step, key
+    if centres is not None:
+        size, apart, start = K, 1, rows(centres)
+    start_unit, (start_strides,) = layout(start)
+    steps.begin[(pairs,)](
+        start, moments, middle, metric, weights, biases, *start_strides, size, apart, Hk, K,
+        0 if query is None else len(moments), pairs, over, METRIC=query is not None, D=D, BD=BD, KP=KP,
+        UNIT=start_unit, PRECISION="tf32x3", num_warps=8,
+    )  # fmt: skip
     tensors = key, mask, weights, biases, ids, sums, counts, *strides, L, Hk, K
-    state = middle, metric, sums, counts, weights, biases, splits, pairs
-    steps.update.start((pairs, 1, 1), first, *state)
     for _ in range(iterations):
         steps.assign.start((splits, pairs, 1), sum_up, *tensors, span, step)
-        steps.update.start((pairs, 1, 1), then, *state)
+        steps.update.start((pairs, 1, 1), then, middle, metric, sums, counts, weights, biases, splits, pairs)
     steps.assign.start((cdiv(L, 128), pairs, 1), name, *tensors, 128, 1)
     return ids
 
 
 @lru_cache(64)
 def _launches(D: int, BD: int, KP: int, unit: int, single: bool, masked: bool) -> tuple[Fixed, ...]:
-    """Constants of the launches: the first update and the others, sums of keys, and their names."""
-    known = {"BD": BD, "KP": KP, "PRECISION": "tf32x3", "num_warps": 4}
-    shared = known | {"D": D, "UNIT": unit, "PRECISION": "tf32x3" if single else "ieee"}
+    """Constants of the launches: updates, sums of keys, and their names."""
+    shared = {"BD": BD, "KP": KP, "D": D, "UNIT": unit, "PRECISION": "tf32x3" if single else "ieee", "MASKED": masked}
     shared |= {"num_warps": 8 if KP > 64 else 4}
     return (
-        Fixed(known | {"FIRST": True}, True),
-        Fixed(known | {"FIRST": False}, True),
-        Fixed(shared | {"MASKED": masked, "SUMS": True, "N": 64}, unit == 8 and not masked),
-        Fixed(shared | {"MASKED": masked, "SUMS": False, "N": 128}, unit == 8 and not masked),
+        Fixed({"BD": BD, "KP": KP, "PRECISION": "tf32x3", "num_warps": 8}, True),
+        Fixed(shared | {"SUMS": True, "N": 64}, unit == 8 and not masked),
+        Fixed(shared | {"SUMS": False, "N": 128}, unit == 8 and not masked),
     )
 
 
-def _metric(query: Tensor, pairs: int, BD: int, plain: Tensor) -> Tensor:
-    """Second moments (B Hk, BD, BD) of the queries, up to a factor; plain distances where one is not a number."""
+def _second_moments(query: Tensor, pairs: int, BD: int) -> tuple[Tensor, float]:
+    """Sums (S, B Hk, BD, BD) of q q^T over parts of the queries of a key head, and 1 over their number."""
     B, H, Lq, D = query.shape
     unit, (strides,) = layout(query)
     splits = max(1, min(cdiv(2 * multiprocessors(query.device), pairs), cdiv(Lq, 256)))
@@ -92,5 +105,4 @@ def _metric(query: Tensor, pairs: int, BD: int, plain: Tensor) -> Tensor:
         query, found, *strides, Lq, pairs // B, span, GROUP=B * H // pairs, D=D, BD=BD, N=64, UNIT=unit,
         PRECISION=precision, num_warps=4,
     )  # fmt: skip
-    second = found.sum(0) * (B * H // pairs * Lq) ** -1.0
-    return torch.where(second.isfinite().flatten(1).all(-1)[:, None, None], second, plain)
+    return found, (B * H // pairs * Lq) ** -1.0

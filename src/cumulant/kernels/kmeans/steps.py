@@ -11,6 +11,7 @@ for the sums.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from ..cluster.parts import parts, picked_tile
@@ -82,41 +83,78 @@ def assign(
         tl.store(counts + slot * KP + c, number)
 
 
-@kernel
-def update(
-    centres, metric, sums, counts, weights, biases, splits, plane,
-    FIRST: tl.constexpr, BD: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid (B H,). Centres (B H, KP, BD) float32, those without a key left where they are, and w and b of them; FIRST:
-    the centres are given. `plane` = B H."""
-    pid = tl.program_id(0).to(tl.int64)
+@triton.jit
+def write_seen(centre, origin, M, weights, biases, pid, BD: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr):
+    """w and b of centres (KP, BD), as `assign` reads them."""
     d, c = tl.arange(0, BD), tl.arange(0, KP)
-    cell = c[:, None] * BD + d[None, :]
-    centres += pid * (KP * BD)
-    centre = tl.load(centres + cell)
-    if not FIRST:
-        total, number = tl.zeros((KP, BD), tl.float32), tl.zeros((KP,), tl.float32)
-        sums += pid * (KP * BD)
-        counts += pid * KP
-        for _ in range(splits):
-            total += tl.load(sums + cell)
-            number += tl.load(counts + c)
-            sums += plane.to(tl.int64) * (KP * BD)
-            counts += plane.to(tl.int64) * KP
-        over = 1.0 / tl.maximum(number, 1.0)
-        centre = tl.where((number > 0.0)[:, None], total * over[:, None], centre)
-        tl.store(centres + cell, centre)
-        tl.debug_barrier()
-    origin = tl.load(centres + d)
     away = centre - origin[None, :]
-    M = tl.load(metric + pid * (BD * BD) + d[:, None] * BD + d[None, :])
     seen = dot(away, M, None, PRECISION)
     half = 0.5 * tl.sum(away * seen, 1)
     high, low = parts(seen, weights.dtype.element_ty)
-    weights += pid * (2 * KP * BD)
-    tl.store(weights + cell, high)
-    tl.store(weights + KP * BD + cell, low)
+    cell = weights + pid * (2 * KP * BD) + c[:, None] * BD + d[None, :]
+    tl.store(cell, high)
+    tl.store(cell + KP * BD, low)
     full = high.to(tl.float32)
     if weights.dtype.element_ty != tl.float32:
         full += low.to(tl.float32)
     tl.store(biases + pid * KP + c, half + tl.sum(full * origin[None, :], 1))
+
+
+@kernel
+def begin(
+    x, moments, centres, metric, weights, biases, x_b, x_h, x_t, size, step, heads, clusters, splits, plane, over,
+    METRIC: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, KP: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H,). The first centres, evenly out of `size` tokens of x, `step` apart; the metric, `over` times the sum
+    of what `second_moments` found, plain distances without METRIC and where that is not a number; w and b."""
+    pid = tl.program_id(0).to(tl.int64)
+    d, c = tl.arange(0, BD), tl.arange(0, KP)
+    x = head(x, pid // heads, pid % heads, 0, x_b, x_h, x_t, UNIT)
+    token = (c.to(tl.int64) * size // clusters) * step
+    centre = picked_tile(x, token, c < clusters, x_t * UNIT, d, D, BD, False).to(tl.float32)
+    origin = tl.load(x + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(centres + pid * (KP * BD) + c[:, None] * BD + d[None, :], centre)
+    cell = d[:, None] * BD + d[None, :]
+    M = (d[:, None] == d[None, :]).to(tl.float32)
+    if METRIC:
+        total = tl.zeros((BD, BD), tl.float32)
+        moments += pid * (BD * BD) + cell
+        for first in range(0, splits, 4):
+            for i in tl.static_range(4):  # four reads under way
+                total += tl.load(moments, mask=cell < tl.where(first + i < splits, BD * BD, 0), other=0.0)
+                moments += plane.to(tl.int64) * (BD * BD)
+        wrong = tl.max(tl.max((total * 0.0 != 0.0).to(tl.int32), 1), 0)
+        M = tl.where(wrong > 0, M, total * over)
+    tl.store(metric + pid * (BD * BD) + cell, M)
+    write_seen(centre, origin, M, weights, biases, pid, BD, KP, PRECISION)
+
+
+@kernel
+def update(
+    centres, metric, sums, counts, weights, biases, splits, plane,
+    BD: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H,). Centres (B H, KP, BD) float32, those without a key left where they are, and w and b of them.
+    `plane` = B H."""
+    pid = tl.program_id(0).to(tl.int64)
+    d, c = tl.arange(0, BD), tl.arange(0, KP)
+    cell = c[:, None] * BD + d[None, :]
+    centres += pid * (KP * BD)
+    total, number = tl.zeros((KP, BD), tl.float32), tl.zeros((KP,), tl.float32)
+    sums += pid * (KP * BD)
+    counts += pid * KP
+    for first in range(0, splits, 4):
+        for i in tl.static_range(4):
+            end = tl.where(first + i < splits, KP * BD, 0)
+            total += tl.load(sums + cell, mask=cell < end, other=0.0)
+            number += tl.load(counts + c, mask=c < end, other=0.0)
+            sums += plane.to(tl.int64) * (KP * BD)
+            counts += plane.to(tl.int64) * KP
+    over = 1.0 / tl.maximum(number, 1.0)
+    centre = tl.where((number > 0.0)[:, None], total * over[:, None], tl.load(centres + cell))
+    tl.store(centres + cell, centre)
+    tl.debug_barrier()
+    origin = tl.load(centres + d)
+    M = tl.load(metric + pid * (BD * BD) + d[:, None] * BD + d[None, :])
+    write_seen(centre, origin, M, weights, biases, pid, BD, KP, PRECISION)
