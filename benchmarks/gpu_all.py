@@ -72,24 +72,30 @@ def environment() -> dict[str, str]:
     }
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With the processes that it has started: they would run on beside what is timed."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def checked(out: Path, begin: float, tests: bool) -> dict[str, bool]:
     """Whether each check went well; all side by side, and the suite with them."""
     suite = None
     if tests:
         command = [sys.executable, "-m", "tools.test_gpu", "--jobs", "13", "--limit", "240"]
-        suite = subprocess.Popen([*command, "--out", str(out / "gpu_tests.json")])
+        suite = subprocess.Popen([*command, "--out", str(out / "gpu_tests.json")], start_new_session=True)
     logs = {name: out / f"check_{name}.log" for name in CHECKS}
     running, fine = {}, {}
     for name, given in CHECKS.items():
         with logs[name].open("w") as log:
             running[name] = subprocess.Popen(
-                command_of(out, given), env=environment(), stdout=log, stderr=subprocess.STDOUT
+                command_of(out, given), env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
     for name, process in running.items():
         try:
             fine[name] = process.wait(max(1.0, CHECKING + begin - time.monotonic())) == 0
         except subprocess.TimeoutExpired:
-            process.kill()
+            _end(process)
             fine[name] = False
         said = f"== [{time.monotonic() - begin:.0f} s] check of {name}: {process.poll()}"
         print(f"{said}\n{logs[name].read_text()[-3000:]}", flush=True)
@@ -98,8 +104,7 @@ def checked(out: Path, begin: float, tests: bool) -> dict[str, bool]:
         try:
             suite.wait(max(1.0, CHECKING + begin - time.monotonic()))
         except subprocess.TimeoutExpired:  # its record says how many tests are left
-            suite.kill()
-            suite.wait()
+            _end(suite)
         print(f"== [{time.monotonic() - begin:.0f} s] suite: {suite.returncode}", flush=True)
     shutil.rmtree(out / "warm", ignore_errors=True)
     return fine | {"gpu_bench": True}  # it looks again at what it times
