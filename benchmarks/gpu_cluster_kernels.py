@@ -105,8 +105,8 @@ def runners(L: int, form: Form, keep: bool = True) -> dict[str, Callable[[], Any
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     at = layout(q, k, v, outputs[0], g, dq, dk, dv)
     per_query, rest = t._backward_queries(plan, call, g, dq, outputs, *at)
-    sums = (per_query, t._backward_vectors(plan, call, g, rest, vectors, *at))
-    sums = (*sums, t._backward_matrices(plan, call, g, rest[1], responding, vectors, *at))
+    matrices = t._backward_matrices(plan, call, g, rest[1], responding, vectors, *at)
+    sums = (per_query, t._backward_vectors(plan, call, g, rest, vectors, *at)[0], matrices)
     t._backward_keys(plan, call, g, dk, dv, outputs, *sums, *at)
     return {
         "statistics": lambda: t.find_statistics(plan, call, outputs, *at),

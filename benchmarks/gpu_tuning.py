@@ -89,14 +89,13 @@ FAMILIES: dict[str, Family] = {
     "cluster": Family(
         "cluster", _cluster,
         {
-            "attend_pooled": of((128, 8, 2, 32, 2, 128), (64, 8, 2, 32, 3, 128), (64, 8, 2, 32, 2, 128)),
+            "attend_pooled": of((128, 8, 2, 32, 3, 128), (128, 8, 2, 32, 2, 128)),
+            "statistics": of((64, 4, 3, 0, 0, 168), (32, 4, 4, 0, 0, 128)),
             "query_gradients_pooled": of((64, 8, 2, 32, 3, 128), (64, 8, 2, 32, 2, 128)),
-            "key_gradients": of((64, 4, 2, 0, 0, 168)),
+            "vector_gradients": of((64, 4, 2), (64, 8, 2, 0, 0, 128)),
+            "key_gradients": of((64, 4, 2, 0, 0, 168), (64, 4, 3, 0, 0, 168)),
         },
-        (
-            "statistics", "pool", "query_moments", "choose_by_mean", "vector_gradients", "matrix_gradients",
-            "tiles_of_clusters",
-        ),
+        ("pool", "query_moments", "choose_by_mean", "tiles_of_clusters"),
     ),
     "dense 3": Family(
         "order 3, 16k", _dense,

@@ -80,6 +80,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have: 227 KB on an H200, 99 on small GPUs."""
+    most = 232_448
+    found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(found, "shared_memory_per_block_optin", most))
+
+
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Triton launches on the current device: make it that of the tensors."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()

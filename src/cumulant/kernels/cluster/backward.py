@@ -33,6 +33,7 @@ from .parts import (
     laid_out,
     masses,
     near_block,
+    near_list,
     origin_of,
     packed,
     picked_tile,
@@ -195,8 +196,9 @@ def query_gradients(
     if NEAR:
         # Of keys from the origin on: sum_l dz_l (k_l - origin), the same dz_l in both sums, however they were rounded.
         one, changes = tl.trans(cast(tl.full((8, N), 1.0, tl.float32), dtype)), tl.zeros((M, 8), tl.float32)
+        listed = near_list(near, NEAR)
         for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
-            first, end = near_block(near, bounds, i, blocks, T, KP, N, EVEN)
+            first, end = near_block(near, listed, bounds, i, blocks, T, NEAR, KP, N, EVEN)
             token = first + tl.arange(0, N)
             place = placed(order, token, token < end, ORDERED, EVEN)
             keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)

@@ -30,6 +30,7 @@ from .parts import (
     mass_and_gain,
     masses,
     near_block,
+    near_list,
     origin_of,
     packed,
     picked_tile,
@@ -37,6 +38,7 @@ from .parts import (
     query_head,
     ranks,
     reciprocal,
+    rows_from,
     squared,
     tile,
     value_means,
@@ -295,12 +297,16 @@ def attend(
             tl.debug_barrier()
         a = scale * LOG2E
         away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
+        listed = near_list(near, NEAR)
         for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
-            first, end = near_block(near, bounds, i, blocks, T, KP, N, EVEN)
+            first, end = near_block(near, listed, bounds, i, blocks, T, NEAR, KP, N, EVEN)
             token = first + tl.arange(0, N)
-            place = placed(order, token, token < end, ORDERED, EVEN)
-            keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)
-            values = picked_tile(v, place, token < end, v_t, e, E, BE, EVEN)
+            if EVEN and not ORDERED and D == BD and E == BE:
+                keys, values = rows_from(k, first, k_t, d, N), rows_from(v, first, v_t, e, N)
+            else:
+                place = placed(order, token, token < end, ORDERED, EVEN)
+                keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)
+                values = picked_tile(v, place, token < end, v_t, e, E, BE, EVEN)
             u = finished(dot(rows, tl.trans(keys), None, PRECISION))
             if not EVEN:
                 u = tl.where((token < end)[None, :], u, NOTHING)

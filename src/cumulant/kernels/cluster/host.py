@@ -168,7 +168,7 @@ def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
         lambda: fixed_for(
             plan, "attend", unit, *ROWS_OF, "PREFIX", "ORDERED", "E", "RESPONSE",
             CHOOSE=plan.fused, BY_ERROR=shape.rank == "error", KEEP=keep, EVEN=plan.even(config.block), N=config.block,
-            CHUNK_STAGES=1 if plan.fused or apart else config.stages, NEAR_STAGES=config.key_stages or config.stages,
+            CHUNK_STAGES=1 if plan.fused or apart else config.stages, NEAR_STAGES=plan.near_stages(config, q.device),
             STAGES=config.stages, CK=chunk,
         ),
     )  # fmt: skip
@@ -198,8 +198,9 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
         dv.zero_()
     unit, steps = layout(*call[:3], outputs[0], grad, dq, dk, dv)
     per_query, rest = _backward_queries(plan, call, grad, dq, outputs, unit, steps)
-    grad_vectors = _backward_vectors(plan, call, grad, rest, vectors, unit, steps)
-    grad_matrices = _backward_matrices(plan, call, grad, rest[1], responding, vectors, unit, steps)
+    grad_vectors, grad_matrices = _backward_vectors(plan, call, grad, rest, vectors, unit, steps)
+    if grad_matrices is None:
+        grad_matrices = _backward_matrices(plan, call, grad, rest[1], responding, vectors, unit, steps)
     _backward_keys(plan, call, grad, dk, dv, outputs, per_query, grad_vectors, grad_matrices, unit, steps)
     if plan.shape.prefix:
         _backward_prefix(plan, call, grad, dk, dv, per_query, unit, steps)
@@ -224,7 +225,7 @@ def _backward_queries(
         lambda: fixed_for(
             plan, "query_gradients", unit, *ROWS_OF, "ORDERED", "E", "RESPONSE", EVEN=plan.even(config.block),
             N=config.block, CHUNK_STAGES=1 if plan.response in (1, 2) else config.stages,
-            STAGES=config.stages, NEAR_STAGES=config.key_stages or config.stages,
+            STAGES=config.stages, NEAR_STAGES=plan.near_stages(config, q.device),
             CK=min(config.keys or plan.CK, plan.KP),
         ),
     )  # fmt: skip
@@ -240,23 +241,29 @@ def _backward_queries(
 
 def _backward_vectors(
     plan: Plan, call: Call, g: Tensor, rest: Sequence[Tensor], vectors: Tensor, unit: int, steps: Any
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the vectors, and that of one matrix for all clusters (B Hk, 1, BD, BE) where it is summed with them:
+    where all clusters are one chunk and heads narrow enough for registers."""
     q, shape, chunks, config = call.query, plan.shape, plan.KP // plan.CK, plan.config("vector_gradients")
     span, splits = plan.once(f"vector splits {q.device}", lambda: plan.split(plan.pairs * chunks, q.device, 2, 0.001))
-    partial = vectors.new_empty(splits, *vectors.shape)
-    weights, _, dz, dx = rest
+    shared = plan.shares_sums
+    matrix = plan.pairs * plan.BD * plan.BE if shared else 0
+    partial = vectors.new_empty(splits, vectors.numel() + matrix)
     names = (*TILES, "WHOLE", "E", "BE", "CK", "KP", "SQUARE", "PRECISION")
     fixed = plan.once(
         f"vector_gradients {unit}",
         lambda: fixed_for(
-            plan, "vector_gradients", unit, *names, rows=128, N=min(config.block, shape.tile), STAGES=config.stages
+            plan, "vector_gradients", unit, *names, rows=128, N=min(config.block, shape.tile), STAGES=config.stages,
+            SHARED=shared,
         ),
-    )
-    sums.vector_gradients.start(
-        (chunks, plan.pairs, splits), fixed, q, g, weights, dz, dx, partial, *steps[0], *steps[4],
-        shape.length_q, shape.heads, plan.head_tiles, plan.tiles, span, call.scale,
     )  # fmt: skip
-    return partial[0] if splits == 1 else partial.sum(0)
+    sums.vector_gradients.start(
+        (chunks, plan.pairs, splits), fixed, q, g, *rest, partial, *steps[0], *steps[4],
+        shape.length_q, shape.heads, plan.head_tiles, plan.tiles, span, partial.stride(0), call.scale,
+    )  # fmt: skip
+    total = partial[0] if splits == 1 else partial.sum(0)
+    found = total[: vectors.numel()].view(vectors.shape)
+    return found, total[vectors.numel() :].view(plan.pairs, 1, plan.BD, plan.BE) if shared else None
 
 
 def _backward_matrices(

@@ -361,21 +361,57 @@ def turned_tile(x, row, stride, columns, end, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def near_block(near, bounds, i, blocks, T, KP: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
+def near_list(near, NEAR: tl.constexpr):
+    """The first four of a list of NEAR clusters, the first again in place of those that it does not have."""
+    c0 = tl.load(near)
+    c1 = tl.load(near + (1 if NEAR > 1 else 0))
+    c2 = tl.load(near + (2 if NEAR > 2 else 0))
+    return c0, c1, c2, tl.load(near + (3 if NEAR > 3 else 0))
+
+
+@triton.jit
+def even_block(near, listed, i, blocks, NEAR: tl.constexpr, N: tl.constexpr):
+    """`near_block` of EVEN clusters, of a list that `near_list` has read where it is so short: in the loop each block
+    of tokens would wait for the list before it can be asked for."""
+    number = i // blocks
+    if NEAR > 4:
+        c = tl.load(near + number)
+    else:
+        c0, c1, c2, c3 = listed
+        c = c0
+        if NEAR > 1:
+            c = tl.where(number == 1, c1, c)
+        if NEAR > 2:
+            c = tl.where(number == 2, c2, c)
+        if NEAR > 3:
+            c = tl.where(number == 3, c3, c)
+    return (c * blocks + i % blocks) * N, (c + 1) * (blocks * N)
+
+
+@triton.jit
+def near_block(
+    near, listed, bounds, i, blocks, T, NEAR: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr
+):
     """First token of the i-th block of near tokens, and the end of its cluster (0 where the list has a hole): `blocks`
     of each in a list of T, the last of which, a prefix, may have more or fewer.
 
-    EVEN: clusters are whole numbers of blocks, all lists are full; then no more is read than the list.
+    EVEN: clusters are whole numbers of blocks, all lists are full; then no more is read than the list, `listed`.
     """
     if EVEN:
-        c = tl.load(near + i // blocks)
-        return (c * blocks + i % blocks) * N, (c + 1) * (blocks * N)
+        return even_block(near, listed, i, blocks, NEAR, N)
     else:
         number = tl.minimum(i // blocks, T - 1)
         c = tl.load(near + number)
         at = tl.maximum(c, 0)
         first = tl.load(bounds + at) + (i - number * blocks) * N
         return first, tl.where(c >= 0, tl.load(bounds + (KP + 1) + at), 0)
+
+
+@triton.jit
+def rows_from(x, first, stride, columns, N: tl.constexpr):
+    """N rows from `first` on, all there and BLOCK wide: one 64-bit address, and what each thread adds to it."""
+    x += first.to(tl.int64) * stride
+    return tl.load(x + (tl.arange(0, N)[:, None] * stride + columns[None, :]))
 
 
 @triton.jit

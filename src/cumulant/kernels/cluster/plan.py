@@ -15,12 +15,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Config, cdiv, dot_precision, multiprocessors, padded
+from ..launch import Config, cdiv, dot_precision, multiprocessors, padded, shared_memory
 from .bounds import padding, tables
 from .parts import CLOSURE_NUMBER
 
 T = TypeVar("T")
 CHUNK = 64  # clusters whose masses a program holds at once
+THIRD_STAGE = 115_000  # bytes of shared memory that programs take with three stages of near tokens
 
 # Kernel -> Config(tokens of a block, warps, stages of the loop over clusters, -, stages of the loop over near tokens),
 # for 16-bit inputs and heads of up to 64, for 16-bit and up to 128, and for float32. "_pooled": of launches without a
@@ -28,15 +29,15 @@ CHUNK = 64  # clusters whose masses a program holds at once
 # once (0: a chunk). "choose_by_mean": tiles of a program. "matrix_gradients": blocks of queries, in fourth place the
 # clusters of a program, in fifth the programs of a multiprocessor.
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
-    "statistics": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 4, 1)),
+    "statistics": (Config(64, 4, 3, registers=168), Config(64, 4, 2), Config(32, 4, 1)),
     "pool": (Config(128, 4, 1), Config(128, 4, 1), Config(128, 4, 1)),
     "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "query_moments": (Config(0, 4, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "choose_by_mean": (Config(4, 4, 1), Config(4, 8, 1), Config(4, 4, 1)),
     "attend": (Config(128, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
-    "attend_pooled": (Config(128, 8, 2, 32, 2, 128), Config(128, 8, 2, 32, 2), Config(32, 8, 1, 0, 1)),
+    "attend_pooled": (Config(128, 8, 2, 32, 3, 128), Config(128, 8, 2, 32, 2), Config(32, 8, 1, 0, 1)),
     "query_gradients": (Config(64, 8, 3, 32, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
-    "query_gradients_pooled": (Config(64, 8, 2, 32, 2, 128), Config(64, 8, 1, 32, 2), Config(32, 8, 1, 0, 1)),
+    "query_gradients_pooled": (Config(64, 8, 2, 32, 3, 128), Config(64, 8, 1, 32, 2), Config(32, 8, 1, 0, 1)),
     "vector_gradients": (Config(64, 4, 2), Config(64, 8, 1), Config(32, 8, 1)),
     "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
     "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),
@@ -166,10 +167,22 @@ class Plan:
         known = self.shape.listed or self.shape.rank == "mean"
         return self.KP == self.CK and not known and (self.shape.near > 0 or self.response == 2)
 
+    @cached_property
+    def shares_sums(self) -> bool:
+        """Whether the gradient of the one matrix is summed with those of the vectors."""
+        narrow = self.dtype != torch.float32 and max(self.BD, self.BE) <= 64
+        return self.response == 3 and self.KP == self.CK and narrow
+
     def even(self, block: int) -> bool:
         """Whether near tokens are clusters of whole blocks."""
         whole = self.shape.equal and self.shape.longest % block == 0
         return whole and not self.shape.listed and not self.shape.prefix
+
+    def near_stages(self, config: Config, device: torch.device) -> int:
+        """Stages of the loop over near tokens: a third where the list alone says where these are (elsewhere it was not
+        seen to help), on devices that have the shared memory."""
+        stages = config.key_stages or config.stages
+        return stages if self.even(config.block) and shared_memory(device) > THIRD_STAGE else min(stages, 2)
 
     @cached_property
     def response(self) -> int:

@@ -16,15 +16,16 @@ from .parts import block_tile, finished, first_row, scaled, squared, stepped, ti
 
 @kernel
 def vector_gradients(
-    q, g, weights, dz, dx, vectors, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, all_tiles, span, scale,
-    GROUP: tl.constexpr,
+    q, g, weights, gains, dz, dx, partial, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, all_tiles, span, plane,
+    scale, SHARED: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (KP / CK, B H, splits). Sums over `span` tiles for d k_mean, d var and d v_mean of CK clusters.
 
-    WHOLE: all tiles are full.
+    They go to partial, `plane` numbers for each split: (B H, KP, 2 BD + BE). SHARED: behind them dS of one matrix for
+    all clusters, (B H, BD, BE), by the same reading of queries and gradients. WHOLE: all tiles are full.
     """
     pid, split = tl.program_id(1), tl.program_id(2)
     c, line = tl.program_id(0) * CK + tl.arange(0, CK), tl.arange(0, N)
@@ -34,6 +35,8 @@ def vector_gradients(
     start = pid.to(tl.int64) * all_tiles
     at = c[:, None] * M + line[None, :]
     dk, dv, ds = tl.zeros((CK, BD), tl.float32), tl.zeros((CK, BE), tl.float32), tl.zeros((CK, BD), tl.float32)
+    if SHARED:
+        S = tl.zeros((BD, BE), tl.float32)
     parts: tl.constexpr = M // N
     for i in tl.range(split * span * parts, tl.minimum(split * span + span, all_tiles) * parts, num_stages=STAGES):
         row = first_row(i // parts, tiles, M, GROUP) + (i % parts) * N + line
@@ -44,11 +47,18 @@ def vector_gradients(
         dk = dot(tl.load(dz + here + at), rows, dk, PRECISION)
         dv = dot(tl.load(weights + here + at), grad, dv, PRECISION)
         ds = dot(tl.load(dx + here + at).to(SQUARE), squared(rows, SQUARE), ds, PRECISION)
-    row = (split.to(tl.int64) * tl.num_programs(1) + pid) * KP + c
-    vectors += row[:, None] * (2 * BD + BE)
+        if SHARED:  # read turned too: the first factor may lie in registers then, as in `matrix_gradients`
+            turned = turned_tile(own_q, row, q_t * UNIT, d, length_q, D, BD)
+            gain = tl.load(gains + (start + i // parts) * M + (i % parts) * N + line)
+            S = finished(dot(weighed(turned, gain), grad, S, PRECISION))
+    partial += split.to(tl.int64) * plane
+    vectors = partial + (pid.to(tl.int64) * KP + c)[:, None] * (2 * BD + BE)
     tl.store(vectors + d[None, :], dk * scale)
     tl.store(vectors + BD + d[None, :], ds * (0.5 * scale * scale))
     tl.store(vectors + 2 * BD + e[None, :], dv)
+    if SHARED:
+        matrix = partial + tl.num_programs(1).to(tl.int64) * (KP * (2 * BD + BE)) + pid.to(tl.int64) * (BD * BE)
+        tl.store(matrix + d[:, None] * BE + e[None, :], S)
 
 
 @kernel
