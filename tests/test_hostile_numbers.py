@@ -136,6 +136,14 @@ def test_the_third_order_of_two_tokens_is_nothing(dtype, full, backend):
     assert torch.equal(second, third)
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_two_keys_of_nearly_equal_weights_have_nearly_no_third_order(backend):
+    q, k, v = tokens(1, 2, width=5)
+    k = k + torch.tensor([[0.0], [300.0]])
+    found = errors([q, k, v], key_mask=torch.tensor([[9.4e4, 9.9e4]]), order=3, backend=backend)
+    assert max(found) < 5e-7
+
+
 def test_gradients_of_keys_sum_to_zero_where_one_is_all_of_the_weight():
     """Its value lies 1e-8 from their mean, at 1000: float64 holds five digits of that."""
     weights = torch.tensor([[5.0262, 2.656e-06, 1.4527e-05]])

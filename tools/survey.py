@@ -169,7 +169,8 @@ def main() -> int:
         return 0
     found: dict[str, Any] = {}
     if given.out is not None and given.out.exists():
-        found = json.loads(given.out.read_text())["models"]
+        record = json.loads(given.out.read_text())
+        found = {name: {"commit": record["commit"], **one} for name, one in record["models"].items()}
         found = {name: one for name, one in found.items() if one["outcome"] not in given.again}
     names = given.names or (list(classes()) if given.library == "transformers" else timm_names(given.each))
     left = names if given.names else [name for name in names if name not in found]
@@ -193,6 +194,8 @@ def _write(path: Path, library: str, found: dict[str, Any]) -> None:
 
     known = provenance(f"python -m tools.survey {library}")
     known["versions"][library] = version(library)
+    for one in found.values():
+        one.setdefault("commit", known["commit"])  # what was looked at before keeps that of its time
     record = {**known, "summary": summary(found), "models": dict(sorted(found.items()))}
     path.write_text(json.dumps(record, indent=1) + "\n")
 

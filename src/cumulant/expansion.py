@@ -17,7 +17,7 @@ from .call import Call, check_order, positions_of
 from .causal import DIAGONAL_CHUNK, causal_attention
 from .kernels import launch, notice
 from .kernels.dense import cpu
-from .moments import centred_sums, exact_dtype, full_third_by_pairs, ratio, statistics_dtype
+from .moments import FEW, centred_sums, exact_dtype, full_third_by_pairs, ratio, statistics_dtype
 from .tensors import in_units, one_batch
 from .tracing import transformed, without_autocast
 
@@ -49,7 +49,7 @@ def expand(call: Call, form: Form) -> Tensor:
     """Expansion around 0, (..., H, Lq, E), of a checked call; `closure` and `around` of the form are not looked at."""
     query, key, value = call[:3]
     weighted = call.key_mask is not None and call.key_mask.is_floating_point()
-    if form.order == 3 and not weighted and not torch.compiler.is_compiling() and key.shape[-2] <= 2:
+    if form.order == 3 and not weighted and _at_most(2, key.shape[-2]):
         form = form._replace(order=2, full=False)  # the third cumulant of two tokens is 0: no rounding of it is added
     if form.backend == "cpu" and query.device.type != "cpu":
         raise ValueError(f'backend="cpu" needs tensors on the CPU, got {query.device}; use backend="auto"')
@@ -145,13 +145,20 @@ def _reference(
         out = causal_attention(q, key, value, order=order, full=full, weights=w, scale=scale, gain=gain)
         return out.flatten(-4, -3)
     rows = q.flatten(-3, -2).to(statistics_dtype(query.dtype))  # 16 bits hold the sum of many values last
+    if _at_most(FEW, key.shape[-2]):
+        key, value = key.to(exact_dtype(key)), value.to(exact_dtype(value))
     if full and rows.shape[-2] * key.shape[-2] <= key.shape[-1] ** 2 * value.shape[-1]:  # pairs are fewer than moments
         out = full_third_by_pairs(rows, key, value, w, scale)
     else:
-        out = centred_sums(key, value, order, full, w).apply(rows, scale)
+        out = centred_sums(key, value, order, full, w).to(rows.dtype).apply(rows, scale)
     if normalization == "sum":
         out = out * _total_weight(key, weights, unit)
     return out.to(query.dtype).unflatten(-2, q.shape[-3:-1]).flatten(-4, -3)
+
+
+def _at_most(few: int, keys: int) -> bool:
+    """Whether keys are so few; never where the code is traced for any number of them."""
+    return not torch.compiler.is_compiling() and keys <= few
 
 
 def _total_weight(key: Tensor, weights: Tensor | None, unit: Tensor | None) -> Tensor:
@@ -174,7 +181,7 @@ def path_for(
         return "triton" if takes_kernels("attention", form, q, v, weights, is_causal, scale) else "reference"
     beyond = _beyond_kernels(form, weights, is_causal, scale)
     tiled = q.device.type == "cpu" and not is_causal and beyond is None and not torch.compiler.is_compiling()
-    return "cpu" if tiled else "reference"
+    return "cpu" if tiled and not _at_most(FEW, k.shape[-2]) else "reference"
 
 
 def takes_kernels(
@@ -201,9 +208,9 @@ def _beyond_kernels(form: Form, weights: Tensor | None, is_causal: bool, scale: 
         return "torch.func transforms and forward-mode gradients need plain torch"
     if weights is not None and weights.requires_grad:
         return "kernels give key_mask no gradient; pass key_mask.detach() if none is wanted"
-    uneven = is_causal and weights is not None and weights.is_floating_point() and not torch.compiler.is_compiling()
-    if uneven and weights is not None and weights.shape[-1] <= DIAGONAL_CHUNK:
-        return f"causal rows of up to {DIAGONAL_CHUNK} weighted keys may cancel: plain torch has float64 for them"
+    few = DIAGONAL_CHUNK if is_causal else 2
+    if weights is not None and weights.is_floating_point() and _at_most(few, weights.shape[-1]):
+        return f"terms of up to {few} weighted keys may nearly cancel: plain torch has float64 for them"
     if is_causal and form.order == 2 and abs(scale) < LEAST_SCALE:
         return f"causal kernels take a scale of {LEAST_SCALE:g} or more, got {scale:g}; scale the query instead"
     return None
