@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cumulant.call import Call
 from cumulant.nn import MultiheadAttention
 from cumulant.zoo import hierarchical
-from cumulant.zoo.hierarchical import HierarchicalAttention, hierarchical_energy, make_tree
+from cumulant.zoo.hierarchical import HierarchicalAttention, make_tree
 from cumulant.zoo.probes import LargestTensor
 from cumulant.zoo.tree import Tree
 
@@ -20,6 +20,14 @@ HSA = hierarchical.HIERARCHICAL
 def draw(*shapes, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+
+
+def energy_of(query, key, **layout):
+    """phi(root), (..., H): its gradient is the attention, -N d phi / d q_i = scale sum_j theta_ij k_j."""
+    call = Call(query, key, key).prepared()
+    tree = make_tree(query.shape[-2], device=query.device, **layout)
+    found = hierarchical._leaves(call, "dot", tree, None)
+    return hierarchical._up(found, tree, call.softmax_scale, None, torch.float32)[1].squeeze(-1)
 
 
 def leaves(node):
@@ -178,7 +186,7 @@ def test_it_is_the_nearest_block_matrix_to_softmax_and_the_energy_says_how_near(
     logits = query[0, 0] @ key[0, 0].mT / 2
     theta, softmax = HSA.scores(query, key, tree=tree)[0, 0], logits.softmax(-1)
     best = kl(theta, softmax)
-    energy = hierarchical_energy(Call(query, key, key), tree=tree)
+    energy = energy_of(query, key, tree=tree)
     torch.testing.assert_close(9 * energy[0, 0] + logits.logsumexp(-1).sum(), best)
     for seed in range(20):  # other block matrices: those of other queries and keys, from near to far
         q, k = draw((1, 1, 9, 4), (1, 1, 9, 4), seed=seed + 1)
@@ -197,7 +205,7 @@ def test_tokens_that_agree_within_every_node_get_softmax():
 def test_the_gradient_of_the_energy_is_the_attention():
     query, key = draw((1, 2, 10, 4), (1, 2, 10, 4))
     query.requires_grad_()
-    (gradient,) = torch.autograd.grad(hierarchical_energy(Call(query, key, key), branching=3).sum(), query)
+    (gradient,) = torch.autograd.grad(energy_of(query, key, branching=3).sum(), query)
     torch.testing.assert_close(-10 * gradient, HSA(query, key, key, branching=3) / 2)
 
 

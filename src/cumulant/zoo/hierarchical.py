@@ -74,20 +74,6 @@ def hierarchical_attention(
     return out.masked_fill((leaves.size == 0).unsqueeze(-1), 0)
 
 
-def hierarchical_energy(
-    call: Call, *, energy: str = "dot", tables: Sequence[Tensor] | None = None, **layout: Any
-) -> Tensor:
-    """phi(root), (..., H), of at least one token; `layout` is branching, levels and tree.
-
-    Its gradient is the attention: -N d phi / d q_i = scale sum_j theta_ij k_j for the energy "dot".
-    """
-    HIERARCHICAL.check(call)
-    check_choice("energy", energy, ENERGIES)
-    call = call.prepared()
-    nodes = _tree_of(call, **layout)
-    return _up(_leaves(call, energy, nodes, tables), nodes, call.softmax_scale, tables, torch.float32)[1].squeeze(-1)
-
-
 class Nodes(NamedTuple):
     """A level on the way up: of each node the number of leaves, the means over them and the energy."""
 
