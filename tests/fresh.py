@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from functools import cache
 from pathlib import Path
@@ -58,6 +59,12 @@ class begun:  # noqa: N801  # reads as `python` and `forked` do
     @property
     def err(self) -> str:
         return (Path(self.said.name) / "err").read_text()
+
+    def first_line(self) -> str:
+        """As soon as it is there; what is there where the program ends before."""
+        while "\n" not in self.out and self.poll() is None:
+            time.sleep(0.02)
+        return self.out.partition("\n")[0]
 
     def poll(self, flags: int = os.WNOHANG) -> int | None:
         """Its exit status; None while it runs."""

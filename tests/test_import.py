@@ -13,12 +13,24 @@ from cumulant.lazy import lazy
 HEAVY = ("torch._dynamo", "triton", "transformers", "timm", "matplotlib", "PIL", "sklearn", "kornia", "fastapi")
 
 
-def test_using_the_names_of_the_library_imports_no_compiler_and_no_optional_package():
-    use = "[getattr(cumulant, name) for name in cumulant.__all__]"
-    code = f"import sys, cumulant; {use}; print(*(name for name in {HEAVY} if name in sys.modules))"
-    environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": ""}  # without a GPU and without Triton's interpreter
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert found.stdout.split() == []
+@pytest.fixture(scope="module")
+def imported():
+    """What a fresh interpreter says of the module `attention`, imported before all else, and then of all names.
+
+    Without a GPU and without Triton's interpreter.
+    """
+    code = (
+        "import importlib, sys, cumulant; importlib.import_module('cumulant.attention'); "
+        "print(callable(cumulant.attention)); [getattr(cumulant, name) for name in cumulant.__all__]; "
+        f"print(*(name for name in {HEAVY} if name in sys.modules))"
+    )
+    environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.splitlines()
+
+
+def test_using_the_names_of_the_library_imports_no_compiler_and_no_optional_package(imported):
+    assert imported[1].split() == []
 
 
 def test_importing_the_library_does_not_import_torch():
@@ -44,12 +56,8 @@ def test_every_name_of_a_room_can_be_had_and_is_listed(room):
     assert set(module.__all__) <= set(dir(module))
 
 
-def test_a_function_hides_the_module_of_its_name_whichever_is_imported_first():
-    code = (
-        "import importlib, cumulant; importlib.import_module('cumulant.attention'); print(callable(cumulant.attention))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "True"
+def test_a_function_hides_the_module_of_its_name_whichever_is_imported_first(imported):
+    assert imported[0] == "True"
 
 
 def test_rooms_are_there_without_an_import_of_their_own_and_others_are_not():

@@ -9,8 +9,6 @@ import json
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,12 +146,11 @@ def test_the_examples_run_and_the_explorer_shows_their_models(tmp_path):
 @contextmanager
 def explorer(*models: str, folder: Path) -> Iterator[str]:
     """`cumulant explore` in a process of its own until the block ends, as by Ctrl-C; its address."""
-    command = [sys.executable, "-m", "cumulant.cli", "explore", *models, "--port", "0"]
-    process = subprocess.Popen(command, cwd=folder, env=fresh.environment(), stdout=subprocess.PIPE, text=True)
+    process = fresh.begun(*fresh.CUMULANT, "explore", *models, "--port", "0", folder=folder)
     try:
-        told = process.stdout.readline()
-        assert "the explorer is at http://" in told, told
+        told = process.first_line()
+        assert "the explorer is at http://" in told, told + process.err
         yield re.search(r"http://\S+", told)[0]
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait() == 0

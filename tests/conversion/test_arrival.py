@@ -1,8 +1,6 @@
 """What people who come from transformers meet first: our names are there, and no model takes one in silence."""
 
-import subprocess
-import sys
-
+import fresh
 import pytest
 import torch
 from small_models import transformers
@@ -20,13 +18,14 @@ def gptj(name="GPTJModel"):
     return getattr(t, name)(config).eval()
 
 
-@pytest.mark.parametrize("first", ["cumulant, transformers", "transformers, cumulant"])
-def test_our_names_are_registered_whichever_is_imported_first(first):
+@pytest.mark.parametrize(
+    ("first", "run"), [("cumulant, transformers", fresh.forked), ("transformers, cumulant", fresh.python)]
+)
+def test_our_names_are_registered_whichever_is_imported_first(first, run, tmp_path):
     transformers()
     code = f"import {first}; import transformers.modeling_utils; from transformers import AttentionInterface as a; "
     code += "print('cumulant3' in a._global_mapping)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "True"
+    assert run("-c", code, folder=tmp_path).strip() == "True"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """The examples print the same losses from one process and from two that share the context."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import fresh
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -42,15 +40,11 @@ sys.exit(bool(any(codes)))
 @pytest.mark.parametrize(
     ("name", "needs"), [("torch", "torch"), ("accelerate", "accelerate"), ("trainer", "accelerate")]
 )
-def test_two_processes_that_share_a_context_print_the_losses_of_one(name, needs):
+def test_two_processes_that_share_a_context_print_the_losses_of_one(name, needs, tmp_path):
     if find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER, str(FOLDER / f"split_{name}.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    alone, both = done.stdout.split("processes 2")
+    said = fresh.forked("-c", WORKER, str(FOLDER / f"split_{name}.py"), folder=tmp_path)
+    alone, both = said.split("processes 2")
     losses = [
         [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")] for said in (alone, both)
     ]

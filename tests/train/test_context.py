@@ -5,12 +5,10 @@ AdamW hides a wrong scale of the gradients, so these are compared as they are ap
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from context_worker import CASES, SMALL, trained
@@ -28,11 +26,8 @@ WORLD = 4  # two groups of two: data x context
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     folder = tmp_path_factory.mktemp("many")
-    command = [sys.executable, str(Path(__file__).with_name("context_worker.py")), str(folder), str(WORLD), free_port()]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    worker = str(Path(__file__).with_name("context_worker.py"))
+    fresh.forked(worker, str(folder), str(WORLD), free_port(), folder=folder)
     return folder
 
 

@@ -1,20 +1,19 @@
 """A server that half a request cannot hold: over real sockets, with limits of a fraction of a second."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 
 pytest.importorskip("fastapi")
 
 SERVER = """
 import sys
+sys.path.insert(0, sys.argv[2])
 from dataclasses import replace
 from small_explorer import noise, small_model
 from cumulant.web import Example, Limits, create_app, serve
@@ -28,15 +27,13 @@ with serve.listen("127.0.0.1", 0) as door:
 
 
 @pytest.fixture(params=[1])
-def server(request):
+def server(request, tmp_path):
     """Its process, which gives a body so many seconds, and its port."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    words = [sys.executable, "-c", SERVER, str(request.param)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
-    port = int(process.stdout.readline())
-    yield process, port
-    process.kill()
-    process.wait()
+    process = fresh.begun("-c", SERVER, str(request.param), str(Path(__file__).parent), folder=tmp_path)
+    yield process, int(process.first_line())
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
 
 
 def answer(door):
@@ -71,4 +68,7 @@ def test_ctrl_c_does_not_wait_for_half_an_upload(server):
         waiting.sendall(b"POST /api/images HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\nhalf")
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        patience = time.monotonic() + 20
+        while process.poll() is None:
+            assert time.monotonic() < patience, "it waits for the rest of the upload"
+            time.sleep(0.02)
