@@ -71,14 +71,17 @@ def test_the_kept_records_are_those_of_the_leaderboard():
 def test_studies_of_a_lane_follow_each_other(tmp_path):
     asked = visit.Visit(cab=3, study=("pavlovian:2 then random-features:4:cuda", "sinks:1:cpu:--setting paper"))
     first, second = visit.lanes(asked, tmp_path, 1.5)
-    assert visit.benchmark(asked, tmp_path, 1.5)[3:5] == ["bench", "cab"]
+    assert [line[3:5] for line in visit.benchmark(asked, tmp_path, 1.5)] == [["bench", "cab"]]
     assert [line[4] for line in first] == ["pavlovian", "random-features"]
     assert [line[line.index("--device") + 1] for line in first] == ["cpu", "cuda"]
     assert "--setting paper" in " ".join(second[0])
 
 
-def test_a_command_that_outlasts_the_visit_is_ended_with_its_children(tmp_path, capsys):
+def test_a_command_that_outlasts_the_visit_is_ended_with_its_children(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(visit, "LAST", 0)
     forever = [visit.sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
-    visit.follow(0, [forever, forever], tmp_path, {}, visit.time.monotonic() - visit.LAST / 2)
+    times = []
+    visit.follow(0, [forever, forever], tmp_path, {}, visit.time.monotonic() + 0.5, times)
     said = capsys.readouterr().out
     assert said.count("still running, ended") == 1, "the second is not begun"
+    assert [one["ended"] for one in times] == ["still running, ended"]
