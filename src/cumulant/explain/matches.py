@@ -82,7 +82,9 @@ class Matcher:
     @contextmanager
     def replaced(self, name: str, pair: Pair, exact: Sequence[str] = ()) -> Iterator[int]:
         """Another attention for a while in the layers whose names hold none of the words `exact`; says in how many."""
-        plan = {layer: name for layer in self.layers(pair) if not any(word in layer for word in exact)}
+        plan: dict[int | str, str] = {
+            layer: name for layer in self.layers(pair) if not any(word in layer for word in exact)
+        }
         layers = len(convert(self.model, layers=plan, force=True, example=(pair,)).replaced)
         try:
             yield layers

@@ -158,7 +158,8 @@ def correlations(index: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[d
         middle, margin = math.atanh(max(-0.999999, min(0.999999, r))), 1.96 / math.sqrt(len(names) - 3)
         low, high = math.tanh(middle - margin), math.tanh(middle + margin)
         read = READING.get((a, b))
-        verdict = None if read is None else judge(*sorted((read * low, read * high)), least=0)
+        ends = [] if read is None else sorted((read * low, read * high))
+        verdict = judge(ends[0], ends[1], least=0) if ends else None
         about = {"uses": [a, b], "mechanisms": len(names), "cab": read, "verdict": verdict}
         found.append({**about, "r": r, "low": low, "high": high})
     return found
