@@ -67,3 +67,20 @@ def compare_with(
     if absent is not None:
         assert not inputs[1].grad.masked_select(absent).any()
         assert not inputs[2].grad.masked_select(absent).any()
+
+
+def compare_views(
+    kernels: Callable[..., Tensor], reference: Callable[..., Tensor], length: int, tolerance: float
+) -> None:
+    """Views of one projection are read in place, and their gradients are its own."""
+    qkv = tokens(1, length, 3, 2, 24, mean=1).requires_grad_()
+    exact = qkv.detach().double().requires_grad_()
+    out, expected = (
+        function(*(x.transpose(1, 2) for x in whole.unbind(2)), None, 3, 0.2)
+        for function, whole in ((kernels, qkv), (reference, exact))
+    )
+    assert out.transpose(1, 2).is_contiguous()
+    for one in (out, expected):
+        one.square().sum().backward()
+    assert error(out, expected) < tolerance
+    assert error(qkv.grad, exact.grad) < tolerance

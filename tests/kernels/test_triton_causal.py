@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_checks import DEVICE, NAMES, compare_with, error, poisoned_memory, tokens  # noqa: F401
+from kernel_checks import DEVICE, NAMES, compare_views, compare_with, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
 from cumulant.causal import causal_attention
@@ -98,17 +98,7 @@ def test_sum_normalization_without_a_mask() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_views_of_a_projection_are_read_in_place() -> None:
-    B, L, H, D = 1, 65, 2, 24
-    qkv = tokens(B, L, 3, H, D, mean=1).requires_grad_()
-    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
-    out = triton_causal.attention(q, k, v, None, 3, 0.2)
-    assert out.transpose(1, 2).is_contiguous()
-    out.square().sum().backward()
-    exact = qkv.detach().double().requires_grad_()
-    expected = reference(*(x.transpose(1, 2) for x in exact.unbind(2)), None, 3, 0.2)
-    expected.square().sum().backward()
-    assert error(out, expected) < TOLERANCE[torch.float32]
-    assert error(qkv.grad, exact.grad) < TOLERANCE[torch.float32]
+    compare_views(triton_causal.attention, reference, 65, TOLERANCE[torch.float32])
 
 
 @pytest.mark.usefixtures("path")

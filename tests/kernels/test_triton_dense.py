@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_checks import DEVICE, compare_with, error, poisoned_memory, tokens  # noqa: F401
+from kernel_checks import DEVICE, compare_views, compare_with, error, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
 from cumulant.kernels import launch
@@ -96,18 +96,7 @@ def test_sum_normalization_without_a_mask() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_views_of_a_projection_are_read_in_place() -> None:
-    B, L, H, D = 1, 50, 2, 24
-    qkv = tokens(B, L, 3, H, D, mean=1).requires_grad_()
-    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
-    out = triton_dense.attention(q, k, v, None, 3, 0.2)
-    assert out.transpose(1, 2).is_contiguous()
-    out.square().sum().backward()
-    exact = qkv.detach().double().requires_grad_()
-    q, k, v = (x.transpose(1, 2) for x in exact.unbind(2))
-    expected = reference(q, k, v, None, 3, 0.2)
-    expected.square().sum().backward()
-    assert error(out, expected) < TOLERANCE[torch.float32]
-    assert error(qkv.grad, exact.grad) < TOLERANCE[torch.float32]
+    compare_views(triton_dense.attention, reference, 50, TOLERANCE[torch.float32])
 
 
 @pytest.mark.usefixtures("path")
