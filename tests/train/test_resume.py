@@ -16,13 +16,6 @@ from cumulant.train import RecipeError, files, optimise, read_log, read_recipe, 
 from cumulant.train import log as log_module
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train(FULL, folder, source=few_digits())
-    return outcome(folder)
-
-
 def nth_call(module, name, number, instead, file=""):
     """Replace a function so that its `number`-th call, counted from 1, goes to `instead(original, *arguments)`.
 

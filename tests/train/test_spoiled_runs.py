@@ -33,13 +33,6 @@ def train_until(folder, step, recipe=FULL):
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("calm")
-    train(FULL, folder, source=few_digits())
-    return folder
-
-
-@pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     train_until(folder, 9)
@@ -82,27 +75,27 @@ def lose_the_checksum(path):
 
 
 @pytest.mark.parametrize("spoil", [cut_short, flip_a_weight, flip_the_step, lose_the_checksum])
-def test_a_damaged_state_is_told_and_the_run_goes_on_from_the_one_before_it(calm, stopped, tmp_path, spoil):
+def test_a_damaged_state_is_told_and_the_run_goes_on_from_the_one_before_it(undisturbed, stopped, tmp_path, spoil):
     folder = shutil.copytree(stopped, tmp_path / "run")
     spoil(folder / "state.safetensors")
     with pytest.warns(UserWarning, match=r"state.safetensors is damaged \(.*\): .* the one before it, after step 5"):
         train(FULL, folder, source=few_digits())
-    assert outcome(folder) == outcome(calm)
+    assert outcome(folder) == undisturbed
 
 
-def test_the_state_before_is_not_lost_to_a_damaged_one_when_the_run_is_killed_again(calm, stopped, tmp_path):
+def test_the_state_before_is_not_lost_to_a_damaged_one_when_the_run_is_killed_again(undisturbed, stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     cut_short(folder / "state.safetensors")
     train_until(folder, 1)
     train(FULL, folder, source=few_digits())
-    assert outcome(folder) == outcome(calm)
+    assert outcome(folder) == undisturbed
 
 
-def test_a_run_killed_between_two_renamings_goes_on_from_the_state_before(calm, stopped, tmp_path):
+def test_a_run_killed_between_two_renamings_goes_on_from_the_state_before(undisturbed, stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     (folder / "state.safetensors").unlink()
     train(FULL, folder, source=few_digits())
-    assert outcome(folder) == outcome(calm)
+    assert outcome(folder) == undisturbed
 
 
 def test_two_damaged_states_are_told_with_the_way_out(stopped, tmp_path):
@@ -114,7 +107,7 @@ def test_two_damaged_states_are_told_with_the_way_out(stopped, tmp_path):
         train(FULL, folder, source=few_digits())
 
 
-def test_a_state_from_before_there_were_checksums_is_gone_on_from(calm, stopped, tmp_path):
+def test_a_state_from_before_there_were_checksums_is_gone_on_from(undisturbed, stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     path = folder / "state.safetensors"
     header = {key: value for key, value in read_header(path).items() if key != "checksum"}
@@ -122,7 +115,7 @@ def test_a_state_from_before_there_were_checksums_is_gone_on_from(calm, stopped,
     for name in ("state-before.safetensors", "data.json"):
         (folder / name).unlink()
     train(FULL, folder, source=few_digits())
-    assert outcome(folder) == outcome(calm)
+    assert outcome(folder) == undisturbed
 
 
 def of_a_deeper_model(folder):
@@ -149,7 +142,7 @@ def test_files_of_a_run_whose_recipe_is_not_known_are_left_alone(stopped, tmp_pa
 
 
 @pytest.mark.parametrize("number", [2, 4])
-def test_a_deletion_stopped_at_any_file_leaves_a_run_that_begins_anew(calm, tmp_path, number):
+def test_a_deletion_stopped_at_any_file_leaves_a_run_that_begins_anew(calm, undisturbed, tmp_path, number):
     folder = shutil.copytree(calm, tmp_path / "run")
 
     def work():
@@ -165,10 +158,10 @@ def test_a_deletion_stopped_at_any_file_leaves_a_run_that_begins_anew(calm, tmp_
 
     assert in_child(work) == -signal.SIGKILL
     train(FULL, folder, source=few_digits())
-    assert outcome(folder) == outcome(calm)
+    assert outcome(folder) == undisturbed
 
 
-def test_a_run_killed_before_its_state_is_removed_is_finished_when_it_is_read(calm, tmp_path):
+def test_a_run_killed_before_its_state_is_removed_is_finished_when_it_is_read(undisturbed, tmp_path):
     def work():
         rename = os.replace
         os.replace = lambda old, new: (rename(old, new), str(new).endswith("result.json") and kill_self())
@@ -177,7 +170,7 @@ def test_a_run_killed_before_its_state_is_removed_is_finished_when_it_is_read(ca
     assert in_child(work) == -signal.SIGKILL
     assert (tmp_path / "state.safetensors").exists()
     train(FULL, tmp_path, source=few_digits())
-    assert outcome(tmp_path) == outcome(calm)
+    assert outcome(tmp_path) == undisturbed
 
 
 def test_a_result_that_is_cut_short_is_told(calm, tmp_path):
