@@ -118,7 +118,7 @@ def random_features() -> Expected:
     )
     said = "0.05 (acceptance 3: noise); above 0.95 both are noise of 500 test points"
     return Expected(
-        "random-features", "cumulant study random-features", said, found, {"heads": 300, "intercept": False}
+        "random-features", "cumulant study random-features", said, found, {"heads": 300, "centred": False}
     )
 
 
