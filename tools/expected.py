@@ -117,9 +117,7 @@ def random_features() -> Expected:
         Line("f1 p=2 by heads", "RFA", {f"heads={count}": x for count, x in heads.items()}, share=0.2, least=0.05)
     )
     said = "0.05 (acceptance 3: noise); above 0.95 both are noise of 500 test points"
-    return Expected(
-        "random-features", "cumulant study random-features", said, found, {"heads": 300, "centred": False}
-    )
+    return Expected("random-features", "cumulant study random-features", said, found, {"heads": 300, "centred": False})
 
 
 def approximation() -> Expected:
