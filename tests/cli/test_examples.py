@@ -40,9 +40,9 @@ RUN = {  # an example: what is run for it, itself where it takes seconds; in thi
     "cumulant bench efficiency --attention linear cumulant3 --lengths 512 1024 2048 4096 --pattern causal": (
         "cumulant bench efficiency --attention linear cumulant3 --lengths 64 128 --pattern causal"
     ),
-    "cumulant bench train": "cumulant bench train --attention softmax --seeds 1 --epochs 2 --control 1",
+    "cumulant bench train": "cumulant bench train --attention softmax --seeds 1 --epochs 1 --control 1",
     "cumulant reproduce --attention softmax cumulant3 --seeds 3 --epochs 10 --out runs/quick": (
-        "cumulant reproduce --attention softmax cumulant3 --seeds 1 --epochs 2 --control 0 --workers 1 --out runs/quick"
+        "cumulant reproduce --attention softmax cumulant3 --seeds 1 --epochs 1 --control 0 --workers 1 --out runs/quick"
     ),
 }
 SERVED = f"cumulant explore {DIGITS} runs/digits-cumulant3-0 --port 9000"  # below with two models of the above
