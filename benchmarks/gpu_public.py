@@ -57,6 +57,7 @@ PRODUCTS = {
     "zoo: agent": "softmax over a few agents, where fused kernels are slow: products",
     "zoo: combiner": "products of blocks",
     "zoo: aaren": "a scan of sums",
+    "layer: lama": "one query a head, and keys of one number: products",
     "zoo: hierarchical": "products of blocks",
     "layer: rcmha": "queries meet offsets as well as keys: products",
 }

@@ -133,7 +133,7 @@ def setting(places: list[Path], commit: str | None) -> dict[str, Any]:
     here = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "command": "python -m tools.test_gpu " + " ".join(map(str, places)),
-        "commit": commit or here or None,
+        "commit": commit or os.environ.get("CUMULANT_COMMIT") or here or None,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "no GPU",
         "cores": os.cpu_count(),
         "python": platform.python_version(),

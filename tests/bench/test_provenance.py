@@ -27,5 +27,5 @@ def test_no_host_user_or_path_is_recorded():
 
 
 def test_a_copy_is_told_its_commit(monkeypatch):
-    monkeypatch.setenv("CUMULANT_COMMIT", "0123456789ab")
+    monkeypatch.setenv("CUMULANT_COMMIT", "0123456789ab" + "0" * 28)
     assert provenance("x")["commit"] == "0123456789ab"

@@ -34,8 +34,8 @@ def test_host_times_are_given_beside_those_of_sdpa() -> None:
     record = {**ORIGIN, "calls": {"f": {"repeated": [31.0, 205.0, 20.0, 160.0]}}}
     assert "| `f` | 31 (20) | +11 | 205 (160) | +45 |" in speed_page.host_block(record)
     rows = speed_page.goals_block({"gpu_host": record})
-    assert "| host, `CUMULANT_DIRECT=1`, forward, microseconds more than SDPA | at most 25 | 11 | yes |" in rows
-    assert "| host, `CUMULANT_DIRECT=1`, step, microseconds more than SDPA | at most 25 | 45 | **no** |" in rows
+    assert "| host, forward, microseconds more than SDPA | at most 25 | 11 | yes |" in rows
+    assert "| host, step, microseconds more than SDPA | at most 25 | 45 | **no** |" in rows
 
 
 def test_without_records_the_page_says_so() -> None:

@@ -26,7 +26,7 @@ def commit() -> str | None:
     checkout without a commit: a wrong commit would be worse than none.
     """
     if told := os.environ.get("CUMULANT_COMMIT"):
-        return told
+        return told[:12]
     root = Path(cumulant.__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
