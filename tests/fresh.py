@@ -54,11 +54,16 @@ class begun:  # noqa: N801  # reads as `python` and `forked` do
 
     @property
     def out(self) -> str:
-        return (Path(self.said.name) / "out").read_text()
+        return self._said("out")
 
     @property
     def err(self) -> str:
-        return (Path(self.said.name) / "err").read_text()
+        return self._said("err")
+
+    def _said(self, where: str) -> str:
+        """Nothing, while the copy has not begun to write."""
+        file = Path(self.said.name) / where
+        return file.read_text() if file.exists() else ""
 
     def first_line(self) -> str:
         """As soon as it is there; what is there where the program ends before."""

@@ -138,7 +138,9 @@ def lightglue(folder: Path) -> Any:
     for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
         del sys.modules[name]
     sys.modules[PACKAGE] = package
+    before = torch.backends.cudnn.deterministic
     code: Any = importlib.import_module(f"{PACKAGE}.lightglue")
+    torch.backends.cudnn.deterministic = before  # which its import sets for the whole process
 
     def forward(self: Any, x0: Tensor, x1: Tensor, mask: None = None) -> tuple[Tensor, Tensor]:
         heads = [
