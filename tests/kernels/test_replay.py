@@ -170,6 +170,15 @@ def test_what_was_learned_wrongly_is_found_out_and_not_repeated(monkeypatch: pyt
         assert torch.equal(CASES["dense"](*inputs), wanted)
 
 
+@pytest.mark.parametrize(("argument", "learned"), [(3, True), (SimpleNamespace(base=torch.zeros(4)), False)])
+def test_a_launch_with_an_argument_that_may_hold_an_address_is_not_learned(argument: Any, learned: bool) -> None:
+    x, watch = torch.zeros(4), replay.Watch()
+    watch.launches.append((Compiled(None, {}, []), (1, 1, 1), (x, argument), ()))
+    memory = replay.Memory(watch, [x], [])
+    memory.starts(0)
+    assert memory.sound is learned
+
+
 def test_one_tensor_for_query_and_key_is_not_taken_for_two() -> None:
     q, k, v = made(0)
     call = CASES["dense"]

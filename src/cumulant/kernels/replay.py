@@ -41,6 +41,7 @@ LOOKS = {  # and those that only look at some
     "is_contiguous", "select", "size", "squeeze", "storage_offset", "stride", "transpose", "unsqueeze", "view",
     "untyped_storage",
 }  # fmt: skip
+SIMPLE = (int, float, str, torch.dtype, type(None))  # arguments of a launch that are the same every time
 _now = threading.local()
 _records: dict[Any, Any] = {}  # kind -> how often it was seen, a Record, or None: it cannot be learned
 
@@ -308,6 +309,8 @@ class Memory:
                     arguments[i] = x.data_ptr()
                     if place is not None:
                         places.append((i, *place))
+                elif not isinstance(x, SIMPLE):  # a descriptor, say, which may hold the address of a tensor
+                    self.sound = False
             items.append(Launch(compiled, grid, arguments, places))
             constants.append(rest)
         self.sound = self.sound and self.watch.sound
