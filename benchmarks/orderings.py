@@ -35,6 +35,7 @@ from cumulant.bench.provenance import provenance, read_result
 from cumulant.bench.work import WorkCounter
 from cumulant.nn import MultiheadAttention
 from cumulant.train.files import claim_room, write_atomically
+from cumulant.train.optimise import descend
 
 SCALES, RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0), (1e-3, 1e-2, 1e-1, 1.0)
 
@@ -149,14 +150,12 @@ def fitted(model: nn.Module, batch: Callable[[], tuple[Tensor, Tensor]], steps: 
     """AdamW with a linear warm-up and a cosine; targets below 0 do not count."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, lr, total_steps=steps, pct_start=0.1)
-    for _ in range(steps):
+
+    def loss() -> Tensor:
         ids, targets = batch()
-        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-1)
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
+        return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    descend(optimiser, (loss() for _ in range(steps)), 1.0, schedule)
     return model.eval()
 
 

@@ -1,16 +1,218 @@
-"""The figures of the bench as files: error against cost, cost against length, accuracy against cost, four uses."""
+"""The figures of the bench: error against cost, cost against length, accuracy against cost, four uses.
+
+A chart is described once and drawn twice: into files by matplotlib (`write`), on the page by plotly (`on_page`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import style
 from ..style import DIVERGING, RULE, SOFT, SPARE, colour, dashed, mark, new_figure, save, styled
 
 FILES = ("svg", "png"), 110
 SHOWN = 3  # random cases in a figure, spread over the sizes
+ERRORS = {"type": "log", "tickvals": [1e-4, 1e-3, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100]}
+SHARES = {"type": "log", "tickvals": [1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100]}
+PHASES = {"forward": "forward", "both": "forward + backward"}
+COSTS = (("flops", "MFLOP an item (forward)", 1e-6), ("throughput", "training items a second", 1.0))
+Figure = dict[str, Any]  # of plotly
+
+
+@dataclass(frozen=True)
+class Series:
+    """A contender: one point or a line of them; `ends` are the lowest and the highest values of each."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    ends: tuple[Sequence[float], Sequence[float]] | None = None
+    text: str = ""  # where its name stands: "above" or "below" the point; "" only where it is pointed at
+    large: bool = True
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One panel; `axes` are plotly's, of which matplotlib takes the type."""
+
+    x: str
+    y: str
+    series: Sequence[Series]
+    hover: str
+    title: str = ""
+    lines: bool = False  # through the points of a series
+    front: Sequence[Series] = ()  # a stepped line behind all
+    band: tuple[float, float, str] | None = None  # from, to, colour
+    axes: dict[str, Any] = field(default_factory=dict)
+
+
+def error_against_work(group: dict[str, Any]) -> Chart:
+    """Centred error against work as a share of softmax's; the stepped line is the front."""
+    rows = [row for row in group["rows"] if row.get("centred")]
+    front = sorted((row for row in rows if row["front"]), key=lambda row: row["of_softmax"])
+    # In turn: neighbours on a flat front would write over each other.
+    sides = {row["variant"]: "below" if number % 2 else "above" for number, row in enumerate(front)}
+    series = [
+        Series(row["variant"], [row["of_softmax"]], [row["centred"]], None, sides.get(row["variant"], ""), row["front"])
+        for row in rows
+    ]
+    steps = [Series("", *([row[key] for row in front] for key in ("of_softmax", "centred")))] if front else []
+    about, hover = "error against softmax (1: the mean of the values)", "%{x:.3~g} of softmax's work, error %{y:.3~g}"
+    axes = {"xaxis": SHARES, "yaxis": ERRORS}
+    return Chart("work, share of softmax's", about, series, hover, group["name"], front=steps, axes=axes)
+
+
+def against_length(result: dict[str, Any], phase: str, quantity: str) -> Chart:
+    """Median milliseconds with quartiles, or peak MiB, against the number of tokens; both axes logarithmic."""
+    series = []
+    for name in dict.fromkeys(row["name"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["name"] == name and phase in row["milliseconds"]]
+        if rows:
+            median, low, high = zip(*(row["milliseconds"][phase] for row in rows), strict=True)
+            held, lengths = [row["peak_bytes"][phase] / 2**20 for row in rows], [row["length"] for row in rows]
+            timed = quantity == "time"
+            series.append(Series(name, lengths, median if timed else held, (low, high) if timed else None))
+    ticks = {"type": "log", "tickvals": result["setting"]["lengths"], "tickformat": ",d"}
+    axes = {"xaxis": ticks, "yaxis": style.logarithmic(tickformat="~g")}
+    about = {"time": "milliseconds a call", "memory": "peak memory, MiB"}[quantity]
+    return Chart("tokens L", about, series, "%{y:.3~g}", PHASES[phase], lines=True, axes=axes)
+
+
+def accuracy(result: dict[str, Any], key: str, about: str, factor: float) -> Chart:
+    """Top-1 accuracy against a cost; the band is the range of the baseline's runs."""
+    rows = [row for row in result["ranking"] if row[key] is not None]
+    named = with_room([(row[key], row["mean"]) for row in rows]) if rows else []
+    series = []
+    for row, has_room in zip(rows, named, strict=True):  # the others say their names when they are pointed at
+        y, low, high = (100 * row[one] for one in ("mean", "low", "high"))
+        series.append(Series(row["variant"], [factor * row[key]], [y], ([low], [high]), "above" if has_room else ""))
+    low, high = (result["control"][end] for end in ("low", "high"))
+    band = None if low is None else (100 * low, 100 * high, colour(result["baseline"]))
+    return Chart(about, "top-1 accuracy, %", series, "%{y:.2f} % at %{x:.4~g}", band=band)
+
+
+def figures(results: dict[str, dict[str, Any]]) -> dict[str, Figure]:
+    """All figures by the id of their place on the page; `results` has the keys error, efficiency, train, or some."""
+    found: dict[str, Chart] = {}
+    if "error" in results:
+        found |= {f"error-{i}": error_against_work(group) for i, group in enumerate(panels(results["error"]))}
+    if "efficiency" in results:
+        for phase in PHASES:
+            for quantity in ("time", "memory"):
+                found[f"{quantity}-{phase}"] = against_length(results["efficiency"], phase, quantity)
+    if "train" in results:
+        found |= {f"accuracy-{cost[0]}": accuracy(results["train"], *cost) for cost in COSTS}
+    return {name: on_page(chart) for name, chart in found.items()}
+
+
+def on_page(chart: Chart) -> Figure:
+    """For plotly, as a plain dictionary."""
+    data: list[dict[str, Any]] = []
+    for one in chart.front:
+        line = {"shape": "hv", "color": "#999999", "width": 1.5}
+        data.append(_trace(one, mode="lines", line=line, hoverinfo="skip", showlegend=False))
+    for one in chart.series:
+        size = 6 if chart.lines else 12 if one.large else 8
+        symbol = style.MARKS[mark(one.name)] + ("-open" if dashed(one.name) else "")
+        trace = _trace(one, name=one.name, marker={"color": colour(one.name), "symbol": symbol, "size": size})
+        if chart.lines:
+            width, dash = 3 if one.name.startswith("softmax") else 1.5, "dash" if dashed(one.name) else "solid"
+            trace |= {"mode": "lines+markers", "line": {"color": colour(one.name), "width": width, "dash": dash}}
+        else:
+            side = "bottom center" if one.text == "below" else "top center"
+            trace |= {"mode": "markers+text" if one.text else "markers", "text": [one.name], "textposition": side,
+                      "textfont": {"size": 11}, "showlegend": False}  # fmt: skip
+        extra = "" if chart.lines else f"<extra>{one.name}</extra>"
+        data.append({**trace, "hovertemplate": chart.hover + extra})
+    closest = {} if chart.lines else {"hovermode": "closest"}
+    shape = style.layout(chart.x, chart.y, height=520 if chart.lines else 430, **closest, **chart.axes)
+    if chart.band is not None:
+        low, high, tint = chart.band
+        shape["shapes"] = [{"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high, "layer": "below",
+                            "fillcolor": style.transparent(tint, 0.14), "line": {"width": 0}}]  # fmt: skip
+    return {"data": data, "layout": shape}
+
+
+def _trace(one: Series, **more: Any) -> dict[str, Any]:
+    if one.ends is not None:
+        down, up = ([abs(end - y) for end, y in zip(ends, one.y, strict=True)] for ends in one.ends)
+        more["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1,
+                           "width": 2}  # fmt: skip
+    return {"type": "scatter", "x": list(one.x), "y": list(one.y), **more}
+
+
+def draw(chart: Chart, axis: Any) -> None:
+    """For matplotlib."""
+    for one in chart.front:
+        axis.step([*one.x, 1.0], [*one.y, one.y[-1]], where="post", color=SOFT, linewidth=1.4, zorder=1)
+        axis.axvline(1, color=colour("softmax"), linewidth=1)
+        axis.axhline(1, color=RULE, linewidth=1, linestyle=":")
+    for one in chart.series:
+        tint = colour(one.name)
+        if chart.lines:
+            axis.plot(one.x, one.y, color=tint, marker=mark(one.name), markersize=4, label=one.name,
+                      linewidth=2.6 if one.name.startswith("softmax") else 1.2,
+                      linestyle="--" if dashed(one.name) else "-")  # fmt: skip
+        else:
+            axis.scatter(one.x, one.y, marker=mark(one.name), s=70 if one.large else 34, zorder=3, label=one.name,
+                         facecolor="none" if dashed(one.name) else tint, edgecolor=tint,
+                         alpha=1.0 if one.large else 0.65)  # fmt: skip
+        if one.ends is not None and chart.lines:
+            axis.fill_between(one.x, *one.ends, color=tint, alpha=0.12, linewidth=0)
+        elif one.ends is not None:
+            axis.vlines(one.x, *one.ends, color=tint)
+        if one.text:
+            low = one.text == "below"
+            axis.annotate(short(one.name), (one.x[0], one.y[0]), fontsize=8, xytext=(-4, -14) if low else (6, 6),
+                          ha="right" if low else "left", textcoords="offset points")  # fmt: skip
+    if chart.band is not None:
+        axis.axhspan(*chart.band[:2], color=chart.band[2], alpha=0.12)
+    if chart.axes:
+        axis.set(yscale="log")
+        axis.set_xscale("log", base=2 if chart.lines else 10)
+        _plain_numbers(axis.xaxis, axis.yaxis)
+    else:
+        axis.margins(x=0.18)
+    axis.grid(alpha=0.25)
+    axis.set(title=chart.title, xlabel=chart.x, ylabel=chart.y)
+
+
+@styled
+def write(charts: Sequence[Sequence[Chart]], path: Path, size: tuple[float, float], title: str = "") -> None:
+    """Rows of panels of that size each, those of a row with one scale, as files with one legend."""
+    rows, columns = len(charts), len(charts[0])
+    figure, axes = new_figure(rows, columns, (size[0] * columns, size[1] * rows), sharex="col", sharey="row")
+    for chart, axis in zip((one for row in charts for one in row), axes.flat, strict=True):
+        draw(chart, axis)
+        axis.label_outer()
+    if title:
+        figure.suptitle(title, fontsize=10)
+    _shared_legend(figure, axes.flat, columns=6)
+    save(figure, path, *FILES)
+
+
+def pareto(result: dict[str, Any], path: Path) -> None:
+    """Centred error against the share of softmax's work, a panel for each group."""
+    write([[error_against_work(group) for group in panels(result)]], path, (5.2, 5.4))
+
+
+def efficiency(result: dict[str, Any], path: Path) -> None:
+    """Time and memory against length, forward and forward + backward."""
+    setting = result["setting"]
+    where = result.get("machine", {}).get("gpu") or setting["device"]
+    title = f"{where}, {setting['dtype']}, batch {setting['batch']}, {setting['heads']} heads of {setting['dim']}, "
+    charts = [[against_length(result, phase, quantity) for phase in PHASES] for quantity in ("time", "memory")]
+    write(charts, path, (5.75, 4.5), f"{title}{setting['pattern']}; bands: quartiles")
+
+
+def training(result: dict[str, Any], path: Path) -> None:
+    """Accuracy against FLOPs and against throughput."""
+    about = f"{result['model']} on {result['data']}, {result['epochs']} epochs; band: {result['control']['runs']} runs"
+    write([[accuracy(result, *cost) for cost in COSTS]], path, (5.75, 5.0), f"{about} of {result['baseline']}")
 
 
 def panels(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -19,104 +221,6 @@ def panels(result: dict[str, Any]) -> list[dict[str, Any]]:
     if len(random) > SHOWN:
         random = [random[round(i * (len(random) - 1) / (SHOWN - 1))] for i in range(SHOWN)]
     return random + [group for group in result["groups"] if group["kind"] == "captured"]
-
-
-@styled
-def pareto(result: dict[str, Any], path: Path) -> None:
-    """Centred error against the share of softmax's work, a panel for each group; the line is the front."""
-    shown = panels(result)
-    figure, axes = new_figure(1, len(shown), (5.2 * len(shown), 5.4), sharey=True)
-    for axis, group in zip(axes[0], shown, strict=True):
-        rows = [row for row in group["rows"] if row.get("centred")]
-        front = sorted((row for row in rows if row["front"]), key=lambda row: row["of_softmax"])
-        if front:
-            x = [row["of_softmax"] for row in front]
-            axis.step([*x, 1.0], [*(row["centred"] for row in front), front[-1]["centred"]], where="post",
-                      color=SOFT, linewidth=1.4, zorder=1)  # fmt: skip
-        for row in rows:
-            name, tint = row["variant"], colour(row["variant"])
-            axis.scatter(row["of_softmax"], row["centred"], marker=mark(name), s=70 if row["front"] else 34,
-                         facecolor="none" if dashed(name) else tint, edgecolor=tint, zorder=3,
-                         alpha=1.0 if row["front"] else 0.65, label=name)  # fmt: skip
-        for number, row in enumerate(front):
-            low = number % 2 == 1  # neighbours on a flat front would write over each other
-            axis.annotate(short(row["variant"]), (row["of_softmax"], row["centred"]), fontsize=8,
-                          xytext=(-4, -14 if low else 8), ha="right" if low else "left",
-                          textcoords="offset points")  # fmt: skip
-        axis.axvline(1, color=colour("softmax"), linewidth=1)
-        axis.axhline(1, color=RULE, linewidth=1, linestyle=":")
-        axis.set(xscale="log", yscale="log", xlabel="work, share of softmax's", title=group["name"])
-        _plain_numbers(axis.xaxis, axis.yaxis)
-        axis.grid(alpha=0.25)
-    axes[0][0].set_ylabel("error against softmax (1: the mean of the values)")
-    _shared_legend(figure, axes[0], columns=6)
-    save(figure, path, *FILES)
-
-
-@styled
-def efficiency(result: dict[str, Any], path: Path) -> None:
-    """Time and memory against length, forward and forward + backward; both axes logarithmic."""
-    figure, axes = new_figure(2, 2, (11.5, 9), sharex=True)
-    for column, (phase, title) in enumerate((("forward", "forward"), ("both", "forward + backward"))):
-        for axis, quantity in zip(axes[:, column], ("milliseconds a call", "peak memory, MiB"), strict=True):
-            for name in dict.fromkeys(row["name"] for row in result["rows"]):
-                rows = [row for row in result["rows"] if row["name"] == name and phase in row["milliseconds"]]
-                if not rows:
-                    continue
-                x = [row["length"] for row in rows]
-                y = [row["milliseconds"][phase][0] for row in rows]
-                if quantity != "milliseconds a call":
-                    y = [row["peak_bytes"][phase] / 2**20 for row in rows]
-                opponent = name.startswith("softmax")
-                axis.plot(x, y, color=colour(name), marker=mark(name), markersize=4, label=name,
-                          linewidth=2.6 if opponent else 1.2, linestyle="--" if dashed(name) else "-")  # fmt: skip
-                if quantity == "milliseconds a call":
-                    low, high = ([row["milliseconds"][phase][i] for row in rows] for i in (1, 2))
-                    axis.fill_between(x, low, high, color=colour(name), alpha=0.12, linewidth=0)
-            axis.set(yscale="log", ylabel=quantity)
-            axis.set_xscale("log", base=2)
-            _plain_numbers(axis.xaxis, axis.yaxis)
-            axis.grid(alpha=0.25)
-        axes[0, column].set_title(title)
-        axes[1, column].set_xlabel("tokens L")
-    setting = result["setting"]
-    where = result.get("machine", {}).get("gpu") or setting["device"]
-    figure.suptitle(
-        f"{where}, {setting['dtype']}, batch {setting['batch']}, {setting['heads']} heads of {setting['dim']}, "
-        f"{setting['pattern']}; bands: quartiles", fontsize=10,
-    )  # fmt: skip
-    _shared_legend(figure, axes.flat, columns=6)
-    save(figure, path, *FILES)
-
-
-@styled
-def training(result: dict[str, Any], path: Path) -> None:
-    """Accuracy against FLOPs and against throughput; the band is the range of the baseline's runs."""
-    quantities = [("flops", "MFLOP an item (forward)", 1e-6), ("throughput", "training items a second", 1.0)]
-    figure, axes = new_figure(1, 2, (11.5, 5), sharey=True)
-    control = result["control"]
-    for axis, (key, label, factor) in zip(axes[0], quantities, strict=True):
-        rows = [row for row in result["ranking"] if row[key] is not None]
-        named = with_room([(row[key], row["mean"]) for row in rows]) if rows else []
-        for row, has_room in zip(rows, named, strict=True):
-            x, y = factor * row[key], 100 * row["mean"]
-            spread = [[y - 100 * row["low"]], [100 * row["high"] - y]]
-            axis.errorbar(x, y, yerr=spread, color=colour(row["variant"]), marker=mark(row["variant"]), markersize=8,
-                          linestyle="none", label=row["variant"], capsize=2)  # fmt: skip
-            if has_room:
-                axis.annotate(short(row["variant"]), (x, y), xytext=(7, 3), textcoords="offset points", fontsize=8)
-        if control["low"] is not None:
-            axis.axhspan(100 * control["low"], 100 * control["high"], color=colour(result["baseline"]), alpha=0.12)
-        axis.set(xlabel=label)
-        axis.margins(x=0.18)
-        axis.grid(alpha=0.25)
-    axes[0, 0].set_ylabel("top-1 accuracy, %")
-    figure.suptitle(
-        f"{result['model']} on {result['data']}, {result['epochs']} epochs; band: {control['runs']} runs of "
-        f"{result['baseline']}", fontsize=10,
-    )  # fmt: skip
-    _shared_legend(figure, axes.flat, columns=6)
-    save(figure, path, *FILES)
 
 
 @styled

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cumulant import style
-from cumulant.bench import cab, figures, plots
+from cumulant.bench import cab, plots
 from cumulant.bench.command import Measure
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.command import command_line
@@ -101,5 +101,5 @@ def render(results: dict[str, dict[str, Any]]) -> str:
         phases=cab.PHASES,
         opponents=tuple(cab.OPPONENTS),
         colour=style.colour,
-        page=figures.figures(results),
+        page=plots.figures(results),
     )

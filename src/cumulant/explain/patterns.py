@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import check_choice
+from ..train.optimise import descend
 from .capture import Captured
 
 SIDE = 16
@@ -139,14 +140,9 @@ def train_coder(
     optimizer = torch.optim.AdamW(coder.parameters(), lr=lr, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
     generator = torch.Generator().manual_seed(seed)
+    chosen = (torch.randint(len(maps), (min(batch, len(maps)),), generator=generator) for _ in range(steps))
     with torch.enable_grad():
-        for _ in range(steps):
-            part = maps[torch.randint(len(maps), (min(batch, len(maps)),), generator=generator)]
-            loss = F.mse_loss(coder(part)[1], part)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+        descend(optimizer, (F.mse_loss(coder(maps[some])[1], maps[some]) for some in chosen), schedule=schedule)
     return coder.eval()
 
 

@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,16 +167,14 @@ KEYS = ("accuracy", "patch sinks", "first sinks", "relative", "top share", "larg
 
 
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
-    trained = [name for name in plan(settings) if not name.endswith("capacity")]
-    rows = [[name, *(mean_of(seeds, name, key) for key in KEYS), mean_of(seeds, name, "ms a step", 1),
-             mean_of(seeds, name, "parameters", 0)]
-            for name in [*trained, "softmax, again"]]  # fmt: skip
-    scales = [f"t={t:g}" for t in SCALES]
     able = [name for name in plan(settings) if name.endswith("capacity")]
+    trained = [name for name in plan(settings) if name not in able]
+    columns = {**dict.fromkeys(KEYS, 3), "ms a step": 1, "parameters": 0}  # digits of each
     return [
-        Table("Sinks after training, mean over layers and heads", ["", *KEYS, "ms a step", "parameters"], rows),
-        Table("Largest weight of one key without training, logits times t", ["", *scales],
-              [[name, *(mean_of(seeds, name, key) for key in scales)] for name in able]),
+        Table.grid("Sinks after training, mean over layers and heads", "", [*trained, "softmax, again"],
+                   {key: key for key in columns}, lambda name, key: mean_of(seeds, name, key, columns[key])),
+        Table.grid("Largest weight of one key without training, logits times t", "", able,
+                   [f"t={t:g}" for t in SCALES], partial(mean_of, seeds)),
     ]  # fmt: skip
 
 

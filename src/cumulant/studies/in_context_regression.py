@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from cumulant import zoo
 from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.statements import Measured, Quantity, Statement, number
 from cumulant.style import SOFT, colour, mark, new_figure
+from cumulant.train.optimise import descend as descend_along
 
 RAW = "unnormalised"  # sum_l (k_l.q) v_l over the length: linear attention of the theory
 GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 4.0, 8.0)  # w of ideal heads
@@ -132,17 +134,16 @@ def descend(
     """Train so many steps, groups of `heads` each by itself; their mean error over the last fifth."""
     optimiser = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, last_lr)
-    total = torch.zeros((), device=generator.device)
-    for step in range(steps):
+    total: list[Tensor] = []
+
+    def error() -> Tensor:
         examples, query, label = prompts(settings, settings.batch, settings.examples, generator)
         errors = (model.each(examples, query).unflatten(1, (-1, heads)).sum(-1) - label[:, None]).square().mean(0)
-        optimiser.zero_grad()
-        errors.sum().backward()
-        optimiser.step()
-        schedule.step()
-        if step >= 0.8 * steps:
-            total = total + errors.detach()
-    return total
+        total.append(errors.detach())
+        return errors.sum()
+
+    descend_along(optimiser, (error() for _ in range(steps)), schedule=schedule)
+    return sum(total[math.ceil(0.8 * steps) :], torch.zeros((), device=generator.device))
 
 
 Predictor = Callable[[Tensor, Tensor], Tensor]
@@ -384,36 +385,21 @@ def statements(settings: Settings) -> list[Statement]:
 
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     lengths = [f"L={length}" for length in settings.lengths]
-    trained = [name for name in plan(settings) if name.endswith("heads")]
-    rows = [[name, *(mean_of(seeds, name, key) for key in lengths)] for name in trained]
-    fixed = f"{RAW}, 1 heads"
-    rows.append(
-        [f"{fixed}, over {settings.examples} always", *(mean_of(seeds, fixed, f"fixed {key}") for key in lengths)]
-    )
-    rows += [[name, *(mean_of(seeds, "references", f"{name} {key}") for key in lengths)]
-             for name in ("step", "debiased step", "ridge")]  # fmt: skip
+    trained = {name: name for name in plan(settings) if name.endswith("heads")}
+    fixed, rows = f"{RAW}, 1 heads", {name: (name, "{}") for name in trained}
+    rows[f"{fixed}, over {settings.examples} always"] = (fixed, "fixed {}")
+    rows |= {name: ("references", name + " {}") for name in ("step", "debiased step", "ridge")}
+    risk = Table.grid(f"Risk by length of the prompt, trained at {settings.examples}", "", rows, lengths,
+                      lambda row, key: mean_of(seeds, row[0], row[1].format(key)))  # fmt: skip
     for debiased, name in ((False, "step, closed form"), (True, "debiased step, closed form")):
-        risk = debiased_risk if debiased else step_risk
-        eta = best_eta(settings, debiased)
-        rows.append([name, *(f"{risk(settings, length, eta):.3f}" for length in settings.lengths)])
-    keys = (
-        "starts of both signs",
-        "product",
-        "off-diagonal",
-        "label of KQ",
-        "x of OV",
-        "sum of OV",
-        "like debiased",
-        "like plain",
-    )
-    read = [[name, *(mean_of(seeds, name, key) for key in keys)] for name in trained]
-    best = ("one risk", "one w", "pair risk", "pair w")
-    ideal = [[name, *(mean_of(seeds, f"{name}, ideal", key) for key in best)] for name in settings.attention]
-    return [
-        Table(f"Risk by length of the prompt, trained at {settings.examples}", ["", *lengths], rows),
-        Table("What the heads read", ["", *keys], read),
-        Table("Ideal heads (KQ = w I, OV on the label), best over w", ["", *best], ideal),
-    ]
+        of, eta = debiased_risk if debiased else step_risk, best_eta(settings, debiased)
+        risk.rows.append([name, *(f"{of(settings, length, eta):.3f}" for length in settings.lengths)])
+    keys = ("starts of both signs", "product", "off-diagonal", "label of KQ", "x of OV", "sum of OV", "like debiased",
+            "like plain")  # fmt: skip
+    ideal = {name: f"{name}, ideal" for name in settings.attention}
+    title, best = "Ideal heads (KQ = w I, OV on the label), best over w", ("one risk", "one w", "pair risk", "pair w")
+    mean = partial(mean_of, seeds)
+    return [risk, Table.grid("What the heads read", "", trained, keys, mean), Table.grid(title, "", ideal, best, mean)]
 
 
 def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:

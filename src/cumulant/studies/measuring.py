@@ -43,7 +43,14 @@ class Table:
 
     title: str
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: list[list[str]]
+
+    @classmethod
+    def grid(cls, title: str, corner: str, rows: Any, columns: Any, cell: Callable[[Any, Any], str]) -> Table:
+        """Of cell(row, column); rows and columns by what they are called, {shown: meant}, or as they are shown."""
+        down, across = (x if isinstance(x, Mapping) else {str(one): one for one in x} for x in (rows, columns))
+        cells = [[name, *(cell(row, column) for column in across.values())] for name, row in down.items()]
+        return cls(title, [corner, *across], cells)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cumulant import zoo
 from cumulant.data import digits_source
 from cumulant.models.vit import Block
+from cumulant.train.optimise import descend
 
 SIDE = 10  # of the canvas; digits have 8 x 8 pixels
 
@@ -224,15 +225,13 @@ def fit(model: nn.Module, steps: int, batch: int, lr: float, seed: int, device: 
          torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps - warm))],
         [warm],
     )  # fmt: skip
-    for _ in range(steps):
+
+    def loss() -> Tensor:
         chosen = torch.randint(len(images), (batch,), generator=generator)
         shown, _ = placed(images[chosen], generator)
-        loss = F.cross_entropy(model(shown.to(device)), labels[chosen].to(device))
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
+        return F.cross_entropy(model(shown.to(device)), labels[chosen].to(device))
+
+    descend(optimiser, (loss() for _ in range(steps)), 1.0, schedule)
     return model.eval()
 
 

@@ -248,61 +248,16 @@ def statements(settings: Settings) -> list[Statement]:
 
 
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
-    made = [
-        Table(
-            "Average fidelity: MSE of S k_i",
-            ["d_k", *(f"n = {ratio} d_k" for ratio in RATIOS)],
-            [[str(w), *(mean_of(seeds, "fidelity", f"{w} {r}") for r in RATIOS)] for w in settings.widths],
-        ),
-        Table(
-            "Bit errors at d_k = 256",
-            ["n / d_k", "measured", "theory"],
-            [
-                [str(r), mean_of(seeds, "bits", f"error {r}", 4), mean_of(seeds[:1], "bits", f"theory {r}", 4)]
-                for r in ERRORS
-            ],
-        ),
-        Table(
-            "Pairs held",
-            ["d_k", "99 % without a wrong bit", "d_k / (2 ln d_k)", "safe whatever the values"],
-            [
-                [
-                    str(w),
-                    mean_of(seeds, "faultless", f"pairs {w}", 1),
-                    f"{w / 2 / math.log(w):.1f}",
-                    mean_of(seeds, "guaranteed", f"pairs {w}", 1),
-                ]
-                for w in (16, 32, 64, 128, 256, 1024)
-            ],
-        ),
-        Table(
-            "Learning rules, d_k = 64: MSE",
-            ["rule", *(f"{n} pairs" for n in ITEMS)],
-            [[rule, *(mean_of(seeds, "rules", f"{rule} {n}") for n in ITEMS)] for rule in (*KNOWN, "delta, 50 passes")],
-        ),
-        Table(
-            "Chain succeeds, majority of H heads that fail with p",
-            ["p", "H", "6 layers", "12", "24"],
-            [[str(p), str(h), *(f"{(1 - vote(p, h)) ** layers:.3f}" for layers in (6, 12, 24))] for p, h in VOTES],
-        ),
-    ]
-    chain = next((one["chains"] for one in seeds if "chains" in one), {})
-    names = [key.removeprefix("fails, ") for key in chain if key.startswith("fails")]
-    made.append(
-        Table(
-            f"Real memories in a chain of {settings.layers}",
-            ["heads", "one head fails", "arrives", "binary majority"],
-            [[n, *(mean_of(seeds, "chains", f"{key}, {n}") for key in ("fails", "arrives", "formula"))] for n in names],
-        )
-    )
-    words = [n + c + s for n in MAPS for c in ("", ", centred") for s in ("", ", values shifted")]
-    made.append(
-        Table(
-            "Keys through a feature map, d_k = 64: MSE",
-            ["keys", *(f"{n} pairs" for n in (16, 32, 64, 128))],
-            [[w, *(mean_of(seeds, "feature maps", f"{w} {n}", 2) for n in (16, 32, 64, 128))] for w in words],
-        )
-    )
+    def mean(configuration: str, digits: int = 3) -> Callable[[Any, Any], str]:
+        return lambda row, column: mean_of(seeds, configuration, f"{row} {column}", digits)
+
+    def held(width: int, by: str) -> str:
+        return by.format(width / 2 / math.log(width)) if "{" in by else mean_of(seeds, by, f"pairs {width}", 1)
+
+    def capacity_of(name: str, key: str) -> str:
+        if key == "exponent" or key.startswith("sharpness"):
+            return mean_of(seeds, name, key, 2)
+        return mean_of(seeds, name, key, 1) + law(name, int(key.split()[1]))
 
     def law(name: str, width: int) -> str:
         try:
@@ -310,22 +265,32 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
         except KeyError:
             return ""
 
-    made.append(
-        Table(
-            "Capacity of operators: pairs at SNR 1 and the best scale (derived)",
-            ["operator", *(f"d_k = {w}" for w in settings.holding), "exponent", "best scale / (d_k + 2)"],
-            [
-                [
-                    name,
-                    *(mean_of(seeds, name, f"capacity {w}", 1) + law(name, w) for w in settings.holding),
-                    mean_of(seeds, name, "exponent", 2),
-                    mean_of(seeds, name, f"sharpness {settings.holding[-1]}", 2),
-                ]
-                for name in settings.attention
-            ],
-        )
-    )
-    return made
+    chain = next((one["chains"] for one in seeds if "chains" in one), {})
+    names = [key.removeprefix("fails, ") for key in chain if key.startswith("fails")]
+    told = {"one head fails": "fails", "arrives": "arrives", "binary majority": "formula"}
+    maps = [n + c + s for n in MAPS for c in ("", ", centred") for s in ("", ", values shifted")]
+    criteria = {"99 % without a wrong bit": "faultless", "d_k / (2 ln d_k)": "{:.1f}",
+                "safe whatever the values": "guaranteed"}  # fmt: skip
+    widest = f"sharpness {settings.holding[-1]}"
+    asked = {f"d_k = {w}": f"capacity {w}" for w in settings.holding}
+    asked |= {"exponent": "exponent", "best scale / (d_k + 2)": widest}
+    votes = [[str(p), str(h), *(f"{(1 - vote(p, h)) ** layers:.3f}" for layers in (6, 12, 24))] for p, h in VOTES]
+    pairs = {f"{n} pairs": n for n in ITEMS}
+    more = {f"{n} pairs": n for n in (16, 32, 64, 128)}
+    return [
+        Table.grid("Average fidelity: MSE of S k_i", "d_k", settings.widths, {f"n = {r} d_k": r for r in RATIOS},
+                   mean("fidelity")),
+        Table.grid("Bit errors at d_k = 256", "n / d_k", [*ERRORS], {"measured": "error", "theory": "theory"},
+                   lambda r, key: mean_of(seeds if key == "error" else seeds[:1], "bits", f"{key} {r}", 4)),
+        Table.grid("Pairs held", "d_k", (16, 32, 64, 128, 256, 1024), criteria, held),
+        Table.grid("Learning rules, d_k = 64: MSE", "rule", (*KNOWN, "delta, 50 passes"), pairs, mean("rules")),
+        Table("Chain succeeds, majority of H heads that fail with p", ["p", "H", "6 layers", "12", "24"], votes),
+        Table.grid(f"Real memories in a chain of {settings.layers}", "heads", names, told,
+                   lambda n, key: mean_of(seeds, "chains", f"{key}, {n}")),
+        Table.grid("Keys through a feature map, d_k = 64: MSE", "keys", maps, more, mean("feature maps", 2)),
+        Table.grid("Capacity of operators: pairs at SNR 1 and the best scale (derived)", "operator",
+                   settings.attention, asked, capacity_of),
+    ]  # fmt: skip
 
 
 @styled

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import mean
 from typing import Any
@@ -34,6 +35,7 @@ from cumulant.studies.rollouts import (
 )
 from cumulant.studies.statements import Measured, Statement, above, number
 from cumulant.style import SOFT, colour, mark, new_figure, styled
+from cumulant.train.optimise import descend
 
 TRAINED = "trained"
 KNOWN: dict[str, dict[Any, float]] = {  # mass of the first token (A3: of the prefix) in the last row, by layers
@@ -202,13 +204,8 @@ def trained(settings: Settings, attention: str, mask: str, layers: int, seed: in
     data = Prompts.drawn(settings.classes, settings.width, generator)
     net = Net(settings.width, layers, attention, mask).to(device)
     optimiser = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=1e-6, fused=True)
-    for _ in range(settings.steps):
-        tokens, label = data(128, generator)
-        loss = F.cross_entropy(net(tokens.to(device)), label.to(device))
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimiser.step()
+    batches = ((part.to(device) for part in data(128, generator)) for _ in range(settings.steps))
+    descend(optimiser, (F.cross_entropy(net(tokens), label) for tokens, label in batches), 1.0)
     new = Prompts.drawn(8 * settings.tests, settings.width, generator, data.labels)  # classes that were never seen
 
     @torch.no_grad()
@@ -297,43 +294,23 @@ def statements(settings: Settings) -> list[Statement]:
 
 
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
-    layers = (1, 2, 4, 8, 16, 32)
-    made = [
-        Table(
-            "Mass of the first token (A3: of the prefix) in the last row",
-            ["map", *(f"t = {t}" for t in layers)],
-            [[name, *(mean_of(seeds[:1], "exact", f"{name} {t}", 4) for t in layers)] for name in KNOWN],
-        ),
-        Table(
-            "Random maps: rate per layer at which content reaches the first token (derived)",
-            ["operator", *(f"logits {size:g}" for size in settings.sizes)],
-            [
-                [
-                    name,
-                    *(
-                        mean_of(seeds, name, f"rate {size}") + (f" ({rate:.3f})" if (rate := law(name, size)) else "")
-                        for size in settings.sizes
-                    ),
-                ]
-                for name in settings.attention
-            ],
-        ),
-        Table(
-            "Decay 0.8, 4 layers: mean distance over that of a map without content",
-            ["operator", *(f"logits {size:g}" for size in DECAYED)],
-            [[name, *(mean_of(seeds, name, f"distance {size}", 2) for size in DECAYED)] for name in settings.attention],
-        ),
-    ]
-    rows = [
-        [
-            name.removeprefix(f"{TRAINED} "),
-            *(mean_of(seeds, name, key) for key in ("accuracy", "accuracy, new classes")),
-            *(mean_of(seeds, name, f"gap {a} {b}") for a, b in GAPS),
-        ]
-        for name in runs(settings)
-    ]
-    head = ["network", "accuracy", "new classes", *(f"{a} over {b}" for a, b in GAPS)]
-    return [*made, Table("Trained: preference gaps between places", head, rows)]
+    def rated(name: str, size: float) -> str:
+        rate = law(name, size)
+        return mean_of(seeds, name, f"rate {size}") + (f" ({rate:.3f})" if rate else "")
+
+    layers, trained = (1, 2, 4, 8, 16, 32), {name.removeprefix(f"{TRAINED} "): name for name in runs(settings)}
+    told = {"accuracy": "accuracy", "new classes": "accuracy, new classes"}
+    told |= {f"{a} over {b}": f"gap {a} {b}" for a, b in GAPS}
+    return [
+        Table.grid("Mass of the first token (A3: of the prefix) in the last row", "map", [*KNOWN],
+                   {f"t = {t}": t for t in layers}, lambda name, t: mean_of(seeds[:1], "exact", f"{name} {t}", 4)),
+        Table.grid("Random maps: rate per layer at which content reaches the first token (derived)", "operator",
+                   settings.attention, {f"logits {size:g}": size for size in settings.sizes}, rated),
+        Table.grid("Decay 0.8, 4 layers: mean distance over that of a map without content", "operator",
+                   settings.attention, {f"logits {size:g}": size for size in DECAYED},
+                   lambda name, size: mean_of(seeds, name, f"distance {size}", 2)),
+        Table.grid("Trained: preference gaps between places", "network", trained, told, partial(mean_of, seeds)),
+    ]  # fmt: skip
 
 
 def law(name: str, size: float) -> float | None:

@@ -13,6 +13,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,15 +226,16 @@ def statements(settings: Settings) -> list[Statement]:
 
 
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
-    names = plan(settings)
+    names, centred = plan(settings), (*BASES, CENTRED)
     keys = [f"{name} n={count}" for name in TARGETS for count in settings.samples]
-    wide = [f"wide {name} n={count}" for name in ("f1 p=1", "f2 p=1") for count in settings.wide_samples]
+    wide = {key: f"wide {key}" for key in
+            (f"{name} n={count}" for name in ("f1 p=1", "f2 p=1") for count in settings.wide_samples)}  # fmt: skip
     heads = [f"heads={count}" for count in settings.sweep]
 
-    def rows(keys: Sequence[str], names: Sequence[str], digits: int = 3) -> list[list[str]]:
-        return [[key.removeprefix("wide "), *(mean_of(seeds, name, key, digits) for name in names)] for key in keys]
+    def mean(key: str, name: str, digits: int = 3) -> str:
+        return mean_of(seeds, name, key, digits)
 
-    def enough(name: str, target: str) -> str:
+    def enough(target: str, name: str) -> str:
         """The first number of samples with a mean error below 1/2."""
         for count in settings.samples:
             values = [one[name][f"{target} n={count}"] for one in seeds if name in one]
@@ -243,16 +245,13 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
 
     size = f"d = {settings.width}, {settings.keys} keys, {settings.heads} heads"
     larger = f"d = {settings.wide}, {settings.wide} keys, {settings.wide_heads} heads"
+    rank = "Independent functions of all heads together, d = 3"
     return [
-        Table(f"Normalised test error, {size}", ["target", *names], rows(keys, names)),
-        Table(f"The same, {larger}", ["target", *BASES, CENTRED], rows(wide, (*BASES, CENTRED))),
-        Table(
-            "Samples after which the error is below 1/2",
-            ["target", *names],
-            [[target, *(enough(name, target) for name in names)] for target in TARGETS],
-        ),
-        Table("RFA on f1 p=2 against the number of heads", ["", "error"], rows(heads, ("RFA",))),
-        Table("Independent functions of all heads together, d = 3", ["", *names], rows(["rank"], names, 0)),
+        Table.grid(f"Normalised test error, {size}", "target", keys, names, mean),
+        Table.grid(f"The same, {larger}", "target", wide, centred, mean),
+        Table.grid("Samples after which the error is below 1/2", "target", TARGETS, names, enough),
+        Table.grid("RFA on f1 p=2 against the number of heads", "", heads, {"error": "RFA"}, mean),
+        Table.grid(rank, "", ["rank"], names, partial(mean, digits=0)),
     ]
 
 

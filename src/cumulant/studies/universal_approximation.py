@@ -26,6 +26,7 @@ from cumulant.studies.measuring import Study, Table, mean_of
 from cumulant.studies.memories import slope
 from cumulant.studies.statements import Measured, Quantity, Statement, number, quotient
 from cumulant.style import colour, new_figure, styled
+from cumulant.train.optimise import descend
 
 TOKENS = 8
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -97,14 +98,8 @@ def fitted(
     generator, net = torch.Generator().manual_seed(seed + 1), net.to(device)
     optimiser = torch.optim.Adam(net.parameters(), 2e-3)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.steps)
-    for _ in range(settings.steps):
-        x = numbers(settings.batch, generator).to(device)
-        loss = F.mse_loss(net(x), target(x))
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimiser.step()
-        rates.step()
+    batches = (numbers(settings.batch, generator).to(device) for _ in range(settings.steps))
+    descend(optimiser, (F.mse_loss(net(x), target(x)) for x in batches), 1.0, rates)
     x = numbers(settings.tests, generator).to(device)
     with torch.no_grad():
         error = net(x) - target(x)
@@ -275,40 +270,29 @@ def statements(settings: Settings) -> list[Statement]:
 
 
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
-    def cell(name: str) -> str:
+    def cell(name: str, key: str = "") -> str:
         return f"{mean_of(seeds, name, 'error', 4)}; {mean_of(seeds, name, 'largest', 2)}"
 
-    words = [*(n for n in settings.attention if n != "softmax"), "many heads", "wide", "no positions"]
-    rows = [["softmax", *(cell(f"{target}, large") for target in ("max", "prod", "reverse"))]]
-    rows += [
-        [name, *(cell(f"{target}, {name}") for target in ("max", "prod", "reverse"))]
-        for name in settings.attention
-        if name != "softmax"
-    ]
-    more = [
-        [f"{name}, {word}", cell(f"max, {name}, {word}")]
-        for name in settings.attention
-        if name.startswith("cumulant")
-        for word in words[-3:]
-    ]
-    more += [[f"network of {order} moments", cell(f"max, {order} moments")] for order in (2, 3)]
-    built = [["softmax, M anchors", *(mean_of(seeds[:1], "construction", f"softmax {m}", 4) for m in ANCHORS)]]
-    built += [
-        [f"{name}, M anchors", *(mean_of(seeds[:1], "construction", f"{name} {m}", 4) for m in ANCHORS)]
-        for name in ("cumulant2", "cumulant3+full")
-    ]
-    legendre = [[str(d), mean_of(seeds[:1], "construction", f"projected {d}", 6)] for d in DEGREES]
+    def built(name: str, key: Any, digits: int = 4) -> str:
+        return mean_of(seeds[:1], "construction", f"{name} {key}", digits)
+
+    by_operator = {name: "large" if name == "softmax" else name for name in ("softmax", *settings.attention)}
+    cumulants = [name for name in settings.attention if name.startswith("cumulant")]
+    more = {f"{name}, {word}": f"max, {name}, {word}"
+            for name in cumulants for word in ("many heads", "wide", "no positions")}  # fmt: skip
+    more |= {f"network of {order} moments": f"max, {order} moments" for order in (2, 3)}
+    anchored = {f"{name}, M anchors": name for name in ("softmax", "cumulant2", "cumulant3+full")}
     return [
-        Table(
-            "Normalised MSE; sup error",
-            ["target", *VARIANTS, "two layers"],
-            [[t, *(cell(f"{t}, {v}") for v in (*VARIANTS, "two layers"))] for t in TARGETS],
-        ),
-        Table("By operator, large, with positions", ["operator", "max", "prod", "reverse"], rows),
-        Table("max: what it takes without a denominator", ["network", "error; sup"], more),
-        Table("Sup error of sin(3x), nothing trained", ["construction", *(f"M = {m}" for m in ANCHORS)], built),
-        Table("Order 2 over Legendre keys", ["degree", "sup error"], legendre),
-    ]
+        Table.grid("Normalised MSE; sup error", "target", [*TARGETS], (*VARIANTS, "two layers"),
+                   lambda target, variant: cell(f"{target}, {variant}")),
+        Table.grid("By operator, large, with positions", "operator", by_operator, ("max", "prod", "reverse"),
+                   lambda name, target: cell(f"{target}, {name}")),
+        Table.grid("max: what it takes without a denominator", "network", more, ["error; sup"], cell),
+        Table.grid("Sup error of sin(3x), nothing trained", "construction", anchored, {f"M = {m}": m for m in ANCHORS},
+                   built),
+        Table.grid("Order 2 over Legendre keys", "degree", DEGREES, ["sup error"],
+                   lambda degree, _: built("projected", degree, 6)),
+    ]  # fmt: skip
 
 
 @styled

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -220,50 +221,27 @@ def statements(settings: Settings) -> list[Statement]:
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     there = [name for name in settings.attention if any(name in one for one in seeds)]
     columns = {
-        "right": "accuracy",
-        **{f"mean {key}": key.replace("_", ", ") for key in DISTANCES},
-        "mean tokens_used": "tokens used",
-        "mean negative_mass": "negative mass",
-        "mean largest": "largest × n",
-        "mean class_share": "class share",
-        "mean self_share": "self share",
+        "accuracy": "right",
+        **{key.replace("_", ", "): f"mean {key}" for key in DISTANCES},
+        **{key.replace("_", " "): f"mean {key}" for key in ("tokens_used", "negative_mass")},
+        "largest × n": "mean largest",
+        **{key.replace("_", " "): f"mean {key}" for key in ("class_share", "self_share")},
     }
-    rows = [[name, *(mean_of(seeds, name, key) for key in columns)] for name in there]
-    areas = [
-        [
-            name,
-            *(mean_of(seeds, name, f"area, {order}") for order in ORDERS),
-            *(mean_of(seeds, name, f"spread, {half} half") for half in ("first", "second")),
-            *(mean_of(seeds, name, key, 2) for key in ("code error", "pca error", "content-agnostic")),
-        ]
-        for name in there
-    ]
+    areas = {f"area, {order}": f"area, {order}" for order in ORDERS}
+    areas |= {"spread, early layers": "spread, first half", "late layers": "spread, second half"}
+    lost = {"autoencoder loses": "code error", "PCA loses": "pca error", "heads in one cluster": "content-agnostic"}
     flat = [{name: one[name]["correlation"] for name in there if name in one} for one in seeds]
     pairs = list(next(iter(flat[0].values()), {})) if flat else []
-    first = seeds[0]
-    clusters = [[name, kinds_of(first[name])] for name in there if name in first]
+    clusters = [[name, kinds_of(seeds[0][name])] for name in there if name in seeds[0]]
     return [
-        Table("Strength: means over heads, images and patches", ["operator", *columns.values()], rows),
-        Table(
-            "Pruning, depth and patterns",
-            [
-                "operator",
-                *(f"area, {order}" for order in ORDERS),
-                "spread, early layers",
-                "late layers",
-                "autoencoder loses",
-                "PCA loses",
-                "heads in one cluster",
-            ],
-            areas,
-        ),
-        Table(
-            "Rank correlation between measures of importance",
-            ["measures", *there],
-            [[pair, *(mean_of(flat, name, pair, 2) for name in there)] for pair in pairs],
-        ),
+        Table.grid("Strength: means over heads, images and patches", "operator", there, columns,
+                   partial(mean_of, seeds)),
+        Table.grid("Pruning, depth and patterns", "operator", there, areas | lost,
+                   lambda name, key: mean_of(seeds, name, key, 2 if key in lost.values() else 3)),
+        Table.grid("Rank correlation between measures of importance", "measures", pairs, there,
+                   lambda pair, name: mean_of(flat, name, pair, 2)),
         Table("Kinds of maps of seed 0: share (mean importance by loss)", ["operator", "clusters"], clusters),
-    ]
+    ]  # fmt: skip
 
 
 def kinds_of(one: Mapping[str, Any]) -> str:

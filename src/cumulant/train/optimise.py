@@ -89,6 +89,18 @@ def apply(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], 
     optimizer.zero_grad(set_to_none=True)
 
 
+def descend(
+    optimizer: torch.optim.Optimizer, losses: Iterable[Tensor], clip: float | None = None, schedule: Any = None
+) -> None:
+    """A step along each of the losses; each is asked for when the step before it is made."""
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for loss in losses:
+        loss.backward()
+        apply(optimizer, parameters, clip)
+        if schedule is not None:
+            schedule.step()
+
+
 def set_drop_path(model: nn.Module, rate: float) -> None:
     """Set the model's stochastic depth; an error that says so if it has none."""
     setter = getattr(model, "set_drop_path", None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..data.decode import pillow_image, to_tensor
 from ..models import create_model
+from ..train.optimise import descend
 from .explorable import Example, Explorable
 
 if TYPE_CHECKING:
@@ -157,15 +158,13 @@ def learn(
         optimiser, recipe["lr"], total_steps=steps, pct_start=0.05, cycle_momentum=False
     )
     batches = crops(pictures, recipe["side"], recipe["batch"], generator)
-    for _ in tqdm(range(steps), desc=f"photographs, {attention}", file=progress, disable=progress is None):
-        images = next(batches)
+
+    def loss(images: Tensor) -> Tensor:
         hidden = half(len(images), (images.shape[-1] // PATCH) ** 2, generator)
-        loss = (painter(without(images, hidden)) - patches_of(images))[hidden].square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(painter.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
+        return (painter(without(images, hidden)) - patches_of(images))[hidden].square().mean()
+
+    bar = tqdm(range(steps), desc=f"photographs, {attention}", file=progress, disable=progress is None)
+    descend(optimiser, (loss(next(batches)) for _ in bar), 1.0, schedule)
     return painter.eval()
 
 
