@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import IO, Any
@@ -84,7 +85,8 @@ def case(name: str, call: Call, variants: Sequence[Variant], kind: str) -> dict[
         row |= {
             "relative": None if row["note"] else relative_error(out, expected),
             "centred": None if row["note"] or not spread else gap / spread,
-            **work.as_dict(),
+            **asdict(work),
+            "total": work.total,
             "of_softmax": work.total / exact,
         }
         rows.append(row)
@@ -206,7 +208,8 @@ def table(result: dict[str, Any]) -> str:
         f"{'':28s}{'multiply-adds':>15s}{'all work':>15s}{'of softmax':>12s}" + "".join(f"{h:>11s}" for h in heads),
     ]
     lines[1] = lines[1].replace("    trained", f"{'of softmax':>12s}    trained")
-    by_variant = {name: [_row(group, name) for group in groups] for name in result["variants"]}
+    by_name = [{row["variant"]: row for row in group["rows"]} for group in groups]
+    by_variant = {name: [rows[name] for rows in by_name] for name in result["variants"]}
     ordered = sorted(by_variant, key=lambda name: by_variant[name][0].get("total", float("inf")))
     for name in ordered:
         rows = by_variant[name]
@@ -218,10 +221,6 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"{name:28s}{cost}" + "".join(cells))
     lines += [f"left out: {name}: {reason}" for name, reason in result["left_out"].items()]
     return "\n".join(lines)
-
-
-def _row(group: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(row for row in group["rows"] if row["variant"] == name)
 
 
 def _cell(row: dict[str, Any], kind: str) -> str:

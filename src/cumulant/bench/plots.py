@@ -60,7 +60,8 @@ def error_against_work(group: dict[str, Any]) -> Chart:
         Series(row["variant"], [row["of_softmax"]], [row["centred"]], None, sides.get(row["variant"], ""), row["front"])
         for row in rows
     ]
-    steps = [Series("", *([row[key] for row in front] for key in ("of_softmax", "centred")))] if front else []
+    work, off = ([row[key] for row in front] for key in ("of_softmax", "centred"))
+    steps = [Series("", work, off)] if front else []
     about, hover = "error against softmax (1: the mean of the values)", "%{x:.3~g} of softmax's work, error %{y:.3~g}"
     axes = {"xaxis": SHARES, "yaxis": ERRORS}
     return Chart("work, share of softmax's", about, series, hover, group["name"], front=steps, axes=axes)

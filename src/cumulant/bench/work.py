@@ -9,7 +9,7 @@ And what training a model costs: floating-point operations of an item, memory of
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,9 +51,6 @@ class Work:
     @property
     def total(self) -> int:
         return self.multiply_adds + self.other
-
-    def as_dict(self) -> dict[str, int]:
-        return {**asdict(self), "total": self.total}
 
 
 class WorkCounter(TorchDispatchMode):

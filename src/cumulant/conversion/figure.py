@@ -28,7 +28,7 @@ def heat_map(found: Diagnosis, path: Path) -> Path:
     }
     if any(layer.mean_error for layer in found.layers):
         panels["order 3, around the mean query"] = [layer.mean_error.get(3, []) for layer in found.layers]
-    labels = [_shortened(layer.name) for layer in found.layers]
+    labels = [layer.name if len(layer.name) <= 32 else "..." + layer.name[-29:] for layer in found.layers]
     size = 3.2 + len(panels) * 0.32 * max(4, heads), 1.6 + 0.28 * rows
     figure, every = new_figure(1, len(panels), size)
     for place, (axes, (title, values)) in enumerate(zip(every[0], panels.items(), strict=True)):
@@ -44,7 +44,3 @@ def heat_map(found: Diagnosis, path: Path) -> Path:
         figure.colorbar(image, ax=axes, shrink=0.8, extend="max")
     figure.suptitle(found.model, fontsize=10)
     return save(figure, path, (path.suffix[1:],))[0]
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 32 else "..." + name[-29:]

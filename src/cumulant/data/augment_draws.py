@@ -121,7 +121,7 @@ def randaugment(uniform: Tensor, settings: Augmentation, constants: Constants) -
     if math.isinf(settings.randaugment_std):
         magnitude = magnitude * strength
     elif settings.randaugment_std > 0:
-        magnitude = magnitude + settings.randaugment_std * normal_quantile(strength)
+        magnitude = magnitude + settings.randaugment_std * math.sqrt(2) * torch.erfinv(2 * strength - 1)
     signs = torch.where(sign < 0.5, -1.0, 1.0)
     return operation, arguments(operation, magnitude.clamp(0, 10), signs)
 
@@ -200,11 +200,6 @@ def mixing(uniform: Tensor, settings: Augmentation, constants: Constants, size: 
         row, col = torch.floor(row * size), torch.floor(col * size)
         box = torch.stack([row - half, row + half, col - half, col + half]).clamp(0, size)
     return own, cut, box
-
-
-def normal_quantile(probability: Tensor) -> Tensor:
-    """Standard normal numbers from uniform ones."""
-    return math.sqrt(2) * torch.erfinv(2 * probability - 1)
 
 
 def _sides(

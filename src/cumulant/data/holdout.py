@@ -49,7 +49,10 @@ def split_off(part: Part, fraction: float) -> tuple[Part, Part]:
             raise ValueError(f"holdout={fraction} leaves nothing to train on: no class has two items; set holdout=0")
         chosen = np.flatnonzero(labels == sizes.argmax())[:1]
     held = np.isin(units, chosen)
-    return choose(part, np.flatnonzero(~held)), unjittered(choose(part, np.flatnonzero(held)))
+    trained, other = choose(part, np.flatnonzero(~held)), choose(part, np.flatnonzero(held))
+    if isinstance(other, ClipPart):  # from the middle of their video, as in evaluation
+        other = ClipPart(other.videos, other.sampling, jitter=False)
+    return trained, other
 
 
 def cut_text(part: TextPart, fraction: float) -> tuple[TextPart, TextPart]:
@@ -70,11 +73,6 @@ def unit_of_item(part: Part) -> Picks:
             keys = [f"{label} {match[1]}" for match, label in zip(found, part.labels.tolist(), strict=True) if match]
             return np.unique(keys, return_inverse=True)[1]
     return np.arange(len(part))
-
-
-def unjittered(part: Part) -> Part:
-    """Clips from the middle of their video, as in evaluation."""
-    return ClipPart(part.videos, part.sampling, jitter=False) if isinstance(part, ClipPart) else part
 
 
 def choose(part: Part, picks: Picks) -> Part:

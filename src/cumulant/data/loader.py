@@ -208,7 +208,8 @@ class Loader:
         self._report(item for chunk in chunks for item in chunk.bad)
         positions = torch.cat([torch.empty(0, dtype=torch.int64), *(chunk.positions for chunk in chunks)])
         full = [chunk.pixels for chunk in chunks if len(chunk.pixels)]
-        shape = full[0].shape[1:] if full else self._item_shape()
+        frames = () if (sampling := getattr(self.part, "sampling", None)) is None else (sampling.frames,)
+        shape = full[0].shape[1:] if full else (3, *frames, self.size, self.size)
         pixels = torch.empty(len(positions), *shape, dtype=torch.uint8, device=self.device)
         first = 0
         for piece in full:
@@ -217,10 +218,6 @@ class Loader:
         if self._ratios is not None and full:
             self._ratios[positions.to(self.device)] = torch.cat([chunk.ratios for chunk in chunks]).to(self.device)
         return pixels, self.part.labels[positions].to(self.device), positions.to(self.device)
-
-    def _item_shape(self) -> tuple[int, ...]:
-        sampling = getattr(self.part, "sampling", None)
-        return (3, *(() if sampling is None else (sampling.frames,)), self.size, self.size)
 
     def _report(self, found: Iterable[tuple[int, str]]) -> None:
         """Remember bad items, warn of new ones, and give up when there are too many."""

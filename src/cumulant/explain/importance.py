@@ -37,7 +37,9 @@ class Answers:
 @torch.no_grad()
 def answers(model: nn.Module, images: Tensor, batch_size: int = 256) -> Answers:
     """Logits and features of all images, batch by batch, in evaluation mode."""
-    head, kept = _classifier(model), list[Tensor]()
+    candidates = (getattr(model, name, None) for name in ("head", "classifier", "fc"))
+    head = next((module for module in candidates if isinstance(module, nn.Linear)), None)  # its input: the features
+    kept: list[Tensor] = []
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         if head is not None:
@@ -238,9 +240,3 @@ def _check_labels(labels: Tensor, logits: Tensor) -> None:
     """Refuse labels that are not one class for each row of logits (N, K)."""
     if labels.shape != logits.shape[:1]:
         raise ValueError(f"labels must be ({logits.shape[0]},), one for each image, got {tuple(labels.shape)}")
-
-
-def _classifier(model: nn.Module) -> nn.Module | None:
-    """The last linear layer, whose input is what the model knows of an image."""
-    candidates = (getattr(model, name, None) for name in ("head", "classifier", "fc"))
-    return next((module for module in candidates if isinstance(module, nn.Linear)), None)

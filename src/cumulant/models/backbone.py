@@ -218,7 +218,11 @@ class Backbone(nn.Module):
     def timm_state_dict(self) -> dict[str, Tensor]:
         """The weights under timm's names, where timm has this network; `load_state_dict` takes both."""
         state = dict(self.state_dict())
-        take_apart(state, self.timm_parts())
+        for layer, parts in self.timm_parts().items():  # the reverse of `join`
+            for kind in ("weight", "bias"):
+                whole = state.pop(f"{layer}.qkv.{kind}", None)
+                rows = () if whole is None else whole.split(list(parts.values()))
+                state.update({f"{layer}.{part}.{kind}": own for part, own in zip(parts, rows, strict=False)})
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -310,12 +314,3 @@ def join(state: MutableMapping[str, Tensor], apart: Apart, prefix: str = "") -> 
             names = [f"{prefix}{layer}.{part}.{kind}" for part in parts]
             if all(name in state for name in names):
                 state[f"{prefix}{layer}.qkv.{kind}"] = torch.cat([state.pop(name) for name in names])
-
-
-def take_apart(state: MutableMapping[str, Tensor], apart: Apart) -> None:
-    """The reverse, in place."""
-    for layer, parts in apart.items():
-        for kind in ("weight", "bias"):
-            whole = state.pop(f"{layer}.qkv.{kind}", None)
-            rows = () if whole is None else whole.split(list(parts.values()))
-            state.update({f"{layer}.{part}.{kind}": own for part, own in zip(parts, rows, strict=False)})

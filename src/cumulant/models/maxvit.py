@@ -307,7 +307,7 @@ class MaxViT(Backbone):
             return Partition(attn, width, kind if partition == "window" else "global", side, pad, **place)
 
         def stage(width: int, out: int, depth: int) -> Stage:
-            convs = (MBConv(width if first else out, out, 2 if first else 1, **place) for first in _firsts(depth))
+            convs = (MBConv(out if later else width, out, 1 if later else 2, **place) for later in range(depth))
             return Stage(MaxViTBlock(conv, part(out, "block"), part(out, "grid")) for conv in convs)
 
         self.stem = Stem(in_chans, stem_width, **place)
@@ -347,10 +347,6 @@ class MaxViT(Backbone):
 
     def _pooled(self, features: Tensor) -> Tensor:
         return self.head.pre_logits(self.head.norm(features.mean((2, 3))))
-
-
-def _firsts(depth: int) -> list[bool]:
-    return [number == 0 for number in range(depth)]
 
 
 _WIDE = {"depths": (2, 6, 14, 2)}

@@ -54,17 +54,12 @@ class Layer:
     @property
     def options(self) -> tuple[str, ...]:
         """What may stand behind its name, as in "moh+top=4"."""
-        return options_of_layer(self.build)
+        parameters = inspect.signature(self.build).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in SHARED)
 
 
 CLAIMS = ("causal", "cross", "key_mask", "ragged", "streaming", "equivariant", "losses", "weights")
 _LAYERS: Registry[Layer] = Registry("attention layer")
-
-
-def options_of_layer(build: Callable[..., nn.Module]) -> tuple[str, ...]:
-    """Arguments of a layer's class that are its own."""
-    parameters = inspect.signature(build).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in SHARED)
 
 
 def register_layer(layer: Layer) -> Layer:

@@ -97,13 +97,10 @@ def streams(layer: Any) -> bool:
         return False
     if mechanism.stream is not None:
         known = set(own_options(mechanism.stream))
-        return all(set(mix.options) <= known for mix in mixes) and not _mixes_means(layer)
+        # Temperatures per order mix in a mean of the values, which no stream keeps.
+    mixes_means = layer.temperature is not None and layer.temperature.third is not None
+    return all(set(mix.options) <= known for mix in mixes) and not mixes_means
     return mechanism.cross and mechanism.independent_rows and mechanism.order_free and mechanism.noncausal
-
-
-def _mixes_means(layer: Any) -> bool:
-    """Whether temperatures per order mix in a mean of the values, which no stream keeps."""
-    return layer.temperature is not None and layer.temperature.third is not None
 
 
 class Sums:

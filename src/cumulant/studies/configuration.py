@@ -92,7 +92,7 @@ def with_extra(
         return replace(recipe, attention_extras={**recipe.attention_extras, key: value})
     if key == "patch":
         return replace(recipe, model_options={**recipe.model_options, **_patch(recipe, value)})
-    of_model = model_extras(recipe.model)
+    of_model = [name for name in model_arguments(recipe.model) if name not in NOT_EXTRAS]
     if key in of_model:
         return replace(recipe, model_options={**recipe.model_options, key: value})
     if key in fields:
@@ -106,11 +106,6 @@ def with_extra(
         )
     known = [*options, *EXTRAS, "patch", *of_model, *fields]
     raise ValueError(f"unknown extra {key!r} in {where!r}; {suggest(key, list(dict.fromkeys(known)))}")
-
-
-def model_extras(model: str) -> list[str]:
-    """Arguments of the model of that name that can be extras."""
-    return [name for name in model_arguments(model) if name not in NOT_EXTRAS]
 
 
 def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def curves(results: dict[str, Any], field: str, y: str, factor: float = 1.0) -> 
     data: list[dict[str, Any]] = []
     colours = palette(results["attention"])
     for label, key, runs in groups(results):
-        by_run = [dict(zip(epochs_of(run, field), run[field], strict=True)) for run in runs]
+        by_run = [dict(zip(run["evaluated"] if field == "test_accuracy" else range(1, len(run[field]) + 1), run[field],
+                           strict=True)) for run in runs]  # fmt: skip
         epochs = [epoch for epoch in by_run[0] if all(epoch in run for run in by_run)]
         by_epoch = [[factor * run[epoch] for run in by_run] for epoch in epochs]
         low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
@@ -75,11 +76,6 @@ def curves(results: dict[str, Any], field: str, y: str, factor: float = 1.0) -> 
         data += [scatter(mode, epochs, mean, "%{y:.2f}", name=label, legendgroup=label, line=line)]
     whole = {"dtick": 1} if max((len(run["loss"]) for run in results["runs"]), default=0) <= 10 else {}
     return {"data": data, "layout": layout("epoch", y, xaxis=whole)}
-
-
-def epochs_of(run: dict[str, Any], field: str) -> list[int]:
-    """The epochs, counted from 1, that a list of a record belongs to."""
-    return run["evaluated"] if field == "test_accuracy" else list(range(1, len(run[field]) + 1))
 
 
 def error_by_order(results: dict[str, Any]) -> Figure:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cumulant import zoo
 from cumulant.studies.measuring import Study, Table, mean_of
-from cumulant.studies.statements import Measured, Quantity, Statement, number
+from cumulant.studies.statements import Measured, Quantity, Statement, difference, number
 from cumulant.style import SOFT, colour, mark, new_figure
 from cumulant.train.optimise import descend as descend_along
 
@@ -320,11 +320,6 @@ def likeness(
     return found
 
 
-def likelier(found: Mapping[str, Any]) -> float:
-    """How much more predictions are like a debiased step than like a plain one."""
-    return found["like debiased"] - found["like plain"]
-
-
 def statements(settings: Settings) -> list[Statement]:
     at = f"L={settings.examples}"
     lengths = [f"L={length}" for length in settings.lengths]
@@ -343,7 +338,7 @@ def statements(settings: Settings) -> list[Statement]:
 
     one, two, four = (f"softmax, {count} heads" for count in (1, 2, 4))
     raw, far = f"{RAW}, 1 heads", f"L={2 * settings.examples}"
-    best = step_risk(settings, settings.examples, best_eta(settings, False))
+    best, like = step_risk(settings, settings.examples, best_eta(settings, False)), number(two, "like debiased")
     found = [
         known(f"risk of 2 softmax heads at {at}", number(two, at), 0.243 * 0.95, 0.243 * 1.05),
         known(f"risk of 1 softmax head over that of 2 at {at}", ratio(one, two), least=1.5),
@@ -356,8 +351,8 @@ def statements(settings: Settings) -> list[Statement]:
         known("product w m, summed over 2 heads", number(two, "product"), 0.84, 0.94),
         known("2 softmax heads: largest risk over that of the length before", falls(two), most=1.0),
         known(f"unnormalised, over the training length always: risk at {far}", number(raw, f"fixed {far}"), least=0.8),
-        known("2 softmax heads are a debiased step: correlation", number(two, "like debiased"), least=0.999),
-        known("the same, less that with a plain step", lambda of: likelier(of[two]), least=0.0),
+        known("2 softmax heads are a debiased step: correlation", like, least=0.999),
+        known("the same, less that with a plain step", difference(like, number(two, "like plain")), least=0.0),
         known("best plain step over its closed form", lambda of: of["references"][f"step {at}"] / best, 0.97, 1.03),
     ]
     eta = best_eta(settings, True)

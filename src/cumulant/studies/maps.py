@@ -140,7 +140,11 @@ def look(model: Any, recipe: TrainRecipe, source: Source, *, examples: bool) -> 
         shown = first_of_classes(part, len(source.classes), ITEMS_SHOWN[source.kind])
         found["maps"] = example_maps(model, part, shown, size, augment)
         plain = layer.mechanism.name == "softmax" and not recipe.attention_extras
-        found["trained"] = softmax_layers(model, some if tokens < 20 else some[:16]) if plain else []
+        layers = projections(model, some if tokens < 20 else some[:16]) if plain else []
+        found["trained"] = [
+            {"layer": i, "logit_size": logit_size(q, k), "relative_error": errors_against_softmax(q, k, v)}
+            for i, (q, k, v) in enumerate(layers, 1)
+        ]
     return found
 
 
@@ -181,14 +185,6 @@ def example_maps(model: Any, part: Part, items: list[int], size: int, augment: A
 def _bytes(pictures: Tensor) -> str:
     """(T, H, W, 3) bytes in base 64."""
     return base64.b64encode(pictures.contiguous().numpy().tobytes()).decode()
-
-
-def softmax_layers(model: nn.Module, images: Tensor) -> list[dict[str, Any]]:
-    """For every layer of a trained softmax model: the size of its logits and the error of every order there."""
-    return [
-        {"layer": i + 1, "logit_size": logit_size(q, k), "relative_error": errors_against_softmax(q, k, v)}
-        for i, (q, k, v) in enumerate(projections(model, images))
-    ]
 
 
 def _rounded(values: Tensor, digits: int) -> Any:

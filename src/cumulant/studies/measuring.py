@@ -274,16 +274,13 @@ def table(result: Mapping[str, Any]) -> str:
     for one in result["tables"]:
         lines += ["", one["title"], *columns([one["head"], *one["rows"]])]
     head = ["verdict", "found (95 %)", "should be", "claim"]
-    rows = [[one["verdict"], one["found"], one["bounds"], f"{one['text']} [{one['source']}]" + _why(one)]
+    rows = [[one["verdict"], one["found"], one["bounds"],
+             f"{one['text']} [{one['source']}]" + (f": {one['why']}" if one["why"] else "")]
             for one in result["statements"]]  # fmt: skip
     lines += ["", *columns([head, *rows], left=(0, 3))]
     lines += [f"skipped: {name} {why}" for name, why in result["skipped"].items()]
     lines += [f"no time was left for {left}" for left in result["missing"]]
     return "\n".join(lines)
-
-
-def _why(one: Mapping[str, Any]) -> str:
-    return f": {one['why']}" if one["why"] else ""
 
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

@@ -34,6 +34,7 @@ def outcome(
     first = next((record for record in records if record["configuration"] == baseline), records[0])
     _check_classes(records, first)
     head = ("configuration", "seed", "role")
+    told = {} if names else {"ordering": "nothing yet: only control runs are finished"}
     return {
         "data": {key: first["data"].get(key) for key in ("name", "kind", "train", "test", "digest")},
         "classes": first["data"]["classes"],
@@ -48,7 +49,7 @@ def outcome(
         "missing": [dict(zip(head, one, strict=True)) for one in wanted if one not in there],
         "failed": [{key: record[key] for key in (*head, "failed")} for record in every if "failed" in record],
         "summary": summarise(records),
-        "verdict": verdict(paper, accuracies, control, baseline) if names else _nothing_compared(paper, baseline),
+        "verdict": verdict(paper, accuracies or {baseline: [0.0]}, control if names else [], baseline) | told,
         "per_class": {name: per_class(_of(records, name)) for name in names},
         "confusion": {name: confusion(_of(records, name)) for name in names},
         "maps": {
@@ -137,8 +138,3 @@ def _check_classes(records: Sequence[Record], first: Record) -> None:
 
 def _of(records: Sequence[Record], name: str) -> list[Record]:
     return [record for record in records if record["configuration"] == name and record["role"] == "compared"]
-
-
-def _nothing_compared(paper: Claim, baseline: str) -> dict[str, Any]:
-    empty = verdict(paper, {baseline: [0.0]}, [], baseline)
-    return {**empty, "ordering": "nothing yet: only control runs are finished"}

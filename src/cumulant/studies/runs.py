@@ -155,7 +155,9 @@ def _one_by_one(
         except Exception as error:
             raise RunError(f"{run}: {type(error).__name__}: {error}") from error
         finally:
-            _clean_up()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         if "failed" not in record:
             budget.saw(run.configuration, to_do, budget.clock() - started)
         waiting.done(run)
@@ -346,10 +348,3 @@ def _epochs_logged(folder: Path) -> int:
         return int(max((line["epoch"] for line in read_log(folder)), default=0))
     except OSError:
         return 0
-
-
-def _clean_up() -> None:
-    """The memory that a run leaves in this process."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -59,7 +59,7 @@ def create_app(
     app.add_middleware(SameSite)
     app.add_middleware(KnownHost, hosts=hosts, addresses=addresses)
     app.add_middleware(SafeHeaders)
-    app.add_exception_handler(Refusal, _refused)  # type: ignore[arg-type]
+    app.add_exception_handler(Refusal, lambda _, error: problem(error.status, error.kind, str(error)))
     app.add_exception_handler(RequestValidationError, _bad_request)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
 
@@ -69,10 +69,6 @@ def create_app(
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app
-
-
-def _refused(_: Request, error: Refusal) -> Response:
-    return problem(error.status, error.kind, str(error))
 
 
 def _bad_request(_: Request, error: RequestValidationError) -> Response:

@@ -80,8 +80,8 @@ class MatchingDial(Subject):
 
     def before(self, picture: Image) -> Image:
         """The picture, and below it the same from another side."""
-        x = np.asarray(picture.convert("RGB"))
-        views = from_two_sides(_tensor(x), self.number)
+        pixels = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+        views = from_two_sides(pixels.float()[None] / 255, self.number)
         image = pillow_image().fromarray(np.concatenate([_pixels(y) for y in views.values()]))
         return image.resize((SHOWN, 2 * round(SHOWN * image.height / 2 / image.width)))
 
@@ -90,10 +90,6 @@ class MatchingDial(Subject):
 
     def cost(self, name: str) -> float:
         return share_of_work(name, self.number, WIDTH)
-
-
-def _tensor(x: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.array(x)).permute(2, 0, 1).float()[None] / 255
 
 
 def _pixels(x: Tensor) -> np.ndarray:

@@ -95,7 +95,8 @@ def segmented(
     out = product(a, tokens.v, dtype) + read(b)
     if prefix:
         out = out + d[0] @ first_v.unsqueeze(-3)
-    out = _quotient(out, total, dtype)
+    narrow = multiplies_narrow(out, dtype) and not transformed()
+    out = _Quotient.apply(out, total, dtype) if narrow else ratio(out, total)
     if centre is not None:
         out = out + (total > 0) * centre.unsqueeze(-3)
     out = out.flatten(-3, -2)[..., : tokens.length, :]
@@ -175,12 +176,6 @@ def log_sparse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, pooling: str) -
         b = weights[level + 1].unflatten(-1, (-1, 2, 2**level))[..., 1, :]
         out = out + F.pad((b.unsqueeze(-1) * V.unsqueeze(-2)).unsqueeze(-3), (0, 0, 0, 0, 1, 0)).flatten(-4, -2)
     return out[..., :length, :]
-
-
-def _quotient(x: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / total, and 0 where total is 0."""
-    narrow = multiplies_narrow(x, dtype) and not transformed()
-    return _Quotient.apply(x, total, dtype) if narrow else ratio(x, total)
 
 
 class _Quotient(torch.autograd.Function):

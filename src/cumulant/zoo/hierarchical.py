@@ -110,7 +110,7 @@ def _parents(
     if norms is not None:
         s = s - norms[..., :1] - norms[..., 1:].mT
     if e is not None:
-        s = s + _products(e, s)
+        s = s + (e.to(s.dtype) @ e.to(s.dtype).mT).unsqueeze(-3)  # e_B.e_C of a table (b, F) or (H, b, F)
     # Siblings count with all their leaves, a node itself through its energy, in which they are already.
     siblings = s + torch.where(count > 0, count, 1).log().masked_fill(count == 0, ABSENT).unsqueeze(-2)
     own = torch.eye(s.shape[-1], dtype=torch.bool, device=s.device)
@@ -130,12 +130,6 @@ def _parents(
         -(share * log_Z).sum(-1),
     )
     return (logits - log_Z.unsqueeze(-1)).exp(), v, above
-
-
-def _products(e: Tensor, like: Tensor) -> Tensor:
-    """e_B.e_C of a table (b, F) or (H, b, F), to be added to scores (..., H, P, b, b)."""
-    e = e.to(like.dtype)
-    return (e @ e.mT).unsqueeze(-3)
 
 
 def _leaves(call: Call, energy: str, tree: Tree, tables: Sequence[Tensor] | None) -> Nodes:

@@ -74,7 +74,7 @@ def fraction(
     """`feature_product` and the sum of its weights, (..., H, Lq, E) and (..., H, Lq, 1)."""
     E = value.shape[-1]
     if is_causal or shards.answerer() is not None:  # which sends both in one message
-        columns = with_ones(value)
+        columns = F.pad(value, (0, 1), value=1.0)  # ones: one product gives numerator and denominator
         if columns.is_cuda:
             columns = F.pad(columns, (0, -columns.shape[-1] % 8))  # tensor cores want rows of 16 bytes
         sums = feature_product(query, key, columns, dtype, is_causal=is_causal, chunk=chunk)
@@ -228,11 +228,6 @@ def multiplies_narrow(x: Tensor, dtype: torch.dtype) -> bool:
 def written_down(x: Tensor) -> Tensor:
     """x itself, which a compiler then computes once, into memory, and not again in every kernel that reads it."""
     return torch.as_strided(x, x.shape, x.stride()) if torch.compiler.is_compiling() else x
-
-
-def with_ones(value: Tensor) -> Tensor:
-    """value (..., L, E) with a column of ones, so that one product gives a numerator and its denominator."""
-    return F.pad(value, (0, 1), value=1.0)
 
 
 def fit_length(x: Tensor, length: int) -> Tensor:

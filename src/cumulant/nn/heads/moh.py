@@ -108,7 +108,8 @@ class MixtureOfHeads(HeadsLayer):
         if routed is not None:
             p = _softmax(routed)
             m = largest(p, self.top)
-            parts.append(m + m * (p - p.detach()) if self.router == "norm" else self._renormalised(p * m))
+            total = (p * m).sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).eps)
+            parts.append(m + m * (p - p.detach()) if self.router == "norm" else p * m / total * self.top)
         if stages is not None:
             both = _softmax(stages) * 2
             parts = [part * both[..., i : i + 1] for i, part in enumerate(parts)]
@@ -147,10 +148,6 @@ class MixtureOfHeads(HeadsLayer):
         """Logits of shared heads, routed heads and stages side by side: each product would read all tokens anew."""
         linears = (self.weigh_shared, self.route, self.weigh_stages)
         return F.linear(x, torch.cat([linear.weight for linear in linears if linear is not None]))
-
-    def _renormalised(self, chosen: Tensor) -> Tensor:
-        total = chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).eps)
-        return chosen / total * self.top
 
     def _gathers(self, call: Call) -> bool:
         """Whether only rows that were chosen are computed: each must follow from its own query and all keys."""

@@ -129,7 +129,8 @@ def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], No
     """
     setattr(model, PLAN, dict(plan))
     model.__dict__["_cumulant_undo"] = undo
-    one = _one_choice(plan) if whole else None
+    first = next(iter(plan.values()), None)  # the choice of all heads of all layers, where they do not differ
+    one = first if whole and first and first.heads is None and all(x == first for x in plan.values()) else None
     if library_of(model) == TRANSFORMERS:
         config = config_of(model)
         if config is not None:
@@ -181,12 +182,6 @@ def count_own(model: nn.Module) -> int:
 def original_config(model: nn.Module) -> Any:
     """The arguments that made a model of ours before it was converted."""
     return model.__dict__.get("_cumulant_config", getattr(model, "config", None))
-
-
-def _one_choice(plan: Mapping[str, Choice]) -> Choice | None:
-    """The choice of all heads of all layers, or None where they differ."""
-    first = next(iter(plan.values()))
-    return first if first.heads is None and all(choice == first for choice in plan.values()) else None
 
 
 def forget(model: nn.Module) -> None:

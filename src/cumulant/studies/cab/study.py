@@ -123,7 +123,8 @@ def trained(
         """Stops a run that would take too long, as soon as its speed is known."""
         if number not in LOOK:
             return
-        _wait(where)
+        if where.type == "cuda":
+            torch.cuda.synchronize()
         looked.append(time.perf_counter())
         whole = (looked[-1] - looked[0]) / (LOOK[1] - LOOK[0]) * schedule.epochs
         if limit is not None and whole > limit:
@@ -143,11 +144,6 @@ def trained(
         "parameters": sum(one.numel() for one in model.parameters()), "ratio": round(ratio, 4),
         "graph": graph,
     }  # fmt: skip
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 @functools.lru_cache(1)
@@ -275,7 +271,8 @@ def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:
         for task in tasks.values() for pattern in task.uses if pattern in uses
     }  # fmt: skip
     if not columns:
-        raise ValueError(f"none of {', '.join(tasks)} has {' or '.join(uses)}: {_uses_of(tasks)}")
+        have = "; ".join(f"{task.name} has {' and '.join(task.uses)}" for task in tasks.values())
+        raise ValueError(f"none of {', '.join(tasks)} has {' or '.join(uses)}: {have}")
     cells = planned(
         columns, tasks, ground, Schedule(settings.steps, settings.lr), settings.seeds, settings.control
     )  # fmt: skip
@@ -300,10 +297,6 @@ def run(settings: Cab, progress: IO[str] | None = None) -> dict[str, Any]:
         "support": served,
         **judged(tasks, {(at.pattern, at.task, name, seed, by): one for (at, name, seed, by), one in found.items()}),
     }  # fmt: skip
-
-
-def _uses_of(tasks: Mapping[str, Task]) -> str:
-    return "; ".join(f"{task.name} has {' and '.join(task.uses)}" for task in tasks.values())
 
 
 def finished(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -63,13 +63,6 @@ def windows(tokens: Tensor, places: Tensor, length: int) -> Tensor:
     return tokens[places[:, None] + torch.arange(length, device=places.device)]
 
 
-def whole_windows(tokens: Tensor, length: int, batch: int) -> Iterator[Tensor]:
-    """All of the tokens in windows that follow each other, a batch at a time."""
-    starts = torch.arange(0, len(tokens) - length + 1, length, device=tokens.device)
-    for places in starts.split(batch):
-        yield windows(tokens, places, length)
-
-
 def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction=reduction, ignore_index=ABSENT)
 
@@ -95,8 +88,9 @@ class ByteTask(Task):
 
     def score(self, model: nn.Module, data: Data) -> dict[str, float]:
         nats, count, dice = 0.0, 0, torch.Generator().manual_seed(0)
-        for tokens in whole_windows(data["test"], self.length + self.more, self.batch):
-            seen, labels = self.asked(tokens.long(), dice)
+        test, whole = data["test"], self.length + self.more
+        for places in torch.arange(0, len(test) - whole + 1, whole, device=test.device).split(self.batch):
+            seen, labels = self.asked(windows(test, places, whole).long(), dice)
             nats += cross_entropy(model(seen), labels, "sum").item()
             count += int((labels != ABSENT).sum())
         return {"perplexity": math.exp(nats / count)}
