@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import itertools
 import os
@@ -69,6 +70,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = re.findall(r"(?<!not )\b(gpu|timm|stranger)\b", config.option.markexpr)
     text = collection_path.read_text() if asked else ""
     return any(f"mark.{name}" not in text for name in asked) or None
+
+
+def pytest_collection_finish() -> None:
+    """All that is there now stays to the end: without this each collection of garbage walks through it for a second, and
+    studies ask for one after every run."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries complain of what they still hold
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
