@@ -61,3 +61,13 @@ def test_every_network_of_the_plan_trains():
     ):
         assert study.measure(SETTINGS, name, 0, "cpu").keys() == {"error", "largest"}
     assert set(study.plan(SETTINGS)) >= {"construction", "max, cluster4", "prod, linear"}
+
+
+def test_gradients_are_clipped_where_operators_are_compared_and_nowhere_else():
+    clipped = {name: clip for name, (_, _, clip) in study.runs(SETTINGS).items()}
+    assert clipped["max, softmax"] == clipped["max, cumulant3"] == clipped["max, 2 moments"] == 1.0
+    assert clipped["max, large"] is clipped["sort, two layers"] is clipped["reverse, no positions"] is None
+    tight = replace(SETTINGS, clip=1e-9)
+    assert study.measure(tight, "max, softmax", 0, "cpu") == study.measure(tight, "max, softmax", 0, "cpu")
+    assert study.measure(tight, "max, softmax", 0, "cpu") != study.measure(SETTINGS, "max, softmax", 0, "cpu")
+    assert study.measure(tight, "max, large", 0, "cpu") == study.measure(SETTINGS, "max, large", 0, "cpu")
