@@ -73,8 +73,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """All that is there now stays to the end: without this each collection of garbage walks through it for a second, and
-    studies ask for one after every run."""
+    """All that is there now stays to the end: without this each collection of garbage walks through it for a second,
+    and studies ask for one after every run."""
     gc.collect()
     gc.freeze()
 
