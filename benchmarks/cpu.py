@@ -95,6 +95,29 @@ def speed() -> list[dict[str, Any]]:
     return rows
 
 
+def clusters() -> list[dict[str, Any]]:
+    """How many times as long softmax takes as `cluster_attention(clusters=64, near=2)`, right first."""
+    import torch
+    import torch.nn.functional as F
+
+    import cumulant
+
+    rows: list[dict[str, Any]] = []
+    call = partial(cumulant.cluster_attention, clusters=64, near=2)
+    with torch.no_grad():
+        given = tensors(2048)
+        exact = call(*(x.double() for x in given), backend="reference")
+        error = ((call(*given) - exact).norm() / exact.norm()).item()
+        if not error < 1e-5:
+            sys.exit(f"clusters are off by {error:.1e} (relative): not measuring their speed")
+        for L in (1024, 4096, 16384):
+            given = tensors(L)
+            found = ratio(partial(F.scaled_dot_product_attention, *given), partial(call, *given), 5 if L > 4096 else 15)
+            rows.append({"L": L, "softmax_over_ours": found})
+            print(f"L {L:>6}  64 clusters, near 2: softmax takes {found['ratio']:5.1f} x as long", flush=True)
+    return rows
+
+
 def two_products(q: Any, k: Any, v: Any) -> Any:
     return q @ (k.mT @ v)
 
@@ -189,6 +212,7 @@ def main() -> None:
     result = {
         "setting": f"float32, batch 1, {H} heads, width {D}, forward pass",
         "speed": speed(),
+        "clusters": clusters(),
         "linearity": linearity(),
         "memory": memory(),
         "import": import_time(),

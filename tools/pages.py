@@ -353,6 +353,9 @@ def cpu_block(result: Result) -> str:
     """How many times as long softmax takes on two cores."""
     lengths = list(dict.fromkeys(row["L"] for row in result["speed"]))
     rows = [[f"softmax / order {n}", *(f"{softmax_takes(result, n, L)} x" for L in lengths)] for n in (2, 3)]
+    if "clusters" in result:
+        found = {row["L"]: f"{row['softmax_over_ours']['ratio']:.1f} x" for row in result["clusters"]}
+        rows.append(["softmax / 64 clusters, near 2", *(found.get(L, "") for L in lengths)])
     return f"{table(['tokens', *(f'{L:,}' for L in lengths)], rows)}\n\n{origin(result)}"
 
 

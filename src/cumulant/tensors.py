@@ -12,6 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .tracing import is_plain
+
 ABSENT = float("-inf")
 
 
@@ -90,5 +92,9 @@ def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 def softmax_or_zero(logits: Tensor) -> Tensor:
     """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
-    empty = (logits == ABSENT).all(-1, keepdim=True)
+    if not logits.shape[-1]:
+        return logits.softmax(-1)
+    empty = logits.detach().amax(-1, keepdim=True) == ABSENT
+    if logits.device.type == "cpu" and is_plain(logits) and not empty.any():  # elsewhere that waits for the device
+        return logits.softmax(-1)
     return logits.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cumulant.cluster import Blocks, cluster_attention, fields
-from cumulant.cluster.near import groups, near_answers
+from cumulant.cluster import Blocks, KMeans, cluster_attention, fields
+from cumulant.cluster.near import fused, groups, near_answers
 
 
 def draw(*shapes, seed=0):
@@ -71,3 +71,27 @@ def test_it_is_taken_where_rows_choose_for_themselves_and_nothing_is_traced():
     assert groups(q, 1, 16)
     assert not groups(q, 8, 16)
     assert not groups(q.to("meta"), 1, 16)
+
+
+def test_clusters_of_several_pieces_do_not_depend_on_the_way(monkeypatch):
+    q, k, v = draw((1, 2, 600, 6), (1, 2, 600, 6), (1, 2, 600, 5))
+    found = []
+    for way in (groups, lambda *_: False):
+        monkeypatch.setattr(fields, "groups", way)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = cluster_attention(*leaves, clusters=KMeans(40), near=2)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("options", [{}, {"key_mask": torch.arange(1100).expand(2, -1) < 1025}, {"prefix": 3}])
+def test_the_fused_near_field_of_a_cpu_gives_what_the_products_give(monkeypatch, options):
+    q, k, v = draw(*((2, 2, 1100, 6),) * 3)
+    taken = []
+    monkeypatch.setattr(fields, "fused", lambda *given: taken.append(fused(*given)) or taken[-1])
+    with torch.no_grad():
+        found = cluster_attention(q, k, v, clusters=8, near=2, **options)
+        assert any(x is not None for x in taken)
+        monkeypatch.setattr(fields, "fused", lambda *_: None)
+        torch.testing.assert_close(found, cluster_attention(q, k, v, clusters=8, near=2, **options))

@@ -22,13 +22,16 @@ from ..moments import Moments, ratio
 from ..tensors import ABSENT, softmax_or_zero
 from ..tracing import transformed
 from .backend import Form
-from .near import groups, heaviest, largest, near_answers, responding
+from .near import fused, groups, heaviest, largest, near_answers, responding
 from .statistics import log
 
 
 def room(q: Tensor) -> int:
-    """Numbers that blocks of rows may hold at once: 4 million, or eight times the queries where those are many."""
-    return max(1 << 22, 8 * q.numel())
+    """Numbers that blocks of rows may hold at once: 4 million, or eight times the queries where those are many.
+
+    Without gradients a CPU is best kept at the few that its caches hold; with them blocks are computed twice.
+    """
+    return 1 << 22 if q.device.type == "cpu" and not torch.is_grad_enabled() else max(1 << 22, 8 * q.numel())
 
 
 class Far(NamedTuple):
@@ -162,7 +165,16 @@ class Tokens(NamedTuple):
 
     def grouped(self, q: Tensor, by_row: bool) -> bool:
         """Whether rows q (..., n, D) go to the clusters they chose, instead of tokens to them."""
-        return self.members is None and groups(q, 1 if by_row else q.shape[-2], self.key.shape[-2])
+        return groups(q, 1 if by_row else q.shape[-2], self.key.shape[-2])
+
+    def pieces(self, which: Tensor) -> Tensor:
+        """Pieces of clusters `which` (B, H, N, t), -1 for none: (B, H, N, t u)."""
+        if self.members is None:
+            return which
+        members = self.members.expand(*which.shape[:2], *self.members.shape[2:])
+        index = which.clamp(min=0).flatten(-2).unsqueeze(-1)
+        found = members.gather(-2, index.expand(*index.shape[:-1], members.shape[-1]))
+        return found.unflatten(-2, which.shape[-2:]).masked_fill((which < 0).unsqueeze(-1), -1).flatten(-2)
 
     def masked(self, taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All keys and values (B, H, 1, N' m, ...), and log weights of those in clusters `taken` (B, H, N, n, K)."""
@@ -176,19 +188,14 @@ class Tokens(NamedTuple):
 
     def gather(self, which: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and log weights of clusters `which` (B, H, N, t), -1 for none: (B, H, N, t u m, ...)."""
-        if self.members is not None:
-            members = self.members.expand(*which.shape[:2], *self.members.shape[2:])
-            u = members.shape[-1]
-            index = which.clamp(min=0).flatten(-2).unsqueeze(-1)
-            pieces = members.gather(-2, index.expand(*index.shape[:-1], u)).unflatten(-2, which.shape[-2:])
-            which = pieces.masked_fill((which < 0).unsqueeze(-1), -1).flatten(-2)
-        N, t = which.shape[-2:]
-        index = which.clamp(min=0).flatten(-2)
+        which = self.pieces(which)
+        (B, H, N, t), count = which.shape, self.key.shape[2]
+        first = torch.arange(0, B * H * count, count, device=which.device).view(B, H, 1, 1)
+        index = (which.clamp(min=0) + first).flatten()
 
         def take(x: Tensor) -> Tensor:
-            x = x.expand(*which.shape[:2], *x.shape[2:]).flatten(3)
-            found = x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
-            return found.unflatten(2, (N, t))
+            x = x.expand(B, H, *x.shape[2:])
+            return x.flatten(3).flatten(0, 2).index_select(0, index).view(B, H, N, t, -1)
 
         m = self.key.shape[-2]
         log_weight = take(self.log_weight).masked_fill((which < 0).unsqueeze(-1), ABSENT).flatten(-2)
@@ -246,7 +253,8 @@ def mix(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by_r
         if tokens.dense(count):
             of_row += 2 * tokens.key.shape[2] * tokens.key.shape[3]
         elif tokens.grouped(q, by_row):
-            of_row += 3 * count * (tokens.key.shape[-2] + D + E)
+            u = 1 if tokens.members is None else tokens.members.shape[-1]
+            of_row += 3 * count * u * (tokens.key.shape[-2] + D + E)
         else:
             of_row += beside * (1 + (D + E if by_row else 0))
             of_block += 0 if by_row else beside * (D + E)
@@ -302,7 +310,7 @@ def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by
         elif tokens.grouped(q, by_row):
             blocks = q.flatten(2, 3).unsqueeze(-2) if by_row else q
             chosen = which.flatten(2, 3) if by_row else which
-            mass, value = near_answers(blocks, chosen, tokens.key, tokens.value, tokens.log_weight)
+            mass, value = near_answers(blocks, tokens.pieces(chosen), tokens.key, tokens.value, tokens.log_weight)
             mass, value = (x.flatten(2, 3).unflatten(2, (N, n)) for x in (mass, value))
             logits.append(mass)
         elif by_row:  # each row has tokens of its own: (B, H, N n, t m, D) as (B, H, N, n, t m, D)
@@ -311,7 +319,12 @@ def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by
             logits.append((key @ q.unsqueeze(-1)).squeeze(-1) + log_weight)
         else:
             key, value, log_weight = tokens.gather(which)
-            logits.append(q @ key.mT + log_weight.unsqueeze(-2))
+            answer = fused(q, key, value, log_weight)
+            if answer is None:
+                logits.append(q @ key.mT + log_weight.unsqueeze(-2))
+            else:
+                logits.append(answer[0])
+                value = answer[1]
         values.append(value)
     if exact is not None:
         if exact.key.shape[2] == 1:
