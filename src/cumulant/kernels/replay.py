@@ -10,7 +10,7 @@ same bits is never repeated.
 Only calls that are kernels and nothing else can be learned: tensors on a GPU without masks, nothing traced or
 transformed, saved by hooks or split over workers. What cannot be is called as ever.
 
-CUMULANT_REPLAY=0 in the environment switches it off; with CUMULANT_DIRECT=1 the driver launches, not Triton (`direct`).
+CUMULANT_REPLAY=0 in the environment switches it off; with CUMULANT_DIRECT=0 Triton launches, not the driver (`direct`).
 """
 
 from __future__ import annotations
