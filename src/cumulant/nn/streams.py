@@ -98,8 +98,8 @@ def streams(layer: Any) -> bool:
     if mechanism.stream is not None:
         known = set(own_options(mechanism.stream))
         # Temperatures per order mix in a mean of the values, which no stream keeps.
-    mixes_means = layer.temperature is not None and layer.temperature.third is not None
-    return all(set(mix.options) <= known for mix in mixes) and not mixes_means
+        mixes_means = layer.temperature is not None and layer.temperature.third is not None
+        return all(set(mix.options) <= known for mix in mixes) and not mixes_means
     return mechanism.cross and mechanism.independent_rows and mechanism.order_free and mechanism.noncausal
 
 
