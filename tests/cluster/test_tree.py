@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cumulant import zoo
 from cumulant.cluster import Blocks, Tree, attention, cluster_attention, multiply_adds
-from cumulant.cluster.tree import _sorted, _sorted_at_once, tree_order
+from cumulant.cluster.basis import logit_basis
+from cumulant.cluster.tree import _sorted, _sorted_at_once, order_of, tree_order
 
 TWO = Tree(8, leaves=4, opened=3)
 
@@ -33,19 +34,28 @@ def error(out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Ten
 
 def two_levels_by_hand(query: Tensor, key: Tensor, value: Tensor, tree: Tree, near: int) -> Tensor:
     """One query head, (L, D) each, by loops over clusters: the formula as it is printed."""
-    L, D = key.shape
+    (L, D), key = key.shape, key - key.mean(0)  # a part of all directions depends on where keys are measured from
     parts = tree.count * tree.leaves
     order = tree_order(query[None], key[None], parts, tree)[0]
+    of_query = of_key = torch.eye(D, dtype=key.dtype)
+    if tree.width:
+        of_query, of_key = (x[0] for x in logit_basis(query[None], key[None], tree.width))
+        order = order_of((key @ of_key)[None], parts, tree)[0]
+    seen = key @ of_key
     leaves = order.split(-(-L // parts))
     leaves = [*leaves, *[order[:0]] * (parts - len(leaves))]
     clusters = [torch.cat(leaves[c * tree.leaves : (c + 1) * tree.leaves]) for c in range(tree.count)]
-    inner = sum((key[x] - key[x].mean(0)).T @ (value[x] - value[x].mean(0)) for x in clusters if len(x)) / L
+    inner = sum((seen[x] - seen[x].mean(0)).T @ (value[x] - value[x].mean(0)) for x in clusters if len(x)) / L
+    squares = ((query @ of_query) ** 2).mean(0)
+    spread = [sum(len(x) * (squares @ seen[x].var(0, correction=0)) for x in y if len(x)) for y in (leaves, clusters)]
+    narrower = float(spread[0] / spread[1])
 
     def met(q: Tensor, x: Tensor) -> tuple[float, float]:
         if not len(x):
             return -math.inf, 0.0
-        s = float((q**2 @ key[x].var(0, correction=0)).sqrt())
-        return float(q @ key[x].mean(0)) + math.log(len(x) * math.cosh(s)), s
+        q = q @ of_query
+        s = float((q**2 @ seen[x].var(0, correction=0)).sqrt())
+        return float(q @ seen[x].mean(0)) + math.log(len(x) * math.cosh(s)), s
 
     rows = []
     for q in query * D**-0.5:
@@ -53,15 +63,17 @@ def two_levels_by_hand(query: Tensor, key: Tensor, value: Tensor, tree: Tree, ne
         opened = sorted(range(tree.count), key=lambda c: -score(clusters[c]))[: tree.opened]
         inside = [leaves[c * tree.leaves + i] for c in opened for i in range(tree.leaves)]
         inside.sort(key=lambda x: -score(x))
-        far = [x for c, x in enumerate(clusters) if c not in opened] + inside[near:]
-        far = [x for x in far if len(x)]
+        closed = [x for c, x in enumerate(clusters) if c not in opened and len(x)]
+        far = closed + [x for x in inside[near:] if len(x)]
         exact = torch.cat([x for x in inside[:near] if len(x)])
         met_far = [met(q, x) for x in far]
         logits = torch.cat((torch.tensor([m for m, _ in met_far], dtype=q.dtype), key[exact] @ q))
         w = logits.softmax(0)
         means = torch.stack([value[x].mean(0) for x in far])
         gains = torch.tensor([math.tanh(s) / s if s else 1.0 for _, s in met_far], dtype=q.dtype)
-        rows.append(w[: len(far)] @ means + w[len(far) :] @ value[exact] + (w[: len(far)] * gains).sum() * (q @ inner))
+        gains[len(closed) :] *= narrower
+        lift = (w[: len(far)] * gains).sum()
+        rows.append(w[: len(far)] @ means + w[len(far) :] @ value[exact] + lift * (q @ of_query @ inner))
     return torch.stack(rows)
 
 
@@ -79,7 +91,9 @@ def test_content_comes_closer_to_softmax_than_the_order_of_the_tokens() -> None:
     assert error(by_content, q, k, v) < 0.7 * error(by_place, q, k, v)
 
 
-@pytest.mark.parametrize("tree", [Tree(16), Tree(8, leaves=4, opened=8)])
+@pytest.mark.parametrize(
+    "tree", [Tree(16), Tree(16, width=3), Tree(8, leaves=4, opened=8), replace(TWO, opened=8, width=3)]
+)
 def test_everything_near_is_softmax_with_masks_prefix_groups_and_odd_lengths(tree: Tree) -> None:
     q, k, v = tokens(77)
     mask = torch.arange(77) % 5 != 2
@@ -97,17 +111,49 @@ def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
     bad = [x.clone() for x in (k, v)]
     for x in bad:
         x[:, :, 40:] = float("nan")
-    for tree in (Tree(4), TWO):
+    for tree in (Tree(4), TWO, replace(TWO, width=3)):
         out, other = (cluster_attention(q, *kv, clusters=tree, near=2, key_mask=mask) for kv in ((k, v), bad))
         torch.testing.assert_close(out, other)
     nothing = cluster_attention(q, k, v, clusters=TWO, near=2, key_mask=mask & False)
     assert torch.equal(nothing, torch.zeros_like(nothing))
 
 
-def test_two_levels_are_the_printed_formula() -> None:
+@pytest.mark.parametrize("width", [0, 3])
+def test_two_levels_are_the_printed_formula(width: int) -> None:
     q, k, v = tokens(75, H=1)
-    out = cluster_attention(q, k, v, clusters=TWO, near=4)[0, 0]
-    torch.testing.assert_close(out, two_levels_by_hand(q[0, 0], k[0, 0], v[0, 0], TWO, 4), rtol=1e-6, atol=1e-6)
+    tree = replace(TWO, width=width)
+    out = cluster_attention(q, k, v, clusters=tree, near=4)[0, 0]
+    torch.testing.assert_close(out, two_levels_by_hand(q[0, 0], k[0, 0], v[0, 0], tree, 4), rtol=1e-6, atol=1e-6)
+
+
+def few_directions(L: int = 512, D: int = 24, true: int = 4) -> tuple[Tensor, ...]:
+    """Queries and keys whose logits have 4 directions of 24, askew to the axes, and a thousandth of noise."""
+    draw = torch.Generator().manual_seed(0)
+    low = [torch.randn(1, 2, L, true, dtype=torch.float64, generator=draw) for _ in range(2)]
+    turn = torch.randn(2, true, D, dtype=torch.float64, generator=draw)
+    noise = [0.03 * torch.randn(1, 2, L, D, dtype=torch.float64, generator=draw) for _ in range(2)]
+    q, k = (x @ y + z for x, y, z in zip(low, turn, noise, strict=True))
+    return 2 * q, k + 5, torch.randn(1, 2, L, 8, dtype=torch.float64, generator=draw)
+
+
+def test_a_few_directions_hold_the_logits_that_keys_differ_in() -> None:
+    q, k, _ = few_directions()
+    of_query, of_key = logit_basis(q[0], k[0], 4)
+    logits, few = q[0] @ k[0].mT, (q[0] @ of_query) @ (k[0] @ of_key).mT
+    apart = (logits - logits.mean(-1, keepdim=True)) - (few - few.mean(-1, keepdim=True))
+    assert apart.var() < 1e-2 * (logits - logits.mean(-1, keepdim=True)).var()
+    whole = logit_basis(q[0], k[0], 24)
+    torch.testing.assert_close((q[0] @ whole[0]) @ (k[0] @ whole[1]).mT, logits)
+
+
+def test_a_far_field_of_the_directions_that_matter_is_as_near_to_softmax_as_one_of_all() -> None:
+    q, k, v = few_directions()
+    tree = Tree(16, leaves=4, opened=4)
+    all_of_them, few, fewer = (
+        error(cluster_attention(q, k, v, clusters=replace(tree, width=w), near=4), q, k, v) for w in (0, 4, 1)
+    )
+    assert few < 1.1 * all_of_them
+    assert fewer > 2 * few
 
 
 def test_more_near_leaves_come_closer_to_softmax() -> None:
@@ -208,6 +254,9 @@ def test_multiply_adds_count_the_search_and_the_leaves_that_are_opened() -> None
     search = L * 64 * (D + 8 + 4 * 5.4375)
     found = multiply_adds(L, D, D, 64, near_tokens=192, response="pooled", kmeans=tree)
     assert found == L * ((64 + 40) * 3 * D + D * D + 192 * 2 * D + D + D * D) + search
+    narrow = multiply_adds(L, D, D, 64, near_tokens=192, response="pooled", kmeans=replace(tree, width=32))
+    search = L * 32 * (D + 8 + 4 * 5.4375) + 2 * 512 * D**2 + 12 * D**3
+    assert narrow == L * (D * 32 + (64 + 40) * (64 + D) + 32 * D + 192 * 2 * D + 32 + 32 * D) + search
     assert replace(tree, patch=2).multiply_adds(L, D) == L * D + tree.multiply_adds(L // 4, D)
 
 
@@ -232,6 +281,7 @@ def test_wrong_trees_are_told_what_would_be_right() -> None:
         ({"count": 48}, "power of two, got 48: take 32 or 64"),
         ({"count": 8, "leaves": 4}, "go together"),
         ({"count": 0}, "at least 1"),
+        ({"count": 4, "width": -1}, "width of Tree"),
     ):
         with pytest.raises(ValueError, match=said):
             Tree(**wrong)
@@ -253,3 +303,6 @@ def test_by_name() -> None:
     torch.testing.assert_close(patched, cluster_attention(q, k, v, clusters=Tree(16, patch=2), near=2, grid=(8, 8)))
     named = zoo.get("cluster16+find=tree+leaves=2+opened=4+near=2")(q, k, v)
     torch.testing.assert_close(named, cluster_attention(q, k, v, clusters=Tree(16, 2, 4), near=2))
+    named = zoo.get("cluster16+find=tree+leaves=2+opened=4+near=2+width=3")(q, k, v)
+    narrow = Tree(16, 2, 4, width=3, iterations=3)
+    torch.testing.assert_close(named, cluster_attention(q, k, v, clusters=narrow, near=2))

@@ -22,17 +22,18 @@ from ..tensors import in_units, nothing, one_batch, repeat_heads
 from ..tracing import without_autocast
 from .auto import AUTO, tuning
 from .backend import TILES, Assignment, Case, Form, blocks_of_past, kernels_for
+from .basis import logit_basis
 from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
 from .causal import causal_clusters
 from .fields import Exact, Seen, mix
 from .kmeans import KMeans, kmeans
 from .layout import Blocks, Layout, check_grid, of_size, tiled, whole
-from .levels import two_levels
+from .levels import Narrow, two_levels
 from .near import RANKS
 from .run import run_kernels
 from .short import answers_by_token, token_responses
 from .statistics import VARIANCES, log, origin, value_point
-from .tree import Tree, rows_of, tree_order
+from .tree import Tree, order_of, rows_of, tree_order
 
 BACKENDS = ("auto", "reference", "triton")
 QUERIES = ("each", "mean")
@@ -224,19 +225,29 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
     parts, L = tree.count * tree.leaves, Lk - prefix
     G, Lq = q.shape[1:3]
     patches = _patches(call, tree)
+    absent = None if mask is None else mask[:, prefix:] == 0
+    basis = None
+    if tree.narrow(q.shape[-1]):
+        with torch.no_grad():
+            dtype, keys = statistics_dtype(q.dtype), k[:, prefix:]
+            basis = logit_basis(q.flatten(1, 2).to(dtype), keys.to(dtype), tree.width, absent)
+
+    def ordered(keys: Tensor) -> Tensor:
+        if basis is None:
+            return tree_order(q.flatten(1, 2), keys, parts, tree, absent)
+        return order_of(keys.detach().to(basis[1].dtype) @ basis[1], parts, tree, absent)
+
     if patches is None:
-        absent = None if mask is None else mask[:, prefix:] == 0
-        order, size = tree_order(q.flatten(1, 2), k[:, prefix:], parts, tree, absent) + prefix, -(-L // parts)
+        order, size = ordered(k[:, prefix:]) + prefix, -(-L // parts)
     else:
         places = torch.arange(prefix, Lk, device=q.device).view(1, 1, L, 1)
-        means = patches.pack(k[:, None, prefix:]).mean(-2).squeeze(1)
-        order = tree_order(q.flatten(1, 2), means, parts, tree)
+        order = ordered(patches.pack(k[:, None, prefix:]).mean(-2).squeeze(1))
         order, size = patches.pack(places)[0, 0, :, :, 0][order].flatten(1), -(-patches.pieces // parts) * patches.size
     order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
     k, v = (rows_of(x, order) for x in (k, v))
     mask = None if mask is None else mask.gather(1, order)
     if tree.leaves > 1:
-        out = _two_levels(q, k, v, mask, call, tree, form, size)
+        out = _two_levels(q, k, v, mask, call, tree, form, size, basis)
     else:
         tiles, asking = _tiles(call, form), None
         if tiles is not None:
@@ -281,7 +292,15 @@ def _tiles(call: Call, form: Form) -> Layout | None:
 
 
 def _two_levels(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call, tree: Tree, form: Form, size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    call: Call,
+    tree: Tree,
+    form: Form,
+    size: int,
+    basis: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """q (N, G, Lq, D) over sorted k (N, Lk, D), v (N, Lk, E), in plain torch: (N, G, Lq, E)."""
     prefix, dtype = call.prefix, statistics_dtype(q.dtype)
@@ -308,7 +327,12 @@ def _two_levels(
     keys, values, slots = (
         F.pad(x, (*(0, 0) * (x.ndim - 3), 0, lacking)) for x in (layout.pack(k), layout.pack(v), slots)
     )
-    out = two_levels(rows, keys, values, slots, exact, tree, form)
+    narrow = None
+    if basis is not None:
+        narrow = Narrow(
+            *(x @ y.view(len(k), *(1,) * (x.ndim - 3), *y.shape[1:]) for x, y in zip((rows, keys), basis, strict=True))
+        )
+    out = two_levels(rows, keys, values, slots, exact, tree, form, narrow)
     seen = point if mask is None else torch.where((mask > 0).any(-1)[:, None, None, None], point, 0)
     return (out + seen).to(given).squeeze(1).unflatten(1, (G, -1))
 

@@ -31,15 +31,19 @@ def multiply_adds(
     `near_tokens` is the mean number of tokens that a query treats exactly, `response` the number r of clusters that
     answer with their covariance (None: all; "pooled": one for all). Statistics: L (D E + D), without D E if r = 0, with
     D^2 if "full". `asking` is the share of queries that ask: K / L with queries="mean". `kmeans` is the search for
-    clusters, k-means or a tree; of a tree with leaves, K clusters and the leaves of those that a query opens.
+    clusters, k-means or a tree; of a tree with leaves, K clusters and the leaves of those that a query opens, with its
+    width in place of D but for near tokens.
     """
+    far, projected = D, 0
     if isinstance(kmeans, Tree):
         kmeans = kmeans.for_tokens(L)
         K = kmeans.count + kmeans.opened * kmeans.leaves
+        if kmeans.opened and kmeans.narrow(D):  # the keys' product is counted with the search
+            far, projected = kmeans.width, D * kmeans.width
     r = K if response is None else 1 if isinstance(response, str) else min(response, K)
-    spread = D if variance == "diagonal" else D * D
-    query = K * D + K * spread + K * E + r * D * E + near_tokens * (D + E)
-    statistics = spread + (D * E if r else 0)
+    spread = far if variance == "diagonal" else far * far
+    query = projected + K * far + K * spread + K * E + r * far * E + near_tokens * (D + E)
+    statistics = spread + (far * E if r else 0)
     return L * (asking * query + statistics) + (0 if kmeans is None else kmeans.multiply_adds(L, D))
 
 

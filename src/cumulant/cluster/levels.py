@@ -1,21 +1,25 @@
 """Two levels of clusters by content: each query opens a few clusters and meets their leaves, of these a few exactly.
 
 Shape legend: B batch, H key heads, n query rows, K clusters of r leaves, m tokens of a leaf, t opened clusters, u near
-leaves, p exact tokens, D, E widths. Queries carry the scale.
+leaves, p exact tokens, D, E widths, W <= D directions of the far field. Queries carry the scale.
 
     (w_c, w_b, w_l) = softmax over (log Z_c of closed clusters, log Z_b of far leaves of open ones, q.k_l of the rest)
-    out = sum_c w_c v_mean_c + sum_b w_b v_mean_b + sum_l w_l v_l + (sum_c w_c f_c + sum_b w_b f_b) S^T q
+    out = sum_c w_c v_mean_c + sum_b w_b v_mean_b + sum_l w_l v_l + (sum_c w_c f_c + a sum_b w_b f_b) S^T q
 
 Opened are the clusters of largest mass times s^2, and near the leaves of largest: where an expansion of second order
-errs most. S is the covariance within clusters, one for all.
+errs most. S is the covariance within clusters, one for all; leaves are narrower by a, the mean of s^2 over leaves and
+rows beside that over clusters and rows. Queries and keys of log Z and S may be those of fewer directions (`basis`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..closures import gain
+from ..moments import ratio
 from ..tensors import ABSENT, softmax_or_zero
 from .backend import Form
 from .fields import Exact, Far, Tokens, recomputed, room
@@ -24,40 +28,80 @@ from .statistics import log, merge_pieces, moments_of
 from .tree import Tree
 
 
+class Narrow(NamedTuple):
+    """Queries and keys as the far field sees them, of W directions."""
+
+    query: Tensor  # (B, H, n, W)
+    key: Tensor  # (B, H, K r, m, W)
+
+
 def two_levels(
-    q: Tensor, key: Tensor, value: Tensor, slots: Tensor, exact: Exact | None, tree: Tree, form: Form
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    exact: Exact | None,
+    tree: Tree,
+    form: Form,
+    narrow: Narrow | None = None,
 ) -> Tensor:
     """Rows q (B, H, n, D) over leaves key (B, H, K r, m, D), value (B, H, K r, m, E), slots (B, H, K r, m), in blocks.
 
-    Cost a row: (K + t r) (2 D + E) + u m (D + E) + D E.
+    Cost a row: (K + t r) (2 W + E) + u m (D + E) + W E.
     """
-    moments = moments_of(key, value, slots)
+    far = Narrow(q, key) if narrow is None else narrow
+    moments = moments_of(far.key, value, slots)
     owner = torch.arange(tree.count, device=q.device).repeat_interleave(tree.leaves)[None, None]
     clusters = Far.of(merge_pieces(moments, owner, tree.count)).pooled()
     leaves = Far.of(moments)._replace(response=None)
+    narrower = _narrower(far.query, leaves, clusters)
     tokens = Tokens(key, value, log(slots))
     B, H, _, D = q.shape
     E, m = value.shape[-1], key.shape[-2]
     of_row = (
         4 * tree.count
-        + tree.opened * tree.leaves * (2 * D + E)
+        + tree.opened * tree.leaves * (2 * far.query.shape[-1] + E)
         + (form.near if isinstance(form.near, int) else 0)
         * (m + 3 * (D + E) if tokens.grouped(q.unsqueeze(-2), True) else m * (D + E))
     )
     step = max(1, room(q) // max(1, B * H * of_row))
-    parts = [recomputed(_rows, rows, clusters, leaves, tokens, exact, tree, form) for rows in q.split(step, 2)]
+    parts = [
+        recomputed(_rows, rows, seen, clusters, leaves, narrower, tokens, exact, tree, form)
+        for rows, seen in zip(q.split(step, 2), far.query.split(step, 2), strict=True)
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _rows(q: Tensor, clusters: Far, leaves: Far, tokens: Tokens, exact: Exact | None, tree: Tree, form: Form) -> Tensor:
+def _narrower(q: Tensor, leaves: Far, clusters: Far) -> Tensor:
+    """Mean s^2 over rows and leaves, beside that over rows and clusters: (B, H, 1). Cost: D a row and leaf."""
+    squares = q.square().mean(-2)
+
+    def mean(far: Far) -> Tensor:
+        return (far.shares * (far.spread @ squares.unsqueeze(-1)).squeeze(-1)).sum(-1, keepdim=True)
+
+    return ratio(mean(leaves), mean(clusters))
+
+
+def _rows(
+    q: Tensor,
+    seen: Tensor,
+    clusters: Far,
+    leaves: Far,
+    narrower: Tensor,
+    tokens: Tokens,
+    exact: Exact | None,
+    tree: Tree,
+    form: Form,
+) -> Tensor:
+    """Of rows q (B, H, n, D), as the far field sees them (B, H, n, W)."""
     closure, r, near = form.closure, tree.leaves, form.near
     assert isinstance(near, int)
-    log_Z, variance = clusters.masses(q, closure)
+    log_Z, variance = clusters.masses(seen, closure)
     opened = _largest(log_Z, variance, tree.opened, form)
     closed = _without(log_Z, opened)
     ids = (opened.clamp(min=0).unsqueeze(-1) * r + torch.arange(r, device=q.device)).flatten(-2)  # (B, H, n, t r)
     own = _picked(leaves, ids)
-    leaf_Z, leaf_variance = (x.squeeze(-2) for x in own.masses(q.unsqueeze(-2), closure))
+    leaf_Z, leaf_variance = (x.squeeze(-2) for x in own.masses(seen.unsqueeze(-2), closure))
     leaf_Z = leaf_Z.masked_fill((opened < 0).repeat_interleave(r, -1), ABSENT)
     logits, values = [closed, leaf_Z], [clusters.value_mean, own.value_mean]
     near = min(near, ids.shape[-1])
@@ -82,8 +126,8 @@ def _rows(q: Tensor, clusters: Far, leaves: Far, tokens: Tokens, exact: Exact | 
         each = value.ndim > weight.ndim  # clusters or tokens of each row's own
         out = out + ((weight.unsqueeze(-2) @ value).squeeze(-2) if each else weight @ value)
     if clusters.pool is not None and form.response != 0:
-        lift = (w[0] * gain(variance, closure)).sum(-1) + (w[1] * gain(leaf_variance, closure)).sum(-1)
-        out = out + lift.unsqueeze(-1) * (q @ clusters.pool)
+        lift = (w[0] * gain(variance, closure)).sum(-1) + narrower * (w[1] * gain(leaf_variance, closure)).sum(-1)
+        out = out + lift.unsqueeze(-1) * (seen @ clusters.pool)
     return out
 
 

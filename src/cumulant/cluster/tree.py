@@ -6,6 +6,7 @@ Two tokens are as far apart as the logits that S sampled queries give them: x = 
 their plain distance. Halving is by the median along the first principal direction of x, found by a few steps of power
 iteration: after log2 K rounds there are K clusters of L / K tokens, in a row once the tokens are put in that order.
 That costs S D + (2 steps + 1) S log2 K a token, a seventh of KMeans(64), and no shape depends on what the tokens hold.
+With a `width` x are the coordinates of the keys in so many directions instead (`basis`).
 In a node of many tokens, ENOUGH of them say in which direction it is cut; where it is cut is the median of all.
 """
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import check_count
+from .basis import basis_work, spread_out
 
 ENOUGH = 256  # tokens of a node that say in which direction it is cut, where it has four times as many
 
@@ -35,6 +37,8 @@ class Tree:
             1 / patch^2 of the search. Where that does not divide the grid, or with a key_mask, tokens go one by one.
         sample: queries that say how far keys are apart.
         iterations: steps of power iteration for each halving.
+        width: of so many directions (`basis.logit_basis`) keys are compared and, with leaves, clusters are met; near
+            tokens are exact with all. 0, or no fewer than the heads have: all.
     """
 
     count: int
@@ -43,9 +47,18 @@ class Tree:
     patch: int = 1
     sample: int = 64
     iterations: int = 2
+    width: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("leaves", 1), ("opened", 0), ("patch", 1), ("sample", 1), ("iterations", 0)):
+        for name, least in (
+            ("count", 1),
+            ("leaves", 1),
+            ("opened", 0),
+            ("patch", 1),
+            ("sample", 1),
+            ("iterations", 0),
+            ("width", 0),
+        ):
             check_count(f"{name} of Tree", getattr(self, name), least)
         for name in ("count", "leaves"):
             number = getattr(self, name)
@@ -70,9 +83,15 @@ class Tree:
         if self.patch > 1:
             return L * D + replace(self, patch=1).multiply_adds(L // self.patch**2, D)
         levels = (self.count * self.leaves).bit_length() - 1
-        sample = min(self.sample, L)
+        sample = self.width if self.narrow(D) else min(self.sample, L)
         looks = sum(_enough(L >> level) / (L >> level) for level in range(levels) if L >> level)
+        if self.narrow(D):  # the keys' own product is D width a token too
+            return float(L) * sample * (D + levels + 2 * self.iterations * looks) + basis_work(L, L, D)
         return float(L) * sample * (D + levels + 2 * self.iterations * looks)
+
+    def narrow(self, D: int) -> bool:
+        """Whether heads of width D have more directions than this takes."""
+        return 0 < self.width < D
 
 
 @torch.no_grad()
@@ -81,9 +100,14 @@ def tree_order(looking: Tensor, tokens: Tensor, parts: int, options: Tree, absen
 
     Tokens that are `absent` (N, L) come last.
     """
-    N, L, _ = tokens.shape
-    # What is no number is alike to nothing: it must not reach the mean of the others.
-    x = (tokens @ _spread_out(looking, options.sample).mT).nan_to_num(0.0, 0.0, 0.0)  # (N, L, S)
+    return order_of(tokens @ spread_out(looking, options.sample).mT, parts, options, absent)
+
+
+@torch.no_grad()
+def order_of(x: Tensor, parts: int, options: Tree, absent: Tensor | None = None) -> Tensor:
+    """The same of tokens x (N, L, S) whose plain distance says how far they are apart."""
+    N, L, _ = x.shape
+    x = x.nan_to_num(0.0, 0.0, 0.0)  # what is no number is alike to nothing: it must not reach the mean of the others
     size = -(-L // parts)
     order = torch.arange(parts * size, device=x.device).expand(N, -1)
     there = None
@@ -114,15 +138,6 @@ def _enough(m: int) -> int:
     return ENOUGH if m >= 4 * ENOUGH else m
 
 
-def _spread_out(x: Tensor, count: int) -> Tensor:
-    """`count` rows of x (..., R, D) at places that follow the golden ratio: no grid has its period."""
-    R = x.shape[-2]
-    if count >= R:
-        return x
-    places = (torch.arange(count, dtype=torch.float64, device=x.device) * 0.6180339887498949) % 1 * R
-    return x.index_select(-2, places.long())
-
-
 def _sorted(places: Tensor) -> Tensor:
     """Numbers (N, nodes m) of the tokens of each row, node after node in the order of places (N, nodes, m)."""
     if places.device.type == "cuda":
@@ -146,12 +161,12 @@ def _along(x: Tensor, there: Tensor | None, nodes: int, iterations: int) -> Tens
     that are not `there` (N, nodes m)."""
     x = x.unflatten(1, (nodes, -1))
     present = None if there is None else there.unflatten(1, (nodes, -1)).unsqueeze(-1)
-    some = _spread_out(x, _enough(x.shape[-2]))
+    some = spread_out(x, _enough(x.shape[-2]))
     if present is None:
         mean = some.mean(-2, keepdim=True)
         some = some - mean
     else:
-        here = _spread_out(present, _enough(x.shape[-2]))
+        here = spread_out(present, _enough(x.shape[-2]))
         mean = some.sum(-2, keepdim=True) / here.sum(-2, keepdim=True).clamp(min=1)
         some = (some - mean) * here
     far = some.square().sum(-1).argmax(-1)  # the token farthest from the mean
