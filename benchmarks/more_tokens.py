@@ -86,7 +86,8 @@ def plan() -> list[tuple[str, int, int]]:
     """Name, patch and seed, in the order of what is asked first; long runs begin early."""
     pair = ("softmax", "cumulant3")
     runs = [("softmax", 2, 1), ("cumulant3", 2, 1), ("softmax", 2, CONTROL[0])]  # at 1,024 tokens there was one seed
-    runs += [(name, 4, 1) for name in PLAIN[1:3]] + [("softmax", 2, CONTROL[1]), ("cumulant3", 2, 2)]
+    runs += [("cumulant3, flat pyramid", 2, seed) for seed in (2, 3)] + [(name, 4, 1) for name in PLAIN[1:3]]
+    runs += [("softmax", 2, CONTROL[1]), ("cumulant3", 2, 2), ("softmax, flat pyramid", 2, 0)]
     runs += [(f"cumulant3, {shape}", 2, seed) for seed in (0, 1) for shape in ("tiny pyramid", "flat pyramid")]
     runs += [("softmax", patch, seed) for seed in CONTROL[:2] for patch in (4, 8)]
     runs += [(f"{name}, tiny pyramid", 2, 0) for name in ("no attention", "softmax", "no attention at 1,024")]
