@@ -124,6 +124,24 @@ def test_values_far_from_zero_cost_gradients_no_digits(options: dict[str, Any]) 
     compare_half(q, k, v, **options)
 
 
+@pytest.mark.parametrize("response", ["pooled", None])
+def test_tokens_a_few_deviations_from_zero_cost_dq_no_digits(response: str | None) -> None:
+    """There some lie more than a factor of 2 from any point, and their differences to one would be rounded."""
+    shapes = ((64, 0, 10), (96, 3, 11), (96, 5, 12))
+    q, k, v = (tokens(1, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=seed) for L, m, seed in shapes)
+    compare_half(q, k, v, clusters=6, response=response)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("means", [(3, 5), (1, 30), (30, 0.5)])
+@pytest.mark.parametrize("near", [0, 2])
+def test_tokens_away_from_zero_cost_dq_no_digits_at_full_size(means: tuple[float, float], near: int) -> None:
+    shapes = zip((0, *means), range(3), strict=True)
+    q, k, v = (tokens(1, 2, 4096, 64, mean=m, dtype=torch.bfloat16, seed=i) for m, i in shapes)
+    compare_half(q, k, v, clusters=32, near=near, near_rows=128, rank="mean", response="pooled")
+
+
 def test_logits_that_overflow_an_exponential_do_no_harm() -> None:
     q, k, v = tokens(1, 1, 40, 16) * 40, tokens(1, 1, 64, 16) * 5, tokens(1, 1, 64, 16)
     compare(q, k, v, 5e-4, clusters=8, near=2, near_rows=32)

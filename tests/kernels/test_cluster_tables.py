@@ -13,6 +13,7 @@ from cluster_checks import compare
 from kernel_checks import DEVICE, poisoned_memory, tokens  # noqa: F401
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention
+from cumulant.kernels.cluster import order
 
 SHARED: dict[str, Any] = {"near": 2, "near_rows": 32, "rank": "mean", "response": "pooled"}
 EACH: dict[str, Any] = {"near": 0, "near_rows": 1, "rank": "mass", "response": None}
@@ -97,3 +98,29 @@ def test_kernels_sort_tokens_as_torch_does(masked: bool, monkeypatch: pytest.Mon
     torch.testing.assert_close(found.logs, exact.logs)
     for one, other, bounds in zip(found.order, exact.order, exact.bounds, strict=True):
         assert torch.equal(one[: bounds[1, K - 1]], other[: bounds[1, K - 1]])  # the rest takes no part
+
+
+def test_more_sets_than_the_second_dimension_of_a_grid_holds_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """70,000 sets of one token: what is launched for them, without the hour that the interpreter would take."""
+    grids = []
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *given, **constants: None
+
+    for name in ("count_tokens", "offsets", "place_tokens"):
+        monkeypatch.setattr(order, name, Recorded())
+    order.sorted_tables(torch.zeros(70_000, 1, dtype=torch.int32, device=DEVICE), None, 2)
+    assert len(grids) == 3
+    assert all(n <= 65_535 for grid in grids for n in grid[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_many_sets_are_sorted_as_few_are() -> None:
+    ids = torch.randint(3, (70_000, 200), dtype=torch.int32, device=DEVICE)
+    bounds, _, places = order.sorted_tables(ids, None, 3)
+    for s in (0, 65_535, 65_536, 69_999):
+        assert torch.equal(places[s].long(), ids[s].argsort(stable=True))
+        assert bounds[s, 1, :3].tolist() == [int((ids[s] <= c).sum()) for c in range(3)]

@@ -2,6 +2,8 @@
 -> `place_tokens`, a counting sort in three launches. Tokens of a cluster stay in their order.
 
 Shape legend: S sets of tables, L tokens, N tokens of a block, K clusters (KP padded), J blocks.
+
+Grids have one dimension, whose other two hold 65,535 programs at most: there may be more sets than that.
 """
 
 # mypy: allow-untyped-defs
@@ -31,15 +33,15 @@ def clusters_of(ids, present, at, length_k, MASKED: tl.constexpr):
 
 @kernel
 def count_tokens(
-    ids, present, counts, ids_b, length_k, per, MASKED: tl.constexpr, N: tl.constexpr, KP: tl.constexpr
+    ids, present, counts, ids_b, length_k, per, blocks, MASKED: tl.constexpr, N: tl.constexpr, KP: tl.constexpr
 ):  # fmt: skip
-    """Grid (J, S). How many tokens of each block are in each cluster: counts (S, J, KP) int32. ids (S, L), present
+    """Grid (S J,). How many tokens of each block are in each cluster: counts (S, J, KP) int32. ids (S, L), present
     (S / per, L)."""
-    block, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, s = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     at, c = block * N + tl.arange(0, N), tl.arange(0, KP)
     own = clusters_of(ids + s * ids_b, present + (s // per) * length_k, at, length_k, MASKED)
     number = tl.sum((c[:, None] == own[None, :]).to(tl.int32), 1)
-    tl.store(counts + (s * tl.num_programs(0) + block) * KP + c, number)
+    tl.store(counts + (s * blocks + block) * KP + c, number)
 
 
 @kernel
@@ -69,17 +71,17 @@ def offsets(counts, places, bounds, logs, blocks, clusters, J: tl.constexpr, KP:
 
 @kernel
 def place_tokens(
-    ids, present, places, order, ids_b, length_k, per, MASKED: tl.constexpr, N: tl.constexpr, KP: tl.constexpr
+    ids, present, places, order, ids_b, length_k, per, blocks, MASKED: tl.constexpr, N: tl.constexpr, KP: tl.constexpr
 ):  # fmt: skip
-    """Grid (J, S). order (S, L): the tokens by cluster, those that take no part left out."""
-    block, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid (S J,). order (S, L): the tokens by cluster, those that take no part left out."""
+    block, s = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     ids += s * ids_b
     present += (s // per) * length_k
     mine, other = block * N + tl.arange(0, N)[:, None], block * N + tl.arange(0, N)[None, :]
     own = clusters_of(ids, present, mine, length_k, MASKED)
     before = (clusters_of(ids, present, other, length_k, MASKED) == own) & (other < mine)
     rank = tl.sum(before.to(tl.int32), 1)[:, None]
-    first = tl.load(places + (s * tl.num_programs(0) + block) * KP + own, mask=own >= 0, other=0)
+    first = tl.load(places + (s * blocks + block) * KP + own, mask=own >= 0, other=0)
     tl.store(order + s * length_k + first + rank, mine, mask=own >= 0)
 
 
@@ -104,7 +106,9 @@ def _sorted_tables(ids: Tensor, present: Tensor | None, K: int) -> tuple[Tensor,
     mask = counts if present is None else present.contiguous().view(torch.uint8)
     per = 1 if present is None else S // len(present)
     given = {"MASKED": present is not None, "N": BLOCK, "KP": KP}
-    count_tokens[(blocks, S)](ids, mask, counts, ids.stride(0), L, per, num_warps=8 if KP > 64 else 4, **given)
+    count_tokens[(S * blocks,)](
+        ids, mask, counts, ids.stride(0), L, per, blocks, num_warps=8 if KP > 64 else 4, **given
+    )
     offsets[(S,)](counts, places, bounds, logs, blocks, K, J=max(16, 4096 // KP), KP=KP, num_warps=8)
-    place_tokens[(blocks, S)](ids, mask, places, order, ids.stride(0), L, per, num_warps=4, **given)
+    place_tokens[(S * blocks,)](ids, mask, places, order, ids.stride(0), L, per, blocks, num_warps=4, **given)
     return bounds, logs, order

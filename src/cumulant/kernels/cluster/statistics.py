@@ -35,12 +35,13 @@ def samples(x, stride, order, first, count, columns, WIDTH: tl.constexpr, ORDERE
 def common_point(x0, x1, x2, x3):
     """A point (width,) that all tokens are measured from, by four of them: one of these, or 0.
 
-    0 where these four differ in sign or by more than a factor of 2. Differences of 16-bit numbers then need no
-    rounding, because their terms are that much alike or because none is taken: products of them are exact.
+    0 where these four differ in sign or by more than a third. Differences of 16-bit numbers then need no rounding,
+    because none is taken or because all tokens lie within a factor of 2 where four are that much alike: products of
+    them are exact. Tokens that do not are so near to 0 that float32 holds what cancels.
     """
     x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     low, high = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3)), tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-    alike = (low * high > 0.0) & (high <= 2.0 * low) | (low * high > 0.0) & (low >= 2.0 * high)
+    alike = (low * high > 0.0) & ((3.0 * high <= 4.0 * low) | (3.0 * low >= 4.0 * high))
     return tl.where(alike, x1, 0.0)
 
 
