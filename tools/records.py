@@ -1,8 +1,9 @@
 """Records of single runs, kept in the repository so that any machine goes on with them.
 
 `python -m tools.records put FOLDER` lays them out as `cumulant study` and `cumulant bench cab` find them with --out
-FOLDER; `python -m tools.records take FOLDER` (or FILE, as `tools.visit` writes it) keeps what was made there. One file
-a study, benchmarks/results/records/NAME.json, one line a run; what many runs share is written once.
+FOLDER (those of a layer's ordering below FOLDER/heads); `python -m tools.records take FOLDER` (or FILE, as
+`tools.visit` writes it) keeps what was made there. One file a study, benchmarks/results/records/NAME.json, one line a
+run; what many runs share is written once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cumulant.studies.heads import LAYERS
 from cumulant.train.files import read_json, write_atomically
 
 KEPT = Path(__file__).parents[1] / "benchmarks" / "results" / "records"
@@ -23,7 +25,7 @@ Records = dict[str, dict[str, Any]]  # by the name of their file
 def found(folder: Path) -> dict[str, Records]:
     """The records below a folder of studies, by study."""
     every: dict[str, Records] = {}
-    for path in sorted(folder.glob("*/records/*.json")):
+    for path in sorted([*folder.glob("*/records/*.json"), *folder.glob("heads/*/records/*.json")]):
         every.setdefault(path.parts[-3], {})[path.stem] = read_json(path)
     return every
 
@@ -62,7 +64,7 @@ def put(folder: Path, kept_in: Path = KEPT) -> int:
     count = 0
     for study, records in kept(kept_in).items():
         for name, record in records.items():
-            path = folder / study / "records" / f"{name}.json"
+            path = folder / ("heads" if study in LAYERS else "") / study / "records" / f"{name}.json"
             if not path.exists():
                 write_atomically(path, json.dumps(record, allow_nan=False).encode())
                 count += 1

@@ -38,6 +38,14 @@ def test_records_of_two_visits_join_and_are_laid_out_again(tmp_path):
     assert records.found(tmp_path / "work") == {"sinks": RUNS}
 
 
+def test_records_of_a_layers_ordering_lie_below_heads(tmp_path):
+    written(tmp_path / "first" / "heads", "moh", RUNS)
+    assert records.take(tmp_path / "first", tmp_path / "kept") == {"moh": 2}
+    assert records.put(tmp_path / "work", tmp_path / "kept") == 2
+    assert len(list((tmp_path / "work" / "heads" / "moh" / "records").iterdir())) == 2
+    assert records.found(tmp_path / "work") == {"moh": RUNS}
+
+
 def test_a_visit_writes_only_what_is_new(tmp_path):
     written(tmp_path / "work", "sinks", {"softmax-0-aa": RUNS["softmax-0-aa"]})
     before = records.found(tmp_path / "work")
