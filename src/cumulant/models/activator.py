@@ -76,7 +76,7 @@ class ActivatorBlock(Repeated):
         return self.unit(x) + self.attn(x, grid=grid)
 
 
-@options_of(Attending)
+@options_of(Attending, without=("init_std",))
 class Activator(Backbone):
     """Images (B, in_chans, H, W) to logits (B, num_classes), or to features (B, C) with `num_classes=0`.
 
@@ -89,7 +89,6 @@ class Activator(Backbone):
         drop_rate: dropout inside the MLP, 0.5 as published.
         attention: see `Attending`, where the mixer has attention; with `num_heads` heads.
         attention_extras: further arguments of every attention layer.
-        drop_path: stochastic depth of the last block; the paper has none.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Activator(Backbone):
         *,
         img_size: int | tuple[int, int] = 32,
         patch_size: int = 4,
-        in_chans: int = 3,
         num_classes: int = 10,
         embed_dim: int = 256,
         hidden_dim: int = 512,
@@ -109,11 +107,10 @@ class Activator(Backbone):
         positions: bool = False,
         attention_extras: dict[str, Any] | None = None,
         drop_rate: float = 0.5,
-        drop_path: float = 0.0,
         **attending: Any,
     ) -> None:
         super().__init__(num_classes, embed_dim)
-        for name, count in {"in_chans": in_chans, "hidden_dim": hidden_dim, "depth": depth}.items():
+        for name, count in {"hidden_dim": hidden_dim, "depth": depth}.items():
             check_count(name, count)
         check_choice("mixer", mixer, MIXERS)
         check_choice("gate", gate, tuple(GATES))
@@ -127,8 +124,8 @@ class Activator(Backbone):
             raise ValueError(
                 f"{asked}, but Activator has gates in place of attention; mixer='attention' or 'glu+attention' has both"
             )
-        place, self.in_chans, self.embed_dim = how.place, in_chans, embed_dim
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
+        place, self.in_chans, self.embed_dim = how.place, how.in_chans, embed_dim
+        self.patch_embed = PatchEmbed(patch_size, how.in_chans, embed_dim, **place)
         self.grid_size = self.patch_embed.grid(*pair(img_size))
         tokens = math.prod(self.grid_size)
         self.fixed_size = mixer == "spatial_glu"
@@ -146,7 +143,7 @@ class Activator(Backbone):
         self.blocks = nn.Sequential(*(block(one) for one in how.each(depth)))
         self.head = self._made_classifier(embed_dim, place)
         self.feature_info = FeatureInfo.of((embed_dim, patch_size, f"blocks.{i}") for i in range(depth))
-        self.set_drop_path(drop_path)
+        self.set_drop_path(how.drop_path)
         number_layers(self)
         self.reset_parameters()
 

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ..call import check_choice, check_count, check_dtype, check_flag
 from ..nn.registry import number_layers
 from ..zoo.grid import square_grid
+from .mechanisms import Attending
 from .parts import drop_paths, reset_linear, resize_positions, spread_drop_path
 
 FORMATS = ("NCHW", "NLC")
@@ -120,9 +121,10 @@ class Backbone(nn.Module):
 
     # What follows.
 
-    def _finish(self, drop_path: float, init_std: float | None) -> None:
+    def _finish(self, how: Attending) -> None:
         """The last step of every constructor."""
-        self.set_drop_path(drop_path)
+        self.in_chans, init_std = how.in_chans, how.init_std
+        self.set_drop_path(how.drop_path)
         number_layers(self)
         number = isinstance(init_std, int | float) and not isinstance(init_std, bool) and 0 <= init_std < math.inf
         if init_std is not None and not number:
@@ -254,6 +256,21 @@ class Backbone(nn.Module):
             setattr(self.get_submodule(owner), last, fresh)
         if self.config is not None:  # what a checkpoint is opened with
             self.config |= {"num_classes": num_classes, **told}
+
+
+class Pyramid(Backbone):
+    """A network whose levels are `stages` of maps, of which the mean is read."""
+
+    stages: nn.Sequential
+
+    def _levels(self) -> Iterable[nn.Module]:
+        return self.stages
+
+    def _begin(self, images: Tensor) -> Any:
+        return self.checked(images), None
+
+    def _pooled(self, maps: Tensor) -> Tensor:
+        return maps.mean((2, 3))
 
 
 class Features(nn.Module):

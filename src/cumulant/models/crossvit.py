@@ -127,7 +127,6 @@ class CrossViT(TokenBackbone):
         img_size: int | tuple[int, int] = 240,
         img_scale: tuple[float, float] = (1.0, 224 / 240),
         patch_size: Pair = (12, 16),
-        in_chans: int = 3,
         num_classes: int = 1000,
         embed_dim: Pair = (192, 384),
         depth: Pair = (1, 5),
@@ -138,23 +137,21 @@ class CrossViT(TokenBackbone):
         other_sizes: str = "tables",
         cross_attention: str | None = None,
         pool: str = "cls",
-        drop_path: float = 0.0,
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
         check_pairs(patch_size=patch_size, embed_dim=embed_dim, depth=depth, num_heads=num_heads)
-        super().__init__(num_classes, sum(embed_dim), pool, 1, in_chans=in_chans, stages=stages)
+        super().__init__(num_classes, sum(embed_dim), pool, 1, stages=stages)
         check_flag("conv_stem", conv_stem)
         check_choice("other_sizes", other_sizes, SIZES)
         if conv_stem and any(size not in STEMS for size in patch_size):
             raise ValueError(f"conv_stem=True needs patches of 12 or 16 pixels, got patch_size={tuple(patch_size)}")
         how = Projecting(**attending)
         place, layer, drop_rate = how.place, how.layer, how.drop_rate
-        self.in_chans, self.widths_of, self.img_scale, self.other_sizes = in_chans, embed_dim, img_scale, other_sizes
+        self.widths_of, self.img_scale, self.other_sizes = embed_dim, img_scale, other_sizes
         self.img_size = pair(img_size)
         stem = ConvStem if conv_stem else PatchEmbed
         self.patch_embed = nn.ModuleList(
-            stem(size, in_chans, dim, **place) for size, dim in zip(patch_size, embed_dim, strict=True)
+            stem(size, how.in_chans, dim, **place) for size, dim in zip(patch_size, embed_dim, strict=True)
         )
         self.grids = self.grids_of(*self.img_size)
         for i, (grid, dim) in enumerate(zip(self.grids, embed_dim, strict=True)):
@@ -189,7 +186,7 @@ class CrossViT(TokenBackbone):
         self.head: Any = nn.ModuleList(self._made_classifier(dim, place) for dim in embed_dim)
         levels = range(stages)
         self.feature_info = FeatureInfo.of((sum(embed_dim), patch_size[0], f"blocks.{number}") for number in levels)
-        self._finish(drop_path, init_std)
+        self._finish(how)
 
     def grids_of(self, height: int, width: int) -> tuple[Pair, Pair]:
         """Rows and columns of patches of the two branches for an image of that size: the nearest whole numbers."""

@@ -37,7 +37,7 @@ class CausalBlock(Block):
         return x + self.mlp(self.norm2(x))
 
 
-@options_of(Projecting)
+@options_of(Projecting, without=("in_chans",))
 class LanguageModel(nn.Module):
     """Tokens (B, L) to logits of the token that follows each, (B, L, V).
 
@@ -66,9 +66,7 @@ class LanguageModel(nn.Module):
         mlp_ratio: float = 4.0,
         positions: str | None = "auto",
         tie: bool = True,
-        drop_path: float = 0.0,
         gelu: str = "erf",
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
         super().__init__()
@@ -96,9 +94,9 @@ class LanguageModel(nn.Module):
         self.blocks = nn.Sequential(*(CausalBlock(attn, *inner, **place) for attn in layers))
         self.norm = LAYER_NORM(embed_dim, **place)
         self.head = None if tie else nn.Linear(embed_dim, num_classes, bias=False, **place)
-        self.set_drop_path(drop_path)
+        self.set_drop_path(how.drop_path)
         number_layers(self)
-        self.reset_parameters(init_std)
+        self.reset_parameters(0.02 if how.init_std is None else how.init_std)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """GPT-2: normal weights of that std, those that end a branch over the root of twice the depth; biases 0."""

@@ -261,14 +261,12 @@ class MaxViT(Backbone):
             grids alike: the place of a linear-time mechanism.
         attention: see `Attending`. A mechanism other than softmax has no relative bias, nor has "global" or a `layer`:
             positions are then those that the convolutions' borders tell.
-        drop_path: stochastic depth of the last block, linear from 0 in the first as timm has it.
     """
 
     def __init__(
         self,
         *,
         img_size: int | tuple[int, int] = 224,
-        in_chans: int = 3,
         num_classes: int = 1000,
         stem_width: int = 64,
         widths: Sequence[int] = (64, 128, 256, 512),
@@ -277,21 +275,19 @@ class MaxViT(Backbone):
         window: int | None = None,
         pad: bool = False,
         partition: str = "window",
-        drop_path: float = 0.0,
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
         check_stages(widths, "widths", depths=depths)
         super().__init__(num_classes, widths[-1])
         check_choice("partition", partition, PARTITIONS)
-        for name, count in {"in_chans": in_chans, "stem_width": stem_width, "head_dim": head_dim}.items():
+        for name, count in {"stem_width": stem_width, "head_dim": head_dim}.items():
             check_count(name, count)
         if any(width % head_dim for width in widths):
             raise ValueError(f"head_dim must divide every width of {tuple(widths)}, got {head_dim}")
         check_flag("pad", pad)
         how = Attending(**attending)
         place = how.place
-        self.in_chans, self.pad, self.partition = in_chans, pad, partition
+        self.pad, self.partition = pad, partition
         self.stride = 2 ** (len(widths) + 1)
         self.window = max(1, min(pair(img_size)) // self.stride) if window is None else window
         check_count("window", self.window)
@@ -310,7 +306,7 @@ class MaxViT(Backbone):
             convs = (MBConv(out if later else width, out, 1 if later else 2, **place) for later in range(depth))
             return Stage(MaxViTBlock(conv, part(out, "block"), part(out, "grid")) for conv in convs)
 
-        self.stem = Stem(in_chans, stem_width, **place)
+        self.stem = Stem(how.in_chans, stem_width, **place)
         steps = zip(pairwise((stem_width, *widths)), depths, strict=True)
         self.stages = nn.Sequential(*(stage(*width, depth) for width, depth in steps))
         self.head = Head(widths[-1], widths[-1], self._made_classifier(widths[-1], place), **place)
@@ -319,7 +315,7 @@ class MaxViT(Backbone):
             (width, 2 ** (number + 1), name)
             for number, (width, name) in enumerate(zip((stem_width, *widths), names, strict=True))
         )
-        self._finish(drop_path, init_std)
+        self._finish(how)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """As released: kernels, matrices and relative biases N(0, std), other biases 0, norms 1."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import zoo
-from ..call import check_share
+from ..call import check_count, check_share
 from ..grammar import parse, read_blocks, suggest
 from ..nn import create_layer
 from .parts import checked_extras
@@ -26,6 +26,10 @@ class Attending:
             Or one for each block: a list of names, or a text, "4xagent,8xsoftmax".
         attention_options: options of that mechanism; of several, each takes those that it has.
         layer: name of an attention layer, see `cumulant.nn.layers()`; "multihead" unless given.
+        in_chans: channels of the images.
+        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
+        init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
+            a model of width 64 starts learning much sooner from about 64**-0.5.
     """
 
     attention: str | Sequence[str] = "softmax"
@@ -33,6 +37,12 @@ class Attending:
     layer: str | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
+    in_chans: int = 3
+    drop_path: float = 0.0
+    init_std: float | None = 0.02
+
+    def __post_init__(self) -> None:
+        check_count("in_chans", self.in_chans)
 
     @property
     def place(self) -> dict[str, Any]:
@@ -64,6 +74,7 @@ class Projecting(Attending):
     attn_drop: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_share("drop_rate", self.drop_rate)
 
     @property

@@ -8,7 +8,7 @@ a block starts as the identity. State-dict names are timm's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from ..call import Call, check_count
 from ..grammar import parse
 from ..nn import create_layer
 from ..zoo.registry import options_of
-from .backbone import Backbone, FeatureInfo
+from .backbone import FeatureInfo, Pyramid
 from .mechanisms import Attending
 from .parts import DropPath, Repeated, SqueezeExcite, check_stages, pair, reset_extras, reset_linear
 
@@ -215,7 +215,7 @@ class Stage(nn.Module):
 
 
 @options_of(Attending)
-class SHViT(Backbone):
+class SHViT(Pyramid):
     """Images (B, in_chans, H, W) of any size to logits (B, num_classes), or to features with `num_classes=0`.
 
     Args:
@@ -229,14 +229,12 @@ class SHViT(Backbone):
         num_heads: one in the paper; more split query, key and values.
         attention: as in `Attending`, of the blocks with attention; a `layer` there has width p, and takes the place of
             projection and mechanism.
-        drop_path: stochastic depth of the last block; the paper has none.
     """
 
     def __init__(
         self,
         *,
         img_size: int | tuple[int, int] = 224,
-        in_chans: int = 3,
         num_classes: int = 1000,
         embed_dim: Sequence[int] = (128, 224, 320),
         depth: Sequence[int] = (2, 4, 5),
@@ -245,8 +243,6 @@ class SHViT(Backbone):
         qk_dim: int | None = 16,
         stem_depth: int = 4,
         num_heads: int = 1,
-        drop_path: float = 0.0,
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
         check_stages(embed_dim, "embed_dim", depth=depth, partial_dim=partial_dim)
@@ -255,11 +251,11 @@ class SHViT(Backbone):
             if part > whole:
                 raise ValueError(f"partial_dim must be at most embed_dim, got {part} of {whole} channels")
         super().__init__(num_classes, embed_dim[-1])
-        for name, count in {"in_chans": in_chans, "stem_depth": stem_depth, "num_heads": num_heads}.items():
+        for name, count in {"stem_depth": stem_depth, "num_heads": num_heads}.items():
             check_count(name, count)
         how = Attending(**attending)
-        place, self.in_chans = how.place, in_chans
-        self.patch_embed = stem(in_chans, embed_dim[0], stem_depth, **place)
+        place = how.place
+        self.patch_embed = stem(how.in_chans, embed_dim[0], stem_depth, **place)
         count = sum(many for many, kind in zip(depth, types, strict=True) if kind == "s")
         mechanisms = iter(how.each(count, "blocks with attention") if count else ())
 
@@ -281,7 +277,7 @@ class SHViT(Backbone):
         self.feature_info = FeatureInfo.of(
             (dim, 2 ** (stem_depth + number), f"stages.{number}") for number, dim in enumerate(embed_dim)
         )
-        self._finish(drop_path, init_std)
+        self._finish(how)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Convolutions as PyTorch has them, norms 1, the last of each residual branch 0, the classifier of that std."""
@@ -307,17 +303,11 @@ class SHViT(Backbone):
     def _begin(self, images: Tensor) -> tuple[Tensor, None]:
         return self.patch_embed(self.checked(images)), None
 
-    def _levels(self) -> Iterable[nn.Module]:
-        return self.stages
-
     def _level(self, level: nn.Module, state: Tensor, at: None) -> Tensor:
         stage = cast(Stage, level)
         for block in (*stage.downsample, *stage.blocks):
             state = self._run(block, state)
         return state
-
-    def _pooled(self, maps: Tensor) -> Tensor:
-        return maps.mean((2, 3))
 
 
 def stem(in_chans: int, dim: int, depth: int, **place: Any) -> nn.Sequential:

@@ -16,7 +16,7 @@ from ..call import check_choice, check_count, check_flag
 from ..nn.attention import LAYER_NORM, MultiheadAttention
 from ..tensors import wide
 from ..zoo.registry import options_of
-from .backbone import Backbone, FeatureInfo
+from .backbone import FeatureInfo, Pyramid
 from .mechanisms import Attending
 from .parts import (
     Block,
@@ -116,7 +116,6 @@ class SpectFormer(TokenBackbone):
         *,
         img_size: int | tuple[int, int] = 224,
         patch_size: int = 16,
-        in_chans: int = 3,
         num_classes: int = 1000,
         embed_dim: int = 384,
         depth: int = 12,
@@ -125,19 +124,16 @@ class SpectFormer(TokenBackbone):
         num_heads: int = 6,
         mlp_ratio: float = 4.0,
         attention_extras: dict[str, Any] | None = None,
-        drop_path: float = 0.0,
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
-        super().__init__(num_classes, embed_dim, "gap", 0, patch_size=patch_size, in_chans=in_chans, depth=depth)
+        super().__init__(num_classes, embed_dim, "gap", 0, patch_size=patch_size, depth=depth)
         check_choice("spectral", spectral, SPECTRAL)
         check_count("spectral_layers", spectral_layers, 0)
         if spectral_layers > depth:
             raise ValueError(f"spectral_layers must be at most depth={depth}, got {spectral_layers}")
         how = Attending(**attending)
         place = how.place
-        self.in_chans = in_chans
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
+        self.patch_embed = PatchEmbed(patch_size, how.in_chans, embed_dim, **place)
         self.grid_size = self.patch_embed.grid(*pair(img_size))
         self.pos_embed = self._table(self.grid_size[0] * self.grid_size[1], place)
         self.pos_drop = nn.Identity()
@@ -153,7 +149,7 @@ class SpectFormer(TokenBackbone):
         self.norm = LAYER_NORM(embed_dim, **place)
         self.head = self._made_classifier(embed_dim, place)
         self.feature_info = FeatureInfo.of((embed_dim, patch_size, f"blocks.{number}") for number in range(depth))
-        self._finish(drop_path, init_std)
+        self._finish(how)
 
     def _begin(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
         patches, grid = self.patch_embed(self.checked(images)), self.patch_embed.grid(*images.shape[-2:])
@@ -177,18 +173,14 @@ class ConvMlp(Mlp):
         return self.fc2(self.act(inner))
 
 
-class StageBlock(Repeated):
+class StageBlock(Block):
     """x + DropPath(mixer(norm1(x))), then x + DropPath(mlp(norm2(x))): filters and attention alike."""
 
     def __init__(self, mixer: nn.Module, dim: int, hidden: int, **place: Any) -> None:
-        super().__init__()
-        self.norm1 = LAYER_NORM(dim, **place)
-        self.attn = mixer
-        self.drop_path = DropPath()
-        self.norm2 = LAYER_NORM(dim, **place)
+        super().__init__(mixer, dim, hidden, **place)
         self.mlp = ConvMlp(dim, hidden, **place)
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:  # type: ignore[override]
         x = x + self.drop_path(self.attn(self.norm1(x), grid=grid))
         return x + self.drop_path(self.mlp(self.norm2(x), grid))
 
@@ -239,7 +231,7 @@ class ClassBlock(nn.Module):
 
 
 @options_of(Attending)
-class HierarchicalSpectFormer(Backbone):
+class HierarchicalSpectFormer(Pyramid):
     """Images (B, in_chans, H, W) to logits (B, num_classes) by four stages of strides 4, 8, 16 and 32: filters in the
     first two, attention in the others, and attention of one class token at the end, which is softmax always.
 
@@ -255,7 +247,6 @@ class HierarchicalSpectFormer(Backbone):
         self,
         *,
         img_size: int | tuple[int, int] = 224,
-        in_chans: int = 3,
         num_classes: int = 1000,
         stem_width: int = 32,
         widths: Sequence[int] = (64, 128, 320, 448),
@@ -264,18 +255,15 @@ class HierarchicalSpectFormer(Backbone):
         depths: Sequence[int] = (3, 4, 6, 3),
         spectral: str = "filter",
         token_head: bool = False,
-        drop_path: float = 0.0,
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
         check_stages(widths, "widths", heads=heads, depths=depths)
         super().__init__(num_classes, widths[-1])
-        check_count("in_chans", in_chans)
         check_choice("spectral", spectral, SPECTRAL)
         check_flag("token_head", token_head)
         how = Attending(**attending)
         place = how.place
-        self.in_chans, self.token_head = in_chans, token_head
+        self.token_head = token_head
         filtered = 2 if spectral == "filter" else 0
         mechanisms = iter(how.each(sum(depths[filtered:]), "blocks with attention"))
 
@@ -285,7 +273,7 @@ class HierarchicalSpectFormer(Backbone):
                 return SpectralGate(widths[stage], grid, **place)
             return how.made(widths[stage], heads[stage], next(mechanisms), grid_size=grid)
 
-        embeds: list[nn.Module] = [Stem(in_chans, stem_width, widths[0], **place)]
+        embeds: list[nn.Module] = [Stem(how.in_chans, stem_width, widths[0], **place)]
         embeds += [nn.Conv2d(width, out, 3, 2, 1, **place) for width, out in pairwise(widths)]
         stages = []
         for number, (embed, dim, depth) in enumerate(zip(embeds, widths, depths, strict=True)):
@@ -299,7 +287,7 @@ class HierarchicalSpectFormer(Backbone):
         for name in self.classifiers():
             setattr(self, name, self._made_classifier(last, place))
         self.feature_info = FeatureInfo.of((dim, 2 ** (n + 2), f"stages.{n}") for n, dim in enumerate(widths))
-        self._finish(drop_path, init_std)
+        self._finish(how)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """As released: convolutions N(0, 2 / fan out), matrices truncated normal, biases 0, norms 1."""
@@ -314,12 +302,6 @@ class HierarchicalSpectFormer(Backbone):
 
     def classifiers(self) -> dict[str, int]:
         return dict.fromkeys(["head"] + ["aux_head"] * self.token_head, self.num_features)
-
-    def _levels(self) -> Iterable[nn.Module]:
-        return self.stages
-
-    def _begin(self, images: Tensor) -> tuple[Tensor, None]:
-        return self.checked(images), None
 
     def _level(self, level: nn.Module, state: Tensor, at: None) -> Tensor:
         stage = cast(Stage, level)

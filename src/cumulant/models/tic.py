@@ -6,7 +6,7 @@ Shape legend: B images, C channels, h heads of d = C / h, H x W places, K = k_h 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from .. import zoo
 from ..call import Call, check_choice, check_count, check_flag, check_share
 from ..grammar import parse
 from ..zoo.registry import options_of
-from .backbone import Backbone, FeatureInfo
+from .backbone import FeatureInfo, Pyramid
 from .mechanisms import Attending
 from .parts import DropPath, Repeated, check_stages, reset_maps
 
@@ -213,7 +213,7 @@ class OnMap(nn.Module):
 
 
 @options_of(Attending)
-class TiC(Backbone):
+class TiC(Pyramid):
     """Images (B, in_chans, H, W) of any size to logits (B, num_classes): stages of window attention, no positions.
 
     Args:
@@ -236,7 +236,6 @@ class TiC(Backbone):
         self,
         *,
         img_size: int = 32,
-        in_chans: int = 3,
         num_classes: int = 1000,
         variant: str = "code",
         stem_stride: int = 1,
@@ -251,24 +250,21 @@ class TiC(Backbone):
         pooling: str = "none",
         mixing: str = "auto",
         attn_drop: float = 0.0,
-        drop_path: float = 0.0,
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
         check_stages(widths, "widths", heads=heads)
         super().__init__(num_classes, widths[-1])
-        check_count("in_chans", in_chans)
         for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
             check_choice(name, given, known)
         check_choice("norm", norm, ("none", "batch", "layer"))
         check_flag("shift", shift)
         check_count("stem_stride", stem_stride)
         blocks = variant == "block"
-        if (shift or pooling != "none" or drop_path) and not blocks:
+        if (shift or pooling != "none" or attending.get("drop_path")) and not blocks:
             raise ValueError('shift, pooling and drop_path belong to blocks, which variant="code" has none of')
         how = Attending(**attending)
         place = how.place
-        self.in_chans, sides = in_chans, (kernel, kernel) if isinstance(kernel, int) else tuple(kernel)
+        sides = (kernel, kernel) if isinstance(kernel, int) else tuple(kernel)
         steps = list(zip(((widths[0], widths[0]), *pairwise(widths)), heads, strict=True))
         count = sum(depths) + len(depths) - 1 if blocks else len(widths)
         mechanisms = iter(how.each(count, "attentions, in order"))
@@ -292,7 +288,7 @@ class TiC(Backbone):
             return nn.Sequential(made, nn.AvgPool2d(stride, ceil_mode=True)) if inner != stride else made
 
         wide = 3 if stem_stride == 1 else stem_stride
-        stem = nn.Conv2d(in_chans, widths[0], wide, stem_stride, 1 if stem_stride == 1 else 0, bias=blocks, **place)
+        stem = nn.Conv2d(how.in_chans, widths[0], wide, stem_stride, 1 if stem_stride == 1 else 0, bias=blocks, **place)
         self.stem = nn.Sequential(stem, norm_of(widths[0]))
         stages: list[nn.Module] = []
         number = 0
@@ -310,7 +306,7 @@ class TiC(Backbone):
         self.norm = ChannelNorm(widths[-1], **place) if blocks else nn.Identity()
         self.head = self._made_classifier(widths[-1], place)
         self.feature_info = FeatureInfo.of((dim, stem_stride * 2**n, f"stages.{n}") for n, dim in enumerate(widths))
-        self._finish(drop_path, init_std)
+        self._finish(how)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Ours: truncated normal for 1 x 1 convolutions and the classifier, Kaiming for others, biases 0, gates 0."""
@@ -323,9 +319,6 @@ class TiC(Backbone):
 
         reset_maps(self, std, kernel)
 
-    def _levels(self) -> Iterable[nn.Module]:
-        return self.stages
-
     def _begin(self, images: Tensor) -> tuple[Tensor, None]:
         return self.stem(self.checked(images)), None
 
@@ -337,9 +330,6 @@ class TiC(Backbone):
     def _end(self, state: Tensor, at: None) -> Tensor:
         """The last map."""
         return self.norm(state)
-
-    def _pooled(self, features: Tensor) -> Tensor:
-        return features.mean((2, 3))
 
 
 _NANO = {"heads": (2, 4, 8), "variant": "block", "norm": "batch"}

@@ -20,11 +20,11 @@ from ..nn import MultiheadAttention, create_layer
 from ..zoo.registry import options_of
 from .backbone import FeatureInfo
 from .mechanisms import Projecting, by_block
-from .parts import DropPath, Mlp, Repeated, check_multiple, hidden_width, pair, resize_positions
+from .parts import DropPath, Mlp, PatchEmbed, Repeated, hidden_width, pair, resize_positions
 from .vit import TokenBackbone
 
 
-class WordEmbed(nn.Module):
+class WordEmbed(PatchEmbed):
     """Images (B, channels, H, W) to words (B n, m, c): each patch by itself goes through one convolution.
 
     Zeros pad every patch, so that no word sees a neighbouring patch. `legacy` convolves the whole image instead.
@@ -33,7 +33,7 @@ class WordEmbed(nn.Module):
     def __init__(
         self, patch_size: int, stride: int, kernel: int, in_chans: int, dim: int, legacy: bool, **place: Any
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         for name, size in {"patch_size": patch_size, "inner_stride": stride, "word_kernel": kernel}.items():
             check_count(name, size)
         if patch_size % stride:
@@ -43,12 +43,7 @@ class WordEmbed(nn.Module):
         self.patch_size, self.side, self.legacy = patch_size, patch_size // stride, legacy
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, kernel // 2, **place)
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches in an image; its sides must be multiples of the patch size."""
-        check_multiple("the patch size", self.patch_size, height, width)
-        return height // self.patch_size, width // self.patch_size
-
-    def forward(self, images: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, images: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         """`positions` (1, c, side, side), the same in every patch."""
         grid = self.grid(*images.shape[-2:])
         words = cut(self.proj(images), grid) if self.legacy else self.proj(cut(images, grid))
@@ -124,7 +119,6 @@ class TNT(TokenBackbone):
         inner_attention: the same over the words of a patch. They are few: softmax is as quick there as anything.
         pool: "cls" reads the class token, "gap" the mean of the patches.
         legacy: the first release, which convolves before it cuts and merges words without the second norm.
-        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
     """
 
     def __init__(
@@ -134,7 +128,6 @@ class TNT(TokenBackbone):
         patch_size: int = 16,
         inner_stride: int = 4,
         word_kernel: int = 7,
-        in_chans: int = 3,
         num_classes: int = 1000,
         embed_dim: int = 384,
         inner_dim: int = 24,
@@ -146,15 +139,13 @@ class TNT(TokenBackbone):
         qkv_bias: bool = False,
         legacy: bool = False,
         pool: str = "cls",
-        drop_path: float = 0.0,
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
-        super().__init__(num_classes, embed_dim, pool, 1, in_chans=in_chans, inner_dim=inner_dim, depth=depth)
+        super().__init__(num_classes, embed_dim, pool, 1, inner_dim=inner_dim, depth=depth)
         check_flag("legacy", legacy)
         how = Projecting(qkv_bias=qkv_bias, **attending)
-        place, drop_rate, self.in_chans = how.place, how.drop_rate, in_chans
-        self.pixel_embed = WordEmbed(patch_size, inner_stride, word_kernel, in_chans, inner_dim, legacy, **place)
+        place, drop_rate = how.place, how.drop_rate
+        self.pixel_embed = WordEmbed(patch_size, inner_stride, word_kernel, how.in_chans, inner_dim, legacy, **place)
         self.grid_size, side = self.pixel_embed.grid(*pair(img_size)), self.pixel_embed.side
         flat = side * side * inner_dim
         self.norm1_proj = nn.LayerNorm(flat, **place)
@@ -181,7 +172,7 @@ class TNT(TokenBackbone):
         self.norm = nn.LayerNorm(embed_dim, **place)
         self.head = self._made_classifier(embed_dim, place)
         self.feature_info = FeatureInfo.of((embed_dim, patch_size, f"blocks.{i}") for i in range(depth))
-        self._finish(drop_path, init_std)
+        self._finish(how)
 
     def position_tables(self) -> dict[str, tuple[int, int]]:
         return {"patch_pos": self.grid_size}

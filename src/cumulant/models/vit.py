@@ -120,10 +120,7 @@ class VisionTransformer(TokenBackbone):
         class_token: whether there is a class token; by default only for pool="cls".
         distilled: DeiT's distillation token and second head. The answer is the mean of both heads, or
             the pair while training with `distilled_training=True`.
-        drop_path: stochastic depth of the last block; it grows linearly from 0 at the first.
         gelu: "erf", or "tanh" for the approximation that Google's code uses.
-        init_std: of the initial linear weights, tokens and positions. DeiT's 0.02 is made for widths of hundreds;
-            a model of width 64 starts learning much sooner from about 64**-0.5.
     """
 
     poolings = ("cls", "gap", "last")
@@ -133,7 +130,6 @@ class VisionTransformer(TokenBackbone):
         *,
         img_size: int | tuple[int, int] = 224,
         patch_size: int = 16,
-        in_chans: int = 3,
         num_classes: int = 1000,
         embed_dim: int = 768,
         depth: int = 12,
@@ -144,21 +140,19 @@ class VisionTransformer(TokenBackbone):
         class_token: bool | None = None,
         distilled: bool = False,
         distilled_training: bool = False,
-        drop_path: float = 0.0,
         gelu: str = "erf",
-        init_std: float = 0.02,
         **attending: Any,
     ) -> None:
         class_token = pool == "cls" if class_token is None else class_token
         prefix = int(class_token) + int(distilled)
-        super().__init__(num_classes, embed_dim, pool, prefix, patch_size=patch_size, in_chans=in_chans, depth=depth)
+        super().__init__(num_classes, embed_dim, pool, prefix, patch_size=patch_size, depth=depth)
         check_flag("is_causal", is_causal)
         check_pooling(pool, class_token, is_causal, distilled)
-        self.is_causal, self.in_chans = is_causal, in_chans
+        self.is_causal = is_causal
         how = Projecting(**attending)
         place, drop_rate = how.place, how.drop_rate
         self.distilled_training = distilled_training
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **place)
+        self.patch_embed = PatchEmbed(patch_size, how.in_chans, embed_dim, **place)
         self.grid_size = self.patch_embed.grid(*pair(img_size))
         self.cls_token = self._table(1, place) if class_token else None
         self.dist_token = self._table(1, place) if distilled else None
@@ -174,7 +168,7 @@ class VisionTransformer(TokenBackbone):
             setattr(self, name, self._made_classifier(width, place))
         levels = range(depth)
         self.feature_info = FeatureInfo.of((embed_dim, patch_size, f"blocks.{number}") for number in levels)
-        self._finish(drop_path, init_std)
+        self._finish(how)
 
     def embed(self, images: Tensor) -> Tensor:
         """Tokens with their positions, (B, T, C)."""

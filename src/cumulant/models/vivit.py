@@ -120,7 +120,6 @@ class ViViT(TokenBackbone):
         tubelet: tuple[int, int, int] = (2, 16, 16),
         sample_frames: int | None = None,
         tubelet_init: str = "random",
-        in_chans: int = 3,
         num_classes: int = 400,
         embed_dim: int = 768,
         depth: int = 12,
@@ -131,17 +130,16 @@ class ViViT(TokenBackbone):
         axis_order: str = "space-time",
         gelu: str = "tanh",
         zero_head: bool = True,
-        drop_path: float = 0.0,
         drop_path_style: str = "scaled",
         init_std: float | None = None,
         **attending: Any,
     ) -> None:
-        variant, how = check_variant(variant), Projecting(**attending)
+        variant, how = check_variant(variant), Projecting(init_std=init_std, **attending)
         place, layer, drop_rate = how.place, how.layer, how.drop_rate
         if layer is not None and variant == 4:
             raise ValueError(f"layer={layer!r}, but variant 4 is made of axial layers; choose another variant")
         pool = pool or ("gap" if variant in (3, 4) else "cls")
-        counts = {"in_chans": in_chans, "depth": depth, "temporal_depth": temporal_depth}
+        counts = {"depth": depth, "temporal_depth": temporal_depth}
         super().__init__(num_classes, embed_dim, pool, int(pool == "cls"), **counts)
         if pool == "cls" and variant in (3, 4):
             raise ValueError(f'pool="cls", but variant {variant} has no class token; use pool="gap"')
@@ -153,7 +151,7 @@ class ViViT(TokenBackbone):
         self.drop_path_style = drop_path_style
 
         check_count("frames", frames)
-        self.patch_embed = TubeletEmbed(tubelet, in_chans, embed_dim, sample_frames, **place)
+        self.patch_embed = TubeletEmbed(tubelet, how.in_chans, embed_dim, sample_frames, **place)
         self.grid_size = self.patch_embed.grid(frames, *pair(img_size))
         self.per_frame = self.variant in (2, "average")  # the first encoder sees one temporal index at a time
         n_t, patches = self.grid_size[0], math.prod(self.grid_size[1:] if self.per_frame else self.grid_size)
@@ -188,7 +186,7 @@ class ViViT(TokenBackbone):
         self.head = self._made_classifier(embed_dim, place)
         levels = range(depth)
         self.feature_info = FeatureInfo.of((embed_dim, tubelet[1], f"blocks.{number}") for number in levels)
-        self._finish(drop_path, init_std)
+        self._finish(how)
         self.register_load_state_dict_pre_hook(_resize_loaded_times)
 
     def reset_parameters(self, std: float | None = None) -> None:
