@@ -283,10 +283,14 @@ def test_streams_windows_and_merges_of_keys_far_from_zero(order, values):
     assert relative(window.apply(q), last) < 1e-6
 
 
-def test_threads_change_no_bit(monkeypatch):
-    """Tiles are the same for any number of threads, and so is the order in which their sums are added."""
-    inputs = [x.contiguous() for x in tokens(5000, 5000, width=16)]
-    grad = torch.randn(1, 2, 5000, 16)
+@pytest.mark.parametrize(("heads", "length", "width"), [(2, 5000, 16), (12, 1000, 24)])
+@pytest.mark.parametrize("joined", [False, True], ids=["heads apart", "heads of a projection"])
+def test_threads_change_no_bit(monkeypatch, heads, length, width, joined):
+    """What lies beside a head in its tile does not matter, nor does the order in which tiles are done."""
+    inputs = [torch.randn(1, heads, length, n) + 0.5 for n in (64, 64, width)]
+    grad = torch.randn(1, heads, length, width)
+    if joined:
+        *inputs, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*inputs, grad))
     alone, asked = with_gradients(attention, inputs, grad), []
     monkeypatch.setattr(workers, "_POOLS", {})
     monkeypatch.setattr(workers.torch, "set_num_threads", lambda count: None)  # or all tests after this one have three

@@ -9,9 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from cumulant import attention
 from cumulant.kernels import workers
-from cumulant.kernels.dense import cpu
+from cumulant.kernels.dense import cpu, tiles
 
-GRAIN = 32768  # numbers from which on torch cuts an operation into shares of its threads
 NO_WORK = ("empty", "view", "reshape", "AccumulateGrad", "_Attention")  # memory, and what stands around the work
 
 
@@ -33,21 +32,41 @@ def regions(monkeypatch):
 
 @pytest.mark.parametrize("order", [2, 3])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("batch", "length"), [(16, 197), (2, 4096)])
-def test_a_call_has_two_parallel_regions_and_its_gradients_two_more(regions, order, masked, batch, length):
-    """As many as its products over the tokens: moments, rows; gradients of the queries, of the keys."""
-    tokens = [torch.randn(batch, 4, length, 64, requires_grad=True) for _ in range(3)]
-    grad, mask = torch.ones(batch, 4, length, 64), torch.rand(batch, length) > 0.3 if masked else None
+@pytest.mark.parametrize(("batch", "heads", "length", "passes"), [(1, 4, 197, 1), (16, 4, 197, 1), (1, 4, 4096, 2)])
+def test_a_pass_has_one_parallel_region_or_two_where_heads_are_few(
+    regions, order, masked, batch, heads, length, passes
+):
+    """Never more than it has products over the tokens: moments, rows; gradients of the queries, of the keys."""
+    tokens = [torch.randn(batch, heads, length, 64, requires_grad=True) for _ in range(3)]
+    grad, mask = torch.ones(batch, heads, length, 64), torch.rand(batch, length) > 0.3 if masked else None
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:  # this thread alone
         out = attention(*tokens, order=order, key_mask=mask)
         forward = list(regions)
         torch.autograd.grad(out, tokens, grad)
-    assert len(forward) == 2
-    assert len(regions) == 4
-    assert min(regions) > 1
+    assert len(forward) == passes
+    assert len(regions) == 2 * passes
+    assert all(1 < count <= 8 for count in regions) or batch * heads * length * 64 < 2 * tiles.SHARE
     large = {
         event.name
         for event in seen.events()
-        if any(torch.Size(shape).numel() >= GRAIN for shape in event.input_shapes or [])
+        if any(torch.Size(shape).numel() >= tiles.GRAIN for shape in event.input_shapes or [])
     }
     assert not {name for name in large if not any(part in name for part in NO_WORK)}, large
+
+
+def test_a_task_runs_on_one_thread():
+    """A thread's first operation takes the number of threads that all have, unless it was asked before."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = workers.side_by_side(lambda x: (x, torch.ones(8).sum() and torch.get_num_threads()), [1, 2, 3])
+        assert found == [(1, 1), (2, 1), (3, 1)]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_of_a_task_is_raised_where_it_was_asked_for(regions):
+    with pytest.raises(ZeroDivisionError):
+        workers.side_by_side(lambda x: 1 / x, [2, 0, 1])
+    assert workers.side_by_side(lambda x: x + 1, [2, 0, 1]) == [3, 1, 2]

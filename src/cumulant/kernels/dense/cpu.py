@@ -5,8 +5,9 @@ Shape legend: B batch, H key heads, Hq query heads (a multiple of H), Lq, Lk len
 
 A plain version writes centred keys, their squares and the squared queries to memory, each as large as the input.
 Here they live in workspace tiles, so the time goes into the products themselves and a forward pass allocates its
-output, the moments and the workspace. Tiles are tasks of their own (`workers`): each pass is one parallel region over
-keys and one over queries. With nu = 1, or the sum of the weights W, S' = nu scale S / W, T' = nu scale^2 T / 2W:
+output, the moments and the workspace. Tiles are tasks of their own (`workers`): a pass is one parallel region, or one
+over keys and one over queries where few heads are cut along the sequence.
+With nu = 1, or the sum of the weights W, S' = nu scale S / W, T' = nu scale^2 T / 2W:
 
     out = nu <v> + q S' + q^2 T'
     dq  = do S'^T + 2 q * (do T'^T)             dS = nu scale q^T do / W,  dT = nu scale^2/2 (q^2)^T do / W
@@ -19,10 +20,8 @@ Backward, tokens are centred about the means as float32 holds them, x = k~ + a a
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -32,13 +31,10 @@ from ...moments import Moments, ratio, statistics_dtype
 from ...tracing import is_plain, transformed, without_autocast
 from ..launch import empty_like_rows
 from ..workers import side_by_side
+from .tiles import GRAIN, Tile, Workspace, chunks, cut, spans
 
-TILE = 1 << 17  # numbers in a workspace tile, 512 KiB in float32: several fit the cache of a core
-SAMPLE = 512  # tokens whose mean is the point about which sums are taken
-FEW = 16  # tokens that tell whether values are far from 0
-TOKENS = 2048  # tokens in a tile, at most: enough for the matrix products to run at full speed
-TASKS = 8  # tasks, at least, into which long sequences of few heads are cut
-_KEPT = threading.local()
+SAMPLE = 512  # tokens of a long sequence whose mean is the point about which sums are taken
+
 Sums = tuple[Tensor, Tensor, Tensor | None]  # of do, of q do^T and of q^2 do^T
 
 
@@ -87,28 +83,40 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
         ctx.order, ctx.scale, ctx.total, ctx.reference, ctx.across, ctx.uneven = rest
         ctx.save_for_backward(query, key, value, weights)
-        out, groups, kept = empty_like_rows(query, value.shape[-1]), _groups(key, ctx.across), is_plain(query)
+        out, kept = empty_like_rows(query, value.shape[-1]), is_plain(query)
+        halves = ctx.across is not None and ctx.across.halves
+        groups = ctx.groups = cut(query, key, halves, torch.get_num_threads() if kept else 1)
+        apart = kept and max(query.numel(), key.numel(), value.numel(), out.numel()) >= GRAIN
+        ctx.alike = key.shape[-2] if weights is None and ctx.across is None else 0
 
-        def moments(task: tuple[_Tile, slice]) -> Moments:
+        def moments(task: tuple[Tile, slice]) -> Moments:
             tile, n = task
             w = tile.weights(weights, n)
-            return _moments(tile(key, n), tile(value, n), w, ctx.order, _Workspace(query, kept))
+            return _moments(tile(key, n), tile(value, n), w, ctx.order, Workspace(query, kept))
 
-        def read_out(task: tuple[Moments, _Tile, slice]) -> None:
+        def read_out(task: tuple[Moments, Tile, slice]) -> None:
             state, tile, n = task
-            nu = tile.total(ctx.total, state)
-            _read_out(tile(query, n), state, nu, tile(out, n), ctx.scale, _Workspace(query, kept))
+            matrices = _read_matrices(state, tile.total(ctx.total, state), ctx.scale, ctx.alike)
+            _read_out(tile(query, n), *matrices, tile(out, n), Workspace(query, kept))
 
+        def both(tile: Tile) -> Moments:
+            state = moments((tile, slice(None)))
+            read_out((state, tile, slice(None)))
+            return state
+
+        if _whole(ctx.across, key, query):
+            ctx.states = [_run(both, groups[0], apart)]
+            return out
         waiting = []
         for tiles in groups:
-            parts = _run(moments, [(tile, n) for n in _spans(len(tiles), key) for tile in tiles], kept)
+            parts = _run(moments, [(tile, n) for n in spans(key, key) for tile in tiles], apart)
             states = [reduce(Moments.merge, parts[i :: len(tiles)]) for i in range(len(tiles))]
             waiting.append(_merging(states, ctx.across))
         ctx.states = []
         for tiles, found in zip(groups, waiting, strict=True):
             ctx.states.append(found())
-            both = zip(ctx.states[-1], tiles, strict=True)
-            _run(read_out, [(*one, n) for one in both for n in _spans(len(tiles), query)], kept)
+            each = zip(ctx.states[-1], tiles, strict=True)
+            _run(read_out, [(*one, n) for one in each for n in spans(query, key)], apart)
         return out
 
     @staticmethod
@@ -128,30 +136,45 @@ class _Attention(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, asked, grad, create_graph=twice))
             return tuple(next(found) if wanted else None for wanted in needed)
         dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
-        groups, kept = _groups(key, ctx.across), is_plain(query)
+        groups, kept = ctx.groups, is_plain(query)
+        apart = kept and max(query.numel(), key.numel(), value.numel(), grad.numel()) >= GRAIN
 
-        def queries(task: tuple[Moments, _Tile, slice]) -> Sums:
+        def queries(task: tuple[Moments, Tile, slice]) -> Sums:
             state, tile, n = task
-            q, do, nu = tile(query, n), tile(grad, n), tile.total(ctx.total, state)
-            return _backward_queries(q, do, state, nu, tile(dq, n), ctx.scale, _Workspace(query, kept))
+            _, S, T = _read_matrices(state, tile.total(ctx.total, state), ctx.scale, ctx.alike)
+            return _backward_queries(tile(query, n), tile(grad, n), S, T, tile(dq, n), Workspace(query, kept))
 
-        def keys(task: tuple[Moments, Sums, _Tile, slice]) -> None:
+        def keys(task: tuple[Moments, Sums, Tile, slice]) -> None:
             state, sums, tile, n = task
-            tokens, to = (tile(key, n), tile(value, n), tile.weights(weights, n)), (tile(dk, n), tile(dv, n))
-            nu = tile.total(ctx.total, state)
-            _backward_keys(*tokens, state, nu, sums, *to, ctx.scale, _Workspace(query, kept))
+            k, v, w, nu = tile(key, n), tile(value, n), tile.weights(weights, n), tile.total(ctx.total, state)
+            to = tile(dk, n), tile(dv, n)
+            _backward_keys(k, v, w, state, nu, ctx.scale, ctx.alike, sums, *to, Workspace(query, kept))
 
-        waiting = []
-        for states, tiles in zip(ctx.states, groups, strict=True):
-            both, spans = list(zip(states, tiles, strict=True)), _spans(len(tiles), query)
-            parts = _run(queries, [(*one, n) for n in spans for one in both], kept)
-            waiting.append(_adding([reduce(_added, parts[i :: len(tiles)]) for i in range(len(tiles))], ctx.across))
-        for states, tiles, sums in zip(ctx.states, groups, waiting, strict=True):
-            each = zip(states, sums(), tiles, strict=True)
-            _run(keys, [(*one, n) for one in each for n in _spans(len(tiles), key)], kept)
+        def both(task: tuple[Moments, Tile]) -> None:
+            state, tile = task
+            keys((state, queries((state, tile, slice(None))), tile, slice(None)))
+
+        if _whole(ctx.across, key, query):
+            _run(both, list(zip(ctx.states[0], groups[0], strict=True)), apart)
+        else:
+            waiting = []
+            for states, tiles in zip(ctx.states, groups, strict=True):
+                each = list(zip(states, tiles, strict=True))
+                parts = _run(queries, [(*one, n) for n in spans(query, key) for one in each], apart)
+                sums = [reduce(_added, parts[i :: len(tiles)]) for i in range(len(tiles))]
+                waiting.append(_adding(sums, ctx.across))
+            for states, tiles, pending in zip(ctx.states, groups, waiting, strict=True):
+                every = zip(states, pending(), tiles, strict=True)
+                _run(keys, [(*one, n) for one in every for n in spans(key, key)], apart)
         if ctx.uneven and ctx.across is None:
             _balance(dk, weights)
         return dq, dk, dv
+
+
+def _whole(across: Across | None, *tokens: Tensor) -> bool:
+    """Whether each tile holds its sequences whole, so that one task goes through all passes: one region, and the
+    tokens of a tile are still in the cache."""
+    return across is None and all(len(spans(x, tokens[0])) == 1 for x in tokens)
 
 
 def _balance(dk: Tensor, weights: Tensor) -> None:
@@ -163,8 +186,9 @@ def _balance(dk: Tensor, weights: Tensor) -> None:
     dk.sub_(share * dk.sum(-2, keepdim=True))
 
 
-def _run(task: Callable[[Any], Any], items: list[Any], plain: bool) -> list[Any]:
-    return side_by_side(task, items) if plain else [task(item) for item in items]
+def _run(task: Callable[[Any], Any], items: list[Any], apart: bool) -> list[Any]:
+    """Tasks on threads of their own: also one alone, whose operations torch would cut into shares, each a wait."""
+    return side_by_side(task, items) if apart else [task(item) for item in items]
 
 
 def _added(a: Sums, b: Sums) -> Sums:
@@ -198,191 +222,77 @@ def _to_tiles(whole: Sequence[Tensor | None], sizes: list[int]) -> list[Any]:
     return list(zip(*((None,) * len(sizes) if x is None else x.split(sizes) for x in whole), strict=True))
 
 
-class _Tile:
-    """A range of batches and key heads; calling it cuts that part out of any (B, heads, L, width) tensor."""
-
-    def __init__(self, batches: slice, heads: slice, key_heads: int) -> None:
-        self.batches, self.heads, self.key_heads = batches, heads, key_heads
-
-    def __call__(self, x: Tensor, n: slice) -> Tensor:
-        groups = x.shape[1] // self.key_heads
-        return x[self.batches, self.heads.start * groups : self.heads.stop * groups, n]
-
-    def weights(self, x: Tensor | None, n: slice) -> Tensor | None:
-        """(B, L) weights as (g, L, 1)."""
-        if x is None:
-            return None
-        x = x[self.batches, n]
-        return x[:, None].expand(-1, self.heads.stop - self.heads.start, -1).flatten(0, 1).unsqueeze(-1)
-
-    def total(self, x: Tensor | bool | None, state: Moments) -> Tensor | None:
-        """(B or 1, 1, 1, 1) numbers as (g or 1, 1, 1); True: the weights of the state."""
-        if isinstance(x, bool):
-            return state.weight[:, None, None] if x else None
-        if x is None or x.shape[0] == 1:
-            return None if x is None else x[0]
-        return x[self.batches, 0].repeat_interleave(self.heads.stop - self.heads.start, 0)
-
-
-def _groups(key: Tensor, across: Across | None) -> list[list[_Tile]]:
-    """The tiles, in one group, or in two where messages go in halves: of the heads, or of the batch."""
-    B, H = key.shape[:2]
-    if across is None or not across.halves or B * H < 2:
-        return [list(_tiles(key, slice(0, B), slice(0, H)))]
-    cuts = [(slice(0, B), slice(0, H // 2)), (slice(0, B), slice(H // 2, H))]
-    if H == 1:
-        cuts = [(slice(0, B // 2), slice(0, H)), (slice(B // 2, B), slice(0, H))]
-    return [list(_tiles(key, *cut)) for cut in cuts]
-
-
-def _tiles(key: Tensor, of_batches: slice, of_heads: slice) -> Iterator[_Tile]:
-    _, H, L, D = key.shape
-    pairs, many = max(1, TILE // max(1, D * L)), of_heads.stop - of_heads.start
-    batches, heads = max(1, pairs // many), min(many, pairs)
-    heads = -(-many // -(-many // heads))  # even shares
-    for b in range(of_batches.start, of_batches.stop, batches):
-        for h in range(of_heads.start, of_heads.stop, heads):
-            last = min(of_heads.stop, h + heads)
-            yield _Tile(slice(b, min(of_batches.stop, b + batches)), slice(h, last), H)
-
-
-def _spans(tiles: int, x: Tensor) -> list[slice]:
-    """The tokens of x (B, heads, L, width) cut so that even few tiles of heads make `TASKS` tasks, of whole chunks."""
-    L = x.shape[-2]
-    n = max(TOKENS, L) if tiles >= TASKS else -(-L // -(-TASKS // tiles))
-    n = max(1, -(-n // TOKENS)) * TOKENS
-    return [slice(start, min(L, start + n)) for start in range(0, max(1, L), n)]
-
-
-def _chunks(x: Tensor) -> Iterator[slice]:
-    """Token ranges that keep a (g, n, width) tile of x within the workspace size."""
-    g, L, width = prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
-    n = max(1, min(TOKENS, TILE // max(1, g * width)))
-    return (slice(start, min(L, start + n)) for start in range(0, L, n))
-
-
-class _Workspace:
-    """Named buffers that are reused from tile to tile: fresh memory costs more than the arithmetic on it.
-
-    A thread keeps its own for the next call, five of `TILE` numbers: whether freed memory goes back to the system, and
-    comes as new pages every time, depends on what else the process has freed, and doubles the time of a small call.
-    """
-
-    def __init__(self, like: Tensor, kept: bool) -> None:
-        self.kept = kept
-        self.dtype, self.device = statistics_dtype(like.dtype), like.device
-        self.buffers: dict[str, Tensor] = vars(_KEPT).setdefault(str(self.dtype), {}) if kept else {}
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        size = prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            with torch.inference_mode(False):  # what is kept serves calls outside of it too
-                self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
-        return self.buffers[name][:size].view(shape)
-
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-    def flat(self, x: Tensor) -> Tensor | None:
-        """x (b, h, n, width) itself as (g, n, width), or None where its dtype or strides do not allow it."""
-        return _merged(x) if x.dtype == self.dtype else None
-
-    def load(self, name: str, x: Tensor) -> Tensor:
-        """x (b, h, n, width) as (g, n, width) in the statistics' precision: itself where possible, else a copy."""
-        flat = self.flat(x)
-        if flat is None:
-            self.take(name, *x.shape).copy_(x)
-            flat = self.take(name, prod(x.shape[:2]), *x.shape[2:])
-        return flat
-
-    def centred(self, name: str, x: Tensor, mean: Tensor, absent: Tensor | None) -> Tensor:
-        """x (b, h, n, width) minus its mean (g, width) as (g, n, width); 0 where a token is absent."""
-        out = self.take(name, *x.shape)
-        torch.sub(x, mean.view(*x.shape[:2], 1, -1), out=out)
-        out = out.view(-1, *x.shape[2:])
-        return out if absent is None else out.masked_fill_(absent, 0)
-
-    def target(self, name: str, x: Tensor) -> Tensor:
-        """A place to compute x in: x itself as (g, n, width) where possible, else a buffer for `store`."""
-        flat = self.flat(x)
-        return self.take(name, prod(x.shape[:2]), *x.shape[2:]) if flat is None else flat
-
-    def store(self, x: Tensor, computed: Tensor) -> None:
-        if self.flat(x) is None:
-            x.copy_(computed.view(x.shape))
-
-
-def _merged(x: Tensor) -> Tensor | None:
-    """(b, h, n, width) as a (b h, n, width) view, or None where the strides do not allow it."""
-    b, h = x.shape[:2]
-    if x.stride(-1) != 1 or (b > 1 and h > 1 and x.stride(0) != h * x.stride(1)):
-        return None
-    return x.view(b * h, *x.shape[2:])
-
-
-def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, space: _Workspace) -> Moments:
+def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, space: Workspace) -> Moments:
     """Moments of one tile, flat over (batch, head): sums about a point near the means, moved to the means at the end.
 
     Without weights that point is the mean of evenly spaced tokens, so the tokens are read once; with weights a
     pass of its own finds the means.
     """
-    L, D, E = key.shape[-2], key.shape[-1], value.shape[-1]
-    g = key.shape[0] * key.shape[1]
-    S = space.zeros(g, D, E)
-    P, T = (space.zeros(g, D), torch.zeros_like(S)) if order == 3 else (None, None)
-    absent = None
-    as_they_are = False
-    if not L:
-        k_mean, v_mean = (S.new_zeros(g, width, dtype=torch.float64) for width in (D, E))
-        return Moments(S.new_zeros(g), k_mean, v_mean, S, P, T)
-    if weights is None:
-        W = torch.full((g, 1), float(L), dtype=space.dtype, device=space.device)
-        k_mean, v_mean = (_sample(x, SAMPLE).mean(-2, dtype=space.dtype).view(g, -1) for x in (key, value))
-        # At order 2 centred keys suffice: values around 0 as they are spare a pass, their mean comes out of the sums.
-        if order == 2 and space.flat(value) is not None:
-            few = _sample(value, FEW).reshape(g, -1, E)
-            around_zero = few.mean(-2).square() <= few.square().mean(-2) * 0.5
-            as_they_are = space.kept and bool(around_zero.all())
-        if as_they_are:
-            v_mean = space.zeros(g, E)
+    (g, L, D), E = (key.shape[0] * key.shape[1], *key.shape[2:]), value.shape[-1]
+    over_W: Tensor | float
+    if weights is None or not L:
+        weight, over_W, absent = torch.full((g,), float(L), dtype=space.dtype, device=space.device), 1 / max(1, L), None
+        k_mean, v_mean = (_middle(x, space.dtype).view(g, -1) for x in (key, value))
     else:
-        absent = weights == 0
-        W = weights.sum(-2)
-        zero = space.zeros()
-        k_mean, v_mean = space.zeros(g, D), space.zeros(g, E)
-        for n in _chunks(key):
-            for x, mean in ((key, k_mean), (value, v_mean)):
-                rows = space.centred("k", x[..., n, :], zero.expand(g, x.shape[-1]), absent[:, n])
-                mean += _total(rows, weights[:, n])
-        k_mean, v_mean = ratio(k_mean, W), ratio(v_mean, W)
-    over_W = ratio(torch.ones_like(W), W)
-    k_rest, v_rest = torch.zeros_like(k_mean), torch.zeros_like(v_mean)
-    for n in _chunks(key):
+        absent, total = weights == 0, weights.sum(-2)
+        k_mean, v_mean = (ratio(_weighted(x, weights, absent, space), total) for x in (key, value))
+        weight, over_W = total.squeeze(-1), ratio(torch.ones_like(total), total)
+    k_rest = v_rest = S = P = T = None
+    for n in chunks(key):
         w, gone = (None, None) if weights is None or absent is None else (weights[:, n], absent[:, n])
         k = space.centred("k", key[..., n, :], k_mean, gone)
-        own = value[..., n, :]
-        v = space.load("v", own) if as_they_are else space.centred("v", own, v_mean, gone)
+        v = space.centred("v", value[..., n, :], v_mean, gone)
         if w is not None:
             v.mul_(w)
-        k_rest += _total(k, w)
-        v_rest += v.sum(-2)
-        S.baddbmm_(k.mT, v)
-        if T is not None and P is not None:
+        k_rest = _plus(k_rest, _total(k, w))
+        v_rest = _plus(v_rest, v.sum(-2))
+        S = _with_product(S, k, v)
+        if order == 3:
             k.mul_(k)
-            P += _total(k, w)
-            T.baddbmm_(k.mT, v)
+            P = _plus(P, _total(k, w))
+            T = _with_product(T, k, v)
+    if k_rest is None or v_rest is None or S is None:
+        S, third = space.zeros(g, D, E), order == 3
+        P, T = (space.zeros(g, D), torch.zeros_like(S)) if third else (None, None)
+        return Moments(weight, k_mean.double(), v_mean.double(), S, P, T)
     a, b = k_rest * over_W, v_rest * over_W
-    column, row = a.unsqueeze(-1), b.unsqueeze(-2)
+    row = b.unsqueeze(-2)
     if T is not None and P is not None:
-        P.addcmul_(k_rest, a, value=-1)
-        T.addcmul_(column, S, value=-2).addcmul_((k_rest * a - P).unsqueeze(-1), row)
+        square = k_rest * a
+        P.sub_(square)
+        T.addcmul_(a.unsqueeze(-1), S, value=-2).addcmul_((square - P).unsqueeze(-1), row)
     S.addcmul_(k_rest.unsqueeze(-1), row, value=-1)
-    return Moments(W.squeeze(-1), k_mean.double() + a, v_mean.double() + b, S, P, T)
+    return Moments(weight, k_mean.double().add_(a), v_mean.double().add_(b), S, P, T)
 
 
-def _sample(x: Tensor, count: int) -> Tensor:
-    """About `count` tokens of x (..., L, width), evenly spaced."""
-    return x[..., :: max(1, x.shape[-2] // count), :]
+def _middle(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean (b, h, width) of evenly spaced tokens of x (b, h, L, width), 0 without any.
+
+    Every eighth at most, and some 512 of a long sequence: one far token that is among them moves the point by so
+    little that the others' distance from it costs no digits.
+    """
+    L = x.shape[-2]
+    few = x[..., :: max(1, min(L // 16, 8), L // SAMPLE), :].to(dtype).contiguous()
+    return few.mean(-2) if L else few.sum(-2)
+
+
+def _weighted(x: Tensor, weights: Tensor, absent: Tensor, space: Workspace) -> Tensor:
+    """Sum (g, width) of the tokens of x (b, h, L, width) times their weights (g, L, 1)."""
+    zero = space.zeros().expand(weights.shape[0], x.shape[-1])
+    found = None
+    for n in chunks(x):
+        found = _plus(found, _total(space.centred("k", x[..., n, :], zero, absent[:, n]), weights[:, n]))
+    assert found is not None
+    return found
+
+
+def _plus(sums: Tensor | None, x: Tensor) -> Tensor:
+    return x if sums is None else sums.add_(x)
+
+
+def _with_product(sums: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+    """sums (g, D, E) plus x^T y of x (g, n, D) and y (g, n, E)."""
+    return torch.bmm(x.mT, y) if sums is None else sums.baddbmm_(x.mT, y)
 
 
 def _total(x: Tensor, w: Tensor | None) -> Tensor:
@@ -390,25 +300,29 @@ def _total(x: Tensor, w: Tensor | None) -> Tensor:
     return x.sum(-2) if w is None else (w.mT @ x).squeeze(-2)
 
 
-def _read_matrices(state: Moments, nu: Tensor | None, scale: float, heads: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """nu <v>, S' and T' of the module docstring, one for each query head."""
-    over_W = ratio(torch.ones_like(state.weight), state.weight)[:, None, None]
-    groups = heads // state.weight.shape[0]
-    v_mean = state.value_mean.to(over_W.dtype).unsqueeze(-2)
+def _over_weight(state: Moments, alike: int) -> Tensor | float:
+    """1 / W, as (g, 1, 1) where weights differ; `alike`: so many tokens of weight 1 in each."""
+    return 1 / alike if alike else ratio(torch.ones_like(state.weight), state.weight)[:, None, None]
+
+
+def _read_matrices(state: Moments, nu: Tensor | None, scale: float, alike: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """nu <v> (g, 1, E), S' and T' (g, D, E) of the module docstring."""
+    assert state.S is not None
+    over_W, v_mean = _over_weight(state, alike), state.value_mean.to(state.S.dtype).unsqueeze(-2)
     if nu is not None:
         v_mean, over_W = v_mean * nu, over_W * nu
-
-    def spread(x: Tensor) -> Tensor:
-        return x if groups == 1 else x.repeat_interleave(groups, 0)
-
-    assert state.S is not None
-    T = None if state.T is None else spread(state.T * (0.5 * scale * scale * over_W))
-    return spread(v_mean), spread(state.S * (scale * over_W)), T
+    return v_mean, state.S * (scale * over_W), None if state.T is None else state.T * (0.5 * scale * scale * over_W)
 
 
-def _read_out(query: Tensor, state: Moments, nu: Tensor | None, out: Tensor, scale: float, space: _Workspace) -> None:
-    v_mean, S, T = _read_matrices(state, nu, scale, query.shape[0] * query.shape[1])
-    for n in _chunks(query):
+def _spread(x: Tensor, heads: int) -> Tensor:
+    """x (g, ...) of each key head for each of its query heads."""
+    return x if heads == x.shape[0] else x.repeat_interleave(heads // x.shape[0], 0)
+
+
+def _read_out(query: Tensor, v_mean: Tensor, S: Tensor, T: Tensor | None, out: Tensor, space: Workspace) -> None:
+    heads = query.shape[0] * query.shape[1]
+    v_mean, S, T = _spread(v_mean, heads), _spread(S, heads), None if T is None else _spread(T, heads)
+    for n in chunks(query):
         q = space.load("q", query[..., n, :])
         o = space.target("o", out[..., n, :])
         o.copy_(v_mean.expand_as(o))
@@ -418,26 +332,27 @@ def _read_out(query: Tensor, state: Moments, nu: Tensor | None, out: Tensor, sca
         space.store(out[..., n, :], o)
 
 
-def _backward_queries(
-    query: Tensor, grad: Tensor, state: Moments, nu: Tensor | None, dq: Tensor, scale: float, space: _Workspace
-) -> Sums:
+def _backward_queries(query: Tensor, grad: Tensor, S: Tensor, T: Tensor | None, dq: Tensor, space: Workspace) -> Sums:
     """Writes dq; returns sum do, q^T do and (q^2)^T do of each key head."""
-    heads, g = query.shape[0] * query.shape[1], state.weight.shape[0]
-    _, S, T = _read_matrices(state, nu, scale, heads)
-    dS, dT = torch.zeros_like(S), None if T is None else torch.zeros_like(T)
-    d_mean = S.new_zeros(heads, S.shape[-1])
-    for n in _chunks(query):
+    heads, g = query.shape[0] * query.shape[1], S.shape[0]
+    S, T = _spread(S, heads), None if T is None else _spread(T, heads)
+    d_mean = dS = dT = None
+    for n in chunks(query):
         q = space.load("q", query[..., n, :])
         do = space.load("v", grad[..., n, :])
         out = space.target("o", dq[..., n, :])
         torch.bmm(do, S.mT, out=out)
-        d_mean += do.sum(-2)
-        dS.baddbmm_(q.mT, do)
-        if T is not None and dT is not None:
+        work = space.take("k", *do.shape)
+        d_mean = _plus(d_mean, (do if do.is_contiguous() else work.copy_(do)).sum(-2))  # else tiles change its order
+        dS = _with_product(dS, q, do)
+        if T is not None:
             work = space.take("k", *q.shape)
             out.addcmul_(torch.bmm(do, T.mT, out=work), q, value=2)
-            dT.baddbmm_(torch.mul(q, q, out=work).mT, do)
+            dT = _with_product(dT, torch.mul(q, q, out=work), do)
         space.store(dq[..., n, :], out)
+    if d_mean is None or dS is None:
+        d_mean, dS = S.new_zeros(heads, S.shape[-1]), torch.zeros_like(S)
+        dT = None if T is None else torch.zeros_like(T)
 
     def gathered(x: Tensor) -> Tensor:
         return x if heads == g else x.view(g, heads // g, *x.shape[1:]).sum(1)
@@ -446,10 +361,10 @@ def _backward_queries(
 
 
 def _backward_keys(
-    key: Tensor, value: Tensor, weights: Tensor | None, state: Moments, nu: Tensor | None, sums: Sums, dk: Tensor,
-    dv: Tensor, scale: float, space: _Workspace,
+    key: Tensor, value: Tensor, weights: Tensor | None, state: Moments, nu: Tensor | None, scale: float, alike: int,
+    sums: Sums, dk: Tensor, dv: Tensor, space: Workspace,
 ) -> None:  # fmt: skip
-    over_W = ratio(torch.ones_like(state.weight), state.weight)[:, None, None]
+    over_W = _over_weight(state, alike)
     alpha = over_W if nu is None else over_W * nu
     d_mean, dS, dT = sums
     k_point, v_point = state.key_mean.to(dS.dtype), state.value_mean.to(dS.dtype)
@@ -463,7 +378,7 @@ def _backward_keys(
         k_constant = k_constant - 2 * (dT * state.S * over_W).sum(-1).unsqueeze(-2) - 2 * a.mT * slope
         dS = dS - 2 * a * dT
     absent = None if weights is None else weights == 0
-    for n in _chunks(key):
+    for n in chunks(key):
         gone = None if absent is None else absent[:, n]
         k = space.centred("k", key[..., n, :], k_point, gone)
         v = space.centred("v", value[..., n, :], v_point, gone)
