@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TIMM   := $(CURDIR)/$(VENV)/timm-for-tests
+# Processes of the largest of the three sessions of tests; each takes up to 2 GiB (`make test WORKERS=3`).
+WORKERS ?= 2
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 # Where it is set, every pytest process rewrites and compiles all tests anew: 16 s of CPU to collect them instead of 10.
@@ -49,7 +51,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory -k -j3 test-stranger test-timm test-here
 
 test-here:
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not stranger"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not stranger"
 
 test-stranger:
 	@tools/stranger.sh --with $(VENV) > $(VENV)/stranger.txt 2>&1; status=$$?; \
