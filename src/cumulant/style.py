@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -202,6 +203,14 @@ def css() -> str:
         f":root {{ color-scheme: light dark; {light} {ends} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
     )
+
+
+def check_packages(*modules: str) -> None:
+    """Fail early, and say what to install, where a module of the report is missing."""
+    names = [module.split(".")[0] for module in modules]
+    with needed(f"the report needs {', '.join(names[:-1])} and {names[-1]}", "train"):
+        for module in modules:
+            import_module(module)
 
 
 def page(

@@ -14,7 +14,6 @@ from cumulant.bench import cab, plots
 from cumulant.bench.command import Measure
 from cumulant.bench.provenance import provenance, read_result
 from cumulant.command import command_line
-from cumulant.optional import needed
 from cumulant.train.files import claim_room, write_atomically
 
 KEYS = {  # without which a result can be neither drawn nor told
@@ -35,12 +34,7 @@ NOT_SAID = ("out", "json", "fresh", "minutes")  # they do not change the numbers
 def prepare(out: Path) -> None:
     """Fail before minutes of measuring: packages of figures and page are missing, nothing can be written, or an earlier
     result in the folder is damaged."""
-    with needed("the report needs jinja2, matplotlib and plotly", "train"):
-        import jinja2
-        import matplotlib
-        import plotly.offline  # noqa: F401
-    assert jinja2.__version__
-    assert matplotlib.__version__
+    style.check_packages("jinja2", "matplotlib", "plotly.offline")
     claim_room(out, 0)
     if any((out / f"{name}.json").is_file() for name in PLOTS):
         read(out)  # the page shows them beside the new result

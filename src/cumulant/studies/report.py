@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from cumulant import style
-from cumulant.optional import needed
 from cumulant.studies import figures
 from cumulant.studies.outcome import confused
 from cumulant.studies.verdict import signed
@@ -242,11 +241,7 @@ def terminal_summary(results: dict[str, Any]) -> str:
 
 def check_packages() -> None:
     """Fail early, and say what to install, where the packages of the report are missing."""
-    with needed("the report needs jinja2, plotly and scipy", "train"):
-        import jinja2
-        import plotly.offline  # noqa: F401
-        import scipy.stats  # type: ignore[import-untyped]  # noqa: F401
-    assert jinja2.__version__
+    style.check_packages("jinja2", "plotly.offline", "scipy.stats")
 
 
 def render(results: dict[str, Any]) -> str:

@@ -68,14 +68,9 @@ class TrainResult:
     @property
     def summary(self) -> str:
         """What was reached, in a line."""
-        text = f"top-1 {self.top1:.2%}  top-5 {self.top5:.2%}"
         best = f"{self.best_top1:.2%}" if self.best_nats is None else f"{self.best_nats:.4f} nats"
-        if self.nats is not None:
-            text = f"{self.nats:.4f} nats a token, {self.bits_per_byte:.4f} bits a byte, top-1 {self.top1:.2%}"
-        if self.miou is not None:
-            text = f"mIoU {self.miou:.2%}  pixels {self.top1:.2%}"
-        chosen = f"  (the hold-out chose epoch {self.best_epoch}: {best})"
-        return text if self.best_epoch == self.epochs else text + chosen
+        chosen = f"  (the hold-out chose epoch {self.best_epoch}: {best})" if self.best_epoch != self.epochs else ""
+        return self.predictions.summary() + chosen
 
     @property
     def predictions(self) -> Any:

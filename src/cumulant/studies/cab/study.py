@@ -28,7 +28,7 @@ from cumulant.studies.mechanisms import chosen
 from cumulant.studies.outcome import origins
 from cumulant.studies.plan import CONTROL_SEED, Budget, Run, seeded
 from cumulant.studies.records import device_name
-from cumulant.studies.runs import Record, TimeOverError, Workshop, train_all
+from cumulant.studies.runs import Record, TimeOverError, Workshop, complete
 from cumulant.studies.study import bar_of
 from cumulant.tensors import threads
 from cumulant.train.files import read_json, write_atomically
@@ -90,6 +90,11 @@ class Shop(Workshop):
             if device_failed(error):  # of this process from now on
                 raise
             return {**head, "failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"}
+
+    def finished(self, run: Training) -> Record | None:
+        """One that came to nothing is tried again."""
+        record = super().finished(run) or {"failed": "none"}
+        return None if "failed" in record else record
 
     def given_up(self, run: Training, why: str) -> Record | None:
         record = {**self.head(run), "failed": why}
@@ -304,28 +309,26 @@ def finished(
 ) -> tuple[dict[Training, Record], list[Training]]:
     """Records of these runs, those kept and those made now, and the runs for which there was no time; one that came to
     nothing is tried again."""
-    kept = {one: read_json(shop.record(one)) for one in runs if shop.record(one).is_file() and not settings.fresh}
-    found = {one: record for one, record in kept.items() if "failed" not in record}
     own = {shop.record(one).name for one in runs}
     strange = [path for path in (shop.out / "records").glob("*.json") if path.name not in own]
-    if progress is not None:
-        if strange:
-            print(f"not used: {len(strange)} records of other settings, mechanisms or data", file=progress)
-        if found:
-            print(f"{len(found)} of {len(runs)} runs are finished already (--fresh trains them anew)", file=progress)
-    waiting = [one for one in runs if one not in found]
+    if strange and progress is not None:
+        print(f"not used: {len(strange)} records of other settings, mechanisms or data", file=progress)
+    done = [one for one in runs if not shop.fresh and shop.finished(one)]
+    if done and progress is not None:
+        print(f"{len(done)} of {len(runs)} runs are finished already (--fresh trains them anew)", file=progress)
     if settings.report_only:
-        return kept, [one for one in waiting if one not in kept]
-    with bar_of("training", len(waiting), "run", progress) as bar:
+        found = {one: read_json(shop.record(one)) for one in runs if shop.record(one).is_file()}
+    else:
+        with bar_of("training", len(runs), "run", progress) as bar:
 
-        def report(one: Training, record: Record | None) -> None:
-            if record is not None:
-                found[one] = record
-                bar.set_postfix_str(f"{one}: {record.get('failed') or _said(record)}", refresh=False)
-                bar.update()
+            def told(one: Training, record: Record | None) -> None:
+                if record is not None:
+                    bar.set_postfix_str(f"{one}: {record.get('failed') or _said(record)}", refresh=False)
+                    bar.update()
 
-        left = train_all(waiting, shop, report=report, workers=settings.workers, budget=Budget(settings.minutes))
-    return found, left
+            budget = Budget(settings.minutes)
+            found = complete(runs, shop, told, workers=settings.workers, budget=budget)
+    return found, [one for one in runs if one not in found]
 
 
 def _said(record: Record) -> str:

@@ -321,31 +321,23 @@ class RestoreTask(Task):
         return {"perplexity": math.exp(nats / count), "accuracy": right / count}
 
 
-KINDS = (LanguageTask, MaskedTask, PictureTask, ReviewTask, RoleTask, SeriesTask, RestoreTask)
+WIDE, NARROW, TINY = Size(128, 4, 2, 512), Size(64, 4, 2, 256), Size(32, 2, 1, 64)
+# Size, batch and lengths: "full" as in the table of the documentation, and "small" for two cores.
+KINDS: dict[type[Task], dict[str, tuple[Size, int, dict[str, Any]]]] = {
+    LanguageTask: {"full": (WIDE, 16, {"length": 512}), "small": (TINY, 8, {"length": 64})},
+    MaskedTask: {"full": (WIDE, 16, {"length": 512}), "small": (TINY, 8, {"length": 64})},
+    PictureTask: {"full": (NARROW, 4, {"side": 64}), "small": (TINY, 4, {"side": 16})},
+    ReviewTask: {"full": (NARROW, 32, {"shape": (16, 32), "words": 4096}),
+                 "small": (TINY, 8, {"shape": (8, 8), "words": 512})},
+    RoleTask: {"full": (NARROW, 8, {"shape": (64, 32), "words": 4096}),
+               "small": (TINY, 8, {"shape": (8, 8), "words": 512})},
+    SeriesTask: {"full": (NARROW, 16, {"past": 336, "start": 48, "horizon": 720}),
+                 "small": (TINY, 8, {"past": 48, "start": 8, "horizon": 24})},
+    RestoreTask: {"full": (WIDE, 64, {"source": 64, "target": 64}), "small": (TINY, 8, {"source": 48, "target": 48})},
+}  # fmt: skip
 
 
 def tasks_of(size: str) -> dict[str, Task]:
-    """All tasks at one size, by name: "full" as in the table of the documentation, "small" for two cores."""
-    if size == "full":
-        wide, narrow = Size(128, 4, 2, 512), Size(64, 4, 2, 256)
-        made: list[Task] = [
-            LanguageTask(wide, 16, length=512),
-            MaskedTask(wide, 16, length=512),
-            PictureTask(narrow, 4, side=64),
-            ReviewTask(narrow, 32, shape=(16, 32), words=4096),
-            RoleTask(narrow, 8, shape=(64, 32), words=4096),
-            SeriesTask(narrow, 16, past=336, start=48, horizon=720),
-            RestoreTask(wide, 64, source=64, target=64),
-        ]
-    else:
-        tiny = Size(32, 2, 1, 64)
-        made = [
-            LanguageTask(tiny, 8, length=64),
-            MaskedTask(tiny, 8, length=64),
-            PictureTask(tiny, 4, side=16),
-            ReviewTask(tiny, 8, shape=(8, 8), words=512),
-            RoleTask(tiny, 8, shape=(8, 8), words=512),
-            SeriesTask(tiny, 8, past=48, start=8, horizon=24),
-            RestoreTask(tiny, 8, source=48, target=48),
-        ]
-    return {one.name: one for one in made}
+    """All tasks at one size, by name."""
+    made = {kind: of["full" if size == "full" else "small"] for kind, of in KINDS.items()}
+    return {kind.name: kind(own, batch, **lengths) for kind, (own, batch, lengths) in made.items()}
