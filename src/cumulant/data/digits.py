@@ -5,7 +5,6 @@ Shape legend: N scenes, S x S pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..optional import needed
-from .identity import tensor_contents
 from .images import TensorImages
 from .part import DataError, DecodeError, Part, Source
 
@@ -100,12 +98,8 @@ class ScenePart(TensorImages):
         super().__init__(images, counts.argmax(1), title)
         self.images, self.size = torch.cat([images, masks.unsqueeze(1)], 1), masks.shape[-1]
 
-    def contents(self) -> Iterable[bytes]:
-        return tensor_contents(self.images)
-
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
-        if not 0 <= index < len(self):
-            raise DecodeError(self.name(index), f"there are {len(self)} scenes")
+        self.check_index(index)
         if size != self.size:
             raise DecodeError(self.name(index), f"scenes of {self.size} pixels are not resized to {size}")
         return self.images[index]

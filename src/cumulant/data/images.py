@@ -63,12 +63,15 @@ class TensorImages:
         """Width / height of the picture."""
         return self.images.shape[3] / self.images.shape[2] if self.ratios is None else float(self.ratios[index])
 
+    def check_index(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise DecodeError(self.name(index), f"there are {len(self)} images")
+
     def contents(self) -> Iterable[bytes]:
         return tensor_contents(self.images)
 
     def decode(self, index: int, size: int, seed: int | None = None) -> Tensor:
-        if not 0 <= index < len(self):
-            raise DecodeError(self.name(index), f"there are {len(self)} images")
+        self.check_index(index)
         image, ratio = self.images[index], self.ratio(index)
         height, width = image.shape[1:]
         if ratio == 1 and (height, width) == (size, size):
@@ -80,8 +83,7 @@ class TensorImages:
         return to_tensor(picture(image).resize((size, size), pillow_image().Resampling.BICUBIC, box=box))
 
     def decode_whole(self, index: int, size: int, seed: int | None = None) -> tuple[Tensor, float]:
-        if not 0 <= index < len(self):
-            raise DecodeError(self.name(index), f"there are {len(self)} images")
+        self.check_index(index)
         return resized(self.images[index], size, 0), self.ratio(index)
 
 

@@ -63,21 +63,20 @@ def open_source(
     sampling = ClipSampling(frames, stride, views, crops)
     choices: dict[str, Any] = dict(test_part=test_part, image_column=image_column, label_column=label_column)
     reading: dict[str, Any] = {"tokens": tokens, "context": context}
+    none = {"split": None if split == 1 else split, **choices}  # what sets without parts and tables have no use for
     if data == "scenes":
-        refuse("scenes", split=None if split == 1 else split, **choices, **reading)
+        refuse("scenes", **none, **reading)
         return scenes_source(64 if size is None else size)
     refuse(f"{data} (no scenes)", size=size)
     if data == "sentences":
-        refuse("sentences", split=None if split == 1 else split, **choices)
+        refuse("sentences", **none)
         return sentences_source(**reading)
     if data == "digits":
-        refuse("digits", **reading)
-        refuse("digits", split=None if split == 1 else split, **choices)
+        refuse("digits", **reading, **none)
         return digits_source()
     folder = local_folder(data)
     if folder is not None and is_text(folder):
-        refuse(f"{folder} (a text)", split=None if split == 1 else split,
-               **{name: choices[name] for name in ("image_column", "label_column")})  # fmt: skip
+        refuse(f"{folder} (a text)", **{**none, "test_part": None})
         return text_source(folder, test_part=test_part, **reading)
     refuse(f"{data} (no text)", **reading)
     if folder is not None:

@@ -98,18 +98,18 @@ def text_source(
     `tokens` is "chars" (the default: the vocabulary is that of the text) or "bytes"; `context` the tokens of a window.
     """
     if path.is_file():
-        return _split(path.name, _read(path), tokens, context)
+        return _split(path.name, path.read_bytes(), tokens, context)
     files = {file.stem: file for file in text_files(path)}
     named = [part for part in PARTS if part in files]
     if "train" in files and named:
         part = named[0] if test_part is None else test_part
         if part not in files:
             raise DataError(f"{path}: no file {part}.txt; test_part is one of {', '.join(named)}")
-        return _source(path.name, _read(files["train"]), _read(files[part]), tokens, context)
+        return _source(path.name, files["train"].read_bytes(), files[part].read_bytes(), tokens, context)
     if test_part is not None:
         raise DataError(f"{path}: test_part={test_part!r} needs the files train.txt and {test_part}.txt")
     (only,) = files.values()
-    return _split(path.name, _read(only), tokens, context)
+    return _split(path.name, only.read_bytes(), tokens, context)
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -160,7 +160,3 @@ def _source(name: str, train: bytes, test: bytes, tokens: str | None, context: i
         for part, text, title in zip(parts, (train, test), ("train", "test"), strict=True)
     ]
     return Source(name, "text", made[0], made[1], words.names)
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes()
