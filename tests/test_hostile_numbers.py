@@ -72,12 +72,23 @@ def test_weights_keep_every_digit_in_their_unit():
     assert unit.item() == 1
 
 
+def wandering(path, length):
+    """Where keys are at each token, from 0 to about 1."""
+    t = torch.linspace(0, 1, length)
+    paths = {"line": t, "jump": (t > 0.6).float(), "rush": (8 * t - 8).exp(), "wave": (20 * t).sin()}
+    return torch.randn(length).cumsum(0) / length**0.5 if path == "walk" else paths[path]
+
+
 @pytest.mark.parametrize(("order", "full"), [(2, False), (3, False), (3, True)])
-@pytest.mark.parametrize(("length", "drift"), [(64, 10.0), (64, 300.0), (150, 100.0)])
-def test_causal_rows_of_drifting_keys_are_at_most_twice_as_far_off_as_plain_torch(length, drift, order, full):
+@pytest.mark.parametrize(
+    ("length", "drift", "path"),
+    [(64, 10.0, "line"), (64, 300.0, "line"), (150, 100.0, "line")]
+    + [(150, far, path) for path in ("walk", "jump", "rush", "wave") for far in (30.0, 3000.0)],
+)
+def test_causal_rows_of_drifting_keys_are_at_most_twice_as_far_off_as_plain_torch(length, drift, path, order, full):
     """The first rows have no mean before them to be looked at from. Plain torch has deviations for each row."""
     q, k, v = tokens(length, length)
-    k, grad = k + torch.linspace(0, drift, length)[:, None], torch.randn(v.shape)
+    k, grad = k + drift * wandering(path, length)[:, None], torch.randn(v.shape)
 
     def plain(q, k, v):
         q = q * q.shape[-1] ** -0.5
