@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import check_choice, check_count
+from ..zoo.registry import options_of
 from .backbone import Features, check_classes
+from .mechanisms import Attending
 from .parts import Repeated
 from .registry import create_model, register_model
 
@@ -58,6 +60,7 @@ def _resized(x: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(x, size=size, mode="bilinear", align_corners=False)
 
 
+@options_of(Attending, without=("drop_path", "init_std"))
 class Segmenter(nn.Module):
     """Images (B, in_chans, H, W) to logits (B, K, H, W): a backbone without its classifier, and a head over its maps.
 
@@ -82,15 +85,10 @@ class Segmenter(nn.Module):
         head: str = "linear",
         width: int = 64,
         out_indices: int | Sequence[int] | None = None,
-        attention: str = "softmax",
-        attention_options: dict[str, Any] | None = None,
         attention_extras: dict[str, Any] | None = None,
-        layer: str | None = None,
         num_classes: int = 1000,
         img_size: int = 64,
-        in_chans: int = 3,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **attending: Any,
     ) -> None:
         super().__init__()
         check_choice("head", head, HEADS)
@@ -99,10 +97,9 @@ class Segmenter(nn.Module):
             raise ValueError("num_classes must be positive: every pixel is given one; maps alone: features_only=True")
         self.config: dict[str, Any] | None = None  # set by create_model
         self.num_classes = num_classes
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        given: dict[str, Any] = {"img_size": img_size, "in_chans": in_chans, "attention": attention, **place}
-        optional = {"attention_options": attention_options, "attention_extras": attention_extras, "layer": layer}
-        given |= {name: one for name, one in optional.items() if one} | (backbone_options or {})
+        place = Attending(**attending).place
+        given = {"img_size": img_size, "attention_extras": attention_extras or None, **attending}
+        given = {name: one for name, one in given.items() if one is not None} | (backbone_options or {})
         self.features: Features = create_model(backbone, features_only=True, out_indices=out_indices, **given)
         info = self.features.feature_info
         kind = LinearHead if head == "linear" else PyramidHead

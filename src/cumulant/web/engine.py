@@ -146,17 +146,9 @@ class Engine:
         off: looking.Heads,
     ) -> Made:
         """What a pass with these heads off gives: made by whoever asks first, and kept."""
+        one, frames = self.model(asked.model), self.frames(asked.image)  # what was computed from an upload goes with it
         key = (asked.model, asked.image, off)
-        frames = self.frames(asked.image)  # first: what was computed from an upload goes with it
-        found = memory.get(key)
-        if found is None:
-            one = self.model(asked.model)
-            with self._locks[asked.model]:
-                found = memory.get(key)  # another question may have made it while this one waited
-                if found is None:
-                    found = make(one, one.images(frames), off)
-                    memory.put(key, found)
-        return found
+        return memory.made(key, self._locks[asked.model], lambda: make(one, one.images(frames), off))
 
     def recording(self, asked: schemas.OneImage, off: looking.Heads | None = None) -> explain.Recording:
         """The pass with the heads off that were asked for, or these."""

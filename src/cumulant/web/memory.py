@@ -32,5 +32,16 @@ class Memory(Generic[Value]):
             while self._size > self.limit and len(self._kept) > 1:
                 self._size -= self._size_of(self._kept.popitem(last=False)[1])
 
+    def made(self, key: Hashable, lock: threading.Lock, make: Callable[[], Value]) -> Value:
+        """The value of a key, made by whoever asks first; others wait at the lock."""
+        found = self.get(key)
+        if found is None:
+            with lock:
+                found = self.get(key)
+                if found is None:
+                    found = make()
+                    self.put(key, found)
+        return found
+
     def __len__(self) -> int:
         return len(self._kept)

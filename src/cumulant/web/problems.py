@@ -6,9 +6,11 @@ from __future__ import annotations
 class Refusal(Exception):  # noqa: N818  # what a request meets with; each kind below is an error
     """A request that is not served: a word for programs, a message for people and the HTTP status."""
 
-    def __init__(self, kind: str, message: str, status: int) -> None:
+    status = 500
+
+    def __init__(self, kind: str, message: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.kind, self.status = kind, status
+        self.kind, self.status = kind, status or self.status
 
 
 class UploadError(Refusal):
@@ -21,20 +23,18 @@ class UploadError(Refusal):
 class NotFoundError(Refusal):
     """A model, image, layer, head or token that is not there."""
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(kind, message, 404)
+    status = 404
 
 
 class NotFiniteError(Refusal):
     """A model that answers with NaN or infinity, for which JSON has no word."""
 
     def __init__(self) -> None:
-        message = "the model gives values that are not finite for this image; it may have diverged"
-        super().__init__("not_finite", message, 500)
+        why = "the model gives values that are not finite for this image; it may have diverged"
+        super().__init__("not_finite", why)
 
 
 class BusyError(Refusal):
     """More at once than this machine takes; worth trying again."""
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(kind, message, 503)
+    status = 503

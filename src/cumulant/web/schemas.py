@@ -27,6 +27,8 @@ class Strict(BaseModel):
 class Answer(BaseModel):
     """An answer, which repeats what was asked about."""
 
+    model: str
+
     @classmethod
     def to(cls, asked: OneImage, **values: Any) -> Self:
         return cls(**{name: getattr(asked, name) for name in cls.model_fields if hasattr(asked, name)}, **values)
@@ -175,7 +177,6 @@ class LensQuery(OneQuery):
 class Maps(Answer):
     """What one token takes from every token, in every layer and head."""
 
-    model: str
     query: int
     reverse: bool
     weights: list[list[list[float]]] = Field(description="Signed weights by layer, head and token (prefix first).")
@@ -191,7 +192,6 @@ class Choice(BaseModel):
 
 
 class Prediction(Answer):
-    model: str
     choices: list[Choice] = Field(
         description="The most probable classes before or after, best first; none for a model without a classifier."
     )
@@ -207,7 +207,6 @@ class Metric(BaseModel):
 
 
 class Summary(Answer):
-    model: str
     metrics: list[Metric]
     profile: list[Grid] = Field(
         description="Mean weight per neighbour times the number of tokens, by layer, head and hops; 1 is uniform."
@@ -217,7 +216,6 @@ class Summary(Answer):
 class Importance(Answer):
     """Effect of switching off each head of one layer alone."""
 
-    model: str
     layer: int
     divergence: list[float] | None = Field(description="Jensen-Shannon divergence of the answer, by head.")
     drop: list[float] | None = Field(description="Loss of probability of the predicted class, by head.")
@@ -233,7 +231,6 @@ class Part(BaseModel):
 class Parts(Answer):
     """Which part of a head's map carries what it does: each part left out alone."""
 
-    model: str
     layer: int
     head: int
     parts: list[Part]
@@ -268,7 +265,6 @@ class Dialled(BaseModel):
 class Flow(Answer):
     """Attention followed through all layers back to the image."""
 
-    model: str
     query: int
     kind: Literal["rollout", "relevance", "interpreter"]
     weights: list[float] = Field(description="By token, prefix first; a rollout is signed.")
@@ -284,7 +280,6 @@ class LensMap(BaseModel):
 class Lens(Answer):
     """One layer's own queries and keys, weighed by softmax and by each order of its expansion."""
 
-    model: str
     layer: int
     query: int
     logit_scale: float
