@@ -27,6 +27,7 @@ from cumulant.zoo.cluster import mechanism
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 WINDOW = 8
+ROUNDED = "bfloat16"  # softmax with the encoder's products in it
 
 
 def load(path: Path, size: int = 1024) -> Any:
@@ -97,6 +98,14 @@ def boxes_of(masks: Tensor, size: int) -> Tensor:
         low, high = (at.amin(0), at.amax(0) + 1) if len(at) else (at.new_zeros(2), at.new_tensor([R, C]))
         found.append(torch.stack((low[1] / C, low[0] / R, high[1] / C, high[0] / R)) * size)
     return torch.stack(found)
+
+
+def plan(name: str, layers: list[str]) -> dict[str, str]:
+    """What the layers get under that name."""
+    each = ["softmax"] if name == ROUNDED else name.split(" / ")
+    if len(each) not in (1, len(layers)):
+        raise SystemExit(f"{name!r} names {len(each)} mechanisms, and there are {len(layers)} global layers")
+    return dict(zip(layers, each * len(layers) if len(each) == 1 else each, strict=True))
 
 
 def share_of_work(name: str, tokens: int, D: int) -> float:

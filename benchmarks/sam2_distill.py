@@ -3,10 +3,11 @@
     PYTHONPATH=src:. python benchmarks/sam2_distill.py MODEL PICTURES FRAMES [--seconds 480] [--name ...]
 
 The global layers get `--name`, and the encoder learns by `cumulant.convert.distill` to give the embedding that SAM 2
-gives with softmax. It sees crops, flipped or not, of every other picture and of FRAMES, a folder of further ones; the
-masks are of the pictures in between and of crops of them, which it never saw. Blocks before the first global layer stay
-as they are. The time of a step is taken first, and as many are planned as fit into `--seconds`; where another program
-slows them down, training ends at that time. JSON goes to $OUT/sam2_distill.json if OUT is set.
+gives with softmax. It sees crops, flipped or not, of FRAMES, a folder of pictures; the masks are of PICTURES, which it
+never saw. A name is one mechanism for all global layers, or one for each with " / " between. Blocks before the first
+global layer stay as they are. The time of a step is taken first, and as many are planned as fit into `--seconds`; where
+another program slows them down, training ends at that time. JSON goes to $OUT/sam2_distill.json if OUT is set: every
+minute the masks of a few pictures, so that a run that is cut off has said something.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from real_models import ask, boxes_of, global_layers, iou, load, pictures, points, share_of_work
+from real_models import ask, boxes_of, global_layers, iou, load, pictures, plan, points, share_of_work
 from torch import Tensor
 
 from cumulant import convert
@@ -32,7 +33,9 @@ from cumulant.bench.provenance import provenance
 from cumulant.conversion import DistillRecipe, distill
 from cumulant.kernels.notice import SlowPathWarning
 
-NAME = "cluster64+find=tree+leaves=4+opened=8+near=8+response=0"
+TREE = "cluster64+find=tree+leaves=8+"
+NAME = f"{TREE}opened=12+near=16+width=16 / {TREE}opened=14+near=20+width=24 / {TREE}opened=12+near=14+width=24"
+FEW, TICK = 6, 60.0  # pictures whose masks are looked at on the way, and how often, in seconds
 EPOCH, TRIAL = 16, 3  # steps of an epoch, and of the trial that says how long one takes
 
 
@@ -45,7 +48,12 @@ class Crops:
 
     def __init__(self, shown: list[Tensor], batch: int, size: int, steps: int = EPOCH) -> None:
         self.shown, self.batch, self.size, self.steps = shown, batch, size, steps
-        self.until = float("inf")
+        self.until, self.every, self.next = float("inf"), None, float("inf")
+        self.step = 0
+
+    def tell(self, every: Callable[[int], None], seconds: float) -> None:
+        """Call `every` with the number of the step about so often."""
+        self.every, self.seconds, self.next = every, seconds, time.perf_counter() + seconds
 
     def __len__(self) -> int:
         return self.steps
@@ -54,6 +62,10 @@ class Crops:
         for step in range(first_step, self.steps):
             if time.perf_counter() > self.until:
                 raise LateError
+            if self.every is not None and time.perf_counter() > self.next:
+                self.every(self.step)
+                self.next = time.perf_counter() + self.seconds
+            self.step += 1
             draw = torch.Generator().manual_seed(epoch * EPOCH + step)
             yield torch.cat([self._one(draw) for _ in range(self.batch)])
 
@@ -114,18 +126,16 @@ def main() -> None:
     warnings.simplefilter("ignore", SlowPathWarning)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     own = load(options.model, options.size).to(device)
-    whole, parts = pictures(options.pictures, crops=False), pictures(options.pictures)
-    parts = parts[len(whole) :]
-    shown = [x for pair in zip(whole[1::2], parts[1::2], strict=True) for x in pair][: options.only]
-    learned = [*whole[::2], *pictures(options.frames, crops=False)]
+    shown, learned = pictures(options.pictures, crops=False)[: options.only], pictures(options.frames, crops=False)
     names = global_layers(own)
+    given = plan(options.name, names)
     first = int(names[0].split(".")[2])
     frozen = ("backbone.patch_embed", "backbone.pos_embed", *(f"backbone.blocks.{i}." for i in range(first)))
     student = copy.deepcopy(own)
     x = shown[0].tensor(options.size).to(device)
-    convert(student.vision_encoder, options.name, layers=names, data=x, force=True)
+    convert(student.vision_encoder, layers=given, data=x, force=True)
     width = own.vision_encoder.backbone.blocks[first].attn.qkv.out_features // 12
-    work = share_of_work(options.name, (options.size // 16) ** 2, width)
+    work = sum(share_of_work(x, (options.size // 16) ** 2, width) for x in given.values()) / len(given)
     record: dict[str, Any] = {
         "provenance": provenance(" ".join(["python benchmarks/sam2_distill.py MODEL PICTURES FRAMES", *sys.argv[4:]])),
         "name": options.name,
@@ -138,14 +148,18 @@ def main() -> None:
         if out := os.environ.get("OUT"):
             Path(out, "sam2_distill.json").write_text(json.dumps(record))
 
-    def measured(when: str) -> None:
+    def measured(when: str, some: list[Any]) -> list[dict[str, Any]]:
         student.vision_encoder.eval()
-        rows = masks(own, student, shown, options.size, options.prompts)
-        keep(**{when: rows})
+        torch.set_float32_matmul_precision("highest")
+        rows = masks(own, student, some, options.size, options.prompts)
+        torch.set_float32_matmul_precision("high")
         print(f"{when}: {said(rows)}", flush=True)
+        return rows
 
     print(f"{options.name}: {work:.1%} of softmax's multiply-adds; {len(learned)} pictures to learn from", flush=True)
-    measured("before")
+    keep(before=measured("before", shown))
+    seen = shown[:: max(1, len(shown) // FEW)][:FEW]
+    on_the_way: list[dict[str, Any]] = []
     data = Crops([p.tensor(max(p.pixels.shape[:2])).to(device) for p in learned], options.batch, options.size)
     recipe = {
         "lr": options.lr, "layer_lr": options.layer_lr, "frozen": frozen, "layer_weight": 0.1,
@@ -167,17 +181,25 @@ def main() -> None:
     print(f"steps of {spent[1.0]:.3f} and {spent[0.0]:.3f} s: {epochs * EPOCH} of them", flush=True)
     start = time.perf_counter()
     data.until = start + options.seconds
+
+    def tell(step: int) -> None:
+        rows = measured(f"step {step}, {time.perf_counter() - start:.0f} s, {len(seen)} pictures", seen)
+        on_the_way.append({"step": step, "seconds": time.perf_counter() - start, "rows": rows})
+        keep(on_the_way=on_the_way)
+
+    data.tell(tell, TICK)
+    keep(planned=epochs * EPOCH, batch=options.batch)
     try:
         result = distill(
             student.vision_encoder, teacher, data, DistillRecipe(epochs=epochs, layer_share=share, **recipe),
-            output=embedding, measure=[p.tensor(options.size).to(device) for p in shown[:4]],
+            output=embedding,
         )  # fmt: skip
         keep(result=result.to_json())
         print(result, flush=True)
     except LateError:
         print("ended by the time", flush=True)
-    keep(seconds=time.perf_counter() - start, planned=epochs * EPOCH, batch=options.batch)
-    measured("after")
+    keep(seconds=time.perf_counter() - start, steps=data.step)
+    keep(after=measured("after", shown))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from real_models import Masks, ask, boxes_of, global_layers, iou, load, pictures, points, replaced, share_of_work
+from real_models import (
+    ROUNDED,
+    Masks,
+    ask,
+    boxes_of,
+    global_layers,
+    iou,
+    load,
+    pictures,
+    plan,
+    points,
+    replaced,
+    share_of_work,
+)
 
 from cumulant.bench.provenance import provenance
 from cumulant.kernels.notice import SlowPathWarning
@@ -37,16 +50,8 @@ NAMES = (
     "cluster64+find=tree+leaves=4+opened=8+near=8",
     "cluster64+find=tree+leaves=4+opened=10+near=12",
     "cluster64+find=tree+leaves=4+opened=16+near=16",
+    "cluster64+find=tree+leaves=8+opened=16+near=28+width=32",
 )
-ROUNDED = "bfloat16"
-
-
-def plan(name: str, layers: list[str]) -> dict[str, str]:
-    """What the layers get under that name."""
-    each = ["softmax"] if name == ROUNDED else name.split(" / ")
-    if len(each) not in (1, len(layers)):
-        raise SystemExit(f"{name!r} names {len(each)} mechanisms, and there are {len(layers)} global layers")
-    return dict(zip(layers, each * len(layers) if len(each) == 1 else each, strict=True))
 
 
 def answers(model: Any, embeddings: list[torch.Tensor], prompts: dict[str, torch.Tensor]) -> dict[str, Masks]:

@@ -1,5 +1,6 @@
 """Clusters by an error target, in `convert` and `diagnose`, for models of transformers, timm and this library."""
 
+import io
 import json
 
 import pytest
@@ -82,6 +83,13 @@ def test_a_padded_text_errs_as_it_does_alone():
     how = {"target": EVERYTHING, "candidates": [CANDIDATE], "samples": 999}
     for name, found in choose_layers(model, batch, **how).layers.items():
         assert found.error == pytest.approx(choose_layers(model, alone, **how).layers[name].error, rel=1e-3)
+
+
+def test_a_bar_says_how_far_the_dial_is():
+    screen = io.StringIO()
+    convert(ours(), layers="dial", target=0.4, data=IMAGES, progress=screen)
+    assert "dial, errors: 100%" in screen.getvalue()
+    assert "dial, times" in screen.getvalue()
 
 
 @pytest.mark.parametrize(

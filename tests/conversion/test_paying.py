@@ -9,7 +9,7 @@ from small_models import bert, transformers
 import cumulant
 from cumulant.conversion import SlowerError, choose_layers, convert, diagnose, paying
 from cumulant.conversion.command import Convert, run_convert
-from cumulant.conversion.paying import Times, seconds_of
+from cumulant.conversion.paying import Times, recorded, seconds_of
 from cumulant.nn.swapped.plan import is_converted
 from cumulant.train import save
 
@@ -175,3 +175,49 @@ def test_a_module_called_twice_counts_twice(monkeypatch):
 )
 def test_times_say_what_they_mean(times, words):
     assert str(Times(*times)).endswith(words)
+
+
+class Cached(torch.nn.Module):
+    """A layer that is called with something that remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor, memory: object = None) -> torch.Tensor:
+        return self.inner(x, memory=memory)
+
+
+class Inner(torch.nn.Module):
+    def forward(self, x: torch.Tensor, memory: object = None) -> torch.Tensor:
+        return x
+
+
+def test_layers_are_timed_alone_with_what_they_were_called_with(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    x = torch.randn(1, 2)
+    calls = recorded(model, [x, x], ["1"])
+    assert [args[0].shape for args, _ in calls["1"]] == [(1, 3), (1, 3)]
+    asked = []
+    for name, layer in model.named_children():
+        layer.register_forward_pre_hook(lambda *_, name=name: asked.append(name))
+    monkeypatch.setattr(paying, "clock", itertools.count().__next__)
+    assert seconds_of(model, [x, x], ["1"], calls) == {"1": 1}
+    assert set(asked) == {"1"}
+
+
+def test_what_is_clearly_slower_on_a_cpu_is_asked_once(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    calls, asked = recorded(model, [torch.randn(1, 2)], ["0"]), []
+    model[0].register_forward_pre_hook(lambda *_: asked.append(1))
+    monkeypatch.setattr(paying, "clock", itertools.count().__next__)
+    assert seconds_of(model, [], ["0"], calls, {"0": 0.4}) == {"0": 1}
+    assert len(asked) == 1
+    seconds_of(model, [], ["0"], calls, {"0": 0.6})
+    assert len(asked) > 2
+
+
+def test_a_call_with_a_memory_is_not_repeated():
+    model, x = Cached(), torch.randn(1, 2)
+    assert recorded(model, [(x,)], ["inner"]) is not None
+    assert recorded(model, [(x, object())], ["inner"]) is None

@@ -109,7 +109,7 @@ def test_a_candidate_that_is_slower_makes_room_for_the_next(monkeypatch: pytest.
 
     model, x = hiera(), torch.randn(1, 3, 256, 256)
     seconds = iter([1.0, 1.0, 1.0, 2.0, 0.5])  # softmax and the cheapest; softmax, the cheapest, the next
-    monkeypatch.setattr(dial, "seconds_of", lambda model, used, names: dict.fromkeys(names, next(seconds)))
+    monkeypatch.setattr(dial, "seconds_of", lambda model, used, names, *_: dict.fromkeys(names, next(seconds)))
     names = ["cluster4+response=0", "cluster4+find=tree"]
     first, second = (
         choose_layers(model, x, target=0.9, candidates=names).layers["backbone.blocks.3.attn"] for _ in range(2)

@@ -151,7 +151,7 @@ def convert(
         output: function(output, batch) -> tensor to compare models by; logits or hidden states unless given.
         force: convert also where the forward pass was measured to become slower: to save memory, to serve inputs longer
             than the data, or another device.
-        progress: where a bar is shown while layers="auto" measures.
+        progress: where a bar is shown while layers="auto" or "dial" measures, e.g. sys.stderr.
     """
     if layers == "dial":
         given = {"attention": attention, "options": options, "budget": budget, "heads": heads, "diagnosis": diagnosis}
@@ -185,7 +185,7 @@ def convert(
             raise ValueError(f"{unreached(model)}, so layers={layers!r} has nothing to go by; pass output=function")
         predicted, dial = None, None
         if target is not None and used is not None:  # layers="dial"
-            dial = choose_layers(model, used, target=target, batches=len(used), force=force)
+            dial = choose_layers(model, used, target=target, batches=len(used), force=force, progress=progress)
             if not dial.plan:
                 return _nothing(model, dial, uncalled(model, found, first))
             plan = _planned(found, dial.plan, asked)

@@ -9,10 +9,11 @@ wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
 from ..zoo.cluster import FOUND, LEAST, clusters_of, past_blocks
 from .checks import find_sites
-from .paying import Times, seconds_of
+from .paying import Times, recorded, seconds_of
 
 # Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
 # covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter.
@@ -49,8 +50,8 @@ NAMES = (
     "cluster64+near=8+response=pooled",
     "cluster64+near=16+response=pooled",
     "cluster64+find=tree+near=4",
-    "cluster64+find=tree+leaves=4+opened=8+near=8",
-    "cluster64+find=tree+leaves=4+opened=12+near=12",
+    "cluster64+find=tree+leaves=8+opened=12+near=16+width=24",
+    "cluster64+find=tree+leaves=8+opened=16+near=28+width=32",
 )
 # For causal layers, where `cluster16` keeps the newest 16 blocks of the past apart and merges older ones: no near field
 # and no pooled covariance, but exact tokens of the recent past. In a small language model of 1,024 tokens no layer was
@@ -71,6 +72,7 @@ CAUSAL_NAMES = (
 )
 # Of softmax's multiply-adds: what takes more is no gain, as blocks of two tokens, which take three quarters.
 WORTH = 2 / 3
+LOOKED_AT = 512  # queries that a tree sees, at least, where only a sample of them is compared
 PAST = ("block", "recent")  # options of causal attention alone
 AXIAL = "its heads look along different axes, for which the dial is not set"
 
@@ -168,6 +170,7 @@ def choose_layers(
     batches: int = 2,
     samples: int = 64,
     force: bool = False,
+    progress: TextIO | None = None,
 ) -> ModelDial:
     """For every softmax layer of a model that `convert` knows, the cheapest candidate with an error within `target`.
 
@@ -178,11 +181,12 @@ def choose_layers(
     pooled response for others. Axial layers are not looked at, which the result says. What was chosen is then timed on
     this device, and a layer that is slower with it stays softmax unless `force`. The model is left as it is. Cost: a
     forward pass to see lengths, one in which every candidate that is cheap enough answers the sampled queries of every
-    layer, all queries where it is causal, and a few to take the time.
+    layer, all queries where it is causal, one to note what the chosen layers are called with, and these layers alone to
+    take the time of every choice. `progress`: where a bar is shown meanwhile.
     """
 
     check_target(target)
-    asked = _choices(candidates, batches, samples)
+    asked, bar = _choices(candidates, batches, samples), _Bar(progress)
     used = some(example_for(model) if data is None else data, batches, model)
     with evaluating(model):
         found = find_sites(model, used[0])
@@ -199,32 +203,39 @@ def choose_layers(
 
         def measure(name: str, made: Call) -> None:
             if name in sums and sums[name].cheaper:
-                sums[name].add(made, asked, samples)
+                sums[name].add(made, asked, samples, bar)
 
         for name in able:
             kept[name] = "it did not run"
         with watching_softmax(model, found, look):
             for batch in used:
                 call(model, batch)
-        if any(layer.cheaper for layer in sums.values()):
-            with watching_softmax(model, found, measure):
+        answers = len(used) * sum(len(layer.cheaper) for layer in sums.values())
+        if answers:
+            with bar.of(answers, "errors", "answer"), watching_softmax(model, found, measure):
                 for batch in used:
                     call(model, batch)
         layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
         plan = {name: _choice(x) for name, x in layers.items() if x.heads}
-        before = seconds_of(model, used, plan) if plan else {}
+        before, calls = {}, None
+        if plan:  # masks of transformers are other ones once layers are replaced: each is asked with its own
+            before = seconds_of(model, used, plan, recorded(model, used, plan))
+            with applied(model, kept_plan(model, found)):
+                calls = recorded(model, used, plan)
         slow: dict[str, set[str]] = {name: set() for name in plan}
-        while plan:  # what is slower makes room for the next cheapest; fewer multiply-adds are not always less time
-            with applied(model, {**kept_plan(model, found), **plan}):
-                after = seconds_of(model, used, plan)
-            again: dict[str, Choice] = {}
-            for name in plan:
-                slow[name].add(layers[name].attention)
-                layers[name] = layers[name].timed(Times(before[name], after[name]), force)
-                other = sums[name].cheapest(target, slow[name])
-                if not layers[name].heads and other.heads:
-                    layers[name], again[name] = other, _choice(other)
-            plan = again
+        with bar.of(sum(len(sums[name].within(target)) for name in plan), "times", "choice"):
+            while plan:  # what is slower makes room for the next cheapest; fewer multiply-adds are not always less time
+                with applied(model, {**kept_plan(model, found), **plan}):
+                    after = seconds_of(model, used, plan, calls, None if force else before)
+                again: dict[str, Choice] = {}
+                for name in plan:
+                    bar.step()
+                    slow[name].add(layers[name].attention)
+                    layers[name] = layers[name].timed(Times(before[name], after[name]), force)
+                    other = sums[name].cheapest(target, slow[name])
+                    if not layers[name].heads and other.heads:
+                        layers[name], again[name] = other, _choice(other)
+                plan = again
     return ModelDial(layers, float(target), {name: why for name, why in kept.items() if name not in layers})
 
 
@@ -242,6 +253,28 @@ def _choices(candidates: Sequence[str], batches: int, samples: int) -> dict[str,
         if not choice.attention.startswith("cluster"):
             raise ValueError(f"candidates must be cluster mechanisms, with options as in {NAMES[-1]!r}, got {name!r}")
     return asked
+
+
+class _Bar:
+    """One bar after the other on a screen, or nothing where there is none."""
+
+    def __init__(self, screen: TextIO | None) -> None:
+        self.screen, self.bar = screen, None
+
+    @contextmanager
+    def of(self, steps: int, what: str, unit: str) -> Iterator[None]:
+        if self.screen is None or not steps:
+            yield
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=steps, desc=f"dial, {what}", unit=unit, file=self.screen, leave=False) as self.bar:
+            yield
+        self.bar = None
+
+    def step(self) -> None:
+        if self.bar is not None:
+            self.bar.update()
 
 
 class _Sums:
@@ -269,7 +302,7 @@ class _Sums:
             work = _causal_work(choice, Lq, Lk, D, E) if made.is_causal else work_of(choice, Lq, Lk, D, E, made)
             self.work[name] = self.work.get(name, 0.0) + sequences * work
 
-    def add(self, made: Call, asked: Mapping[str, Choice], samples: int) -> None:
+    def add(self, made: Call, asked: Mapping[str, Choice], samples: int, bar: _Bar) -> None:
         lead, groups = made.query.shape[:-3], made.query.shape[-3] // made.key.shape[-3]
         query = made.query.reshape(-1, *made.query.shape[-3:])
         key, value = (x.reshape(-1, *x.shape[-3:]).repeat_interleave(groups, 1) for x in (made.key, made.value))
@@ -284,13 +317,23 @@ class _Sums:
         mean = _mean(value, mask, made.is_causal)
         mean = mean[:, :, at] if made.is_causal else mean
         self.size = self.size + _squares(exact - mean, there)
+        wide = torch.cat((at, places(query.shape[2], LOOKED_AT).to(at))).unique()
         for name in self.cheaper:
             options = _arguments(asked[name], made)
             if made.is_causal or options.get("near") == "neighbours" or options["near_rows"] != 1:  # its place counts
                 out = cluster_attention(query, key, value, **options, **shared)[:, :, at]
+            elif isinstance(options["clusters"], Tree):  # which is made for the queries that it sees
+                out = cluster_attention(query[:, :, wide], key, value, **options, **shared)
+                out = out[:, :, torch.searchsorted(wide, at)]
             else:
                 out = cluster_attention(asking, key, value, **options, **shared)
+            bar.step()
             self.error[name] = self.error.get(name, 0.0) + _squares(out.double() - exact, there)
+
+    def within(self, target: float) -> list[str]:
+        """Candidates with which some head meets the target."""
+        assert isinstance(self.size, Tensor)
+        return [name for name, error in self.error.items() if float(error.min()) <= target**2 * float(self.size.sum())]
 
     def cheapest(self, target: float, without: Iterable[str] = ()) -> LayerDial:
         best = LayerDial("softmax", (), self.heads, 0.0, 1.0, self.tokens, len(self.error))
