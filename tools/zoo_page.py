@@ -142,7 +142,8 @@ TABLE
 | question | found |
 |---|---|
 | how much is chance? | CHANCE |
-| which lose? | `lama`, `ia_red2` and `gda`: 4 to 8 points below the plain layer, with both seeds. `sparsifiner` and, over cumulant3, `moh` and `biformer` lie 1 to 2 points below, under all four runs of the plain layer |
+| which lose? | `lama`, `ia_red2` and `gda`: 4 to 8 points below the plain layer, with both seeds |
+| which lose a little? | `sparsifiner`, and over cumulant3 `moh` and `biformer`: 1 to 2 points, below all plain runs |
 | which gain? | none by more than chance; `complexformer` is highest over both mechanisms, by half a point to a point |
 | does the mechanism matter? | not at 65 tokens: each layer over cumulant3 is within 1.2 points of itself over softmax |
 | do they save time? | hardly: `sqa` over softmax trains in 0.93 of the plain layer's time, the others take longer |
