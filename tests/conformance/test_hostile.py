@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -30,15 +31,40 @@ def test_empty_inputs_keep_the_graph(name, case):
 BUILT = {"agent", "focused_linear", "mala", "rala"}  # for the width of their convolution or gate
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if zoo.get(name).module is not None])
-def test_a_layer_takes_values_of_another_width_or_says_which_it_was_built_for(name):
-    mechanism = zoo.get(name)
+def columns(mix, E):
+    """What values (1, 2, 16, E) become, and what their columns become four at a time, as wide as keys."""
     q, k, x = torch.randn(1, 2, 16, 4), torch.randn(1, 2, 16, 4), torch.randn(1, 16, 8)
+    values = torch.randn(1, 2, 16, E)
+    beside = torch.cat((values, torch.randn(1, 2, 16, -E % 4)), -1).split(4, -1)
+    return mix(q, k, values, x), torch.cat([mix(q, k, part, x) for part in beside], -1)[..., :E]
+
+
+def called(mix, q, k, v, x):
+    return mix(q, k, v, x=x)
+
+
+@pytest.mark.parametrize("E", [1, 3, 6])
+@pytest.mark.parametrize("name", [name for name in NAMES if zoo.get(name).module is not None])
+def test_a_layer_takes_values_of_another_width_or_says_which_it_was_built_for(name, E):
+    mechanism = zoo.get(name)
     for options in ({}, *([{"use_lepe": False}] if "use_lepe" in mechanism.options else [])):
-        mix = mechanism.build(8, 2, grid_size=(4, 4), **options)
-        said = pytest.raises(ValueError, match="value must be 4 wide") if name in BUILT else contextlib.nullcontext()
-        with said:
-            assert mix(q, k, torch.randn(1, 2, 16, 6), x=x).shape == (1, 2, 16, 6)
+        mix = mechanism.build(8, 2, grid_size=(4, 4), **options).eval()
+        refused = pytest.raises(ValueError, match=rf"value must be 4 wide.*{E}\b") if name in BUILT else None
+        with refused or contextlib.nullcontext():
+            found, wanted = columns(partial(called, mix), E)
+            assert found.shape == (1, 2, 16, E)
+            torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("E", [1, 3, 6])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_takes_values_of_another_width(name, E):
+    """Columns of values do not know of each other."""
+    mechanism = zoo.get(name)
+    causal = {"is_causal": True} if not mechanism.noncausal else {}
+    found, wanted = columns(lambda q, k, v, x: mechanism(q, k, v, **causal), E)
+    assert found.shape == (1, 2, 16, E)
+    torch.testing.assert_close(found, wanted)
 
 
 WRONG = {"number": [-1.0, math.nan, "x"], "count": [0, 2.5, "x"], "switch": ["no", 3]}
