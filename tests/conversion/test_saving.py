@@ -292,7 +292,7 @@ def test_a_model_with_adapters_is_saved_with_plan_and_weights(after, tmp_path):
     torch.testing.assert_close(adapted(**batch)[0], said)
 
 
-@pytest.mark.parametrize("name", ["SamModel", "DeepseekOcr2Model"])
+@pytest.mark.parametrize("name", ["SamModel", "SamHQModel", "DeepseekOcr2Model"])
 def test_a_model_that_chooses_its_classes_by_the_name_of_its_attention_comes_back(name, tmp_path):
     model = tiny_model(getattr(transformers(), name))
     batch = example_for(model)
