@@ -12,6 +12,7 @@ import sys
 from collections.abc import Container
 from dataclasses import fields
 from functools import cache
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
@@ -25,9 +26,11 @@ class Command(Protocol):
 
 
 def check_least(settings: object, **least: float) -> None:
-    """ValueError for the first number of the settings that is below its least value or NaN; None is no number."""
+    """An error for the first number of the settings that is none, below its least value or NaN; None is no number."""
     for name, bound in least.items():
-        value = getattr(settings, name)
+        value: Any = getattr(settings, name)
+        if value is not None and not issubclass(type(value), Real):
+            raise TypeError(f"{name} must be a number, {bound} or more, got {value!r}")
         if value is not None and not value >= bound:
             raise ValueError(f"{name} must be {bound} or more, got {value}")
 

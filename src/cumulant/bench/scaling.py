@@ -104,6 +104,8 @@ def scaling(
     fused kernel never forms its matrix. `num_threads` defaults to the cores this process may use. Where other work
     disturbed the medians, `time_shown` says to look at the quickest calls instead.
     """
+    if isinstance(mechanisms, str):
+        raise TypeError(f"mechanisms must be a list of names, got {mechanisms!r}; pass [{mechanisms!r}]")
     operators: dict[str, Operator] = {name: zoo.get(name) for name in mechanisms}
     if "softmax" in operators:
         operators[MATRIX_SOFTMAX] = matrix_softmax

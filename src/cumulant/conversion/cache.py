@@ -296,6 +296,8 @@ def _numbers(cache: Cache) -> int:
 
 
 def _config(model: Any) -> Any:
+    if not hasattr(model, "config"):
+        raise TypeError(f"model must be a language model of transformers, got {type(model).__name__}")
     return model.config.get_text_config(decoder=True)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cluster.dial import check_target
-from ..inspect.batches import Batch, answers, check_numbers, evaluating, relative_error, some
+from ..inspect.batches import Batch, answers, check_model, check_numbers, evaluating, relative_error, some
 from ..inspect.examples import example_for
 from ..inspect.sites import Site
 from ..inspect.watching import kept_plan
@@ -153,6 +153,7 @@ def convert(
             than the data, or another device.
         progress: where a bar is shown while layers="auto" or "dial" measures, e.g. sys.stderr.
     """
+    check_model(model)
     if layers == "dial":
         given = {"attention": attention, "options": options, "budget": budget, "heads": heads, "diagnosis": diagnosis}
         target = 0.15 if target is None else target

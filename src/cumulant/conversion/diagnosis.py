@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..call import Call
 from ..cluster.dial import check_target
-from ..inspect.batches import Batch, answers, call, check_numbers, evaluating, relative_error, some
+from ..inspect.batches import Batch, answers, call, check_model, check_numbers, evaluating, relative_error, some
 from ..inspect.examples import example_for
 from ..inspect.sites import Site
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
@@ -247,6 +247,7 @@ def diagnose(
         dial: also choose, for this error of each layer's own output, clusters and the heads that take them, see
             `cumulant.conversion.choose_layers`; `convert(model, layers=diagnosis.dial.plan)` applies the choice.
     """
+    check_model(model)
     if dial is not None:
         check_target(dial, "dial")
     if isinstance(attention, str) or not attention:

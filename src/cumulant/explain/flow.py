@@ -33,6 +33,9 @@ def rollout(captured: Captured, *, sign: str = "absolute", residual: float = 0.5
     For maps without negative entries whose rows sum to 1 the three are the same. Cost: L^3 per layer.
     """
     check_choice("sign", sign, SIGNS)
+    if not isinstance(captured, Captured):
+        how = "with capture(model) as captured: model(images)"
+        raise TypeError(f"captured must be the maps of a forward pass ({how}), got {type(captured).__name__}")
     if not 0 <= residual < 1:
         raise ValueError(f"residual must be at least 0 and below 1, got {residual}")
     if captured.queries != list(range(captured.tokens.count)):

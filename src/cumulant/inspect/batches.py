@@ -16,6 +16,16 @@ Batch = Any  # a tensor, a tuple of arguments, or a mapping of keyword arguments
 ANSWERS = ("logits", "logits_per_image", "last_hidden_state", "prediction_logits", "image_embeds", "pooler_output")
 
 
+def check_model(model: object) -> None:
+    """TypeError for a name, a class or anything else that is no model."""
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} {model!r:.60}"
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {got}; open it first: cumulant.create_model(name), "
+            "timm.create_model(name) or transformers.AutoModel.from_pretrained(name)"
+        )
+
+
 def call(model: nn.Module, batch: Batch) -> Any:
     """model(batch), with tuples as positional and mappings as keyword arguments."""
     if isinstance(batch, Mapping):
@@ -93,6 +103,10 @@ def check_numbers(model: nn.Module, said: Iterable[Tensor]) -> None:
 
 def some(data: Iterable[Batch] | Batch, batches: int, model: nn.Module) -> list[Batch]:
     """The first few batches, on the model's device. A tensor or a mapping is one batch."""
+    check_model(model)
+    if data is None or isinstance(data, str | bool | int | float):
+        wanted = "a batch that the model is called with (a tensor, tuple or mapping), or a list or loader of such"
+        raise TypeError(f"data and example must be {wanted}, got {data!r:.60}")
     several = data if isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping | tuple) else [data]
     kept = list(islice(several, batches))
     if not kept:

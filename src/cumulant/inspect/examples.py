@@ -18,7 +18,7 @@ from ..models import Backbone, VisionTransformer, ViViT
 from ..models.registry import input_shape
 from ..models.tubelet import TubeletEmbed
 from ..train.files import read_json
-from .batches import Batch, call, evaluating
+from .batches import Batch, call, check_model, evaluating
 
 B, L = 2, 12
 SAMPLES = 16000  # of sound: a second
@@ -32,6 +32,7 @@ WORDS = ("input_ids", "decoder_input_ids", "qformer_input_ids")
 
 def example_for(model: nn.Module) -> Batch:
     """A small batch of noise that the model was seen to take; an error that asks for one where none was found."""
+    check_model(model)
     said = ""
     for made in _candidates(model):
         batch = _placed(model, made)

@@ -16,6 +16,7 @@ from ..nn import MultiheadAttention
 from ..nn.swapped import hf, inside, timm_layers
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import OURS, TIMM, TRANSFORMERS, implementation, is_linear, library_of
+from .batches import check_model
 from .prefixes import prefixes
 from .tokens import expected_layout
 
@@ -81,6 +82,7 @@ class Site:
 
 def find_sites(model: nn.Module) -> list[Site]:
     """Attention layers in the order of the model's modules, numbered from 0; an error where there are none."""
+    check_model(model)
     video = [(name, module) for name, module in model.named_modules() if isinstance(module, ViViT)]
     sites: list[Site] = []
     for name, module in model.named_modules():
