@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -256,3 +257,22 @@ def _all_heads(choice: Choice, call: Call) -> Tensor:
             key, value = (repeat_heads(x, call.query.shape[-3]) for x in (call.key, call.value))
             call = call._replace(key=key, value=value, enable_gqa=False)
     return mechanism.run(call, **choice.options)
+
+
+class Undo(list[Callable[[], Any]]):
+    """Steps that take back what was done, the last first. They hold the model's parts as arguments, so that in a copy
+    or a pickle of the model they take the copy back."""
+
+    def __call__(self) -> None:
+        while self:
+            self.pop()()
+
+    def keep(self, thing: Any, name: str) -> None:
+        """An attribute will be as it is now, or not there as it is not now."""
+        there = hasattr(thing, name)
+        self.append(partial(setattr, thing, name, getattr(thing, name)) if there else partial(_without, thing, name))
+
+
+def _without(thing: Any, name: str) -> None:
+    if hasattr(thing, name):
+        delattr(thing, name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import zoo
 from ...call import Call
-from .choice import KEPT, SOFTMAX, Choice, mix, placed, weights
+from .choice import KEPT, SOFTMAX, Choice, Undo, mix, placed, weights
 from .logits import Logits, Weighted, found, numbers, product, step
 from .masks import DenseMaskError, Pattern, merged
 
@@ -87,10 +87,10 @@ def is_watched(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get(FORWARD), Inside)
 
 
-def slow_path(model: nn.Module, modules: Iterable[nn.Module]) -> Callable[[], None]:
+def slow_path(model: nn.Module, modules: Iterable[nn.Module]) -> Undo:
     """Encoder layers of torch around these modules call them; their fast path computes softmax without. Returns what
     takes that back."""
-    watched, before = set(modules), list[tuple[Any, str, Any]]()
+    watched, undo = set(modules), Undo()
     for module in model.modules():
         around = [m for m in module.modules() if isinstance(m, nn.TransformerEncoderLayer) and m.self_attn in watched]
         for kind, name in (
@@ -98,14 +98,9 @@ def slow_path(model: nn.Module, modules: Iterable[nn.Module]) -> Callable[[], No
             (nn.TransformerEncoder, "use_nested_tensor"),
         ):
             if around and isinstance(module, kind):  # what the fast path asks for; nested tensors are a part of it
-                before.append((module, name, getattr(module, name)))
+                undo.keep(module, name)
                 setattr(module, name, 0)
-    return partial(_put_back, before)
-
-
-def _put_back(before: list[tuple[Any, str, Any]]) -> None:
-    for module, name, value in before:
-        setattr(module, name, value)
+    return undo
 
 
 _here = threading.local()
@@ -117,20 +112,15 @@ def discovering(model: nn.Module, modules: list[nn.Module]) -> Iterator[list[See
     """Within this, what these modules of a model compute is noted, and computed as they do."""
     global _seen
     _seen, undo = [], slow_path(model, modules)
-    tagged = [(module, getattr(module, TAG, None)) for module in modules]
     for module in modules:
+        undo.keep(module, TAG)
+        undo.append(partial(take_out, module))
         put(module, KEPT)
     try:
         yield _seen
     finally:
         _seen = None
         undo()
-        for module, tag in tagged:
-            take_out(module)
-            if tag is None:
-                delattr(module, TAG)
-            else:
-                setattr(module, TAG, tag)
 
 
 def note(module: nn.Module, heads: int, obstacle: str | None, pattern: str = "self") -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from ..attention import MultiheadAttention
 from ..registry import number_layers
 from . import hf, inside, layers, own, timm_layers
-from .choice import KEPT, SOFTMAX, Choice
+from .choice import KEPT, SOFTMAX, Choice, Undo
 
 TRANSFORMERS, TIMM, OURS, TORCH = "transformers", "timm", "cumulant", "torch"
 OWN_CONFIGS = "_cumulant_own_configs"  # attribute of a model whose configs are its alone
@@ -85,11 +85,10 @@ def set_implementation(model: nn.Module, name: str) -> None:
         config._attn_implementation_internal = name
 
 
-def apply(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+def apply(model: nn.Module, plan: Mapping[str, Choice]) -> Undo:
     """Put the mechanisms of `plan` (by layer name) into the model; returns what takes them out again.
 
-    Layers that the plan does not name stay softmax. What is returned holds the model's parts as arguments, so that in a
-    copy or a pickle of the model it takes the copy back.
+    Layers that the plan does not name stay softmax.
     """
     library = library_of(model)
     whole = [name for name, choice in plan.items() if choice.layer is not None]
@@ -99,27 +98,19 @@ def apply(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
     return how[library](model, plan)
 
 
-def _apply_layers(model: nn.Module, plan: Mapping[str, Choice], whole: list[str]) -> Callable[[], None]:
+def _apply_layers(model: nn.Module, plan: Mapping[str, Choice], whole: list[str]) -> Undo:
     """Whole layers that take the place of others, and mechanisms in the rest of the plan."""
     rest = {name: choice for name, choice in plan.items() if name not in whole}
-    undo, put = apply(model, rest) if rest else None, list[str]()
-    take_back = partial(_undo_layers, model, put, undo)
+    undo = apply(model, rest) if rest else Undo()
     try:
         for name in whole:
             layers.put_in(model, name, plan[name])
-            put.append(name)
+            undo.append(partial(layers.take_out, model, name))
     except BaseException:
-        take_back()
+        undo()
         raise
     number_layers(model)
-    return take_back
-
-
-def _undo_layers(model: nn.Module, put: list[str], undo: Callable[[], None] | None) -> None:
-    for name in put:
-        layers.take_out(model, name)
-    if undo is not None:
-        undo()
+    return undo
 
 
 def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], None], whole: bool = False) -> None:
@@ -219,89 +210,62 @@ def applied(model: nn.Module, plan: Mapping[str, Choice]) -> Iterator[None]:
         undo()
 
 
-def _apply_transformers(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+def _apply_transformers(model: nn.Module, plan: Mapping[str, Choice]) -> Undo:
     hf.register_transformers()
     hf.note_grids(model)
     _own_configs(model)
-    configs = [(config, config._attn_implementation) for config in _configs(model)]
-    tags = [(m, getattr(m, hf.TAG, None)) for m in model.modules()]
+    undo = Undo()
+    for config in _configs(model):
+        undo.keep(config, "_attn_implementation_internal")
     asking = {name: choice for name, choice in plan.items() if hf.asks(model.get_submodule(name))}
     for name, module in model.named_modules():
+        undo.keep(module, hf.TAG)
         if name in asking:
             setattr(module, hf.TAG, plan[name])
         elif hasattr(module, hf.TAG):
             setattr(module, hf.TAG, KEPT)
-    undo = _apply_inside(model, {name: choice for name, choice in plan.items() if name not in asking})
+    undo += _apply_inside(model, {name: choice for name, choice in plan.items() if name not in asking})
     if asking:  # else every layer computes attention itself, with masks as they are
         set_implementation(model, hf.MIXED)
-    return partial(_undo_transformers, configs, tags, undo)
+    return undo
 
 
-def _undo_transformers(
-    configs: list[tuple[Any, str]], tags: list[tuple[nn.Module, Choice | None]], undo: Callable[[], None]
-) -> None:
-    undo()
-    for config, old in configs:
-        config._attn_implementation_internal = old
-    for module, tag in tags:
-        if tag is not None:
-            setattr(module, hf.TAG, tag)
-        elif hasattr(module, hf.TAG):
-            delattr(module, hf.TAG)
-
-
-def _apply_inside(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+def _apply_inside(model: nn.Module, plan: Mapping[str, Choice]) -> Undo:
     """Modules that compute attention themselves."""
-    layers = [model.get_submodule(name) for name in plan]
-    before = [(m, getattr(m, inside.TAG, None), inside.is_watched(m)) for m in layers]
+    undo, layers = Undo(), [model.get_submodule(name) for name in plan]
     for module, choice in zip(layers, plan.values(), strict=True):
+        undo.keep(module, inside.TAG)
+        if not inside.is_watched(module):
+            undo.append(partial(inside.take_out, module))
         inside.put(module, choice)
-    return partial(_undo_inside, before, inside.slow_path(model, layers))
+    undo += inside.slow_path(model, layers)
+    return undo
 
 
-def _undo_inside(before: list[tuple[nn.Module, Choice | None, bool]], undo: Callable[[], None]) -> None:
-    undo()
-    for module, tag, watched in before:
-        if not watched:
-            inside.take_out(module)
-        if tag is not None:
-            setattr(module, inside.TAG, tag)
-        elif hasattr(module, inside.TAG):
-            delattr(module, inside.TAG)
-
-
-def _apply_timm(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
+def _apply_timm(model: nn.Module, plan: Mapping[str, Choice]) -> Undo:
     plain = {name: choice for name, choice in plan.items() if timm_layers.is_known(model.get_submodule(name))}
     undo = _apply_inside(model, {name: choice for name, choice in plan.items() if name not in plain})
-    before: list[tuple[str, nn.Module]] = []
     for name, choice in plain.items():
         old = model.get_submodule(name)
-        before.append((name, old))
+        undo.append(partial(_undo_timm, model, name, old))
         source = old.original() if isinstance(old, timm_layers.ConvertedAttention) else old
         model.set_submodule(name, timm_layers.converted(source, choice))
-    return partial(_undo_timm, model, before, undo)
+    return undo
 
 
-def _undo_timm(model: nn.Module, before: list[tuple[str, nn.Module]], undo: Callable[[], None]) -> None:
-    undo()
-    for name, module in before:
-        replaced = model.get_submodule(name)
-        if isinstance(replaced, timm_layers.ConvertedAttention):
-            replaced.hand_back()
-        model.set_submodule(name, module)
+def _undo_timm(model: nn.Module, name: str, before: nn.Module) -> None:
+    replaced = model.get_submodule(name)
+    if isinstance(replaced, timm_layers.ConvertedAttention):
+        replaced.hand_back()
+    model.set_submodule(name, before)
 
 
-def _apply_own(model: nn.Module, plan: Mapping[str, Choice]) -> Callable[[], None]:
-    undone: list[Callable[[], None]] = []
+def _apply_own(model: nn.Module, plan: Mapping[str, Choice]) -> Undo:
+    undo = Undo()
     try:
         for name, choice in plan.items():
-            undone.append(own.swap(name, model.get_submodule(name), choice))
+            undo.append(own.swap(name, model.get_submodule(name), choice))
     except BaseException:
-        _undo_own(undone)
+        undo()
         raise
-    return partial(_undo_own, undone)
-
-
-def _undo_own(undone: list[Callable[[], None]]) -> None:
-    for restore in undone:
-        restore()
+    return undo
