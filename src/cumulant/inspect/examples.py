@@ -141,9 +141,7 @@ class _Words:
         both = getattr(self.config, "is_encoder_decoder", False) and named not in ("decoder_input_ids",)
         if both and "decoder_input_ids" in self.takes and "decoder_input_values" not in self.takes:
             base["decoder_input_ids"] = None
-        pictures: list[str] = [
-            name for name in ("pixel_values", "image_grid_thw", "image_sizes", "bbox") if name in self.takes
-        ]
+        pictures = [name for name in PICTURES if name in self.takes]
         if named == "input_ids" and "pixel_values" in self.takes:
             yield from self._with_pictures(base, pictures)
         if "input_ids" in self.takes and named == "pixel_values":
