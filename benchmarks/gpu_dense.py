@@ -246,13 +246,16 @@ def runner(kernel: str, L: int, order: int, B: int | None = None) -> Callable[[]
     batch = batch_of(q, k, v, None, order, WIDTH**-0.5)
     out, *state = triton_dense.run_forward(batch, True)
     plan = dense_plan.plan_for(batch)
+    PLANS.append(plan)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     if kernel == "fused_forward":
         return lambda: triton_dense._fused_forward(plan, batch, out, *state, False)
     if kernel == "fused_backward":
         return lambda: triton_dense._fused_backward(plan, batch, grad, dq, dk, dv, *state)
     if kernel == "partial_moments":
-        return lambda: triton_dense.merge(plan, *triton_dense.partial_moments(plan, batch), *state, batch.scale)
+        return lambda: triton_dense.merge(
+            plan, *triton_dense.partial_moments(plan, batch), *state, batch.scale, full=True
+        )
     if kernel == "read_out":
         return lambda: triton_dense.read_out(plan, batch, out, *state)
     if kernel == "backward_queries":
@@ -261,8 +264,13 @@ def runner(kernel: str, L: int, order: int, B: int | None = None) -> Callable[[]
     return lambda: triton_dense.backward_keys(plan, batch, dk, dv, state[1], *gradients)
 
 
+PLANS: list[dense_plan.Plan] = []
+
+
 def use(kernel: str, order: int, config: Config) -> None:
     dense_plan.BEYOND.clear()
+    for plan in PLANS:
+        plan.cache.clear()  # of what was compiled for other configurations
     pair = list(dense_plan.TABLE[kernel][64])
     pair[order - 2] = config
     dense_plan.TABLE[kernel][64] = (pair[0], pair[1])

@@ -141,10 +141,12 @@ def test_more_spans_than_are_merged_at_a_time(order: int, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("order", [2, 3])
-def test_keys_far_from_zero_cost_no_digits(order: int) -> None:
-    """bfloat16 keys a hundred spreads away: at most twice the error of the plain version in the same precision."""
-    q, v = tokens(1, 2, 96, 32, dtype=torch.bfloat16), tokens(1, 2, 200, 32, dtype=torch.bfloat16, seed=1)
-    k = tokens(1, 2, 200, 32, mean=100, dtype=torch.bfloat16, seed=2)
+@pytest.mark.parametrize(("of_keys", "of_values"), [(100, 0), (0, 100), (-30, 30)])
+def test_tokens_far_from_zero_cost_no_digits(of_keys: int, of_values: int, order: int) -> None:
+    """bfloat16 tokens a hundred spreads away: at most twice the error of the plain version in the same precision."""
+    q = tokens(1, 2, 96, 32, dtype=torch.bfloat16)
+    v = tokens(1, 2, 200, 32, mean=of_values, dtype=torch.bfloat16, seed=1)
+    k = tokens(1, 2, 200, 32, mean=of_keys, dtype=torch.bfloat16, seed=2)
     grad = tokens(1, 2, 96, 32, dtype=torch.bfloat16, seed=3)
     scale = 32**-0.5
 

@@ -39,3 +39,19 @@ def cast(x, dtype: tl.constexpr):
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def finished(x):
+    """x itself, a sum of products, waited for before the next turn of a loop. Two reasons for that:
+
+    In Triton 3.6 and 3.9 a tile that a product reads where it was copied to, and that is also loaded into registers,
+    has one place too few: a later tile may be copied there while the product is under way.
+
+    The assembler runs products one by one where some are under way across turns while their first factor, in registers,
+    changes; in a row and waited for together they overlap.
+    """
+    if INTERPRET:
+        return x
+    else:
+        return tl.inline_asm_elementwise("// $0", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .. import shards
 from ..call import check_flag
@@ -33,8 +34,8 @@ from ..tracing import in_autocast_dtype, transformed, without_autocast
 
 # Time of a multiply-add in the folded layer over that in the plain one, so that `pays` compares times.
 # Measured by benchmarks/fold.py; above 1 because the folded layer's products are smaller.
-RELATIVE_COST = {"cpu": 1.1, "cuda": 1.48}
-LOOPED = 16  # sequences up to which the last product runs one by one, each adding its constant as it writes
+RELATIVE_COST = {"cpu": 1.1, "cuda": 1.3}
+LOOPED = 8  # sequences up to which the last product runs one by one, each adding its constant as it writes
 
 
 def pays(length: int, dim: int, num_heads: int, device: str, num_kv_heads: int | None = None) -> bool:
@@ -43,7 +44,7 @@ def pays(length: int, dim: int, num_heads: int, device: str, num_kv_heads: int |
     keys = dim if num_kv_heads is None else num_kv_heads * head
     plain = 2 * length * dim * (dim + keys) + 2 * length * dim * head
     folded = 2 * length * dim**2 + dim * (dim + keys) ** 2
-    return plain > RELATIVE_COST.get(device, 1.48) * folded
+    return plain > RELATIVE_COST.get(device, 1.3) * folded
 
 
 _plain_layers = 0
@@ -105,6 +106,11 @@ def folded_attention(
     rows = x if x.ndim == 3 else x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     mask = None if key_mask is None else key_mask.expand(x.shape[:-1]).reshape(rows.shape[:-1])
     scale = (x.shape[-1] // num_heads) ** -0.5
+    if _chain_obstacle(rows, mask, num_heads) is None:
+        with without_autocast(x.device.type):
+            weights = (w if w is None else w.to(x.dtype) for w in (qkv_weight, qkv_bias, proj_weight, proj_bias))
+            y = _Folded.apply(rows, *weights, num_heads, scale)
+        return y if x.ndim == 3 else y.reshape(x.shape)
     with without_autocast(x.device.type):
         G, mean, present, rows = _token_moments(rows, mask)
         dtype, C = G.dtype, x.shape[-1]
@@ -211,6 +217,68 @@ class _TokenMoments(torch.autograd.Function):
         constant = d_mean / L - (mean.unsqueeze(-2) @ D.float()).squeeze(-2)
         # dx is ours alone: it comes from _Affine, to which nothing else leads.
         return dx.baddbmm_(x, D).add_(constant.unsqueeze(-2).to(x.dtype))
+
+
+def _chain_obstacle(x: Tensor, weights: Tensor | None, num_heads: int) -> str | None:
+    """Why the kernels cannot take the whole layer of tokens x (B, L, C), or None."""
+    if x.shape[-1] // num_heads > 128:
+        return "heads are wider than 128"
+    return _obstacle(x, weights)
+
+
+class _Folded(torch.autograd.Function):
+    """The whole layer as one pipeline (`kernels/fold/host.py`), of 16-bit tokens x (B, L, C) and weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, qkv: Tensor, bias: Tensor | None, proj: Tensor, proj_bias: Tensor | None,
+        heads: int, scale: float,
+    ) -> Tensor:  # fmt: skip
+        from ..kernels.fold import host
+
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        qkv, (B, _, C) = qkv.contiguous(), x.shape
+        G, mean = host.covariance(x)
+        A = _times(qkv[-((len(qkv) - C) // 2) :], G)
+        R = host.read(A, qkv, bias, mean, heads, scale)
+        M = _times(proj, R)
+        ctx.save_for_backward(x, qkv, bias, proj, G, mean, A, R, M)
+        ctx.heads, ctx.scale, ctx.biased = heads, scale, proj_bias is not None
+        if B > LOOPED:
+            return host.affine(x, M[..., :C], True, M[..., C], proj_bias, None, None)
+        c = M[..., C].contiguous() if proj_bias is None else M[..., C] + proj_bias
+        y = x.new_empty(x.shape)
+        for b in range(B):
+            torch.addmm(c[b], x[b], M[b, :, :C].mT, out=y[b])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from ..kernels.fold import host
+
+        x, qkv, bias, proj, G, mean, A, R, M = ctx.saved_tensors
+        (B, L, C), K = x.shape, A.shape[1]
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dM = x.new_zeros(B, C, C + host.WIDER)
+        torch.bmm(dy.mT, x, out=dM[..., :C])
+        dc = dy.sum(-2, dtype=torch.float32)
+        dM[..., C] = dc
+        dR = _times(proj.mT, dM)
+        d_proj = torch.bmm(dM, R.mT).sum(0)
+        dA, dWq, dWk, dbq = host.read_backward(dR, A, qkv, bias, ctx.heads, ctx.scale)
+        value = qkv[-K:]
+        inner = dR[..., C].float().view(B, K // (C // ctx.heads), -1, C // ctx.heads).sum(2).flatten(1)  # (B, K)
+        d_value = torch.bmm(dA, G).sum(0, dtype=torch.float32) + inner.mT @ mean
+        d_qkv = torch.cat((dWq, dWk, d_value)).to(qkv.dtype)
+        d_bias = None
+        if bias is not None:
+            d_bias = torch.cat((dbq, dbq.new_zeros(K), inner.sum(0))).to(bias.dtype)
+        dG = _times(value.mT, dA)
+        D, constant = host.symmetric(dG, mean, inner, value, L)
+        dx = host.affine(dy, M[..., :C], False, constant, None, x, D)
+        d_proj_bias = dc.sum(0).to(x.dtype) if ctx.biased else None
+        return dx, d_qkv, d_bias, d_proj, d_proj_bias, None, None
 
 
 class _Affine(torch.autograd.Function):

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from ..products import INTERPRET, cast, dot
+from ..products import finished as finished
 from ..tokens import head
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -253,17 +254,6 @@ def weighed(columns, g):
         return cast(columns.to(tl.float32) * g.to(tl.float32)[None, :], columns.dtype)
     else:
         return columns * g.to(columns.dtype)[None, :]
-
-
-@triton.jit
-def finished(x):
-    """x itself, a sum of products, waited for: the assembler runs products one by one where some are under way across
-    iterations while their first factor, in registers, changes; in a row and waited for together they overlap.
-    """
-    if INTERPRET:
-        return x
-    else:
-        return tl.inline_asm_elementwise("// $0", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -83,12 +83,12 @@ def partial_moments(
 @kernel
 def merge(
     partial_matrices, partial_vectors, matrices, vectors, splits, scale,
-    ORDER: tl.constexpr, SUM: tl.constexpr, RAW: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CELLS: tl.constexpr,
-    C: tl.constexpr,
+    ORDER: tl.constexpr, SUM: tl.constexpr, RAW: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    CELLS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Grid (B H, D E / CELLS). Moments of the union of all splits; a thread for each cell of S and T.
 
-    RAW: as those of a split, to be merged again; else as a state (see parts.py).
+    RAW: as those of a split, to be merged again; else as a state (see parts.py). FULL: the first split has tokens.
 
     About the means of one split (a_s and b_s: those of the others minus these), S = sum_s S_s + W_s a_s b_s^T and
     T = sum_s T_s + 2 a_s S_s + (P_s + W_s a_s^2) b_s^T, which move to the mean of all as in `moments`. Every thread
@@ -100,10 +100,11 @@ def merge(
     width: tl.constexpr = 3 * D + 2 * E + 1
     size: tl.constexpr = (ORDER - 1) * D * E
     first = tl.zeros((), tl.int32)
-    found = tl.load(partial_vectors + pid.to(tl.int64) * width + 2 * D + E)
-    while (found == 0) & (first < splits - 1):  # a split without tokens is no point to start from
-        first += 1
-        found = tl.load(partial_vectors + (count * first + pid) * width + 2 * D + E)
+    if not FULL:  # a split without tokens is no point to start from
+        found = tl.load(partial_vectors + pid.to(tl.int64) * width + 2 * D + E)
+        while (found == 0) & (first < splits - 1):
+            first += 1
+            found = tl.load(partial_vectors + (count * first + pid) * width + 2 * D + E)
     start = partial_vectors + (count * first + pid) * width
     k_ref = tl.load(start + d, mask=inside, other=0.0)
     v_ref = tl.load(start + 2 * D + e, mask=inside, other=0.0)

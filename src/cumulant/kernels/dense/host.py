@@ -45,7 +45,8 @@ def run_forward(batch: Batch, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
         _fused_forward(plan, batch, out, matrices, vectors, keep)
     else:
         state = (matrices, vectors) if keep else _state(batch, True)
-        merge(plan, *partial_moments(plan, batch), *state, batch.scale)
+        full = batch.cu_k is None and batch.weighing()[0] is None
+        merge(plan, *partial_moments(plan, batch), *state, batch.scale, full=full)
         read_out(plan, batch, out, *state)
     return out, matrices, vectors
 
@@ -86,12 +87,16 @@ def partial_moments(plan: Plan, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def merge(
     plan: Plan, partial_matrices: Tensor, partial_vectors: Tensor, matrices: Tensor, vectors: Tensor, scale: float,
-    raw: bool = False,
+    raw: bool = False, full: bool = False,
 ) -> None:  # fmt: skip
-    """The union of partial moments, (splits, heads, ...), as a state; `raw`: as partial moments themselves."""
+    """The union of partial moments, (splits, heads, ...), as a state; `raw`: as partial moments themselves.
+
+    `full`: the first split of every head has tokens.
+    """
     forward.merge[(partial_vectors.shape[1], cdiv(plan.D * plan.E, CELLS))](
         partial_matrices, partial_vectors, matrices, vectors, len(partial_vectors), scale,
-        ORDER=plan.order, SUM=plan.total, RAW=raw, D=plan.D, E=plan.E, CELLS=CELLS, C=MERGED, num_warps=CELLS // 32,
+        ORDER=plan.order, SUM=plan.total, RAW=raw, FULL=full and plan.longest_k > 0, D=plan.D, E=plan.E, CELLS=CELLS,
+        C=MERGED, num_warps=CELLS // 32,
     )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..products import cast, dot
-from ..tokens import first_present, fold, minus, present_reference, reference, sharing, squared, tile_mask, weigh
+from ..products import cast, dot, finished
+from ..tokens import first_present, fma, fold, minus, present_reference, reference, sharing, squared, tile_mask, weigh
 
 
 @triton.jit
@@ -43,6 +43,8 @@ def moments(
     even_e: tl.constexpr = E % BE == 0
     k_t, v_t = k_t * UNIT, v_t * UNIT
     W = (end - start).to(tl.float32)
+    if dtype == tl.bfloat16 and not WEIGHTED:
+        return plain_moments(k, v, k_t, v_t, start, end, d, e, ORDER, D, E, BD, BE, N, STAGES, PRECISION)
     if WEIGHTED:
         start = first_present(w, w_t, start, end, N)
     k += start.to(tl.int64) * k_t
@@ -72,11 +74,8 @@ def moments(
         k_ref, v_ref = present_reference(k_near, near), present_reference(v_near, near)
     else:
         k_ref, v_ref = reference(k, k_t, end - start, d, D), reference(v, v_t, end - start, e, E)
-    # Plain bfloat16 tokens stay packed, and S and T grow transposed, so that v is one operand of both.
-    PLAIN: tl.constexpr = dtype == tl.bfloat16 and not WEIGHTED
-    S = tl.zeros((BE, BD) if PLAIN else (BD, BE), tl.float32)
-    T = tl.zeros((BE, BD) if PLAIN else (BD, BE), tl.float32)
-    share = sharing(ROWS, N)
+    S = tl.zeros((BD, BE), tl.float32)
+    T = tl.zeros((BD, BE), tl.float32)
     k_sum = tl.zeros((ROWS, BD), tl.float32)
     p_sum = tl.zeros((ROWS, BD), tl.float32)
     v_sum = tl.zeros((ROWS, BE), tl.float32)
@@ -91,30 +90,20 @@ def moments(
             present, weights = weigh(w, w_t, at + n, end)
             w_sum += weights
         # All sums see the rounded tokens: what rounding moved is then taken out with the means.
-        if PLAIN:
-            xb, yb = minus(x, k_ref, present), minus(y, v_ref, present)
-            square = squared(xb, SQUARE)  # before any product: all operands then pass shared memory in one go
-            S = dot(tl.trans(yb), xb, S, PRECISION)
-            if ORDER == 3:
-                T = dot(tl.trans(yb), square, T, PRECISION)
-                p_sum = dot(share, square, p_sum, PRECISION)
-            k_sum = dot(share, xb, k_sum, PRECISION)
-            v_sum = dot(share, yb, v_sum, PRECISION)
-        else:
-            xb = cast(tl.where(present[:, None], x.to(tl.float32) - k_ref[None, :], 0.0), dtype)
-            y = tl.where(present[:, None], y.to(tl.float32) - v_ref[None, :], 0.0)
-            x = xb.to(tl.float32)
-            wx = x
-            if WEIGHTED:
-                wx = x * weights[:, None]
-                y = y * weights[:, None]
-            yb = cast(y, dtype)
-            k_sum += fold(wx, ROWS)
-            v_sum += fold(yb.to(tl.float32), ROWS)
-            S = dot(tl.trans(xb), yb, S, PRECISION)
-            if ORDER == 3:
-                p_sum += fold(wx * x, ROWS)
-                T = dot(tl.trans(cast(x * x, SQUARE)), yb.to(SQUARE), T, PRECISION)
+        xb = cast(tl.where(present[:, None], x.to(tl.float32) - k_ref[None, :], 0.0), dtype)
+        y = tl.where(present[:, None], y.to(tl.float32) - v_ref[None, :], 0.0)
+        x = xb.to(tl.float32)
+        wx = x
+        if WEIGHTED:
+            wx = x * weights[:, None]
+            y = y * weights[:, None]
+        yb = cast(y, dtype)
+        k_sum += fold(wx, ROWS)
+        v_sum += fold(yb.to(tl.float32), ROWS)
+        S = dot(tl.trans(xb), yb, S, PRECISION)
+        if ORDER == 3:
+            p_sum += fold(wx * x, ROWS)
+            T = dot(tl.trans(cast(x * x, SQUARE)), yb.to(SQUARE), T, PRECISION)
 
     if WEIGHTED:
         W = tl.sum(w_sum)
@@ -124,16 +113,69 @@ def moments(
     P = a
     if ORDER == 3:
         P = tl.sum(p_sum, 0) - a * shift
-    if PLAIN:
-        if ORDER == 3:
-            T = tl.trans(T - (2.0 * shift)[None, :] * S + s[:, None] * (a * shift - P)[None, :])
-        S = tl.trans(S - s[:, None] * a[None, :])
-    else:
-        if ORDER == 3:
-            T = T - (2.0 * shift)[:, None] * S + (a * shift - P)[:, None] * s[None, :]
-        S = S - a[:, None] * s[None, :]
+    if ORDER == 3:
+        T = T - (2.0 * shift)[:, None] * S + (a * shift - P)[:, None] * s[None, :]
+    S = S - a[:, None] * s[None, :]
     k_mean, v_mean = k_ref + shift, v_ref + s
     return W, k_mean, v_mean, shift - (k_mean - k_ref), s - (v_mean - v_ref), S, P, T
+
+
+@triton.jit
+def plain_moments(
+    k, v, k_t, v_t, start, end, d, e,
+    ORDER: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`moments` of bfloat16 tokens without weights.
+
+    Keys go from shared memory to registers, turned, and become k' and k'^2 there, left sides of all products; values
+    are the right side as they lie in memory. So only the copies of the pipeline write to shared memory, and no product
+    is waited for within a turn. Values need no reference point: their mean enters to the first power only, and sums of
+    bfloat16 products keep float32's digits.
+    """
+    even_d: tl.constexpr = D % BD == 0
+    even_e: tl.constexpr = E % BE == 0
+    count = end - start
+    k += start.to(tl.int64) * k_t
+    v += start.to(tl.int64) * v_t
+    n = tl.arange(0, N)
+    k_tile, v_tile = d[:, None] + n[None, :] * k_t, n[:, None] * v_t + e[None, :]
+    k_ref = reference(k, k_t, count, d, D)
+    away = tl.broadcast_to((-k_ref).to(tl.bfloat16)[:, None], (BD, N))
+    one = tl.full((BD, N), 1.0, tl.float32).to(tl.bfloat16)
+    right = tl.full((N, 8), 0.125, tl.float32).to(tl.bfloat16)
+    left = tl.full((64, N), 1 / 64, tl.float32).to(tl.bfloat16)
+    S, T = tl.zeros((BD, BE), tl.float32), tl.zeros((BD, BE), tl.float32)
+    k_sum, p_sum = tl.zeros((BD, 8), tl.float32), tl.zeros((BD, 8), tl.float32)
+    v_sum = tl.zeros((64, BE), tl.float32)
+    for at in tl.range(start, end, N, num_stages=STAGES):
+        present = at + n < end
+        x = tl.load(k + k_tile, mask=tl.trans(tile_mask(present, d, D, even_d)), other=0.0)
+        y = tl.load(v + v_tile, mask=tile_mask(present, e, E, even_e), other=0.0)
+        k += N * k_t
+        v += N * v_t
+        # All sums see the rounded keys: what rounding moved is then taken out with the means.
+        x = fma(one, away, x)
+        square = squared(x, tl.bfloat16)
+        S = dot(x, y, S, PRECISION)
+        if ORDER == 3:
+            T = dot(square, y, T, PRECISION)
+            p_sum = dot(square, right, p_sum, PRECISION)
+        k_sum = dot(x, right, k_sum, PRECISION)
+        v_sum = dot(left, y, v_sum, PRECISION)
+    W = count.to(tl.float32)
+    over_W = tl.where(W > 0, 1.0 / tl.where(W > 0, W, 1.0), 0.0)
+    absent = (tl.cdiv(count, N) * N - count).to(tl.float32)  # of the last block: 0 - k_ref each
+    a, s = tl.sum(k_sum, 1) + absent * k_ref, tl.sum(v_sum, 0) * over_W
+    shift = a * over_W
+    P = a
+    if ORDER == 3:
+        p = tl.sum(p_sum, 1) - absent * cast(k_ref * k_ref, tl.bfloat16).to(tl.float32)
+        P = p - a * shift
+        T = T - (2.0 * shift)[:, None] * S + (2.0 * a * shift - p)[:, None] * s[None, :]
+    S = S - a[:, None] * s[None, :]
+    k_mean = k_ref + shift
+    return W, k_mean, s, shift - (k_mean - k_ref), tl.zeros((BE,), tl.float32), S, P, T
 
 
 @triton.jit
@@ -239,6 +281,9 @@ def query_gradients(
         else:
             z = dot(y, S, None, PRECISION)
         tl.store(dq + dq_tile, cast(z, dq.dtype.element_ty), mask=tile_mask(valid, d, D, even_d))
+        dS = finished(dS)
+        if ORDER == 3:
+            dT = finished(dT)
         q += N * q_t
         g += N * g_t
         dq += N * dq_t
@@ -268,7 +313,13 @@ def key_gradients(
     dk_tile, dv_tile = n[:, None] * dk_t + d[None, :], n[:, None] * dv_t + e[None, :]
     # Tokens are centred about the means as their own type holds them, and what is missing (dk, dv below) is constant:
     # k~ = x + k_off and v~ = y + v_off give k~ dS + k~^2 dT = x (dS + 2 k_off dT) + x^2 dT + k_off dS + k_off^2 dT.
-    k_point, v_point = cast(k_mean, dtype).to(tl.float32), cast(v_mean, dtype).to(tl.float32)
+    # Values in bfloat16 are not centred at all, and go from memory to the products as they are.
+    RAW: tl.constexpr = dtype == tl.bfloat16
+    k_point, v_point = cast(k_mean, dtype).to(tl.float32), tl.zeros((BE,), tl.float32)
+    if not RAW:
+        v_point = cast(v_mean, dtype).to(tl.float32)
+    away = tl.broadcast_to((-k_point).to(tl.bfloat16)[None, :], (N, BD))
+    one = tl.full((N, BD), 1.0, tl.float32).to(tl.bfloat16)
     k_off, v_off = (k_point - k_mean - k_low)[:, None], (v_point - v_mean - v_low)[None, :]
     k_slope = k_constant
     if ORDER == 3:
@@ -278,8 +329,8 @@ def key_gradients(
         dS += 2.0 * k_off * dT
     else:
         v_constant += tl.sum(k_off * dS, 0)
-    k_constant = tl.sum(v_off * dS, 1) - k_constant
     dS, dT = cast(dS, dtype), cast(dT, SQUARE)
+    k_constant = tl.sum(v_off * dS.to(tl.float32), 1) - k_constant
     dS_t, dT_t = tl.trans(dS), tl.trans(dT)  # here, so that they reach shared memory once and not in every turn
     for at in tl.range(start, end, N, num_stages=STAGES):
         valid = at + n < end
@@ -288,7 +339,10 @@ def key_gradients(
         if WEIGHTED:
             present, weights = weigh(w, w_t, at + n, end)
         # Tokens outside, even NaN, reach only rows that are not written or set to 0.
-        x, y = minus(x, k_point, inside), minus(y, v_point, inside)
+        if RAW:
+            x = fma(one, away, x)
+        else:
+            x, y = minus(x, k_point, inside), minus(y, v_point, inside)
         square = squared(x, SQUARE)  # all operands before any product: they pass shared memory in one go
         if ORDER == 3:
             dy = dot(square, dT, None, PRECISION)

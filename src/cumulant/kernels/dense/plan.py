@@ -18,11 +18,11 @@ from ..launch import Config, cdiv, dot_precision, multiprocessors, padded
 # kernel -> widest of D and E, padded -> configurations at order 2 and at order 3
 TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
     "fused_forward": {
-        64: (Config(64, 4, 4, 32, 4, 128), Config(64, 4, 4, 32, 4, 168)),
+        64: (Config(64, 4, 2, 64, 2, 128), Config(64, 4, 4, 32, 4, 168)),
         128: (Config(64, 8, 2, 32, 2), Config(64, 8, 2, 32, 1)),
     },
     "fused_backward": {
-        64: (Config(64, 4, 3, 64, 3, 168), Config(64, 4, 4, 64, 4)),
+        64: (Config(64, 4, 2, 64, 2, 168), Config(64, 4, 4, 64, 4)),
         128: (Config(64, 8, 2, 64, 1), Config(64, 8, 1, 64, 1)),
     },
     "partial_moments": {
@@ -31,23 +31,26 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         256: (Config(64, 8, 2), Config(32, 8, 2)),
     },
     "read_out": {
-        64: (Config(32, 4, 4, registers=168), Config(32, 4, 4, registers=168)),
+        64: (Config(32, 4, 6, registers=128), Config(64, 4, 3, registers=168)),
         128: (Config(64, 4, 3), Config(64, 4, 2)),
         256: (Config(64, 8, 2), Config(64, 8, 2)),
     },
     "backward_queries": {
-        64: (Config(32, 4, 4, registers=168), Config(32, 4, 4, registers=168)),
+        64: (Config(64, 4, 2, registers=168), Config(64, 4, 3, registers=168)),
         128: (Config(64, 8, 2), Config(64, 8, 2)),
         256: (Config(64, 8, 1), Config(32, 8, 1)),
     },
     "backward_keys": {
-        64: (Config(32, 4, 3, registers=128), Config(64, 4, 1, registers=168)),
+        64: (Config(32, 4, 3, registers=128), Config(64, 4, 3)),
         128: (Config(64, 8, 1), Config(64, 8, 1)),
         256: (Config(64, 8, 1), Config(32, 8, 1)),
     },
 }  # fmt: skip
-# kernel, widest, order -> tokens beyond which another configuration is better, and that one
-BEYOND = {("fused_backward", 64, 3): (2048, Config(64, 4, 3, 64, 1, 168))}
+# kernel, widest, order -> tokens beyond which another configuration is better, and that one; the last that fits holds
+BEYOND: dict[tuple[str, int, int], tuple[tuple[int, Config], ...]] = {
+    ("fused_forward", 64, 2): ((64, Config(64, 4, 4, 32, 4, 128)),),
+    ("fused_backward", 64, 2): ((64, Config(64, 4, 3, 64, 3, 168)), (1024, Config(64, 4, 4, 64, 4))),
+}
 # float32 tiles take twice the room, and products without tensor cores hold the time
 FLOAT32 = {64: Config(32, 8, 1), 128: Config(32, 8, 1), 256: Config(16, 8, 1)}
 SHORT = 512  # tokens up to which one program does a whole head, however few heads there are
@@ -55,7 +58,7 @@ FILLING = 2  # heads for each multiprocessor from which on it does so for any le
 LEAST = 512  # tokens, at least, of a program that writes partial sums
 PARTIAL = ("partial_moments", "backward_queries")  # the kernels that write partial sums
 # Programs for each multiprocessor, at most: one wave of those that write partial sums, several of the others.
-PROGRAMS = {"partial_moments": 3, "backward_queries": 3, "read_out": 16, "backward_keys": 16}
+PROGRAMS = {"partial_moments": 3, "backward_queries": 3, "read_out": 32, "backward_keys": 8}
 WIDE = 64  # columns that a program takes of wide heads: wider than 128 at order 2, than 64 at order 3
 CELLS = 128  # cells of a moment that a program of `merge` holds, one a thread
 MERGED = 8  # partial sums that a program of `merge` and `reduce` loads at a time
@@ -109,9 +112,8 @@ class Plan:
     def config(self, kernel: str, longest: int) -> Config:
         width = max(self.width, 64)
         config = FLOAT32[width] if self.heavy else TABLE[kernel][width][self.order - 2]
-        limit, other = BEYOND.get((kernel, width, self.order), (longest, config))
-        if longest > limit and not self.heavy:
-            config = other
+        for limit, other in () if self.heavy else BEYOND.get((kernel, width, self.order), ()):
+            config = other if longest > limit else config
         most = padded(max(1, longest))
         return config._replace(block=min(config.block, most), keys=min(config.keys, most))
 

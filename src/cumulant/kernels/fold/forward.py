@@ -21,10 +21,13 @@ def tile_of(t):
 @triton.jit
 def sums_kernel(
     x, products, sums, L, C, stride_b, stride_t, share, tiles, splits,
-    BM: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (B splits tiles), the tiles of a split side by side: in one dimension, since the second and third hold
-    65,535 programs at most. Over the tokens of one split: a tile of x^T x; those on the diagonal also add up x."""
+    65,535 programs at most. Over the tokens of one split: a tile of x^T x; those on the diagonal also add up x.
+
+    There both factors are the same tile, and the sums have a copy of their own: see `finished` for why.
+    """
     slot = (tl.program_id(0) // tiles).to(tl.int64)
     split, b = (slot % splits).to(tl.int32), slot // splits
     i, j = tile_of(tl.program_id(0) % tiles)
@@ -32,26 +35,36 @@ def sums_kernel(
     end = tl.minimum(L, start + share)
     n = tl.arange(0, N)
     rows, columns = i * BM + tl.arange(0, BM), j * BM + tl.arange(0, BM)
-    base = x + b * stride_b + start.to(tl.int64) * stride_t + n[:, None] * stride_t
-    left, right = base + rows[None, :], base + columns[None, :]
+    first = x + b * stride_b + start.to(tl.int64) * stride_t + n[:, None] * stride_t
+    left, right = first + rows[None, :], first + columns[None, :]
     acc = tl.zeros((BM, BM), tl.float32)
-    total = tl.zeros((N, BM), tl.float32)
-    for at in range(start, end, N):
-        valid = (at + n < end)[:, None]
-        if EVEN:
-            p, q = tl.load(left, mask=valid, other=0.0), tl.load(right, mask=valid, other=0.0)
-        else:
-            p = tl.load(left, mask=valid & (rows < C)[None, :], other=0.0)
-            q = tl.load(right, mask=valid & (columns < C)[None, :], other=0.0)
-        acc = dot(tl.trans(p), q, acc, "ieee")
-        if i == j:
-            total += p.to(tl.float32)
-        left += N * stride_t
-        right += N * stride_t
+    if i == j:
+        total = tl.zeros((N, BM), tl.float32)
+        for at in tl.range(start, end, N, num_stages=STAGES):
+            valid = at + n < end
+            total += columns_of(left, rows, valid, C, EVEN).to(tl.float32)
+            q = columns_of(right, columns, valid, C, EVEN)
+            acc = dot(tl.trans(q), q, acc, "ieee")
+            left += N * stride_t
+            right += N * stride_t
+        tl.store(sums + slot * C + columns, tl.sum(total, 0), mask=columns < C)
+    else:
+        for at in tl.range(start, end, N, num_stages=STAGES):
+            valid = at + n < end
+            p, q = columns_of(left, rows, valid, C, EVEN), columns_of(right, columns, valid, C, EVEN)
+            acc = dot(tl.trans(p), q, acc, "ieee")
+            left += N * stride_t
+            right += N * stride_t
     out = products + slot * C * C + rows[:, None] * C + columns[None, :]
     tl.store(out, acc, mask=(rows < C)[:, None] & (columns < C)[None, :])
-    if i == j:
-        tl.store(sums + slot * C + columns, tl.sum(total, 0), mask=columns < C)
+
+
+@triton.jit
+def columns_of(at, columns, valid, C, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(at, mask=valid[:, None], other=0.0)
+    else:
+        return tl.load(at, mask=valid[:, None] & (columns < C)[None, :], other=0.0)
 
 
 @triton.jit
