@@ -16,7 +16,7 @@ from torch import Tensor
 from cumulant.cluster import Blocks, KMeans, cluster_attention
 from cumulant.cluster.run import _kept
 from cumulant.kernels.cluster import host as triton_cluster
-from cumulant.kernels.cluster.plan import of_blocks
+from cumulant.kernels.cluster.plan import Plan, of_blocks
 
 POOLED: dict[str, Any] = {"clusters": 128, "near": 2, "near_rows": 128, "rank": "mean", "response": "pooled"}
 
@@ -159,6 +159,36 @@ def test_tiles_with_a_query_that_is_not_a_number_still_list_clusters_that_exist(
     near, responding = (x[0].tolist() for x in state if x.dtype == torch.int32)
     assert [len({*tile} & {*range(clusters)}) for tile in near] == [2, 2]
     assert [len({*tile} & {*range(clusters)}) for tile in responding] == [3, 3]
+
+
+def check_choices(clusters: int, width: int, closure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 19 tiles in groups of 16, one of them with a query that is not a number."""
+    q, k, v = (tokens(2, 2, L, width, mean=m, dtype=torch.bfloat16, seed=m) for L, m in ((600, 0), (140, 1), (140, 2)))
+    q[0, 0, 3] = float("nan")
+    starts = [-(-c * 140 // clusters) for c in range(clusters + 1)]
+    call = of_blocks(q, k, v, None, starts, 0.25, tile=32, near=2, response=-2, rank="mean", closure=closure)
+    lists = []
+    for together in (True, False):
+        monkeypatch.setattr(Plan, "by_products", lambda self, device, together=together: together)
+        lists.append(triton_cluster.attention.forward(*call, False)[5])
+    assert torch.equal(*lists)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")
+@pytest.mark.parametrize(("clusters", "closure"), [(6, "tanh"), (70, "langevin")])
+def test_tiles_choose_the_same_clusters_together_as_one_by_one(
+    clusters: int, closure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_choices(clusters, 32, closure, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("clusters", [6, 40, 70, 140])
+def test_tiles_choose_the_same_clusters_together_as_one_by_one_on_a_gpu(
+    clusters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_choices(clusters, 64, "tanh", monkeypatch)
 
 
 def test_views_of_a_projection_are_read_in_place() -> None:

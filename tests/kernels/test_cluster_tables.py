@@ -14,6 +14,7 @@ from kernel_checks import DEVICE, poisoned_memory, tokens  # noqa: F401
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention
 from cumulant.kernels.cluster import order
+from cumulant.kernels.cluster.plan import Shape, kept_plan
 
 SHARED: dict[str, Any] = {"near": 2, "near_rows": 32, "rank": "mean", "response": "pooled"}
 EACH: dict[str, Any] = {"near": 0, "near_rows": 1, "rank": "mass", "response": None}
@@ -56,6 +57,15 @@ def test_a_masked_grid_with_a_prefix() -> None:
     check(batch=2, Lq=37, Lk=37, key_mask=mask(length=37), clusters=(2, 3), grid=(5, 7), prefix=2, **SHARED)
 
 
+def test_keys_of_a_grid_that_are_read_often_are_put_in_order_first() -> None:
+    """Sixteen tiles of queries that each meet half of the keys: those are copied, and their gradients go back."""
+    q, k, v = (tokens(1, 1, 512, width, mean=m, seed=i) for i, (width, m) in enumerate(((16, 0), (16, 1), (24, -1))))
+    options = SHARED | {"clusters": (2, 2), "grid": (16, 32)}
+    call = Shape(1, 1, 1, 512, 512, 16, 24, 1, True, 4, 128, True, 32, 2, -2, "tanh", "mean", False, 0, False)
+    assert kept_plan(call, q.dtype).copies
+    compare(q, k, v, **options)
+
+
 def test_clusters_found_by_k_means_of_masked_keys() -> None:
     check(2, 1, batch=2, key_mask=mask(), clusters=KMeans(5, 2), **EACH)
 
@@ -86,7 +96,6 @@ def test_nan_in_keys_that_take_no_part_goes_nowhere_and_a_row_that_sees_nothing_
 def test_kernels_sort_tokens_as_torch_does(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last cluster and others have no token; a mask is shared by the heads of a sequence."""
     from cumulant.cluster.run import _sorted
-    from cumulant.kernels.cluster import order
 
     K, ids = 45, torch.randint(0, 40, (4, 300), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     ids[ids % 7 == 3] = 5

@@ -63,18 +63,19 @@ def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
 def _in_order(call: Call) -> Call:
     """The same call with keys and values copied in the order of the clusters."""
     key, value = (x.new_empty(x.shape) for x in call[1:3])
-    _reorder(call, call.key, key, False)
-    _reorder(call, call.value, value, False)
+    _reorder(call, call.key, call.value, key, value, False)
     return call._replace(key=key, value=value, order=None)
 
 
-def _reorder(call: Call, x: Tensor, y: Tensor, back: bool) -> None:
-    plan, (unit, steps), (_, _, Lk, width) = plan_for(call), layout(x, y), x.shape
-    constants = {"BACK": back, "D": width, "BD": padded(width), "N": 64, "UNIT": unit, "num_warps": 4}
-    fixed = plan.once(f"reorder {unit} {back} {width}", lambda: Fixed(constants, unit == 8))
+def _reorder(call: Call, key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, back: bool) -> None:
+    plan, (unit, steps) = plan_for(call), layout(key, value, to_key, to_value)
+    constants = {**plan.constants("D", "E"), "BD": padded(plan.shape.D), "BE": padded(plan.shape.E)}
+    constants |= {"BACK": back, "N": 64, "UNIT": unit, "num_warps": 4}
+    fixed = plan.once(f"reorder {unit} {back}", lambda: Fixed(constants, unit == 8))
     statistics.reorder.start(
-        (cdiv(Lk, 64), plan.pairs, 1), fixed, x, y, order_of(call), *steps[0], *steps[1], Lk, plan.shape.heads, plan.per
-    )
+        (cdiv(plan.shape.length_k, 64), plan.pairs, 1), fixed, key, value, to_key, to_value, order_of(call),
+        *steps[0], *steps[1], *steps[2], *steps[3], plan.shape.length_k, plan.shape.heads, plan.per,
+    )  # fmt: skip
 
 
 def fixed_for(plan: Plan, name: str, unit: int, *names: str, rows: int | None = None, **more: Any) -> Fixed:
@@ -140,16 +141,17 @@ def _choose(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
 
 
 def _choose_by_mean(plan: Plan, call: Call, vectors: Tensor, near: Tensor, unit: int, steps: Any) -> None:
-    shape, N = plan.shape, plan.config("choose_by_mean").block
-    moments = vectors.new_empty(plan.pairs, plan.tiles, 2, plan.BD)
+    shape, moments = plan.shape, vectors.new_empty(plan.pairs, plan.tiles, 2, plan.BD)
     fixed = plan.once(f"query_moments {unit}", lambda: fixed_for(plan, "query_moments", unit, *TILES, rows=128))
     forward.query_moments.start(
         (plan.tiles, plan.pairs, 1), fixed, call.query, moments, *steps[0],
         shape.length_q, shape.heads, plan.head_tiles, call.scale,
     )  # fmt: skip
+    name = "choose_by_products" if plan.by_products(call.query.device) else "choose_by_mean"
+    N = plan.config(name).block
     names = ("PREFIX", "CLOSURE", "BD", "BE", "CK", "KP")
-    fixed = plan.once("by_mean", lambda: fixed_for(plan, "choose_by_mean", 0, *names, rows=128, N=N))
-    forward.choose_by_mean.start(
+    fixed = plan.once(name, lambda: fixed_for(plan, name, 0, *names, rows=128, N=N))
+    getattr(forward, name).start(
         (cdiv(plan.tiles, N), plan.pairs, 1), fixed, moments, call.logs, vectors, near,
         plan.tiles, shape.clusters, plan.per, plan.listed,
     )  # fmt: skip
@@ -188,8 +190,7 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
     if plan_for(call).copies:
         dq, *found = run_backward(_in_order(call), grad, *outputs)
         dk, dv = (like_rows(x) for x in call[1:3])
-        for x, y in zip((dk, dv), found, strict=True):
-            _reorder(call, x, y, True)
+        _reorder(call, dk, dv, *found, True)
         return dq, dk, dv
     plan, vectors, responding = plan_for(call), outputs[2], outputs[6]
     dq, dk, dv = (like_rows(x) for x in call[:3])

@@ -26,14 +26,15 @@ THIRD_STAGE = 115_000  # bytes of shared memory that programs take with three st
 # Kernel -> Config(tokens of a block, warps, stages of the loop over clusters, -, stages of the loop over near tokens),
 # for 16-bit inputs and heads of up to 64, for 16-bit and up to 128, and for float32. "_pooled": of launches without a
 # matrix for each cluster. "attend_pooled" and "query_gradients": in fourth place the clusters whose masses are held at
-# once (0: a chunk). "choose_by_mean": tiles of a program. "matrix_gradients": blocks of queries, in fourth place the
+# once (0: a chunk). "choose_by_...": tiles of a program. "matrix_gradients": blocks of queries, in fourth place the
 # clusters of a program, in fifth the programs of a multiprocessor.
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "statistics": (Config(64, 4, 3, registers=168), Config(64, 4, 2), Config(32, 4, 1)),
     "pool": (Config(128, 4, 1), Config(128, 4, 1), Config(128, 4, 1)),
     "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
-    "query_moments": (Config(0, 4, 1), Config(0, 8, 1), Config(0, 8, 1)),
+    "query_moments": (Config(0, 2, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "choose_by_mean": (Config(4, 4, 1), Config(4, 8, 1), Config(4, 4, 1)),
+    "choose_by_products": (Config(16, 4, 1), Config(16, 4, 1), Config(16, 4, 1)),
     "attend": (Config(128, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
     "attend_pooled": (Config(128, 8, 2, 32, 3, 128), Config(128, 8, 2, 32, 2), Config(32, 8, 1, 0, 1)),
     "query_gradients": (Config(64, 8, 3, 32, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
@@ -188,6 +189,13 @@ class Plan:
     def response(self) -> int:
         """0: means only, 1: all clusters respond, 2: those listed, 3: all with one matrix."""
         return {0: 0, -1: 1, -2: 3}.get(self.shape.response, 2)
+
+    def by_products(self, device: torch.device) -> bool:
+        """Whether tiles choose their clusters by products. One by one is quicker, or nobody looked, for wide heads, for
+        float32, for many clusters, and where there are too few tiles for all multiprocessors."""
+        seen = self.dtype != torch.float32 and max(self.BD, self.BE) <= 64 and self.KP <= 256
+        programs = self.pairs * cdiv(self.tiles, self.config("choose_by_products").block)
+        return seen and programs >= multiprocessors(device)
 
     def split(self, programs: int, device: torch.device, resident: int, cost: float) -> tuple[int, int]:
         """Tiles of a program, and programs for all tiles, where the rest of the grid has `programs`.

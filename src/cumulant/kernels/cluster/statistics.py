@@ -54,22 +54,33 @@ def sample_mean(x, first, end, stride, order, columns, WIDTH: tl.constexpr, BLOC
     return tl.sum(found.to(tl.float32), 0) * (1.0 / 16)
 
 
+@triton.jit
+def moved(x, y, token, place, there, x_t, y_t, BACK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Rows `place` of x to rows `token` of y; BACK: the other way."""
+    d = tl.arange(0, BD)
+    if BACK:
+        store_picked(x, picked_tile(y, token, there, y_t, d, D, BD, False), place, there, x_t, d, D, BD)
+    else:
+        store_picked(y, picked_tile(x, place, there, x_t, d, D, BD, False), token, there, y_t, d, D, BD)
+
+
 @kernel
 def reorder(
-    x, y, order, x_b, x_h, x_t, y_b, y_h, y_t, length_k, heads, per,
-    BACK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr,
+    k, v, to_k, to_v, order, k_b, k_h, k_t, v_b, v_h, v_t, to_k_b, to_k_h, to_k_t, to_v_b, to_v_h, to_v_t,
+    length_k, heads, per, BACK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    N: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N tokens, B H). Tokens of x in the order of the clusters, y; BACK: those of y as they were, x."""
-    pid, d = tl.program_id(1), tl.arange(0, BD)
+    """Grid (blocks of N tokens, B H). Tokens of k and v in the order of the clusters, to_k and to_v; BACK: those of the
+    latter as they were, k and v."""
+    pid = tl.program_id(1)
+    b, h = pid // heads, pid % heads
     token = tl.program_id(0) * N + tl.arange(0, N)
     there = token < length_k
     place = tl.load(order + (pid // per).to(tl.int64) * length_k + token, mask=there, other=0)
-    x = head(x, pid // heads, pid % heads, 0, x_b, x_h, x_t, UNIT)
-    y = head(y, pid // heads, pid % heads, 0, y_b, y_h, y_t, UNIT)
-    if BACK:
-        store_picked(x, picked_tile(y, token, there, y_t * UNIT, d, D, BD, False), place, there, x_t * UNIT, d, D, BD)
-    else:
-        store_picked(y, picked_tile(x, place, there, x_t * UNIT, d, D, BD, False), token, there, y_t * UNIT, d, D, BD)
+    k, to_k = head(k, b, h, 0, k_b, k_h, k_t, UNIT), head(to_k, b, h, 0, to_k_b, to_k_h, to_k_t, UNIT)
+    v, to_v = head(v, b, h, 0, v_b, v_h, v_t, UNIT), head(to_v, b, h, 0, to_v_b, to_v_h, to_v_t, UNIT)
+    moved(k, to_k, token, place, there, k_t * UNIT, to_k_t * UNIT, BACK, D, BD)
+    moved(v, to_v, token, place, there, v_t * UNIT, to_v_t * UNIT, BACK, E, BE)
 
 
 @kernel

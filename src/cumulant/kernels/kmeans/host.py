@@ -14,6 +14,8 @@ from ..launch import cdiv, layout, multiprocessors, on_device, padded, rows
 from ..tokens import Fixed
 from . import steps
 
+RESIDENT = 2  # programs of a multiprocessor that sum up keys
+AT_ONCE = 16  # centres that a program moves
 LARGEST = 16384  # numbers of all centres of a head, KP x BD: what a program holds
 
 
@@ -51,10 +53,11 @@ def _nearest(
 ) -> Tensor:
     B, Hk, L, D = key.shape
     pairs, BD, KP, last = B * Hk, padded(D, 32), padded(K, 32), cdiv(L, step)
-    splits = max(1, min(cdiv(2 * multiprocessors(key.device), pairs), cdiv(last, 128)))
+    splits = max(1, min(cdiv(RESIDENT * multiprocessors(key.device), pairs), cdiv(last, 128)))
     span = cdiv(cdiv(last, splits), 128) * 128
     splits = cdiv(last, span)
     middle = key.new_empty(pairs, KP, BD, dtype=torch.float32)
+    later = torch.empty_like(middle)
     metric, biases = middle.new_empty(pairs, BD, BD), middle.new_empty(pairs, KP)
     sums, counts = middle.new_empty(splits, pairs, KP, BD), middle.new_empty(splits, pairs, KP)
     weights = key.new_empty(pairs, 2, KP, BD)
@@ -75,7 +78,20 @@ def _nearest(
     tensors = key, mask, weights, biases, ids, sums, counts, *strides, L, Hk, K
     for _ in range(iterations):
         steps.assign.start((splits, pairs, 1), sum_up, *tensors, span, step)
-        steps.update.start((pairs, 1, 1), then, middle, metric, sums, counts, weights, biases, splits, pairs)
+        steps.update.start(
+            (pairs, KP // min(KP, AT_ONCE), 1),
+            then,
+            middle,
+            later,
+            metric,
+            sums,
+            counts,
+            weights,
+            biases,
+            splits,
+            pairs,
+        )
+        middle, later = later, middle
     steps.assign.start((cdiv(L, 128), pairs, 1), name, *tensors, 128, 1)
     return ids
 
@@ -86,9 +102,9 @@ def _launches(D: int, BD: int, KP: int, unit: int, single: bool, masked: bool) -
     shared = {"BD": BD, "KP": KP, "D": D, "UNIT": unit, "PRECISION": "tf32x3" if single else "ieee", "MASKED": masked}
     shared |= {"num_warps": 8 if KP > 64 else 4}
     return (
-        Fixed({"BD": BD, "KP": KP, "PRECISION": "tf32x3", "num_warps": 8}, True),
-        Fixed(shared | {"SUMS": True, "N": 64}, unit == 8 and not masked),
-        Fixed(shared | {"SUMS": False, "N": 128}, unit == 8 and not masked),
+        Fixed({"BD": BD, "KP": KP, "N": min(KP, AT_ONCE), "PRECISION": "tf32x3", "num_warps": 4}, True),
+        Fixed(shared | {"SUMS": True, "N": 64, "STAGES": 3}, unit == 8 and not masked),
+        Fixed(shared | {"SUMS": False, "N": 128, "STAGES": 1}, unit == 8 and not masked),
     )
 
 

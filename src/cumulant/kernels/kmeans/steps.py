@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..cluster.parts import parts, picked_tile
+from ..cluster.parts import finished, parts, picked_tile
 from ..products import dot
 from ..tokens import head, kernel
 
@@ -43,7 +43,7 @@ def second_moments(
 def assign(
     k, present, weights, biases, ids, sums, counts, k_b, k_h, k_t, length_k, heads, clusters, span, step,
     MASKED: tl.constexpr, SUMS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, KP: tl.constexpr, N: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (S, B H). The nearest centre of `span` keys, every `step`-th one; SUMS: instead the sums of the keys of each
     centre and how many there are, (S, B H, KP, BD) and (S, B H, KP). `present` (B, L): which take part."""
@@ -56,10 +56,10 @@ def assign(
     cells = weights + own * (2 * KP * BD) + c[:, None] * BD + d[None, :]
     high, low = tl.load(cells), tl.load(cells + KP * BD)
     bias = tl.where(c < clusters, tl.load(biases + own * KP + c), float("inf"))
-    total, number = tl.zeros((KP, BD), tl.float32), tl.zeros((KP,), tl.float32)
+    total, hits = tl.zeros((KP, BD), tl.float32), tl.zeros((N, KP), tl.float32)
     last = tl.cdiv(length_k, step)
     end = tl.minimum(split * span + span, last)
-    for at in range(split * span, end, N):
+    for at in tl.range(split * span, end, N, num_stages=STAGES):
         index = at + tl.arange(0, N)
         token, there = index * step, index < end
         keys = picked_tile(k, token, there, k_t * UNIT, d, D, BD, False)
@@ -70,23 +70,24 @@ def assign(
         score = dot(keys, tl.trans(high), None, PRECISION)
         if dtype != tl.float32:
             score = dot(keys, tl.trans(low), score, PRECISION)
+        score = finished(score)
         nearest = tl.minimum(tl.argmax(score - bias[None, :], 1), clusters - 1)  # also of what is not a number
         if SUMS:
             chosen = ((nearest[:, None] == c[None, :]) & taking[:, None]).to(tl.float32)
-            number += tl.sum(chosen, 0)
-            total = dot(tl.trans(chosen.to(dtype)), keys, total, PRECISION)
+            hits += chosen
+            total = finished(dot(tl.trans(chosen.to(dtype)), keys, total, PRECISION))
         else:
             tl.store(ids + own * length_k + token, nearest, mask=there)
     if SUMS:
         slot = split.to(tl.int64) * tl.num_programs(1) + pid
         tl.store(sums + slot * (KP * BD) + c[:, None] * BD + d[None, :], total)
-        tl.store(counts + slot * KP + c, number)
+        tl.store(counts + slot * KP + c, tl.sum(hits, 0))
 
 
 @triton.jit
-def write_seen(centre, origin, M, weights, biases, pid, BD: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr):
-    """w and b of centres (KP, BD), as `assign` reads them."""
-    d, c = tl.arange(0, BD), tl.arange(0, KP)
+def write_seen(centre, origin, M, weights, biases, c, pid, BD: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr):
+    """w and b of centres c, (n, BD), as `assign` reads them."""
+    d = tl.arange(0, BD)
     away = centre - origin[None, :]
     seen = dot(away, M, None, PRECISION)
     half = 0.5 * tl.sum(away * seen, 1)
@@ -127,34 +128,40 @@ def begin(
         wrong = tl.max(tl.max((total * 0.0 != 0.0).to(tl.int32), 1), 0)
         M = tl.where(wrong > 0, M, total * over)
     tl.store(metric + pid * (BD * BD) + cell, M)
-    write_seen(centre, origin, M, weights, biases, pid, BD, KP, PRECISION)
+    write_seen(centre, origin, M, weights, biases, c, pid, BD, KP, PRECISION)
 
 
-@kernel
-def update(
-    centres, metric, sums, counts, weights, biases, splits, plane,
-    BD: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Grid (B H,). Centres (B H, KP, BD) float32, those without a key left where they are, and w and b of them.
-    `plane` = B H."""
-    pid = tl.program_id(0).to(tl.int64)
-    d, c = tl.arange(0, BD), tl.arange(0, KP)
+@triton.jit
+def moved(centres, sums, counts, c, plane, splits, BD: tl.constexpr, KP: tl.constexpr):
+    """Centres c, (n, BD): means of their keys out of sums over `splits`, those without a key where they are."""
+    d = tl.arange(0, BD)
     cell = c[:, None] * BD + d[None, :]
-    centres += pid * (KP * BD)
-    total, number = tl.zeros((KP, BD), tl.float32), tl.zeros((KP,), tl.float32)
-    sums += pid * (KP * BD)
-    counts += pid * KP
+    total, number = tl.zeros(cell.shape, tl.float32), tl.zeros(c.shape, tl.float32)
     for first in range(0, splits, 4):
-        for i in tl.static_range(4):
+        for i in tl.static_range(4):  # four reads under way
             end = tl.where(first + i < splits, KP * BD, 0)
             total += tl.load(sums + cell, mask=cell < end, other=0.0)
             number += tl.load(counts + c, mask=c < end, other=0.0)
             sums += plane.to(tl.int64) * (KP * BD)
             counts += plane.to(tl.int64) * KP
     over = 1.0 / tl.maximum(number, 1.0)
-    centre = tl.where((number > 0.0)[:, None], total * over[:, None], tl.load(centres + cell))
-    tl.store(centres + cell, centre)
-    tl.debug_barrier()
-    origin = tl.load(centres + d)
+    return tl.where((number > 0.0)[:, None], total * over[:, None], tl.load(centres + cell))
+
+
+@kernel
+def update(
+    centres, found, metric, sums, counts, weights, biases, splits, plane,
+    BD: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H, KP / N). N of the centres (B H, KP, BD) float32 of each head as `found`, and w and b of them, measured
+    from the first of all. `plane` = B H."""
+    pid, d = tl.program_id(0).to(tl.int64), tl.arange(0, BD)
+    c = tl.program_id(1) * N + tl.arange(0, N)
+    centres += pid * (KP * BD)
+    sums += pid * (KP * BD)
+    counts += pid * KP
+    centre = moved(centres, sums, counts, c, plane, splits, BD, KP)
+    tl.store(found + pid * (KP * BD) + c[:, None] * BD + d[None, :], centre)
+    origin = tl.sum(moved(centres, sums, counts, tl.arange(0, 1), plane, splits, BD, KP), 0)
     M = tl.load(metric + pid * (BD * BD) + d[:, None] * BD + d[None, :])
-    write_seen(centre, origin, M, weights, biases, pid, BD, KP, PRECISION)
+    write_seen(centre, origin, M, weights, biases, c, pid, BD, KP, PRECISION)
