@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:. python benchmarks/sam2_errors.py MODEL PICTURES [--names ...] [--rows 1024]
 
-||out - softmax||^2 / ||softmax - <v>||^2 over all heads of a layer, mean over pictures, on `--rows` queries of each head,
-evenly spread; queries, keys and values are those of softmax's own pass. Clusters are found for these queries. JSON goes
-to $OUT/sam2_errors.json if OUT is set.
+||out - softmax||^2 / ||softmax - <v>||^2 over all heads of a layer, mean over pictures, on `--rows` queries of each
+head, evenly spread; queries, keys and values are those of softmax's own pass. Clusters are found for these queries.
+JSON goes to $OUT/sam2_errors.json if OUT is set.
 """
 
 from __future__ import annotations

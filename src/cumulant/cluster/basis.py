@@ -5,8 +5,8 @@ Shape legend: N heads of all sequences, R queries, L keys, D width, S of each sa
     A = <q q^T> = C C^T,  B = cov(k),  C^T B C = U diag U^T           q.k = (q C^-T U) . (k C U) with all of U
     with the r largest: the r numbers a token whose products miss least of the logits' variance, S times S of them
 
-Queries are white there: the plain distance of two keys is how far apart their logits are. 24 to 32 of SAM 2's 96
-directions leave out 1 to 2 % of that variance.
+Queries are white there: the plain distance of two keys is how far apart their logits are. 24 of SAM 2's 96 directions
+leave out 2 % of that variance or less.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ from ..optional import needed
 DIAL = (
     "cumulant2",
     "cluster64+near=4+near_rows=1+rank=mass+response=pooled",
-    "cluster64+find=tree+leaves=4+opened=8+near=8",
-    "cluster64+find=tree+leaves=4+opened=10+near=12",
-    "cluster64+find=tree+leaves=4+opened=16+near=16",
-    "cluster64+find=tree+leaves=4+opened=32+near=48",
+    "cluster64+find=tree+leaves=8+opened=12+near=16+width=24",
+    "cluster64+find=tree+leaves=8+opened=16+near=28+width=32",
+    "cluster64+find=tree+leaves=8+opened=24+near=34+width=32",
+    "cluster64+find=tree+leaves=8+opened=32+near=96+width=32",
     "softmax",
 )
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
