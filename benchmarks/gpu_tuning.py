@@ -75,13 +75,14 @@ def of(*configs: tuple[Any, ...]) -> list[Config]:
     return [Config(*config) for config in configs]
 
 
+BOUNDED = [(64, 4, stages, 0, 0, registers) for stages in (1, 2) for registers in (168, 128)]
 FAMILIES: dict[str, Family] = {
     "causal 3": Family(
         "causal 3, 16k", _causal(3),
         {
-            "query_gradients": of((64, 4, 1), (64, 8, 1), (64, 4, 2), (64, 8, 2)),
-            "key_gradients": of((64, 4, 1), (64, 8, 1), (64, 4, 2)),
-            "outputs": of((64, 4, 1), (64, 8, 1), (64, 8, 2)),
+            "query_gradients": of((64, 4, 1), *BOUNDED),
+            "key_gradients": of((64, 4, 1), (64, 4, 2)),
+            "outputs": of((64, 4, 1), (64, 4, 2), (64, 4, 3)),
             "row_sums": of((64, 4, 2), (64, 4, 3), (64, 4, 1)),
         },
         ("part_sums", "prefixes", "suffixes"),
@@ -113,7 +114,7 @@ FAMILIES: dict[str, Family] = {
         {
             "query_gradients": of((64, 4, 3), (64, 4, 2), (64, 4, 1)),
             "key_gradients": of((64, 4, 3), (64, 4, 1)),
-            "outputs": of((64, 4, 3),),
+            "outputs": of((64, 4, 3), (64, 4, 2), (64, 4, 1), (64, 4, 2, 0, 0, 168), (64, 4, 1, 0, 0, 168)),
         },
         ("part_sums", "prefixes", "suffixes"),
     ),

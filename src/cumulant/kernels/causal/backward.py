@@ -287,14 +287,14 @@ def key_gradients(
             over = row_over(row, plane, at, live, length_k, WEIGHTED, N)
             gain = tl.where(over > 0, 1.0, 0.0) if SUM else over * unit
             f, wide = times(f, gain * scale), four(alpha, DOT)
-            u = dot(x, tl.trans(f), each_row(wide, N, PRECISION), PRECISION)
+            u = dot(x, tl.trans(f), each_row(alpha, N, DOT, PRECISION), PRECISION)
             dy = dot(keep(u, seen, DOT), do, dy, PRECISION)
             r = dot(tl.trans(do), wide, r, PRECISION)
             if GROUP == 1:
                 store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
                 dx = everywhere(halves(s, DOT), dot(y, tl.trans(R16), None, PRECISION), N, PRECISION)
             wide = four(zeta, DOT)
-            du = keep(dot(y, tl.trans(do), each_row(wide, N, PRECISION), PRECISION), seen, DOT)
+            du = keep(dot(y, tl.trans(do), each_row(zeta, N, DOT, PRECISION), PRECISION), seen, DOT)
             dx = dot(du, f, dx, PRECISION)
             s = dot(tl.trans(f), wide, s, PRECISION)
             R = dot(tl.trans(f), do, R, PRECISION)

@@ -8,10 +8,11 @@ of one part skip. Formulas and shape legend: host.py.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import head, kernel, sequence
+from ..tokens import head, kernel, sequence, weigh
 from .parts import (
     add_tile,
     everywhere,
@@ -25,10 +26,10 @@ from .parts import (
     moved,
     near,
     on_grid,
-    outer,
     quad,
     read_keys,
     row_sum,
+    settled,
     square,
     store,
     store_sums,
@@ -125,6 +126,46 @@ def prefixes(
         store_sums(state + at, W, c2, d2, c_step, d_step, a2, b2, S2, P2, T2, i, j, ORDER, BD, BE)
 
 
+@triton.jit
+def first_tile(q, k, v, w, o, q_t, k_t, v_t, w_t, o_t, at, end, length_k, c, d, i, j, scale,
+               ORDER: tl.constexpr, WEIGHTED: tl.constexpr, SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+               BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Outputs of a tile before which nothing counts, and its sums and weight about (c, d).
+
+    In float32: its point is a token, not a mean, and k', v' about it have more digits than a 16-bit type holds.
+    """
+    FINE: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else "tf32"
+    n = tl.arange(0, N)
+    live, present, weights = at + n < end, at + n < length_k, (at + n < length_k).to(tl.float32)
+    Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
+    if WEIGHTED:
+        present, weights = weigh(w, w_t, at + n, length_k)
+        Wi = tl.cumsum(weights, 0)
+    x = load(k, k_t, at, present, i, D, BD, N).to(tl.float32) - c[None, :]
+    y = load(v, v_t, at, present, j, E, BE, N).to(tl.float32) - d[None, :]
+    x, y = tl.where(present[:, None], x, 0.0), tl.where(present[:, None], y, 0.0)
+    xw, yw = x * weights[:, None], y * weights[:, None]
+    over, past = inverse(Wi), triangle(N, False, tl.float32)
+    z = load(q, q_t, at, live, i, D, BD, N).to(tl.float32) * scale
+    S, T = dot(tl.trans(xw), y, None, FINE), tl.zeros((BD, BE), tl.float32)
+    P = tl.zeros((BD,), tl.float32)
+    if ORDER == 2:
+        u = dot(z, tl.trans(x), None, FINE)
+    else:
+        T, P = dot(tl.trans(x * xw), y, None, FINE), tl.sum(x * xw, 0)
+        m = dot(past, xw, None, FINE) * over[:, None]
+        u = dot(0.5 * z * z, tl.trans(x * x), dot(z - z * z * m, tl.trans(x), None, FINE), FINE)
+    u *= past
+    mean = tl.sum(u * weights[None, :], 1) * over
+    out = dot(u + (1.0 - mean)[:, None] * past, yw, None, FINE) * over[:, None] + d[None, :]
+    if WEIGHTED:
+        out = tl.where((Wi > 0)[:, None], out, 0.0)
+    if SUM:
+        out *= Wi[:, None]
+    store(o, o_t, at, live, j, out, E, BE, N)
+    return tl.sum(weights), tl.sum(xw, 0), tl.sum(yw, 0), S, P, T
+
+
 @kernel
 def outputs(
     q, k, v, w, o, means, state, kept, offsets_q, offsets_k,
@@ -137,8 +178,8 @@ def outputs(
     """Grid (B Hq splits). The outputs of one part of one query head; with KEEP, ubar of its rows, and at order 3
     in `kept` the sums of k', v' and k'^2 before each tile.
 
-    Where nothing counts before the part, the point is its first token for one tile, then one near that tile's mean,
-    which is left in `state` for the backward pass; the means of the tile are then those about the new point.
+    Where nothing counts before the part, the point is its first token for one tile (`first_tile`), then one near that
+    tile's mean, which is left in `state` for the backward pass; the ubar of that tile are those about the new point.
     """
     DOT: tl.constexpr = k.dtype.element_ty
     SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32
@@ -164,102 +205,102 @@ def outputs(
     state += slot * STATE
     kept += slot * all_tiles * (2 * BD + BE)
     W, c, d, a, e, S, P, T = load_sums(state, i, j, tl.where(start > 0, 1, 0), ORDER, BD, BE)
-    a, e, P = quad(a), quad(e), quad(P)
-    anew = W == 0
-    bound = end
-    c_step, d_step = tl.zeros_like(c), tl.zeros_like(d)
-    if anew:
+    begin = start
+    if (W == 0) & (start < end):
         key_end = tl.minimum(length_k, end)
         token = first_token(w, w_t, start, key_end, WEIGHTED, N)
         found = tl.where(token < key_end, 1, 0)
-        bound = tl.minimum(start + ((token - start) // N + 1) * N, end)
+        begin = tl.minimum(start + ((token - start) // N + 1) * N, end)
+        seen = tl.minimum(begin, key_end)
         c = tl.load(k + token * k_t.to(tl.int64) + i, mask=i < found * D, other=0.0).to(tl.float32)
         d = tl.load(v + token * v_t.to(tl.int64) + j, mask=j < found * E, other=0.0).to(tl.float32)
-        seen = tl.minimum(bound, key_end)
         _c, c_step = near(k, k_t, w, w_t, token, seen, i, WEIGHTED, D, BD)
         _d, d_step = near(v, v_t, w, w_t, token, seen, j, WEIGHTED, E, BE)
-    past = triangle(N, False, DOT)
-    for segment in range(2):
-        c16, d16 = cast(c, DOT), cast(d, DOT)
-        for at in tl.range(
-            tl.where(segment == 0, start, bound), tl.where(segment == 0, bound, end), N, disable_licm=True
-        ):
-            x, xw, y, yw, weights, total = read_keys(
+        last = start + (begin - 1 - start) // N * N
+        for at in tl.range(start, begin, N, num_stages=1):
+            W, a, e, S, P, T = first_tile(
+                q, k, v, w, o, q_t, k_t, v_t, w_t, o_t, at, end, length_k, c, d, i, j, scale,
+                ORDER, WEIGHTED, SUM, D, E, BD, BE, N, PRECISION,
+            )  # fmt: skip
+            if KEEP:
+                tl.store(means + at + n, tl.zeros((N,), tl.float32), mask=at + n < last)
+                if ORDER == 3 and hq % GROUP == 0:
+                    tile = kept + ((at - start) // N) * (2 * BD + BE)
+                    tl.store(tile + i, tl.zeros_like(c))
+                    tl.store(tile + BD + j, tl.zeros_like(d))
+                    tl.store(tile + BD + BE + i, tl.zeros_like(c))
+        p = on_grid(c + a * inverse(W), c_step, DOT).to(tl.float32) - c
+        r = on_grid(d + e * inverse(W), d_step, DOT).to(tl.float32) - d
+        a, e, S, P, T = moved(W, a, e, S, P, T, p, r, ORDER)
+        c, d = c + p, d + r
+        if KEEP:
+            if hq % GROUP == 0:
+                vectors = state + (ORDER - 1) * BD * BE
+                tl.store(vectors + i, c)
+                tl.store(vectors + BD + j, d)
+            at, c16, d16 = last, cast(c, DOT), cast(d, DOT)
+            x, xw, _y, _yw, weights, _total = read_keys(
                 k, v, w, k_t, v_t, w_t, at, length_k, c16, d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
             )
-            xxw = square(x, xw, SQUARE)
-            if KEEP and ORDER == 3:  # noqa: SIM102
-                if hq % GROUP == 0:
-                    tile = kept + ((at - start) // N) * (2 * BD + BE)
-                    tl.store(tile + i, unquad(a))
-                    tl.store(tile + BD + j, unquad(e))
-                    tl.store(tile + BD + BE + i, unquad(P))
-            # Operands of float16 are kept in its range: averages over the past instead of sums.
-            unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
-            a16, e16, P16 = halves(a * unit, DOT), halves(e * unit, DOT), halves(P * unit, SQUARE)
-            S16, T16 = cast(S * unit, DOT), cast(T * unit, SQUARE)
-            a, e, S, P, T = add_tile(a, e, S, P, T, xw, xxw, y, weights, ORDER, WEIGHTED, N, PRECISION)
-            Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
-            if WEIGHTED:
-                Wi = W + tl.cumsum(weights, 0)
-            W += total
-            over = inverse(Wi)
-            live = at + n < end
-            f = load(q, q_t, at, live, i, D, BD, N)
-            counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
-            if ORDER == 2:
-                u = dot(f, tl.trans(x), None, PRECISION)
-                mean = row_sum(f, a16, keep(u, past, DOT), counted, W_past, PRECISION) * (scale * over)
-                rest = (1.0 - mean) * (1.0 / scale)
-                out = dot(f, S16, None, PRECISION)
-            else:
-                z = f.to(tl.float32) * scale
-                half = cast(0.5 * z * z, SQUARE)
-                m = dot(past, xw, everywhere(a16, None, N, PRECISION) * W_past, PRECISION) * over[:, None]
-                f = cast(z - z * z * m, DOT)
-                u = dot(half, tl.trans(square(x, x, SQUARE)), dot(f, tl.trans(x), None, PRECISION), PRECISION)
-                mean = row_sum(f, a16, keep(u, past, SQUARE), counted, W_past, PRECISION)
-                mean = (mean + 0.5 * tl.sum(dot(half, P16, None, PRECISION), 1) * W_past) * over
-                rest = 1.0 - mean
-                out = dot(half, T16, dot(f, S16, None, PRECISION), PRECISION)
-            # sum_j (u_j - ubar + 1) v'_j: those of the past by their sums, those of the tile as a matrix
-            out = outer(rest, e16, out, N, PRECISION) * W_past
-            share = keep(u + rest[:, None], past, SQUARE if ORDER == 3 else DOT)
-            out = dot(share, yw.to(share.dtype), out, PRECISION)
-            out = out * (scale * over if ORDER == 2 else over)[:, None] + d[None, :]
-            if WEIGHTED:
-                out = tl.where((Wi > 0)[:, None], out, 0.0)
-            if SUM:
-                out *= Wi[:, None]
-            store(o, o_t, at, live, j, out, E, BE, N)
-            if KEEP:
-                final = tl.where(anew & (segment == 0) & (at + N >= bound), 0, end)
-                tl.store(means + at + n, mean, mask=at + n < final)
-        # To the mean of all so far.
-        av, ev, over_W = unquad(a), unquad(e), inverse(W)
-        p = on_grid(c + av * over_W, c_step, DOT).to(tl.float32) - c
-        r = on_grid(d + ev * over_W, d_step, DOT).to(tl.float32) - d
+            Wi = tl.cumsum(weights, 0) if WEIGHTED else tl.minimum(at + n + 1, length_k).to(tl.float32)
+            over = inverse(Wi)[:, None]
+            z = load(q, q_t, at, at + n < end, i, D, BD, N).to(tl.float32) * scale
+            m = dot(triangle(N, False, DOT), xw, None, PRECISION) * over
+            mean = z * m
+            if ORDER == 3:
+                square_mean = dot(triangle(N, False, SQUARE), square(x, xw, SQUARE), None, PRECISION) * over
+                mean += z * z * (0.5 * square_mean - m * m)
+            tl.store(means + at + n, tl.sum(mean, 1), mask=at + n < end)
+    a, e, P, c16, d16 = quad(a), quad(e), quad(P), settled(cast(c, DOT)), settled(cast(d, DOT))
+    past = triangle(N, False, DOT)
+    for at in tl.range(begin, end, N, disable_licm=True):
+        x, xw, y, yw, weights, total = read_keys(
+            k, v, w, k_t, v_t, w_t, at, length_k, c16, d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+        )
+        xxw = square(x, xw, SQUARE)
+        if KEEP and ORDER == 3:  # noqa: SIM102
+            if hq % GROUP == 0:
+                tile = kept + ((at - start) // N) * (2 * BD + BE)
+                tl.store(tile + i, unquad(a))
+                tl.store(tile + BD + j, unquad(e))
+                tl.store(tile + BD + BE + i, unquad(P))
+        # Operands of float16 are kept in its range: averages over the past instead of sums.
+        unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
+        a16, e16, P16 = halves(a * unit, DOT), halves(e * unit, DOT), halves(P * unit, SQUARE)
+        S16, T16 = cast(S * unit, DOT), cast(T * unit, SQUARE)
+        a, e, S, P, T = add_tile(a, e, S, P, T, xw, xxw, y, weights, ORDER, WEIGHTED, N, PRECISION)
+        Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
+        if WEIGHTED:
+            Wi = W + tl.cumsum(weights, 0)
+        W += total
+        over = inverse(Wi)
+        live = at + n < end
+        f = load(q, q_t, at, live, i, D, BD, N)
+        counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
         if ORDER == 2:
-            av, ev, S, _P, _T = moved(W, av, ev, S, av, S, p, r, ORDER)
+            u = keep(dot(f, tl.trans(x), None, PRECISION), past, DOT)
+            mean = row_sum(f, a16, u, counted, W_past, PRECISION) * (scale * over)
+            rest = (1.0 - mean) * (1.0 / scale)
+            out = dot(f, S16, None, PRECISION) * W_past
         else:
-            av, ev, S, Pv, T = moved(W, av, ev, S, unquad(P), T, p, r, ORDER)
-            P = quad(Pv)
-        a, e, c, d = quad(av), quad(ev), c + p, d + r
-        if KEEP:  # noqa: SIM102
-            if anew & (segment == 0) & (start < end):
-                if hq % GROUP == 0:
-                    vectors = state + (ORDER - 1) * BD * BE
-                    tl.store(vectors + i, c)
-                    tl.store(vectors + BD + j, d)
-                at = start + (bound - 1 - start) // N * N
-                x, xw, _y, _yw, weights, _total = read_keys(
-                    k, v, w, k_t, v_t, w_t, at, length_k, cast(c, DOT), d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
-                )
-                Wi = tl.cumsum(weights, 0) if WEIGHTED else tl.minimum(at + n + 1, length_k).to(tl.float32)
-                over = inverse(Wi)[:, None]
-                z = load(q, q_t, at, at + n < end, i, D, BD, N).to(tl.float32) * scale
-                m = dot(past, xw, None, PRECISION) * over
-                mean = z * m
-                if ORDER == 3:
-                    mean += z * z * (0.5 * dot(past.to(SQUARE), square(x, xw, SQUARE), None, PRECISION) * over - m * m)
-                tl.store(means + at + n, tl.sum(mean, 1), mask=at + n < end)
+            z = f.to(tl.float32) * scale
+            half = cast(0.5 * z * z, SQUARE)
+            m = dot(past, xw, everywhere(a16, None, N, PRECISION) * W_past, PRECISION) * over[:, None]
+            f = cast(z - z * z * m, DOT)
+            u = dot(half, tl.trans(square(x, x, SQUARE)), dot(f, tl.trans(x), None, PRECISION), PRECISION)
+            u = keep(u, past, SQUARE)
+            mean = row_sum(f, a16, u, counted, W_past, PRECISION)
+            mean = (mean + 0.5 * tl.sum(dot(half, P16, None, PRECISION), 1) * W_past) * over
+            rest = 1.0 - mean
+            out = dot(half, T16, dot(f, S16, None, PRECISION), PRECISION) * W_past
+        # sum_j u_j v'_j, of the past by sums, and (1 - ubar) sum_j v'_j: 1 - ubar keeps its digits apart from u.
+        out = dot(u, yw.to(u.dtype), out, PRECISION)
+        out += rest[:, None] * dot(past, yw, everywhere(e16, None, N, PRECISION) * W_past, PRECISION)
+        out = out * (scale * over if ORDER == 2 else over)[:, None] + d[None, :]
+        if WEIGHTED:
+            out = tl.where((Wi > 0)[:, None], out, 0.0)
+        if SUM:
+            out *= Wi[:, None]
+        store(o, o_t, at, live, j, out, E, BE, N)
+        if KEEP:
+            tl.store(means + at + n, mean, mask=live)

@@ -107,10 +107,10 @@ def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor, tiles
             )  # fmt: skip
         else:
             y, f, half, after = rows
-            third.query_gradients[by_queries](
+            third.query_gradients[(by_queries[0] * (p.BD // p.half),)](
                 query, key, v, w, g, dq_e, y, f, half, means, gains, state[e], tiles[e], cu_q, cu_k, *inputs,
                 *w_strides, *strides(unit, g, dq_e), *last, p.tiles("outputs"), batch.scale,
-                **walk, **p.launch("query_gradients"),
+                COLUMNS=p.half, **walk, **p.launch("query_gradients"),
             )  # fmt: skip
             some = {name: x for name, x in walk.items() if name not in ("MASKED", "STATE")}
             third.row_sums[by_queries](

@@ -158,10 +158,14 @@ def two(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def each_row(y, N: tl.constexpr, PRECISION: tl.constexpr):
-    """A matrix (N, n) with y in each row, y (n, 16) an operand of `four`: the start of a product to which it adds y."""
-    rows = tl.zeros((N, 1), tl.float32) + tl.where(tl.arange(0, 16)[None, :] < 4, 0.25, 0.0)
-    return dot(cast(rows, y.dtype), tl.trans(y), None, PRECISION)
+def each_row(x, N: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """A matrix (N, n) with x (n,) in each row, the start of a product; x with twice the digits of the dtype."""
+    if dtype == tl.float32:
+        return tl.zeros((N, 1), tl.float32) + x[None, :]
+    column, high = tl.arange(0, 16)[:, None], cast(x, dtype).to(tl.float32)[None, :]
+    both = tl.where(column == 0, high, tl.where(column == 1, x[None, :] - high, 0.0))
+    rows = tl.zeros((N, 1), tl.float32) + tl.where(tl.arange(0, 16)[None, :] < 2, 1.0, 0.0)
+    return dot(cast(rows, dtype), cast(both, dtype), None, PRECISION)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         256: (Config(32, 8, 1), Config(32, 8, 1)),
     },
     "outputs": {
-        64: (Config(64, 4, 3), Config(64, 4, 1)),
+        64: (Config(64, 4, 2), Config(64, 4, 1)),
         128: (Config(64, 8, 2), Config(64, 8, 1)),
         256: (Config(32, 8, 1), Config(32, 8, 1)),
     },
@@ -39,6 +39,7 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         256: (Config(32, 8, 1), Config(16, 8, 1)),
     },
 }
+NARROWEST = 32  # at order 3, D is cut in halves where `query_gradients` spills registers otherwise, not below this
 FLOAT32 = Config(16, 8, 1)  # float32 tiles take twice the room; products without tensor cores are the bottleneck
 SCAN_WARPS = (2, 8)  # of `prefixes` and `suffixes`
 ROWS = 16  # rows of D that a program of `prefixes` carries
@@ -82,6 +83,7 @@ class Plan:
         self.BD, self.BE = padded(self.D), min(padded(E), value_block(self.order, self.D, self.dtype))
         self.state = (self.order - 1) * self.BD * self.BE + 4 * self.BD + 3 * self.BE + 16
         self.sums = (self.order - 1) * self.BD * self.BE + 2 * self.BD + self.BE
+        self.half = max(self.BD // 2, min(self.BD, NARROWEST))
         self.columns = [slice(e, min(e + self.BE, E)) for e in range(0, E, self.BE)]
         self.sizes = (self.Lq, self.Lk, self.H, self.span, self.splits)
         # Steps from one batch and head to the next in numbers of one for each row and head.

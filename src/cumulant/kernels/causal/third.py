@@ -67,13 +67,17 @@ def query_gradients(
     plane, length_q, length_k, heads, span, splits, all_tiles, scale,
     ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
     SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
-    STATE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    STATE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B Hq splits). dq of one part of one query head, and what its rows mean to keys: 1 - ubar, -zbar, y and
-    both f hat."""
+    """Grid (B Hq splits BD / COLUMNS). COLUMNS of dq of one part of one query head, and what its rows mean to keys:
+    1 - ubar, -zbar, y and both f hat.
+
+    Column d needs row d of S and T alone; they are held turned, (E, COLUMNS), so that all products have 64 rows.
+    """
     DOT: tl.constexpr = k.dtype.element_ty
     SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32
     pid = tl.program_id(0).to(tl.int64)
+    block, pid = (pid % (BD // COLUMNS)).to(tl.int32), pid // (BD // COLUMNS)
     part, hq = (pid % splits).to(tl.int32), pid // splits
     b, hq = hq // (heads * GROUP), hq % (heads * GROUP)
     h = hq // GROUP
@@ -95,11 +99,11 @@ def query_gradients(
         w += b * w_b + first_k * w_t
     start = part * span
     end = tl.minimum(start + span, length_q)
-    i, j, n = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, N)
+    i, j, n = block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BE), tl.arange(0, N)
     slot = (b * heads + h) * splits + part
     kept += slot * all_tiles * (2 * BD + BE)
     W, c, d, _a, _e, S, _P, T = load_sums(state + slot * STATE, i, j, tl.where(start > 0, 1, 0), ORDER, BD, BE)
-    c, d = settled(cast(c, DOT)), settled(cast(d, DOT))
+    c, d, S, T = settled(cast(c, DOT)), settled(cast(d, DOT)), tl.trans(S), tl.trans(T)
     past = triangle(N, False, DOT)
     for at in tl.range(start, end, N, disable_licm=True):
         x, xw, y, _yw, weights, total = read_keys(
@@ -108,9 +112,9 @@ def query_gradients(
         # Operands of float16 are kept in its range: averages over the past instead of sums.
         unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
         S16, T16 = cast(S * unit, DOT), cast(T * unit, SQUARE)
-        S = dot(tl.trans(xw), y, S, PRECISION)
+        S = dot(tl.trans(y), xw, S, PRECISION)
         xxw = square(x, xw, SQUARE)
-        T = dot(tl.trans(xxw), cast(y, SQUARE), T, PRECISION)
+        T = dot(tl.trans(cast(y, SQUARE)), xxw, T, PRECISION)
         Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
         if WEIGHTED:
             Wi = W + tl.cumsum(weights, 0)
@@ -127,7 +131,7 @@ def query_gradients(
         du_mean = tl.sum(shown(du, weights, past, WEIGHTED), 1) + tl.sum(do.to(tl.float32) * e[None, :], 1)
         du_mean *= over
         du = keep(du - du_mean[:, None], past, DOT)
-        df = dot(do, tl.trans(S16), None, PRECISION) * W_past - du_mean[:, None] * a[None, :]
+        df = dot(do, S16, None, PRECISION) * W_past - du_mean[:, None] * a[None, :]
         df = dot(du, xw, df, PRECISION) * gain[:, None]
         z = f.to(tl.float32) * scale
         zg = z * gain[:, None]
@@ -138,16 +142,17 @@ def query_gradients(
         store(f_out, dq_t, at, live, i, zg - zg * zm, D, BD, N)
         store(half_out, dq_t, at, live, i, 0.5 * z * zg, D, BD, N)
         P = tl.load(tile + BD + BE + i)
-        df2 = dot(cast(do, SQUARE), tl.trans(T16), None, PRECISION) * W_past - du_mean[:, None] * P[None, :]
+        df2 = dot(cast(do, SQUARE), T16, None, PRECISION) * W_past - du_mean[:, None] * P[None, :]
         df2 = dot(cast(du, SQUARE), xxw, df2, PRECISION)
         df = scale * (df - 2.0 * zm * df + df2 * zg)
         store(dq, dq_t, at, live, i, df, D, BD, N)
 
-        alpha = (1.0 - tl.load(means + at + n, mask=live, other=0.0)) * gain
-        tl.store(rows + at + n, alpha, mask=live)
-        tl.store(rows + plane + at + n, -du_mean, mask=live)
-        if WEIGHTED:
-            tl.store(rows + 2 * plane + at + n, over, mask=live)
+        if block == 0:
+            alpha = (1.0 - tl.load(means + at + n, mask=live, other=0.0)) * gain
+            tl.store(rows + at + n, alpha, mask=live)
+            tl.store(rows + plane + at + n, -du_mean, mask=live)
+            if WEIGHTED:
+                tl.store(rows + 2 * plane + at + n, over, mask=live)
 
 
 @kernel
