@@ -129,12 +129,13 @@ def test_auto_folds_long_sequences_and_not_short_or_causal_ones():
     assert [pays(L, 384, 6, "cuda") for L in (1024, 4096)] == [False, True]
 
 
-def test_a_compiled_folded_layer_is_one_graph():
-    _, folded = layers(dtype=torch.float32)
-    x = torch.randn(2, 70, 48)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_folded_layer_is_one_graph(dtype):
+    _, folded = layers(dtype=dtype)
+    x = torch.randn(2, 70, 48).to(dtype)
     compiled = torch.compile(folded, fullgraph=True, backend="aot_eager")
     for a, b in zip(run(folded, x), run(compiled, x), strict=True):
-        assert relative(b, a) < 1e-5
+        assert relative(b, a) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("order", [2, 3])

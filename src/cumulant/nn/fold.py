@@ -260,10 +260,14 @@ class _Folded(torch.autograd.Function):
         x, qkv, bias, proj, G, mean, A, R, M = ctx.saved_tensors
         (B, L, C), K = x.shape, A.shape[1]
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        dM = x.new_zeros(B, C, C + host.WIDER)
-        torch.bmm(dy.mT, x, out=dM[..., :C])
         dc = dy.sum(-2, dtype=torch.float32)
-        dM[..., C] = dc
+        if torch.compiler.is_compiling():  # it writes to no part of a tensor
+            column = F.pad(dc.to(x.dtype).unsqueeze(-1), (0, host.WIDER - 1))
+            dM = torch.cat((torch.bmm(dy.mT, x), column), -1)
+        else:
+            dM = x.new_zeros(B, C, C + host.WIDER)
+            torch.bmm(dy.mT, x, out=dM[..., :C])
+            dM[..., C] = dc
         dR = _times(proj.mT, dM)
         d_proj = torch.bmm(dM, R.mT).sum(0)
         dA, dWq, dWk, dbq = host.read_backward(dR, A, qkv, bias, ctx.heads, ctx.scale)
