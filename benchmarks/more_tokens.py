@@ -338,18 +338,22 @@ def report(settings: argparse.Namespace) -> None:
 def drawn(curves: dict[str, list[tuple[int, float, float, float]]], path: Path) -> None:
     figure, axes = new_figure(1, 2, (10, 4.2), sharey=True)
     for axis, column, label in ((axes[0, 0], 1, "training, s on an H200"), (axes[0, 1], 2, "answer, µs an image")):
+        alone = iter("*PXdv<>")  # other networks, a point each: their names stand in the legend of the right panel
         for name, points in curves.items():
             x, y = [point[column] for point in points], [point[3] for point in points]
-            one = len(points) == 1  # another network: its name stands beside it
-            axis.plot(x, y, color=colour(name), marker=mark(name), label=None if one else name)
-            if name in ("softmax", "rala") or one:  # the others lie beside softmax
+            if len(points) == 1:
+                shown = {"marker": next(alone), "markersize": 9, "markerfacecolor": "white", "linestyle": "none"}
+                axis.plot(x, y, color=colour(name), label=f"{name}, {points[0][0]} px" * (column == 2), **shown)
+                continue
+            axis.plot(x, y, color=colour(name), marker=mark(name), label=name * (column == 1))
+            if name in ("softmax", "rala"):  # the others lie beside softmax
                 for (patch, *_), a, b in zip(points, x, y, strict=True):
-                    said = f"{patch} px, {name}" if one else f"{patch} px"
-                    axis.annotate(said, (a, b), xytext=(5, 5), textcoords="offset points", fontsize=8)
+                    axis.annotate(f"{patch} px", (a, b), xytext=(5, 5), textcoords="offset points", fontsize=8)
         axis.set(xlabel=label, xscale="log")
         axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("top-1, %")
     axes[0, 0].legend()
+    axes[0, 1].legend(fontsize=7, loc="lower right")
     save(figure, path, ("svg",))
 
 
