@@ -96,7 +96,7 @@ FAMILIES: dict[str, Family] = {
             "vector_gradients": of((64, 4, 2), (64, 8, 2, 0, 0, 128)),
             "key_gradients": of((64, 4, 2, 0, 0, 168), (64, 4, 3, 0, 0, 168)),
         },
-        ("pool", "query_moments", "choose_by_mean", "tiles_of_clusters"),
+        ("pool", "query_moments", "choose_by_products", "tiles_of_clusters"),
     ),
     "dense 3": Family(
         "order 3, 16k", _dense,

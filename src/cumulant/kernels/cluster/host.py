@@ -188,9 +188,9 @@ def _list(numbers: Tensor) -> Tensor:
 
 def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
     if plan_for(call).copies:
-        dq, *found = run_backward(_in_order(call), grad, *outputs)
+        dq, key_found, value_found = run_backward(_in_order(call), grad, *outputs)
         dk, dv = (like_rows(x) for x in call[1:3])
-        _reorder(call, dk, dv, *found, True)
+        _reorder(call, dk, dv, key_found, value_found, True)
         return dq, dk, dv
     plan, vectors, responding = plan_for(call), outputs[2], outputs[6]
     dq, dk, dv = (like_rows(x) for x in call[:3])
