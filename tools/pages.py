@@ -350,13 +350,26 @@ def front_block(results: Mapping[str, Result]) -> str:
 
 
 def cpu_block(result: Result) -> str:
-    """How many times as long softmax takes on two cores."""
+    """How many times as long softmax takes on two cores, and what a call takes itself."""
     lengths = list(dict.fromkeys(row["L"] for row in result["speed"]))
     rows = [[f"softmax / order {n}", *(f"{softmax_takes(result, n, L)} x" for L in lengths)] for n in (2, 3)]
+    for n in (2, 3):
+        own = {row["L"]: row["over_products"] for row in result["speed"] if row["order"] == n}
+        rows.append([f"order {n}, ms", *(f"{own[L]['ms']:.3g} ({own[L]['ratio']:.1f} x)" for L in lengths)])
     if "clusters" in result:
         found = {row["L"]: f"{row['softmax_over_ours']['ratio']:.1f} x" for row in result["clusters"]}
         rows.append(["softmax / 64 clusters, near 2", *(found.get(L, "") for L in lengths)])
     return f"{table(['tokens', *(f'{L:,}' for L in lengths)], rows)}\n\n{origin(result)}"
+
+
+def shared_block(result: Result) -> str:
+    """How much slower a call becomes beside a busy process, against the products that it needs."""
+    over = [row["over"] for row in result["rows"]]
+    made = f"{len(over)} cases, two threads: `{result['command']}`, commit {result['commit']}"
+    return (
+        f"Beside a busy process a call is slowed down {min(over):.1f} to {max(over):.1f} times as much as the two\n"
+        f"products `q @ (k^T @ v)` are ({made}, load of the machine {result['load'][0]:.0f})."
+    )
 
 
 def orders_block(result: Result) -> str:
@@ -386,7 +399,7 @@ PAGES = {
     "docs/first.md": ("orders",),
     "docs/performance.md": (
         "gpu_called", "gpu_goals", "gpu_dense", "gpu_more", "gpu_host", "gpu_first_call", "gpu_public", "gpu_tests",
-        "gpu_speed", "gpu_profile", "cpu",
+        "gpu_speed", "gpu_profile", "cpu", "cpu_shared",
     ),
     "docs/lab/benchmarks.md": (
         "error_pareto", "zoo_efficiency_cpu", "zoo_efficiency", "zoo_gpu", "zoo_train_digits",
@@ -406,7 +419,7 @@ PAGES = {
 def read(repository: Path) -> dict[str, Result]:
     """The results that are there, by name."""
     folder = repository / "benchmarks" / "results"
-    names = (*BLOCKS, "zoo_orderings", "cab", "cpu", "class_tokens_digits", *SPEED)
+    names = (*BLOCKS, "zoo_orderings", "cab", "cpu", "cpu_shared", "class_tokens_digits", *SPEED)
     paths = {name: folder / f"{name}.json" for name in names}
     paths |= {f"study_{name}": folder / f"study_{name}.json" for name in (*STUDIES, *LAYERS)}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
@@ -423,6 +436,7 @@ def written(repository: Path) -> dict[str, str]:
     }
     blocks["front"] = front_block(results)
     blocks["cpu"] = cpu_block(results["cpu"]) if "cpu" in results else "Not run yet."
+    blocks["cpu_shared"] = shared_block(results["cpu_shared"]) if "cpu_shared" in results else "Not run yet."
     blocks["orders"] = orders_block(results["cpu"]) if "cpu" in results else "Not run yet."
     blocks["zoo_orderings"] = orderings_block(results)
     blocks["cab"] = cab_page.board(results) if "cab" in results else "Not run yet."
