@@ -248,6 +248,15 @@ def test_patches_compile_in_one_graph_and_have_gradients() -> None:
         assert gradient.norm() > 0
 
 
+def test_a_width_compiles_in_one_graph_and_has_gradients() -> None:
+    q, k, v = (x.requires_grad_() for x in few_directions(L=128))
+    run = lambda *x: cluster_attention(*x, clusters=Tree(4, leaves=4, opened=2, width=4), near=2)  # noqa: E731
+    out = run(q, k, v)
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v), out)
+    for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
+        assert gradient.norm() > 0
+
+
 def test_multiply_adds_count_the_search_and_the_leaves_that_are_opened() -> None:
     L, D, tree = 4096, 96, Tree(64, leaves=4, opened=10)
     # Of nodes of 4,096, 2,048 and 1,024 tokens, 256 say how they are cut: 5 + 1/4 + 1/8 + 1/16 passes of 4 looks.
