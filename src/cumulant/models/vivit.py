@@ -87,6 +87,9 @@ class ViViT(TokenBackbone):
 
     Which attention it has, and further arguments, are those of `Projecting`, for every attention here; of the extras a
     `v_conv` (k_t, k, k) becomes k x k within frames and k_t over time.
+    `drop_path` is the stochastic depth of an encoder's last block, growing linearly from 0 at the first.
+    `init_std` None initialises as released (Xavier-uniform matrices, each of query, key and value by itself; MLP
+    biases N(0, 1e-6), positions N(0, 0.02), class tokens 0); a number as DeiT, with that deviation.
 
     Args:
         frames: of the clip that the positional tables are made for. Others whose sides are multiples of the tubelet's
@@ -102,11 +105,8 @@ class ViViT(TokenBackbone):
         axis_order: of variant 3. The paper's is "space-time", the released code's "time-space".
         gelu: "tanh" as released, or "erf" as in DeiT.
         zero_head: start with all logits 0, as released; then only the head has a gradient in the first step.
-        drop_path: stochastic depth of an encoder's last block, growing linearly from 0 at the first. `drop_path_style`
-            "scaled" divides kept branches by the keep probability, as our image models do; "released" does not, and
-            leaves variant 3 alone, as the released code does.
-        init_std: None initialises as released (Xavier-uniform matrices, each of query, key and value by itself; MLP
-            biases N(0, 1e-6), positions N(0, 0.02), class tokens 0); a number as DeiT, with that deviation.
+        drop_path_style: "scaled" divides kept branches by the keep probability, as our image models do; "released" does
+            not, and leaves variant 3 alone, as the released code does.
     """
 
     takes_clips = True
