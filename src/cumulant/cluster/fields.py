@@ -194,8 +194,8 @@ class Tokens(NamedTuple):
         index = (which.clamp(min=0) + first).flatten()
 
         def take(x: Tensor) -> Tensor:
-            x = x.expand(B, H, *x.shape[2:])
-            return x.flatten(3).flatten(0, 2).index_select(0, index).view(B, H, N, t, -1)
+            x = x.expand(B, H, *x.shape[2:]).flatten(3)
+            return x.flatten(0, 2).index_select(0, index).view(B, H, N, t, x.shape[-1])
 
         m = self.key.shape[-2]
         log_weight = take(self.log_weight).masked_fill((which < 0).unsqueeze(-1), ABSENT).flatten(-2)
