@@ -249,12 +249,12 @@ def mix(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by_r
     if far.spread.ndim > far.key_mean.ndim:
         of_row += K * D
     if count and tokens is not None:
-        beside = count * tokens.key.shape[-2] * (1 if tokens.members is None else tokens.members.shape[-1])
+        pieces = count * (1 if tokens.members is None else tokens.members.shape[-1])
+        beside = pieces * tokens.key.shape[-2]
         if tokens.dense(count):
             of_row += 2 * tokens.key.shape[2] * tokens.key.shape[3]
         elif tokens.grouped(q, by_row):
-            u = 1 if tokens.members is None else tokens.members.shape[-1]
-            of_row += 3 * count * u * (tokens.key.shape[-2] + D + E)
+            of_row += 3 * pieces * (tokens.key.shape[-2] + D + E)
         else:
             of_row += beside * (1 + (D + E if by_row else 0))
             of_block += 0 if by_row else beside * (D + E)
