@@ -34,12 +34,16 @@ class Times(NamedTuple):
         return self.after > NOISE * self.before
 
     def __str__(self) -> str:
-        said = f"{self.before * 1e3:.3g} ms before, {self.after * 1e3:.3g} ms after"
+        said = f"{_written(self.before)} before, {_written(self.after)} after"
         if self.slower:
             return f"{said}: {self.after / max(self.before, 1e-12):.3g} times as long"
         if self.before > NOISE * self.after:
             return f"{said}: {self.before / max(self.after, 1e-12):.3g} times as fast"
         return f"{said}: as fast as before"
+
+
+def _written(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 Recorded = dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]  # arguments of every call of a module
