@@ -49,6 +49,15 @@ class Call(NamedTuple):
         own = {name: given for name, given in arguments.items() if name in cls._fields}
         return cls(query, key, value, **own), {name: x for name, x in arguments.items() if name not in own}
 
+    @classmethod
+    def fused(
+        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> tuple[Call, Tensor | None]:  # fmt: skip
+        """The call that arguments of `F.scaled_dot_product_attention` describe, and the mask of its logits."""
+        call = cls(query, key, value, None, is_causal, scale, enable_gqa, dropout_p=dropout_p)
+        return call, attn_mask
+
     @property
     def lead(self) -> torch.Size:
         """The leading dimensions, broadcast."""

@@ -19,7 +19,6 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from cumulant.bench.command import Error
 from cumulant.bench.error import logit_size, relative_error
@@ -32,6 +31,7 @@ from cumulant.inspect.opening import open_model
 from cumulant.inspect.sites import find_sites
 from cumulant.inspect.watching import watching
 from cumulant.nn import AxialAttention
+from cumulant.train.progress import bar_of
 
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)
 LARGEST = 1e100  # of the logits: their squares are finite in float64
@@ -161,8 +161,7 @@ def run(settings: Error, progress: IO[str] | None = None) -> dict[str, Any]:
     words = ""
     if settings.checkpoint is not None:
         captured, words = from_checkpoint(settings.checkpoint, data=settings.data, images=settings.images)
-    total = len(settings.sizes) + len(captured)
-    with tqdm(total=total, desc="error", unit="case", file=progress, disable=progress is None, leave=False) as bar:
+    with bar_of("error", len(settings.sizes) + len(captured), "case", progress, leave=False) as bar:
         return error_against_cost(
             settings.attention or ("all",),
             sizes=settings.sizes,

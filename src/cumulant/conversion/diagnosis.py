@@ -19,6 +19,7 @@ from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn import AxialAttention
 from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import SOFTMAX, Choice, fitting
+from ..train.progress import bar_of
 from .checks import check_runs, compared_by, find_sites, unreached
 from .dial import ModelDial, choose_layers
 from .paying import WHOLE, SlowerError, Times, device_of, seconds_of
@@ -282,7 +283,7 @@ def diagnose(
                 return relative_error(answers(model, used, output), wanted)
 
         layers = []
-        for site in _bar(able, progress):
+        for site in bar_of("diagnose", len(able), "layer", progress, iterable=able, leave=False):
             layer = _layer(site, sums[site.name], shapes[site.name])
             names = [name for name, choice in asked.items() if site.refusal(choice) is None]
             layer.effect = {name: effect({site.name: layer.choice(name)}) for name in names}
@@ -457,14 +458,6 @@ def _layer(site: Site, sums: HeadSums, shape: tuple[int, int]) -> LayerDiagnosis
         effect={},
         prefix=site.prefix,
     )
-
-
-def _bar(items: Sequence[Site], progress: TextIO | None) -> Iterable[Site]:
-    if progress is None:
-        return items
-    from tqdm import tqdm
-
-    return tqdm(items, desc="diagnose", unit="layer", file=progress, leave=False)
 
 
 def _mean(values: Sequence[float]) -> float:

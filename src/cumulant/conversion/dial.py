@@ -9,8 +9,7 @@ wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, TextIO
@@ -32,6 +31,7 @@ from ..inspect.examples import example_for
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
+from ..train.progress import bar_of
 from ..zoo.cluster import FOUND, LEAST, clusters_of, past_blocks
 from .checks import find_sites
 from .paying import Times, recorded, seconds_of
@@ -186,7 +186,7 @@ def choose_layers(
     """
 
     check_target(target)
-    asked, bar = _choices(candidates, batches, samples), _Bar(progress)
+    asked = _choices(candidates, batches, samples)
     used = some(example_for(model) if data is None else data, batches, model)
     with evaluating(model):
         found = find_sites(model, used[0])
@@ -203,7 +203,7 @@ def choose_layers(
 
         def measure(name: str, made: Call) -> None:
             if name in sums and sums[name].cheaper:
-                sums[name].add(made, asked, samples, bar)
+                sums[name].add(made, asked, samples, bar.update)
 
         for name in able:
             kept[name] = "it did not run"
@@ -212,7 +212,8 @@ def choose_layers(
                 call(model, batch)
         answers = len(used) * sum(len(layer.cheaper) for layer in sums.values())
         if answers:
-            with bar.of(answers, "errors", "answer"), watching_softmax(model, found, measure):
+            bar = bar_of("dial, errors", answers, "answer", progress, leave=False)
+            with bar, watching_softmax(model, found, measure):
                 for batch in used:
                     call(model, batch)
         layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
@@ -223,13 +224,14 @@ def choose_layers(
             with applied(model, kept_plan(model, found)):
                 calls = recorded(model, used, plan)
         slow: dict[str, set[str]] = {name: set() for name in plan}
-        with bar.of(sum(len(sums[name].within(target)) for name in plan), "times", "choice"):
+        tries = sum(len(sums[name].within(target)) for name in plan)
+        with bar_of("dial, times", tries, "choice", progress if tries else None, leave=False) as bar:
             while plan:  # what is slower makes room for the next cheapest; fewer multiply-adds are not always less time
                 with applied(model, {**kept_plan(model, found), **plan}):
                     after = seconds_of(model, used, plan, calls, None if force else before)
                 again: dict[str, Choice] = {}
                 for name in plan:
-                    bar.step()
+                    bar.update()
                     slow[name].add(layers[name].attention)
                     layers[name] = layers[name].timed(Times(before[name], after[name]), force)
                     other = sums[name].cheapest(target, slow[name])
@@ -253,28 +255,6 @@ def _choices(candidates: Sequence[str], batches: int, samples: int) -> dict[str,
         if not choice.attention.startswith("cluster"):
             raise ValueError(f"candidates must be cluster mechanisms, with options as in {NAMES[-1]!r}, got {name!r}")
     return asked
-
-
-class _Bar:
-    """One bar after the other on a screen, or nothing where there is none."""
-
-    def __init__(self, screen: TextIO | None) -> None:
-        self.screen, self.bar = screen, None
-
-    @contextmanager
-    def of(self, steps: int, what: str, unit: str) -> Iterator[None]:
-        if self.screen is None or not steps:
-            yield
-            return
-        from tqdm import tqdm
-
-        with tqdm(total=steps, desc=f"dial, {what}", unit=unit, file=self.screen, leave=False) as self.bar:
-            yield
-        self.bar = None
-
-    def step(self) -> None:
-        if self.bar is not None:
-            self.bar.update()
 
 
 class _Sums:
@@ -302,7 +282,7 @@ class _Sums:
             work = _causal_work(choice, Lq, Lk, D, E) if made.is_causal else work_of(choice, Lq, Lk, D, E, made)
             self.work[name] = self.work.get(name, 0.0) + sequences * work
 
-    def add(self, made: Call, asked: Mapping[str, Choice], samples: int, bar: _Bar) -> None:
+    def add(self, made: Call, asked: Mapping[str, Choice], samples: int, done: Callable[[], Any]) -> None:
         lead, groups = made.query.shape[:-3], made.query.shape[-3] // made.key.shape[-3]
         query = made.query.reshape(-1, *made.query.shape[-3:])
         key, value = (x.reshape(-1, *x.shape[-3:]).repeat_interleave(groups, 1) for x in (made.key, made.value))
@@ -327,7 +307,7 @@ class _Sums:
                 out = out[:, :, torch.searchsorted(wide, at)]
             else:
                 out = cluster_attention(asking, key, value, **options, **shared)
-            bar.step()
+            done()
             self.error[name] = self.error.get(name, 0.0) + _squares(out.double() - exact, there)
 
     def within(self, target: float) -> list[str]:

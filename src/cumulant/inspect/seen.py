@@ -103,24 +103,16 @@ def _axial(layer: MultiheadAttention, call: Call, rows: list[int], heads: Some) 
     return _select(A, None, heads)
 
 
-def seen_fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Seen:
+def seen_fused(*args: Any, **kwargs: Any) -> Seen:
     """A call of `F.scaled_dot_product_attention`, whose probabilities are formed again for the rows asked for."""
+    asked, attn_mask = Call.fused(*args, **kwargs)
 
     def weigh(call: Call, rows: Some, heads: Some) -> Tensor:
         """softmax(q k^T scale + mask) for those rows. Cost: M D each."""
         part, (queries, keys) = _part(call, rows, heads), (call.query.shape[-2], call.key.shape[-2])
         with without_autocast(call.query.device.type):
             logits = (part.query * call.softmax_scale) @ part.key.mT
-        if is_causal:
+        if call.is_causal:
             at = torch.tensor(range(queries) if rows is None else rows, device=logits.device)
             logits = logits.masked_fill(torch.arange(keys, device=logits.device) > at[:, None], -torch.inf)
         if attn_mask is not None:
@@ -128,8 +120,7 @@ def seen_fused(
             logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + wide(mask)
         return logits.softmax(-1).nan_to_num(0.0)  # a row that sees nothing mixes nothing
 
-    call = Call(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return Seen(call, weigh, attn_mask)
+    return Seen(asked, weigh, attn_mask)
 
 
 def seen_converted(choice: Choice, call: Call) -> Seen:

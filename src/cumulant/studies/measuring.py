@@ -26,11 +26,11 @@ from cumulant.studies.plan import CONTROL_SEED, Budget, Run, digest, seeded
 from cumulant.studies.report import write_pages
 from cumulant.studies.runs import Record, Workshop, complete
 from cumulant.studies.statements import AGAIN, Measured, Statement, interval, judged, values
-from cumulant.studies.study import bar_of
 from cumulant.studies.training import device_of
 from cumulant.style import save
 from cumulant.tensors import threads
 from cumulant.train.files import read_json, write_atomically
+from cumulant.train.progress import bar_of
 
 INDIFFERENT = ("attention", "seeds")  # fields of settings that do not decide what comes out of one run
 Figures = Mapping[str, Any]

@@ -59,13 +59,11 @@ def vote(p: float, heads: int) -> float:
     return sum(math.comb(heads, k) * p**k * (1 - p) ** (heads - k) for k in range(heads // 2 + 1, heads + 1))
 
 
-def features(attention: str, width: int) -> float:
+def features(attention: str, width: float) -> float | None:
     """Features of unit keys in R^d that an operator stores, constants left out: d of degree 1; of degree 2 the d - 1
     traceless squares (diagonal third cumulant) or all (d + 2)(d - 1)/2 harmonics (full third cumulant)."""
     second = {"cumulant3": width - 1, "cumulant3+full": (width + 2) * (width - 1) / 2}
-    if attention not in ("cumulant2", *second):
-        raise KeyError(attention)
-    return width + second.get(attention, 0)
+    return width + second.get(attention, 0) if attention in ("cumulant2", *second) else None
 
 
 def interference(answer: Tensor, value: Tensor) -> float:

@@ -233,8 +233,7 @@ def statements(settings: Settings) -> list[Statement]:
         Statement("centred relu keys, 64 pairs: MSE", number("feature maps", "relu, centred 64"), 0.95, 1.08, "known"),
     ]
     for name, width in product(settings.attention, settings.holding):
-        if name in ("cumulant2", "cumulant3", "cumulant3+full"):
-            held = features(name, width)
+        if (held := features(name, width)) is not None:
             text = f"{name} at d_k = {width}: capacity, its {held:.0f} features"
             said.append(Statement(text, number(name, f"capacity {width}"), 0.93 * held, 1.07 * held, "derived"))
     largest = max(settings.holding)
@@ -257,13 +256,8 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     def capacity_of(name: str, key: str) -> str:
         if key == "exponent" or key.startswith("sharpness"):
             return mean_of(seeds, name, key, 2)
-        return mean_of(seeds, name, key, 1) + law(name, int(key.split()[1]))
-
-    def law(name: str, width: int) -> str:
-        try:
-            return f" ({features(name, width):.0f})"
-        except KeyError:
-            return ""
+        law = features(name, int(key.split()[1]))
+        return mean_of(seeds, name, key, 1) + ("" if law is None else f" ({law:.0f})")
 
     chain = next((one["chains"] for one in seeds if "chains" in one), {})
     names = [key.removeprefix("fails, ") for key in chain if key.startswith("fails")]
@@ -316,8 +310,8 @@ def figures(settings: Settings, seeds: Sequence[Measured]) -> dict[str, Any]:
             markersize=6,
             label=name + (f" ({MOST} and more)" if beyond else ""),
         )
-        if name in ("cumulant2", "cumulant3", "cumulant3+full"):
-            place.plot(lines, [features(name, w) for w in lines], color=ink, linewidth=1.2)  # type: ignore[arg-type]
+        if features(name, 8) is not None:
+            place.plot(lines, [features(name, w) for w in lines], color=ink, linewidth=1.2)
     place.set_xscale("log", base=2)
     place.set_yscale("log")
     place.set_xticks(settings.holding, [str(w) for w in settings.holding])

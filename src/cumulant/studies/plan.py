@@ -105,8 +105,6 @@ class Budget:
 
 def epochs_done(folder: Path) -> float:
     """Epochs from which the run in a folder will go on: all if it is finished, else those of its saved state."""
-    import json
-
     try:
         if (folder / "result.json").is_file():
             return float(json.loads((folder / "result.json").read_text(encoding="utf-8"))["result"]["epochs"])

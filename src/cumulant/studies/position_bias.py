@@ -258,7 +258,7 @@ def statements(settings: Settings) -> list[Statement]:
     ]
     for name in settings.attention:
         for size in settings.sizes:
-            rate = law(name, size)
+            rate = predicted_rate(name, size)
             if rate is not None and 0.05 < rate:
                 text = f"{name}, logits {size:g}: rate per layer, exp(E log |A_22|)"
                 said.append(Statement(text, number(name, f"rate {size}"), 0.9 * rate, 1.1 * rate, "derived"))
@@ -295,7 +295,7 @@ def statements(settings: Settings) -> list[Statement]:
 
 def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
     def rated(name: str, size: float) -> str:
-        rate = law(name, size)
+        rate = predicted_rate(name, size)
         return mean_of(seeds, name, f"rate {size}") + (f" ({rate:.3f})" if rate else "")
 
     layers, trained = (1, 2, 4, 8, 16, 32), {name.removeprefix(f"{TRAINED} "): name for name in runs(settings)}
@@ -311,13 +311,6 @@ def tables(settings: Settings, seeds: Sequence[Measured]) -> list[Table]:
                    lambda name, size: mean_of(seeds, name, f"distance {size}", 2)),
         Table.grid("Trained: preference gaps between places", "network", trained, told, partial(mean_of, seeds)),
     ]  # fmt: skip
-
-
-def law(name: str, size: float) -> float | None:
-    try:
-        return predicted_rate(name, size)
-    except KeyError:
-        return None
 
 
 @styled

@@ -41,6 +41,7 @@ from cumulant.tensors import threads
 from cumulant.train import TrainRecipe, load, train
 from cumulant.train.build import open_recipe_source
 from cumulant.train.files import write_atomically
+from cumulant.train.progress import bar_of
 from cumulant.train.stepping import room_for_compiled_code
 
 COUNTDOWN = "{desc:9} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
@@ -117,7 +118,7 @@ def train_missing(settings: Reproduce, runs: Sequence[Training], shop: Classifie
             budget.saw(names[one["fingerprint"]], one["epochs"], one["wall_seconds"])
     if progress is not None and len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} runs are finished already", end="", file=progress)
-        print(" (--fresh trains them anew)", file=progress)
+        print(" (--fresh trains them again)", file=progress)
         others = {record["source"] for run in runs if (record := kept.get(run.key))} - {source_digest()}
         if others:
             print("some of them were made with another version of the code; the report says which", file=progress)
@@ -226,14 +227,3 @@ class Line:
         if self._began is not None:
             bar.initial, bar.start_t = 0, self._began
         return bar
-
-
-def bar_of(what: str, total: float, unit: str, progress: IO[str] | None, **options: Any) -> Any:
-    """A progress bar that redraws often on a terminal and seldom in a log file."""
-    from tqdm import tqdm
-
-    often = progress is not None and progress.isatty()
-    return tqdm(
-        total=total, desc=what, unit=unit, file=progress, disable=progress is None, dynamic_ncols=True,
-        mininterval=0.1 if often else 10, **options,
-    )  # fmt: skip

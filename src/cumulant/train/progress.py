@@ -20,23 +20,21 @@ CHECK_STEPS = 16  # a loss that is no number is noticed about so many steps late
 ONE_STOP = 1.0  # signals within so many seconds mean the same stop: one of the terminal, one passed on by a parent
 
 
+def bar_of(what: str | None, total: float, unit: str, screen: IO[str] | None, **options: Any) -> Any:
+    """A progress bar, redrawn often on a terminal and seldom in a file; none where there is no screen."""
+    from tqdm import tqdm
+
+    often = screen is not None and screen.isatty()
+    shown: dict[str, Any] = {"file": screen, "disable": screen is None, "mininterval": 0.1 if often else 10}
+    return tqdm(total=total, desc=what, unit=unit, dynamic_ncols=True, **shown, **options)
+
+
 class Bar:
-    """Items done, items per second and time left; redrawn often on a terminal and seldom in a file."""
+    """Items done, items per second and time left."""
 
     def __init__(self, screen: IO[str] | None, steps: int, done: int, batch: int) -> None:
-        from tqdm import tqdm
-
         self.batch, self.said = batch, {}  # type: ignore[var-annotated]
-        self.bar = tqdm(
-            total=steps * batch,
-            initial=done * batch,
-            unit="item",
-            unit_scale=True,
-            file=screen,
-            disable=screen is None,
-            dynamic_ncols=True,
-            mininterval=0.2 if screen is not None and screen.isatty() else 10,
-        )
+        self.bar = bar_of(None, steps * batch, "item", screen, initial=done * batch, unit_scale=True)
 
     def update(self, steps: int = 1) -> None:
         """So many steps are done."""

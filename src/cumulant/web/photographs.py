@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..data.decode import pillow_image, to_tensor
 from ..models import create_model
 from ..train.optimise import descend
+from ..train.progress import bar_of
 from .explorable import Example, Explorable
 
 if TYPE_CHECKING:
@@ -147,8 +148,6 @@ def learn(
     attention: str, pictures: Sequence[Image], recipe: dict[str, Any], progress: IO[str] | None = None
 ) -> Painter:
     """A painter trained on crops of the pictures; the same for the same pictures."""
-    from tqdm import tqdm
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         painter = Painter(attention, recipe["width"], recipe["depth"], recipe["heads"])
@@ -163,7 +162,7 @@ def learn(
         hidden = half(len(images), (images.shape[-1] // PATCH) ** 2, generator)
         return (painter(without(images, hidden)) - patches_of(images))[hidden].square().mean()
 
-    bar = tqdm(range(steps), desc=f"photographs, {attention}", file=progress, disable=progress is None)
+    bar = bar_of(f"photographs, {attention}", steps, "step", progress, iterable=range(steps))
     descend(optimiser, (loss(next(batches)) for _ in bar), 1.0, schedule)
     return painter.eval()
 

@@ -140,7 +140,9 @@ class _Watch(TorchFunctionMode):
         if getattr(_here, "watch", None) is not self:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return _fused(self.module, *args, **kwargs)
+            call, mask = Call.fused(*args, **kwargs)
+            query, masks = call.query * call.softmax_scale, [] if mask is None else [mask]
+            return attend(self.module, query, call.key, call.value, masks, call.is_causal, call.dropout_p)
         made = product(func, args, kwargs)
         if made is not None:
             return made
@@ -174,22 +176,6 @@ class _Watch(TorchFunctionMode):
 
 def _is_softmax(func: Any) -> bool:
     return getattr(func, "__name__", "") == "softmax"
-
-
-def _fused(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    masks = [] if attn_mask is None else [attn_mask]
-    return attend(module, query * scale, key, value, masks, is_causal, dropout_p)
 
 
 def attend(

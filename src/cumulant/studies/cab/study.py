@@ -29,10 +29,10 @@ from cumulant.studies.outcome import origins
 from cumulant.studies.plan import CONTROL_SEED, Budget, Run, seeded
 from cumulant.studies.records import device_name
 from cumulant.studies.runs import Record, TimeOverError, Workshop, complete
-from cumulant.studies.study import bar_of
 from cumulant.tensors import threads
 from cumulant.train.files import read_json, write_atomically
 from cumulant.train.processes import chosen_device
+from cumulant.train.progress import bar_of
 from cumulant.train.stepping import PLAIN_CALLS, quick_float32
 
 BASELINE = "softmax"
@@ -315,7 +315,7 @@ def finished(
         print(f"not used: {len(strange)} records of other settings, mechanisms or data", file=progress)
     done = [one for one in runs if not shop.fresh and shop.finished(one)]
     if done and progress is not None:
-        print(f"{len(done)} of {len(runs)} runs are finished already (--fresh trains them anew)", file=progress)
+        print(f"{len(done)} of {len(runs)} runs are finished already (--fresh trains them again)", file=progress)
     if settings.report_only:
         found = {one: read_json(shop.record(one)) for one in runs if shop.record(one).is_file()}
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -67,6 +67,16 @@ def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Te
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction=reduction, ignore_index=ABSENT)
 
 
+def foretold(batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Perplexity and share of right answers over batches of logits and labels."""
+    nats = right = count = 0.0
+    for logits, labels in batches:
+        nats += cross_entropy(logits, labels, "sum").item()
+        right += (logits.argmax(-1) == labels).sum().item()
+        count += (labels != ABSENT).sum().item()
+    return {"perplexity": math.exp(nats / count), "accuracy": right / count}
+
+
 @dataclass(frozen=True)
 class ByteTask(Task):
     """Bytes of a text in windows of `length`, and so many `more` as the task asks for beyond what the model sees."""
@@ -87,13 +97,10 @@ class ByteTask(Task):
         return cross_entropy(model(seen), labels)
 
     def score(self, model: nn.Module, data: Data) -> dict[str, float]:
-        nats, count, dice = 0.0, 0, torch.Generator().manual_seed(0)
-        test, whole = data["test"], self.length + self.more
-        for places in torch.arange(0, len(test) - whole + 1, whole, device=test.device).split(self.batch):
-            seen, labels = self.asked(windows(test, places, whole).long(), dice)
-            nats += cross_entropy(model(seen), labels, "sum").item()
-            count += int((labels != ABSENT).sum())
-        return {"perplexity": math.exp(nats / count)}
+        dice, test, whole = torch.Generator().manual_seed(0), data["test"], self.length + self.more
+        starts = torch.arange(0, len(test) - whole + 1, whole, device=test.device).split(self.batch)
+        asked = (self.asked(windows(test, places, whole).long(), dice) for places in starts)
+        return {"perplexity": foretold((model(seen), labels) for seen, labels in asked)["perplexity"]}
 
 
 @dataclass(frozen=True)
@@ -311,14 +318,8 @@ class RestoreTask(Task):
         return cross_entropy(*self.asked(model, data["train_source"][places], data["train"][places]))
 
     def score(self, model: nn.Module, data: Data) -> dict[str, float]:
-        nats = right = count = 0.0
         pairs = zip(data["test_source"].split(self.batch), data["test"].split(self.batch), strict=True)
-        for source, target in pairs:
-            logits, labels = self.asked(model, source, target)
-            nats += cross_entropy(logits, labels, "sum").item()
-            right += (logits.argmax(-1) == labels).sum().item()
-            count += (labels != ABSENT).sum().item()
-        return {"perplexity": math.exp(nats / count), "accuracy": right / count}
+        return foretold(self.asked(model, source, target) for source, target in pairs)
 
 
 WIDE, NARROW, TINY = Size(128, 4, 2, 512), Size(64, 4, 2, 256), Size(32, 2, 1, 64)
