@@ -43,7 +43,7 @@ COMMANDS = {  # name -> where its options are, and what it does, as the first pa
     ),
     "evaluate": (
         "train.command:Evaluate",
-        "Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text bits a byte.",
+        "Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; for a text, bits per byte.",
     ),
     "study": (
         "studies.command:Study",
@@ -51,8 +51,7 @@ COMMANDS = {  # name -> where its options are, and what it does, as the first pa
     ),
     "bench": (
         "studies.command:Bench",
-        "Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe, four "
-        "uses.",
+        "Measure on this machine: speed, error against softmax, cost by length, accuracy, four uses of attention.",
     ),
     "diagnose": (
         "conversion.command:Diagnose",

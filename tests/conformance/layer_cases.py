@@ -63,7 +63,7 @@ REFUSED: dict[str, list[tuple[int, int, dict, str]]] = {
     "gda": [
         (30, 4, {}, "dim must be a positive multiple of num_heads"),
         (32, 4, {"ratio": 2}, r"ratio=2 of layer 'gda' needs num_heads to be a multiple of ratio \+ 1.*num_heads=3"),
-        (35, 7, {}, "num_heads=7 is no multiple of 2, 3, 4, 5, 6; nearest that works: num_heads=8"),
+        (35, 7, {}, "num_heads=7 is not a multiple of 2, 3, 4, 5, 6; nearest that works: num_heads=8"),
         (32, 8, {"pairs": 3}, r"pairs must divide the 2 noise heads, one of \[1, 2\], got pairs=3"),
         (
             32,

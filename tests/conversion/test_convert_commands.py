@@ -247,7 +247,7 @@ def test_what_an_encoder_cannot_read_is_told(tmp_path):
     with pytest.raises(ValueError, match=r"input_ids.* and no pixels: data must be a \.txt or \.parquet file"):
         run_diagnose(Diagnose(str(folder), "digits", out=tmp_path / "out"))
     texts.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"texts\.txt is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"texts\.txt is not UTF-8 text"):
         run_diagnose(Diagnose(str(folder), str(texts), out=tmp_path / "out"))
     texts.write_text("a good film")
     for file in ("vocab.txt", "tokenizer.json", "tokenizer_config.json"):

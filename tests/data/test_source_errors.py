@@ -225,7 +225,7 @@ def test_clip_settings_must_be_positive(name):
 
 def test_a_hub_name_without_the_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused("owner/name", "'owner/name' is no folder here", install("data"), error=ImportError)
+    refused("owner/name", "'owner/name' is not a folder here", install("data"), error=ImportError)
 
 
 @pytest.mark.parametrize(("module", "words"), [("PIL", "Pillow"), ("pyarrow.parquet", "pyarrow")])

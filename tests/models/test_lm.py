@@ -116,7 +116,7 @@ def test_a_model_reads_and_writes_text_of_characters_and_of_bytes(tmp_path):
     assert set(chars.generate("ab", 10)) <= set("ab c")
     again = load(save(chars, tmp_path / "lm.safetensors"))
     assert again.generate("c a", 20, seed=2) == chars.generate("c a", 20, seed=2)
-    with pytest.raises(ValueError, match=r"text has 'd', which is none of the 4 characters"):
+    with pytest.raises(ValueError, match=r"text has 'd', which is not among the 4 characters"):
         chars.generate("abd")
     text = cumulant.create_model("lm_nano", num_classes=256, positions="learned").generate("é", 3)
     assert text.startswith("é")

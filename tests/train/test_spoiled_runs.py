@@ -102,7 +102,7 @@ def test_two_damaged_states_are_told_with_the_way_out(stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     cut_short(folder / "state.safetensors")
     flip_a_weight(folder / "state-before.safetensors")
-    told = r"state.safetensors is no state .*incomplete metadata.*state-before.safetensors \(its contents.*--fresh"
+    told = r"state.safetensors is not a state .*incomplete metadata.*state-before.safetensors \(its contents.*--fresh"
     with pytest.raises(ValueError, match=told):
         train(FULL, folder, source=few_digits())
 
@@ -127,7 +127,7 @@ def test_a_state_that_does_not_fit_is_told_with_the_way_out(stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     of_a_deeper_model(folder)
     told = r"blocks\.2\S+: shape \S+ in the file, nothing in the model"
-    with pytest.raises(ValueError, match=rf"state.safetensors is no state that this run .*{told}.*--fresh"):
+    with pytest.raises(ValueError, match=rf"state.safetensors is not a state that this run .*{told}.*--fresh"):
         train(FULL, folder, source=few_digits())
 
 
@@ -176,7 +176,7 @@ def test_a_run_killed_before_its_state_is_removed_is_finished_when_it_is_read(un
 def test_a_result_that_is_cut_short_is_told(calm, tmp_path):
     folder = shutil.copytree(calm, tmp_path / "run")
     (folder / "result.json").write_text('{"result": {"top1": 0.5}}')
-    with pytest.raises(ValueError, match=r"result.json is no result of a run, or cut short .*--fresh"):
+    with pytest.raises(ValueError, match=r"result.json is not the result of a run, or is cut short .*--fresh"):
         train(FULL, folder, source=few_digits())
 
 

@@ -177,7 +177,7 @@ def test_training_prints_the_accuracy_and_where_everything_is(run, capsys):
     text, said = capsys.readouterr()
     assert "top-1" in text
     assert str(run) in text
-    assert said == "this run is finished already (--fresh trains it anew)\n"
+    assert said == "this run is finished already (--fresh trains it again)\n"
     assert cli.main(["train", "digits", "--out", str(run), *SHORT, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epochs"] == 1
 
@@ -247,7 +247,7 @@ def test_evaluation_reads_data_as_it_is_told(run, monkeypatch):
 
 def test_a_file_of_another_kind_is_no_checkpoint(run, capsys):
     assert cli.main(["evaluate", str(run / "log.jsonl"), "digits"]) == 2
-    assert "log.jsonl is no safetensors file" in capsys.readouterr().err
+    assert "log.jsonl is not a safetensors file" in capsys.readouterr().err
 
 
 def test_the_weights_of_a_run_that_is_not_finished_are_pointed_to(run, capsys, tmp_path):

@@ -76,7 +76,7 @@ def test_what_is_not_a_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*nothing"):
         open_model(tmp_path / "nothing")
     (tmp_path / "x.safetensors").write_bytes(b"\x80\x04pickle")
-    with pytest.raises(ValueError, match=r"x\.safetensors is no safetensors file"):
+    with pytest.raises(ValueError, match=r"x\.safetensors is not a safetensors file"):
         open_model(tmp_path / "x.safetensors")
 
 

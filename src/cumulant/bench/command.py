@@ -162,7 +162,7 @@ class Efficiency:
     memory_limit: float = 4.0
     """The textbook softmax is not measured where its matrices need more GiB."""
     minutes: float | None = None
-    """Begin no further length after so many minutes."""
+    """Start no further length after this many minutes."""
     out: Path = Path("runs/bench")
     """Folder for efficiency.json, the plot and report.html."""
     json: bool = False

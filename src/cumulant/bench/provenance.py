@@ -67,7 +67,7 @@ def read_result(path: Path, *keys: str) -> dict[str, Any]:
         raise ValueError(f"{error}; move it away, or choose another folder with --out") from error
     missing = [key for key in keys if key not in result] if isinstance(result, dict) else ["an object"]
     if missing:
-        raise ValueError(f"{path} is no result of the bench: it lacks {', '.join(missing)}; move it away")
+        raise ValueError(f"{path} is not a result of the bench: it lacks {', '.join(missing)}; move it away")
     return result
 
 

@@ -49,7 +49,7 @@ class Diagnose:
     batches: int = 2
     """Batches of the data to look at."""
     batch_size: int = 16
-    """Items of each."""
+    """Items in each batch."""
     example: Path | None = None
     """In place of data, a file of one batch: an image, a .txt, a .npy, or a .npz of arrays by names of arguments."""
     queries: int = 64
@@ -86,8 +86,8 @@ class Diagnose:
 class Convert:
     """Put attention of linear cost into a trained model and save it; `cumulant.convert.load(FOLDER)` loads it.
 
-    With --distill it is then trained, without labels, to say what the model said before. A stopped command goes on
-    where it was when it is given again.
+    With --distill it is then trained, without labels, to say what the model said before. Give a stopped command
+    again and it continues where it was.
 
     Example: cumulant convert runs/digits-softmax-0 --data digits --layers auto --budget 0.1 --force
 
@@ -124,7 +124,7 @@ class Convert:
     batches: int = 4
     """Batches of the data that the change is measured on."""
     batch_size: int = 16
-    """Items of each."""
+    """Items in each batch."""
     example: Path | None = None
     """A file of one batch for the dry run, where the model does not tell what it takes: an image, a .txt, or a .npy or
     .npz of arrays by the names of arguments. The change is measured on it unless there is --data."""
@@ -134,11 +134,11 @@ class Convert:
     items_a_step: int = 64
     """With --distill, images, clips or texts of a step."""
     items: int = 0
-    """With --distill, at most so many texts of the data. 0: all."""
+    """With --distill, use at most this many texts of the data. 0: all."""
     fresh: bool = False
-    """With --distill, begin anew and delete an earlier distillation in the folder."""
+    """With --distill, start again and delete an earlier distillation in the folder."""
     force: bool = False
-    """Convert also where the data shows that the model becomes slower on this device."""
+    """Convert even where the data shows that the model becomes slower on this device."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     out: Path = Path("runs/converted")

@@ -48,7 +48,7 @@ class DistillRecipe:
     seed: int = 0
     """Order of the data and augmentation."""
     checkpoint_steps: int = 100
-    """Save the state to go on from after every so many steps; 0: only when the run is stopped."""
+    """Save the state every this many steps, to continue from; 0: only when the run is stopped."""
 
     def __post_init__(self) -> None:
         check_least(self, epochs=1, layer_lr=0, lr=0, min_lr=0, weight_decay=0, layer_weight=0)

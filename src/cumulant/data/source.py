@@ -169,14 +169,14 @@ def folder_source(folder: Path, sampling: ClipSampling, split: int, choices: dic
 def hub_source(name: str, sampling: ClipSampling, **choices: Any) -> Source:
     """A data set of the Hub through the package `datasets`, which downloads it once and keeps it in its own cache."""
     as_hub = "as a name of the Hugging Face Hub it needs the package datasets"
-    with needed(f"{name!r} is no folder here ({LOCALLY}); {as_hub}", "data"):
+    with needed(f"{name!r} is not a folder here ({LOCALLY}); {as_hub}", "data"):
         import datasets
     repository, every = ALIASES.get(name, (name, 1))
     try:
         loaded = datasets.load_dataset(repository)
     except (OSError, ValueError) as error:  # no network, no such data set, not for everyone
         raise OSError(
-            f"{name!r} is no folder here, and the Hugging Face Hub does not give {repository} "
+            f"{name!r} is not a folder here, and the Hugging Face Hub does not give {repository} "
             f"({type(error).__name__}: {error}); {LOCALLY}"
         ) from error
     parts = {part: HubRows(table, f"{repository} {part}") for part, table in loaded.items()}

@@ -152,7 +152,7 @@ def _source(name: str, train: bytes, test: bytes, tokens: str | None, context: i
         try:
             texts = [text.decode() for text in (train, test)]
         except UnicodeDecodeError as error:
-            raise DataError(f"{name} is no text in UTF-8 ({error}); read it with tokens=bytes") from error
+            raise DataError(f"{name} is not UTF-8 text ({error}); read it with tokens=bytes") from error
         words = Vocabulary.of("".join(texts), tokens)
         parts = [torch.tensor(words.encode(text), dtype=torch.int64) for text in texts]
     made = [

@@ -136,7 +136,7 @@ def read_lines(path: Path, count: int | None) -> list[str]:
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
         return [line for line in lines if line][:count]
     import pyarrow.parquet as pq
 

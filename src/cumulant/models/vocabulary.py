@@ -37,7 +37,7 @@ class Vocabulary:
         unknown = sorted(set(text) - numbers.keys())
         if unknown:
             raise ValueError(
-                f"text has {unknown[0]!r}, which is none of the {len(self)} characters of the vocabulary: "
+                f"text has {unknown[0]!r}, which is not among the {len(self)} characters of the vocabulary: "
                 f"{self.symbols[:80]!r}"
             )
         return [numbers[symbol] for symbol in text]

@@ -69,10 +69,10 @@ class Reproduce:
     device: str | None = None
     """cpu or cuda; by default cuda where there is one, except for the digits."""
     minutes: float | None = None
-    """Start no run that would not end within so many minutes, as far as the runs so far tell, and stop one that has not
-    ended by then; exit status 3 says that runs are left for another time."""
+    """Start no run that would end later than this many minutes from now, judged by the runs so far, and stop one that
+    does; exit status 3 says that runs are left for another time."""
     fresh: bool = False
-    """Train every run anew, also those that are finished."""
+    """Train every run again, finished ones too."""
     report_only: bool = False
     """Train nothing: write results.json and report.html from the records in the folder."""
     json: bool = False
@@ -165,11 +165,11 @@ class TrainBench:
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     minutes: float | None = None
-    """Begin no run that would not end within so many minutes, and stop one that has not."""
+    """Start no run that would end later than this many minutes from now, and stop one that does."""
     out: Path = Path("runs/bench")
     """Folder for the runs (below RECIPE), train.json, the plot and report.html."""
     fresh: bool = False
-    """Train every run anew, also those that are finished."""
+    """Train every run again, finished ones too."""
     json: bool = False
     """Print JSON instead of the table."""
 
@@ -237,7 +237,7 @@ class Cab:
     size: Literal["auto", "small", "full"] = "auto"
     """Lengths and widths. auto: full on a GPU, small elsewhere."""
     steps: int = 400
-    """Of every run."""
+    """Steps of every run."""
     lr: float = 2e-3
     """The highest rate; a tenth of the steps leads up to it, a cosine down to 0."""
     seeds: int = 3
@@ -245,17 +245,17 @@ class Cab:
     control: int = 3
     """Further runs of softmax with other seeds in each column: the A/A control."""
     limit: float | None = None
-    """A run that would take more seconds is left out, with a line."""
+    """Leave out a run that would take more seconds than this, and say so."""
     workers: int = 1
-    """Runs beside each other, on a GPU too."""
+    """Runs at the same time, on a GPU too."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     minutes: float | None = None
-    """Begin no run that would not end within so many minutes, and stop one that has not."""
+    """Start no run that would end later than this many minutes from now, and stop one that does."""
     out: Path = Path("runs/bench")
     """Folder for the runs (below cab), cab.json, the plot and report.html."""
     fresh: bool = False
-    """Train every run anew, also those that are finished."""
+    """Train every run again, finished ones too."""
     report_only: bool = False
     """Train nothing: the table of the records in OUT/cab/records, those made elsewhere and copied there too."""
     json: bool = False
@@ -289,13 +289,13 @@ class Study:
     name: Annotated[str, tyro.conf.Positional]
     """list, or the name of a study that it prints."""
     setting: str = "small"
-    """Which of the study's settings: small, for two cores, or the one of its page, paper."""
+    """small, for two cores; or paper, the setting of the study's page."""
     change: tuple[str, ...] = ()
     """Single values of the setting to change: seeds=5 steps=1000."""
     attention: tuple[str, ...] = ()
-    """Mechanisms to ask, where the study asks several; by default as in the setting."""
+    """Mechanisms to compare, where the study compares several; by default as in the setting."""
     layers: tuple[str, ...] = ("all",)
-    """heads alone: layers by name; all: every one that has an ordering."""
+    """Of the study heads only: layers by name; all: every one that has an ordering."""
     seeds: int | None = None
     """Runs of each configuration; by default as in the setting."""
     control: int | None = None
@@ -303,17 +303,17 @@ class Study:
     epochs: int = 0
     """cumulant-vit and mechanisms: passes over the training part. 0: as in the recipe."""
     workers: int | None = None
-    """Runs beside each other, on a CPU with one thread each; by default 2, of heads 1."""
+    """Runs at the same time, on a CPU with one thread each; by default 2, for heads 1."""
     on: Place = "here"
     """Where runs are made: here, folder (shared by machines with the same --out) or ray; see cumulant reproduce."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     minutes: float | None = None
-    """Begin no run that would not end within so many minutes, and stop one that has not."""
+    """Start no run that would end later than this many minutes from now, and stop one that does."""
     out: Path = Path("runs/study")
     """Folder for the records, results.json, pages and figures, below NAME."""
     fresh: bool = False
-    """Make every run anew, also those that are finished."""
+    """Make every run again, finished ones too."""
     json: bool = False
     """Print JSON instead of the table."""
 
@@ -359,7 +359,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure on this machine: speed, error against softmax, cost against length, accuracy under one recipe, four uses.
+    """Measure on this machine: speed, error against softmax, cost by length, accuracy, four uses of attention.
 
     Example: cumulant bench speed --lengths 1024 4096
     """

@@ -99,7 +99,7 @@ def read_header(path: str | Path) -> dict[str, str]:
         with safetensors.safe_open(path, framework="pt") as file:
             return file.metadata() or {}
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file, or cut short: {error}") from error
+        raise ValueError(f"{path} is not a safetensors file, or is cut short: {error}") from error
 
 
 def start_from(model: nn.Module, word: str) -> list[str]:
@@ -190,7 +190,7 @@ def _video(model: ViViT, tensors: dict[str, Tensor], config: dict[str, Any] | No
     try:
         image.load_state_dict(tensors)
     except RuntimeError as error:
-        raise ValueError(f"init={word!r} is no plain vision transformer: {error}") from error
+        raise ValueError(f"init={word!r} is not a plain vision transformer: {error}") from error
     return load_image_weights(model, image)
 
 

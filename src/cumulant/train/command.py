@@ -44,7 +44,7 @@ class Train:
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     fresh: bool = False
-    """Delete an earlier run in the folder and start anew."""
+    """Delete an earlier run in the folder and start again."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -112,7 +112,7 @@ class Train:
         if not speaks():
             return 0
         if finished:
-            print("this run is finished already (--fresh trains it anew)", file=sys.stderr)
+            print("this run is finished already (--fresh trains it again)", file=sys.stderr)
         text = (
             f"{result.summary}  {result.parameters:,} parameters  {result.seconds:.0f} s\n"
             f"weights, log and result are in {self.folder}"
@@ -123,7 +123,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; of a text bits a byte.
+    """Print the top-1 and top-5 accuracy of a checkpoint that `cumulant train` wrote; for a text, bits per byte.
 
     Example: cumulant evaluate runs/digits-softmax-0 digits
 
@@ -143,7 +143,7 @@ class Evaluate:
     batch_size: int | None = None
     """Items at a time; by default as in the recipe."""
     workers: int | None = None
-    """Processes that decode; by default one a core where that pays."""
+    """Processes that decode; by default one per core where that pays."""
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     predictions: Path | None = None

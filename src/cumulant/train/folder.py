@@ -108,7 +108,7 @@ def read_result(folder: Path, names: Mapping[str, Any]) -> dict[str, Any] | None
         values = json.loads(path.read_text(encoding="utf-8"))["result"]
         return {name: values[name] if usual is MISSING else values.get(name, usual) for name, usual in names.items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no result of a run, or cut short ({error}): {FRESH}") from error
+        raise ValueError(f"{path} is not the result of a run, or is cut short ({error}): {FRESH}") from error
 
 
 def _known_data(folder: Path) -> Mapping[str, Any] | None:

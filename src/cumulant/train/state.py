@@ -149,7 +149,7 @@ def mend_state(folder: Path) -> None:
     also = damage(older)
     if also is not None:
         raise ValueError(
-            f"{newest} is no state that this run can go on from ({why}), nor is {older.name} ({also}): {FRESH}"
+            f"{newest} is not a state that this run can continue from ({why}), nor is {older.name} ({also}): {FRESH}"
         )
     told = newest.is_file()
     os.replace(older, newest)
@@ -208,7 +208,7 @@ def load_state(
         shapes, progress = shapes_of(path), read_progress(path)
         _check_fit(shapes, model, average is not None)
     except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is no state that this run can go on from ({error}): {FRESH}") from error
+        raise ValueError(f"{path} is not a state that this run can continue from ({error}): {FRESH}") from error
     weights = model.state_dict()
     if average is not None:
         load_shards(path, {f"average.{name}": tensor for name, tensor in weights.items()})

@@ -110,9 +110,9 @@ class TrainRecipe:
     """Decay of the average of the weights that is evaluated and saved; 0: no average. It starts lower, as
     (1 + step) / (10 + step)."""
     accumulate: int = 1
-    """Cut every batch into so many parts and add up their gradients: less memory, same step."""
+    """Cut every batch into this many parts and add up their gradients: less memory, same step."""
     repeats: int = 1
-    """Repeated augmentation: every image so often in a row of batches, each time augmented anew."""
+    """Repeated augmentation: how often an image follows in a row of batches, each time augmented differently."""
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -126,29 +126,29 @@ class TrainRecipe:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: whole copies of the model, or FSDP2 shards of it."""
     context_parallel: int = 1
-    """Under torchrun: so many processes share the tokens of each image, clip or text. For a ViT or ViViT at high
+    """Under torchrun: how many processes share the tokens of each image, clip or text. For a ViT or ViViT at high
     resolution, or a language model with a long context, with a mechanism that merges (cumulant1 to cumulant3)."""
     seed: int = 0
     """Initial weights, order, augmentation and dropout."""
     workers: int | None = None
-    """Processes that decode; 0: none beside this one, None: one a core where that pays."""
+    """Processes that decode; 0: none beside this one, None: one per core where that pays."""
     in_memory: Literal["auto", "yes", "no"] = "auto"
     """Keep the decoded data on the device."""
     shard_window: int = 0
-    """Data in tar or parquet shards: shuffle so many of them at a time, so that only these are read. 0: over all."""
+    """Data in tar or parquet shards: shuffle this many of them at a time, so that only these are read. 0: over all."""
     shard_lanes: int = 1
-    """With shard_window: so many readers, each with shards of its own, so that a process reads only its part of them.
+    """With shard_window: number of readers, each with shards of its own, so that a process reads only its part of them.
     Take a multiple of every number of processes that the run may have; it must divide batch_size."""
     max_bad: int | None = None
-    """So many damaged images or videos of a part are passed over. None: 1 %, at least 10, at most half."""
+    """How many damaged images or videos of a part may be skipped. None: 1 %, at least 10, at most half."""
     eval_epochs: int = 1
-    """Evaluate after every so many epochs, and after the last."""
+    """Evaluate every this many epochs, and after the last."""
     checkpoint_epochs: int = 1
-    """Save the state to go on from after every so many epochs; 0: never by epochs."""
+    """Save the state every this many epochs, to continue from; 0: never by epochs."""
     checkpoint_steps: int = 0
-    """Save it after every so many steps too; 0: never by steps."""
+    """Save it every this many steps too; 0: never by steps."""
     log_steps: int = 0
-    """Log the loss every so many steps and at the end of an epoch; 0: at the end of an epoch."""
+    """Log the loss every this many steps and at the end of an epoch; 0: at the end of an epoch."""
     tensorboard: bool = False
     """Write the log for TensorBoard too."""
     wandb: bool = False

@@ -56,7 +56,7 @@ class Explore:
     cache: Path = Path("runs/explore")
     """Folder in which the models that are trained here are kept."""
     fresh: bool = False
-    """Train them anew."""
+    """Train them again."""
     browser: bool = False
     """Open the page in a browser."""
     device: str = "cpu"

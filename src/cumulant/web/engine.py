@@ -240,7 +240,9 @@ class Engine:
         """Kinds of maps that the heads make of these images."""
         facts = self.checked(schemas.OneImage(model=asked.model, image=asked.images[0]), whole=True)
         if facts.times > 1:
-            raise NotFoundError("no_patterns", f"{asked.model} sees clips; kinds of maps are told of pictures")
+            raise NotFoundError(
+                "no_patterns", f"{asked.model} is a model of videos; patterns are found for models of pictures only"
+            )
         maps, owners = [], []
         for number, image in enumerate(asked.images):
             recording = self.recording(schemas.OneImage(model=asked.model, image=image))

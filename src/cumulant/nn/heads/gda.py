@@ -168,7 +168,8 @@ def _ratio(num_heads: int) -> int:
     fitting = [ratio for ratio in RATIOS if num_heads % (ratio + 1) == 0]
     if not fitting:
         raise ValueError(
-            f"layer 'gda' needs groups of a noise head and its signal heads: num_heads={num_heads} is no multiple of "
-            f"{', '.join(str(ratio + 1) for ratio in sorted(RATIOS))}; nearest that works: num_heads={num_heads + 1}"
+            f"layer 'gda' needs groups of a noise head and its signal heads: num_heads={num_heads} is not a "
+            f"multiple of {', '.join(str(ratio + 1) for ratio in sorted(RATIOS))}; nearest that works: "
+            f"num_heads={num_heads + 1}"
         )
     return fitting[0]
