@@ -26,10 +26,28 @@ ROOT = Path(__file__).parents[1]
 
 HEAD = """# The zoo: published attentions behind one interface
 
-Every mechanism below is called like `F.scaled_dot_product_attention`, works by name in
-`nn.MultiheadAttention(..., attention="agent")` and in the vision transformers, and passes one conformance suite
-(`tests/conformance`). The marks were filled by running each mechanism, not by declaration; a test keeps this page
-true.
+Every mechanism below has a name. You call it like `F.scaled_dot_product_attention`, or use its name in a layer or a
+model:
+
+```python
+import torch, cumulant
+
+q, k, v = (torch.randn(1, 4, 256, 32) for _ in range(3))
+out = cumulant.zoo.get("mala")(q, k, v, is_causal=True)
+layer = cumulant.nn.MultiheadAttention(128, 4, attention="agent")
+model = cumulant.create_model("vit_nano_patch4_32", attention="cumulant3+around=mean", num_classes=10)
+```
+
+| you want | take |
+| --- | --- |
+| exact attention | `softmax` |
+| to come close to softmax at linear cost | `cumulant3`; in trained models `cluster16` or `cluster64` |
+| to read tokens one by one with a state of fixed size | one marked "streaming" |
+| a sequence split over machines | a mechanism that [merges](../distributed.md#what-sees-the-whole-sequence) |
+| to compare papers | [which orderings hold](orderings.md), [error at equal cost](../unified.md) |
+
+All pass one conformance suite (`tests/conformance`). The marks below were found by running each mechanism, and a test
+keeps this page up to date.
 
 """
 
@@ -47,14 +65,14 @@ MARKS = {
 LEGEND = """
 | mark | |
 | --- | --- |
-| NS, CS | attention of a sequence to itself; the same with only the past in sight |
-| NC, CC | attention to another sequence; the same with only earlier queries in sight |
+| NS, CS | attention of a sequence to itself; the same, where a token sees only the past |
+| NC, CC | attention to another sequence; the same, where a query sees only earlier queries |
 | cost | multiply-adds of one head for L tokens, key width D, value width E, without a causal mask |
 | key mask, grouped queries | padding; several query heads share a key head |
 | weights | the L x L map can be shown |
 | sub-quadratic, streaming | no L x L work; a state of constant size |
 | ragged | packed sequences of different lengths |
-| parts | the mechanism has parameters of its own in a layer |
+| parts | in a layer, the mechanism has parameters of its own |
 """
 
 
@@ -81,8 +99,9 @@ def page() -> str:
 
 LAYERS_HEAD = """# Layers: ways to use attention heads
 
-A mechanism says how queries meet keys; a layer says what heads are, who computes, and what is kept. Every layer below
-takes the name of a mechanism and works by its own name in every model:
+A mechanism computes attention from queries, keys and values. A layer decides what happens around it: which heads there
+are, which of them work for which token, how they are projected and joined. Every layer below works over a mechanism
+that you name, and has a name of its own for models:
 
 ```python
 import torch, cumulant
@@ -92,23 +111,28 @@ print(layer(torch.randn(2, 50, 64), is_causal=True).shape)
 model = cumulant.create_model("vit_tiny_patch16_224", layer="moh", attention="cumulant3")
 ```
 
-`layer(x, attn_mask=None, is_causal=False, context=None)`; options stand behind the name, as those of mechanisms do.
-Losses that a layer adds (a router's balance) are `cumulant.nn.auxiliary_loss(model)`, which `cumulant train` adds by
-itself. The marks were filled by running each layer over second-order cumulants; a test keeps this page true.
+All are called as `layer(x, attn_mask=None, is_causal=False, context=None)`. Options stand behind the name, as for
+mechanisms. Some layers add a loss, for instance to balance a router: it is `cumulant.nn.auxiliary_loss(model)`, and
+`cumulant train` adds it for you. The marks below were found by running each layer over `cumulant2` (over `softmax`
+where a layer does not take that), and a test keeps this page up to date.
 
 """
 
 LAYERS_LEGEND = """
-Causal: `is_causal=True`. Cross: `context=`. Key mask: padding, `attn_mask=`. Ragged: `forward_packed(x, cu_seq)`.
-Streaming: `stream().step(x)`, token by token. Equivariant: permuted tokens give permuted rows. Losses: auxiliary losses
-in training. Weights: `scores(x)`. Any mechanism: it runs over every name of `cumulant list`; if not, its page says why.
+| mark | |
+| --- | --- |
+| causal, cross, key mask | `is_causal=True`; `context=`, another sequence; `attn_mask=`, padding |
+| ragged, streaming | `forward_packed(x, cu_seq)`, sequences end to end; `stream().step(x)`, token by token |
+| equivariant | permuted tokens give permuted rows |
+| losses, weights | it adds a loss in training; `scores(x)` gives its attention map |
+| any mechanism | it runs over every name of `cumulant list`; if not, its page says why |
 """
 LAYERS_MORE = """
 ## In a model that is trained already
 
-`convert` puts a layer in the place of trained ones, in models of this library and of timm. The projections are carried
-over; what the layer has besides (a router, an interpreter) is fresh, so train further. `cumulant convert MODEL --layer
-moh+top=1` does the same.
+`convert` replaces trained layers, in models of this library and of timm. The projections are carried over; what the new
+layer has besides (a router, an interpreter) is untrained, so train further. On the command line it is
+`cumulant convert MODEL --layer moh+top=1`.
 
 ```python
 model = cumulant.create_model("vit_nano_patch2_8", num_classes=10)
@@ -120,22 +144,25 @@ cumulant.convert.restore(model)
 | | |
 |---|---|
 | takes over the weights | `moh` `complexformer` `gaam` `rcmha` `sparsifiner` `biformer` `ia_red2` `marro` |
-| so with one value of an option | `gda+ratio=1` |
-| has no place for them, and says so | `sqa`, other ratios of `gda`, `lama`, `dual_stream` |
+| takes them over with this option | `gda+ratio=1` |
+| cannot take them over, and raises an error | `sqa`, other ratios of `gda`, `lama`, `dual_stream` |
 
-Models of transformers keep their layers: their classes project for themselves.
+Layers of transformers models cannot be replaced this way, because their classes compute the projections themselves.
 
-## What the papers' rankings came to
+## Do the papers' rankings hold?
 
-[One study a layer](../studies/heads.md): which of the published orderings show in small models, with seeds and control.
+[One study per layer](../studies/heads.md) tries its paper's ranking on small models, with seeds and a control.
 """
 VISION = """
 ## The vision layers in one model
 
-A ViT for Tiny-ImageNet-100: 64 pixels in patches of 8 (65 tokens), width 128, 4 blocks, 4 heads. "One core": throughput
-of forward passes of 8 on one core of a server processor that others used too, over plain softmax in the same rounds.
-GPU: microseconds an image in batches of 512 on an H200, CUDA graphs in bfloat16, not compiled. Top-1 after 8 epochs
-with Muon, one recipe for all, mean ± standard deviation (seeds) where there are several.
+A ViT for Tiny-ImageNet-100: images of 64 pixels in patches of 8 (65 tokens), width 128, 4 blocks, 4 heads.
+
+| column | |
+|---|---|
+| one core | throughput of forward passes in batches of 8, over plain softmax in the same rounds; a shared server core |
+| GPU | microseconds per image in batches of 512 on an H200, CUDA graphs in bfloat16, not compiled |
+| top-1 | after 8 epochs with Muon, one recipe for all; mean ± standard deviation (seeds) where there are several |
 
 TABLE
 
@@ -148,9 +175,10 @@ TABLE
 | does the mechanism matter? | not at 65 tokens: each layer over cumulant3 is within 1.2 points of itself over softmax |
 | do they save time? | hardly: `sqa` over softmax trains in 0.93 of the plain layer's time, the others take longer |
 
-`lama` gives all tokens one answer. The interpreters of `ia_red2` learn by reward, which this recipe has not: fresh
-ones drop half of the tokens by chance. At 65 tokens attention is a small part of the work; what the layers save is for
-longer sequences ([MoH](moh.md), [BiFormer](biformer.md), [Sparsifiner](sparsifiner.md), [IA-RED2](ia_red2.md)).
+Why some lose: `lama` gives all tokens the same answer, and the interpreters of `ia_red2` learn by reward, which this
+recipe does not have; untrained, they drop half of the tokens at random. At 65 tokens attention is a small part of the
+work; what the layers save shows in longer sequences ([MoH](moh.md), [BiFormer](biformer.md),
+[Sparsifiner](sparsifiner.md), [IA-RED2](ia_red2.md)).
 
 ```
 OMP_NUM_THREADS=1 python benchmarks/vision_layers.py count
@@ -198,7 +226,7 @@ def vision_table() -> str:
     times = {(one["layer"], one["attention"]): one for one in _vision("vision_layers_time")}
     runs = _vision("vision_layers_train")
     heads = ["layer", "over", "parameters", "million multiply-adds", "one core"]
-    heads += ["GPU: train, µs an image", "GPU: answer, µs an image"] * bool(times) + ["top-1, %"] * bool(runs)
+    heads += ["GPU: train, µs per image", "GPU: answer, µs per image"] * bool(times) + ["top-1, %"] * bool(runs)
     rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for one in _vision("vision_layers"):
         key = one["layer"], one["attention"]

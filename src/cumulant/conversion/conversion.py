@@ -242,7 +242,7 @@ def convert(
         predicted_error=predicted,
         key_dropout={s.name: s.dropout for s in found if s.name in plan and s.dropout and not plan[s.name].drops},
         measured_on="noise" if used is None and example is None else "data",
-        seconds=tuple(times),
+        seconds=(times.before, times.after),
         device=str(device_of(model)),
         inputs=sizes(measured),
         peak_bytes=None if memory is None or memory_after is None else (memory, memory_after),
