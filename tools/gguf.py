@@ -1,8 +1,11 @@
-"""Weights and tokenizer of a Llama out of a GGUF file, by numpy: enough of the format for Q4_1, Q8_0 and float32.
+"""Weights and tokenizer of a Llama out of a GGUF file, by numpy: enough of the format for SmolLM2 and Gemma (`gemma`).
 
 header:  "GGUF", version, number of tensors, number of fields, the fields (name, kind, value)
 tensors: name, sizes (the fastest first), kind, offset; the data follow, aligned
 Q8_0:    32 numbers as a scale (float16) and 32 bytes;  Q4_1: scale, smallest (float16), and 32 halves of bytes
+Q5_0:    32 numbers as a scale, the highest bit of each, and 32 halves of bytes; 16 is 0
+Q4_K:    256 numbers as a scale and a smallest, of which eight parts have 6 bits each, and 256 halves of bytes
+Q6_K:    256 numbers as 4 lower and 2 upper bits each, sixteen parts with a byte of a scale; 32 is 0
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 TEXT, ARRAY = 8, 9
 CONTROL = 3  # token_type of a special token
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}  # numbers of a block, its bytes
+KINDS = {  # numbers of a block, its bytes
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    14: ("Q6_K", 256, 210),
+}
 NAMES = (
     ("token_embd.", "model.embed_tokens."),
     ("output_norm.", "model.norm."),
@@ -83,13 +94,39 @@ class Gguf:
 
 
 def _numbers(what: str, raw: np.ndarray) -> np.ndarray:
+    """Float32 (blocks, numbers) of blocks of bytes (blocks, bytes)."""
     if what in ("F32", "F16"):
         return raw.reshape(-1).view(f"<f{raw.shape[1]}").astype(np.float32)
-    scale = raw[:, :2].copy().view("<f2").astype(np.float32)
+    if what == "Q6_K":
+        lower, upper = _halves(raw[:, :128], 64), raw[:, 128:192].reshape(-1, 2, 1, 32)
+        upper = upper >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+        numbers = (lower.reshape(-1, 8, 32) | upper.reshape(-1, 8, 32) << 4).astype(np.float32) - 32
+        scale = _half(raw[:, 208:]) * raw[:, 192:208].view(np.int8)
+        return (scale[..., None] * numbers.reshape(-1, 16, 16)).reshape(len(raw), 256)
+    scale = _half(raw[:, :2])
     if what == "Q8_0":
         return scale * raw[:, 2:].view(np.int8)
-    least, packed = raw[:, 2:4].copy().view("<f2").astype(np.float32), raw[:, 4:]
-    return scale * np.concatenate((packed & 15, packed >> 4), 1) + least
+    if what == "Q5_0":
+        highest = np.unpackbits(raw[:, 2:6], axis=1, bitorder="little")
+        return scale * ((_halves(raw[:, 6:], 16).reshape(-1, 32) | highest << 4).astype(np.float32) - 16)
+    least = _half(raw[:, 2:4])
+    if what == "Q4_1":
+        return scale * _halves(raw[:, 4:], 16).reshape(-1, 32) + least
+    first, second, both = raw[:, 4:16].reshape(-1, 3, 4).transpose(1, 0, 2)  # Q4_K: 8 scales and 8 smallest of 6 bits
+    scales = np.concatenate((first & 63, both & 15 | first >> 2 & 48), 1)
+    leasts = np.concatenate((second & 63, both >> 4 | second >> 2 & 48), 1)
+    numbers = _halves(raw[:, 16:], 32).reshape(-1, 8, 32)
+    return ((scale * scales)[..., None] * numbers - (least * leasts)[..., None]).reshape(len(raw), 256)
+
+
+def _half(raw: np.ndarray) -> np.ndarray:
+    """Float16 numbers in bytes (blocks, 2), as float32 (blocks, 1)."""
+    return raw.copy().view("<f2").astype(np.float32)
+
+
+def _halves(raw: np.ndarray, run: int) -> np.ndarray:
+    """Bytes (blocks, n) as numbers of 4 bits (blocks, n / run, 2, run): the lower ones of a run, then its upper ones."""
+    return raw.reshape(len(raw), -1, 1, run) >> np.array([0, 4], np.uint8)[:, None] & 15
 
 
 def llama(file: Gguf) -> tuple[dict[str, Any], dict[str, Tensor]]:

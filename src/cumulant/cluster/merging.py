@@ -41,8 +41,8 @@ class MergedStream:
 
     The first `sinks` and the last `recent` tokens are exact, and `chunk` more come in before some are merged. `sample`
     queries of the last `span` tokens are kept, and take places too. The first tokens given, however many, are answered
-    as softmax does; those given later meet what was kept, `chunk` at a time. Cost a token: G tokens (D + E), and a
-    share of a merge, tokens^2 (sample + E) / (4 chunk).
+    as softmax does; those given later meet what was kept, `chunk` at a time. `softcap` c bounds logits x as Gemma 2
+    does, c tanh(x / c). Cost a token: G tokens (D + E), and a share of a merge, tokens^2 (sample + E) / (4 chunk).
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class MergedStream:
         span: int = 512,
         prior: float = 0.3,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         recent = max(1, min(64, tokens // 8)) if recent is None and isinstance(tokens, int) else recent
         for name, number, least in (
@@ -70,9 +71,11 @@ class MergedStream:
         if isinstance(prior, bool) or not isinstance(prior, int | float) or not 0 <= prior < float("inf"):
             raise ValueError(f"prior must be a number, 0 or more, got {prior!r}")
         check_scale(scale)
+        if softcap is not None and (isinstance(softcap, bool) or not 0 < softcap < float("inf")):
+            raise ValueError(f"softcap must be None or a number above 0, got {softcap!r}")
         assert recent is not None
         self.tokens, self.sinks, self.recent, self.chunk, self.sample = tokens, sinks, recent, chunk, sample
-        self.span, self.prior, self.scale = span, prior, scale
+        self.span, self.prior, self.scale, self.softcap = span, prior, scale, softcap
         self.length = 0
         self.key: Tensor | None = None  # (B, H, places, D): sinks, clusters, exact tokens, and free places
         self.value: Tensor | None = None
@@ -117,13 +120,14 @@ class MergedStream:
             at_once = max(self.places, isqrt(4 * ROOM // (B * H)))  # a merge holds a quarter of the square of them
             for new in _pieces(at_once, key, value, weight, place):
                 self._put(*new)
-            return _causal(rows, key, value, None if weights is None else weight)
+            plain = weights is None and self.softcap is None
+            return _causal(rows, key, value, None if plain else weight, self.softcap)
         outs = []
         for some, k, v, w, t in _pieces(self.chunk, rows, key, value, weight, place):
             if self.used + k.shape[2] > self.places:
                 self._merge(*self._held())
             self._put(k, v, w, t)
-            outs.append(_causal(some, *self._held()[:3]))
+            outs.append(_causal(some, *self._held()[:3], self.softcap))
             self._note(some, H)
         return torch.cat(outs, 2) if outs else query.new_zeros(*query.shape[:3], value.shape[-1])
 
@@ -179,7 +183,8 @@ class MergedStream:
         key, value, weight, place = (x[:, :, old] for x in parts)
         later = weight * (self.length + 1 - place).rsqrt()
         prior = self.prior * ratio(later, later.sum(-1, keepdim=True))
-        clusters = merged(key, value, weight, place, self.queries, count, (parts[0], parts[2]), prior)
+        seen = parts[0], parts[2]
+        clusters = merged(key, value, weight, place, self.queries, count, seen, prior, self.softcap)
         kept = zip(parts, clusters, strict=True)
         self._write([torch.cat((x[:, :, : self.sinks], y.to(x.dtype), x[:, :, old.stop :]), 2) for x, y in kept], 0)
 
@@ -195,8 +200,15 @@ def _pieces(size: int, *parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(x.split(size, 2) for x in parts), strict=True)
 
 
-def _causal(rows: Tensor, key: Tensor, value: Tensor, weight: Tensor | None) -> Tensor:
-    """Softmax of rows (B, G H, L, D), which carry the scale, over key (B, H, N, D), of which they are the last L."""
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def _causal(rows: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, softcap: float | None) -> Tensor:
+    """Softmax of rows (B, G H, L, D), which carry the scale, over key (B, H, N, D), of which they are the last L.
+
+    Without weights all are 1, and there is no softcap.
+    """
     H, N, L = key.shape[1], key.shape[2], rows.shape[2]
     if weight is None:
         return F.scaled_dot_product_attention(
@@ -207,7 +219,7 @@ def _causal(rows: Tensor, key: Tensor, value: Tensor, weight: Tensor | None) -> 
     for start in range(0, L, at_once):
         some = rows[:, :, start : start + at_once]
         n = some.shape[2]
-        logits = wide(fold_groups(some, H) @ key.mT) + log(weight).unsqueeze(2)  # (B, H, G n, N)
+        logits = _capped(wide(fold_groups(some, H) @ key.mT), softcap) + log(weight).unsqueeze(2)  # (B, H, G n, N)
         last = torch.arange(N - L + start, N - L + start + n, device=key.device).repeat(rows.shape[1] // H)
         w = softmax_or_zero(logits.masked_fill(places > last[:, None], ABSENT)).to(value.dtype)
         outs.append((w @ value).unflatten(2, (-1, n)).flatten(1, 2))
@@ -223,6 +235,7 @@ def merged(
     count: int,
     beside: tuple[Tensor, Tensor] | None = None,
     prior: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, ...]:
     """`count` clusters of key (B, H, N, D), value (B, H, N, E), weight and place (B, H, N), for queries (B, H, S, D).
 
@@ -232,23 +245,31 @@ def merged(
     """
     seen, weights = (key, weight) if beside is None else beside
     queries, key, value = wide(queries), wide(key), wide(value)
-    total = (queries @ wide(seen).mT + log(weights).unsqueeze(-2)).logsumexp(-1, keepdim=True)
-    share = (queries @ key.mT + log(weight).unsqueeze(-2) - total).exp().nan_to_num(0.0, 0.0, 0.0).mean(-2)  # (B, H, N)
+    total = (_capped(queries @ wide(seen).mT, softcap) + log(weights).unsqueeze(-2)).logsumexp(-1, keepdim=True)
+    logits = _capped(queries @ key.mT, softcap) + log(weight).unsqueeze(-2)
+    share = (logits - total).exp().nan_to_num(0.0, 0.0, 0.0).mean(-2)  # (B, H, N)
     parts = (key, value, weight, place, share if prior is None else share + prior)
     count = max(1, count)
     while parts[0].shape[2] > count:
         N = parts[0].shape[2]
-        parts = _round(*parts, queries, min(N - count, max(1, N // (2 if N > 2 * count else 4))))
+        parts = _round(*parts, queries, softcap, min(N - count, max(1, N // (2 if N > 2 * count else 4))))
     return parts[:4]
 
 
 def _round(
-    key: Tensor, value: Tensor, weight: Tensor, place: Tensor, share: Tensor, queries: Tensor, count: int
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    place: Tensor,
+    share: Tensor,
+    queries: Tensor,
+    softcap: float | None,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The `count` cheapest pairs become one each. Tokens that get as much attention stand in different halves."""
     alike = ratio(share, weight).argsort(-1)
     key, value, weight, place, share = (_taken(x, alike) for x in (key, value, weight, place, share))
-    logits, apart = _squares((queries @ key.mT).mT), _squares(value)
+    logits, apart = _squares(_capped(queries @ key.mT, softcap).mT), _squares(value)
     first, second = share[..., ::2].unsqueeze(-1), share[..., 1::2].unsqueeze(-2)
     cost = logits * ratio(first * second, first + second) * (apart + LEVEL * apart.mean((-2, -1), keepdim=True))
     least, partner = cost.nan_to_num(0.0).min(-1)

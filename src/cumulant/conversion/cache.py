@@ -5,12 +5,13 @@ Shape legend: B batch, Hk key heads, H query heads, L tokens added at once, D ke
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .. import zoo
 from ..call import Call
@@ -27,6 +28,7 @@ class StateLayer(CacheLayerMixin):
     """A layer whose mechanism takes the new tokens into a state of its own; the keys carry this layer to it."""
 
     is_sliding = False
+    honours: tuple[str, ...] = ()  # what a layer may hand to `attend` beyond tensors, mask and scale
 
     def __init__(self, choice: Choice) -> None:
         super().__init__()
@@ -84,6 +86,11 @@ class StateLayer(CacheLayerMixin):
             raise ValueError(
                 f"a MomentsCache is for self-attention, got {query.shape[2]} queries and {key.shape[2]} new keys; an "
                 "encoder-decoder takes EncoderDecoderCache(MomentsCache(model), DynamicCache()) of transformers"
+            )
+        if not self._unread:
+            raise RuntimeError(
+                "a layer reads keys that another one has taken in already, as in models whose layers share keys; "
+                "generate with the default cache"
             )
         self._unread = False
 
@@ -205,16 +212,25 @@ class StreamLayer(StateLayer):
 class MergedLayer(StateLayer):
     """Softmax over a fixed number of places, see `MergedStream`."""
 
+    honours = ("softcap",)
+
     def __init__(self, **options: Any) -> None:
         super().__init__(KEPT)
         self.options, self.stream = options, MergedStream(**options)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, choice: Choice, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        choice: Choice,
+        scale: float | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attention of the new tokens, query (B, H, L, D), over what is kept and themselves: (B, H, L, E)."""
         self._check(query, key, choice)
-        self.stream.scale = scale
+        self.stream.scale, self.stream.softcap = scale, softcap
         self.tokens += key.shape[2]
         return self.stream.step(query, key, value, mask)
 
@@ -233,24 +249,35 @@ class MergedCache(Cache):
     """A cache for `model.generate(..., past_key_values=MergedCache(model, 1024))` of at most so many tokens a layer.
 
     The model is a causal one as it came, nothing trained or converted: from here on its softmax is computed by
-    `attn_implementation="softmax"`, which answers as before under other caches. Options are those of `MergedStream`.
+    `attn_implementation="softmax"`, which answers as before under other caches. Layers that see a window of the text
+    keep it as transformers' own cache does; `tokens` is for those that see all of it. Options are those of
+    `MergedStream`.
     """
 
     def __init__(self, model: nn.Module, tokens: int | Sequence[int] = 1024, **options: Any) -> None:
         config = _config(model)
-        count = config.num_hidden_layers
-        sizes = [tokens] * count if isinstance(tokens, int) else list(tokens)
-        if len(sizes) != count:
-            raise ValueError(f"tokens must be one number, or one for each of {count} layers, got {len(sizes)}")
-        if config._attn_implementation != SOFTMAX:
-            if config._attn_implementation == MIXED or config._attn_implementation.startswith(("cumulant", "cluster")):
-                raise ValueError(
-                    f"{type(model).__name__} is converted ({config._attn_implementation!r}) and a MergedCache is for "
-                    "softmax: take MomentsCache(model), or cumulant.convert.restore(model) first"
-                )
-            register_transformers(SOFTMAX)
-            model.set_attn_implementation(SOFTMAX)  # type: ignore[operator]
-        super().__init__(layers=[MergedLayer(tokens=size, **options) for size in sizes])
+        layers: list[Any] = list(DynamicCache(config=config).layers) or [
+            DynamicLayer() for _ in range(config.num_hidden_layers)
+        ]
+        growing = [at for at, layer in enumerate(layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding]
+        unknown = {type(layers[at]).__name__ for at in growing} - {DynamicLayer.__name__}
+        if unknown:
+            raise ValueError(f"a MergedCache knows no {', '.join(unknown)}, which {type(model).__name__} keeps")
+        sizes = [tokens] * len(growing) if isinstance(tokens, int) else list(tokens)
+        if len(sizes) != len(growing):
+            which = f"{len(growing)} layers" + (" that see all of the text" if len(growing) < len(layers) else "")
+            raise ValueError(f"tokens must be one number, or one for each of {which}, got {len(sizes)}")
+        if growing:
+            _answer_by_softmax(model, config)
+        else:
+            warnings.warn(
+                f"every layer of {type(model).__name__} sees a window of the text or less, and its cache is of that "
+                "size: nothing is merged",
+                stacklevel=2,
+            )
+        for at, size in zip(growing, sizes, strict=True):
+            layers[at] = MergedLayer(tokens=size, **options)
+        super().__init__(layers=layers)
 
     def numel(self) -> int:
         """Numbers held by all layers together."""
@@ -290,7 +317,7 @@ def _numbers(cache: Cache) -> int:
     for layer in layers:
         if isinstance(layer, StateLayer):
             held += layer.numel()
-        elif layer.is_initialized:
+        elif layer.is_initialized and layer.keys is not None:
             held += layer.keys.numel() + layer.values.numel()
     return held
 
@@ -299,6 +326,20 @@ def _config(model: Any) -> Any:
     if not hasattr(model, "config"):
         raise TypeError(f"model must be a language model of transformers, got {type(model).__name__}")
     return model.config.get_text_config(decoder=True)
+
+
+def _answer_by_softmax(model: Any, config: Any) -> None:
+    """Lets the softmax of a model be computed by ours, which a `MergedLayer` can answer."""
+    now = config._attn_implementation
+    if now == SOFTMAX:
+        return
+    if now == MIXED or now.startswith(("cumulant", "cluster")):
+        raise ValueError(
+            f"{type(model).__name__} is converted ({now!r}) and a MergedCache is for softmax: take "
+            "MomentsCache(model), or cumulant.convert.restore(model) first"
+        )
+    register_transformers(SOFTMAX)
+    model.set_attn_implementation(SOFTMAX)
 
 
 def _layer(choice: Choice | None) -> CacheLayerMixin:

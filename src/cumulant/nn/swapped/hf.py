@@ -148,9 +148,11 @@ def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
         choice = getattr(module, TAG, None) if fixed is None else fixed
         attention_mask = linear_form(attention_mask)
         reason = None
-        if fixed is None and (choice is None or choice.attention == "softmax" or _discovery is not None):
+        noting = fixed is None and _discovery is not None
+        stays = choice is None or choice.attention == "softmax"
+        if (stays or noting) and not hasattr(key, CARRIED):  # what has a cache of ours is answered by it
             reason = obstacle(module, query, key, attention_mask, is_causal, rest)
-        if fixed is None and _discovery is not None and not torch.compiler.is_compiling():
+        if noting and _discovery is not None and not torch.compiler.is_compiling():
             causal = _causal(module, is_causal, attention_mask)
             pattern = "causal" if causal else "self" if query.shape[2] == key.shape[2] else "cross"
             _discovery.append(Found(module, query.shape[1], reason, pattern))
@@ -253,14 +255,14 @@ def _converted(
 
     What the layer masks is not yet in the call. `watched`: somebody wants to see each call.
     """
-    reason = _unsupported(module, rest)
-    if reason is not None:
-        raise ValueError(
-            f"{reason}, which {choice.attention!r} cannot honour; keep softmax in this layer: "
-            "cumulant.convert(model, layers=...)"
-        )
     query, key, value = call[:3]
     state = getattr(key, CARRIED, None)
+    taken = {} if state is None else {name: rest[name] for name in state.honours if rest.get(name) is not None}
+    reason = _unsupported(module, {name: x for name, x in rest.items() if name not in taken})
+    if reason is not None:
+        way = "keep softmax in this layer: cumulant.convert(model, layers=...)"
+        way = way if state is None else "generate with the default cache"
+        raise ValueError(f"{reason}, which {choice.attention!r} cannot honour; {way}")
     if state is not None:
         if weighed:
             raise ValueError(
@@ -268,7 +270,7 @@ def _converted(
                 "with the default cache to see weights"
             )
         new = None if mask is None else _new_tokens(mask, key.shape[2])
-        return state.attend(query, key, value, new, choice, call.scale).transpose(1, 2).contiguous(), None
+        return state.attend(query, key, value, new, choice, call.scale, **taken).transpose(1, 2).contiguous(), None
     queries, keys = query.shape[2], key.shape[2]
     causal = _causal(module, is_causal, mask)
     pattern = understood(mask, causal, queries, keys)
