@@ -128,7 +128,8 @@ class MergedStream:
             if self.used + k.shape[2] > self.places:
                 self._merge(*self._held())
             self._put(k, v, w, t)
-            outs.append(_causal(some, *self._held()[:3], self.softcap))
+            held_key, held_value, counts, _ = self._held()
+            outs.append(_causal(some, held_key, held_value, counts, self.softcap))
             self._note(some, H)
         return torch.cat(outs, 2) if outs else query.new_zeros(*query.shape[:3], value.shape[-1])
 
