@@ -7,8 +7,9 @@ from oracles import by_definition, relative
 from cumulant import Moments, attention, scores
 from cumulant.closures import gain
 from cumulant.kernels import workers
+from cumulant.kernels.dense import cpu
 from cumulant.streaming import SlidingWindow, Stream
-from cumulant.tensors import in_units
+from cumulant.tensors import in_units, threads
 
 ROUNDING = {torch.float32: 6e-8, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
@@ -304,6 +305,11 @@ def test_threads_change_no_bit(monkeypatch, heads, length, width, joined):
         *inputs, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*inputs, grad))
     alone, asked = with_gradients(attention, inputs, grad), []
     monkeypatch.setattr(workers, "_POOLS", {})
+    with threads(3):
+        monkeypatch.setattr(cpu.PACE, "until", 0.0)  # all cores in every operation
+        for x, y in zip(with_gradients(attention, inputs, grad), alone, strict=True):
+            assert torch.equal(x, y)
+    monkeypatch.setattr(cpu.PACE, "until", float("inf"))  # tasks side by side
     monkeypatch.setattr(workers.torch, "set_num_threads", lambda count: None)  # or all tests after this one have three
     monkeypatch.setattr(workers.torch, "get_num_threads", lambda: asked.append(1) or 3)
     for x, y in zip(with_gradients(attention, inputs, grad), alone, strict=True):

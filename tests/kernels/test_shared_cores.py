@@ -1,4 +1,5 @@
 """A call on a CPU whose cores others want too: each parallel region is a wait for the scheduler, so there are few.
+On cores of its own a call runs torch's operations on all of them; how long that took says which it is.
 
 What that costs is measured by benchmarks/cpu_shared.py.
 """
@@ -25,6 +26,7 @@ def regions(monkeypatch):
 
     monkeypatch.setattr(cpu, "side_by_side", counted)
     monkeypatch.setattr(workers, "_POOLS", {})
+    monkeypatch.setattr(cpu.PACE, "until", float("inf"))  # others want the cores
     monkeypatch.setattr(workers.torch, "set_num_threads", lambda count: None)  # or all tests after this one have three
     monkeypatch.setattr(workers.torch, "get_num_threads", lambda: 3)
     return entered
@@ -70,3 +72,42 @@ def test_an_error_of_a_task_is_raised_where_it_was_asked_for(regions):
     with pytest.raises(ZeroDivisionError):
         workers.side_by_side(lambda x: 1 / x, [2, 0, 1])
     assert workers.side_by_side(lambda x: x + 1, [2, 0, 1]) == [3, 1, 2]
+
+
+def test_cores_are_ours_until_two_calls_in_a_row_come_late(monkeypatch):
+    """The best of a kind says what a call should take; the next try comes later each time."""
+    clock = [100.0]
+    monkeypatch.setattr(workers, "monotonic", lambda: clock[0])
+    pace = workers.Pace()
+    for seconds in (0.5, 0.01, 0.5, 0.02):  # the first has nothing to be compared with, one late call is chance
+        pace.took("kind", 1000, seconds)
+        assert pace.ours()
+    pace.took("another", 1000, 0.5)
+    pace.took("another", 1000, 0.5)
+    assert pace.ours()
+    pace.took("kind", 1000, 0.5)
+    for wait in (workers.PAUSE, 2 * workers.PAUSE):  # a late try is one more in the row
+        pace.took("kind", 1000, 0.5)
+        assert not pace.ours()
+        clock[0] += 0.99 * wait
+        assert not pace.ours()
+        clock[0] += 0.02 * wait
+        assert pace.ours()
+    pace.took("kind", 1000, 0.01)
+    assert pace.pause == workers.PAUSE
+
+
+def test_a_call_on_cores_of_its_own_has_few_operations_over_all_tokens(monkeypatch):
+    """Each is a parallel region: 15 forward at order 3 where the two products have 2."""
+    monkeypatch.setattr(cpu.PACE, "until", 0.0)
+    monkeypatch.setattr(workers.torch, "get_num_threads", lambda: 3)
+    q, k, v = (torch.randn(1, 12, 1024, 64) for _ in range(3))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        attention(q, k, v)
+    large = [
+        event.name
+        for event in seen.events()
+        if any(torch.Size(shape).numel() >= 12 * 1024 * 64 for shape in event.input_shapes or [])
+    ]
+    work = ("bmm", "sub", "sum", "mul", "copy", "add")
+    assert 4 <= sum(any(part in name for part in work) for name in large) <= 15, large

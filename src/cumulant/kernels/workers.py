@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,11 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Jobs = SimpleQueue[Callable[[], None]]
+
+SLOWER = 4.0  # times as long as a call should take: others want the cores
+LATE = 2e-3  # seconds; a shorter call may be late for other reasons
+PAUSE, LONGEST = 0.1, 2.0  # seconds until all cores are tried again
+MOST = 1024  # kinds of calls whose pace is remembered
 
 _LOCK = threading.Lock()
 _POOLS: dict[int, Jobs] = {}
@@ -73,3 +79,33 @@ def _pool(threads: int) -> Jobs:
             torch.set_num_threads(own)  # which threads to come begin with
             _POOLS[threads] = jobs
         return _POOLS[threads]
+
+
+class Pace:
+    """Whether the cores are ours, told by how long our own calls take.
+
+    Operations on all threads of torch are quickest on cores that nobody else wants, and far slower than tasks on
+    threads of their own where others do: each is then a wait for the scheduler. Calls that take `SLOWER` times as long
+    as the best of their kind were such waits: after two in a row others go another way for a while, longer each time.
+    """
+
+    def __init__(self) -> None:
+        self.best: dict[Any, float] = {}  # numbers a second
+        self.until, self.pause, self.late = 0.0, PAUSE, False
+
+    def ours(self) -> bool:
+        return monotonic() >= self.until
+
+    def took(self, kind: Any, numbers: int, seconds: float) -> None:
+        """A call of that kind with all cores took so long."""
+        pace = numbers / max(seconds, 1e-9)
+        if len(self.best) > MOST:
+            self.best.clear()
+        best = self.best[kind] = max(pace, self.best.get(kind, 0.0))
+        late = seconds > LATE and pace * SLOWER < best
+        if late and self.late:
+            self.until = monotonic() + self.pause
+            self.pause = min(LONGEST, 2 * self.pause)
+        elif not late:
+            self.pause = PAUSE
+        self.late = late

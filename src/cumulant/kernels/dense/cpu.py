@@ -5,8 +5,9 @@ Shape legend: B batch, H key heads, Hq query heads (a multiple of H), Lq, Lk len
 
 A plain version writes centred keys, their squares and the squared queries to memory, each as large as the input.
 Here they live in workspace tiles, so the time goes into the products themselves and a forward pass allocates its
-output, the moments and the workspace. Tiles are tasks of their own (`workers`): a pass is one parallel region, or one
-over keys and one over queries where few heads are cut along the sequence.
+output, the moments and the workspace. Where the cores are ours (`workers.Pace`) an operation is one of torch on all its
+threads, over a tile of many heads. Where others want them, or few heads are cut along the sequence, tiles are tasks of
+threads of their own: a pass is one parallel region, or one over keys and one over queries.
 With nu = 1, or the sum of the weights W, S' = nu scale S / W, T' = nu scale^2 T / 2W:
 
     out = nu <v> + q S' + q^2 T'
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -30,12 +33,11 @@ from torch import Tensor
 from ...moments import Moments, ratio, statistics_dtype
 from ...tracing import is_plain, transformed, without_autocast
 from ..launch import empty_like_rows
-from ..workers import side_by_side
-from .tiles import GRAIN, Tile, Workspace, chunks, cut, spans
+from ..workers import Pace, side_by_side
+from .passes import Read, Sums, backward_keys, backward_queries, moments, read_out
+from .tiles import GRAIN, Tile, Workspace, cut, may_join, spans
 
-SAMPLE = 512  # tokens of a long sequence whose mean is the point about which sums are taken
-
-Sums = tuple[Tensor, Tensor, Tensor | None]  # of do, of q do^T and of q^2 do^T
+PACE = Pace()
 
 
 def attention(
@@ -59,7 +61,14 @@ def attention(
     uneven = weights is not None and weights.is_floating_point() and query.dtype == statistics_dtype(query.dtype)
     if weights is not None:  # before anything asks which are 0: what the statistics cannot hold is
         weights = weights.to(statistics_dtype(query.dtype))
-    return _Attention.apply(query, key, value, weights, order, scale, total, reference, across, uneven)
+    given = query, key, value, weights, order, scale, total, reference, across, uneven
+    if is_plain(query) and not (torch.is_grad_enabled() and any(x.requires_grad for x in given[:3])):
+        return _Attention.forward(SimpleNamespace(save_for_backward=_forgotten), *given)
+    return _Attention.apply(*given)
+
+
+def _forgotten(*tensors: Tensor | None) -> None:
+    """Nobody asks for gradients."""
 
 
 class Across(Protocol):
@@ -83,40 +92,51 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
         ctx.order, ctx.scale, ctx.total, ctx.reference, ctx.across, ctx.uneven = rest
         ctx.save_for_backward(query, key, value, weights)
-        out, kept = empty_like_rows(query, value.shape[-1]), is_plain(query)
+        out, kept, whole = empty_like_rows(query, value.shape[-1]), is_plain(query), _whole(ctx.across, key, query)
+        numbers = max(query.numel(), key.numel(), value.numel(), out.numel())
+        threads = torch.get_num_threads() if kept else 1
+        kind = (ctx.order, weights is None, key.shape[-1], value.shape[-1], numbers.bit_length(), threads)
+        large = kept and numbers >= GRAIN
         halves = ctx.across is not None and ctx.across.halves
-        groups = ctx.groups = cut(query, key, halves, torch.get_num_threads() if kept else 1)
-        apart = kept and max(query.numel(), key.numel(), value.numel(), out.numel()) >= GRAIN
+        together = large and threads > 1 and whole and may_join(query, key) and PACE.ours()
+        groups = ctx.groups = cut(query, key, halves, threads, together)
+        ctx.together = together
+        apart = ctx.apart = large and not together
         ctx.alike = key.shape[-2] if weights is None and ctx.across is None else 0
+        start = perf_counter()
 
-        def moments(task: tuple[Tile, slice]) -> Moments:
+        def space() -> Workspace:  # of the thread that asks
+            return Workspace(query, kept, together)
+
+        def found(task: tuple[Tile, slice]) -> Moments:
             tile, n = task
-            w = tile.weights(weights, n)
-            return _moments(tile(key, n), tile(value, n), w, ctx.order, Workspace(query, kept))
+            return moments(tile(key, n), tile(value, n), tile.weights(weights, n), ctx.order, space())
 
-        def read_out(task: tuple[Moments, Tile, slice]) -> None:
+        def answered(task: tuple[Moments, Tile, slice]) -> None:
             state, tile, n = task
-            matrices = _read_matrices(state, tile.total(ctx.total, state), ctx.scale, ctx.alike)
-            _read_out(tile(query, n), *matrices, tile(out, n), Workspace(query, kept))
+            read = Read.of(state, tile.total(ctx.total, state), ctx.scale, ctx.alike)
+            read_out(tile(query, n), read, tile(out, n), space())
 
         def both(tile: Tile) -> Moments:
-            state = moments((tile, slice(None)))
-            read_out((state, tile, slice(None)))
+            state = found((tile, slice(None)))
+            answered((state, tile, slice(None)))
             return state
 
-        if _whole(ctx.across, key, query):
+        if whole:
             ctx.states = [_run(both, groups[0], apart)]
+            if together:
+                PACE.took(kind, numbers, perf_counter() - start)
             return out
         waiting = []
         for tiles in groups:
-            parts = _run(moments, [(tile, n) for n in spans(key, key) for tile in tiles], apart)
+            parts = _run(found, [(tile, n) for n in spans(key, key) for tile in tiles], apart)
             states = [reduce(Moments.merge, parts[i :: len(tiles)]) for i in range(len(tiles))]
             waiting.append(_merging(states, ctx.across))
         ctx.states = []
-        for tiles, found in zip(groups, waiting, strict=True):
-            ctx.states.append(found())
+        for tiles, pending in zip(groups, waiting, strict=True):
+            ctx.states.append(pending())
             each = zip(ctx.states[-1], tiles, strict=True)
-            _run(read_out, [(*one, n) for one in each for n in spans(query, key)], apart)
+            _run(answered, [(*one, n) for one in each for n in spans(query, key)], apart)
         return out
 
     @staticmethod
@@ -137,18 +157,22 @@ class _Attention(torch.autograd.Function):
             return tuple(next(found) if wanted else None for wanted in needed)
         dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (query, key, value))
         groups, kept = ctx.groups, is_plain(query)
-        apart = kept and max(query.numel(), key.numel(), value.numel(), grad.numel()) >= GRAIN
+        apart, together = ctx.apart and kept, ctx.together
+
+        def space() -> Workspace:
+            return Workspace(query, kept, together)
 
         def queries(task: tuple[Moments, Tile, slice]) -> Sums:
             state, tile, n = task
-            _, S, T = _read_matrices(state, tile.total(ctx.total, state), ctx.scale, ctx.alike)
-            return _backward_queries(tile(query, n), tile(grad, n), S, T, tile(dq, n), Workspace(query, kept))
+            read = Read.of(state, tile.total(ctx.total, state), ctx.scale, ctx.alike)
+            given = tile(query, n), tile(grad, n), read, tile(dq, n)
+            return backward_queries(*given, space())
 
         def keys(task: tuple[Moments, Sums, Tile, slice]) -> None:
             state, sums, tile, n = task
             k, v, w, nu = tile(key, n), tile(value, n), tile.weights(weights, n), tile.total(ctx.total, state)
             to = tile(dk, n), tile(dv, n)
-            _backward_keys(k, v, w, state, nu, ctx.scale, ctx.alike, sums, *to, Workspace(query, kept))
+            backward_keys(k, v, w, state, nu, ctx.scale, ctx.alike, sums, *to, space())
 
         def both(task: tuple[Moments, Tile]) -> None:
             state, tile = task
@@ -220,180 +244,3 @@ def _of_tiles(parts: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
 def _to_tiles(whole: Sequence[Tensor | None], sizes: list[int]) -> list[Any]:
     """The inverse: what belongs to each tile."""
     return list(zip(*((None,) * len(sizes) if x is None else x.split(sizes) for x in whole), strict=True))
-
-
-def _moments(key: Tensor, value: Tensor, weights: Tensor | None, order: int, space: Workspace) -> Moments:
-    """Moments of one tile, flat over (batch, head): sums about a point near the means, moved to the means at the end.
-
-    Without weights that point is the mean of evenly spaced tokens, so the tokens are read once; with weights a
-    pass of its own finds the means.
-    """
-    (g, L, D), E = (key.shape[0] * key.shape[1], *key.shape[2:]), value.shape[-1]
-    over_W: Tensor | float
-    if weights is None or not L:
-        weight, over_W, absent = torch.full((g,), float(L), dtype=space.dtype, device=space.device), 1 / max(1, L), None
-        k_mean, v_mean = (_middle(x, space.dtype).view(g, -1) for x in (key, value))
-    else:
-        absent, total = weights == 0, weights.sum(-2)
-        k_mean, v_mean = (ratio(_weighted(x, weights, absent, space), total) for x in (key, value))
-        weight, over_W = total.squeeze(-1), ratio(torch.ones_like(total), total)
-    k_rest = v_rest = S = P = T = None
-    for n in chunks(key):
-        w, gone = (None, None) if weights is None or absent is None else (weights[:, n], absent[:, n])
-        k = space.centred("k", key[..., n, :], k_mean, gone)
-        v = space.centred("v", value[..., n, :], v_mean, gone)
-        if w is not None:
-            v.mul_(w)
-        k_rest = _plus(k_rest, _total(k, w))
-        v_rest = _plus(v_rest, v.sum(-2))
-        S = _with_product(S, k, v)
-        if order == 3:
-            k.mul_(k)
-            P = _plus(P, _total(k, w))
-            T = _with_product(T, k, v)
-    if k_rest is None or v_rest is None or S is None:
-        S, third = space.zeros(g, D, E), order == 3
-        P, T = (space.zeros(g, D), torch.zeros_like(S)) if third else (None, None)
-        return Moments(weight, k_mean.double(), v_mean.double(), S, P, T)
-    a, b = k_rest * over_W, v_rest * over_W
-    row = b.unsqueeze(-2)
-    if T is not None and P is not None:
-        square = k_rest * a
-        P.sub_(square)
-        T.addcmul_(a.unsqueeze(-1), S, value=-2).addcmul_((square - P).unsqueeze(-1), row)
-    S.addcmul_(k_rest.unsqueeze(-1), row, value=-1)
-    return Moments(weight, k_mean.double().add_(a), v_mean.double().add_(b), S, P, T)
-
-
-def _middle(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean (b, h, width) of evenly spaced tokens of x (b, h, L, width), 0 without any.
-
-    Every eighth at most, and some 512 of a long sequence: one far token that is among them moves the point by so
-    little that the others' distance from it costs no digits.
-    """
-    L = x.shape[-2]
-    few = x[..., :: max(1, min(L // 16, 8), L // SAMPLE), :].to(dtype).contiguous()
-    return few.mean(-2) if L else few.sum(-2)
-
-
-def _weighted(x: Tensor, weights: Tensor, absent: Tensor, space: Workspace) -> Tensor:
-    """Sum (g, width) of the tokens of x (b, h, L, width) times their weights (g, L, 1)."""
-    zero = space.zeros().expand(weights.shape[0], x.shape[-1])
-    found = None
-    for n in chunks(x):
-        found = _plus(found, _total(space.centred("k", x[..., n, :], zero, absent[:, n]), weights[:, n]))
-    assert found is not None
-    return found
-
-
-def _plus(sums: Tensor | None, x: Tensor) -> Tensor:
-    return x if sums is None else sums.add_(x)
-
-
-def _with_product(sums: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-    """sums (g, D, E) plus x^T y of x (g, n, D) and y (g, n, E)."""
-    return torch.bmm(x.mT, y) if sums is None else sums.baddbmm_(x.mT, y)
-
-
-def _total(x: Tensor, w: Tensor | None) -> Tensor:
-    """Sum of x (g, n, width) over n with weights w (g, n, 1)."""
-    return x.sum(-2) if w is None else (w.mT @ x).squeeze(-2)
-
-
-def _over_weight(state: Moments, alike: int) -> Tensor | float:
-    """1 / W, as (g, 1, 1) where weights differ; `alike`: so many tokens of weight 1 in each."""
-    return 1 / alike if alike else ratio(torch.ones_like(state.weight), state.weight)[:, None, None]
-
-
-def _read_matrices(state: Moments, nu: Tensor | None, scale: float, alike: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """nu <v> (g, 1, E), S' and T' (g, D, E) of the module docstring."""
-    assert state.S is not None
-    over_W, v_mean = _over_weight(state, alike), state.value_mean.to(state.S.dtype).unsqueeze(-2)
-    if nu is not None:
-        v_mean, over_W = v_mean * nu, over_W * nu
-    return v_mean, state.S * (scale * over_W), None if state.T is None else state.T * (0.5 * scale * scale * over_W)
-
-
-def _spread(x: Tensor, heads: int) -> Tensor:
-    """x (g, ...) of each key head for each of its query heads."""
-    return x if heads == x.shape[0] else x.repeat_interleave(heads // x.shape[0], 0)
-
-
-def _read_out(query: Tensor, v_mean: Tensor, S: Tensor, T: Tensor | None, out: Tensor, space: Workspace) -> None:
-    heads = query.shape[0] * query.shape[1]
-    v_mean, S, T = _spread(v_mean, heads), _spread(S, heads), None if T is None else _spread(T, heads)
-    for n in chunks(query):
-        q = space.load("q", query[..., n, :])
-        o = space.target("o", out[..., n, :])
-        o.copy_(v_mean.expand_as(o))
-        o.baddbmm_(q, S)
-        if T is not None:
-            o.baddbmm_(torch.mul(q, q, out=space.take("k", *q.shape)), T)
-        space.store(out[..., n, :], o)
-
-
-def _backward_queries(query: Tensor, grad: Tensor, S: Tensor, T: Tensor | None, dq: Tensor, space: Workspace) -> Sums:
-    """Writes dq; returns sum do, q^T do and (q^2)^T do of each key head."""
-    heads, g = query.shape[0] * query.shape[1], S.shape[0]
-    S, T = _spread(S, heads), None if T is None else _spread(T, heads)
-    d_mean = dS = dT = None
-    for n in chunks(query):
-        q = space.load("q", query[..., n, :])
-        do = space.load("v", grad[..., n, :])
-        out = space.target("o", dq[..., n, :])
-        torch.bmm(do, S.mT, out=out)
-        work = space.take("k", *do.shape)
-        d_mean = _plus(d_mean, (do if do.is_contiguous() else work.copy_(do)).sum(-2))  # else tiles change its order
-        dS = _with_product(dS, q, do)
-        if T is not None:
-            work = space.take("k", *q.shape)
-            out.addcmul_(torch.bmm(do, T.mT, out=work), q, value=2)
-            dT = _with_product(dT, torch.mul(q, q, out=work), do)
-        space.store(dq[..., n, :], out)
-    if d_mean is None or dS is None:
-        d_mean, dS = S.new_zeros(heads, S.shape[-1]), torch.zeros_like(S)
-        dT = None if T is None else torch.zeros_like(T)
-
-    def gathered(x: Tensor) -> Tensor:
-        return x if heads == g else x.view(g, heads // g, *x.shape[1:]).sum(1)
-
-    return gathered(d_mean), gathered(dS), None if dT is None else gathered(dT)
-
-
-def _backward_keys(
-    key: Tensor, value: Tensor, weights: Tensor | None, state: Moments, nu: Tensor | None, scale: float, alike: int,
-    sums: Sums, dk: Tensor, dv: Tensor, space: Workspace,
-) -> None:  # fmt: skip
-    over_W = _over_weight(state, alike)
-    alpha = over_W if nu is None else over_W * nu
-    d_mean, dS, dT = sums
-    k_point, v_point = state.key_mean.to(dS.dtype), state.value_mean.to(dS.dtype)
-    a, b = ((mean - x).to(x.dtype) for mean, x in ((state.key_mean, k_point), (state.value_mean, v_point)))
-    a, b, dS = a.unsqueeze(-1), b.unsqueeze(-2), dS * (scale * alpha)
-    v_constant, k_constant, slope = d_mean.unsqueeze(-2) * alpha - a.mT @ dS, -(b @ dS.mT), None
-    if dT is not None and state.P is not None and state.S is not None:
-        dT = dT * (0.5 * scale * scale * alpha)
-        v_constant = v_constant + (a * a - state.P.unsqueeze(-1) * over_W).mT @ dT
-        slope = -(b @ dT.mT)
-        k_constant = k_constant - 2 * (dT * state.S * over_W).sum(-1).unsqueeze(-2) - 2 * a.mT * slope
-        dS = dS - 2 * a * dT
-    absent = None if weights is None else weights == 0
-    for n in chunks(key):
-        gone = None if absent is None else absent[:, n]
-        k = space.centred("k", key[..., n, :], k_point, gone)
-        v = space.centred("v", value[..., n, :], v_point, gone)
-        k_out, v_out = space.target("o", dk[..., n, :]), space.target("p", dv[..., n, :])
-        k_out.copy_(k_constant.expand_as(k_out))
-        k_out.baddbmm_(v, dS.mT)
-        v_out.copy_(v_constant.expand_as(v_out))
-        v_out.baddbmm_(k, dS)
-        if dT is not None and slope is not None:
-            turned = space.take("q", *k.shape)
-            turned.copy_(slope.expand_as(turned))
-            k_out.addcmul_(turned.baddbmm_(v, dT.mT), k, value=2)
-            v_out.baddbmm_(k.mul_(k), dT)
-        if weights is not None:
-            k_out.mul_(weights[:, n])
-            v_out.mul_(weights[:, n])
-        space.store(dk[..., n, :], k_out)
-        space.store(dv[..., n, :], v_out)

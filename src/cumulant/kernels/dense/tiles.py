@@ -7,18 +7,21 @@ Shape legend: B batch, H key heads, L length, D, E widths. A tile is g (batch, h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...moments import Moments, statistics_dtype
 
-TILE = 1 << 19  # numbers in a workspace tile, 2 MiB in float32
+TILE = 1 << 19  # numbers in a workspace tile of one thread, 2 MiB in float32
+TOGETHER = 1 << 21  # and in one of all threads
 SHARE = 1 << 17  # numbers of a task, at least: half a millisecond, less is not worth a thread
 GRAIN = 1 << 15  # numbers from which on torch cuts an operation into shares of its threads
-TOKENS = 2048  # tokens in a tile, at most: enough for the matrix products to run at full speed
+TOKENS = 2048  # tokens of a task, at least, where few heads are cut along the sequence
+CHUNK = 4096  # tokens that a tile is computed of at a time, at most: enough for matrix products at full speed
 TASKS = 8  # tasks, at least, into which long sequences of few heads are cut
 _KEPT = threading.local()
 
@@ -28,6 +31,11 @@ class Tile:
 
     def __init__(self, batches: slice, heads: slice, key_heads: int) -> None:
         self.batches, self.heads, self.key_heads = batches, heads, key_heads
+
+    @property
+    def pairs(self) -> int:
+        """(batch, key head) pairs in it."""
+        return (self.batches.stop - self.batches.start) * (self.heads.stop - self.heads.start)
 
     def __call__(self, x: Tensor, n: slice) -> Tensor:
         groups = x.shape[1] // self.key_heads
@@ -49,22 +57,39 @@ class Tile:
         return x[self.batches, 0].repeat_interleave(self.heads.stop - self.heads.start, 0)
 
 
-def cut(query: Tensor, key: Tensor, halves: bool, threads: int) -> list[list[Tile]]:
+def cut(query: Tensor, key: Tensor, halves: bool, threads: int, together: bool = False) -> list[list[Tile]]:
     """The tiles, in one group, or in two where messages go in halves: of the heads, or of the batch.
 
-    Tiles have at most `TILE` numbers, and are as many as threads where each has its `SHARE`. Which heads lie in a tile
-    changes no digit of them, so threads change none.
+    Tiles have at most `TILE` numbers, and are as many as threads where each has its `SHARE`. Tiles of all threads
+    `together` hold at least two heads, `TOGETHER` numbers or as many at a time. Which heads lie in a tile changes no
+    digit of them, so threads change none.
     """
     B, H = key.shape[:2]
     numbers = max(1, key.shape[2] * key.shape[3], query.numel() // max(1, B * H))  # of a key head
-    tasks = max(1, -(-B * H * numbers // TILE), min(threads, B * H * numbers // SHARE))
-    pairs = max(1, -(-B * H // tasks))
+    if together:
+        held = (
+            numbers
+            if 2 * numbers <= TOGETHER
+            else min(numbers, CHUNK * numbers // max(1, key.shape[2], query.shape[2]))
+        )
+        pairs = max(2, -(-B * H // -(-B * H * held // TOGETHER)))
+    else:
+        tasks = max(1, -(-B * H * numbers // TILE), min(threads, B * H * numbers // SHARE))
+        pairs = max(1, -(-B * H // tasks))
     if not halves or B * H < 2:
         return [list(_tiles(slice(0, B), slice(0, H), H, pairs))]
     cuts = [(slice(0, B), slice(0, H // 2)), (slice(0, B), slice(H // 2, H))]
     if H == 1:
         cuts = [(slice(0, B // 2), slice(0, H)), (slice(B // 2, B), slice(0, H))]
     return [list(_tiles(*cut, H, pairs)) for cut in cuts]
+
+
+def may_join(query: Tensor, key: Tensor) -> bool:
+    """Whether tiles of all threads hold two or more whole heads each.
+
+    One matrix alone may be multiplied in parts, as many as threads, and its digits then depend on those.
+    """
+    return key.shape[1] > 1 and min(x.pairs for x in cut(query, key, False, 1, True)[0]) > 1
 
 
 def _tiles(of_batches: slice, of_heads: slice, key_heads: int, pairs: int) -> Iterator[Tile]:
@@ -79,7 +104,7 @@ def _tiles(of_batches: slice, of_heads: slice, key_heads: int, pairs: int) -> It
 
 
 def spans(x: Tensor, key: Tensor) -> list[slice]:
-    """The tokens of x (B, heads, L, width) cut so that few (batch, head) pairs make `TASKS` tasks, of whole chunks."""
+    """The tokens of x (B, heads, L, width) cut so that few (batch, head) pairs make `TASKS` tasks."""
     L, pairs = x.shape[-2], max(1, key.shape[0] * key.shape[1])
     n = max(TOKENS, L) if pairs >= TASKS else -(-L // -(-TASKS // pairs))
     n = max(1, -(-n // TOKENS)) * TOKENS
@@ -88,7 +113,7 @@ def spans(x: Tensor, key: Tensor) -> list[slice]:
 
 def chunks(x: Tensor) -> Iterator[slice]:
     """Token ranges of which a tile is computed at a time; the same whatever else is in it."""
-    L, n = x.shape[-2], max(1, min(TOKENS, TILE // max(1, x.shape[-1])))
+    L, n = x.shape[-2], max(1, min(CHUNK, TILE // max(1, x.shape[-1])))
     return (slice(start, min(L, start + n)) for start in range(0, L, n))
 
 
@@ -99,20 +124,36 @@ class Workspace:
     comes as new pages every time, depends on what else the process has freed, and doubles the time of a small call.
     """
 
-    def __init__(self, like: Tensor, kept: bool) -> None:
-        self.kept = kept
+    def __init__(self, like: Tensor, kept: bool, together: bool = False) -> None:
+        self.together = together  # operations are of all threads
         self.dtype, self.device = statistics_dtype(like.dtype), like.device
-        self.buffers: dict[str, Tensor] = vars(_KEPT).setdefault(str(self.dtype), {}) if kept else {}
+        self.buffers: dict[Any, tuple[Tensor, Tensor]] = vars(_KEPT).setdefault("buffers", {}) if kept else {}
 
     def take(self, name: str, *shape: int) -> Tensor:
+        flat, last = self.buffers.get((name, self.dtype), (None, None))
+        if last is not None and last.shape == shape:
+            return last
         size = prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            with torch.inference_mode(False):  # what is kept serves calls outside of it too
-                self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
-        return self.buffers[name][:size].view(shape)
+        with torch.inference_mode(False):  # what is kept serves calls outside of it too
+            if flat is None or flat.numel() < size:
+                flat = torch.empty(size, dtype=self.dtype, device=self.device)
+            last = flat[:size].view(shape)
+        self.buffers[name, self.dtype] = flat, last
+        return last
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def whole(self, x: Tensor) -> bool:
+        """Whether whole sequences of x (b, h, L, width) are computed at once where no sum over tokens is taken.
+
+        Into a part of the tokens of several heads torch multiplies one head after the other.
+        """
+        return self.together and x.numel() <= TOGETHER
+
+    def rows(self, x: Tensor) -> Iterable[slice]:
+        """Token ranges where no sum over tokens is taken: no digit depends on them."""
+        return (slice(0, x.shape[-2]),) if self.whole(x) else chunks(x)
 
     def flat(self, x: Tensor) -> Tensor | None:
         """x (b, h, n, width) itself as (g, n, width), or None where its dtype or strides do not allow it."""
@@ -135,12 +176,16 @@ class Workspace:
 
     def target(self, name: str, x: Tensor) -> Tensor:
         """A place to compute x in: x itself as (g, n, width) where possible, else a buffer for `store`."""
-        flat = self.flat(x)
+        flat = self._own(x)
         return self.take(name, prod(x.shape[:2]), *x.shape[2:]) if flat is None else flat
 
     def store(self, x: Tensor, computed: Tensor) -> None:
-        if self.flat(x) is None:
+        if self._own(x) is None:
             x.copy_(computed.view(x.shape))
+
+    def _own(self, x: Tensor) -> Tensor | None:
+        flat = self.flat(x)
+        return None if flat is None or (self.together and not flat.is_contiguous()) else flat
 
 
 def _merged(x: Tensor) -> Tensor | None:
