@@ -6,9 +6,16 @@ FOLDER is what `python -m tools.models lightglue` made. Each picture is matched 
 keypoints (kornia), in the order of their places (`placed`), of which a block is a part of the picture; matches do not
 depend on the order. PICTURES may be files of `--keep FOLDER` (a pair's keypoints each): no kornia then. Self and cross
 attention of all nine layers are replaced, but for those that a name leaves softmax ("cluster64+near=8 except
-8.self_attn"); layers are never skipped and no point is pruned on the way. Times are those of the machine it runs on: of
-the whole matcher, and of its attention layers alone, call after call. JSON goes to
-$OUT/lightglue_matches_NUMBER.json if OUT is set.
+8.self_attn"); layers are never skipped and no point is pruned on the way. Two names are controls of softmax itself:
+"another order" (keypoints shuffled, matches compared by keypoint) and "bfloat16" (queries, keys, values and answers of
+all attention rounded to it).
+
+| on a | times |
+|---|---|
+| GPU | seconds of the whole matcher after a first pass, and of its attention layers alone, call after call |
+| CPU | processor seconds of one pass, and of its attention within it: other work on the machine counts little |
+
+JSON goes to $OUT/lightglue_matches_NUMBER.json if OUT is set; rows that are there already are not measured again.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +37,12 @@ from torch import Tensor
 
 from cumulant.bench.provenance import provenance
 from cumulant.conversion.paying import seconds_of
+from cumulant.explain.masks import share_of_work
 from cumulant.explain.matches import Matcher, Pair, kept, lightglue, placed
 
 NAMES = (
+    "another order",
+    "bfloat16",
     "cumulant2",
     "cluster64+near=4",
     "cluster64+near=8",
@@ -39,7 +50,7 @@ NAMES = (
     "cluster64+near=16 except 8.self_attn",
     "cluster64+find=tree+near=4+near_rows=1",
     "cluster64+find=tree+near=8+near_rows=1",
-    "cluster64+find=tree+leaves=4+opened=16+near=16",
+    "cluster64+find=tree+leaves=8+opened=16+near=16+width=16",
 )
 
 
@@ -64,11 +75,86 @@ def pairs(options: argparse.Namespace, device: str) -> Iterator[tuple[str, Match
 
 def matched(matcher: Matcher, pair: Pair) -> tuple[Tensor, float, float]:
     """Matches; the seconds of a pass, and of its attention layers."""
-    names = matcher.layers(pair)
+    names = matcher.layers(_few(pair))
+    if matcher.device.type == "cpu":
+        return _matched_once(matcher, pair, names)
     matcher.matches(pair)
     start = time.perf_counter()
     found, spent = matcher.matches(pair), time.perf_counter() - start
     return found, spent, sum(seconds_of(matcher.model, [(pair,)], names).values())
+
+
+def _matched_once(matcher: Matcher, pair: Pair, names: tuple[str, ...]) -> tuple[Tensor, float, float]:
+    """The same in processor seconds of one pass."""
+    attending, started = 0.0, 0.0
+
+    def before(*_: Any) -> None:
+        nonlocal started
+        started = time.process_time()
+
+    def after(*_: Any) -> None:
+        nonlocal attending
+        attending += time.process_time() - started
+
+    with ExitStack() as stack:
+        for module in map(matcher.model.get_submodule, names):
+            stack.callback(module.register_forward_pre_hook(before).remove)
+            stack.callback(module.register_forward_hook(after).remove)
+        start = time.process_time()
+        found, spent = matcher.matches(pair), time.process_time() - start
+    return found, spent, attending
+
+
+def _few(pair: Pair) -> Pair:
+    """A pair of a few keypoints, enough for `convert` to see which layers are called."""
+    return {side: {**x, **{key: x[key][:, :FEW] for key in ("keypoints", "descriptors")}} for side, x in pair.items()}
+
+
+def in_another_order(matcher: Matcher, pair: Pair) -> tuple[Tensor, float, float]:
+    """As `matched`, of keypoints that are shuffled; the numbers are those of the order given."""
+    draw = torch.Generator().manual_seed(0)
+    orders = {side: torch.randperm(x["keypoints"].shape[1], generator=draw) for side, x in pair.items()}
+    shuffled = {
+        side: {**x, **{key: x[key][:, orders[side].to(x[key].device)] for key in ("keypoints", "descriptors")}}
+        for side, x in pair.items()
+    }
+    found, *seconds = matched(matcher, shuffled)
+    numbers = torch.stack([orders[side][found[:, column]] for column, side in enumerate(("image0", "image1"))], -1)
+    return numbers, *seconds
+
+
+def rounded(matcher: Matcher, pair: Pair) -> tuple[Tensor, float, float]:
+    """As `matched`, with what goes into attention and comes out of it rounded to bfloat16."""
+
+    def before(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(x.bfloat16().to(x.dtype) if isinstance(x, Tensor) else x for x in args)
+
+    def after(_: Any, __: Any, out: Tensor) -> Tensor:
+        return out.bfloat16().to(out.dtype)
+
+    with ExitStack() as stack:
+        for name in matcher.layers(_few(pair)):
+            inner = matcher.model.get_submodule(name)
+            stack.callback(inner.register_forward_pre_hook(before).remove)
+            stack.callback(inner.register_forward_hook(after).remove)
+        return matched(matcher, pair)
+
+
+def measured(matcher: Matcher, pair: Pair, name: str) -> tuple[Tensor, float, float, dict[str, Any]]:
+    """Matches and seconds with what `name` says; layers replaced, and their multiply-adds beside softmax's."""
+    if name in CONTROLS:
+        return *CONTROLS[name](matcher, pair), {"layers": 0}
+    mechanism, _, left = name.partition(" except ")
+    with matcher.replaced(mechanism, _few(pair), left.split()) as layers:
+        found = matched(matcher, pair)
+    tokens = pair["image1"]["keypoints"].shape[1]
+    of_softmax = 1 - layers / len(matcher.layers(_few(pair)))
+    work = of_softmax + (1 - of_softmax) * share_of_work(mechanism, tokens, WIDTH)
+    return *found, {"layers": layers, "multiply_adds": work}
+
+
+FEW, WIDTH = 128, 64
+CONTROLS = {"another order": in_another_order, "bfloat16": rounded}
 
 
 def main() -> None:
@@ -82,26 +168,27 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows: dict[str, list[dict[str, Any]]] = {}
+    path = Path(os.environ["OUT"], f"lightglue_matches_{options.keypoints}.json") if "OUT" in os.environ else None
+    rows: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())["found"] if path and path.exists() else {}
     for picture, matcher, pair in pairs(options, device):
-        matcher.layers(pair)
+        names = [name for name in options.names if all(row["picture"] != picture for row in rows.get(name, []))]
+        if not names:
+            continue
         exact, of_softmax, of_attention = matched(matcher, pair)
         print(
             f"{picture}: softmax finds {len(exact)} matches, {of_softmax:.4f} s, {of_attention:.4f} of it", flush=True
         )
-        for name in options.names:
-            mechanism, _, left = name.partition(" except ")
-            with matcher.replaced(mechanism, pair, left.split()) as layers:
-                found, spent, attending = matched(matcher, pair)
-            row = {"picture": picture, "matches": len(exact), "found": len(found), "layers": layers}
+        for name in names:
+            found, spent, attending, about = measured(matcher, pair, name)
+            row = {"picture": picture, "matches": len(exact), "found": len(found), **about}
             row |= {"kept": kept(found, exact), "seconds": spent, "softmax": of_softmax}
             row |= {"attention": attending, "softmax_attention": of_attention}
             rows.setdefault(name, []).append(row)
             print(name, row, flush=True)
-            if out := os.environ.get("OUT"):
+            if path:
                 said = " ".join(["python benchmarks/lightglue_matches.py FOLDER PICTURES", *sys.argv[3:]])
                 record = {"provenance": provenance(said), "keypoints": options.keypoints, "found": rows}
-                Path(out, f"lightglue_matches_{options.keypoints}.json").write_text(json.dumps(record, indent=1))
+                path.write_text(json.dumps(record | {"device": device, "threads": torch.get_num_threads()}, indent=1))
 
 
 if __name__ == "__main__":

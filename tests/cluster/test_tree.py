@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.cluster import Blocks, Tree, attention, cluster_attention, multiply_adds
+from cumulant.cluster import Blocks, Tree, attention, cluster_attention, levels, multiply_adds
 from cumulant.cluster.basis import logit_basis
 from cumulant.cluster.tree import _sorted, _sorted_at_once, order_of, tree_order
 
@@ -118,8 +118,10 @@ def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
     assert torch.equal(nothing, torch.zeros_like(nothing))
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["all leaves at once", "leaves of each row"])
 @pytest.mark.parametrize("width", [0, 3])
-def test_two_levels_are_the_printed_formula(width: int) -> None:
+def test_two_levels_are_the_printed_formula(width: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "_at_once", lambda *_: at_once)
     q, k, v = tokens(75, H=1)
     tree = replace(TWO, width=width)
     out = cluster_attention(q, k, v, clusters=tree, near=4)[0, 0]

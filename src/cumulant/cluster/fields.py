@@ -26,12 +26,15 @@ from .near import fused, groups, heaviest, largest, near_answers, responding
 from .statistics import log
 
 
-def room(q: Tensor) -> int:
+def room(q: Tensor, grouped: bool = False) -> int:
     """Numbers that blocks of rows may hold at once: 4 million, or eight times the queries where those are many.
 
-    Without gradients a CPU is best kept at the few that its caches hold; with them blocks are computed twice.
+    Without gradients a CPU is best kept at the few that its caches hold; with them blocks are computed twice. Rows that
+    go to the clusters they chose are `grouped`: four times as many of them make products of a fair size.
     """
-    return 1 << 22 if q.device.type == "cpu" and not torch.is_grad_enabled() else max(1 << 22, 8 * q.numel())
+    if q.device.type == "cpu" and not torch.is_grad_enabled():
+        return 1 << (24 if grouped else 22)
+    return max(1 << 22, 8 * q.numel())
 
 
 class Far(NamedTuple):
@@ -238,7 +241,7 @@ def mix(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by_r
     B, H, N, n, D = q.shape
     E, K = far.value_mean.shape[-1], far.log_weight.shape[-1] if table is None else table.shape[-1]
     count = near if isinstance(near, int) else near.shape[-1]
-    of_row = 4 * K + (0 if exact is None else exact.key.shape[-2])
+    of_row, grouped = 4 * K + (0 if exact is None else exact.key.shape[-2]), False
     of_block = 0 if table is None else K * (2 * D + E + D * E)
     if far.response is not None:
         if most is None or _by_block(most, K, n, table is None, by_row or not isinstance(near, int)):
@@ -253,12 +256,12 @@ def mix(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by_r
         beside = pieces * tokens.key.shape[-2]
         if tokens.dense(count):
             of_row += 2 * tokens.key.shape[2] * tokens.key.shape[3]
-        elif tokens.grouped(q, by_row):
+        elif grouped := tokens.grouped(q, by_row):
             of_row += 3 * pieces * (tokens.key.shape[-2] + D + E)
         else:
             of_row += beside * (1 + (D + E if by_row else 0))
             of_block += 0 if by_row else beside * (D + E)
-    step = max(1, room(q) // max(1, B * H * (n * of_row + of_block)))
+    step = max(1, room(q, grouped) // max(1, B * H * (n * of_row + of_block)))
     if step >= N:
         return _rows(q, far, tokens, seen, form, by_row)
     outs = []

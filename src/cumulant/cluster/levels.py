@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..closures import gain
+from ..closures import gain, log_mass
 from ..moments import ratio
 from ..tensors import ABSENT, softmax_or_zero
 from .backend import Form
@@ -58,13 +58,11 @@ def two_levels(
     tokens = Tokens(key, value, log(slots))
     B, H, _, D = q.shape
     E, m = value.shape[-1], key.shape[-2]
-    of_row = (
-        4 * tree.count
-        + tree.opened * tree.leaves * (2 * far.query.shape[-1] + E)
-        + (form.near if isinstance(form.near, int) else 0)
-        * (m + 3 * (D + E) if tokens.grouped(q.unsqueeze(-2), True) else m * (D + E))
-    )
-    step = max(1, room(q) // max(1, B * H * of_row))
+    leaves_met, near = tree.opened * tree.leaves, form.near if isinstance(form.near, int) else 0
+    at_once, grouped = _at_once(q, tree), tokens.grouped(q.unsqueeze(-2), True)
+    of_row = 4 * tree.count + near * (m + 3 * (D + E) if grouped else m * (D + E))
+    of_row += 3 * tree.count * tree.leaves + 6 * leaves_met if at_once else leaves_met * (2 * far.query.shape[-1] + E)
+    step = max(1, room(q, grouped) // max(1, B * H * of_row))
     parts = [
         recomputed(_rows, rows, seen, clusters, leaves, narrower, tokens, exact, tree, form)
         for rows, seen in zip(q.split(step, 2), far.query.split(step, 2), strict=True)
@@ -100,10 +98,17 @@ def _rows(
     opened = _largest(log_Z, variance, tree.opened, form)
     closed = _without(log_Z, opened)
     ids = (opened.clamp(min=0).unsqueeze(-1) * r + torch.arange(r, device=q.device)).flatten(-2)  # (B, H, n, t r)
-    own = _picked(leaves, ids)
-    leaf_Z, leaf_variance = (x.squeeze(-2) for x in own.masses(seen.unsqueeze(-2), closure))
+    at_once = _at_once(q, tree)
+    if at_once:
+        means = leaves.log_weight.unsqueeze(-2) + seen @ leaves.key_mean.mT  # (B, H, n, K r)
+        means, leaf_variance = (x.gather(-1, ids) for x in (means, (seen * seen) @ leaves.spread.mT))
+        leaf_Z, leaf_values = means + log_mass(leaf_variance, closure), leaves.value_mean
+    else:
+        own = _picked(leaves, ids)
+        leaf_Z, leaf_variance = (x.squeeze(-2) for x in own.masses(seen.unsqueeze(-2), closure))
+        leaf_values = own.value_mean
     leaf_Z = leaf_Z.masked_fill((opened < 0).repeat_interleave(r, -1), ABSENT)
-    logits, values = [closed, leaf_Z], [clusters.value_mean, own.value_mean]
+    logits, values = [closed, leaf_Z], [clusters.value_mean, leaf_values]
     near = min(near, ids.shape[-1])
     if near:
         chosen = _largest(leaf_Z, leaf_variance, near, form)  # among those of open clusters
@@ -121,14 +126,25 @@ def _rows(
         logits.append(q @ exact.key.squeeze(2).mT + exact.log_weight.squeeze(2))
         values.append(exact.value.squeeze(2))
     w = softmax_or_zero(torch.cat(logits, -1)).split([x.shape[-1] for x in logits], -1)
+    lift = (w[0] * gain(variance, closure)).sum(-1) + narrower * (w[1] * gain(leaf_variance, closure)).sum(-1)
+    if at_once:  # leaf 0 stands for those of no cluster, with a weight of 0
+        table = w[1].new_zeros(*ids.shape[:-1], leaf_values.shape[-2]).scatter_add(-1, ids, w[1])
+        w = (w[0], table, *w[2:])
     out = torch.zeros_like(values[0][..., :1, :])
     for weight, value in zip(w, values, strict=True):
         each = value.ndim > weight.ndim  # clusters or tokens of each row's own
         out = out + ((weight.unsqueeze(-2) @ value).squeeze(-2) if each else weight @ value)
     if clusters.pool is not None and form.response != 0:
-        lift = (w[0] * gain(variance, closure)).sum(-1) + narrower * (w[1] * gain(leaf_variance, closure)).sum(-1)
         out = out + lift.unsqueeze(-1) * (seen @ clusters.pool)
     return out
+
+
+def _at_once(q: Tensor, tree: Tree) -> bool:
+    """Whether rows meet all leaves in one product and take of it what they opened, K / t times the multiply-adds.
+
+    On a CPU that is quicker than to move the statistics of t r leaves to each row: 2.5 times for 16 of 64 clusters.
+    """
+    return q.device.type == "cpu" and tree.count <= 32 * tree.opened
 
 
 def _largest(log_Z: Tensor, variance: Tensor, count: int, form: Form) -> Tensor:

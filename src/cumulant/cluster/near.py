@@ -18,10 +18,11 @@ from torch import Tensor
 from ..closures import gain
 from ..tensors import ABSENT, softmax_or_zero
 from ..tracing import is_plain, transformed
+from .tree import rows_of
 
 RANKS = ("mass", "error", "mean")
 FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-SLICE = 4  # rows of a cluster in one product, in units of what a cluster gets on average
+SLICE = 1  # rows of a cluster in one product, in units of what a cluster gets on average
 
 
 def groups(q: Tensor, rows: int, tokens: int) -> bool:
@@ -54,10 +55,10 @@ def near_answers(q: Tensor, which: Tensor, key: Tensor, value: Tensor, log_weigh
         place = start + torch.arange(min(step, int(longest.max()) - start))
         at = (starts[..., active].unsqueeze(-1) + place).clamp(max=pairs - 1)
         pair = order.gather(-1, at.flatten(2))  # (B, H, A P)
-        rows = q.flatten(3).gather(2, (pair // t).unsqueeze(-1).expand(-1, -1, -1, n * D))
-        logits = rows.view(B, H, len(active), len(place) * n, D) @ key[:, :, active].mT
-        logits = logits + log_weight[:, :, active].unsqueeze(-2)
-        mass, mean = _read(logits, value[:, :, active])
+        rows = rows_of(q.reshape(B * H, R, n * D), (pair // t).flatten(0, 1))
+        keys, values, weights = (x if len(active) == K else x[:, :, active] for x in (key, value, log_weight))
+        logits = rows.view(B, H, len(active), len(place) * n, D) @ keys.mT + weights.unsqueeze(-2)
+        mass, mean = _read(logits, values)
         owners.append(torch.where((place < counts[..., active].unsqueeze(-1)).flatten(2), pair, pairs))
         masses.append(mass.view(B, H, -1, n))
         means.append(mean.view(B, H, -1, n, E))
@@ -67,7 +68,7 @@ def near_answers(q: Tensor, which: Tensor, key: Tensor, value: Tensor, log_weigh
     total = owner.shape[-1]
     found = torch.full((B, H, pairs + 1), total).scatter_(-1, owner, torch.arange(total).expand_as(owner))[..., :pairs]
     mass = mass.gather(2, found.unsqueeze(-1).expand(-1, -1, -1, n)).unflatten(2, (R, t))
-    mean = mean.flatten(3).gather(2, found.unsqueeze(-1).expand(-1, -1, -1, n * E)).view(B, H, R, t, n, E)
+    mean = rows_of(mean.reshape(B * H, total + 1, n * E), found.flatten(0, 1)).view(B, H, R, t, n, E)
     return mass.transpose(-1, -2), mean.transpose(-2, -3)
 
 
