@@ -10,8 +10,9 @@
 | SmolLM2-135M | layers 3 and 15, causal, in a book | 9 query and 3 key heads of 64 |
 
 bfloat16, the same call `--batch` times, so that the GPU is full; softmax is the quicker of cuDNN and flash, in a CUDA
-graph, as `sam2_speed.py` measures it. `--keep` writes what was captured of SmolLM2 and ends: what takes a GPU can then
-be without the model. JSON goes to $OUT/captured_qkv.json if OUT is set.
+graph, as `sam2_speed.py` measures it. On a CPU errors and multiply-adds alone, in float32. `--keep` writes what was
+captured of SmolLM2 and ends: what takes a GPU can then be without the model. JSON goes to $OUT/captured_qkv.json if OUT
+is set.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ NAMES = {
         *(f"cluster64+find=tree+near={t}" for t in (2, 4)),
         "cumulant2",
     ),
-    "lightglue": (*(f"cluster64+near={t}" for t in (2, 4, 8)), "cluster64+find=tree+near=2", "cumulant2"),
+    "lightglue": (
+        *(f"cluster64+near={t}" for t in (2, 4, 8)),
+        "cluster64+find=tree+near=2",
+        "cluster64+find=tree+leaves=8+opened=16+near=16+width=16",
+        "cumulant2",
+    ),
     "smollm2": (*(f"cluster64+block=64+recent={n}+response=0" for n in (1, 4, 8)), "cumulant2"),
 }
 
@@ -72,7 +78,7 @@ def of_lightglue(folder: Path, pair: Path, tokens: int, device: str) -> dict[str
     made = lightglue(folder).to(device)
     kept = torch.load(pair, map_location=device, weights_only=True)
     data = placed({side: {key: x.float() for key, x in points.items()} for side, points in kept.items()}, tokens)
-    every = convert(made, "cluster4+near=4", force=True, data=(data,)).replaced  # all is near: softmax
+    every = convert(made, "cluster4+near=4", force=True, example=(data,)).replaced  # all is near: softmax
     found = seen(lambda: made(data), made, [name for name in every if name.split(".")[1] in ("0", "4", "8")])
     return {name: call for name, call in found.items() if "again" not in name}  # both pictures are alike
 
@@ -118,14 +124,12 @@ def main() -> None:
         if options.keep:
             torch.save({layer: tuple(x.half() for x in call[:3]) for layer, call in calls.items()}, options.keep)
             continue
-        if device == "cpu":
-            raise SystemExit(f"{name}: {len(calls)} calls captured; times are those of a GPU, and none is here")
         for layer, call in calls.items():
             shape = (options.batch, *[-1] * 3)
-            parts = {
-                key: getattr(call, key).bfloat16().expand(*shape).contiguous() for key in ("query", "key", "value")
-            }
-            rows = layers({f"{name} {layer}": call._replace(**parts)}, list(options.names or NAMES[name]))
+            if device != "cpu":
+                parts = {key: getattr(call, key).bfloat16().expand(*shape) for key in ("query", "key", "value")}
+                call = call._replace(**{key: x.contiguous() for key, x in parts.items()})
+            rows = layers({f"{name} {layer}": call}, list(options.names or NAMES[name]))
             record["found"].setdefault(name, []).extend(rows)
             if out := os.environ.get("OUT"):
                 Path(out, "captured_qkv.json").write_text(json.dumps(record))
