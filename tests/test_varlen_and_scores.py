@@ -57,7 +57,7 @@ def test_offsets_that_do_not_cut_the_tokens_are_refused(cu, message):
 
 def test_varlen_checks_what_belongs_together():
     x, cu = torch.randn(5, 2, 3), torch.tensor([0, 5])
-    with pytest.raises(ValueError, match="as many sequences, got 1 and 2"):
+    with pytest.raises(ValueError, match="equally many sequences, got 1 and 2"):
         attention_varlen(x, x, x, cu, torch.tensor([0, 2, 5]), 5, 5)
     with pytest.raises(ValueError, match="max_k must be at least the longest sequence, 5, got 4"):
         attention_varlen(x, x, x, cu, cu, 5, 4)
@@ -67,7 +67,7 @@ def test_varlen_checks_what_belongs_together():
         attention_varlen([1.0], x, x, cu, cu, 5, 5)
     with pytest.raises(ValueError, match="packed"):
         attention_varlen(x[None], x, x, cu, cu, 5, 5)
-    with pytest.raises(ValueError, match="as many tokens"):
+    with pytest.raises(ValueError, match="equally many tokens"):
         attention_varlen(x, x, x[:4], cu, cu, 5, 5)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import shards
 from .around import around_mean, check_around, softmax_rows
-from .call import Call, check_offsets, longest, offsets
+from .call import Call, check_packed, longest, offsets
 from .closures import check_closure
 from .expansion import Form, by_kernels, expand, path_for, weigh
 from .kernels import notice, replay
@@ -140,17 +140,7 @@ def attention_varlen(
     The other arguments are those of `attention`. A sequence without keys gives 0. Returns (Tq, H, E).
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 3:
-            raise ValueError(f"{name} must be packed as (tokens, heads, width), got shape {tuple(x.shape)}")
-    if value.shape[0] != key.shape[0]:
-        raise ValueError(f"key and value must have as many tokens, got {key.shape[0]} and {value.shape[0]}")
-    check_offsets("cu_seq_q", cu_seq_q, query.shape[0])
-    check_offsets("cu_seq_k", cu_seq_k, key.shape[0])
-    if len(cu_seq_q) != len(cu_seq_k):
-        raise ValueError(
-            f"cu_seq_q and cu_seq_k must describe as many sequences, got {len(cu_seq_q) - 1} and {len(cu_seq_k) - 1}"
-        )
+    check_packed(query, key, value, cu_seq_q, cu_seq_k)
     form = Form(order, full, normalization, closure, around, apart, backend).checked()
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     call = Call(q, k, v, None, is_causal, scale, enable_gqa).checked()

@@ -253,6 +253,21 @@ def check_offsets(name: str, cu_seq: Tensor, tokens: int) -> None:
         raise ValueError(f"{name} must be a 1-D integer tensor [0, ..., {tokens}], got {cu_seq!r}")
 
 
+def check_packed(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor) -> None:
+    """Raises for what cannot be sequences end to end, (T, H, D), (S, H, D) and (S, H, E), with these boundaries."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be packed as (tokens, heads, width), got {shape}")
+    if value.shape[0] != key.shape[0]:
+        raise ValueError(f"key and value must have equally many tokens, got {key.shape[0]} and {value.shape[0]}")
+    check_offsets("cu_seq_q", cu_seq_q, query.shape[0])
+    check_offsets("cu_seq_k", cu_seq_k, key.shape[0])
+    if len(cu_seq_q) != len(cu_seq_k):
+        counts = f"{len(cu_seq_q) - 1} and {len(cu_seq_k) - 1}"
+        raise ValueError(f"cu_seq_q and cu_seq_k must describe equally many sequences, got {counts}")
+
+
 def longest(at: Sequence[int]) -> int:
     """Tokens of the longest sequence between these boundaries."""
     return max((b - a for a, b in pairwise(at)), default=0)

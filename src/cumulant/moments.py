@@ -219,7 +219,9 @@ def _check_enough(before: Tensor, left: Tensor) -> None:
         rounding = 64 * torch.finfo(left.dtype).eps
         if bool((left < -rounding * before).any()):
             most = float(before.max())
-            raise ValueError(f"other holds more than these moments of weight {most:g}; remove what was merged before")
+            raise ValueError(
+                f"other holds more than these moments of weight {most:g}; remove only what was merged before"
+            )
 
 
 def centred_sums(

@@ -123,7 +123,7 @@ def test_a_model_that_answers_nan_is_told_so(layers):
     model = ours()
     with torch.no_grad():
         model.blocks[0].attn.qkv.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="answers NaN before anything is replaced"):
+    with pytest.raises(ValueError, match="gives NaN before anything is replaced"):
         convert(model, layers=layers, data=torch.randn(2, 1, 8, 8))
 
 

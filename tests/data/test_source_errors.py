@@ -289,9 +289,9 @@ def test_groups_of_videos_must_be_numbers(tmp_path, groups):
 
 
 def test_a_choice_without_effect_is_refused(tmp_path):
-    refused("digits", "digits", "no choice of test_part, got 'validation'", test_part="validation")
+    refused("digits", "digits", "test_part has no effect there, got 'validation'", test_part="validation")
     (tmp_path / "trainlist01.txt").write_text("Run/a.avi 1\n")
-    refused(tmp_path, "UCF-101's lists", "no choice of test_part", test_part="validation")
+    refused(tmp_path, "UCF-101's lists", "test_part has no effect there", test_part="validation")
 
 
 def test_an_annotation_without_a_class_is_shown(tmp_path):

@@ -74,12 +74,12 @@ def test_what_cannot_be_read_is_told(tmp_path, play):
         open_source(play, context=5000)
     with pytest.raises(ValueError, match=r'tokens must be "chars" or "bytes", got \'words\''):
         open_source(play, tokens="words")
-    with pytest.raises(DataError, match=r"digits: there is no choice of tokens, got 'bytes'"):
+    with pytest.raises(DataError, match=r"digits: tokens has no effect there, got 'bytes'"):
         open_source("digits", tokens="bytes")
-    with pytest.raises(DataError, match=r"a text\): there is no choice of label_column"):
+    with pytest.raises(DataError, match=r"a text\): label_column has no effect there"):
         open_source(play, label_column="x")
     (tmp_path / "raw.txt").write_bytes(b"\xff\xfe" * 300)
-    with pytest.raises(DataError, match=r"no text in UTF-8.*tokens=bytes"):
+    with pytest.raises(DataError, match=r"is not UTF-8 text.*tokens=bytes"):
         open_source(tmp_path / "raw.txt", context=16)
     (tmp_path / "table.csv").write_text("a,b")
     with pytest.raises(DataError, match=r"a file; expected the folder that holds the data set, or a text"):

@@ -360,7 +360,7 @@ def test_shards_go_together_again(told):
         ("mechanism", ["'lla' does not have mergeable", "nearest mechanism that can"]),
         ("cluster", ["clusters=KMeans", "which no worker holds", "Blocks(size)"]),
         ("tiles", ["response=1", "near_rows=2", 'response=None, 0 or "pooled"']),
-        ("scores", ["no worker holds all keys"]),
+        ("scores", ["which no worker holds"]),
         ("layer", ["layer 'moh'", "'multihead', 'sqa' or 'gda'"]),
         ("v_conv", ["v_conv", "other workers hold"]),
     ],

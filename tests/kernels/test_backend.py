@@ -151,7 +151,7 @@ def test_offsets_may_be_strided_and_of_any_integer_type(is_causal):
 def test_offsets_for_different_numbers_of_sequences_are_refused_before_a_kernel_reads_them():
     x = torch.randn(9, 2, 8, device=DEVICE)
     cu = torch.tensor([0, 5, 9], dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="as many sequences, got 2 and 1"):
+    with pytest.raises(ValueError, match="equally many sequences, got 2 and 1"):
         attention_varlen(x, x, x, cu, cu[::2], 9, 9, backend="triton")
     with pytest.raises(ValueError, match="1-D integer tensor"):
         attention_varlen(x, x, x, cu.float(), cu, 9, 9, backend="triton")

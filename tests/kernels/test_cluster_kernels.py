@@ -161,9 +161,10 @@ def test_tiles_with_a_query_that_is_not_a_number_still_list_clusters_that_exist(
     assert [len({*tile} & {*range(clusters)}) for tile in responding] == [3, 3]
 
 
-def check_choices(clusters: int, width: int, closure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_choices(batch: int, clusters: int, width: int, closure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 19 tiles in groups of 16, one of them with a query that is not a number."""
-    q, k, v = (tokens(2, 2, L, width, mean=m, dtype=torch.bfloat16, seed=m) for L, m in ((600, 0), (140, 1), (140, 2)))
+    sizes = (600, 0), (140, 1), (140, 2)
+    q, k, v = (tokens(batch, 2, L, width, mean=m, dtype=torch.bfloat16, seed=m) for L, m in sizes)
     q[0, 0, 3] = float("nan")
     starts = [-(-c * 140 // clusters) for c in range(clusters + 1)]
     call = of_blocks(q, k, v, None, starts, 0.25, tile=32, near=2, response=-2, rank="mean", closure=closure)
@@ -179,7 +180,7 @@ def check_choices(clusters: int, width: int, closure: str, monkeypatch: pytest.M
 def test_tiles_choose_the_same_clusters_together_as_one_by_one(
     clusters: int, closure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_choices(clusters, 32, closure, monkeypatch)
+    check_choices(1, clusters, 32, closure, monkeypatch)
 
 
 @pytest.mark.gpu
@@ -188,7 +189,7 @@ def test_tiles_choose_the_same_clusters_together_as_one_by_one(
 def test_tiles_choose_the_same_clusters_together_as_one_by_one_on_a_gpu(
     clusters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_choices(clusters, 64, "tanh", monkeypatch)
+    check_choices(2, clusters, 64, "tanh", monkeypatch)
 
 
 def test_views_of_a_projection_are_read_in_place() -> None:

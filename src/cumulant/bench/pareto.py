@@ -243,7 +243,7 @@ def capture(model: nn.Module, images: Tensor) -> dict[str, Call]:
     sites, found = find_sites(model), dict[str, Call]()
     for site in sites:
         if isinstance(site.module, AxialAttention):
-            raise ValueError(f"{site.name} attends along two axes in turn: one set of q, k, v is not what it does")
+            raise ValueError(f"{site.name} attends along two axes in turn: it has no single set of q, k, v")
     with evaluating(model), watching(model, sites, lambda site, seen, _: found.update({site.name: seen.call})):
         model(images)
     return found

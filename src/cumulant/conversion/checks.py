@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..inspect.batches import Batch, answers, call, evaluating, relative_error
+from ..inspect.batches import Batch, answer, answers, call, evaluating, relative_error, same_draws, tensors
 from ..inspect.examples import describe
-from ..inspect.reached import comparing, running
 from ..inspect.sites import Site, swappable_sites
 from ..inspect.watching import own_softmax
 from ..nn.swapped import plan as plans
@@ -19,6 +20,7 @@ from ..nn.swapped.layers import ORIGINAL
 
 Output = Callable[[Any, Batch], Tensor]
 NOT_RUN = "it does not run for this example; pass example=batch with inputs that reach it"
+SEEN = 1e-6  # relative change of an output above rounding
 SAME = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -34,7 +36,7 @@ def find_sites(model: nn.Module, example: Batch) -> list[Site]:
             raise ValueError(f"no attention layer of {name} ran ({', '.join(silent)}); pass an example=batch for them")
         raise RuntimeError(
             f"{name} takes an attn_implementation but never calls it (attention layers: {', '.join(silent)}); it "
-            "cannot be converted, and would go on computing softmax in silence"
+            "cannot be converted, and would silently keep computing softmax"
         )
     if all(site.obstacle for site in found):
         reasons = "; ".join(dict.fromkeys(str(site.obstacle) for site in found))
@@ -81,7 +83,13 @@ def uncalled(model: nn.Module, found: Sequence[Site], example: Batch) -> dict[st
             continue
         if not any(n == name or n.startswith(f"{name}.") or name.startswith(f"{n}.") for n in names):
             silent[name] = f"{kind.__name__} computes softmax itself and never asks the attention registry"
-    ran = running(model, example, silent) if silent else set()
+    ran: set[str] = set()
+    if silent:
+        with ExitStack() as stack, torch.no_grad():
+            for name in silent:
+                hook = model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: ran.add(name))
+                stack.callback(hook.remove)
+            call(model, example)
     return {name: why if name in ran else NOT_RUN for name, why in silent.items()}
 
 
@@ -107,6 +115,30 @@ def compared_by(
     return (None, None) if chosen is None else (chosen, chosen.keywords["name"])
 
 
+def comparing(model: nn.Module, found: Sequence[Site], batch: Batch) -> partial[Tensor] | None:
+    """Which output shows what replacing these layers does: the usual one if they reach it, else the first that they do
+    (of MaskFormer the decoder's, not the backbone's); None if they reach none. Cost: two forward passes."""
+    with torch.no_grad():
+        with same_draws(model):
+            before = tensors(call(model, batch))
+        with ExitStack() as stack, same_draws(model):
+            for site in found:
+                if site.obstacle is None:
+                    stack.callback(model.get_submodule(site.name).register_forward_hook(_louder).remove)
+            after = tensors(call(model, batch))
+    for name, x in before.items():
+        other = after.get(name)
+        if other is None or other.shape != x.shape or relative_error([other.double()], [x.double()]) > SEEN:
+            return partial(answer, name=name)
+    return None
+
+
+def _louder(module: nn.Module, _: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (_louder(module, _, output[0]), *output[1:])
+    return output * 1.5 if isinstance(output, Tensor) else output
+
+
 def unreached(model: nn.Module) -> str:
     return f"what the layers of {type(model).__name__} compute reaches none of its outputs for this batch"
 
@@ -120,6 +152,6 @@ def check_taken_over(
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if not error <= SAME.get(dtype, 1e-4):
         raise RuntimeError(
-            f"{type(model).__name__} says something else (relative change {error:.1e}) when its attention layers are "
-            "computed with softmax between their own projections: they do more than that, and cannot be converted"
+            f"the output of {type(model).__name__} changes by {error:.1e} (relative) when its attention layers compute "
+            "plain softmax between their own projections: they do more than that, and cannot be converted"
         )

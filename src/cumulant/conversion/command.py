@@ -68,7 +68,7 @@ class Diagnose:
     def __post_init__(self) -> None:
         check_least(self, batches=1, batch_size=1, queries=1, budget=0)
         if self.example is not None and self.data is not None:
-            raise ValueError(f"--example {self.example} stands in place of data, got {self.data} too")
+            raise ValueError(f"pass --example or data, not both, got {self.example} and {self.data}")
         if self.dial is not None and not self.dial > 0:
             raise ValueError(f"dial must be a positive relative error, got {self.dial}")
 

@@ -167,11 +167,11 @@ def convert(
     asked = Choice.named(attention, options, layer)
     if asked.attention == SOFTMAX and layer is None:
         raise ValueError(
-            f'attention="softmax" is what the layers compute now, so nothing would be replaced; one of '
-            f"{', '.join(fitting())} takes its place"
+            f'attention="softmax" is what the layers compute now, so nothing would be replaced; name one of '
+            f"{', '.join(fitting())}"
         )
     if plans.is_converted(model):
-        raise ValueError("the model is converted already; restore(model) of cumulant.convert takes that back")
+        raise ValueError("the model is converted already; cumulant.convert.restore(model) undoes that")
     if budget is not None and layers != "auto":
         raise ValueError(f'budget={budget} goes with layers="auto", got layers={layers!r}')
     if budget is not None and not budget >= 0:
@@ -343,7 +343,7 @@ def _check_pays(times: Times, plan: Mapping[str, Choice], place: str, on_data: b
             f"{what}. The model is left as it was; force=True (--force) converts anyway, to save memory, say, or to "
             "serve longer inputs or another device"
         )
-    warnings.warn(f"{what}. Pass data= like that which the model will see to have this decided", stacklevel=3)
+    warnings.warn(f"{what}. Pass data= like what the model will see, and it is decided on that", stacklevel=3)
 
 
 def _nothing(model: nn.Module, dial: ModelDial, silent: Mapping[str, str]) -> ConversionReport:

@@ -74,7 +74,7 @@ def distill(
         raise ValueError("teacher and model are the same object: pass a copy made before convert(model)")
     missing = sorted(set(plan) - {name for name, _ in teacher.named_modules()})
     if missing:
-        raise ValueError(f"teacher is not the model before: it has no layer {', '.join(missing)}")
+        raise ValueError(f"teacher is not the model from before the conversion: it has no layer {', '.join(missing)}")
     batches = as_batches(data, model, recipe.seed)
     if len(batches) < 1:
         raise ValueError("data holds no batch")

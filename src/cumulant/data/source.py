@@ -96,7 +96,7 @@ def refuse(what: str, **choices: Any) -> None:
     """A choice that would have no effect is an error."""
     for name, value in choices.items():
         if value is not None:
-            raise DataError(f"{what}: there is no choice of {name}, got {value!r}")
+            raise DataError(f"{what}: {name} has no effect there, got {value!r}")
 
 
 def local_folder(data: str | Path) -> Path | None:

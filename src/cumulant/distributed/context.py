@@ -78,9 +78,7 @@ class Answerer:
     def attend(self, call: Call, form: Form, what: Callable[..., Tensor]) -> Tensor:
         """`cumulant.attention`."""
         if what is not expand:
-            raise ValueError(
-                "no worker holds all keys, so that weights have no row to stand in: ask outside the context"
-            )
+            raise ValueError("weights need all keys, which no worker holds: ask for them outside the context")
         call = call.checked()
         self.agree("attention", call, form)
         with shards.answered_by(None):

@@ -95,7 +95,7 @@ class Segmenter:
                 "'facebook/sam2.1-hiera-tiny'; without the Hub, `python -m tools.models sam2` makes such a folder"
             ) from error
         if config.model_type not in ("sam2", "sam2_video"):
-            raise ValueError(f"{str(path)!r} is a {config.model_type!r} and no SAM 2")
+            raise ValueError(f"{str(path)!r} is a {config.model_type!r}, not a SAM 2")
         config.vision_config.backbone_feature_sizes = [[size // n, size // n] for n in (4, 8, 16)]
         config.prompt_encoder_config.image_size = size
         model, said = kind.from_pretrained(path, config=config, output_loading_info=True)

@@ -98,7 +98,9 @@ def relative_error(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
 def check_numbers(model: nn.Module, said: Iterable[Tensor]) -> None:
     """Refuse a model that says NaN: nothing can be measured against that."""
     if any(bool(x.isnan().any()) for x in said):
-        raise ValueError(f"{type(model).__name__} answers NaN before anything is replaced; look at weights and data")
+        raise ValueError(
+            f"{type(model).__name__} gives NaN before anything is replaced; check its weights and the data"
+        )
 
 
 def some(data: Iterable[Batch] | Batch, batches: int, model: nn.Module) -> list[Batch]:

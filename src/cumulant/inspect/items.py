@@ -53,7 +53,7 @@ def source_of(opened: Opened, data: str | None) -> Source:
     if opened.recipe is not None:
         return open_recipe_source(opened.recipe, data)
     if data is None:
-        raise ValueError(f"{opened.place} has no recipe inside, so its data is not known: name some")
+        raise ValueError(f"{opened.place} has no recipe inside, so its data is not known: name the data")
     return open_source(data, frames=pixels_of(opened).frames or 16)
 
 

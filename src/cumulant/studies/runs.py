@@ -111,7 +111,9 @@ def train_all(
     plan in the folder of the shop, "ray" gives them to a Ray cluster.
     """
     if on == "folder" and shop.fresh:
-        raise ValueError("--fresh would train anew what other machines have just finished: leave it out of --on folder")
+        raise ValueError(
+            "--fresh would train again what other machines have just finished: leave it out of --on folder"
+        )
     budget = budget or Budget(None)
     with Claims(shop.out / "claims") if on == "folder" else nullcontext() as claims:
         waiting = Queue(runs, shop, budget, report, claims)

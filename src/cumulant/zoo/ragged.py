@@ -5,13 +5,12 @@ Shape legend: T tokens of all sequences in a row, N sequences, M the longest of 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..call import offsets
+from ..call import check_packed, longest, offsets
 
 if TYPE_CHECKING:
     from .registry import Mechanism
@@ -33,16 +32,9 @@ def padded(
     Mechanisms whose rows look at other queries get a mask of the queries too; one with a `length_option`, which the
     unpacked form would set to max(Lq, Lk), gets it for each sequence. Cost: that of N sequences of the longest length.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be packed, (tokens, heads, width), got {shape}")
-    if value.shape[0] != key.shape[0]:
-        raise ValueError(f"key and value must have as many tokens, got {key.shape[0]} and {value.shape[0]}")
+    check_packed(query, key, value, cu_seq_q, cu_seq_k)
     at_q = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
     at_k = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
-    if len(at_q) != len(at_k):
-        raise ValueError(f"cu_seq_q and cu_seq_k must hold as many sequences, got {len(at_q) - 1} and {len(at_k) - 1}")
     place_q, mask_q = places(at_q, query.device)
     place_k, mask_k = places(at_k, key.device)
     length = mechanism.length_option
@@ -58,5 +50,5 @@ def places(at: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """For each sequence the places of its tokens in the pack, (N, M), and which of them are there, (N, M)."""
     start = torch.tensor(at[:-1], device=device, dtype=torch.long)
     length = torch.tensor(at[1:], device=device, dtype=torch.long) - start
-    steps = torch.arange(int(max((b - a for a, b in pairwise(at)), default=0)), device=device)
+    steps = torch.arange(longest(at), device=device)
     return (start[:, None] + steps).clamp(max=max(0, at[-1] - 1)), steps < length[:, None]

@@ -41,7 +41,7 @@ def made(model: nn.Module, name: str, source: Any, choice: Choice) -> nn.Module:
     if not isinstance(source, MultiheadAttention) and timm_layers.class_name(source) not in timm_layers.SELF:
         raise ValueError(
             f"{name} is a {type(source).__name__}, which layer={choice.layer!r} cannot take the place of: {OTHERS}; "
-            "models of this library and of timm can be converted so"
+            "models of this library and of timm can be converted this way"
         )
     given = _arguments(model, name, source)
     weight = source.proj.weight

@@ -36,7 +36,7 @@ def library_of(model: nn.Module) -> str:
     anew = f"; create_model({name!r}, attention=...) makes one with another that takes these weights" if name else ""
     raise ValueError(
         f"{type(model).__name__} has no attention that can be converted: no model of transformers, no attention of "
-        f"timm, torch or this library, and no module that is called so{anew}"
+        f"timm, torch or this library, and no module with Attention in its name{anew}"
     )
 
 
