@@ -48,7 +48,10 @@ NAMES = {
         "cluster64+find=tree+leaves=8+opened=16+near=16+width=16",
         "cumulant2",
     ),
-    "smollm2": (*(f"cluster64+block=64+recent={n}+response=0" for n in (1, 4, 8)), "cumulant2"),
+    "smollm2": (
+        *(f"cluster64+block=64+recent={n}+response=0{sinks}" for sinks in ("", "+sinks=4") for n in (1, 4, 8)),
+        "cumulant2",
+    ),
 }
 
 

@@ -228,12 +228,14 @@ def causal(
     size: int,
     keep: int | None = None,
     recent: int = 0,
+    prefix: int = 0,
     weights: Tensor | None = None,
     scale: float | None = None,
     margin: Margin | None = None,
     **options: Any,
 ) -> Tensor:
-    """Row by row: whole blocks before the `recent` ones and the own are clusters, what follows is exact."""
+    """Row by row: whole blocks before the `recent` ones and the own are clusters, what follows is exact, and so are the
+    first `prefix` tokens that are there."""
     B, H, Lq, _ = query.shape
     Lk = key.shape[2]
     margin = margin or Margin()
@@ -245,6 +247,7 @@ def causal(
             for c, members in enumerate(lists(past, keep)):
                 for block in members:
                     ids[block * size : (block + 1) * size] = c
+            ids[torch.nonzero(mass > 0).flatten()[:prefix]] = -1
             seen = (torch.arange(Lk) <= i)[None]
             outs.append(rows_over(q[i : i + 1], k, v, mass, ids, seen, margin, **options))
     return torch.cat(outs).view(B, H, Lq, value.shape[-1])

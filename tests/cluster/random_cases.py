@@ -84,8 +84,9 @@ def example(seed: int) -> Example:
         if kind == "blocks":
             clusters = blocks = Blocks(r.choice([1, 2, 3, 5, 40]), r.choice([None, 0, 1, 3]), r.choice([0, 1, 2, 9]))
         near = r.choice([0, 0, 1, 2, 50]) if blocks.keep is None else 0
-        rule = {"size": blocks.size, "keep": blocks.keep, "recent": blocks.recent}
-        options |= {"clusters": clusters, "near": near, "is_causal": True}
+        first = r.choice([0, 0, 1, 3])
+        rule = {"size": blocks.size, "keep": blocks.keep, "recent": blocks.recent, "prefix": first}
+        options |= {"clusters": clusters, "near": near, "is_causal": True, "prefix": first}
         return Example(
             (q, k, v), options, lambda *x: causal(*x, weights=w, near=near, margin=margin, **rule, **form), margin
         )

@@ -5,6 +5,7 @@ import torch
 from cluster_cases import softmax, tokens
 from torch.utils._pytree import tree_leaves
 
+from cumulant import zoo
 from cumulant.cluster import Blocks, ClusterStream, cluster_attention, cluster_scores
 
 RULES = [Blocks(5), Blocks(4, recent=2), Blocks(3, keep=0), Blocks(2, keep=1, recent=1), Blocks(1, keep=3), Blocks(64)]
@@ -71,6 +72,64 @@ def test_a_stream_gives_the_rows_of_the_batch(blocks):
     stream = ClusterStream(blocks)
     rows = [stream.step(*(x[..., t : t + 1, :] for x in (query, key, value))) for t in range(41)]
     torch.testing.assert_close(torch.cat(rows, -2), expected)
+
+
+@rules
+@pytest.mark.parametrize("sinks", [1, 3, 7, 50])
+def test_a_stream_with_sinks_gives_the_rows_of_the_batch_with_them(blocks, sinks):
+    query, key, value = tokens(41, 41, heads=4)
+    expected = cluster_attention(query, key, value, clusters=blocks, is_causal=True, enable_gqa=True, prefix=sinks)
+    stream = ClusterStream(blocks, prefix=sinks)
+    stream.append(key[..., :9, :], value[..., :9, :])
+    rows = [stream.apply(query[..., 8:9, :])]
+    rows += [stream.step(*(x[..., t : t + 1, :] for x in (query, key, value))) for t in range(9, 41)]
+    torch.testing.assert_close(torch.cat(rows, -2), expected[..., 8:, :])
+    stream.each(lambda x: x[:1])
+    torch.testing.assert_close(stream.apply(query[:1, ..., -1:, :]), expected[:1, ..., -1:, :])
+
+
+@rules
+def test_a_first_token_that_all_look_at_is_exact_as_a_sink_and_nowhere_else(blocks):
+    """Its weight is nearly all of every row's: what a cluster says of it is wrong for every later row."""
+    query, key, value = tokens(41, 41)
+    way = torch.nn.functional.normalize(key[0, 0, 0], dim=-1)
+    query, key = query + 4 * way, 0.5 * key
+    key[..., 0, :] = 6 * way
+    exact = softmax(query, key, value, is_causal=True)
+
+    def error(**kw):
+        out = cluster_attention(query, key, value, clusters=blocks, is_causal=True, **kw)
+        return ((out - exact).norm() / exact.norm()).item()
+
+    clustered = blocks.size > 1 and blocks.size * (blocks.recent + 1) < 41
+    assert error(prefix=41) < 1e-12
+    if clustered:
+        assert error(prefix=1) < 0.2 * error()
+    if blocks.keep is None:  # and near clusters do not see it twice
+        near = cluster_attention(query, key, value, clusters=blocks, is_causal=True, near=50, prefix=3)
+        torch.testing.assert_close(near, exact)
+
+
+def test_sinks_of_a_padded_text_are_its_own_first_tokens():
+    query, key, value = tokens(24, 24)
+    mask = torch.ones(len(query), 24, dtype=torch.bool)
+    mask[:, :8] = False
+    options = {"clusters": Blocks(4), "is_causal": True, "prefix": 2}
+    padded = cluster_attention(query, key, value, key_mask=mask, **options)
+    alone = cluster_attention(*(x[..., 8:, :] for x in (query, key, value)), **options)
+    torch.testing.assert_close(padded[..., 8:, :], alone)
+
+
+def test_sinks_by_name_are_those_of_the_call():
+    query, key, value = tokens(40, 40)
+    named = zoo.get("cluster4")(query, key, value, is_causal=True, block=4, recent=1, sinks=3)
+    blocks = Blocks(4, keep=4, recent=1)
+    torch.testing.assert_close(named, cluster_attention(query, key, value, clusters=blocks, is_causal=True, prefix=3))
+    stream = zoo.get("cluster4").stream(block=4, recent=1, sinks=3)
+    stream.append(key, value)
+    torch.testing.assert_close(stream.apply(query[..., -1:, :]), named[..., -1:, :])
+    with pytest.raises(ValueError, match="prefix must be a number of tokens, 0 or more, got -1"):
+        cluster_attention(query, key, value, clusters=blocks, is_causal=True, prefix=-1)
 
 
 @rules

@@ -84,7 +84,8 @@ def cluster_attention(
             blocks (with Lq = Lk). As many as there are clusters: softmax.
         closure: "tanh" or "langevin", which saturate, or "gauss", which is second order as it stands.
         grid: (rows, cols) or (frames, rows, cols) of the tokens after the first `prefix`.
-        prefix: so many tokens at the start (class tokens) are exact for every query.
+        prefix: so many tokens at the start (class tokens) are exact for every query. With is_causal, the first that
+            take part (attention sinks), for every later row; in plain torch.
         key_mask: (..., Lk), bool or non-negative weights. K blocks of a sequence are of the tokens that take part,
             `Blocks(size)` and blocks of a grid stay where they are. Where nothing takes part the output is 0.
         is_causal: row i sees the keys j <= i: blocks of the past are clusters, the current block is exact. K blocks
@@ -353,7 +354,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     v = v - point if weights is None else (v - point).masked_fill(absent, 0)
     if call.is_causal:
         blocks = causal_blocks(case, call.offset + q.shape[-2])
-        out = causal_clusters(q, k, v, weights, blocks, form, call.offset)
+        out = causal_clusters(q, k, v, weights, blocks, form, call.offset, prefix)
     else:
         asking, layout = _means(q, k, weights, case) if form.together else (q, None)
         out = _noncausal(asking, pack(q, k, v, weights, case), form, prefix, Lk, given)
@@ -488,9 +489,10 @@ def check_form(
 def causal_blocks(case: Case, Lq: int) -> Blocks:
     """The blocks of causal attention; raises for what has no causal form."""
     blocks, call, form = case.clusters, case.call, case.form
-    if call.grid is not None or call.prefix:
-        got = f"{call.grid}, {call.prefix}"
-        raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, prefix=0, got {got}")
+    if call.grid is not None:
+        raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, got {call.grid}")
+    if not whole(call.prefix):
+        raise ValueError(f"prefix must be a number of tokens, 0 or more, got {call.prefix!r}")
     if not isinstance(blocks, int | Blocks):
         kind = type(blocks).__name__
         raise TypeError(f"clusters must be an int or Blocks(size, keep, recent) when is_causal, got {kind}")

@@ -152,7 +152,7 @@ def _general_obstacle(case: Case) -> str | None:
         return f"clusters={clusters} do not cut grid={call.grid}"
     if case.form.together:
         return 'kernels take queries="each"'
-    if call.prefix >= key.shape[-2]:
+    if call.prefix >= key.shape[-2] and not call.is_causal:
         return f"prefix={call.prefix} leaves none of {key.shape[-2]} keys for clusters"
     return None
 
@@ -174,7 +174,9 @@ def _past_obstacle(case: Case) -> str | None:
 
     form, call, clusters = case.form, case.call, case.clusters
     Lq = call.query.shape[-2]
-    if call.grid is not None or call.prefix or form.together or form.pooled or form.near_rows != 1:
+    if call.prefix:
+        return f"kernels of causal clusters take prefix=0, without sinks, got {call.prefix!r}"
+    if call.grid is not None or form.together or form.pooled or form.near_rows != 1:
         return "causal clusters are blocks of a sequence"  # an error, and plain torch says which
     if not isinstance(clusters, int | Blocks):
         return "causal clusters are blocks of a sequence"

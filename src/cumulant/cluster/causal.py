@@ -6,6 +6,9 @@ widths.
 With `keep`, old blocks are merged in pairs, and pairs in pairs: cluster i of level j holds blocks i 2^j to
 (i + 1) 2^j - 1. Of n past blocks n_j = max(0, (n_(j-1) - keep) // 2) clusters of level j were ever made, and those from
 2 n_(j+1) to n_j - 1 are still there. The rule depends on n alone, so that a stream and a batch agree.
+
+Sinks, the first tokens of a text, to which all later ones may look: their block is a cluster without them, and they
+stay exact beside it. Blocks stand where they stood.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from .statistics import joined, log, merge, moments_of
 
 
 def causal_clusters(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, blocks: Blocks, form: Form, offset: int = 0
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, blocks: Blocks, form: Form, offset: int = 0, sinks: int = 0
 ) -> Tensor:
     """q (B, H, G, Lq, D) scaled, k (B, H, Lk, D), v (B, H, Lk, E), weights (B, 1, Lk) -> (B, H, G, Lq, E).
 
-    The first row stands at the place `offset`: only blocks that hold rows are answered. Cost a row: (recent + 1) C
-    (D + E) + A D E with A = N clusters, or (keep + 1) log2(N) when they are merged.
+    The first row stands at the place `offset`: only blocks that hold rows are answered. `sinks`: so many tokens, the
+    first that take part, are exact for every later row. Cost a row: ((recent + 1) C + sinks) (D + E) + A D E with A = N
+    clusters, or (keep + 1) log2(N) when they are merged.
     """
     G, L = q.shape[2], offset + q.shape[3]
     # What no row may see must not reach it, NaN included; rows that see a token without numbers have none themselves.
@@ -58,6 +62,11 @@ def causal_clusters(
         exact_weight.repeat(1, 1, 1, G, 1),
     )
 
+    if sinks:
+        # Those of a block that is still exact for a row are not seen twice.
+        past = torch.arange(first, N, device=q.device) - recent
+        exact, weights = _set_apart(exact, k, v, weights, min(sinks, N * C), past)
+        log_weight = log(weights)
     moments = moments_of(k, v, weights.expand(k.shape[:-1]), full=form.full, response=form.response != 0)
     block = torch.arange(N, device=q.device)
     hidden = table = tokens = None
@@ -74,6 +83,24 @@ def causal_clusters(
     last = torch.arange(offset, L, device=q.device).clamp(max=broken.shape[-1] - 1)  # the last token that a row sees
     lost = broken.cumsum(-1)[..., last] > 0
     return out.masked_fill(lost[:, :, None, :, None], float("nan"))
+
+
+def _set_apart(exact: Exact, k: Tensor, v: Tensor, weights: Tensor, count: int, past: Tensor) -> tuple[Exact, Tensor]:
+    """The first `count` tokens that take part, beside what is exact for blocks of rows (R) that have `past` (R,) blocks
+    as clusters; and the weights (B, 1, N, C) of all others, for clusters. k (B, H, N, C, D), v (B, H, N, C, E)."""
+    C, flat = weights.shape[-1], weights.flatten(2)
+    place = (flat == 0).int().argsort(dim=-1, stable=True)[..., :count]  # (B, 1, count)
+
+    def taken(x: Tensor) -> Tensor:
+        x = x.flatten(2, 3)
+        which = place.unsqueeze(-1).expand(*x.shape[:2], count, x.shape[-1])
+        return x.gather(2, which).unsqueeze(2).expand(-1, -1, len(past), -1, -1)
+
+    left = place.unsqueeze(2) // C < past[:, None]  # (B, 1, R, count): the block has become a cluster
+    log_weight = torch.where(left, log(flat.gather(-1, place)).unsqueeze(2), ABSENT).unsqueeze(-2)
+    log_weight = log_weight.expand(*exact.log_weight.shape[:-1], count)
+    beside = zip((taken(k), taken(v), log_weight), exact, (-2, -2, -1), strict=True)
+    return Exact(*(torch.cat((new, old), dim) for new, old, dim in beside)), flat.scatter(-1, place, 0).view_as(weights)
 
 
 def merged_lists(blocks: Moments, N: int, keep: int, recent: int) -> tuple[Moments, Tensor]:

@@ -48,10 +48,10 @@ def multiply_adds(
 
 
 def causal_multiply_adds(
-    L: int, D: int, E: int, blocks: Blocks, *, response: int | None = None, variance: str = "diagonal"
+    L: int, D: int, E: int, blocks: Blocks, *, response: int | None = None, variance: str = "diagonal", sinks: int = 0
 ) -> float:
-    """Of causal attention: a row's own block of C tokens and `recent` ones exact, C (D + E) each, and of the A clusters
-    that are left of its past, A (D + D or D^2 + E) + r D E; statistics as of `multiply_adds`."""
+    """Of causal attention: a row's own block of C tokens and `recent` ones exact, C (D + E) each, `sinks` (D + E), and
+    of the A clusters that are left of its past, A (D + D or D^2 + E) + r D E; statistics as of `multiply_adds`."""
     C = min(blocks.size, L)
     spread = D if variance == "diagonal" else D * D
     total = float(L) * (spread + (0 if response == 0 else D * E))
@@ -59,7 +59,8 @@ def causal_multiply_adds(
         rows, recent = min(C, L - block * C), min(blocks.recent, block)
         A = clusters_left(block - recent, blocks.keep)
         r = A if response is None else min(response, A)
-        total += rows * ((recent + 1) * C * (D + E) + A * (D + spread + E) + r * D * E)
+        exact = (recent + 1) * C + min(sinks, (block - recent) * C)
+        total += rows * (exact * (D + E) + A * (D + spread + E) + r * D * E)
     return total
 
 

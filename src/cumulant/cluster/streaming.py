@@ -31,7 +31,8 @@ class ClusterStream:
     `step` gives the row that `cluster_attention(..., clusters=blocks, is_causal=True)` gives. Of the current and the
     `recent` blocks the tokens are kept, of older ones `Moments`: a counter with at most keep + 1 clusters of each
     size, the oldest two of a size merging when there would be keep + 2. With keep=None nothing merges and memory
-    grows with L / size. Cost a token: (recent + 1) size (D + E) + (keep + 1) log2(L / size) D E.
+    grows with L / size. The first `prefix` tokens (sinks) are kept for good. Cost a token: (recent + 1) size (D + E) +
+    (keep + 1) log2(L / size) D E.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ClusterStream:
         variance: str = "diagonal",
         response: int | None = None,
         scale: float | None = None,
+        prefix: int = 0,
     ) -> None:
         if not isinstance(blocks, Blocks):
             raise TypeError(f"blocks must be Blocks(size, keep, recent), got {type(blocks).__name__}")
@@ -50,12 +52,15 @@ class ClusterStream:
         if response is not None and not whole(response):
             raise ValueError(f"response must be None (all clusters) or a number, 0 or more, got {response!r}")
         check_scale(scale)
-        self.blocks, self.scale = blocks, scale
+        if not whole(prefix):
+            raise ValueError(f"prefix must be a number of tokens, 0 or more, got {prefix!r}")
+        self.blocks, self.scale, self.prefix = blocks, scale, prefix
         self.form = Form(0, closure, "mass", variance == "full", response, near_rows=1)
         self.levels: list[list[Moments]] = []  # of each size the clusters still apart, the oldest first
         self.key: Tensor | None = None  # tokens of the recent blocks and the current one, (B, H, l, D)
         self.value: Tensor | None = None
         self.origin: Tensor | None = None  # the first key: all are measured from it
+        self.first: tuple[Tensor, Tensor] | None = None  # sinks of blocks that are clusters now, (B, H, n, D or E)
         self.length = 0
         self._far: Far | None = None
 
@@ -65,7 +70,7 @@ class ClusterStream:
         if self.key is None or self.value is None:
             return None
         kept = [x for level in self.levels for cluster in level for x in cluster if x is not None]
-        return self.key, self.value, *kept
+        return self.key, self.value, *(self.first or ()), *kept
 
     @property
     def clusters(self) -> int:
@@ -77,6 +82,7 @@ class ClusterStream:
         if self.key is None or self.value is None or self.origin is None:
             return
         self.key, self.value, self.origin = change(self.key), change(self.value), change(self.origin)
+        self.first = None if self.first is None else (change(self.first[0]), change(self.first[1]))
         self.levels = [
             [Moments._make(None if x is None else change(x) for x in cluster) for cluster in level]
             for level in self.levels
@@ -102,7 +108,9 @@ class ClusterStream:
         # The last block, whole or not, is the current one: it becomes a past block when a token follows it.
         leaving = (self.key.shape[-2] - 1) // C - self.blocks.recent
         for _ in range(max(0, leaving)):
-            self._push(moments_of(*self._block(C), full=self.form.full, response=self.form.response != 0))
+            self._push(
+                moments_of(*self._without_sinks(*self._block(C)), full=self.form.full, response=self.form.response != 0)
+            )
             self.key, self.value, self._far = self.key[..., C:, :], self.value[..., C:, :], None
 
     @torch.no_grad()
@@ -130,7 +138,10 @@ class ClusterStream:
         H, D = self.key.shape[1], self.key.shape[-1]
         scale = D**-0.5 if self.scale is None else self.scale
         rows = (query.to(self.key.dtype) * scale).unflatten(1, (H, -1)).flatten(2, 3).unsqueeze(2)  # (B, H, 1, G Q, D)
-        exact = Exact(self.key.unsqueeze(2), self.value.unsqueeze(2), self.key.new_zeros(1, 1, 1, 1, 1))
+        key, value = self.key, self.value
+        if self.first is not None:
+            key, value = torch.cat((self.first[0], key), -2), torch.cat((self.first[1], value), -2)
+        exact = Exact(key.unsqueeze(2), value.unsqueeze(2), key.new_zeros(1, 1, 1, 1, 1))
         out = mix(rows, self._clusters(), None, Seen(exact), self.form, by_row=True)  # each row, as in a batch
         return out.reshape(*lead, *query.shape[1:3], self.value.shape[-1]).to(query.dtype)
 
@@ -139,6 +150,17 @@ class ClusterStream:
         assert self.value is not None
         key, value = (x[..., :tokens, :].unsqueeze(2) for x in (self.key, self.value))
         return key, value, key.new_ones(key.shape[:-1])
+
+    def _without_sinks(self, key: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keeps the sinks of a block that becomes a cluster, and takes them out of it."""
+        assert self.key is not None
+        count = min(key.shape[-2], self.prefix - (self.length - self.key.shape[-2]))  # of which so many have left
+        if count > 0:
+            new = key[:, :, 0, :count], value[:, :, 0, :count]
+            old = self.first
+            self.first = new if old is None else (torch.cat((old[0], new[0]), -2), torch.cat((old[1], new[1]), -2))
+            weight[..., :count] = 0
+        return key, value, weight
 
     def _push(self, cluster: Moments) -> None:
         keep, level = self.blocks.keep, 0

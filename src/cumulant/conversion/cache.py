@@ -21,7 +21,7 @@ from ..nn.swapped.choice import KEPT, SOFTMAX, Choice
 from ..nn.swapped.hf import CARRIED, MIXED, TAG, register_transformers
 from ..tensors import fold_groups
 
-STREAMED = {"block", "recent", "closure", "variance", "response"}  # options of clusters that a stream knows
+STREAMED = {"block", "recent", "sinks", "closure", "variance", "response"}  # options of clusters that a stream knows
 
 
 class StateLayer(CacheLayerMixin):

@@ -84,6 +84,8 @@ def _check(parts: Parts, call: Call, spread: Spread, clusters: object, form: For
         )
     if call.offset:
         raise ValueError(f"offset={call.offset} is not split over workers; pass 0")
+    if call.is_causal and call.prefix:
+        raise ValueError(f"sinks (prefix={call.prefix}) of causal blocks are not split over workers; pass 0")
 
 
 class _Sequence:

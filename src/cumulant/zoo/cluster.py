@@ -46,10 +46,10 @@ def _check_past(*, find: str = "blocks", leaves: int = 1, opened: int = 0, patch
         )
 
 
-def _stream(count: int, *, block: int = BLOCK, recent: int = 0, **options: Any) -> ClusterStream:
+def _stream(count: int, *, block: int = BLOCK, recent: int = 0, sinks: int = 0, **options: Any) -> ClusterStream:
     _check_past(**{name: options.pop(name) for name in FOUND if name in options})
     given = {name: option for name, option in options.items() if option != AUTO}
-    return ClusterStream(past_blocks(count, block=block, recent=recent), **given)
+    return ClusterStream(past_blocks(count, block=block, recent=recent), prefix=sinks, **given)
 
 
 def _options(
@@ -64,6 +64,7 @@ def _options(
     rank: str = "auto",
     block: int = BLOCK,
     recent: int = 0,
+    sinks: int = 0,
     find: str = "blocks",
     leaves: int = 1,
     opened: int = 0,
@@ -72,6 +73,7 @@ def _options(
 ) -> dict[str, Any]:
     """Arguments of `cluster_attention`: the blocks are a grid's, a sequence's, or past ones; or clusters by content,
     where `find` is "tree" (of patches of a grid, with leaves, if it has any, of so many that are opened) or "kmeans".
+    In causal attention blocks are of `block` tokens, `recent` ones exact, and so are `sinks` at the start of a text.
 
     A grid is that of the queries; where keys are others it says nothing of them.
     """
@@ -80,7 +82,7 @@ def _options(
     shared |= {"response": response, "near_rows": near_rows, "rank": rank}
     if call.is_causal:
         _check_past(find=find, leaves=leaves, opened=opened, patch=patch, width=width)
-        return {"clusters": past_blocks(count, block=block, recent=recent), **shared}
+        return {"clusters": past_blocks(count, block=block, recent=recent), "prefix": sinks, **shared}
     clusters = clusters_of(count, find=find, leaves=leaves, opened=opened, patch=patch, width=width)
     query, key = call.query, call.key
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim > 1 and key.ndim > 1

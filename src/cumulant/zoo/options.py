@@ -55,7 +55,7 @@ def _real(given: Any) -> bool:
 
 
 CHECKS: Mapping[str, Check] = {
-    "chunk": at_least(1), "block": at_least(1), "recent": at_least(0),
+    "chunk": at_least(1), "block": at_least(1), "recent": at_least(0), "sinks": at_least(0),
     "leaves": at_least(1), "opened": at_least(0), "max_len": length,
     "position": at_least(0), "kernel": at_least(1), "eps": number,
     "clamp": number_or_none, "power": positive, "query_std": number, "ridge": ridge, "position_bias": flag_or_none,
