@@ -108,7 +108,7 @@ MASKS = (
         _same("DepartmentStore.jpg", "lena.jpg", "luispedro.jpg", "nuclear.png"),
     ),
     DEMO,
-    _template(*AGENCY, "about/2.jpg", "header-bg.jpg"),
+    _template(*AGENCY, "team/2.jpg", "header-bg.jpg"),
     _template(*BUSINESS, "bg.jpg", "products-01.jpg", "products-03.jpg"),
     _template(
         "clean-blog",
