@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.cluster import Blocks, Tree, attention, cluster_attention, levels, multiply_adds
+from cumulant.cluster import Blocks, Tree, attention, cluster_attention, cluster_scores, levels, multiply_adds
 from cumulant.cluster.basis import logit_basis
 from cumulant.cluster.tree import _sorted, _sorted_at_once, order_of, tree_order
 
@@ -65,15 +65,23 @@ def two_levels_by_hand(query: Tensor, key: Tensor, value: Tensor, tree: Tree, ne
         inside.sort(key=lambda x: -score(x))
         closed = [x for c, x in enumerate(clusters) if c not in opened and len(x)]
         far = closed + [x for x in inside[near:] if len(x)]
-        exact = torch.cat([x for x in inside[:near] if len(x)])
-        met_far = [met(q, x) for x in far]
+        exact, rests = torch.cat([x for x in inside[:near] if len(x)]), []
+        met_far, means = [met(q, x) for x in far], [value[x].mean(0) for x in far]
+        if tree.exact:
+            looked = seen[exact] @ (q @ of_query)
+            exact = exact[looked.topk(min(tree.exact, len(exact))).indices]
+            rests = [(x, x[~torch.isin(x, exact)]) for x in inside[:near]]
+        for leaf, rest in rests:
+            if len(rest):
+                met_far.append((float((seen[rest] @ (q @ of_query)).logsumexp(0)), met(q, leaf)[1]))
+                means.append(value[rest].mean(0))
         logits = torch.cat((torch.tensor([m for m, _ in met_far], dtype=q.dtype), key[exact] @ q))
         w = logits.softmax(0)
-        means = torch.stack([value[x].mean(0) for x in far])
         gains = torch.tensor([math.tanh(s) / s if s else 1.0 for _, s in met_far], dtype=q.dtype)
         gains[len(closed) :] *= narrower
-        lift = (w[: len(far)] * gains).sum()
-        rows.append(w[: len(far)] @ means + w[len(far) :] @ value[exact] + lift * (q @ of_query @ inner))
+        of_far, of_tokens = w[: len(means)], w[len(means) :]
+        lift = (of_far * gains).sum()
+        rows.append(of_far @ torch.stack(means) + of_tokens @ value[exact] + lift * (q @ of_query @ inner))
     return torch.stack(rows)
 
 
@@ -92,7 +100,14 @@ def test_content_comes_closer_to_softmax_than_the_order_of_the_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "tree", [Tree(16), Tree(16, width=3), Tree(8, leaves=4, opened=8), replace(TWO, opened=8, width=3)]
+    "tree",
+    [
+        Tree(16),
+        Tree(16, width=3),
+        Tree(8, leaves=4, opened=8),
+        replace(TWO, opened=8, width=3),
+        replace(TWO, opened=8, width=3, exact=77),
+    ],
 )
 def test_everything_near_is_softmax_with_masks_prefix_groups_and_odd_lengths(tree: Tree) -> None:
     q, k, v = tokens(77)
@@ -111,7 +126,7 @@ def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
     bad = [x.clone() for x in (k, v)]
     for x in bad:
         x[:, :, 40:] = float("nan")
-    for tree in (Tree(4), TWO, replace(TWO, width=3)):
+    for tree in (Tree(4), TWO, replace(TWO, width=3), replace(TWO, width=3, exact=3)):
         out, other = (cluster_attention(q, *kv, clusters=tree, near=2, key_mask=mask) for kv in ((k, v), bad))
         torch.testing.assert_close(out, other)
     nothing = cluster_attention(q, k, v, clusters=TWO, near=2, key_mask=mask & False)
@@ -120,10 +135,11 @@ def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["all leaves at once", "leaves of each row"])
 @pytest.mark.parametrize("width", [0, 3])
-def test_two_levels_are_the_printed_formula(width: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exact", [0, 5])
+def test_two_levels_are_the_printed_formula(width: int, exact: int, at_once: bool, monkeypatch) -> None:
     monkeypatch.setattr(levels, "_at_once", lambda *_: at_once)
     q, k, v = tokens(75, H=1)
-    tree = replace(TWO, width=width)
+    tree = replace(TWO, width=width, exact=exact)
     out = cluster_attention(q, k, v, clusters=tree, near=4)[0, 0]
     torch.testing.assert_close(out, two_levels_by_hand(q[0, 0], k[0, 0], v[0, 0], tree, 4), rtol=1e-6, atol=1e-6)
 
@@ -164,6 +180,32 @@ def test_more_near_leaves_come_closer_to_softmax() -> None:
     errors = [error(cluster_attention(q, k, v, clusters=tree, near=t), q, k, v) for t in (0, 4, 16, 32)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-12
+
+
+def test_exact_tokens_of_many_leaves_come_closer_than_as_many_of_few_leaves() -> None:
+    q, k, v = few_directions()
+    tree = Tree(16, leaves=4, opened=8, width=4)  # leaves of 8 tokens
+    few = error(cluster_attention(q, k, v, clusters=tree, near=4), q, k, v)
+    many = error(cluster_attention(q, k, v, clusters=replace(tree, exact=32), near=16), q, k, v)
+    assert many < 0.8 * few
+
+
+def test_what_is_left_of_a_leaf_has_its_own_mean_value_with_a_mask_too() -> None:
+    """Where all logits are 0, any choice of exact tokens gives the mean of all values."""
+    q, k, v = tokens(64)
+    tree = Tree(4, leaves=2, opened=4, width=3, exact=7)
+    for mask in (None, torch.arange(64)[None] % 5 != 2):
+        out = cluster_attention(0 * q, k, v, clusters=tree, near=8, key_mask=mask)
+        mean = v.mean(-2, keepdim=True) if mask is None else v[:, :, mask[0]].mean(-2, keepdim=True)
+        torch.testing.assert_close(out, mean.expand_as(out))
+
+
+def test_scores_of_exact_tokens_give_the_same_output() -> None:
+    q, k, v = tokens(77)
+    options = {"clusters": replace(TWO, width=3, exact=6), "near": 4}
+    weights = cluster_scores(q, k, **options)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    torch.testing.assert_close(weights @ v, cluster_attention(q, k, v, **options))
 
 
 def test_one_sort_of_all_nodes_is_a_sort_of_each() -> None:
@@ -250,9 +292,11 @@ def test_patches_compile_in_one_graph_and_have_gradients() -> None:
         assert gradient.norm() > 0
 
 
-def test_a_width_compiles_in_one_graph_and_has_gradients() -> None:
+@pytest.mark.parametrize("exact", [0, 9])
+def test_a_width_compiles_in_one_graph_and_has_gradients(exact: int) -> None:
     q, k, v = (x.requires_grad_() for x in few_directions(L=128))
-    run = lambda *x: cluster_attention(*x, clusters=Tree(4, leaves=4, opened=2, width=4), near=2)  # noqa: E731
+    tree = Tree(4, leaves=4, opened=2, width=4, exact=exact)
+    run = lambda *x: cluster_attention(*x, clusters=tree, near=2)  # noqa: E731
     out = run(q, k, v)
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v), out)
     for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
@@ -268,6 +312,9 @@ def test_multiply_adds_count_the_search_and_the_leaves_that_are_opened() -> None
     narrow = multiply_adds(L, D, D, 64, near_tokens=192, response="pooled", kmeans=replace(tree, width=32))
     search = L * 32 * (D + 8 + 4 * 5.4375) + 2 * 512 * D**2 + 12 * D**3
     assert narrow == L * (D * 32 + (64 + 40) * (64 + D) + 32 * D + 192 * 2 * D + 32 + 32 * D) + search
+    few = replace(tree, width=32, exact=50)
+    saved = 192 * 2 * D - 192 * 32 - 50 * 2 * D
+    assert multiply_adds(L, D, D, 64, near_tokens=192, response="pooled", kmeans=few) == narrow - L * saved
     assert replace(tree, patch=2).multiply_adds(L, D) == L * D + tree.multiply_adds(L // 4, D)
 
 
@@ -280,7 +327,7 @@ def test_queries_that_share_near_clusters_stay_in_their_places() -> None:
     torch.testing.assert_close(again, F.scaled_dot_product_attention(q[:, :, moved], k, v))
 
 
-@pytest.mark.parametrize("tree", [Tree(4), Tree(4, leaves=2, opened=2)])
+@pytest.mark.parametrize("tree", [Tree(4), Tree(4, leaves=2, opened=2), Tree(2, leaves=2, opened=2, exact=2)])
 def test_gradients(tree: Tree) -> None:
     q, k, v = (x[:, :1, :12, :3].clone().requires_grad_() for x in tokens(12, D=4))
     assert torch.autograd.gradcheck(lambda *x: cluster_attention(*x, clusters=tree, near=1), (q, k, v))
@@ -293,6 +340,7 @@ def test_wrong_trees_are_told_what_would_be_right() -> None:
         ({"count": 8, "leaves": 4}, "go together"),
         ({"count": 0}, "at least 1"),
         ({"count": 4, "width": -1}, "width of Tree"),
+        ({"count": 4, "exact": 8}, "it needs leaves and opened"),
     ):
         with pytest.raises(ValueError, match=said):
             Tree(**wrong)
@@ -302,10 +350,14 @@ def test_wrong_trees_are_told_what_would_be_right() -> None:
         cluster_attention(q, k, v, clusters=Tree(4), is_causal=True)
     with pytest.raises(ValueError, match="near_rows=1"):
         cluster_attention(q, k, v, clusters=TWO, near=2, near_rows=32)
-    with pytest.raises(ValueError, match="has no causal form"):
-        zoo.get("cluster4+find=tree")(q, k, v, is_causal=True)
-    with pytest.raises(ValueError, match="belong to find='tree'"):
-        zoo.get("cluster4+leaves=2+opened=1")(q, k, v)
+    with pytest.raises(ValueError, match="those of near leaves: pass near"):
+        cluster_attention(q, k, v, clusters=replace(TWO, exact=4))
+    for name in ("cluster4+find=tree", "cluster4+width=3", "cluster4+exact=3", "cluster4+patch=2"):
+        with pytest.raises(ValueError, match="has no causal form"):
+            zoo.get(name)(q, k, v, is_causal=True)
+    for name in ("cluster4+leaves=2+opened=1", "cluster4+exact=3"):
+        with pytest.raises(ValueError, match="belong to find='tree'"):
+            zoo.get(name)(q, k, v)
 
 
 def test_by_name() -> None:
@@ -317,3 +369,7 @@ def test_by_name() -> None:
     named = zoo.get("cluster16+find=tree+leaves=2+opened=4+near=2+width=3")(q, k, v)
     narrow = Tree(16, 2, 4, width=3, iterations=3)
     torch.testing.assert_close(named, cluster_attention(q, k, v, clusters=narrow, near=2))
+    named = zoo.get("cluster16+find=tree+leaves=2+opened=4+near=2+width=3+exact=3")(q, k, v)
+    torch.testing.assert_close(named, cluster_attention(q, k, v, clusters=replace(narrow, exact=3), near=2))
+    short = zoo.get("cluster16+find=tree+leaves=8+opened=4+near=2+exact=3")(*(x[:, :, :9] for x in (q, k, v)))
+    assert short.isfinite().all()

@@ -204,6 +204,8 @@ def _check_tree(tree: Tree, call: Call, form: Form) -> None:
         )
     if form.together:
         raise ValueError('queries="mean" needs blocks of a sequence or a grid: clusters of a Tree hold no queries')
+    if tree.exact and not form.near:
+        raise ValueError(f"exact={tree.exact} tokens of a Tree are those of near leaves: pass near, got near=0")
     if tree.leaves > 1 and (form.near_rows != 1 or form.full or not (form.pooled or form.response == 0)):
         got = (
             f"near_rows={form.near_rows}, variance={'full' if form.full else 'diagonal'!r}, response={form.response!r}"

@@ -32,17 +32,19 @@ def multiply_adds(
     answer with their covariance (None: all; "pooled": one for all). Statistics: L (D E + D), without D E if r = 0, with
     D^2 if "full". `asking` is the share of queries that ask: K / L with queries="mean". `kmeans` is the search for
     clusters, k-means or a tree; of a tree with leaves, K clusters and the leaves of those that a query opens, with its
-    width in place of D but for near tokens.
+    width in place of D but for near tokens; of these, where only so many are `exact`, the others take that width alone.
     """
-    far, projected = D, 0
+    far, projected, near = D, 0, near_tokens * (D + E)
     if isinstance(kmeans, Tree):
         kmeans = kmeans.for_tokens(L)
         K = kmeans.count + kmeans.opened * kmeans.leaves
         if kmeans.opened and kmeans.narrow(D):  # the keys' product is counted with the search
             far, projected = kmeans.width, D * kmeans.width
+        if 0 < kmeans.exact < near_tokens:  # with all directions their logits are known already
+            near = near_tokens * far + kmeans.exact * (E if far == D else D + E)
     r = K if response is None else 1 if isinstance(response, str) else min(response, K)
     spread = far if variance == "diagonal" else far * far
-    query = projected + K * far + K * spread + K * E + r * far * E + near_tokens * (D + E)
+    query = projected + K * far + K * spread + K * E + r * far * E + near
     statistics = spread + (far * E if r else 0)
     return L * (asking * query + statistics) + (0 if kmeans is None else kmeans.multiply_adds(L, D))
 

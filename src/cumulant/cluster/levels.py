@@ -6,6 +6,9 @@ leaves, p exact tokens, D, E widths, W <= D directions of the far field. Queries
     (w_c, w_b, w_l) = softmax over (log Z_c of closed clusters, log Z_b of far leaves of open ones, q.k_l of the rest)
     out = sum_c w_c v_mean_c + sum_b w_b v_mean_b + sum_l w_l v_l + (sum_c w_c f_c + a sum_b w_b f_b) S^T q
 
+With `exact` tokens T, near leaves are looked at token by token in W directions, and the T of largest logits are exact.
+What is left of such a leaf answers as a far leaf: Z_b = sum exp(q.k_l) in W directions, v_mean_b over its tokens.
+
 Opened are the clusters of largest mass times s^2, and near the leaves of largest: where an expansion of second order
 errs most. S is the covariance within clusters, one for all; leaves are narrower by a, the mean of s^2 over leaves and
 rows beside that over clusters and rows. Queries and keys of log Z and S may be those of fewer directions (`basis`).
@@ -25,7 +28,9 @@ from .backend import Form
 from .fields import Exact, Far, Tokens, recomputed, room
 from .near import heaviest, near_answers
 from .statistics import log, merge_pieces, moments_of
-from .tree import Tree
+from .tree import Tree, rows_of
+
+LEAST = 1e-4  # of a leaf's weight: where less is left, it has the mean of the whole leaf, not a small difference
 
 
 class Narrow(NamedTuple):
@@ -47,7 +52,7 @@ def two_levels(
 ) -> Tensor:
     """Rows q (B, H, n, D) over leaves key (B, H, K r, m, D), value (B, H, K r, m, E), slots (B, H, K r, m), in blocks.
 
-    Cost a row: (K + t r) (2 W + E) + u m (D + E) + W E.
+    Cost a row: (K + t r) (2 W + E) + W E + u m (D + E), or with T exact tokens u m W + T (D + E) in its place.
     """
     far = Narrow(q, key) if narrow is None else narrow
     moments = moments_of(far.key, value, slots)
@@ -57,14 +62,18 @@ def two_levels(
     narrower = _narrower(far.query, leaves, clusters)
     tokens = Tokens(key, value, log(slots))
     B, H, _, D = q.shape
-    E, m = value.shape[-1], key.shape[-2]
+    (E, m), W = (value.shape[-1], key.shape[-2]), far.query.shape[-1]
     leaves_met, near = tree.opened * tree.leaves, form.near if isinstance(form.near, int) else 0
-    at_once, grouped = _at_once(q, tree), tokens.grouped(q.unsqueeze(-2), True)
-    of_row = 4 * tree.count + near * (m + 3 * (D + E) if grouped else m * (D + E))
-    of_row += 3 * tree.count * tree.leaves + 6 * leaves_met if at_once else leaves_met * (2 * far.query.shape[-1] + E)
+    near = min(near, leaves_met)
+    few = 0 < tree.exact < near * m
+    at_once, grouped = _at_once(q, tree), not few and tokens.grouped(q.unsqueeze(-2), True)
+    of_row = 4 * tree.count
+    of_row += near * m * (W + 4) + tree.exact * (D + E) if few else near * (m + 3 * (D + E) if grouped else m * (D + E))
+    of_row += 3 * tree.count * tree.leaves + 6 * leaves_met if at_once else leaves_met * (2 * W + E)
     step = max(1, room(q, grouped) // max(1, B * H * of_row))
+    near_keys = far.key if few else None
     parts = [
-        recomputed(_rows, rows, seen, clusters, leaves, narrower, tokens, exact, tree, form)
+        recomputed(_rows, rows, seen, clusters, leaves, narrower, tokens, near_keys, exact, tree, form)
         for rows, seen in zip(q.split(step, 2), far.query.split(step, 2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
@@ -87,11 +96,12 @@ def _rows(
     leaves: Far,
     narrower: Tensor,
     tokens: Tokens,
+    near_keys: Tensor | None,
     exact: Exact | None,
     tree: Tree,
     form: Form,
 ) -> Tensor:
-    """Of rows q (B, H, n, D), as the far field sees them (B, H, n, W)."""
+    """Of rows q (B, H, n, D), as the far field sees them (B, H, n, W); near_keys (B, H, K r, m, W) if few are exact."""
     closure, r, near = form.closure, tree.leaves, form.near
     assert isinstance(near, int)
     log_Z, variance = clusters.masses(seen, closure)
@@ -109,12 +119,16 @@ def _rows(
         leaf_values = own.value_mean
     leaf_Z = leaf_Z.masked_fill((opened < 0).repeat_interleave(r, -1), ABSENT)
     logits, values = [closed, leaf_Z], [clusters.value_mean, leaf_values]
-    near = min(near, ids.shape[-1])
+    near, few = min(near, ids.shape[-1]), None
     if near:
         chosen = _largest(leaf_Z, leaf_variance, near, form)  # among those of open clusters
         logits[1] = _without(leaf_Z, chosen)
         which = ids.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
-        if tokens.grouped(q.unsqueeze(-2), True):
+        if near_keys is not None:
+            few = Few.of(q, seen, chosen, which, near_keys, tokens, leaves.log_weight, tree.exact)
+            logits.append(few.logits)
+            values.append(few.value)
+        elif tokens.grouped(q.unsqueeze(-2), True):
             mass, value = near_answers(q.unsqueeze(-2), which, *tokens[:3])
             logits.append(mass.squeeze(-2))
             values.append(value.squeeze(-3))
@@ -125,11 +139,15 @@ def _rows(
     if exact is not None:
         logits.append(q @ exact.key.squeeze(2).mT + exact.log_weight.squeeze(2))
         values.append(exact.value.squeeze(2))
-    w = softmax_or_zero(torch.cat(logits, -1)).split([x.shape[-1] for x in logits], -1)
-    lift = (w[0] * gain(variance, closure)).sum(-1) + narrower * (w[1] * gain(leaf_variance, closure)).sum(-1)
+    if few is not None:
+        logits.append(few.rest)
+    w = list(softmax_or_zero(torch.cat(logits, -1)).split([x.shape[-1] for x in logits], -1))
+    answering = w[1]  # leaves that answer as a whole
+    if few is not None:
+        answering, w[1], w[2] = few.shared(w.pop(), w[1], w[2])
+    lift = (w[0] * gain(variance, closure)).sum(-1) + narrower * (answering * gain(leaf_variance, closure)).sum(-1)
     if at_once:  # leaf 0 stands for those of no cluster, with a weight of 0
-        table = w[1].new_zeros(*ids.shape[:-1], leaf_values.shape[-2]).scatter_add(-1, ids, w[1])
-        w = (w[0], table, *w[2:])
+        w[1] = w[1].new_zeros(*ids.shape[:-1], leaf_values.shape[-2]).scatter_add(-1, ids, w[1])
     out = torch.zeros_like(values[0][..., :1, :])
     for weight, value in zip(w, values, strict=True):
         each = value.ndim > weight.ndim  # clusters or tokens of each row's own
@@ -137,6 +155,63 @@ def _rows(
     if clusters.pool is not None and form.response != 0:
         out = out + lift.unsqueeze(-1) * (seen @ clusters.pool)
     return out
+
+
+class Few(NamedTuple):
+    """Of near leaves of each row the T tokens of the largest logits, exact; and what is left of these leaves."""
+
+    logits: Tensor  # (B, H, n, T) of the exact tokens
+    value: Tensor  # (B, H, n, T, E)
+    weight: Tensor  # (B, H, n, T), as key_mask has it
+    leaf: Tensor  # (B, H, n, T): the place among near leaves
+    rest: Tensor  # (B, H, n, u m): logits of the others in W directions, -inf for exact ones
+    left: Tensor  # (B, H, n, u): weight of the others
+    whole: Tensor  # (B, H, n, u): weight of each near leaf
+    chosen: Tensor  # (B, H, n, u): places of near leaves among those of open clusters
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        seen: Tensor,
+        chosen: Tensor,
+        which: Tensor,
+        near_keys: Tensor,
+        tokens: Tokens,
+        leaf_weight: Tensor,
+        count: int,
+    ) -> Few:
+        """Of `count` tokens of leaves `which` (B, H, n, u), -1 for none; near_keys (B, H, K r, m, W), log of the
+        leaves' weights (B, H, K r)."""
+        u, m = which.shape[-1], near_keys.shape[-2]
+        key, _, log_weight = Tokens(near_keys, near_keys[..., :0], tokens.log_weight).gather(which)
+        logits = (key @ seen.unsqueeze(-1)).squeeze(-1) + log_weight  # (B, H, n, u m)
+        best = logits.detach().topk(count, -1).indices
+        leaf, own_weight = best // m, log_weight.gather(-1, best)
+        place = which.clamp(min=0).gather(-1, leaf) * m + best % m
+        exact, value = logits.gather(-1, best), _at(tokens.value.flatten(2, 3), place)
+        if near_keys is not tokens.key:  # these were all directions already
+            exact = (_at(tokens.key.flatten(2, 3), place) @ q.unsqueeze(-1)).squeeze(-1) + own_weight
+        left = log_weight.exp().scatter(-1, best, 0).unflatten(-1, (u, m)).sum(-1)
+        whole = leaf_weight.exp().unsqueeze(-2).expand(*which.shape[:-1], -1).gather(-1, which.clamp(min=0))
+        rest = logits.scatter(-1, best, ABSENT)
+        return cls(exact, value, own_weight.exp(), leaf, rest, left, whole, chosen.clamp(min=0))
+
+    def shared(self, w: Tensor, leaves: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights of leaves that respond, of the leaves' values and of the exact tokens' values.
+
+        w (B, H, n, u m) is what the others got, `leaves` (B, H, n, t r) and `tokens` (B, H, n, T) the rest of that
+        softmax. Their mean value is that of the whole leaf without its exact tokens: no value is read for it.
+        """
+        mass = w.unflatten(-1, (self.left.shape[-1], -1)).sum(-1)
+        apart = self.left > LEAST * self.whole
+        each = torch.where(apart, ratio(mass, self.left), 0)  # of one unit of weight
+        of_leaf = torch.where(apart, each * self.whole, mass)
+        return (
+            leaves.scatter_add(-1, self.chosen, mass),
+            leaves.scatter_add(-1, self.chosen, of_leaf),
+            tokens - each.gather(-1, self.leaf) * self.weight,
+        )
 
 
 def _at_once(q: Tensor, tree: Tree) -> bool:
@@ -164,9 +239,12 @@ def _picked(far: Far, ids: Tensor) -> Far:
     """Of clusters (B, H, K), those with numbers ids (B, H, n, a) as lists of each row."""
 
     def take(x: Tensor) -> Tensor:
-        flat = x.flatten(3) if x.ndim > 3 else x.unsqueeze(-1)
-        flat = flat.expand(*ids.shape[:2], *flat.shape[2:])
-        found = flat.gather(2, ids.flatten(2).unsqueeze(-1).expand(-1, -1, -1, flat.shape[-1]))
-        return found.unflatten(2, ids.shape[2:])
+        return _at(x.flatten(3) if x.ndim > 3 else x.unsqueeze(-1), ids)
 
     return Far(take(far.log_weight).squeeze(-1), take(far.key_mean), take(far.value_mean), take(far.spread), None)
+
+
+def _at(x: Tensor, ids: Tensor) -> Tensor:
+    """Rows of x (B, H or 1, K, F) with numbers ids (B, H, n, a): (B, H, n, a, F)."""
+    x = x.expand(*ids.shape[:2], *x.shape[2:])
+    return rows_of(x.flatten(0, 1), ids.flatten(0, 1).flatten(1)).view(*ids.shape, x.shape[-1])

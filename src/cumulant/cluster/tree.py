@@ -39,6 +39,8 @@ class Tree:
         iterations: steps of power iteration for each halving.
         width: of so many directions (`basis.logit_basis`) keys are compared and, with leaves, clusters are met; near
             tokens are exact with all. 0, or no fewer than the heads have: all.
+        exact: with leaves, so many tokens of the near leaves are exact, for each query those of its largest logits in
+            `width` directions; what is left of a near leaf answers together. 0: all of them.
     """
 
     count: int
@@ -48,6 +50,7 @@ class Tree:
     sample: int = 64
     iterations: int = 2
     width: int = 0
+    exact: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -58,6 +61,7 @@ class Tree:
             ("sample", 1),
             ("iterations", 0),
             ("width", 0),
+            ("exact", 0),
         ):
             check_count(f"{name} of Tree", getattr(self, name), least)
         for name in ("count", "leaves"):
@@ -70,13 +74,18 @@ class Tree:
                 "leaves and opened of Tree go together: with leaves=4, opened=8 a query sees the leaves of 8 clusters, "
                 f"got leaves={self.leaves}, opened={self.opened}"
             )
+        if self.exact and self.leaves == 1:
+            raise ValueError(
+                "exact of Tree says how many tokens of near leaves are exact: it needs leaves and opened, as in "
+                f"Tree(64, leaves=8, opened=16, exact=160), got leaves=1, exact={self.exact}"
+            )
 
     def for_tokens(self, L: int) -> Tree:
         """The same with no more clusters than L tokens, and no more leaves than a cluster has tokens."""
         count = min(self.count, 1 << (max(1, L).bit_length() - 1))
         leaves = min(self.leaves, max(1, 1 << ((max(1, L) // count).bit_length() - 1)))
         opened = min(self.opened, count) if leaves > 1 else 0
-        return replace(self, count=count, leaves=leaves, opened=opened)
+        return replace(self, count=count, leaves=leaves, opened=opened, exact=self.exact if leaves > 1 else 0)
 
     def multiply_adds(self, L: int, D: int) -> float:
         """Of the search, for L keys of width D; with a patch, of a picture that it divides."""

@@ -433,5 +433,7 @@ def work_of(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> flo
         K = search.count * search.leaves
     # Queries that share near clusters of a tree are put in order too.
     also = search.multiply_adds(Lq, D) if isinstance(search, Tree) and options["near_rows"] != 1 else 0
+    if isinstance(search, Tree) and search.exact:
+        search = replace(search, exact=search.exact + prefix)
     exact = min(Lk, near * Lk / K + prefix)
     return also + multiply_adds(Lk, D, E, K, near_tokens=exact, asking=Lq / Lk, kmeans=search, **form)

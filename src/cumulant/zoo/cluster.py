@@ -14,7 +14,7 @@ from .registry import Mechanism, can, options_of, register
 
 COUNTS = (4, 16, 64)
 FIND = ("blocks", "tree", "kmeans")  # how clusters are found
-FOUND = ("find", "leaves", "opened", "patch", "width")  # options that say which clusters
+FOUND = ("find", "leaves", "opened", "patch", "width", "exact")  # options that say which clusters
 # A block of one token is softmax at more than its price: the mechanisms make blocks of two tokens at least.
 LEAST = 2
 BLOCK = 64  # tokens of a block in causal attention
@@ -26,20 +26,27 @@ def past_blocks(count: int, *, block: int = BLOCK, recent: int = 0) -> Blocks:
 
 
 def clusters_of(
-    count: int, *, find: str = "blocks", leaves: int = 1, opened: int = 0, patch: int = 1, width: int = 0
+    count: int,
+    *,
+    find: str = "blocks",
+    leaves: int = 1,
+    opened: int = 0,
+    patch: int = 1,
+    width: int = 0,
+    exact: int = 0,
 ) -> int | Tree | KMeans:
-    """What `cluster_attention` takes as clusters; leaves, opened, patch and width are those of a tree."""
+    """What `cluster_attention` takes as clusters; leaves, opened, patch, width and exact are those of a tree."""
     check_choice("find", find, FIND)
     if find == "tree":
-        return Tree(count, leaves, opened, patch, width=width, iterations=3 if width else 2)
-    if leaves != 1 or opened or patch != 1 or width:
-        got = f"leaves={leaves}, opened={opened}, patch={patch}, width={width}"
+        return Tree(count, leaves, opened, patch, width=width, exact=exact, iterations=3 if width else 2)
+    if leaves != 1 or opened or patch != 1 or width or exact:
+        got = f"leaves={leaves}, opened={opened}, patch={patch}, width={width}, exact={exact}"
         raise ValueError(f"{got} belong to find='tree', got find={find!r}")
     return count if find == "blocks" else KMeans(count, 3, 4)
 
 
-def _check_past(*, find: str = "blocks", leaves: int = 1, opened: int = 0, patch: int = 1, width: int = 0) -> None:
-    if find != "blocks" or leaves != 1 or opened or patch != 1 or width:
+def _check_past(find: str = "blocks", **options: int) -> None:
+    if find != "blocks" or any(options[name] != (name in ("leaves", "patch")) for name in options):
         raise ValueError(
             f"find={find!r} has no causal form: clusters by content would know later tokens; past blocks are "
             'find="blocks", with block and recent'
@@ -70,6 +77,7 @@ def _options(
     opened: int = 0,
     patch: int = 1,
     width: int = 0,
+    exact: int = 0,
 ) -> dict[str, Any]:
     """Arguments of `cluster_attention`: the blocks are a grid's, a sequence's, or past ones; or clusters by content,
     where `find` is "tree" (of patches of a grid, with leaves, if it has any, of so many that are opened) or "kmeans".
@@ -80,10 +88,11 @@ def _options(
     shared = {name: getattr(call, name) for name in ("key_mask", "is_causal", "scale", "enable_gqa", "offset")}
     shared |= {"near": near, "closure": closure, "variance": variance}
     shared |= {"response": response, "near_rows": near_rows, "rank": rank}
+    found: Any = {"find": find, "leaves": leaves, "opened": opened, "patch": patch, "width": width, "exact": exact}
     if call.is_causal:
-        _check_past(find=find, leaves=leaves, opened=opened, patch=patch, width=width)
+        _check_past(**found)
         return {"clusters": past_blocks(count, block=block, recent=recent), "prefix": sinks, **shared}
-    clusters = clusters_of(count, find=find, leaves=leaves, opened=opened, patch=patch, width=width)
+    clusters = clusters_of(count, **found)
     query, key = call.query, call.key
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim > 1 and key.ndim > 1
     if tensors and query.shape[-2] == key.shape[-2]:  # what is no tensor is named by the function
