@@ -1,5 +1,6 @@
 """Squared error of SAM 2's global layers under other attention, layer by layer: no GPU, no masks, minutes.
 
+    python -m tools.models sam2 tuning-pictures
     PYTHONPATH=src:. python benchmarks/sam2_errors.py MODEL PICTURES [--names ...] [--rows 1024]
 
 ||out - softmax||^2 / ||softmax - <v>||^2 over all heads of a layer, mean over pictures, on `--rows` queries of each
@@ -38,6 +39,11 @@ NAMES = (
     "cluster128+find=tree+leaves=4+opened=24+near=26+width=32",
     "cluster64+find=tree+leaves=8+opened=12+near=16+width=24",
     "cluster64+find=tree+leaves=8+opened=24+near=34+width=32",
+    "cluster64+find=tree+leaves=8+opened=16+near=56+width=32+exact=160",
+    "cluster64+find=tree+leaves=8+opened=20+near=64+width=24+exact=168",
+    "cluster64+find=tree+leaves=4+opened=24+near=40+width=24+exact=208",
+    "cluster64+find=tree+leaves=4+opened=24+near=44+width=28+exact=176",
+    "cluster64+find=tree+leaves=4+opened=16+near=24+width=24+exact=96",
 )
 
 
