@@ -50,8 +50,8 @@ NAMES = (
     "cluster64+near=8+response=pooled",
     "cluster64+near=16+response=pooled",
     "cluster64+find=tree+near=4",
-    "cluster64+find=tree+leaves=8+opened=12+near=16+width=24",
-    "cluster64+find=tree+leaves=8+opened=16+near=28+width=32",
+    "cluster64+find=tree+leaves=4+opened=16+near=24+width=24+exact=96",
+    "cluster64+find=tree+leaves=4+opened=24+near=40+width=24+exact=208",
 )
 # For causal layers, where `cluster16` keeps the newest 16 blocks of the past apart and merges older ones: no near field
 # and no pooled covariance, but exact tokens of the recent past. In a small language model of 1,024 tokens no layer was
