@@ -69,7 +69,7 @@ def test_what_is_no_sam2_is_said(folder: str, tmp_path: object) -> None:
     with pytest.raises(ValueError, match=r"there is no SAM 2 at .*tools.models sam2"):
         Segmenter.open(f"{tmp_path}/nowhere")
     transformers.CLIPVisionConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"no SAM 2"):
+    with pytest.raises(ValueError, match=r"not a SAM 2"):
         Segmenter.open(str(tmp_path))
     with pytest.raises(ValueError, match=r"size must be a multiple of 32"):
         Segmenter.open(folder, size=100)
