@@ -31,6 +31,7 @@ from .layout import Blocks, Layout, check_grid, of_size, tiled, whole
 from .levels import Narrow, two_levels
 from .near import RANKS
 from .run import run_kernels
+from .shares import by_heads
 from .short import answers_by_token, token_responses
 from .statistics import VARIANCES, log, origin, value_point
 from .tree import Tree, order_of, rows_of, tree_order
@@ -181,7 +182,7 @@ def _attend(
     with without_autocast(query.device.type):
         q, k, v = (one_batch(x, lead) for x in (query, key, value))
         if kernels is None:
-            out = _reference(q, k, v, case).to(query.dtype)
+            out = by_heads(_reference, q, k, v, case).to(query.dtype)
         else:
             mask = call.key_mask if key_mask is None or len(lead) == 1 else key_mask.expand(*lead, Lk).reshape(-1, Lk)
             point = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call import expands_to
+from ..moments import ratio
 from ..tracing import transformed
 from .backend import Assignment, Case, Form
 from .fields import Exact, Far, Tokens
@@ -44,11 +45,22 @@ class Field(NamedTuple):
     def of(cls, packed: Packed, form: Form) -> Field:
         """With the moments of every cluster. Cost: L D (E + 1), without E where no cluster responds."""
         layout, keys, values, slots, exact = packed
-        moments = moments_of(keys, values, slots.expand(keys.shape[:-1]), full=form.full, response=form.response != 0)
+        weights = slots.expand(keys.shape[:-1])
+        at_once = form.pooled and layout.owner is None and keys.device.type == "cpu"
+        moments = moments_of(keys, values, weights, full=form.full, response=form.response != 0 and not at_once)
         if layout.owner is not None:
             moments = merge_pieces(moments, layout.owner, layout.clusters)
-        far = Far.of(moments).pooled() if form.pooled else Far.of(moments)
+        far = Far.of(moments).pooled() if form.pooled and not at_once else Far.of(moments)
+        if at_once:
+            far = far._replace(pool=_pool(keys, values, weights, moments.key_mean))
         return cls(layout, far, Tokens(keys, values, log(slots), layout.members, layout.owner), exact)
+
+
+def _pool(keys: Tensor, values: Tensor, weights: Tensor, mean: Tensor) -> Tensor:
+    """What `Far.pooled` finds, (B, H, D, E), in one product over all tokens: no K D E numbers in between."""
+    away = (keys - mean.unsqueeze(-2)) * weights.unsqueeze(-1)
+    sums = away.flatten(2, 3).mT @ values.flatten(2, 3)
+    return ratio(sums, weights.sum((-2, -1))[..., None, None])
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, case: Case) -> Packed:

@@ -101,7 +101,8 @@ class Far(NamedTuple):
         """
         if rows is None:
             mean = q.mean(-2)
-            variance = q.var(-2, correction=0)
+            on_cpu = q.device.type == "cpu"  # where torch's own takes one number at a time
+            variance = (q - mean.unsqueeze(-2)).square().mean(-2) if on_cpu else q.var(-2, correction=0)
         else:
             there = rows.to(q.dtype).unsqueeze(-1)
             count = there.sum(-2).clamp(min=1)

@@ -1,0 +1,70 @@
+"""Plain torch without gradients on a CPU: some heads at a time, so that what each step writes is still in the caches.
+
+Shape legend: B batch, H query heads, Hk key heads, G = H / Hk, Lq queries, Lk keys, D, E widths.
+
+Cluster attention is some hundred operations, most of which go once through a number a query and cluster. Over all heads
+each of them is a way through memory, and through fresh memory at that: the kernel clears every page of it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ..kernels.workers import Pace, side_by_side
+from ..tracing import is_plain, transformed
+from . import quick
+from .backend import Case
+
+SHARE = 1 << 18  # tokens times width of a share: 1 MiB in float32
+PACE = Pace()
+Compute = Callable[[Tensor, Tensor, Tensor, Case], Tensor]
+
+
+def by_heads(reference: Compute, q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+    """reference(q, k, v, case) (B, Hk, G, Lq, E) of q (B, H, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, E).
+
+    By `quick`, where that serves, of some heads at a time. Where others want the cores too, shares are tasks of threads
+    of their own.
+    """
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if wanted or q.device.type != "cpu" or not is_plain(q) or transformed():
+        return reference(q, k, v, case)
+    with torch.no_grad():
+        if not quick.serves(case):
+            return reference(q, k, v, case)
+        (B, H, Lq, _), (Hk, Lk), E = q.shape, k.shape[1:3], v.shape[-1]
+        G, width = H // Hk, max(q.shape[-1], E)
+        threads = torch.get_num_threads()
+        ours = threads < 2 or PACE.ours()
+        count = max(1, SHARE // max(1, max(G * Lq, Lk) * width))
+        if not ours:
+            count = min(count, -(-B * Hk // threads))
+        out = q.new_empty(B, Hk, G, Lq, E)
+        many, count = max(1, min(B, count // Hk)), min(Hk, count)
+        heads = [slice(h, min(Hk, h + count)) for h in range(0, Hk, count)]
+        shares = [(slice(b, min(B, b + many)), h) for b in range(0, B, many) for h in heads]
+
+        def answer(share: tuple[slice, slice]) -> None:
+            b, h = share
+            given = q[b, h.start * G : h.stop * G], k[share], v[share]
+            out[share] = quick.attend(*given, _part(case, *given))
+
+        start = perf_counter()
+        if ours:
+            for share in shares:
+                answer(share)
+            if threads > 1:
+                kind = case.form, width, (H * Lq).bit_length(), Lk.bit_length(), threads
+                PACE.took(kind, q.numel(), perf_counter() - start)
+        else:
+            side_by_side(answer, shares)
+        return out
+
+
+def _part(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Case:
+    """The case of some heads alone."""
+    return case._replace(call=case.call._replace(query=q, key=k, value=v))
