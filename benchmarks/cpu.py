@@ -34,15 +34,17 @@ def tensors(L: int, count: int = 3):  # type: ignore[no-untyped-def]
     return [torch.randn(1, H, L, D) + 0.5 for _ in range(count)]
 
 
-def ratio(candidate: Callable[[], object], yardstick: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Median over rounds of time(candidate) / time(yardstick), with the quartiles as spread."""
+def ratio(
+    candidate: Callable[[], object], yardstick: Callable[[], object], rounds: int, warm: int = 2
+) -> dict[str, float]:
+    """Median over rounds of time(candidate) / time(yardstick), with the quartiles as spread; `warm` rounds before."""
 
     def seconds(f: Callable[[], object]) -> float:
         start = time.perf_counter()
         f()
         return time.perf_counter() - start
 
-    for f in (candidate, yardstick, candidate, yardstick):
+    for f in (candidate, yardstick) * warm:
         f()
     pairs = [(seconds(candidate), seconds(yardstick)) for _ in range(rounds)]
     ratios = [a / b for a, b in pairs]
@@ -83,16 +85,34 @@ def speed() -> list[dict[str, Any]]:
                     "order": order,
                     "over_products": ratio(ours, products, rounds),
                     "plain_over_products": ratio(partial(ours, backend="reference"), products, rounds),
-                    "softmax_over_ours": ratio(softmax, ours, 5 if L == 16384 else 31),
+                    "softmax_over_ours": ratio(softmax, ours, *((3, 1) if L == 16384 else (31,))),
+                    "step_over_products": step_ratio(ours, products, (q, k, v), 31 if L <= 1024 else 7),
                 }
                 rows.append(row)
                 print(
                     f"L {L:>6}  order {order}:  {row['over_products']['ratio']:5.2f} x the two products"
                     f"   (plain torch {row['plain_over_products']['ratio']:5.2f} x)"
-                    f"   softmax takes {row['softmax_over_ours']['ratio']:7.1f} x as long",
+                    f"   softmax takes {row['softmax_over_ours']['ratio']:7.1f} x as long"
+                    f"   step {row['step_over_products']['ratio']:5.2f} x that of the products",
                     flush=True,
                 )
     return rows
+
+
+def step_ratio(
+    ours: Callable[..., Any], theirs: Callable[..., Any], given: Any, rounds: int, warm: int = 2
+) -> dict[str, float]:
+    """The same of steps: forward, and gradients of q, k and v. Both are partial functions of tensors without any."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in given]
+    grad = torch.randn_like(leaves[0])
+
+    def step(f: Any) -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(f.func(*leaves, **f.keywords), leaves, grad)
+
+    return ratio(partial(step, ours), partial(step, theirs), rounds, warm)
 
 
 def clusters() -> list[dict[str, Any]]:
@@ -112,9 +132,16 @@ def clusters() -> list[dict[str, Any]]:
             sys.exit(f"clusters are off by {error:.1e} (relative): not measuring their speed")
         for L in (1024, 4096, 16384):
             given = tensors(L)
-            found = ratio(partial(F.scaled_dot_product_attention, *given), partial(call, *given), 5 if L > 4096 else 15)
-            rows.append({"L": L, "softmax_over_ours": found})
-            print(f"L {L:>6}  64 clusters, near 2: softmax takes {found['ratio']:5.1f} x as long", flush=True)
+            rounds, warm = (3, 1) if L > 4096 else (15, 2)
+            softmax = partial(F.scaled_dot_product_attention, *given)
+            found = ratio(softmax, partial(call, *given), rounds, warm)
+            steps = step_ratio(softmax, call, given, *((2, 1) if L > 4096 else (5, 1)))
+            rows.append({"L": L, "softmax_over_ours": found, "softmax_step_over_ours": steps})
+            print(
+                f"L {L:>6}  64 clusters, near 2: softmax takes {found['ratio']:5.1f} x as long, "
+                f"its step {steps['ratio']:5.1f} x",
+                flush=True,
+            )
     return rows
 
 
@@ -210,7 +237,7 @@ def main() -> None:
 
     check()
     result = {
-        "setting": f"float32, batch 1, {H} heads, width {D}, forward pass",
+        "setting": f"float32, batch 1, {H} heads, width {D}, forward pass and step (with gradients of q, k, v)",
         "speed": speed(),
         "clusters": clusters(),
         "linearity": linearity(),

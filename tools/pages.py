@@ -356,9 +356,15 @@ def cpu_block(result: Result) -> str:
     for n in (2, 3):
         own = {row["L"]: row["over_products"] for row in result["speed"] if row["order"] == n}
         rows.append([f"order {n}, ms", *(f"{own[L]['ms']:.3g} ({own[L]['ratio']:.1f} x)" for L in lengths)])
-    if "clusters" in result:
-        found = {row["L"]: f"{row['softmax_over_ours']['ratio']:.1f} x" for row in result["clusters"]}
-        rows.append(["softmax / 64 clusters, near 2", *(found.get(L, "") for L in lengths)])
+    for n in (2, 3):  # with gradients, of which records before 18 November 2026 know nothing
+        own = {row["L"]: row.get("step_over_products") for row in result["speed"] if row["order"] == n}
+        if all(own.values()):
+            rows.append([f"step of order {n}, ms", *(f"{own[L]['ms']:.3g} ({own[L]['ratio']:.1f} x)" for L in lengths)])
+    both = {"softmax_over_ours": "softmax / 64 clusters, near 2", "softmax_step_over_ours": "the same, steps"}
+    for key, name in both.items():
+        found = {row["L"]: f"{row[key]['ratio']:.1f} x" for row in result.get("clusters", ()) if key in row}
+        if found:
+            rows.append([name, *(found.get(L, "") for L in lengths)])
     return f"{table(['tokens', *(f'{L:,}' for L in lengths)], rows)}\n\n{origin(result)}"
 
 

@@ -6,6 +6,7 @@ key width, E value width, K clusters.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -182,7 +183,8 @@ def _attend(
     with without_autocast(query.device.type):
         q, k, v = (one_batch(x, lead) for x in (query, key, value))
         if kernels is None:
-            out = by_heads(_reference, q, k, v, case).to(query.dtype)
+            plain = _reference if backend == "reference" else partial(by_heads, _reference)
+            out = plain(q, k, v, case).to(query.dtype)
         else:
             mask = call.key_mask if key_mask is None or len(lead) == 1 else key_mask.expand(*lead, Lk).reshape(-1, Lk)
             point = None

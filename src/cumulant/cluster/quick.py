@@ -42,7 +42,7 @@ def serves(case: Case) -> bool:
     if isinstance(case.clusters, tuple) and call.grid is None:
         return False
     near = isinstance(form.near, int) and (form.near == 0 or (form.rank == "mean" and form.near_rows > 1))
-    return near and form.pooled and form.closure == "tanh" and case.sizes[0] > int(form.near) and bool(FLASH)
+    return near and form.pooled and form.closure == "tanh" and case.sizes[0] > int(form.near)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
@@ -147,7 +147,7 @@ def _near(
     key, value = (x.flatten(1).index_select(0, index).view(g * N, -1, x.shape[-1]) for x in (keys, values))
     rows = q.unflatten(1, (N, -1)).flatten(0, 1)
     mask = None if log_weight is None else log_weight[which.flatten()].view(g * N, 1, -1)
-    if key.shape[-1] == value.shape[-1]:
+    if FLASH is not None and key.shape[-1] == value.shape[-1]:
         if mask is not None:
             mask = mask.unsqueeze(1).expand(-1, 1, rows.shape[1], -1)
         given = (x.unsqueeze(1) for x in (rows, key, value))
