@@ -18,26 +18,41 @@ from pathlib import Path
 from typing import Any
 
 H, D, ROUNDS, SECONDS = 12, 64, 4, 0.15
-CASES = [(length, order) for length in (256, 1024, 4096, 16384) for order in (2, 3)]
+WAYS = (
+    "order 2",
+    "order 3",
+    "step of order 2",
+    "step of order 3",
+    "64 clusters, near 2",
+    "step of 64 clusters, near 2",
+)
+CASES = [(length, way) for length in (256, 1024, 4096, 16384) for way in WAYS if length > 256 or "clusters" not in way]
 RESULTS = Path(__file__).parent / "results" / "cpu_trees.json"
 
 
 def serve() -> None:
-    """Answer each line [length, order] with the least milliseconds of processor time of a call."""
+    """Answer each line [length, way] with the least milliseconds of processor time of a call."""
     import torch
 
     import cumulant
 
     torch.set_num_threads(1)
     for line in sys.stdin:
-        length, order = json.loads(line)
+        length, way = json.loads(line)
         torch.manual_seed(length)
-        q, k, v = (torch.randn(1, H, length, D) + 0.5 for _ in range(3))
+        stepping = way.startswith("step")
+        tokens = [(torch.randn(1, H, length, D) + 0.5).requires_grad_(stepping) for _ in range(3)]
+        grad, few = torch.ones(1, H, length, D), 2 if "clusters" in way else 4
         least, calls, end = float("inf"), 0, time.perf_counter() + SECONDS
-        with torch.no_grad():
-            while time.perf_counter() < end or calls < 4:
+        with torch.set_grad_enabled(stepping):
+            while time.perf_counter() < end or calls < few:
                 start = time.process_time()
-                cumulant.attention(q, k, v, order=order)
+                if "clusters" in way:
+                    out = cumulant.cluster_attention(*tokens, clusters=64, near=2)
+                else:
+                    out = cumulant.attention(*tokens, order=int(way[-1]))
+                if stepping:
+                    torch.autograd.grad(out, tokens, grad)
                 calls, least = calls + 1, min(least, time.process_time() - start)
         print(json.dumps(1e3 * least), flush=True)
 
@@ -48,7 +63,7 @@ def started(source: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings)
 
 
-def asked(process: subprocess.Popen[str], case: tuple[int, int]) -> float:
+def asked(process: subprocess.Popen[str], case: tuple[int, str]) -> float:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(case) + "\n")
@@ -67,14 +82,14 @@ def main() -> None:
     trees = dict(one.split("=", 1) for one in sys.argv[1:]) or {"now": "src"}
     processes = {name: started(source) for name, source in trees.items()}
     rows: list[dict[str, Any]] = []
-    for length, order in CASES:
+    for length, way in CASES:
         times: dict[str, list[float]] = {name: [] for name in processes}
         for _ in range(ROUNDS):
             for name, one in processes.items():
-                times[name].append(asked(one, (length, order)))
+                times[name].append(asked(one, (length, way)))
         least = {name: min(each) for name, each in times.items()}
-        rows.append({"L": length, "order": order, "ms": least})
-        print(f"{length:>6} order {order}  " + "  ".join(f"{name} {ms:8.2f}" for name, ms in least.items()), flush=True)
+        rows.append({"L": length, "way": way, "ms": least})
+        print(f"{length:>6} {way:28}" + "  ".join(f"{name} {ms:8.2f}" for name, ms in least.items()), flush=True)
     for one in processes.values():
         assert one.stdin is not None
         one.stdin.close()
