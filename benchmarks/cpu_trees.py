@@ -18,14 +18,8 @@ from pathlib import Path
 from typing import Any
 
 H, D, ROUNDS, SECONDS = 12, 64, 4, 0.15
-WAYS = (
-    "order 2",
-    "order 3",
-    "step of order 2",
-    "step of order 3",
-    "64 clusters, near 2",
-    "step of 64 clusters, near 2",
-)
+DENSE = ("order 2", "order 3", "step of order 2", "step of order 3")
+WAYS = (*DENSE, "64 clusters, near 2", "step of 64 clusters, near 2")
 CASES = [(length, way) for length in (256, 1024, 4096, 16384) for way in WAYS if length > 256 or "clusters" not in way]
 RESULTS = Path(__file__).parent / "results" / "cpu_trees.json"
 
