@@ -80,21 +80,30 @@ def test_cores_are_ours_until_two_calls_in_a_row_come_late(monkeypatch):
     monkeypatch.setattr(workers, "monotonic", lambda: clock[0])
     pace = workers.Pace()
     for seconds in (0.5, 0.01, 0.5, 0.02):  # the first has nothing to be compared with, one late call is chance
-        pace.took("kind", 1000, seconds)
+        pace.took("kind", 1000, seconds, seconds)
         assert pace.ours()
-    pace.took("another", 1000, 0.5)
-    pace.took("another", 1000, 0.5)
+    pace.took("another", 1000, 0.5, 0.5)
+    pace.took("another", 1000, 0.5, 0.5)
     assert pace.ours()
-    pace.took("kind", 1000, 0.5)
+    pace.took("kind", 1000, 0.5, 0.5)
     for wait in (workers.PAUSE, 2 * workers.PAUSE):  # a late try is one more in the row
-        pace.took("kind", 1000, 0.5)
+        pace.took("kind", 1000, 0.5, 0.5)
         assert not pace.ours()
         clock[0] += 0.99 * wait
         assert not pace.ours()
         clock[0] += 0.02 * wait
         assert pace.ours()
-    pace.took("kind", 1000, 0.01)
+    pace.took("kind", 1000, 0.01, 0.01)
     assert pace.pause == workers.PAUSE
+
+
+def test_a_thread_that_hardly_runs_has_no_cores_of_its_own():
+    """Also where no call was ever quick."""
+    pace = workers.Pace()
+    pace.took("kind", 1000, 0.5, 0.1)
+    assert pace.ours()
+    pace.took("kind", 1000, 0.5, 0.1)
+    assert not pace.ours()
 
 
 def test_a_call_on_cores_of_its_own_has_few_operations_over_all_tokens(monkeypatch):

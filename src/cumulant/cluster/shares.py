@@ -9,7 +9,6 @@ each of them is a way through memory, and through fresh memory at that: the kern
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -53,13 +52,11 @@ def by_heads(reference: Compute, q: Tensor, k: Tensor, v: Tensor, case: Case) ->
             given = q[b, h.start * G : h.stop * G], k[share], v[share]
             out[share] = quick.attend(*given, _part(case, *given))
 
-        start = perf_counter()
         if ours:
-            for share in shares:
-                answer(share)
-            if threads > 1:
-                kind = case.form, width, (H * Lq).bit_length(), Lk.bit_length(), threads
-                PACE.took(kind, q.numel(), perf_counter() - start)
+            kind = case.form, width, (H * Lq).bit_length(), Lk.bit_length(), threads
+            with PACE.timed(kind, q.numel(), threads > 1):
+                for share in shares:
+                    answer(share)
         else:
             side_by_side(answer, shares)
         return out

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
-from time import monotonic
+from time import monotonic, perf_counter, thread_time
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ Jobs = SimpleQueue[Callable[[], None]]
 
 SLOWER = 4.0  # times as long as a call should take: others want the cores
 LATE = 2e-3  # seconds; a shorter call may be late for other reasons
-PAUSE, LONGEST = 0.1, 2.0  # seconds until all cores are tried again
+PAUSE, LONGEST = 0.1, 5.0  # seconds until all cores are tried again
 MOST = 1024  # kinds of calls whose pace is remembered
 
 _LOCK = threading.Lock()
@@ -86,7 +87,8 @@ class Pace:
 
     Operations on all threads of torch are quickest on cores that nobody else wants, and far slower than tasks on
     threads of their own where others do: each is then a wait for the scheduler. Calls that take `SLOWER` times as long
-    as the best of their kind were such waits: after two in a row others go another way for a while, longer each time.
+    as the best of their kind were such waits, and those in which this thread did not even run half of the time: after
+    two in a row others go another way for a while, longer each time.
     """
 
     def __init__(self) -> None:
@@ -96,16 +98,24 @@ class Pace:
     def ours(self) -> bool:
         return monotonic() >= self.until
 
-    def took(self, kind: Any, numbers: int, seconds: float) -> None:
-        """A call of that kind with all cores took so long."""
+    def took(self, kind: Any, numbers: int, seconds: float, running: float) -> None:
+        """A call of that kind with all cores took so long, and its thread ran, or spun, for so much of it."""
         pace = numbers / max(seconds, 1e-9)
         if len(self.best) > MOST:
             self.best.clear()
         best = self.best[kind] = max(pace, self.best.get(kind, 0.0))
-        late = seconds > LATE and pace * SLOWER < best
+        late = seconds > LATE and (pace * SLOWER < best or seconds > 2 * running)
         if late and self.late:
             self.until = monotonic() + self.pause
             self.pause = min(LONGEST, 2 * self.pause)
         elif not late:
             self.pause = PAUSE
         self.late = late
+
+    @contextmanager
+    def timed(self, kind: Any, numbers: int, wanted: bool) -> Iterator[None]:
+        """Around a call, `wanted` where it runs with all cores."""
+        start, own = perf_counter(), thread_time()
+        yield
+        if wanted:
+            self.took(kind, numbers, perf_counter() - start, thread_time() - own)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -100,10 +99,9 @@ class _Attention(torch.autograd.Function):
         halves = ctx.across is not None and ctx.across.halves
         together = large and threads > 1 and whole and may_join(query, key) and PACE.ours()
         groups = ctx.groups = cut(query, key, halves, threads, together)
-        ctx.together = together
+        ctx.together, ctx.kind = together, kind
         apart = ctx.apart = large and not together
         ctx.alike = key.shape[-2] if weights is None and ctx.across is None else 0
-        start = perf_counter()
 
         def space() -> Workspace:  # of the thread that asks
             return Workspace(query, kept, together)
@@ -123,9 +121,8 @@ class _Attention(torch.autograd.Function):
             return state
 
         if whole:
-            ctx.states = [_run(both, groups[0], apart)]
-            if together:
-                PACE.took(kind, numbers, perf_counter() - start)
+            with PACE.timed(kind, numbers, together):
+                ctx.states = [_run(both, groups[0], apart)]
             return out
         waiting = []
         for tiles in groups:
@@ -179,7 +176,8 @@ class _Attention(torch.autograd.Function):
             keys((state, queries((state, tile, slice(None))), tile, slice(None)))
 
         if _whole(ctx.across, key, query):
-            _run(both, list(zip(ctx.states[0], groups[0], strict=True)), apart)
+            with PACE.timed(("backward", ctx.kind), query.numel(), together):
+                _run(both, list(zip(ctx.states[0], groups[0], strict=True)), apart)
         else:
             waiting = []
             for states, tiles in zip(ctx.states, groups, strict=True):
