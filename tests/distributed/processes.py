@@ -32,11 +32,20 @@ def _run(
         answers.join_thread()
         dist.destroy_process_group()
     except BaseException:
-        answers.put((rank, traceback.format_exc()))
+        answers.put((rank, Failed(traceback.format_exc())))
+
+
+class Failed(str):
+    """The traceback of a worker."""
+
+    __slots__ = ()
 
 
 def side_by_side(world: int, function: Callable[..., Any], *arguments: Any, patience: float = PATIENCE) -> list[Any]:
-    """function(rank, world, *arguments) in so many processes with a default group; what each answered, or why not."""
+    """function(rank, world, *arguments) in so many processes with a default group, and what each answered.
+
+    The first one that fails ends all of them, with its traceback: the others would wait for its messages.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     answers = context.Queue()
@@ -53,6 +62,8 @@ def side_by_side(world: int, function: Callable[..., Any], *arguments: Any, pati
         try:
             while len(found) < world:
                 rank, answer = answers.get(timeout=patience)
+                if isinstance(answer, Failed):
+                    raise RuntimeError(f"worker {rank} of {world} failed:\n{answer}")
                 found[rank] = answer
             for one in several:
                 one.join(patience)

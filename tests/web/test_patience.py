@@ -64,9 +64,12 @@ def test_half_a_head_and_half_a_body_are_given_up(server):
 @pytest.mark.parametrize("server", [600], indirect=True)
 def test_ctrl_c_does_not_wait_for_half_an_upload(server):
     process, port = server
+    head = b"POST /api/images HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\nexpect: 100-continue\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port)) as waiting:
-        waiting.sendall(b"POST /api/images HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\nhalf")
-        time.sleep(1.5)  # on a busy machine the upload is not under way at once, and it is the one under test
+        waiting.settimeout(60)
+        waiting.sendall(head)
+        assert waiting.recv(4096).startswith(b"HTTP/1.1 100")  # from here on the application waits for the body
+        waiting.sendall(b"half")
         process.send_signal(signal.SIGINT)
         patience = time.monotonic() + 20
         while process.poll() is None:
