@@ -60,6 +60,13 @@ def test_what_cannot_be_found_out_is_asked_for():
         convert(Odd(), force=True)
 
 
+@pytest.mark.parametrize("ask", [convert, diagnose])
+def test_no_example_is_asked_for_where_there_is_no_attention(ask):
+    for model in (nn.Linear(4, 4), nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has no attention that can be converted"):
+            ask(model)
+
+
 def test_an_example_that_the_model_does_not_take_is_named():
     with pytest.raises(ValueError, match=r"BertModel does not take the batch a tensor of shape \(2, 3, 8, 8\)"):
         convert(bert(), example=torch.randn(2, 3, 8, 8))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..models import Backbone, VisionTransformer, ViViT
 from ..models.registry import input_shape
 from ..models.tubelet import TubeletEmbed
+from ..nn.swapped.plan import library_of
 from ..train.files import read_json
 from .batches import Batch, call, check_model, evaluating
 
@@ -44,6 +45,7 @@ def example_for(model: nn.Module) -> Batch:
             said = said or f" (it answers {describe(batch)} with {type(error).__name__}: {first[:160]})"
         else:
             return batch
+    library_of(model)  # an error for models without attention: no batch would help them
     raise ValueError(
         f"cannot tell what {type(model).__name__} takes{said}; pass example=batch, a tensor, tuple or mapping to call "
         "the model with, or on the command line --example FILE"
