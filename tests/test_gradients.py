@@ -140,3 +140,17 @@ def test_a_backward_pass_under_autocast_keeps_its_precision_on_the_cpu(twice):
         under = torch.autograd.grad(out.sum(), leaves, create_graph=twice)
     for x, y in zip(under, plain, strict=True):
         assert relative(x, y) < 1e-5
+
+
+@pytest.mark.parametrize("made", [lambda x: (x, x, x), lambda x: (x, x.tanh(), x.square())], ids=["itself", "of it"])
+def test_second_derivatives_where_keys_and_values_are_made_of_the_queries(made):
+    """Each input gets the gradient that is its own, not what reaches it through the others."""
+    x = inputs(Lq=40)[0]  # more tokens than a row is wide: tiles
+    found = []
+    for backend in ("cpu", "reference"):
+        out = attention(*made(x), backend=backend)
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        many = torch.autograd.grad(out, x, torch.ones(2, *out.shape).double(), retain_graph=True, is_grads_batched=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), x), *many))
+    for a, b in zip(*found, strict=True):
+        assert relative(a, b) < 1e-12

@@ -86,3 +86,31 @@ def test_the_registered_operators_keep_their_promises() -> None:
 def test_columns_that_are_not_contiguous_are_copied() -> None:
     inputs = [torch.randn(1, 2, 8, 5).mT for _ in range(3)]
     torch.testing.assert_close(operator(*inputs, None), expected(*inputs, None, 2.0))
+
+
+@pytest.mark.parametrize("weight", [1.0, None], ids=["constant gradient", "gradient of its own"])
+def test_a_second_derivative_is_refused_with_what_to_do_and_never_0_in_silence(weight: float | None) -> None:
+    q, k, v = (torch.randn(2, 3, requires_grad=True) for _ in range(3))
+    out = operator(q, k, v, None)
+    (first,) = torch.autograd.grad(out.sum() if weight else out.square().sum(), q, create_graph=True)
+    assert first.requires_grad
+    for ask in (
+        lambda: torch.autograd.grad(first.square().sum(), k, allow_unused=True, retain_graph=True),
+        lambda: (out.sum() + first.square().sum()).backward(),
+    ):
+        with pytest.raises(RuntimeError, match=r'first derivatives only; plain torch has all.*backend="reference"'):
+            ask()
+
+
+def test_saved_tensors_are_unpacked_once_also_where_a_graph_of_gradients_is_asked_for() -> None:
+    q, k, v = (torch.randn(2, 3, requires_grad=True) for _ in range(3))
+    unpacked: list[int] = []
+
+    def unpack(x: Tensor) -> Tensor:
+        unpacked.append(id(x))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        out = operator(q, k, v, None)
+    torch.autograd.grad(out.sum(), q, create_graph=True)
+    assert len(unpacked) == len(set(unpacked))

@@ -56,6 +56,18 @@ def test_nan_in_masked_tokens_stays_in_their_own_rows():
 
 
 @pytest.mark.skipif(not launch.INTERPRET, reason="16-bit tokens take the kernel, on the CPU through the interpreter")
+def test_second_derivatives_of_the_folded_kernels_are_refused_with_a_way_to_have_them():
+    _, folded = layers(dim=32, heads=2, dtype=torch.bfloat16)
+    x = torch.randn(1, 20, 32).bfloat16().requires_grad_()
+    (first,) = torch.autograd.grad(folded(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="in a layer or model, tokens in float64"):
+        torch.autograd.grad(first.square().sum(), x)
+    x = x.detach().double().requires_grad_()
+    (first,) = torch.autograd.grad(folded.double()(x).sum(), x, create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), x)[0].abs().max() > 0
+
+
+@pytest.mark.skipif(not launch.INTERPRET, reason="16-bit tokens take the kernel, on the CPU through the interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("offset", [0, 3, 100])
 def test_sixteen_bit_error_is_at_most_twice_the_plain_layers(dtype, offset):

@@ -19,11 +19,11 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..tracing import is_plain
 from . import replay
 from .launch import like_rows, on_device, rows
+from .once import once_differentiable
 
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Tensors]

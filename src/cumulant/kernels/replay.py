@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from .. import shards
 from ..tracing import is_plain
 from . import launch
 from .direct import Launch, direct
+from .once import once_differentiable
 
 ASKED = os.environ.get("CUMULANT_REPLAY") != "0"
 KINDS = (torch.bfloat16, torch.float16, torch.float32)

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import shards
 from ..call import check_flag
 from ..kernels import launch, notice
+from ..kernels.once import once_differentiable
 from ..moments import ratio, statistics_dtype
 from ..tracing import in_autocast_dtype, transformed, without_autocast
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..kernels.once import once_differentiable
 from ..moments import ratio
 from ..tensors import ABSENT, softmax_or_zero, wide
 from ..tracing import transformed
@@ -188,7 +188,7 @@ class _Quotient(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, told="Combiner has first derivatives only, and its gradient is differentiated again")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         out, total = ctx.saved_tensors
         grad = ratio(grad, total)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from ..call import Call
 from ..kernels import notice
 from ..kernels.lla import plan
+from ..kernels.once import once_differentiable
 from ..tensors import ABSENT, log_weights, nothing, repeat_heads, softmax_or_zero, wide
 from ..tracing import transformed
 from .lla_solver import STEPS, Settings, solver_of
@@ -170,7 +172,7 @@ class _LocalLinear(torch.autograd.Function):
         return torch.cat([fit.out for fit in _fits(q, k, v, lam, added, settings)], -2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @partial(once_differentiable, told="LLA has first derivatives only, and its gradient is differentiated again")
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, lam, added = ctx.saved_tensors
         scale = ctx.settings.scale

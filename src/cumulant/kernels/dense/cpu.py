@@ -146,10 +146,11 @@ class _Attention(torch.autograd.Function):
         query, key, value, weights = ctx.saved_tensors
         twice, many = torch.is_grad_enabled(), transformed() or torch._C._functorch.is_legacy_batchedtensor(grad)
         if twice or many:  # somebody differentiates this backward, or asks for many at once: let autograd do it
-            inputs, needed = (query, key, value), ctx.needs_input_grad[:3]
-            asked = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
-            with torch.enable_grad():
+            needed = ctx.needs_input_grad[:3]
+            with torch.enable_grad():  # of views: one tensor may be made of another, or be it, as in attention(x, x, x)
+                inputs = [x.view_as(x) for x in (query, key, value)]
                 out = ctx.reference(*inputs)
+            asked = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
             found = iter(torch.autograd.grad(out, asked, grad, create_graph=twice))
             return tuple(next(found) if wanted else None for wanted in needed)
         dq, dk, dv = (empty_like_rows(x, x.shape[-1]) for x in (query, key, value))

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...moments import Moments
 from ..batch import Batch
 from ..launch import like_rows, on_device, rows
+from ..once import once_differentiable
 from . import host
 from .cpu import Across
 from .plan import Plan, plan_for

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..launch import cdiv, empty_like_rows, on_device, padded, rows
+from ..once import once_differentiable
 
 BLOCK = 64  # tokens of a program
 
