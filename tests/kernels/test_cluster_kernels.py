@@ -132,6 +132,13 @@ def test_tokens_a_few_deviations_from_zero_cost_dq_no_digits(response: str | Non
     compare_half(q, k, v, clusters=6, response=response)
 
 
+def test_four_keys_that_are_alike_by_chance_cost_dq_no_digits() -> None:
+    """They are taken for all keys, of which many then differ from them by numbers that 16 bits do not hold."""
+    q, k, v = (tokens(1, 1, 96, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 2, 5)))
+    k[:, :, ::24] = 2
+    compare_half(q, k, v, clusters=6, response="pooled")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("means", [(3, 5), (1, 30), (30, 0.5)])

@@ -37,7 +37,8 @@ def common_point(x0, x1, x2, x3):
 
     0 where these four differ in sign or by more than a third. Differences of 16-bit numbers then need no rounding,
     because none is taken or because all tokens lie within a factor of 2 where four are that much alike: products of
-    them are exact. Tokens that do not are so near to 0 that float32 holds what cancels.
+    them are exact. Tokens that do not are so near to 0 that float32 holds what cancels. Of tokens one deviation from 0
+    four are alike by chance in a column of 200, of those three away in one of 13.
     """
     x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     low, high = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3)), tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
@@ -125,16 +126,22 @@ def statistics(
         k_point, v_point = common_point(k0, k1, k2, k3), common_point(v0, v1, v2, v3)
     S, P = tl.zeros((BD, BE), tl.float32), tl.zeros((FOLD, BD), tl.float32)
     k_sum, v_sum = tl.zeros((FOLD, BD), tl.float32), tl.zeros((FOLD, BE), tl.float32)
+    FIRST: tl.constexpr = ORDERED or dtype == tl.float32  # the product before the sums: whichever order spills less
     for at in tl.range(first, end, N, num_stages=STAGES):
         there = at + n < end
         place, inside = placed(order, at + n, there, ORDERED, False), there[:, None]
         dk = picked_tile(k, place, there, k_t, d, D, BD, False).to(tl.float32) - k_point[None, :]
         dv = picked_tile(v, place, there, v_t, e, E, BE, False).to(tl.float32) - v_point[None, :]
-        dk, dv = tl.where(inside, dk, 0.0), tl.where(inside, dv, 0.0)
-        S = dot(tl.trans(cast(dk, dtype)), cast(dv, dtype), S, PRECISION)
-        k_sum += fold(dk, FOLD)
-        v_sum += fold(dv, FOLD)
-        P += fold(dk * dk, FOLD)
+        # Where four tokens are alike by chance differences are rounded all the same. Sums and products are then of the
+        # same numbers, so that S stays centred.
+        dk, dv = cast(tl.where(inside, dk, 0.0), dtype), cast(tl.where(inside, dv, 0.0), dtype)
+        if FIRST:
+            S = dot(tl.trans(dk), dv, S, PRECISION)
+        k_sum += fold(dk.to(tl.float32), FOLD)
+        v_sum += fold(dv.to(tl.float32), FOLD)
+        P += fold(dk.to(tl.float32) * dk.to(tl.float32), FOLD)
+        if not FIRST:
+            S = dot(tl.trans(dk), dv, S, PRECISION)
     k_off, v_off = tl.sum(k_sum, 0) * over, tl.sum(v_sum, 0) * over
     k_mean, v_mean = k_point + k_off, v_point + v_off
     spread = tl.maximum(tl.sum(P, 0) * over - k_off * k_off, 0.0)
