@@ -1,0 +1,306 @@
+"""Hostile numbers for clusters and packed sequences: `python -m tools.fuzz_clusters --cases 10000 --seed 1`.
+
+Beside `tools.fuzz`, which draws `attention`, `Stream`, `SlidingWindow` and `Moments`. The oracle enumerates tokens in
+float64, from specs/local-cumulants.md alone: clusters that are named token by token, and softmax, which clusters of any
+kind are where all of them are near, and a merged stream that has room for all. Drawn are dtypes, closures, responses,
+full variances, prefixes, weights, grouped queries, E beside D, empty inputs, views, offsets of keys and values. What
+passes: a few roundings of the dtype, or twice what the same enumeration in float32 is off, its result rounded.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import cumulant
+from cumulant.cluster import Blocks, ClusterStream, KMeans, MergedStream, Tree
+from tools.fuzz import HALF, error, row_by_row
+
+Oracle = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def closed(s2: Tensor, closure: str) -> tuple[Tensor, Tensor]:
+    """phi and f of the variance s^2: gauss s^2 / 2; tanh log cosh s; langevin log(sinh(y) / y), y = sqrt(3) s."""
+    s = (s2 + 1e-30).sqrt()
+    if closure == "gauss":
+        return 0.5 * s2, torch.ones_like(s2)
+    if closure == "tanh":
+        phi = s + torch.log1p(torch.exp(-2 * s)) - math.log(2)
+        return phi, torch.where(s < 1e-3, 1 - s2 / 3, torch.tanh(s) / s)
+    y = math.sqrt(3) * s
+    phi = y + torch.log(-torch.expm1(-2 * y) / (2 * y))
+    f = 3 * (1 / torch.tanh(y) - 1 / y) / y
+    return torch.where(y < 1e-2, 0.5 * s2 - s2 * s2 / 20, phi), torch.where(y < 1e-2, 1 - s2 / 5, f)
+
+
+def clusters_of(ids: Tensor, w: Tensor, prefix: int, closure: str, response: object, full: bool) -> Oracle:
+    """ids (B, H, L) of tokens after the prefix, w (B, L + prefix); q carries the scale."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for b in range(q.shape[0]):
+            heads = [one(q[b, h], k[b, h], v[b, h], ids[b, h], w[b].to(q.dtype)) for h in range(q.shape[1])]
+            outs.append(torch.stack(heads))
+        return torch.stack(outs)
+
+    def one(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        origin = k.detach().mean(0) if len(k) else 0.0
+        k = k - origin
+        logits, values = [], []
+        for i in range(prefix):
+            if w[i] > 0:
+                logits.append(q @ k[i] + w[i].log())
+                values.append(v[i].expand(len(q), -1))
+        rest, pooled, tokens = w[prefix:], 0.0, w[prefix:].sum()
+        found = []
+        for c in ids.unique().tolist():
+            at = (ids == c) & (rest > 0)
+            if not at.any():
+                continue
+            p, kc, vc = rest[at] / rest[at].sum(), k[prefix:][at], v[prefix:][at]
+            km, vm = p @ kc, p @ vc
+            dk, dv = kc - km, vc - vm
+            S = (p[:, None] * dk).mT @ dv
+            s2 = ((q @ dk.mT).square() * p).sum(-1) if full else q.square() @ (p @ dk.square())
+            phi, f = closed(s2, closure)
+            found.append((q @ km + rest[at].sum().log() + phi, vm, f, S))
+            pooled = pooled + rest[at].sum() / tokens * S
+        for z, vm, f, S in found:
+            S = pooled if response == "pooled" else S
+            logits.append(z)
+            values.append(vm if response == 0 else vm + f[:, None] * (q @ S))
+            values[-1] = values[-1].expand(len(q), -1)
+        if not logits:
+            return v.new_zeros(len(q), v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
+        p = torch.stack(logits).softmax(0)
+        return sum(p[i][:, None] * values[i] for i in range(len(values)))
+
+    return run
+
+
+def softmax_of(w: Tensor, is_causal: bool, centred: bool = True) -> Oracle:
+    """Not `centred`: as F.scaled_dot_product_attention multiplies, wherever the keys lie."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k - k.detach().mean(-2, keepdim=True) if k.shape[-2] and centred else k
+        z = q @ k.mT + w.to(q.dtype).log()[:, None, None, :]
+        if is_causal:
+            z = z.masked_fill(torch.ones(z.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+        seen = (z > -math.inf).any(-1, keepdim=True)
+        return torch.where(seen, z, 0.0).softmax(-1).masked_fill(~seen, 0) @ v if z.shape[-1] else q[..., :0] @ v
+
+    return run
+
+
+def tokens_of(rng: random.Random, empty: bool) -> tuple[Tensor, Tensor, Tensor, int]:
+    torch.manual_seed(rng.randrange(1 << 30))
+    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+    B, H, D, E = rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((1, 5, 8, 16)), rng.choice((1, 4, 8, 12))
+    group, Lk, Lq = rng.choice((1, 1, 2)), rng.choice((1, 2, 3, 7, 20, 33, 70)), rng.choice((1, 3, 20, 40))
+    if empty:
+        Lk, Lq = rng.choice(((0, 3), (4, 0), (0, 0)))
+    offsets = (0.0, 0.0, 1.0, 30.0) + ((1e3,) if dtype == torch.float32 else (100.0,))
+    q = torch.randn(B, Lq, H * group, D) * rng.choice((1.0, 0.1, 3.0))
+    k = torch.randn(B, Lk, H, D) * rng.choice((1.0, 0.01, 3.0)) + rng.choice(offsets) * torch.sign(torch.randn(D))
+    v = torch.randn(B, Lk, H, E) * rng.choice((1.0, 0.1)) + rng.choice(offsets)
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # views, as of a projection
+    return (*(x if rng.random() < 0.5 else x.contiguous() for x in (q, k, v)), group)
+
+
+def weights_of(rng: random.Random, B: int, L: int) -> Tensor | None:
+    kind = rng.choice(("none", "none", "bool", "float", "small"))
+    w = torch.rand(B, L) + 0.05
+    if kind == "none":
+        return None
+    if kind == "bool":
+        return w > 0.4
+    return w * (torch.rand(B, L) > 0.2) * (1e-6 if kind == "small" else 1.0)
+
+
+def compared(
+    named: str, call: Callable[..., Tensor], oracle: Oracle, tokens: list[Tensor], scale: float, group: int
+) -> tuple[str, float, float, str] | None:
+    """Outputs and gradients: where they are worst."""
+    leaves = [x.detach().requires_grad_() for x in tokens]
+    out = call(*leaves)
+    grad = torch.randn(out.shape).to(out.dtype)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad, allow_unused=True)] if out.requires_grad else [out]
+
+    def wanted(dtype: torch.dtype) -> list[Tensor]:
+        wide = [x.detach().to(dtype).requires_grad_() for x in tokens]
+        q, k, v = wide[0] * scale, *(x.repeat_interleave(group, 1) for x in wide[1:])
+        exact = oracle(q, k, v)
+        if len(found) == 1 or not exact.requires_grad:
+            return [exact]
+        return [exact.detach(), *torch.autograd.grad(exact, wide, grad.to(dtype), allow_unused=True)]
+
+    exact, few = wanted(torch.float64), (64 if out.dtype == torch.float32 else 8) * HALF[out.dtype]
+    if exact[0].numel() == 0:
+        return named.split()[0], 0.0 if out.shape == exact[0].shape else math.inf, few, named
+    norm = tokens[2].double().norm() * grad.double().norm()
+    rated = []
+    for name, a, b, at in zip(("out", "dq", "dk", "dv"), found, exact, range(4), strict=False):
+        if a is None or b is None or not b.numel() or (at in (1, 2) and b.norm() <= 1e-12 * norm):
+            continue
+        if b.abs().max() > 0.9 * torch.finfo(out.dtype).max:
+            continue
+        rated.append((error(a, b), name, at, b))
+    here, name, at, b = max(rated, key=lambda one: one[0] if one[0] == one[0] else math.inf)
+    if here <= few:
+        return name, here, few, named
+    plain = wanted(torch.float32)
+    worst = max(
+        (
+            (e, n, max(few, 2 * off if math.isfinite(off := error(plain[i].to(out.dtype), x)) else few))
+            for e, n, i, x in rated
+        ),
+        key=lambda one: one[0] / one[2],
+    )
+    return worst[1], worst[0], worst[2], named
+
+
+def clustered(rng: random.Random):
+    q, k, v, group = tokens_of(rng, rng.random() < 0.03)
+    B, H, Lk, D = k.shape
+    prefix = rng.choice((0, 0, min(2, Lk)))
+    L, K = Lk - prefix, rng.choice((1, 2, 5, 9))
+    ids = torch.randint(K, (B, H, L)) if L else torch.zeros(B, H, 0, dtype=torch.long)
+    w = weights_of(rng, B, Lk)
+    full, response = rng.random() < 0.2, rng.choice((None, None, 0, "pooled"))
+    closure, scale = rng.choice(("tanh", "langevin", "gauss")), rng.choice((None, 0.3))
+    ones = torch.ones(B, Lk) if w is None else w
+    used = D**-0.5 if scale is None else scale
+    spread = (q.float().norm(dim=-1).max() * used * (k.float().std() if k.numel() > 1 else 0)) if q.numel() else 0
+    if closure == "gauss" and spread > 6:  # exponents that no dtype holds
+        closure = "tanh"
+    options = {"prefix": prefix, "closure": closure, "response": response, "scale": scale, "key_mask": w}
+    options |= {"variance": "full" if full else "diagonal", "enable_gqa": group > 1}
+    named = f"assigned {q.dtype} q{tuple(q.shape)} k{tuple(k.shape)} E{v.shape[-1]} K{K} "
+    named += f"{ {n: x for n, x in options.items() if n != 'key_mask'} } w={None if w is None else w.dtype}"
+    named += f" k~{k.float().mean():.3g}+-{k.float().std():.2g} v~{v.float().mean():.3g}"
+    oracle = clusters_of(ids.repeat_interleave(group, 1), ones.double(), prefix, closure, response, full)
+    call = lambda q, k, v: cumulant.cluster_attention(q, k, v, clusters=ids, **options)  # noqa: E731
+    return compared(named, call, oracle, [q, k, v], used, group)
+
+
+def near_all(rng: random.Random):
+    q, k, v, group = tokens_of(rng, rng.random() < 0.03)
+    B, _, Lk, D = k.shape
+    K = rng.choice((1, 2, 4, 8))
+    kinds = [K, Blocks(rng.choice((1, 4, 16))), Tree(K), Tree(K, width=rng.choice((1, 4))), KMeans(K)]
+    kinds.append(Tree(K, leaves=2, opened=K))
+    clusters = rng.choice(kinds)
+    w = weights_of(rng, B, Lk)
+    w = None if w is None else w > 0 if isinstance(clusters, Tree | KMeans) or rng.random() < 0.5 else w
+    options = {"near": 1 << 10, "key_mask": w, "enable_gqa": group > 1, "prefix": rng.choice((0, min(1, Lk)))}
+    options |= {"response": 0 if getattr(clusters, "leaves", 1) > 1 else rng.choice((None, 0))}
+    named = (
+        f"softmax {q.dtype} {clusters} q{tuple(q.shape)} k{tuple(k.shape)} E{v.shape[-1]} prefix={options['prefix']}"
+    )
+    named += (
+        f" w={None if w is None else w.dtype} k~{k.float().mean():.3g}+-{k.float().std():.2g} v~{v.float().mean():.3g}"
+    )
+    ones = torch.ones(B, Lk) if w is None else w
+    call = lambda q, k, v: cumulant.cluster_attention(q, k, v, clusters=clusters, **options)  # noqa: E731
+    return compared(named, call, softmax_of(ones.double(), False), [q, k, v], D**-0.5, group)
+
+
+def streamed(rng: random.Random):
+    """A stream of blocks that are all recent, or of room for all: causal softmax."""
+    q, k, v, group = tokens_of(rng, False)
+    B, H, L, D = k.shape
+    q = torch.randn(B, H * group, L, D).to(k.dtype)
+    what = rng.choice(("cluster stream", "merged stream"))
+    stream = ClusterStream(Blocks(4, recent=40)) if what[0] == "c" else MergedStream(L + 600, chunk=rng.choice((4, 64)))
+    cut = rng.randrange(L + 1)
+    outs = []
+    with torch.no_grad():
+        if cut and what[0] == "c":
+            stream.append(k[:, :, :cut], v[:, :, :cut])
+        elif cut:
+            outs.append(stream.step(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut]))
+        outs += [stream.step(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(cut, L)]
+    if not outs:
+        return None
+    out = torch.cat(outs, -2)
+    named = (
+        f"{what} {k.dtype} k{tuple(k.shape)} group {group} cut {cut} k~{k.float().mean():.3g}+-{k.float().std():.2g}"
+    )
+    oracle = softmax_of(torch.ones(B, L, dtype=torch.float64), True, what[0] == "c")
+    rows = slice(L - out.shape[-2], L)
+
+    def last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return oracle(q, k, v)[:, :, rows]
+
+    _, here, bound, named = compared(named, lambda *_: out, last, [q, k, v], D**-0.5, group)
+    return what, here, bound, named
+
+
+def packed(rng: random.Random):
+    """Sequences end to end, in any order of expansion: each alone."""
+    q, k, v, group = tokens_of(rng, False)
+    order = rng.choice((1, 2, 3))
+    form = {"order": order, "full": order == 3 and rng.random() < 0.3, "is_causal": rng.random() < 0.4}
+    form |= {"normalization": "mean", "closure": rng.choice((None, "tanh")) if order == 2 else None}
+    D, lengths = k.shape[-1], [rng.choice((1, 2, 9, 30)) for _ in range(3)]
+    lengths.insert(rng.randrange(4), 0)
+    total, H = sum(lengths), k.shape[1]
+    qs, ks, vs = (x.new_empty(0) for x in (q, k, v))
+    far = [x.float().mean().item() for x in (k, v)]
+    qs = (torch.randn(total, H * group, D)).to(k.dtype)
+    ks, vs = ((torch.randn(total, H, n) + m).to(k.dtype) for n, m in ((D, far[0]), (v.shape[-1], far[1])))
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    named = f"packed {k.dtype} {lengths} D{D} E{v.shape[-1]} H{H}x{group} {form} k~{far[0]:.3g} v~{far[1]:.3g}"
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+        out = cumulant.attention_varlen(q, k, v, ends, ends, enable_gqa=group > 1, **form)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [x.split(lengths, -2) for x in (q, k, v)]
+        each = [
+            row_by_row(a, b, c, torch.ones(1, b.shape[-2], dtype=b.dtype), form)
+            for a, b, c in zip(*parts, strict=True)
+            if b.shape[-2]
+        ]
+        return torch.cat(each, -2)
+
+    tokens = [x.transpose(0, 1).unsqueeze(0) for x in (qs, ks, vs)]
+    return compared(named, call, oracle, tokens, D**-0.5, group)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    counts, bad, begin = Counter(), [], time.time()
+    for case in range(args.cases):
+        rng = random.Random(args.seed * 1_000_003 + case)
+        kind = rng.choice((clustered, clustered, near_all, streamed, packed))
+        found = kind(rng)
+        counts["not asked" if found is None else kind.__name__] += 1
+        if found is not None and not found[1] <= found[2]:
+            bad.append((found[1] / found[2], case, found[0], found[1], found[3]))
+            counts["bad"] += 1
+    for over, case, where, size, named in sorted(bad, reverse=True)[:40]:
+        print(f"case {case} {where} {size:.1e} ({over:.1f} x) {named}")
+    print(f"seed {args.seed}: {dict(counts)} in {time.time() - begin:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
