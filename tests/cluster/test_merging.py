@@ -33,6 +33,17 @@ def test_while_every_token_has_a_place_the_rows_are_those_of_softmax():
     torch.testing.assert_close(out, softmax(query, key, value))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_the_tens_lose_no_digits_in_16_bits(dtype):
+    query, key, value = tokens(dtype=dtype)
+    query = query * 12
+    exact = softmax(*(x.double() for x in (query, key, value)))
+    ours, plain = (
+        (x.double() - exact).norm() for x in (stepped(MergedStream(300), query, key, value), softmax(query, key, value))
+    )
+    assert ours <= 2 * plain
+
+
 def test_tokens_that_are_alike_merge_without_loss():
     """Ten keys and values, each twenty times: ten clusters say all."""
     query, key, value = tokens()

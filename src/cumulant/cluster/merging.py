@@ -114,23 +114,23 @@ class MergedStream:
         B, H, L, D = key.shape
         weight = key.new_ones(B, L, dtype=torch.float32) if weights is None else weights.float()
         place = torch.arange(self.length, self.length + L, device=key.device, dtype=torch.float32).expand(B, H, L)
-        rows, weight = query * (D**-0.5 if self.scale is None else self.scale), weight[:, None].expand(B, H, L)
+        weight, scale = weight[:, None].expand(B, H, L), D**-0.5 if self.scale is None else self.scale
         if self.state is None:
             self._begin(key, value)
-            self._note(rows, H)
+            self._note(query * scale, H)
             at_once = max(self.places, isqrt(4 * ROOM // (B * H)))  # a merge holds a quarter of the square of them
             for new in _pieces(at_once, key, value, weight, place):
                 self._put(*new)
             plain = weights is None and self.softcap is None
-            return _causal(rows, key, value, None if plain else weight, self.softcap)
+            return _causal(query, key, value, None if plain else weight, scale, self.softcap)
         outs = []
-        for some, k, v, w, t in _pieces(self.chunk, rows, key, value, weight, place):
+        for some, k, v, w, t in _pieces(self.chunk, query, key, value, weight, place):
             if self.used + k.shape[2] > self.places:
                 self._merge(*self._held())
             self._put(k, v, w, t)
             held_key, held_value, counts, _ = self._held()
-            outs.append(_causal(some, held_key, held_value, counts, self.softcap))
-            self._note(some, H)
+            outs.append(_causal(some, held_key, held_value, counts, scale, self.softcap))
+            self._note(some * scale, H)
         return torch.cat(outs, 2) if outs else query.new_zeros(*query.shape[:3], value.shape[-1])
 
     @property
@@ -206,25 +206,29 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
-def _causal(rows: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, softcap: float | None) -> Tensor:
-    """Softmax of rows (B, G H, L, D), which carry the scale, over key (B, H, N, D), of which they are the last L.
+def _causal(
+    rows: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """Softmax of rows (B, G H, L, D) over key (B, H, N, D), of which they are the last L.
 
-    Without weights all are 1, and there is no softcap.
+    Without weights all are 1, and there is no softcap. Logits are never rounded to 16 bits: in the tens, that is 0.1.
     """
     H, N, L = key.shape[1], key.shape[2], rows.shape[2]
     if weight is None:
         return F.scaled_dot_product_attention(
-            rows, key, value, is_causal=True, scale=1.0, enable_gqa=rows.shape[1] != H
+            rows, key, value, is_causal=True, scale=scale, enable_gqa=rows.shape[1] != H
         )
     outs, at_once = [], max(1, ROOM // max(1, rows.shape[0] * rows.shape[1] * N))
+    given, key, value = rows.dtype, wide(key), wide(value)
     places = torch.arange(N, device=key.device)
     for start in range(0, L, at_once):
         some = rows[:, :, start : start + at_once]
         n = some.shape[2]
-        logits = _capped(wide(fold_groups(some, H) @ key.mT), softcap) + log(weight).unsqueeze(2)  # (B, H, G n, N)
+        logits = wide(fold_groups(some, H)) * scale @ key.mT  # (B, H, G n, N)
+        logits = _capped(logits, softcap) + log(weight).unsqueeze(2)
         last = torch.arange(N - L + start, N - L + start + n, device=key.device).repeat(rows.shape[1] // H)
-        w = softmax_or_zero(logits.masked_fill(places > last[:, None], ABSENT)).to(value.dtype)
-        outs.append((w @ value).unflatten(2, (-1, n)).flatten(1, 2))
+        w = softmax_or_zero(logits.masked_fill(places > last[:, None], ABSENT))
+        outs.append((w @ value).to(given).unflatten(2, (-1, n)).flatten(1, 2))
     return torch.cat(outs, 2)
 
 
