@@ -2,8 +2,9 @@
 
     segmenter = Segmenter.open("facebook/sam2.1-hiera-tiny")            # a Hub name, or the folder of tools/models.py
     exact = segmenter.masks(picture, points=[(320, 200)])               # softmax; picture (rows, cols, 3) of 8 bits
-    found = segmenter.masks(picture, points=[(320, 200)], dial=DIAL[3])
-    print(iou(found.best[0], exact.best[0]), segmenter.cost(DIAL[3]), found.seconds)
+    name = list(DIAL)[-3]                                               # 12 % of softmax's multiply-adds
+    found = segmenter.masks(picture, points=[(320, 200)], dial=name)
+    print(iou(found.best[0], exact.best[0]), segmenter.cost(name), found.seconds)
 
 Places are in pixels of the picture as given, (x, y); a box is (left, top, right, bottom). The picture is encoded once
 for each step of the dial, and further clicks on it only run the mask decoder. The layers that see the whole picture are
@@ -31,16 +32,17 @@ from ..nn.swapped.choice import KEPT, Choice
 from ..nn.swapped.plan import applied, attention_layers
 from ..optional import needed
 
-# From linear to softmax, as measured on docs/real-models.md.
-DIAL = (
-    "cumulant2",
-    "cluster64+near=4+near_rows=1+rank=mass+response=pooled",
-    "cluster64+find=tree+leaves=8+opened=12+near=16+width=24",
-    "cluster64+find=tree+leaves=8+opened=16+near=28+width=32",
-    "cluster64+find=tree+leaves=8+opened=24+near=34+width=32",
-    "cluster64+find=tree+leaves=8+opened=32+near=96+width=32",
-    "softmax",
-)
+# From linear to softmax, by rising cost, and what a page calls them; docs/real-models.md has IoU of their kinds.
+DIAL = {
+    "cumulant2": "linear",
+    "cluster16+response=pooled": "16 squares",
+    "cluster64+response=pooled": "64 squares",
+    "cluster64+find=tree+response=pooled": "64 clusters by content",
+    "cluster64+find=tree+leaves=4+opened=16+near=24+width=24+exact=92": "and 92 exact tokens",
+    "cluster64+find=tree+leaves=4+opened=24+near=40+width=24+exact=208": "and 208 exact tokens",
+    "cluster64+find=tree+leaves=4+opened=40+near=100+width=32+exact=640": "and 640 exact tokens",
+    "softmax": "softmax",
+}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LARGEST = 1 << 26  # pixels of a picture: 64 megapixels are 0.8 GB of float32
 KEPT_PICTURES = 16  # encoded, for each segmenter

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..data.decode import fit, pillow_image
-from ..explain.masks import Segmenter, ask, iou, pixels
+from ..explain.masks import DIAL, Segmenter, ask, iou, pixels
 from .dial import Passed, Subject
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def is_segmenter(word: str) -> bool:
 class SegmentingDial(Subject):
     """SAM 2 whose global layers are dialled."""
 
-    score, same, pointed = "IoU with softmax's mask", 1.0, True
+    score, same, pointed, steps = "IoU with softmax's mask", 1.0, True, DIAL
 
     def __init__(self, word: str, device: str = "cpu", size: int = 1024) -> None:
         super().__init__()
