@@ -16,7 +16,7 @@ from cumulant.train.recipe_files import from_json, read_recipe, to_json
 VALUES = {
     "agents": 4, "apart": 1, "around": "mean", "backend": "reference", "block": 16, "branching": 4, "chunk": 16,
     "clamp": None, "closure": "langevin", "conv": False, "energy": "l2", "eps": 0.001, "exclude_own": False,
-    "find": "tree", "leaves": 2, "opened": 2, "patch": 2, "width": 2,
+    "find": "tree", "leaves": 2, "opened": 2, "patch": 2, "width": 2, "exact": 2, "sinks": 2,
     "full": True, "iterations": 8, "kernel": 3, "learn_ridge": True, "levels": 1, "max_len": 64, "near": 1,
     "near_rows": 2, "normalization": "sum", "pooling": "mean", "position": 2, "position_bias": False, "power": 2.0,
     "precondition": True, "qk_norm": True, "query_std": 0.1, "rank": "error", "recent": 1, "response": 0,
@@ -32,6 +32,7 @@ for _count in (4, 16, 64):
     ONLY_WITH[f"cluster{_count}", "opened"] = {"leaves": 2, "find": "tree"}
     ONLY_WITH[f"cluster{_count}", "patch"] = {"find": "tree"}
     ONLY_WITH[f"cluster{_count}", "width"] = {"find": "tree"}
+    ONLY_WITH[f"cluster{_count}", "exact"] = {"leaves": 2, "opened": 2, "near": 2, "find": "tree"}
 # What a mechanism of another order, or another form of it, does not have.
 LACKS = {("cumulant1", "full"), ("cumulant2", "full"), ("cumulant1", "closure"), ("cumulant3", "closure")}
 CASES = [
