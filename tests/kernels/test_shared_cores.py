@@ -97,6 +97,16 @@ def test_cores_are_ours_until_two_calls_in_a_row_come_late(monkeypatch):
     assert pace.pause == workers.PAUSE
 
 
+def test_short_forward_passes_do_not_excuse_late_backward_ones():
+    pace = workers.Pace()
+    pace.took("backward", 1000, 0.003, 0.003)
+    for _ in range(2):
+        assert pace.ours()
+        pace.took("forward", 1000, 0.001, 0.001)
+        pace.took("backward", 1000, 0.07, 0.07)
+    assert not pace.ours()
+
+
 def test_a_thread_that_hardly_runs_has_no_cores_of_its_own():
     """Also where no call was ever quick."""
     pace = workers.Pace()

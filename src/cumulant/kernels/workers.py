@@ -88,12 +88,13 @@ class Pace:
     Operations on all threads of torch are quickest on cores that nobody else wants, and far slower than tasks on
     threads of their own where others do: each is then a wait for the scheduler. Calls that take `SLOWER` times as long
     as the best of their kind were such waits, and those in which this thread did not even run half of the time: after
-    two in a row others go another way for a while, longer each time.
+    two of a kind in a row others go another way for a while, longer each time.
     """
 
     def __init__(self) -> None:
         self.best: dict[Any, float] = {}  # numbers a second
-        self.until, self.pause, self.late = 0.0, PAUSE, False
+        self.until, self.pause = 0.0, PAUSE
+        self.late: set[Any] = set()  # kinds whose last call was; forward passes say nothing of backward ones
 
     def ours(self) -> bool:
         return monotonic() >= self.until
@@ -103,14 +104,18 @@ class Pace:
         pace = numbers / max(seconds, 1e-9)
         if len(self.best) > MOST:
             self.best.clear()
+            self.late.clear()
         best = self.best[kind] = max(pace, self.best.get(kind, 0.0))
         late = seconds > LATE and (pace * SLOWER < best or seconds > 2 * running)
-        if late and self.late:
+        if not late:
+            self.late.discard(kind)
+            if not self.late:
+                self.pause = PAUSE
+        elif kind in self.late:
             self.until = monotonic() + self.pause
             self.pause = min(LONGEST, 2 * self.pause)
-        elif not late:
-            self.pause = PAUSE
-        self.late = late
+        else:
+            self.late.add(kind)
 
     @contextmanager
     def timed(self, kind: Any, numbers: int, wanted: bool) -> Iterator[None]:
