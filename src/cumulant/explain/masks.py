@@ -38,9 +38,9 @@ DIAL = {
     "cluster16+response=pooled": "16 squares",
     "cluster64+response=pooled": "64 squares",
     "cluster64+find=tree+response=pooled": "64 clusters by content",
-    "cluster64+find=tree+leaves=4+opened=16+near=24+width=24+exact=92": "and 92 exact tokens",
-    "cluster64+find=tree+leaves=4+opened=24+near=40+width=24+exact=208": "and 208 exact tokens",
-    "cluster64+find=tree+leaves=4+opened=40+near=100+width=32+exact=640": "and 640 exact tokens",
+    "cluster64+find=tree+leaves=4+opened=16+near=24+width=24+exact=92": "92 exact tokens",
+    "cluster64+find=tree+leaves=4+opened=24+near=40+width=24+exact=208": "208 exact tokens",
+    "cluster64+find=tree+leaves=4+opened=40+near=100+width=32+exact=640": "640 exact tokens",
     "softmax": "softmax",
 }
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
