@@ -31,6 +31,7 @@ from torch import Tensor
 import cumulant
 from cumulant.streaming import SlidingWindow, Stream
 
+Found = tuple[str, float, float, str]  # where, how far off, the bound, the case in words
 HALF = {torch.float32: 6e-8, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
 
@@ -158,7 +159,7 @@ def allowed(plains: list[Tensor], exact: Tensor, few: float, dtype: torch.dtype)
     return max(few, 2 * off) if math.isfinite(off) else few
 
 
-def run(rng: random.Random, kernels: bool) -> tuple[str, float, float, str] | None:
+def run(rng: random.Random, kernels: bool) -> Found | None:
     """One case: where it is worst, the error there, what is allowed, and what was asked."""
     form, how, tokens, w = draw(rng)
     dtype, (q, k, v) = tokens[0].dtype, tokens
@@ -207,7 +208,7 @@ def run(rng: random.Random, kernels: bool) -> tuple[str, float, float, str] | No
     return max(rated, key=lambda one: one[1] / one[2])
 
 
-def stream(rng: random.Random) -> tuple[str, float, float, str] | None:
+def stream(rng: random.Random) -> Found | None:
     """A stream, a window or merged parts against all tokens at once."""
     form, how, (q, k, v), _ = draw(rng)
     form |= {"is_causal": False, "normalization": "mean", "closure": None}
@@ -243,6 +244,25 @@ def stream(rng: random.Random) -> tuple[str, float, float, str] | None:
     return what, here, allowed(list(plainly([q, k, v], scale, ones, form, torch.float32)), exact, few, k.dtype), named
 
 
+def searched(cases: int, seed: int, one: Callable[[int, random.Random], tuple[str, Found | None]]) -> int:
+    """Draws so many cases, `one` by one, and prints those over their bound, the worst first; 1 if there are any.
+
+    `one` gives the kind of a case and what was found.
+    """
+    counts: Counter[str] = Counter()
+    bad, begin = [], time.time()
+    for case in range(cases):
+        kind, found = one(case, random.Random(seed * 1_000_003 + case))
+        counts["not asked" if found is None else kind] += 1
+        if found is not None and not found[1] <= found[2]:
+            bad.append((found[1] / found[2], case, found[0], found[1], found[3]))
+            counts["bad"] += 1
+    for over, case, where, size, named in sorted(bad, reverse=True)[:40]:
+        print(f"case {case} {where} {size:.1e} ({over:.1f} x) {named}")
+    print(f"seed {seed}: {dict(counts)} in {time.time() - begin:.0f} s")
+    return 1 if bad else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000)
@@ -251,24 +271,15 @@ def main() -> int:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    counts, bad, begin = Counter(), [], time.time()
-    for case in range(args.cases):
-        rng = random.Random(args.seed * 1_000_003 + case)
-        every = max(1, args.cases // max(1, args.kernels))
+    every = max(1, args.cases // max(1, args.kernels))
+
+    def one(case: int, rng: random.Random) -> tuple[str, Found | None]:
         kernels = args.kernels > 0 and case % every == 0
         found = stream(rng) if not kernels and case % 5 == 1 else run(rng, kernels)
-        if found is None:
-            counts["not asked"] += 1
-            continue
-        where, size, bound, named = found
-        counts["kernel" if kernels else "stream" if where in ("stream", "window", "merge") else "call"] += 1
-        if not size <= bound:
-            bad.append((size / bound, case, where, size, named))
-            counts["bad"] += 1
-    for over, case, where, size, named in sorted(bad, reverse=True)[:40]:
-        print(f"case {case} {where} {size:.1e} ({over:.1f} x) {named}")
-    print(f"seed {args.seed}: {dict(counts)} in {time.time() - begin:.0f} s")
-    return 1 if bad else 0
+        streamed = found is not None and found[0] in ("stream", "window", "merge")
+        return "kernel" if kernels else "stream" if streamed else "call", found
+
+    return searched(args.cases, args.seed, one)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ import argparse
 import math
 import random
 import sys
-import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 
 import cumulant
 from cumulant.cluster import Blocks, ClusterStream, KMeans, MergedStream, Tree
-from tools.fuzz import HALF, error, row_by_row
+from tools.fuzz import HALF, Found, error, row_by_row, searched
 
 Oracle = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -129,7 +127,7 @@ def weights_of(rng: random.Random, B: int, L: int) -> Tensor | None:
 
 def compared(
     named: str, call: Callable[..., Tensor], oracle: Oracle, tokens: list[Tensor], scale: float, group: int
-) -> tuple[str, float, float, str] | None:
+) -> Found | None:
     """Outputs and gradients: where they are worst."""
     leaves = [x.detach().requires_grad_() for x in tokens]
     out = call(*leaves)
@@ -248,14 +246,13 @@ def streamed(rng: random.Random):
 
 def packed(rng: random.Random):
     """Sequences end to end, in any order of expansion: each alone."""
-    q, k, v, group = tokens_of(rng, False)
+    _, k, v, group = tokens_of(rng, False)
     order = rng.choice((1, 2, 3))
     form = {"order": order, "full": order == 3 and rng.random() < 0.3, "is_causal": rng.random() < 0.4}
     form |= {"normalization": "mean", "closure": rng.choice((None, "tanh")) if order == 2 else None}
     D, lengths = k.shape[-1], [rng.choice((1, 2, 9, 30)) for _ in range(3)]
     lengths.insert(rng.randrange(4), 0)
     total, H = sum(lengths), k.shape[1]
-    qs, ks, vs = (x.new_empty(0) for x in (q, k, v))
     far = [x.float().mean().item() for x in (k, v)]
     qs = (torch.randn(total, H * group, D)).to(k.dtype)
     ks, vs = ((torch.randn(total, H, n) + m).to(k.dtype) for n, m in ((D, far[0]), (v.shape[-1], far[1])))
@@ -287,19 +284,12 @@ def main() -> int:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    counts, bad, begin = Counter(), [], time.time()
-    for case in range(args.cases):
-        rng = random.Random(args.seed * 1_000_003 + case)
+
+    def one(_: int, rng: random.Random) -> tuple[str, Found | None]:
         kind = rng.choice((clustered, clustered, near_all, streamed, packed))
-        found = kind(rng)
-        counts["not asked" if found is None else kind.__name__] += 1
-        if found is not None and not found[1] <= found[2]:
-            bad.append((found[1] / found[2], case, found[0], found[1], found[3]))
-            counts["bad"] += 1
-    for over, case, where, size, named in sorted(bad, reverse=True)[:40]:
-        print(f"case {case} {where} {size:.1e} ({over:.1f} x) {named}")
-    print(f"seed {args.seed}: {dict(counts)} in {time.time() - begin:.0f} s")
-    return 1 if bad else 0
+        return kind.__name__, kind(rng)
+
+    return searched(args.cases, args.seed, one)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .gguf import NAMES, SPECIAL, Gguf
+from .gguf import NAMES, SPECIAL, Gguf, described
 
 CONTROL, OWN = 3, 4  # token_type of special tokens, and of others that are never cut
 OTHER_NAMES = (
@@ -26,29 +26,16 @@ PATTERN, LOCAL_BASE = 6, 1e4
 
 def gemma3(file: Gguf) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Arguments of transformers' Gemma3TextConfig, and the weights under the names of Gemma3ForCausalLM."""
-    if file.fields.get("general.architecture") != "gemma3":
-        raise ValueError(f"this GGUF file is a {file.fields.get('general.architecture')!r}; known here: 'gemma3'")
-    f = {name.removeprefix("gemma3."): x for name, x in file.fields.items()}
+    f, config = described(file, "gemma3")
     bases = {"sliding_attention": LOCAL_BASE, "full_attention": f["rope.freq_base"]}
     layers = range(1, f["block_count"] + 1)
-    config = {
-        "hidden_size": f["embedding_length"],
-        "intermediate_size": f["feed_forward_length"],
-        "num_hidden_layers": f["block_count"],
-        "num_attention_heads": f["attention.head_count"],
-        "num_key_value_heads": f["attention.head_count_kv"],
+    config |= {
         "head_dim": f["attention.key_length"],
         "query_pre_attn_scalar": f["attention.key_length"],
-        "max_position_embeddings": f["context_length"],
-        "rms_norm_eps": f["attention.layer_norm_rms_epsilon"],
         "sliding_window": f["attention.sliding_window"],
         "layer_types": ["sliding_attention" if layer % PATTERN else "full_attention" for layer in layers],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
         "vocab_size": len(f["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": f["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": f["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": f["tokenizer.ggml.padding_token_id"],
     }
     state = {}
     for name in file.tensors:

@@ -129,26 +129,34 @@ def _halves(raw: np.ndarray, run: int) -> np.ndarray:
     return raw.reshape(len(raw), -1, 1, run) >> np.array([0, 4], np.uint8)[:, None] & 15
 
 
-def llama(file: Gguf) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Arguments of transformers' LlamaConfig, and the weights under the names of LlamaForCausalLM."""
-    if file.fields.get("general.architecture") != "llama":
-        raise ValueError(f"this GGUF file is a {file.fields.get('general.architecture')!r}; known here: 'llama'")
-    f = {name.removeprefix("llama."): x for name, x in file.fields.items()}
-    heads, key_heads = f["attention.head_count"], f["attention.head_count_kv"]
-    config = {
+def described(file: Gguf, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The file's fields without the name of the architecture, and what configurations in transformers take of them."""
+    if file.fields.get("general.architecture") != architecture:
+        found = file.fields.get("general.architecture")
+        raise ValueError(f"this GGUF file is a {found!r}; known here: {architecture!r}")
+    f = {name.removeprefix(f"{architecture}."): x for name, x in file.fields.items()}
+    return f, {
         "hidden_size": f["embedding_length"],
         "intermediate_size": f["feed_forward_length"],
         "num_hidden_layers": f["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
+        "num_attention_heads": f["attention.head_count"],
+        "num_key_value_heads": f["attention.head_count_kv"],
         "max_position_embeddings": f["context_length"],
         "rms_norm_eps": f["attention.layer_norm_rms_epsilon"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": f["rope.freq_base"]},
-        "vocab_size": f["vocab_size"],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": f["tokenizer.ggml.bos_token_id"],
         "eos_token_id": f["tokenizer.ggml.eos_token_id"],
         "pad_token_id": f["tokenizer.ggml.padding_token_id"],
+    }
+
+
+def llama(file: Gguf) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Arguments of transformers' LlamaConfig, and the weights under the names of LlamaForCausalLM."""
+    f, config = described(file, "llama")
+    heads, key_heads = f["attention.head_count"], f["attention.head_count_kv"]
+    config |= {
+        "rope_parameters": {"rope_type": "default", "rope_theta": f["rope.freq_base"]},
+        "vocab_size": f["vocab_size"],
     }
     state = {}
     for name in file.tensors:

@@ -25,32 +25,28 @@ def past_blocks(count: int, *, block: int = BLOCK, recent: int = 0) -> Blocks:
     return Blocks(block, keep=count, recent=recent)
 
 
-def clusters_of(
-    count: int,
-    *,
-    find: str = "blocks",
-    leaves: int = 1,
-    opened: int = 0,
-    patch: int = 1,
-    width: int = 0,
-    exact: int = 0,
-) -> int | Tree | KMeans:
+def clusters_of(count: int, *, find: str = "blocks", **tree: int) -> int | Tree | KMeans:
     """What `cluster_attention` takes as clusters; leaves, opened, patch, width and exact are those of a tree."""
     check_choice("find", find, FIND)
     if find == "tree":
-        return Tree(count, leaves, opened, patch, width=width, exact=exact, iterations=3 if width else 2)
-    if leaves != 1 or opened or patch != 1 or width or exact:
-        got = f"leaves={leaves}, opened={opened}, patch={patch}, width={width}, exact={exact}"
+        return Tree(count, **tree, iterations=3 if tree.get("width") else 2)
+    if _of_tree(tree):
+        got = ", ".join(f"{name}={tree.get(name, getattr(Tree, name))}" for name in FOUND[1:])
         raise ValueError(f"{got} belong to find='tree', got find={find!r}")
     return count if find == "blocks" else KMeans(count, 3, 4)
 
 
-def _check_past(find: str = "blocks", **options: int) -> None:
-    if find != "blocks" or any(options[name] != (name in ("leaves", "patch")) for name in options):
+def _check_past(find: str = "blocks", **tree: int) -> None:
+    if find != "blocks" or _of_tree(tree):
         raise ValueError(
             f"find={find!r} has no causal form: clusters by content would know later tokens; past blocks are "
             'find="blocks", with block and recent'
         )
+
+
+def _of_tree(options: dict[str, int]) -> bool:
+    """Whether one of a tree's options is given another value than it has by itself."""
+    return any(value != getattr(Tree, name) for name, value in options.items())
 
 
 def _stream(count: int, *, block: int = BLOCK, recent: int = 0, sinks: int = 0, **options: Any) -> ClusterStream:
