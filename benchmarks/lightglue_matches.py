@@ -8,7 +8,8 @@ depend on the order. PICTURES may be files of `--keep FOLDER` (a pair's keypoint
 attention of all nine layers are replaced, but for those that a name leaves softmax ("cluster64+near=8 except
 8.self_attn"); layers are never skipped and no point is pruned on the way. Two names are controls of softmax itself:
 "another order" (keypoints shuffled, matches compared by keypoint) and "bfloat16" (queries, keys, values and answers of
-all attention rounded to it).
+all attention rounded to it). "... in half" gives attention its inputs in half precision, as LightGlue's own flash=True
+does on a GPU; "softmax in half" is that.
 
 | on a | times |
 |---|---|
@@ -26,8 +27,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,30 +124,55 @@ def in_another_order(matcher: Matcher, pair: Pair) -> tuple[Tensor, float, float
     return numbers, *seconds
 
 
-def rounded(matcher: Matcher, pair: Pair) -> tuple[Tensor, float, float]:
-    """As `matched`, with what goes into attention and comes out of it rounded to bfloat16."""
+@contextmanager
+def hooked(
+    matcher: Matcher, pair: Pair, given: Callable[[Tensor], Tensor], said: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Attention that is given its tensors through one function, and whose answers go through another, for a while."""
 
     def before(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(x.bfloat16().to(x.dtype) if isinstance(x, Tensor) else x for x in args)
+        return tuple(given(x) if isinstance(x, Tensor) else x for x in args)
 
     def after(_: Any, __: Any, out: Tensor) -> Tensor:
-        return out.bfloat16().to(out.dtype)
+        return said(out)
 
     with ExitStack() as stack:
         for name in matcher.layers(_few(pair)):
             inner = matcher.model.get_submodule(name)
             stack.callback(inner.register_forward_pre_hook(before).remove)
             stack.callback(inner.register_forward_hook(after).remove)
+        yield
+
+
+def rounded(matcher: Matcher, pair: Pair) -> tuple[Tensor, float, float]:
+    """As `matched`, with what goes into attention and comes out of it rounded to bfloat16."""
+
+    def to_bfloat16(x: Tensor) -> Tensor:
+        return x.bfloat16().to(x.dtype)
+
+    with hooked(matcher, pair, to_bfloat16, to_bfloat16):
         return matched(matcher, pair)
+
+
+def in_half(matcher: Matcher, pair: Pair) -> tuple[Tensor, float, float]:
+    """As `matched`, with attention in half precision and all else as it is."""
+    before = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(True)  # LightGlue without flash=True switches it off for the whole process
+    try:
+        with hooked(matcher, pair, Tensor.half, Tensor.float):
+            return matched(matcher, pair)
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before)
 
 
 def measured(matcher: Matcher, pair: Pair, name: str) -> tuple[Tensor, float, float, dict[str, Any]]:
     """Matches and seconds with what `name` says; layers replaced, and their multiply-adds beside softmax's."""
     if name in CONTROLS:
         return *CONTROLS[name](matcher, pair), {"layers": 0}
-    mechanism, _, left = name.partition(" except ")
+    timed = in_half if name.endswith(HALF) else matched
+    mechanism, _, left = name.removesuffix(HALF).partition(" except ")
     with matcher.replaced(mechanism, _few(pair), left.split()) as layers:
-        found = matched(matcher, pair)
+        found = timed(matcher, pair)
     tokens = pair["image1"]["keypoints"].shape[1]
     of_softmax = 1 - layers / len(matcher.layers(_few(pair)))
     work = of_softmax + (1 - of_softmax) * share_of_work(mechanism, tokens, WIDTH)
@@ -154,7 +180,8 @@ def measured(matcher: Matcher, pair: Pair, name: str) -> tuple[Tensor, float, fl
 
 
 FEW, WIDTH = 128, 64
-CONTROLS = {"another order": in_another_order, "bfloat16": rounded}
+HALF = " in half"
+CONTROLS = {"another order": in_another_order, "bfloat16": rounded, f"softmax{HALF}": in_half}
 
 
 def main() -> None:

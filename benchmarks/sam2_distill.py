@@ -5,9 +5,16 @@
 The global layers get `--name`, and the encoder learns by `cumulant.convert.distill` to give the embedding that SAM 2
 gives with softmax. It sees crops, flipped or not, of FRAMES, a folder of pictures; the masks are of PICTURES, which it
 never saw. A name is one mechanism for all global layers, or one for each with " / " between. Blocks before the first
-global layer stay as they are. The time of a step is taken first, and as many are planned as fit into `--seconds`; where
-another program slows them down, training ends at that time. JSON goes to $OUT/sam2_distill.json if OUT is set: every
-minute the masks of a few pictures, so that a run that is cut off has said something.
+global layer stay as they are.
+
+Each of TRIES (which weights learn, at what rate) gets its share of `--seconds`, from the same start. Of all of them and
+of the start, those weights are kept whose embedding errs least on every eighth picture of FRAMES, from which nothing is
+learned: looked at each minute and at the end of a try. PICTURES decide nothing.
+
+As many steps are planned as fit into a try's share; where another program slows them down, it ends at that time.
+Steps are in float32, on a GPU with products in TF32: bfloat16 moves the embedding as far as clusters do. JSON goes to
+$OUT/sam2_distill.json if OUT is set, every minute with the masks of a few pictures: a run that is cut off has said
+something.
 """
 
 from __future__ import annotations
@@ -20,23 +27,32 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from real_models import ask, boxes_of, global_layers, iou, load, pictures, plan, points, share_of_work
+from real_models import Picture, global_layers, iou, load, pictures, plan, points, share_of_work, shared_start
+from sam2_masks import Own, answers, own_answers
 from torch import Tensor
 
 from cumulant import convert
 from cumulant.bench.provenance import provenance
 from cumulant.conversion import DistillRecipe, distill
+from cumulant.conversion.distill_losses import unexplained
 from cumulant.kernels.notice import SlowPathWarning
 
-TREE = "cluster64+find=tree+leaves=8+"
-NAME = f"{TREE}opened=12+near=16+width=16 / {TREE}opened=14+near=20+width=24 / {TREE}opened=12+near=14+width=24"
+NAME = " / ".join(
+    f"cluster64+find=tree+leaves=4+opened={opened}+near={near}+width=24+exact={exact}"
+    for opened, near, exact in ((16, 24, 92), (18, 32, 112), (16, 24, 84))
+)
+ALL, OWN = "all", "global layers"  # weights that learn: all from the first global layer on, or those layers' own
+TRIES = ((ALL, 5e-7), (ALL, 1.5e-6))
 FEW, TICK = 6, 60.0  # pictures whose masks are looked at on the way, and how often, in seconds
-EPOCH, TRIAL = 16, 3  # steps of an epoch, and of the trial that says how long one takes
+TIMED = 5  # steps that say how long one takes
+APART = 8  # of so many pictures one is not learned from
 
 
 class LateError(Exception):
@@ -46,7 +62,7 @@ class LateError(Exception):
 class Crops:
     """Batches of crops of pictures, each a function of the step: half to all of both sides, half of them flipped."""
 
-    def __init__(self, shown: list[Tensor], batch: int, size: int, steps: int = EPOCH) -> None:
+    def __init__(self, shown: list[Tensor], batch: int, size: int, steps: int = TIMED) -> None:
         self.shown, self.batch, self.size, self.steps = shown, batch, size, steps
         self.until, self.every, self.next = float("inf"), None, float("inf")
         self.step = 0
@@ -66,7 +82,7 @@ class Crops:
                 self.every(self.step)
                 self.next = time.perf_counter() + self.seconds
             self.step += 1
-            draw = torch.Generator().manual_seed(epoch * EPOCH + step)
+            draw = torch.Generator().manual_seed(epoch * self.steps + step)
             yield torch.cat([self._one(draw) for _ in range(self.batch)])
 
     def _one(self, draw: torch.Generator) -> Tensor:
@@ -84,19 +100,57 @@ def embedding(said: Any, _: Any) -> Tensor:
     return said.fpn_hidden_states[-1].flatten(2).mT
 
 
+class Asked(NamedTuple):
+    """A picture of `size` pixels, the prompts, and what softmax answers."""
+
+    name: str
+    pixels: Tensor
+    own: Own
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: Any, picture: Picture, size: int, number: int, seed: int) -> Asked:
+        x = picture.tensor(size).to(model.device)
+        return cls(picture.name, x, own_answers(model, x, points(number, size, seed).to(model.device)))
+
+
 @torch.no_grad()
-def masks(own: Any, student: Any, shown: list[Any], size: int, number: int) -> list[dict[str, Any]]:
-    device, rows = own.device, []
-    for place, picture in enumerate(shown):
-        x = picture.tensor(size).to(device)
-        wanted_from, found_from = own.get_image_embeddings(x), student.get_image_embeddings(x)
-        prompts = {"points": points(number, size, place).to(device)}
-        prompts["boxes"] = boxes_of(ask(own, wanted_from, points=prompts["points"]).best, size)
-        for kind, at in prompts.items():
-            wanted, found = ask(own, wanted_from, **{kind: at}), ask(student, found_from, **{kind: at})
-            each = [round(v, 4) for v in iou(found.best, wanted.best).tolist()]
-            rows.append({"picture": picture.name, "prompts": kind, "iou": each})
+def masks(student: Any, asked: list[Asked]) -> list[dict[str, Any]]:
+    """IoU with softmax's masks; blocks before the first global layer are those of softmax, which distillation keeps."""
+    rows = []
+    for name, x, own in asked:
+        with shared_start(student, own.start):
+            embeddings = student.get_image_embeddings(x)
+        for kind, answer in answers(student, embeddings, own.prompts).items():
+            each = [round(v, 4) for v in iou(answer.best, own.best[kind]).tolist()]
+            rows.append({"picture": name, "prompts": kind, "iou": each})
     return rows
+
+
+class Apart(NamedTuple):
+    """A picture that is not learned from, and the embedding that softmax gives."""
+
+    pixels: Tensor
+    wanted: Tensor
+
+
+@torch.no_grad()
+def missed(encoder: Any, apart: list[Apart]) -> float:
+    """Share of the embedding's variance that the encoder misses, mean over pictures."""
+    with exactly():
+        each = [unexplained(embedding(encoder(x), None), wanted) for x, wanted in apart]
+    return float(torch.stack(each).mean())
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Products in float32, not in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def said(rows: list[dict[str, Any]]) -> str:
@@ -108,39 +162,44 @@ def said(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def main() -> None:
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("pictures", type=Path)
     parser.add_argument("frames", type=Path)
     parser.add_argument("--name", default=NAME)
-    parser.add_argument("--seconds", type=float, default=480, help="of training")
+    parser.add_argument("--seconds", type=float, default=480, help="of training, trials included")
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=10, help="points, and as many boxes, of a picture")
     parser.add_argument("--only", type=int, help="so many pictures for the masks")
-    parser.add_argument("--lr", type=float, default=3e-5)
-    parser.add_argument("--layer-lr", type=float, default=3e-5)
-    parser.add_argument("--layer-share", type=float, default=0.2)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = options_of()
     warnings.simplefilter("ignore", SlowPathWarning)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    own = load(options.model, options.size).to(device)
-    shown, learned = pictures(options.pictures, crops=False)[: options.only], pictures(options.frames, crops=False)
+    device, size = "cuda" if torch.cuda.is_available() else "cpu", options.size
+    own = load(options.model, size).to(device)
+    shown, frames = pictures(options.pictures, crops=False)[: options.only], pictures(options.frames, crops=False)
     names = global_layers(own)
     given = plan(options.name, names)
     first = int(names[0].split(".")[2])
-    frozen = ("backbone.patch_embed", "backbone.pos_embed", *(f"backbone.blocks.{i}." for i in range(first)))
-    student = copy.deepcopy(own)
-    x = shown[0].tensor(options.size).to(device)
-    convert(student.vision_encoder, layers=given, data=x, force=True)
+    student, teacher = copy.deepcopy(own), own.vision_encoder
+    convert(student.vision_encoder, layers=given, data=shown[0].tensor(size).to(device), force=True)
     width = own.vision_encoder.backbone.blocks[first].attn.qkv.out_features // 12
-    work = sum(share_of_work(x, (options.size // 16) ** 2, width) for x in given.values()) / len(given)
+    work = sum(share_of_work(x, (size // 16) ** 2, width) for x in given.values()) / len(given)
+    weights = [name for name, _ in teacher.named_parameters()]
+    early = ("backbone.patch_embed", "backbone.pos_embed", *(f"backbone.blocks.{i}." for i in range(first)))
+    others = tuple(x for x in weights if not x.startswith(tuple(f"{name}." for name in names)))
+    frozen = {ALL: early, OWN: others}
     record: dict[str, Any] = {
-        "provenance": provenance(" ".join(["python benchmarks/sam2_distill.py MODEL PICTURES FRAMES", *sys.argv[4:]])),
+        "provenance": provenance(
+            " ".join(["python benchmarks/sam2_distill.py MODEL PICTURES FRAMES", *sys.argv[4:]]), gpu=True
+        ),
         "name": options.name,
         "work": work,
-        "learned": len(learned),
+        "batch": options.batch,
     }
 
     def keep(**lines: Any) -> None:
@@ -148,58 +207,65 @@ def main() -> None:
         if out := os.environ.get("OUT"):
             Path(out, "sam2_distill.json").write_text(json.dumps(record))
 
-    def measured(when: str, some: list[Any]) -> list[dict[str, Any]]:
-        student.vision_encoder.eval()
-        torch.set_float32_matmul_precision("highest")
-        rows = masks(own, student, some, options.size, options.prompts)
-        torch.set_float32_matmul_precision("high")
+    def measured(when: str, some: list[Asked]) -> list[dict[str, Any]]:
+        with exactly():
+            rows = masks(student, some)
         print(f"{when}: {said(rows)}", flush=True)
         return rows
 
-    print(f"{options.name}: {work:.1%} of softmax's multiply-adds; {len(learned)} pictures to learn from", flush=True)
-    keep(before=measured("before", shown))
-    seen = shown[:: max(1, len(shown) // FEW)][:FEW]
-    on_the_way: list[dict[str, Any]] = []
-    data = Crops([p.tensor(max(p.pixels.shape[:2])).to(device) for p in learned], options.batch, options.size)
-    recipe = {
-        "lr": options.lr, "layer_lr": options.layer_lr, "frozen": frozen, "layer_weight": 0.1,
-        "precision": "bf16" if device == "cuda" else "fp32", "checkpoint_steps": 0,
-    }  # fmt: skip
-    teacher = own.vision_encoder
-    trial = copy.deepcopy(student.vision_encoder)
-    few = Crops(data.shown, options.batch, options.size, TRIAL)
-    spent = {}
-    for share in (1.0, 0.0):
-        for _ in range(2):  # the first is slow
-            start = time.perf_counter()
-            distill(trial, teacher, few, DistillRecipe(epochs=1, layer_share=share, **recipe), output=embedding)
-            spent[share] = (time.perf_counter() - start) / TRIAL
-    del trial
-    share = options.layer_share
-    of_step = share * spent[1.0] + (1 - share) * spent[0.0]
-    epochs = max(1, int(options.seconds / of_step / EPOCH))
-    print(f"steps of {spent[1.0]:.3f} and {spent[0.0]:.3f} s: {epochs * EPOCH} of them", flush=True)
-    start = time.perf_counter()
-    data.until = start + options.seconds
+    def lesson(steps: int) -> Crops:
+        return Crops(learned, options.batch, size, steps)
 
-    def tell(step: int) -> None:
-        rows = measured(f"step {step}, {time.perf_counter() - start:.0f} s, {len(seen)} pictures", seen)
-        on_the_way.append({"step": step, "seconds": time.perf_counter() - start, "rows": rows})
-        keep(on_the_way=on_the_way)
+    def learn(encoder: Any, data: Crops, which: str, rate: float) -> Any:
+        recipe = DistillRecipe(
+            epochs=1, layer_share=0.0, lr=rate, min_lr=rate / 100, frozen=frozen[which], checkpoint_steps=0
+        )
+        return distill(encoder, teacher, data, recipe, output=embedding)
 
-    data.tell(tell, TICK)
-    keep(planned=epochs * EPOCH, batch=options.batch)
-    try:
-        result = distill(
-            student.vision_encoder, teacher, data, DistillRecipe(epochs=epochs, layer_share=share, **recipe),
-            output=embedding,
-        )  # fmt: skip
-        keep(result=result.to_json())
-        print(result, flush=True)
-    except LateError:
-        print("ended by the time", flush=True)
-    keep(seconds=time.perf_counter() - start, steps=data.step)
-    keep(after=measured("after", shown))
+    print(f"{options.name}: {work:.1%} of softmax's multiply-adds; {len(frames)} frames", flush=True)
+    asked = [Asked.of(own, x, size, options.prompts, place) for place, x in enumerate(shown)]
+    keep(before=measured("before", asked))
+    with torch.no_grad():
+        tensors = [picture.tensor(size).to(device) for picture in frames[::APART]]
+        apart = [Apart(x, embedding(teacher(x), None)) for x in tensors]
+    learned = [x.tensor(max(x.pixels.shape[:2])).to(device) for n, x in enumerate(frames) if n % APART]
+    seen = asked[:: max(1, len(asked) // FEW)][:FEW]
+    encoder, begun = student.vision_encoder, time.perf_counter()
+    start = copy.deepcopy(encoder.state_dict())
+    best = (missed(encoder, apart), start, "the start")
+    keep(learned=len(learned), missed_before=best[0], looks=[])
+    torch.set_float32_matmul_precision("high")
+    for _ in range(2):  # the first is slow
+        of_step = time.perf_counter()
+        learn(copy.deepcopy(encoder), lesson(TIMED), *TRIES[0])
+        of_step = (time.perf_counter() - of_step) / TIMED
+    print(f"{of_step:.3f} s a step; {best[0]:.3e} of the embedding is missed, of {len(apart)} frames", flush=True)
+
+    def look(tried: str, step: int) -> None:
+        nonlocal best
+        error, seconds = missed(encoder, apart), time.perf_counter() - begun
+        if error < best[0]:
+            best = error, copy.deepcopy(encoder.state_dict()), f"{tried}, step {step}"
+        rows = measured(f"{tried}, step {step}, {seconds:.0f} s: {error:.3e} missed; {len(seen)} pictures", seen)
+        line = {"try": tried, "step": step, "seconds": seconds, "missed": error, "rows": rows}
+        keep(looks=[*record["looks"], line])
+
+    for number, (which, rate) in enumerate(TRIES):
+        encoder.load_state_dict(start)
+        now, tried = time.perf_counter(), f"{which} at {rate:g}"
+        share = (options.seconds - (now - begun)) / (len(TRIES) - number)
+        data = lesson(max(TIMED, int(share / of_step)))
+        data.until = now + share
+        data.tell(partial(look, tried), TICK)
+        try:
+            print(learn(encoder, data, which, rate), flush=True)
+        except LateError:
+            print(f"{tried}: ended by the time, of {data.steps} steps", flush=True)
+        look(tried, data.step)
+    encoder.load_state_dict(best[1])
+    keep(seconds=time.perf_counter() - begun, missed_after=best[0], kept=best[2])
+    print(f"kept: {best[2]}, {record['missed_before']:.3e} missed before, {best[0]:.3e} after", flush=True)
+    keep(after=measured("after", asked))
 
 
 if __name__ == "__main__":

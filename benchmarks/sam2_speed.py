@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import statistics
 import sys
@@ -115,16 +116,17 @@ def softmax(call: Call) -> tuple[float, str]:
 
 
 def layers(calls: dict[str, Call], names: list[str]) -> list[dict[str, Any]]:
-    """Error, multiply-adds and, on a GPU, seconds of each mechanism in each layer."""
+    """Error, multiply-adds and seconds of each mechanism in each layer; seconds are None on a CPU and where an output
+    has no numbers, errors are None there: JSON knows no NaN."""
     rows: list[dict[str, Any]] = []
     for layer, call in calls.items():
-        time, peer = softmax(call) if call.query.is_cuda else (float("nan"), "not timed")
+        time, peer = softmax(call) if call.query.is_cuda else (None, "not timed")
         wanted = exact(call).float()
         middle = call.value.float().mean(-2, keepdim=True)
         middle = middle.repeat_interleave(wanted.shape[-3] // middle.shape[-3], -3)
         size = (wanted - middle).square().sum().double()
         L, D = call.query.shape[-2:]
-        print(f"{layer}: softmax {time * 1e3:.3f} ms ({peer})")
+        print(f"{layer}: softmax {_ms(time)} ({peer})")
         for name in names:
             choice = Choice.named(name)
             mechanism = zoo.get(choice.attention)
@@ -134,17 +136,26 @@ def layers(calls: dict[str, Call], names: list[str]) -> list[dict[str, Any]]:
                 out = run().float()
             error = float((out - wanted).square().sum().double() / size)
             del out
-            own = seconds(run) if error == error and call.query.is_cuda else float("nan")
-            row = {"layer": layer, "name": name, "seconds": own, "softmax": time, "peer": peer, "squared_error": error}
+            own = seconds(run) if math.isfinite(error) and call.query.is_cuda else None
             work = None if call.is_causal else share_of_work(name, L, D)
-            row |= {"work": work, "plain_torch": bool(caught)}
+            row = {"layer": layer, "name": name, "seconds": own, "softmax": time, "peer": peer}
+            row |= {"squared_error": _finite(error), "work": _finite(work), "plain_torch": bool(caught)}
             rows.append(row)
+            times = "" if own is None or time is None else f"  {time / own:5.1f} x"
             print(
-                f"  {name:46s} {own * 1e3:7.3f} ms  {time / own:5.1f} x  squared error {error:.4f}  "
+                f"  {name:46s} {_ms(own)}{times}  squared error {error:.4f}  "
                 f"{'' if work is None else f'multiply-adds {work:.1%}'}{'  plain torch' if caught else ''}",
                 flush=True,
             )
     return rows
+
+
+def _ms(seconds: float | None) -> str:
+    return "not timed" if seconds is None else f"{seconds * 1e3:7.3f} ms"
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and math.isfinite(x) else None
 
 
 def whole(model: Any, x: Tensor, names: list[str]) -> list[dict[str, Any]]:
