@@ -54,8 +54,8 @@ CHECKING = 255.0  # seconds of all checks together, which leave cores to the sui
 TESTING = 300.0  # seconds of the suite
 # Parts in their order, with the seconds that each may take; those that follow are then still made.
 PARTS = {
-    "called": 90, "gpu_dense": 40, "gpu_host": 30, "profiles": 30, "fold": 25, "gpu_decode": 15, "gpu_first_call": 45,
-    "gpu_causal": 15, "gpu_bench": 60,
+    "called": 90, "gpu_dense": 40, "gpu_host": 30, "fold": 25, "profiles": 30, "gpu_bench": 60, "gpu_first_call": 45,
+    "gpu_decode": 15, "gpu_causal": 15,
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def checked(out: Path, begin: float, tests: bool) -> dict[str, bool]:
     """Whether each check went well; all side by side, and the suite with them."""
     suite = None
     if tests:
-        command = [sys.executable, "-m", "tools.test_gpu", "--jobs", "14", "--limit", "240"]
+        command = [sys.executable, "-m", "tools.test_gpu", "--jobs", "15", "--most", "5", "--limit", "240"]
         suite = subprocess.Popen([*command, "--out", str(out / "gpu_tests.json")], start_new_session=True)
     logs = {name: out / f"check_{name}.log" for name in CHECKS}
     running, fine = {}, {}
@@ -142,7 +142,8 @@ def measure(out: Path, fine: dict[str, bool], begin: float, end: float) -> int:
                 case = gpu_called.CASES[name]
                 rows[name] = gpu_called.measure(case, peers) | {"goal": case.goal}
                 print(gpu_called.line(name, rows[name], case.goal), f"[{time.monotonic() - begin:.0f} s]", flush=True)
-                keep("gpu_called", "gpu_called.py", {"cases": rows, "wrong": wrong})
+                found = {"cases": rows, "wrong": wrong, "called": gpu_called.FROM_PYTHON}
+                keep("gpu_called", "gpu_called.py", found)
 
     def dense() -> None:
         speed, rows = gpu_dense.bandwidth(), []

@@ -43,6 +43,7 @@ from cumulant.bench.provenance import provenance
 from cumulant.cluster import Blocks, KMeans
 from cumulant.kernels.notice import SlowPathWarning
 
+FROM_PYTHON = "medians; of calls below a millisecond, where the host is what is timed, the least of three"
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -155,10 +156,15 @@ def graph_ms(function: Callable[[], Any]) -> float:
 
 
 def called_ms(function: Callable[[], Any]) -> float:
-    """Median of a call after the other, from Python."""
+    """Median of a call after the other, from Python; of short ones the least of three such, 30 ms each: the host, which
+    is then what is timed, has slow moments that hit one call and not the next."""
     import triton
 
-    return float(triton.testing.do_bench(function, warmup=5, rep=30, return_mode="median"))
+    def median() -> float:
+        return float(triton.testing.do_bench(function, warmup=5, rep=30, return_mode="median"))
+
+    found = median()
+    return found if found > 1 else min(found, median(), median())
 
 
 def host_us(function: Callable[[], Any], times: int = 5) -> float:
@@ -289,7 +295,11 @@ def main() -> None:
         print(line(name, rows[name], CASES[name].goal), f"[{time.perf_counter() - begin:.0f} s]", flush=True)
         if os.environ.get("OUT"):
             wrong = [name for name, fine in right.items() if not fine]
-            found = provenance("python benchmarks/gpu_called.py", gpu=True) | {"cases": rows, "wrong": wrong}
+            found = provenance("python benchmarks/gpu_called.py", gpu=True) | {
+                "cases": rows,
+                "wrong": wrong,
+                "called": FROM_PYTHON,
+            }
             Path(os.environ["OUT"], "gpu_called.json").write_text(json.dumps(found, indent=1, default=str))
     for name in options.profile:
         print(name, flush=True)

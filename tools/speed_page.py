@@ -71,7 +71,8 @@ def called_block(result: Result) -> str:
     head = ["call"]
     for what in ("forward", "step"):
         head += [f"{what} ms (softmax)", "times", "goal", "from Python"]
-    return "\n\n".join([table(head, rows), made(result)])
+    how = [f"From Python: {result['called']}."] if "called" in result else []
+    return "\n\n".join([table(head, rows), *how, made(result)])
 
 
 def fraction(pair: tuple[float, float]) -> str:

@@ -27,6 +27,7 @@ from xml.etree import ElementTree
 
 ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
 NONE_FOUND = 5  # pytest's status for a file that only names the mark
+BEFORE = Path(__file__).parent.parent / "benchmarks" / "results" / "gpu_tests.json"
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider")
 
 
@@ -96,13 +97,16 @@ def run(names: list[str], limit: float) -> Outcome:
 
 
 def run_all(
-    files: list[Path], jobs: int, most: int, limit: float, heard: Callable[[dict[str, Outcome], int], None]
-) -> dict[str, Outcome]:
-    """Outcomes by file: its tests go in turns to processes of at most `most` tests, `jobs` of these at a time.
+    files: list[Path], jobs: int, most: int, limit: float, heard: Callable[[dict[str, Outcome], int], None],
+    expected: dict[str, float] | None = None,
+) -> dict[str, Outcome]:  # fmt: skip
+    """Outcomes by file: its tests go in turns to processes of at most `most` tests, `jobs` of these at a time, those
+    that are `expected` to take longest first: file -> seconds of one of its tests.
 
     `heard` is given the outcomes so far and the number of tests that are left, whenever a process has ended.
     """
     outcomes: dict[str, Outcome] = defaultdict(Outcome)
+    expected = expected or {}
     shares: list[tuple[str, list[str]]] = []
     with ThreadPoolExecutor(jobs) as pool:
         for path, (names, reason) in zip(files, pool.map(lambda path: tests_of(path, limit), files), strict=True):
@@ -110,6 +114,7 @@ def run_all(
             shares += [(str(path), names[i::count]) for i in range(count)]
             if reason:
                 outcomes[str(path)].add(Outcome(failed=1, problems={"collection": reason}))
+        shares.sort(key=lambda share: -expected.get(share[0], 0.0) * len(share[1]))
         left = sum(len(names) for _, names in shares)
         running = {pool.submit(run, names, limit): (path, len(names)) for path, names in shares}
         for done in as_completed(running):
@@ -118,6 +123,14 @@ def run_all(
             left -= count
             heard(outcomes, left)
     return dict(sorted(outcomes.items()))
+
+
+def seconds_before(record: Path) -> dict[str, float]:
+    """Seconds of a test of each file, by the record of an earlier run; nothing where there is none."""
+    if not record.exists():
+        return {}
+    files = json.loads(record.read_text())["files"]
+    return {path: x["seconds"] / max(1, x["passed"] + x["failed"] + x["skipped"]) for path, x in files.items()}
 
 
 def setting(places: list[Path], commit: str | None) -> dict[str, Any]:
@@ -160,7 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
             record = {**about, "seconds": time.monotonic() - start, "left": left, "files": files}
             options.out.write_text(json.dumps(record, indent=1) + "\n")
 
-    outcomes = run_all(files_of(options.places), options.jobs, options.most, options.limit, keep)
+    files, expected = files_of(options.places), seconds_before(BEFORE)
+    outcomes = run_all(files, options.jobs, options.most, options.limit, keep, expected)
     total = Outcome()
     for path, outcome in outcomes.items():
         total.add(outcome)

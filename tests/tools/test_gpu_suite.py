@@ -66,3 +66,21 @@ def test_a_run_that_is_stopped_has_told_what_ended_before(monkeypatch):
     assert len(told) == 3
     assert {passed + left for passed, left in told} == {5}
     assert told[-1] == (5, 0)
+
+
+def test_what_took_longest_before_begins_first(monkeypatch, tmp_path):
+    begun = []
+
+    def run(names, limit):
+        begun.append(names[0][0])
+        return test_gpu.Outcome(passed=len(names))
+
+    monkeypatch.setattr(test_gpu, "tests_of", lambda path, limit: ([f"{path}::{i}" for i in range(2)], ""))
+    monkeypatch.setattr(test_gpu, "run", run)
+    before = tmp_path / "gpu_tests.json"
+    counts = {"passed": 1, "failed": 1, "skipped": 0}
+    files = {"a": {"seconds": 2.0, **counts}, "b": {"seconds": 9.0, **counts}, "c": {"seconds": 5.0, **counts}}
+    before.write_text(json.dumps({"files": files}))
+    test_gpu.run_all(["a", "b", "c"], 1, 2, 1, lambda *_: None, test_gpu.seconds_before(before))
+    assert begun == ["b", "c", "a"]
+    assert test_gpu.seconds_before(tmp_path / "none.json") == {}
