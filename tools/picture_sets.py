@@ -39,6 +39,13 @@ BUSINESS = ("business-casual", "7.0.9", "08452cf16289bf733bb7712aa5dbc2a980ac104
 GRAYSCALE = ("grayscale", "7.0.6", "adaa6fe67f6b58b645486648176734c8e421f291c23739904665fb16c8407eff")
 LANDING = ("landing-page", "6.0.6", "0e4a29e63274ec0435352b45a825af81ebce444bd6db7f4901f512425dbdc407")
 WONDER = ("one-page-wonder", "6.0.6", "89d73d008c1bcf8b5c882afbce8dca89742cd4f0f2db8abd42be3a36165fc411")
+SKIMAGE_WHEEL = wheel(
+    "scikit-image",
+    "0.16.2",
+    "cp38-cp38-manylinux1_x86_64",
+    "41e28db0136f29ecd305bef0408fdfc64be9d415e54f5099a95555c65f5c1865",
+)
+GRADIO = wheel("gradio", "5.49.1", "py3-none-any", "1b19369387801a26a6ba7fd2f74d46c5b0e2ac9ddef14f24ddc0d11fb19421b7")
 SKIMAGE = _same(
     *(f"{name}.png" for name in ("astronaut", "brick", "camera", "cell", "chelsea", "clock_motion", "coffee", "coins")),
     *(f"{name}.png" for name in ("color", "ihc", "logo", "moon", "motorcycle_left")),
@@ -51,16 +58,7 @@ DEMO = Source(
     _same("coral.jpg", "dog.jpg", "groceries.jpg", "truck.jpg"),
 )
 MASKS = (
-    Source(
-        wheel(
-            "scikit-image",
-            "0.16.2",
-            "cp38-cp38-manylinux1_x86_64",
-            "41e28db0136f29ecd305bef0408fdfc64be9d415e54f5099a95555c65f5c1865",
-        ),
-        "skimage/data/",
-        SKIMAGE,
-    ),
+    Source(SKIMAGE_WHEEL, "skimage/data/", SKIMAGE),
     Source(
         wheel(
             "scikit-learn",
@@ -89,7 +87,7 @@ MASKS = (
         _same("bus.jpg", "zidane.jpg"),
     ),
     Source(
-        wheel("gradio", "5.49.1", "py3-none-any", "1b19369387801a26a6ba7fd2f74d46c5b0e2ac9ddef14f24ddc0d11fb19421b7"),
+        GRADIO,
         "gradio/",
         _same(
             *(f"media_assets/images/{file}" for file in ("avatar.png", "cheetah.jpg", "cheetah1.jpg", "groot.jpeg")),

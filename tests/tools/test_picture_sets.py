@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.frame_sets import FRAMES
 from tools.packages import Package, contents, npm, wheel
 from tools.picture_sets import MASKS, TUNING, Source, unpacked
 
@@ -19,6 +20,15 @@ def test_fifty_five_pictures_are_measured_and_none_of_them_chooses_a_setting() -
     assert len(set(measured)) == len(measured) == 55
     assert len(set(tuned)) == len(tuned) == 8
     assert not set(measured) & set(tuned)
+
+
+def test_no_frame_that_is_learned_from_is_measured() -> None:
+    def places(sources: tuple[Source, ...]) -> list[tuple[str, str]]:
+        return [(source.package.archive, source.folder + path) for source in sources for path in source.files.values()]
+
+    learned = places(FRAMES)
+    assert len(set(learned)) == len(learned) == len({name for source in FRAMES for name in source.files}) == 96
+    assert not set(learned) & set(places(MASKS))
 
 
 def archives(folder: Path) -> list[Source]:
