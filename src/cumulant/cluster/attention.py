@@ -261,8 +261,8 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
         elif form.near_rows > 1:  # those who share near clusters are alike too
             count = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)
             looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
-            asking = tree_order(looking, q.flatten(0, 1), count, tree).view(len(q), G, Lq, 1)
-            q = q.gather(2, asking.expand_as(q))
+            asking = tree_order(looking, q.flatten(0, 1), count, tree)
+            q = rows_of(q.flatten(0, 1), asking).view_as(q)
         out = cluster_attention(
             q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
             prefix=prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=G > 1, rank=form.rank,
@@ -272,7 +272,9 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
         if tiles is not None:
             out = tiles.unpack(out.unflatten(2, (-1, tiles.size)), Lq)
         elif asking is not None:
-            out = torch.zeros_like(out).scatter(2, asking.expand_as(out), out)
+            places = torch.arange(Lq, device=q.device).expand_as(asking)
+            back = torch.zeros_like(asking).scatter(1, asking, places)
+            out = rows_of(out.flatten(0, 1), back).view_as(out)
     return out.reshape(*lead, Hk * G, Lq, E)
 
 

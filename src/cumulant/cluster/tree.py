@@ -8,6 +8,7 @@ iteration: after log2 K rounds there are K clusters of L / K tokens, in a row on
 That costs S D + (2 steps + 1) S log2 K a token, a seventh of KMeans(64), and no shape depends on what the tokens hold.
 With a `width` x are the coordinates of the keys in so many directions instead (`basis`).
 In a node of many tokens, ENOUGH of them say in which direction it is cut; where it is cut is the median of all.
+On a GPU kernels.tree does all this in one to four launches a level, without a sort: ENOUGH tokens of every node there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import check_count
+from ..kernels.launch import HAS_TRITON
 from .basis import basis_work, spread_out
 
 ENOUGH = 256  # tokens of a node that say in which direction it is cut, where it has four times as many
@@ -107,7 +109,7 @@ class Tree:
 def tree_order(looking: Tensor, tokens: Tensor, parts: int, options: Tree, absent: Tensor | None = None) -> Tensor:
     """The order (N, L) of tokens (N, L, D) in which `parts` runs of ceil(L / parts) are alike to looking (N, R, D).
 
-    Tokens that are `absent` (N, L) come last.
+    Tokens that are `absent` (N, L) are in the last runs.
     """
     return order_of(tokens @ spread_out(looking, options.sample).mT, parts, options, absent)
 
@@ -115,6 +117,11 @@ def tree_order(looking: Tensor, tokens: Tensor, parts: int, options: Tree, absen
 @torch.no_grad()
 def order_of(x: Tensor, parts: int, options: Tree, absent: Tensor | None = None) -> Tensor:
     """The same of tokens x (N, L, S) whose plain distance says how far they are apart."""
+    if x.is_cuda and HAS_TRITON:
+        from ..kernels.tree import host
+
+        if host.fits(x):
+            return host.order(x, parts, options.iterations, absent)
     N, L, _ = x.shape
     x = x.nan_to_num(0.0, 0.0, 0.0)  # what is no number is alike to nothing: it must not reach the mean of the others
     size = -(-L // parts)

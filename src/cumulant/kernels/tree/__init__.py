@@ -1,0 +1,1 @@
+"""The order of a tree of tokens, without leaving the GPU."""
