@@ -161,9 +161,16 @@ def profile(name: str) -> None:
     with watch(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         run()
         torch.cuda.synchronize()
-    found = sorted((e for e in seen.events() if "cuda" in str(e.device_type).lower()), key=lambda e: e.time_range.start)
-    print(f"{name}, {tree.count} clusters, near {near}: {len(found)} launches, microseconds each")
-    print("  " + ", ".join(f"{e.name[:34]} {e.time_range.elapsed_us():.0f}" for e in found), flush=True)
+    spent: dict[str, list[float]] = {}
+    for event in seen.events():
+        if "cuda" in str(event.device_type).lower():
+            spent.setdefault(event.name[:40], []).append(event.time_range.elapsed_us())
+    total = sum(map(sum, spent.values()))
+    print(
+        f"{name}, {tree.count} clusters, near {near}: {sum(map(len, spent.values()))} launches, {total:.0f} us in all"
+    )
+    for kernel, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        print(f"  {kernel:40s} {' '.join(f'{x:.0f}' for x in times[:12])}", flush=True)
 
 
 def tune(name: str) -> None:

@@ -244,12 +244,14 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
         return order_of(keys.detach().to(basis[1].dtype) @ basis[1], parts, tree, absent)
 
     if patches is None:
-        order, size = ordered(k[:, prefix:]) + prefix, -(-L // parts)
+        order, size = ordered(k[:, prefix:]), -(-L // parts)
+        order = order + prefix if prefix else order
     else:
         places = torch.arange(prefix, Lk, device=q.device).view(1, 1, L, 1)
         order = ordered(patches.pack(k[:, None, prefix:]).mean(-2).squeeze(1))
         order, size = patches.pack(places)[0, 0, :, :, 0][order].flatten(1), -(-patches.pieces // parts) * patches.size
-    order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
+    if prefix:
+        order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
     k, v = (rows_of(x, order) for x in (k, v))
     mask = None if mask is None else mask.gather(1, order)
     if tree.leaves > 1:
