@@ -12,7 +12,7 @@ Shape legend: N heads of all sequences, L tokens (P padded), S columns.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from . import halves
 WIDEST = 128  # columns
 TILE = 16384  # numbers of x that a program reads at a time
 ALONE, HELD = 2048, 16384
+ENOUGH = 256  # tokens of a node that say in which direction it is cut
+COUNTED, MOVED = 4096, 1024  # tokens of a program that counts keys, or moves tokens, of a long node
 RESIDENT = 2  # programs of a multiprocessor that find places
 LONGEST = 1 << 31  # numbers of x in a head: places are 32-bit
 
@@ -53,88 +55,70 @@ def _(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[:2], dtype=torch.int64)
 
 
-class Level(NamedTuple):
-    """What the launches of one level need."""
-
-    size: int  # tokens of a node
-    nodes: int  # of a head
-    span: int  # tokens of a node that a program places
-    splits: int
-
-
 def _order(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> Tensor:
     with on_device(x.device):
         return _launched(x.contiguous(), parts, iterations, absent)
 
 
 def _launched(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> Tensor:
-    (N, L, S), size = x.shape, cdiv(x.shape[1], parts)
-    P = parts * size
+    (N, L, S), P = x.shape, parts * cdiv(x.shape[1], parts)
     if parts == 1:
         return torch.arange(L, device=x.device).repeat(N, 1)
     mask = x if absent is None else absent.contiguous().view(torch.uint8)
-    known = x.data_ptr() % 16 == 0 and mask.data_ptr() % 16 == 0
-    levels = [_level(N, P, S, nodes, x.device) for nodes in (1 << i for i in range(parts.bit_length() - 1))]
     keys, order, later = (torch.empty(N, P, dtype=torch.int32, device=x.device) for _ in range(3))
-    long = [level for level in levels if level.size > HELD]
-    counts = torch.zeros(sum(N * x.nodes for x in long) * 3, 2048, dtype=torch.int32, device=x.device)
-    last = torch.empty(N, P, dtype=torch.int64, device=x.device)
-    for level in levels:
-        first, found = level.nodes == 1, last if level is levels[-1] else later
-        all_nodes, alone, held = N * level.nodes, level.size <= ALONE, level.size <= HELD
-        fixed = _cut(
-            S, iterations, padded(level.size) if alone else 16, first, alone, not held, absent is not None, known
-        )
-        halves.cut.start(
-            (all_nodes * level.splits, 1, 1), fixed, x, mask, order, keys, counts, found,
-            L, level.nodes, level.size, level.span, level.splits,
+    levels = [(1 << i, P >> i) for i in range(parts.bit_length() - 1)]  # nodes of a head, and their tokens
+    long = sum(N * nodes for nodes, size in levels if size > HELD)
+    counts = torch.zeros(long * 3, 2048, dtype=torch.int32, device=x.device)
+    shape = {"MASKED": absent is not None, "ITERATIONS": iterations, "S": S, "BS": padded(S), "N": _rows(S)}
+    shape |= {"R": min(ENOUGH, _rows(S)), "num_warps": 8}
+    for nodes, size in levels:
+        if 2 * nodes == parts:
+            later = torch.empty(N, P, dtype=torch.int64, device=x.device)
+        first, alone, held = {"FIRST": nodes == 1}, size <= ALONE, size <= HELD
+        span, splits = (size, 1) if alone else _split(N * nodes, size, _rows(S), x.device)
+        how = {"HALVED": alone, "COUNTED": not held, "M": 512 if size <= 512 or not alone else padded(size, 2048)}
+        _start(
+            halves.cut, N * nodes * splits, first | how | shape, x, mask, order, keys, counts, later,
+            L, nodes, size, span, splits,
         )  # fmt: skip
-        if not alone and held:
-            halves.halve.start((all_nodes, 1, 1), _halve(padded(level.size), first), keys, order, found, level.size)
+        if held and not alone:
+            M = padded(size, 4096)
+            warps = {"M": M, "num_warps": max(8, M // 512)}
+            _start(halves.halve, N * nodes, first | warps, keys, order, later, size)
         elif not held:
-            splits = cdiv(level.size, 4096)
-            for number in range(2):
-                halves.count.start(
-                    (all_nodes * splits, 1, 1), _count(number == 1), keys, counts, level.size, 4096, splits
-                )
-            splits = cdiv(level.size, 1024)
-            halves.part.start((all_nodes * splits, 1, 1), _part(first), keys, counts, order, found, level.size, splits)
-            counts = counts[3 * all_nodes :]
-        order, later = found, order
+            splits = cdiv(size, COUNTED)
+            for last in (False, True):
+                constants = {"LAST": last, "N": COUNTED, "num_warps": 8}
+                _start(halves.count, N * nodes * splits, constants, keys, counts, size, COUNTED, splits)
+            splits = cdiv(size, MOVED)
+            constants = first | {"N": MOVED, "M": 8 * MOVED, "num_warps": 8}
+            _start(halves.part, N * nodes * splits, constants, keys, counts, order, later, size, splits)
+            counts = counts[3 * N * nodes :]
+        order, later = later, order
     return order if P == L else order[:, :L].contiguous()
 
 
-def _level(N: int, P: int, S: int, nodes: int, device: torch.device) -> Level:
-    size, tile = P // nodes, _rows(S)
-    if size <= ALONE:
-        return Level(size, nodes, size, 1)
-    splits = max(1, min(cdiv(RESIDENT * multiprocessors(device), N * nodes), cdiv(size, tile)))
-    span = cdiv(cdiv(size, splits), tile) * tile
-    return Level(size, nodes, span, cdiv(size, span))
+def _split(nodes: int, size: int, rows: int, device: torch.device) -> tuple[int, int]:
+    """Tokens of a node that a program places, a multiple of `rows`, and how many programs a node has."""
+    splits = max(1, min(cdiv(RESIDENT * multiprocessors(device), nodes), cdiv(size, rows)))
+    span = cdiv(cdiv(size, splits), rows) * rows
+    return span, cdiv(size, span)
 
 
 def _rows(S: int) -> int:
     return TILE // padded(S)
 
 
+def _start(kernel: Any, programs: int, constants: dict[str, Any], *given: Any) -> None:
+    kinds, away = [], 0
+    for x in given:
+        if isinstance(x, Tensor):
+            kinds.append(x.dtype)
+            away |= x.data_ptr()
+    kernel.start((programs, 1, 1), _fixed(kernel, tuple(kinds), away & 15 == 0, tuple(constants.items())), *given)
+
+
 @lru_cache(256)
-def _cut(S: int, iterations: int, M: int, first: bool, alone: bool, long: bool, masked: bool, known: bool) -> Fixed:
-    rows = _rows(S)
-    constants = {"FIRST": first, "HALVED": alone, "COUNTED": long, "MASKED": masked, "ITERATIONS": iterations}
-    constants |= {"S": S, "BS": padded(S), "R": min(256, rows), "N": rows, "M": M, "num_warps": 8}
-    return Fixed(constants, known)
-
-
-@lru_cache(64)
-def _halve(M: int, first: bool) -> Fixed:
-    return Fixed({"FIRST": first, "M": M, "num_warps": 8 if M <= 4096 else 16 if M <= 8192 else 32}, True)
-
-
-@lru_cache(2)
-def _count(last: bool) -> Fixed:
-    return Fixed({"LAST": last, "N": 4096, "num_warps": 8}, True)
-
-
-@lru_cache(2)
-def _part(first: bool) -> Fixed:
-    return Fixed({"FIRST": first, "N": 1024, "M": 8192, "num_warps": 8}, True)
+def _fixed(kernel: Any, kinds: tuple[torch.dtype, ...], known: bool, constants: tuple[tuple[str, Any], ...]) -> Fixed:
+    """Constants of a launch of tensors of these types; `known`: at addresses that Triton always compiles for."""
+    return Fixed(dict(constants), known)
