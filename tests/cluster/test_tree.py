@@ -93,6 +93,12 @@ def test_runs_of_the_order_are_alike_and_of_one_size() -> None:
     assert float(runs.var(2).sum()) < 0.5 * float(key[0].unflatten(1, (8, 12)).var(2).sum())
 
 
+def test_runs_of_more_parts_are_those_of_fewer_cut_further() -> None:
+    query, key, _ = tokens(96)
+    few, many = (tree_order(query[0], key[0], n, Tree(n)).unflatten(1, (4, 24)).sort(-1).values for n in (4, 16))
+    assert torch.equal(few, many)
+
+
 def test_content_comes_closer_to_softmax_than_the_order_of_the_tokens() -> None:
     q, k, v = tokens()
     by_content, by_place = (cluster_attention(q, k, v, clusters=c, near=2) for c in (Tree(16), 16))

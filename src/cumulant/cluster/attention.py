@@ -35,7 +35,7 @@ from .run import run_kernels
 from .shares import by_heads
 from .short import answers_by_token, token_responses
 from .statistics import VARIANCES, log, origin, value_point
-from .tree import Tree, order_of, rows_of, tree_order
+from .tree import Tree, order_of, rows_of, seen_by, tree_order
 
 BACKENDS = ("auto", "reference", "triton")
 QUERIES = ("each", "mean")
@@ -238,12 +238,20 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
             dtype, keys = statistics_dtype(q.dtype), k[:, prefix:]
             basis = logit_basis(q.flatten(1, 2).to(dtype), keys.to(dtype), tree.width, absent)
 
+    tiles, shared, asking = _tiles(call, form), form.near_rows > 1 and tree.leaves == 1, None
+    runs = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)  # of queries that share near clusters
+
     def ordered(keys: Tensor) -> Tensor:
         if basis is None:
             return tree_order(q.flatten(1, 2), keys, parts, tree, absent)
         return order_of(keys.detach().to(basis[1].dtype) @ basis[1], parts, tree, absent)
 
-    if patches is None:
+    plain = basis is None and patches is None and absent is None and not prefix
+    if plain and shared and tiles is None and G == 1 and Lq == L and L % max(parts, runs) == 0:
+        # One search for keys and queries: runs of more parts are those of fewer, cut further.
+        both = torch.cat((seen_by(q[:, 0], k, tree), seen_by(k, q[:, 0], tree)))
+        (order, asking), size = order_of(both, max(parts, runs), tree).chunk(2), L // parts
+    elif patches is None:
         order, size = ordered(k[:, prefix:]), -(-L // parts)
         order = order + prefix if prefix else order
     else:
@@ -257,13 +265,12 @@ def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
     if tree.leaves > 1:
         out = _two_levels(q, k, v, mask, call, tree, form, size, basis)
     else:
-        tiles, asking = _tiles(call, form), None
         if tiles is not None:
             q = tiles.pack(q).flatten(2, 3)
-        elif form.near_rows > 1:  # those who share near clusters are alike too
-            count = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)
-            looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
-            asking = tree_order(looking, q.flatten(0, 1), count, tree)
+        elif shared:  # those who share near clusters are alike too
+            if asking is None:
+                looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
+                asking = tree_order(looking, q.flatten(0, 1), runs, tree)
             q = rows_of(q.flatten(0, 1), asking).view_as(q)
         out = cluster_attention(
             q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,

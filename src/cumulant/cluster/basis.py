@@ -11,8 +11,12 @@ leave out 2 % of that variance or less.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+
+from ..tracing import is_plain
 
 SAMPLED = 512  # queries, and as many keys
 LEAST = 1e-5  # of the mean of A's diagonal, added to it: queries of fewer directions than D
@@ -52,5 +56,16 @@ def spread_out(x: Tensor, count: int) -> Tensor:
     R = x.shape[-2]
     if count >= R:
         return x
-    places = (torch.arange(count, dtype=torch.float64, device=x.device) * 0.6180339887498949) % 1 * R
-    return x.index_select(-2, places.long())
+    keeping = is_plain(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return x.index_select(-2, (_kept_places if keeping else _places)(count, R, x.device))
+
+
+def _places(count: int, R: int, device: torch.device) -> Tensor:
+    return ((torch.arange(count, dtype=torch.float64, device=device) * 0.6180339887498949) % 1 * R).long()
+
+
+@lru_cache(64)
+@torch.inference_mode(False)  # what is kept from a call under inference_mode serves training too
+def _kept_places(count: int, R: int, device: torch.device) -> Tensor:
+    """The same for calls that follow: five short launches on a GPU."""
+    return _places(count, R, device)
