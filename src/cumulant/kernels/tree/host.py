@@ -24,7 +24,7 @@ from . import halves
 
 WIDEST = 128  # columns
 TILE = 16384  # numbers of x that a program reads at a time
-ALONE, HELD = 2048, 16384
+ALONE, HELD = 1024, 8192
 ENOUGH = 256  # tokens of a node that say in which direction it is cut
 COUNTED, MOVED = 4096, 1024  # tokens of a program that counts keys, or moves tokens, of a long node
 RESIDENT = 2  # programs of a multiprocessor that find places
