@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/gpu_called.py             every case: correct first, then times
     PYTHONPATH=src python benchmarks/gpu_called.py --only masked grouped
+    PYTHONPATH=src python benchmarks/gpu_called.py --sinks     causal clusters with and without sinks, and no other
     PYTHONPATH=src python benchmarks/gpu_called.py --check     only that outputs and gradients are right
     PYTHONPATH=src python benchmarks/gpu_called.py --profile cluster      and the time of each kernel of a step
     PYTHONPATH=src python benchmarks/gpu_called.py --check --verdicts F   keeps in F what was right; without --check
@@ -14,7 +15,7 @@ compile their kernels; no time is taken where one is wrong, and cases that fall 
 Times in ms: forward and training step (forward and backward) in a CUDA graph; the same as called from Python, one call
 after the other; and the host's time of a call in microseconds, launches alone, beside that of SDPA. Softmax is the
 quicker of cuDNN and flash (from 4,096 tokens on that is cuDNN, and flash is not timed). JSON goes to
-$OUT/gpu_called.json if OUT is set.
+$OUT/gpu_called.json (gpu_sinks.json) if OUT is set.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ CASES: dict[str, Case] = {
     "causal means": case(
         8, 12, 16384, 64, clusters=Blocks(64, keep=16, recent=1), is_causal=True, response=0, goal=(10, 8)
     ),
+    "causal sinks": case(
+        8, 12, 16384, 64, clusters=Blocks(64, keep=16, recent=1), is_causal=True, response=0, prefix=4, goal=(10, 8)
+    ),
     "order 2, 64": case(256, 12, 64, 64, order=2, goal=(1, 1)),
     "kmeans": case(1, 12, 16384, 64, clusters=KMeans(64), near=0),
     "blocks": case(1, 12, 16384, 64, clusters=64, near=0),
@@ -92,6 +96,17 @@ CASES: dict[str, Case] = {
     "grouped": case(8, 12, 16384, 64, Hk=4, clusters=64, near=2, enable_gqa=True),
     "short": case(256, 12, 256, 64, clusters=16),
 }
+
+PAST: dict[str, Any] = {"clusters": Blocks(64, keep=16, recent=1), "is_causal": True}
+KINDS: dict[str, dict[str, Any]] = {"means": {"response": 0}, "covariances": {}}
+SINKS: dict[str, Case] = {  # 64 of them once: more than a few are the price of a block of tokens
+    f"{kind}, B {B}, {L:,}, {sinks} sinks": case(B, 12, L, 64, **PAST, **options, prefix=sinks)
+    for kind, options in KINDS.items()
+    for B in (1, 8)
+    for L in (8192, 16384)
+    for sinks in ((0, 4, 64) if (kind, B, L) == ("means", 8, 16384) else (0, 4))
+}
+EVERY = CASES | SINKS
 
 
 def inputs(case: Case, B: int = 0, heads: int = 0) -> tuple[list[Tensor], Tensor, dict[str, Any]]:
@@ -253,15 +268,17 @@ def line(name: str, row: dict[str, Any], goal: tuple[float, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--only", nargs="+", choices=list(EVERY), default=[])
+    parser.add_argument("--sinks", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--one", help="check one case in this process", choices=list(CASES))
+    parser.add_argument("--one", help="check one case in this process", choices=list(EVERY))
     parser.add_argument("--verdicts", type=Path, help="file of what was right")
     parser.add_argument("--workers", type=int, default=12, help="cases that are checked at once")
-    parser.add_argument("--profile", nargs="*", default=[], choices=list(CASES))
+    parser.add_argument("--profile", nargs="*", default=[], choices=list(EVERY))
     options = parser.parse_args()
     if options.one:
-        sys.exit(0 if check(CASES[options.one]) else 1)
+        sys.exit(0 if check(EVERY[options.one]) else 1)
+    options.only = options.only or list(SINKS if options.sinks else CASES)
     begin = time.perf_counter()
 
     def alone(name: str) -> bool:
@@ -288,22 +305,24 @@ def main() -> None:
             print(f"| {name} | wrong: no time |", flush=True)
             continue
         try:
-            rows[name] = measure(CASES[name], peers) | {"goal": CASES[name].goal}
+            rows[name] = measure(EVERY[name], peers) | {"goal": EVERY[name].goal}
         except RuntimeError as problem:
             print(f"| {name} | {str(problem).splitlines()[0]} |", flush=True)
             continue
-        print(line(name, rows[name], CASES[name].goal), f"[{time.perf_counter() - begin:.0f} s]", flush=True)
+        print(line(name, rows[name], EVERY[name].goal), f"[{time.perf_counter() - begin:.0f} s]", flush=True)
         if os.environ.get("OUT"):
             wrong = [name for name, fine in right.items() if not fine]
-            found = provenance("python benchmarks/gpu_called.py", gpu=True) | {
+            command = "python benchmarks/gpu_called.py" + " --sinks" * options.sinks
+            found = provenance(command, gpu=True) | {
                 "cases": rows,
                 "wrong": wrong,
                 "called": FROM_PYTHON,
             }
-            Path(os.environ["OUT"], "gpu_called.json").write_text(json.dumps(found, indent=1, default=str))
+            file = "gpu_sinks.json" if options.sinks else "gpu_called.json"
+            Path(os.environ["OUT"], file).write_text(json.dumps(found, indent=1, default=str))
     for name in options.profile:
         print(name, flush=True)
-        profile(CASES[name])
+        profile(EVERY[name])
     print(f"[{time.perf_counter() - begin:.0f} s] done", flush=True)
     sys.exit(0 if all(right[name] for name in options.only) else 1)
 

@@ -22,6 +22,7 @@ CALLS = {  # of gpu_called.py
     "causal 64": "`clusters=64, is_causal=True`, B 8, 16,384",
     "causal": "`clusters=Blocks(64, keep=16, recent=1), is_causal=True`, B 1",
     "causal means": "`clusters=Blocks(64, keep=16, recent=1), response=0`, causal, B 8",
+    "causal sinks": "the same with 4 sinks, `prefix=4`",
     "blocks": "`clusters=64`, B 1, 16,384",
     "kmeans": "`clusters=KMeans(64)`, B 1, 16,384",
     "short": "`clusters=16`, B 256, 256 tokens",

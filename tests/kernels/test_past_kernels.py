@@ -27,8 +27,21 @@ CAUSAL: dict[str, Any] = {"is_causal": True}
         (30, 61, Blocks(7, keep=1, recent=1), {"offset": 31, "closure": "langevin"}),
         (3, 40, Blocks(4, keep=0, recent=2), {"offset": 33, "response": 0}),
         (50, 45, 3, {"closure": "gauss"}),  # the last rows stand behind all keys
+        (40, 40, Blocks(8, keep=1, recent=1), {"prefix": 3}),
+        (45, 61, Blocks(7, keep=1), {"prefix": 10, "offset": 16, "closure": "langevin"}),  # one block and three more
+        (3, 40, Blocks(4, keep=0, recent=2), {"prefix": 2, "offset": 33, "response": 0}),
+        (40, 30, 3, {"prefix": 35}),  # every token is one
     ],
-    ids=["blocks", "merged, from a place on", "one step of decoding", "a number of blocks"],
+    ids=[
+        "blocks",
+        "merged, from a place on",
+        "one step of decoding",
+        "a number of blocks",
+        "sinks",
+        "sinks of two blocks, from a place on",
+        "sinks in a step of decoding",
+        "sinks alone",
+    ],
 )
 def test_outputs_and_gradients_equal_plain_torch(
     queries: int, keys: int, clusters: int | Blocks, options: dict[str, Any]
@@ -37,22 +50,25 @@ def test_outputs_and_gradients_equal_plain_torch(
     compare(q, k, v, clusters=clusters, **CAUSAL, **options)
 
 
-def test_key_masks_and_groups_of_query_heads() -> None:
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_key_masks_and_groups_of_query_heads(sinks: int) -> None:
     q, k, v = tokens(2, 2, 40, 16), tokens(2, 1, 40, 16, mean=1, seed=1), tokens(2, 1, 40, 16, seed=2)
     mask = torch.arange(40, device=DEVICE) % 5 != 2
     mask = torch.stack((mask, mask & (torch.arange(40, device=DEVICE) > 12)))  # nothing to see for the first rows
-    compare(q, k, v, clusters=Blocks(8, keep=1), key_mask=mask, enable_gqa=True, **CAUSAL)
+    compare(q, k, v, clusters=Blocks(8, keep=1), key_mask=mask, enable_gqa=True, prefix=sinks, **CAUSAL)
 
 
-def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch() -> None:
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(sinks: int) -> None:
     q, k, v = (tokens(1, 1, 70, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 1, 0.5)))
-    compare_half(q, k, v, clusters=Blocks(8, keep=2, recent=1), **CAUSAL)
+    compare_half(q, k, v, clusters=Blocks(8, keep=2, recent=1), prefix=sinks, **CAUSAL)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
-def test_what_comes_later_reaches_no_row_even_if_it_is_not_a_number() -> None:
+@pytest.mark.parametrize("sinks", [0, 4, 25])
+def test_what_comes_later_reaches_no_row_even_if_it_is_not_a_number(sinks: int) -> None:
     q, k, v = (tokens(1, 1, 40, 16, seed=i) for i in range(3))
-    options: dict[str, Any] = {"clusters": Blocks(6, keep=0, recent=1), "backend": "triton", **CAUSAL}
+    options: dict[str, Any] = {"clusters": Blocks(6, keep=0, recent=1), "backend": "triton", "prefix": sinks, **CAUSAL}
     before = cluster_attention(q, k, v, **options)
     k[0, 0, 21], v[0, 0, 30, 3] = float("nan"), float("inf")
     after = cluster_attention(q, k, v, **options)
@@ -92,6 +108,11 @@ def test_tables_let_each_row_see_the_clusters_of_the_rule(
         (32, 48, 700, 700, {"clusters": Blocks(50, keep=2), "response": 0}),
         (128, 96, 900, 900, {"clusters": Blocks(64, keep=4)}),
         (64, 64, 1, 777, {"clusters": Blocks(64, keep=2, recent=1), "offset": 776}),
+        (64, 64, 2048, 2048, {"clusters": Blocks(64, keep=4, recent=1), "prefix": 4}),
+        (64, 64, 1500, 2000, {"clusters": 16, "offset": 500, "prefix": 70}),
+        (32, 48, 701, 701, {"clusters": Blocks(50, keep=2), "response": 0, "prefix": 1}),
+        (128, 96, 900, 900, {"clusters": Blocks(64, keep=4), "prefix": 17}),
+        (64, 64, 1, 777, {"clusters": Blocks(64, keep=2, recent=1), "offset": 776, "prefix": 4}),
     ],
 )
 def test_full_size(D: int, E: int, Lq: int, Lk: int, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -107,8 +128,17 @@ def test_full_size(D: int, E: int, Lq: int, Lk: int, options: dict[str, Any], dt
 
 
 @pytest.mark.gpu
-def test_two_runs_are_bitwise_equal() -> None:
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_padding_at_the_start(sinks: int) -> None:
+    q, k, v = (tokens(2, 4, 1000, 64, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 1, 0.5)))
+    mask = torch.arange(1000, device=DEVICE) >= torch.tensor([[0], [301]], device=DEVICE)
+    compare_half(q, k, v, clusters=Blocks(64, keep=4, recent=1), key_mask=mask, prefix=sinks, **CAUSAL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_two_runs_are_bitwise_equal(sinks: int) -> None:
     q, k, v = (tokens(1, 4, 1024, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
-    runs = [results(q, k, v, "triton", q.dtype, clusters=Blocks(64, keep=2), **CAUSAL) for _ in range(2)]
+    runs = [results(q, k, v, "triton", q.dtype, clusters=Blocks(64, keep=2), prefix=sinks, **CAUSAL) for _ in range(2)]
     for name, x, y in zip(NAMES, *runs, strict=True):
         assert torch.equal(x, y), (name, error(x, y))

@@ -87,7 +87,7 @@ def cluster_attention(
         closure: "tanh" or "langevin", which saturate, or "gauss", which is second order as it stands.
         grid: (rows, cols) or (frames, rows, cols) of the tokens after the first `prefix`.
         prefix: so many tokens at the start (class tokens) are exact for every query. With is_causal, the first that
-            take part (attention sinks), for every later row; in plain torch.
+            take part (attention sinks), for every later row.
         key_mask: (..., Lk), bool or non-negative weights. K blocks of a sequence are of the tokens that take part,
             `Blocks(size)` and blocks of a grid stay where they are. Where nothing takes part the output is 0.
         is_causal: row i sees the keys j <= i: blocks of the past are clusters, the current block is exact. K blocks

@@ -174,8 +174,6 @@ def _past_obstacle(case: Case) -> str | None:
 
     form, call, clusters = case.form, case.call, case.clusters
     Lq = call.query.shape[-2]
-    if call.prefix:
-        return f"kernels of causal clusters take prefix=0, without sinks, got {call.prefix!r}"
     if call.grid is not None or form.together or form.pooled or form.near_rows != 1:
         return "causal clusters are blocks of a sequence"  # an error, and plain torch says which
     if not isinstance(clusters, int | Blocks):

@@ -91,6 +91,7 @@ def _run_past(case: Case) -> Tensor:
         tile=tile,
         respond=form.response != 0,
         closure=form.closure,
+        prefix=call.prefix,
         masked=call.key_mask is not None,
     )
 
@@ -240,7 +241,7 @@ def _sorted(ids: Tensor, present: Tensor | None, prefix: int, K: int, longest: i
 class Past(NamedTuple):
     """As `kernels.past.plan.Call` takes them."""
 
-    bounds: Tensor  # (S, 2, KP + 1) int32, first token and end of each cluster, the N blocks first
+    bounds: Tensor  # (S, 2, KP + 1) int32, first token and end of each cluster, the N blocks first, sinks last
     logs: Tensor  # (S, KP) float32, log2 of their sizes
     order: Tensor | None  # (S, Lk) int32, where the tokens lie; None: as they are
     spans: Tensor  # (3, KP) int32: first row that sees a cluster, the first that does not any more, place in lists
@@ -251,13 +252,14 @@ class Past(NamedTuple):
 def past_tables(call: Call, blocks: Blocks, tile: int) -> Past:
     """Of rows `call.offset` on, in tiles of so many; with a key mask clusters hold the tokens that take part."""
     Lq, Lk, device = call.query.shape[-2], call.key.shape[-2], call.key.device
-    starts, ends, found = _made_past(Lq, Lk, call.offset, blocks, tile, device)
+    starts, ends, found = _made_past(Lq, Lk, call.offset, blocks, tile, device, call.prefix)
     mask = flat_mask(call)
     if mask is None:
         return found
     taking = mask & (torch.arange(Lk, device=device) < call.offset + Lq)
     ranks = F.pad(taking.cumsum(-1), (1, 0))
-    bounds = torch.stack((ranks[:, starts], ranks[:, ends]), 1)
+    bounds = torch.stack((ranks[:, starts], ranks[:, ends]), 1).clamp(min=call.prefix)
+    bounds[:, :, -1] = F.pad(ranks[:, -1:].clamp(max=call.prefix), (1, 0))
     logs = (bounds[:, 1] - bounds[:, 0])[:, :-1].float().log2()
     order = (~taking).to(torch.int8).argsort(dim=-1, stable=True)
     return found._replace(bounds=bounds.int(), logs=logs, order=order.int())
@@ -300,9 +302,10 @@ def _runs(
 @lru_cache(64)
 @torch.inference_mode(False)  # what is kept from a call under inference_mode serves training too
 def _made_past(
-    Lq: int, Lk: int, offset: int, blocks: Blocks, tile: int, device: torch.device
+    Lq: int, Lk: int, offset: int, blocks: Blocks, tile: int, device: torch.device, sinks: int = 0
 ) -> tuple[Tensor, Tensor, Past]:
-    """First tokens and ends of the clusters and of nothing after them, (KP + 1); and the tables without a mask."""
+    """First tokens and ends of the clusters with sinks, and of nothing after them, (KP + 1); and the tables without a
+    mask, where clusters begin after the sinks."""
     L, C = offset + Lq, blocks.size
     never, seen = -(-L // C), min(L, Lk)
     starts, ends, spans, lists, levels, total, width = [], [], [], [], [], 0, 0
@@ -324,9 +327,11 @@ def _made_past(
     more = padding(total) - total
     first, end = (F.pad(torch.cat(x), (0, more + 1)) for x in (starts, ends))
     span = F.pad(torch.cat(spans, -1), (0, more), value=NEVER)
-    logs = (end - first)[:-1].float().log2()
+    bounds = torch.stack((first, end)).clamp(min=min(sinks, seen))
+    bounds[0, -1] = 0
+    logs = (bounds[1] - bounds[0])[:-1].float().log2()
     listed, ladder = torch.cat((used, listed), -1), torch.tensor(levels).T.contiguous()
-    bounds, logs = torch.stack((first, end))[None].int().to(device), logs[None].to(device)
+    bounds, logs = bounds[None].int().to(device), logs[None].to(device)
     return (
         first.to(device),
         end.to(device),

@@ -204,7 +204,7 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
         grad_matrices = _backward_matrices(plan, call, grad, rest[1], responding, vectors, unit, steps)
     _backward_keys(plan, call, grad, dk, dv, outputs, per_query, grad_vectors, grad_matrices, unit, steps)
     if plan.shape.prefix:
-        _backward_prefix(plan, call, grad, dk, dv, per_query, unit, steps)
+        backward_prefix(plan, call, grad, dk, dv, per_query, unit, steps)
     return dq, dk, dv
 
 
@@ -328,11 +328,14 @@ def _backward_keys(
     )  # fmt: skip
 
 
-def _backward_prefix(
-    plan: Plan, call: Call, g: Tensor, dk: Tensor, dv: Tensor, per_query: Sequence[Tensor], unit: int, steps: Any
-) -> None:
+def backward_prefix(
+    plan: Plan, call: Any, g: Tensor, dk: Tensor, dv: Tensor, per_query: Sequence[Tensor], unit: int, steps: Any,
+    offset: int | None = None,
+) -> None:  # fmt: skip
+    """Writes dk and dv of the prefix. offset: place of the first row of causal attention."""
     (q, k, v), shape, config = call[:3], plan.shape, plan.config("key_gradients")
-    N, blocks = config.block, cdiv(shape.prefix, config.block)
+    N = plan.prefix_block
+    blocks = cdiv(shape.prefix, N)
     name = f"prefix splits {q.device}"
     span, splits = plan.once(name, lambda: plan.split(plan.pairs * blocks, q.device, 2, 0.001))
     partial = per_query[0].new_empty(splits, plan.pairs, blocks, N, plan.BD + plan.BE)
@@ -341,13 +344,14 @@ def _backward_prefix(
         f"prefix_gradients {unit}",
         lambda: fixed_for(
             plan, "key_gradients", unit, *names, "GROUP", "WHOLE", "M", "PRECISION", rows=rows, N=N,
-            ROWS=min(shape.tile, 64), STAGES=config.stages,
+            ROWS=min(shape.tile, 64), STAGES=config.stages, CAUSAL=offset is not None,
         ),
     )  # fmt: skip
     keys.prefix_gradients.start(
         (blocks, splits, plan.pairs), fixed, q, k, v, g, partial, *per_query, call.bounds, order_of(call),
         *steps[0], *steps[1], *steps[2], *steps[4],
-        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.tiles, span, plan.per, call.scale,
+        shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.tiles, span, plan.per, offset or 0,
+        call.scale,
     )  # fmt: skip
     name = f"finish_prefix {unit}"
     fixed = plan.once(name, lambda: fixed_for(plan, "key_gradients", unit, *names, rows=rows, N=N))

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..products import dot
 from ..tokens import head, kernel
-from .parts import LOG2E, block_tile, finished, first_row, picked_tile, placed, stepped, store_picked
+from .parts import LOG2E, NOTHING, block_tile, finished, first_row, picked_tile, placed, stepped, store_picked
 from .rows import met_by_rows, through_matrix, through_statistics
 
 
@@ -34,13 +34,13 @@ def tiles_of_clusters(named, counts, lists, tiles, T, N: tl.constexpr):
 
 @triton.jit
 def near_sums(
-    q, g, keys, values, shifts, deltas, lists, begin, end, length_q, tiles, q_h, q_t, g_h, g_t, scale,
-    LISTED: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, g, keys, values, shifts, deltas, lists, since, begin, end, length_q, tiles, q_h, q_t, g_h, g_t, scale,
+    LISTED: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, (N, BD) and (N, BE), of keys and values that queries met one by one: those of tiles `begin` to `end`,
-    LISTED: of the tiles in `lists` from `begin` to `end`."""
+    LISTED: of the tiles in `lists` from `begin` to `end`; CAUSAL: their rows from `since` (N,) on."""
     d, e, line = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, ROWS)
     times: tl.constexpr = M // ROWS
     key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
@@ -55,7 +55,10 @@ def near_sums(
         shift, delta = tl.load(shifts + index * M + at), tl.load(deltas + index * M + at)
         p = finished(dot(keys, tl.trans(rows), None, PRECISION))
         change = finished(dot(values, tl.trans(grad), None, PRECISION))
-        p = tl.exp2(p * (scale * LOG2E) - shift[None, :])
+        p = p * (scale * LOG2E) - shift[None, :]
+        if CAUSAL:
+            p = tl.where(row[None, :] >= since[:, None], p, NOTHING)
+        p = tl.exp2(p)
         change = p * (change - delta[None, :])
         key_sums, value_sums = met_by_rows(rows, grad, p, change, key_sums, value_sums, PRECISION)
     return key_sums * scale, value_sums
@@ -86,8 +89,8 @@ def block_gradients(
         skipped = pid.to(tl.int64) * all_tiles * M
         key_sums, value_sums = near_sums(
             q, g, keys, values, shifts + skipped, deltas + skipped, lists + (pid.to(tl.int64) * KP + c) * all_tiles,
-            0, tl.load(counts + pid * KP + c), length_q, tiles, q_h, q_t, g_h, g_t, scale,
-            True, GROUP, WHOLE, D, E, BD, BE, M, N, ROWS, STAGES, UNIT, PRECISION,
+            place, 0, tl.load(counts + pid * KP + c), length_q, tiles, q_h, q_t, g_h, g_t, scale,
+            True, False, GROUP, WHOLE, D, E, BD, BE, M, N, ROWS, STAGES, UNIT, PRECISION,
         )  # fmt: skip
     over = 1.0 / (end - begin).to(tl.float32)
     at = pid.to(tl.int64) * KP + c
@@ -153,12 +156,13 @@ def key_gradients(
 def prefix_gradients(
     q, k, v, g, partial, shifts, deltas, bounds, order,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, length_q, length_k, heads, tiles, all_tiles, span, per,
-    scale, WHOLE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr,
-    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    offset, scale, CAUSAL: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of the prefix, splits, B H). Sums for dk and dv of N prefix tokens over `span` tiles, which all see
-    them: partial (splits, B H, blocks, N, BD + BE) float32."""
+    them (CAUSAL: from their place on, where the first row has the place `offset`): partial (splits, B H, blocks, N,
+    BD + BE) float32."""
     block, split, pid = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = pid // heads, pid % heads
     bounds += (pid // per) * (2 * KP + 2)
@@ -173,9 +177,9 @@ def prefix_gradients(
     q, g = head(q, b, h * GROUP, 0, q_b, q_h, q_t, UNIT), head(g, b, h * GROUP, 0, g_b, g_h, g_t, UNIT)
     skipped = pid.to(tl.int64) * all_tiles * M
     key_sums, value_sums = near_sums(
-        q, g, keys, values, shifts + skipped, deltas + skipped, shifts, split * span,
+        q, g, keys, values, shifts + skipped, deltas + skipped, shifts, place - offset, split * span,
         tl.minimum(split * span + span, all_tiles), length_q, tiles, q_h, q_t, g_h, g_t, scale,
-        False, GROUP, WHOLE, D, E, BD, BE, M, N, ROWS, STAGES, UNIT, PRECISION,
+        False, CAUSAL, GROUP, WHOLE, D, E, BD, BE, M, N, ROWS, STAGES, UNIT, PRECISION,
     )  # fmt: skip
     at = ((split.to(tl.int64) * tl.num_programs(2) + pid) * tl.num_programs(0) + block) * N
     partial += (at + n)[:, None] * (BD + BE)

@@ -130,6 +130,11 @@ class Plan:
         """Numbers in the list of a tile: near clusters, and the prefix."""
         return self.shape.near + (self.shape.prefix > 0)
 
+    @cached_property
+    def prefix_block(self) -> int:
+        """Tokens of the prefix that a program takes for their gradients."""
+        return min(self.config("key_gradients").block, padded(self.shape.prefix, 16))
+
     def blocks(self, block: int) -> tuple[int, int]:
         """Blocks of a near cluster, at most, and those of all in the list of a tile, the prefix included."""
         each = cdiv(self.shape.longest or self.shape.length_k, block)

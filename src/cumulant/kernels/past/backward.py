@@ -41,7 +41,7 @@ from ..cluster.parts import (
 from ..cluster.rows import along_means, changes_of_means, met_by_rows, read_rows, through_matrix, through_statistics
 from ..products import cast, dot
 from ..tokens import head, kernel
-from .forward import list_of, seen_clusters, sees, window
+from .forward import list_of, seen_clusters, sees, window, window_block
 
 
 @kernel
@@ -50,10 +50,10 @@ def query_gradients(
     weights, gains, dz, dx,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
-    GROUP: tl.constexpr, ORDERED: tl.constexpr, CLOSURE: tl.constexpr, RESPONSE: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr,
-    KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr, CLOSURE: tl.constexpr, RESPONSE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). dq of M rows. shifts (B H, tiles, M): lse + a q.origin, for `key_gradients`; inf beyond Lq."""
     index, pid = tl.program_id(0), tl.program_id(1)
@@ -144,15 +144,15 @@ def query_gradients(
         turned = dot(tl.trans(spread).to(SQUARE), var, turned, PRECISION)
     sums += again.to(tl.float32) * turned
     changes = tl.zeros((M,), tl.float32)
-    first, stop = window(bounds, start, tl.minimum(start + M, length_q), length_k, size, recent, offset, KP, ORDERED)
-    for begin in tl.range(first, stop, N, num_stages=NEAR_STAGES):
-        token = begin + tl.arange(0, N)
-        there = token < stop
+    end = tl.minimum(start + M, length_q)
+    begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX)
+    for block in tl.range(begin, stop, N, num_stages=NEAR_STAGES):
+        token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX)
         at = placed(order, token, there, ORDERED, False)
         keys = picked_tile(k, at, there, k_t, d, D, BD, False)
         values = picked_tile(v, at, there, v_t, e, E, BE, False)
         z = dot(rows, tl.trans(keys), None, PRECISION) * (scale * LOG2E) - (total + away)[:, None]
-        z = tl.where(sees(place[:, None], at[None, :], size, recent) & there[None, :], z, NOTHING)
+        z = tl.where(sees(place[:, None], at[None, :], since[:, None]) & there[None, :], z, NOTHING)
         change = tl.exp2(z) * (dot(grad, tl.trans(values), None, PRECISION) * scale - (delta * scale)[:, None])
         changes += tl.sum(change, 1)
         change_high, change_low = parts(change, dtype)
@@ -287,7 +287,8 @@ def key_gradients(
     STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts of a block, blocks, B H). dk and dv of N keys: from rows that saw them one by one, and through the
-    statistics of the cluster of each level that holds them; `ladder`: first clusters of the levels, and how many."""
+    statistics of the cluster of each level that holds them; `ladder`: first clusters of the levels, and how many.
+    Sinks, which no block holds, have theirs from `cluster.keys.prefix_gradients`."""
     block, pid = tl.program_id(1), tl.program_id(2)
     b, h = pid // heads, pid % heads
     bounds += (pid // per) * (2 * KP + 2)
@@ -317,7 +318,8 @@ def key_gradients(
             shift, delta = tl.load(shifts + at_row), tl.load(deltas + at_row)
             p = finished(dot(keys, tl.trans(rows), None, PRECISION))
             change = finished(dot(values, tl.trans(grad), None, PRECISION))
-            seen = sees((offset + row)[None, :], at[:, None], size, recent) & there[:, None]
+            place = (offset + row)[None, :]
+            seen = sees(place, at[:, None], (place // size - recent) * size) & there[:, None]
             p = tl.exp2(tl.where(seen, p * (scale * LOG2E) - shift[None, :], NOTHING))
             change = p * (change - delta[None, :])
             key_sums, value_sums = met_by_rows(rows, grad, p, change, key_sums, value_sums, PRECISION)

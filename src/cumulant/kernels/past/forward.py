@@ -4,6 +4,9 @@ Cluster c is seen by the rows from spans[c] to spans[KP + c], places among the k
 those that any of its rows sees. Row i sees token by token the block of `size` tokens that it stands in, up to itself,
 and `recent` blocks before that. Cost a row: A (3 D + E + D E) and (recent + 1/2) size (D + E), with A listed clusters.
 
+Sinks (PREFIX), the first tokens that take part, are in no cluster and in no window: column KP of the bounds holds them,
+and every row from their place on sees them, in the loop over the window before its first block.
+
 What a row may not see must not reach it, even if it is not a number: such clusters and tokens are left out by `where`,
 and values that are not numbers are 0 with a logit that is none.
 """
@@ -55,21 +58,44 @@ def seen_clusters(names, logs, spans, at, place, KP: tl.constexpr):
 
 
 @triton.jit
-def window(bounds, start, end, length_k, size, recent, offset, KP: tl.constexpr, ORDERED: tl.constexpr):
-    """First token and end of those that the rows from `start` to `end` see one by one, in the order of the tokens."""
+def window(
+    bounds, start, end, length_k, size, recent, offset, KP: tl.constexpr, N: tl.constexpr, ORDERED: tl.constexpr,
+    PREFIX: tl.constexpr,
+):  # fmt: skip
+    """First token and end of those that the rows from `start` to `end` see one by one, in the order of the tokens; and
+    where a loop over blocks of N of them begins: at the first, or so many blocks before it as sinks take."""
     low = tl.maximum((offset + start) // size - recent, 0)
     first = tl.load(bounds + low, mask=low * size < length_k, other=0)
     last = (tl.minimum(offset + end, length_k) - 1) // size
     stop = tl.load(bounds + (KP + 1) + last)
     if not ORDERED:
         stop = tl.minimum(stop, offset + end)
-    return first, tl.where(low * size < length_k, stop, 0)
+    stop = tl.where(low * size < length_k, stop, 0)
+    begin = first
+    if PREFIX:
+        begin -= tl.cdiv(tl.load(bounds + (2 * KP + 1)), N) * N
+        stop = tl.maximum(stop, first)  # sinks are met where the window is empty, too
+    return begin, first, stop
 
 
 @triton.jit
-def sees(place, token, size, recent):
-    """Whether rows at places (n, 1) see tokens at places (1, N) one by one."""
-    return (token <= place) & (token >= (place // size - recent) * size)
+def window_block(
+    bounds, at, begin, first, stop, place, size, recent, KP: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr
+):  # fmt: skip
+    """Of the block `at` of a `window`: its tokens (N,), which of them are there, and the place of the first token that
+    rows at `place` see."""
+    token, end, since = at + tl.arange(0, N), stop, (place // size - recent) * size
+    if PREFIX:
+        sink = at < first
+        token = tl.where(sink, token - begin, token)
+        end, since = tl.where(sink, tl.load(bounds + (2 * KP + 1)), end), tl.where(sink, 0, since)
+    return token, token < end, since
+
+
+@triton.jit
+def sees(place, token, since):
+    """Whether rows at places (n, 1) see tokens at places (1, N) one by one, from those at `since` (n, 1) on."""
+    return (token <= place) & (token >= since)
 
 
 @triton.jit
@@ -84,10 +110,10 @@ def attend(
     q, k, v, o, rounding, lse, bounds, order, logs, spans, lists, vectors, factors, matrices, gains, tops,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
-    CLOSURE: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, RESPONSE: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    CLOSURE: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr,
+    RESPONSE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr,
+    NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). Output of M rows, and their log2 of the sum of all weights.
 
@@ -147,14 +173,15 @@ def attend(
             out += g[:, None] * dot(rows, S, None, PRECISION)
     a = scale * LOG2E
     away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
-    first, stop = window(bounds, start, tl.minimum(start + M, length_q), length_k, size, recent, offset, KP, ORDERED)
-    for begin in tl.range(first, stop, N, num_stages=NEAR_STAGES):
-        token = begin + tl.arange(0, N)
-        at = placed(order, token, token < stop, ORDERED, False)
-        keys = picked_tile(k, at, token < stop, k_t, d, D, BD, False)
-        values, flaw = sound(picked_tile(v, at, token < stop, v_t, e, E, BE, False))
+    end = tl.minimum(start + M, length_q)
+    begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX)
+    for block in tl.range(begin, stop, N, num_stages=NEAR_STAGES):
+        token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX)
+        at = placed(order, token, there, ORDERED, False)
+        keys = picked_tile(k, at, there, k_t, d, D, BD, False)
+        values, flaw = sound(picked_tile(v, at, there, v_t, e, E, BE, False))
         u = finished(dot(rows, tl.trans(keys), None, PRECISION)) + flaw[None, :]
-        u = tl.where(sees(place[:, None], at[None, :], size, recent) & (token < stop)[None, :], u, NOTHING)
+        u = tl.where(sees(place[:, None], at[None, :], since[:, None]) & there[None, :], u, NOTHING)
         higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
         p = tl.exp2(u * a - (finite(higher) + away)[:, None])
         fading = tl.exp2(top - finite(higher))

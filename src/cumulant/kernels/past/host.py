@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cluster.host import TILES, find_statistics, fixed_for, order_of
+from ..cluster.host import TILES, backward_prefix, find_statistics, fixed_for, order_of
 from ..cluster.plan import Plan, Shape, kept_plan
 from ..launch import cdiv, empty_like_rows, layout, like_rows, multiprocessors, padded
 from ..operator import Operator
 from . import backward, forward
 
 CK = 32  # clusters of a list that a program takes at once
-_ROWS = (*TILES, "ORDERED", "CLOSURE", "RESPONSE", "E", "BE", "KP", "SQUARE", "PRECISION")
+_ROWS = (*TILES, "ORDERED", "PREFIX", "CLOSURE", "RESPONSE", "E", "BE", "KP", "SQUARE", "PRECISION")
 
 
 class Call(NamedTuple):
@@ -46,6 +46,7 @@ class Call(NamedTuple):
     tile: int
     respond: bool  # clusters answer with their covariance, else with their mean
     closure: str
+    prefix: int  # sinks: the first tokens that take part, in no cluster
     masked: bool  # some tokens take no part
 
 
@@ -54,7 +55,7 @@ def plan_for(call: Call) -> Plan:
     shape = Shape(
         B, Hk, query.shape[1] // Hk, query.shape[2], Lk, D, call.value.shape[-1], call.bounds.shape[0],
         call.order is not None, call.clusters, call.size, False, call.tile, 0, -1 if call.respond else 0, call.closure,
-        "past", False, 0, call.masked,
+        "past", False, call.prefix, call.masked,
     )  # fmt: skip
     return kept_plan(shape, query.dtype)
 
@@ -134,6 +135,8 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.per, call.size, call.recent, call.offset,
         call.levels.shape[-1], call.scale,
     )  # fmt: skip
+    if call.prefix:
+        backward_prefix(plan, call, grad, dk, dv, per_query, unit, steps, call.offset)
     return dq, dk, dv
 
 
