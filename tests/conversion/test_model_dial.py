@@ -171,7 +171,8 @@ def test_the_cost_of_a_causal_layer_is_what_its_rows_go_through():
     moments = moments_of(*torch.zeros(2, 1, 1, L // C, C, D), torch.ones(1, 1, L // C, C), full=False, response=False)
     _, table = merged_lists(moments, L // C, keep, recent)
     clusters = (table >= 0).sum(-1).repeat_interleave(C)
-    exact = (torch.arange(L // C).clamp(max=recent) + 1).repeat_interleave(C) * C
+    block = torch.arange(L // C)
+    exact = ((block.clamp(max=recent) + 1) * C + 4 * (block > recent)).repeat_interleave(C)  # with 4 sinks
     work = (clusters * 3 * D + exact * 2 * D).sum().item() + L * D
     assert found.cost == pytest.approx(work / (L * (L + 1) / 2 * 2 * D))
 

@@ -132,7 +132,8 @@ def convert(
 
     Args:
         attention: a name of `fitting()`: cumulant1, cumulant2, cumulant3 (the default) or linear; options may stand
-            behind it, "cumulant3+around=mean". With `layer` any mechanism that it runs over, softmax unless given.
+            behind it, "cumulant3+around=mean". With `layer` any mechanism that it runs over, softmax unless given. In
+            causal layers clusters keep the first 4 tokens of a text exact; "cluster16+sinks=0" does not.
         layer: a name of `cumulant.nn.layers()`, with options behind it, that takes the place of whole layers in models
             of this library and of timm. Projections are carried over; what else it has (a router, say) is fresh.
         layers: None for all that can be replaced; indices in running order or name patterns; a mapping from those to a
@@ -277,7 +278,7 @@ def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, 
         if not able:
             reasons = "; ".join(dict.fromkeys(str(site.refusal(asked)) for site in found))
             raise ValueError(f"no attention layer can take {asked}: {reasons}")
-        return {site.name: asked.at(site.prefix) for site in able}
+        return {site.name: site.fitted(asked) for site in able}
     if isinstance(layers, str):
         raise ValueError(f'layers must be None, "auto", "dial", a list or a mapping, got {layers!r}')
     wanted = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, asked)
@@ -292,7 +293,7 @@ def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, 
                 raise ValueError(f"layer {key!r} ({site.name}) cannot be replaced by {choice}: {reason}")
             if choice.heads is not None and not (choice.heads and all(h in range(site.heads) for h in choice.heads)):
                 raise ValueError(f"layer {key!r} ({site.name}) has heads 0 to {site.heads - 1}, got {[*choice.heads]}")
-            plan[site.name] = choice.at(site.prefix)
+            plan[site.name] = site.fitted(choice)
     return plan
 
 

@@ -47,6 +47,7 @@ class LayerDiagnosis:
     effect: dict[str, float]  # relative change of the model's output if this layer alone is replaced
     head_effect: dict[str, list[float]] = field(default_factory=dict)  # the same for single heads
     prefix: int = 0  # class tokens and the like at the start
+    causal: bool = False
     seconds: dict[str, float] = field(default_factory=dict)  # of the layer, by mechanism, on the data and this device
 
     def times(self, name: str) -> Times:
@@ -61,7 +62,7 @@ class LayerDiagnosis:
 
     def choice(self, name: str, heads: tuple[int, ...] | None = None) -> Choice:
         """What `convert` puts into this layer under that name."""
-        return replace(Choice.named(name).at(self.prefix), heads=heads)
+        return replace(Choice.named(name).at(self.prefix, self.causal), heads=heads)
 
     def cost(self, name: str, tokens: int | None = None) -> float:
         """Multiply-adds of a sequence in this layer: 2 L^2 D a head for softmax, 2 (n - 1) L D^2 for order n.
@@ -457,6 +458,7 @@ def _layer(site: Site, sums: HeadSums, shape: tuple[int, int]) -> LayerDiagnosis
         negative={n: (sums.negative[n] / sums.queries).tolist() for n in ORDERS},
         effect={},
         prefix=site.prefix,
+        causal=site.pattern == "causal",
     )
 
 

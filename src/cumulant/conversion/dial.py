@@ -57,18 +57,13 @@ NAMES = (
 # and no pooled covariance, but exact tokens of the recent past. In a small language model of 1,024 tokens no layer was
 # cheaper by more than 0.02 of softmax's cost with 72 combinations of clusters, block, recent and response. First tokens
 # take most of the attention in language models: as sinks they are exact (SmolLM2's layer 15: 2 % squared error for 65).
-# Kernels on a GPU take no sinks: what has kernels is there without them too, and a clock decides.
-_PAST_NAMES = (
-    "cluster4+block=8+recent=1+response=0",
-    "cluster4+block=16+recent=1+response=0",
-    "cluster4+block=32+recent=1+response=0",
-    "cluster4+block=32+recent=3+response=0",
-    "cluster16+block=16+recent=7+response=0",
-    "cluster16+block=32+recent=7+response=0",
-)
 CAUSAL_NAMES = (
-    *_PAST_NAMES,
-    *(f"{name}+sinks=4" for name in _PAST_NAMES),
+    "cluster4+block=8+recent=1+response=0+sinks=4",
+    "cluster4+block=16+recent=1+response=0+sinks=4",
+    "cluster4+block=32+recent=1+response=0+sinks=4",
+    "cluster4+block=32+recent=3+response=0+sinks=4",
+    "cluster16+block=16+recent=7+response=0+sinks=4",
+    "cluster16+block=32+recent=7+response=0+sinks=4",
     "cluster4+block=16+recent=3+response=8+sinks=4",
     "cluster4+block=32+recent=3+response=8+sinks=4",
     "cluster4+block=32+recent=7+response=8+sinks=4",
@@ -183,12 +178,13 @@ def choose_layers(
     Errors are ||out - softmax|| / ||softmax - <v>|| of the layer's own heads on `samples` queries of each of the first
     `batches` of data (noise where there are none), with masks and grids as the model has them. Costs are those at the
     lengths of the data, and a candidate has to spare a head a third of softmax's multiply-adds; over few tokens none
-    does, and none is measured. Candidates with `block`, `recent` or `sinks` are for causal layers, those with a near
-    field or a pooled response for others. Axial layers are not looked at, which the result says. What was chosen is
-    then timed on this device, and a layer that is slower with it stays softmax unless `force`. The model is left as
-    it is. Cost: a forward pass to see lengths, one in which every candidate that is cheap enough answers the
-    sampled queries of every layer, all queries where it is causal, one to note what the chosen layers are called
-    with, and these layers alone to take the time of every choice. `progress`: where a bar is shown meanwhile.
+    does, and none is measured. Candidates with `block`, `recent` or `sinks` are for causal layers (where all have 4
+    sinks unless they say otherwise), those with a near field or a pooled response for others. Axial layers are not
+    looked at, which the result says. What was chosen is then timed on this device, and a layer that is slower with it
+    stays softmax unless `force`. The model is left as it is. Cost: a forward pass to see lengths, one in which every
+    candidate that is cheap enough answers the sampled queries of every layer, all queries where it is causal, one to
+    note what the chosen layers are called with, and these layers alone to take the time of every choice. `progress`:
+    where a bar is shown meanwhile.
     """
 
     check_target(target)
@@ -223,7 +219,7 @@ def choose_layers(
                 for batch in used:
                     call(model, batch)
         layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
-        plan = {name: _choice(x) for name, x in layers.items() if x.heads}
+        plan = {name: able[name].fitted(_choice(x)) for name, x in layers.items() if x.heads}
         before, calls = {}, None
         if plan:  # masks of transformers are other ones once layers are replaced: each is asked with its own
             before = seconds_of(model, used, plan, recorded(model, used, plan))
@@ -242,7 +238,7 @@ def choose_layers(
                     layers[name] = layers[name].timed(Times(before[name], after[name]), force)
                     other = sums[name].cheapest(target, slow[name])
                     if not layers[name].heads and other.heads:
-                        layers[name], again[name] = other, _choice(other)
+                        layers[name], again[name] = other, able[name].fitted(_choice(other))
                 plan = again
     return ModelDial(layers, float(target), {name: why for name, why in kept.items() if name not in layers})
 
@@ -285,6 +281,7 @@ class _Sums:
         self.tokens = max(self.tokens, Lk)
         self.softmax += sequences * (softmax_multiply_adds(Lq, D, E, True) if made.is_causal else Lq * Lk * (D + E))
         for name, choice in asked.items():
+            choice = choice.at(0, made.is_causal)
             work = _causal_work(choice, Lq, Lk, D, E) if made.is_causal else work_of(choice, Lq, Lk, D, E, made)
             self.work[name] = self.work.get(name, 0.0) + sequences * work
 
@@ -305,7 +302,7 @@ class _Sums:
         self.size = self.size + _squares(exact - mean, there)
         wide = torch.cat((at, places(query.shape[2], LOOKED_AT).to(at))).unique()
         for name in self.cheaper:
-            options = _arguments(asked[name], made)
+            options = _arguments(asked[name].at(0, made.is_causal), made)
             if made.is_causal or options.get("near") == "neighbours" or options["near_rows"] != 1:  # its place counts
                 out = cluster_attention(query, key, value, **options, **shared)[:, :, at]
             elif isinstance(options["clusters"], Tree):  # which is made for the queries that it sees

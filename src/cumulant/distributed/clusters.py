@@ -85,7 +85,10 @@ def _check(parts: Parts, call: Call, spread: Spread, clusters: object, form: For
     if call.offset:
         raise ValueError(f"offset={call.offset} is not split over workers; pass 0")
     if call.is_causal and call.prefix:
-        raise ValueError(f"sinks (prefix={call.prefix}) of causal blocks are not split over workers; pass 0")
+        raise ValueError(
+            f"sinks (prefix={call.prefix}) of causal blocks are not split over workers; pass 0, or convert the model "
+            'with 0 of them: "cluster16+sinks=0"'
+        )
 
 
 class _Sequence:

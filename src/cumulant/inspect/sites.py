@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,6 +65,10 @@ class Site:
     def choice(self) -> Choice | None:
         """What `cumulant.convert` put there, or None."""
         return getattr(self.module, "choice", None) or getattr(self.module, hf.TAG, None)
+
+    def fitted(self, choice: Choice) -> Choice:
+        """That choice as it is made in this layer, see `Choice.at`."""
+        return choice.at(self.prefix, self.pattern == "causal")
 
     def refusal(self, choice: Choice) -> str | None:
         """Why this layer cannot take that choice, or None."""
@@ -133,7 +137,9 @@ def swappable_sites(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
             }
             sites.append(Site(len(sites), name, module, int(getattr(module, "num_heads", 0)), kind, **known))
     if library == OURS:
-        return sites
+        with _causal(site.module for site in sites) as causal, torch.no_grad():
+            run()
+        return [replace(site, pattern="causal") if site.module in causal else site for site in sites]
     sites += _inside(model, run, [model.get_submodule(site.name) for site in sites])
     return _in_order(model, sites)
 
@@ -203,6 +209,23 @@ def _window_of(model: nn.Module, name: str) -> int:
     parent = model.get_submodule(name.rpartition(".")[0])
     size = getattr(parent, "window_size", 0)
     return size if isinstance(size, int) and hasattr(parent, "query_stride") else 0
+
+
+@contextmanager
+def _causal(layers: Iterable[nn.Module]) -> Iterator[set[nn.Module]]:
+    """Within this, layers of ours that are called with is_causal=True are noted."""
+    causal: set[nn.Module] = set()
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("is_causal"):
+            causal.add(module)
+
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in layers]
+    try:
+        yield causal
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

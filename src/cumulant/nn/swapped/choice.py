@@ -25,6 +25,7 @@ from ..registry import get_layer
 
 SOFTMAX = "softmax"
 NOTHING = (("around", "zero"), ("apart", 0))  # options that change nothing
+SINKS = 4  # first tokens that clusters of a causal layer keep exact
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,17 @@ class Choice:
         """Whether some head still forms probabilities that attention dropout acts on."""
         return self.heads is not None or zoo.get(self.attention).dropout
 
-    def at(self, prefix: int) -> Choice:
+    def at(self, prefix: int, causal: bool = False) -> Choice:
         """The same in a layer with `prefix` tokens of another kind at the start: cumulant mechanisms set these apart,
-        unless `apart` says otherwise. What is said by nothing (around 0, none apart) is not said, so that what knows no
-        options, folding say, serves.
+        unless `apart` says otherwise; in a `causal` one clusters keep the first tokens exact, where much of the
+        attention of language models goes, unless `sinks` says otherwise. What is said by nothing (around 0, none apart)
+        is not said, so that what knows no options, folding say, serves.
         """
         options = dict(self.options)
         if self.order is not None and prefix:
             options.setdefault("apart", prefix)
+        if causal and self.attention.startswith("cluster"):
+            options.setdefault("sinks", SINKS)
         if not self.around_mean:
             options = {key: value for key, value in options.items() if (key, value) not in NOTHING}
         return replace(self, options=options)
