@@ -126,7 +126,7 @@ def decode(length: int) -> dict[str, float]:
     """The time of one further token after so many, over that of softmax with all its keys; medians of 15."""
     model, ids = fresh(2 * length), torch.randint(256, (1, length), generator=torch.Generator().manual_seed(3))
     times = {"softmax": _next_token(model, ids, DynamicCache())}
-    convert(model, "cluster4+block=32+recent=1+response=8", example={"input_ids": ids[:, :64]})
+    convert(model, "cluster4+block=32+recent=1+response=8+sinks=0", example={"input_ids": ids[:, :64]})
     times["all keys"] = _next_token(model, ids, DynamicCache())
     times["streamed"] = _next_token(model, ids, MomentsCache(model))
     ratios = {name: seconds / times["softmax"] for name, seconds in times.items() if name != "softmax"}

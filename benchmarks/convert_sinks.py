@@ -1,11 +1,11 @@
 """Clusters in every layer of a language model, with and without sinks: perplexity of a book, nothing trained.
 
-    PYTHONPATH=src:. python benchmarks/convert_sinks.py MODEL TEXT [--tokens 2048] [--pieces 4] [--out FILE]
+    PYTHONPATH=src:. python benchmarks/convert_sinks.py MODEL TEXT [--tokens 2048] [--pieces 3] [--out FILE]
 
-MODEL is the folder of `python -m tools.models smollm2`, TEXT a book in plain text (`... moby-dick`). Pieces of it, evenly
-spaced, are answered by the model as it is and converted by name, all layers and heads. Printed are perplexity and how
-much it is above softmax's, as a factor: mean and standard error over pieces, of the logarithm. "+sinks=0" is what names
-stood for before `convert` kept first tokens by itself.
+MODEL is the folder of `python -m tools.models smollm2`, TEXT a book in plain text (`... moby-dick`). Pieces of it,
+evenly spaced, are answered by the model as it is and converted by name, all layers and heads. Printed are perplexity
+and how much it is above softmax's, as a factor: mean and standard error over pieces, of the logarithm. `convert` takes
+4 sinks where a name says nothing; before it did, 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from language_cache import load, losses
 from cumulant import convert
 from cumulant.bench.provenance import provenance
 
-NAMES = ("cluster16", "cluster16+recent=1", "cluster16+block=16+recent=7+response=0")
+NAMES = ("cluster16", "cluster16+recent=1")
 
 
 @torch.no_grad()
@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--pieces", type=int, default=4)
+    parser.add_argument("--pieces", type=int, default=3)
+    parser.add_argument("--sinks", type=int, nargs="+", default=[0, 1, 4, 16])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     model, tokenizer = load([options.model])
@@ -40,7 +41,7 @@ def main() -> None:
     pieces = [ids[None, at : at + options.tokens] for at in starts]
     rows: dict[str, Any] = {}
     softmax: list[float] = []
-    for name in (None, *(f"{x}{y}" for x in NAMES for y in ("+sinks=0", ""))):
+    for name in (None, *(f"{x}+sinks={n}" for x in NAMES for n in options.sinks)):
         if name is not None:
             convert(model, name, example={"input_ids": pieces[0][:, :256]}, force=True)
         found = [float(losses(model, piece, 1).mean()) for piece in pieces]

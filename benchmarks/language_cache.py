@@ -43,7 +43,7 @@ from cumulant.conversion import MergedCache, MomentsCache
 EXACT = 64
 AT_ONCE = 512  # tokens given to a cache at once: it takes them in by 64 anyway, and a window of a layer stays short
 SINKS = 4
-BLOCKS = "cluster64+block=16+recent=15+response=0"
+BLOCKS = "cluster64+block=16+recent=15+response=0+sinks=0"
 
 
 def load(path: list[Path]) -> tuple[Any, Any]:
