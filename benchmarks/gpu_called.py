@@ -313,11 +313,7 @@ def main() -> None:
         if os.environ.get("OUT"):
             wrong = [name for name, fine in right.items() if not fine]
             command = "python benchmarks/gpu_called.py" + " --sinks" * options.sinks
-            found = provenance(command, gpu=True) | {
-                "cases": rows,
-                "wrong": wrong,
-                "called": FROM_PYTHON,
-            }
+            found = provenance(command, gpu=True) | {"cases": rows, "wrong": wrong, "called": FROM_PYTHON}
             file = "gpu_sinks.json" if options.sinks else "gpu_called.json"
             Path(os.environ["OUT"], file).write_text(json.dumps(found, indent=1, default=str))
     for name in options.profile:

@@ -58,10 +58,10 @@ def test_key_masks_and_groups_of_query_heads(sinks: int) -> None:
     compare(q, k, v, clusters=Blocks(8, keep=1), key_mask=mask, enable_gqa=True, prefix=sinks, **CAUSAL)
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
-def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(sinks: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"prefix": 4}, {"prefix": 4, "response": 0}])
+def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(options: dict[str, Any]) -> None:
     q, k, v = (tokens(1, 1, 70, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 1, 0.5)))
-    compare_half(q, k, v, clusters=Blocks(8, keep=2, recent=1), prefix=sinks, **CAUSAL)
+    compare_half(q, k, v, clusters=Blocks(8, keep=2, recent=1), **options, **CAUSAL)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
