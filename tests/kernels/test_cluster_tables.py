@@ -40,6 +40,15 @@ def test_keys_that_take_no_part(clusters: int | Blocks) -> None:
     check(batch=2, key_mask=mask(), clusters=clusters, **SHARED)
 
 
+def test_keys_in_a_row_after_padding_and_before_it() -> None:
+    """Padding at the end of one sequence and at the start of the other; then with a hole in one cluster."""
+    place = torch.arange(36, device=DEVICE)
+    there = torch.stack((place < 23, place >= 11))
+    check(batch=2, key_mask=there, clusters=5, **SHARED)
+    there[1, 20] = False
+    check(batch=2, key_mask=there, clusters=5, **SHARED)
+
+
 def test_leading_dimensions_of_a_mask_are_those_of_the_batch() -> None:
     q, k, v, there = (tokens(2, 1, 36, 16), tokens(2, 1, 36, 16, seed=1), tokens(2, 1, 36, 16, seed=2), mask())
     flat = cluster_attention(q, k, v, clusters=5, key_mask=there, backend="triton", **SHARED)

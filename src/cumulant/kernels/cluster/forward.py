@@ -60,22 +60,34 @@ def ranks_in_memory(scores, c, KP: tl.constexpr, CK: tl.constexpr):
     return count
 
 
-@kernel
-def query_moments(
-    q, moments, q_b, q_h, q_t, length_q, heads, tiles, scale,
+@triton.jit
+def moments_of(
+    q, pid, index, d, q_b, q_h, q_t, length_q, heads, tiles, scale,
     GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, B H). Mean and variance of the scaled queries of each tile, (B H, tiles, 2, BD) float32."""
-    index, pid = tl.program_id(0), tl.program_id(1)
-    start, d = first_row(index, tiles, M, GROUP), tl.arange(0, BD)
+    """Mean and variance of the scaled queries of a tile, (BD,) each."""
+    start = first_row(index, tiles, M, GROUP)
     row = start + tl.arange(0, M)
     q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
     over = scale / tl.minimum(length_q - start, M).to(tl.float32)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD).to(tl.float32)
     mean, square = tl.sum(rows, 0) * over, tl.sum(rows * rows, 0) * (over * scale)
+    return mean, tl.maximum(square - mean * mean, 0.0)
+
+
+@kernel
+def query_moments(
+    q, moments, q_b, q_h, q_t, length_q, heads, tiles, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, M: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, B H). `moments_of` each tile, (B H, tiles, 2, BD) float32."""
+    index, pid, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BD)
+    mean, var = moments_of(
+        q, pid, index, d, q_b, q_h, q_t, length_q, heads, tiles, scale, GROUP, D, BD, M, UNIT
+    )  # fmt: skip
     moments += (pid.to(tl.int64) * tl.num_programs(0) + index) * (2 * BD) + d
     tl.store(moments, mean)
-    tl.store(moments + BD, tl.maximum(square - mean * mean, 0.0))
+    tl.store(moments + BD, var)
 
 
 @triton.jit
@@ -90,6 +102,38 @@ def mean_key(logs, vectors, BD: tl.constexpr, BE: tl.constexpr, CK: tl.constexpr
     return total / tl.maximum(tokens, 1.0)
 
 
+@triton.jit
+def list_by_mean(
+    mean, var, centre, logs, vectors, near, clusters, T,
+    PREFIX: tl.constexpr, CLOSURE: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Writes the list of a tile, by two cumulants of its queries and the mean key, `centre`.
+
+    The formula is that of `Far.mean_masses`. Cost: 3 K D.
+    """
+    d, part = tl.arange(0, BD), tl.arange(0, KP // CK)[:, None]
+    square, half = mean * mean + var, 0.5 * var
+    scores = tl.full((KP // CK, CK), NOTHING, tl.float32)
+    for chunk in range(0, KP, CK):
+        c = chunk + tl.arange(0, CK)
+        at = vectors + c[:, None] * (2 * BD + BE) + d[None, :]
+        away = tl.load(at) - centre[None, :]
+        x = tl.sum(square[None, :] * tl.load(at + BD), 1)
+        z = tl.sum(away * (mean[None, :] + half[None, :] * away), 1)
+        phi, _ = mass_and_gain(x, CLOSURE, True)
+        z = z * LOG2E + phi + tl.load(logs + c)
+        z = tl.where(c < clusters, tl.where(z == z, z, LOWEST), NOTHING)
+        scores = tl.where(part == chunk // CK, z[None, :], scores)
+    left = tl.reshape(scores, (KP,))
+    for i in range(T - PREFIX):
+        best = tl.argmax(left, 0)
+        tl.store(near + i, tl.where(tl.max(left, 0) == NOTHING, -1, best))
+        left = tl.where(tl.arange(0, KP) == best, NOTHING, left)
+    if PREFIX:
+        tl.store(near + T - 1, KP)
+
+
 @kernel
 def choose_by_mean(
     moments, logs, vectors, near, tiles, clusters, per, T,
@@ -97,38 +141,39 @@ def choose_by_mean(
     BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles / N, B H). Near clusters of N tiles, in float32, by two cumulants of their queries, -1 where there
-    are fewer; PREFIX: then the prefix tokens.
-
-    The formula is that of `Far.mean_masses`. Cost a tile: 3 K D.
-    """
+    are fewer; PREFIX: then the prefix tokens."""
     first, pid, d = tl.program_id(0) * N, tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     vectors += pid * (KP * (2 * BD + BE))
     logs += (pid // per) * KP
     centre = mean_key(logs, vectors, BD, BE, CK, KP)
-    part = tl.arange(0, KP // CK)[:, None]
     for index in range(first, tl.minimum(first + N, tiles)):
         own = moments + (pid * tiles + index) * (2 * BD) + d
-        mean, var = tl.load(own), tl.load(own + BD)
-        square, half = mean * mean + var, 0.5 * var
-        scores = tl.full((KP // CK, CK), NOTHING, tl.float32)
-        for chunk in range(0, KP, CK):
-            c = chunk + tl.arange(0, CK)
-            at = vectors + c[:, None] * (2 * BD + BE) + d[None, :]
-            away = tl.load(at) - centre[None, :]
-            x = tl.sum(square[None, :] * tl.load(at + BD), 1)
-            z = tl.sum(away * (mean[None, :] + half[None, :] * away), 1)
-            phi, _ = mass_and_gain(x, CLOSURE, True)
-            z = z * LOG2E + phi + tl.load(logs + c)
-            z = tl.where(c < clusters, tl.where(z == z, z, LOWEST), NOTHING)
-            scores = tl.where(part == chunk // CK, z[None, :], scores)
-        left = tl.reshape(scores, (KP,))
         listed = near + (pid * tiles + index) * T
-        for i in range(T - PREFIX):
-            best = tl.argmax(left, 0)
-            tl.store(listed + i, tl.where(tl.max(left, 0) == NOTHING, -1, best))
-            left = tl.where(tl.arange(0, KP) == best, NOTHING, left)
-        if PREFIX:
-            tl.store(listed + T - 1, KP)
+        list_by_mean(
+            tl.load(own), tl.load(own + BD), centre, logs, vectors, listed, clusters, T,
+            PREFIX, CLOSURE, BD, BE, CK, KP,
+        )  # fmt: skip
+
+
+@kernel
+def choose_alone(
+    q, logs, vectors, near, q_b, q_h, q_t, length_q, heads, tiles, clusters, per, T, scale,
+    PREFIX: tl.constexpr, CLOSURE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, B H). `query_moments` and `choose_by_mean` in one, for so few tiles that each has a program."""
+    index, pid, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BD)
+    mean, var = moments_of(
+        q, pid, index, d, q_b, q_h, q_t, length_q, heads, tiles, scale, GROUP, D, BD, M, UNIT
+    )  # fmt: skip
+    slot = pid.to(tl.int64)
+    vectors += slot * (KP * (2 * BD + BE))
+    logs += (slot // per) * KP
+    centre = mean_key(logs, vectors, BD, BE, CK, KP)
+    list_by_mean(
+        mean, var, centre, logs, vectors, near + (slot * tl.num_programs(0) + index) * T, clusters, T,
+        PREFIX, CLOSURE, BD, BE, CK, KP,
+    )  # fmt: skip
 
 
 @kernel

@@ -24,6 +24,8 @@ from . import backward, forward, keys, statistics, sums
 from .plan import Call, Plan, no_numbers, of_blocks, plan_for
 
 TILES = ("GROUP", "D", "BD", "M")
+ADDED = {"N": 512, "C": 8, "num_warps": 4}
+ADDING = Fixed(ADDED, True)
 ROWS_OF = (*TILES, "CLOSURE", "NEAR", "BE", "CK", "KP", "SQUARE", "PRECISION")
 
 
@@ -141,7 +143,17 @@ def _choose(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
 
 
 def _choose_by_mean(plan: Plan, call: Call, vectors: Tensor, near: Tensor, unit: int, steps: Any) -> None:
-    shape, moments = plan.shape, vectors.new_empty(plan.pairs, plan.tiles, 2, plan.BD)
+    shape, names = plan.shape, ("PREFIX", "CLOSURE", "BD", "BE", "CK", "KP")
+    if plan.few_tiles(call.query.device):
+        fixed = plan.once(
+            f"choose_alone {unit}", lambda: fixed_for(plan, "choose_alone", unit, *names, "GROUP", "D", "M", rows=128)
+        )
+        forward.choose_alone.start(
+            (plan.tiles, plan.pairs, 1), fixed, call.query, call.logs, vectors, near, *steps[0],
+            shape.length_q, shape.heads, plan.head_tiles, shape.clusters, plan.per, plan.listed, call.scale,
+        )  # fmt: skip
+        return
+    moments = vectors.new_empty(plan.pairs, plan.tiles, 2, plan.BD)
     fixed = plan.once(f"query_moments {unit}", lambda: fixed_for(plan, "query_moments", unit, *TILES, rows=128))
     forward.query_moments.start(
         (plan.tiles, plan.pairs, 1), fixed, call.query, moments, *steps[0],
@@ -149,7 +161,6 @@ def _choose_by_mean(plan: Plan, call: Call, vectors: Tensor, near: Tensor, unit:
     )  # fmt: skip
     name = "choose_by_products" if plan.by_products(call.query.device) else "choose_by_mean"
     N = plan.config(name).block
-    names = ("PREFIX", "CLOSURE", "BD", "BE", "CK", "KP")
     fixed = plan.once(name, lambda: fixed_for(plan, name, 0, *names, rows=128, N=N))
     getattr(forward, name).start(
         (cdiv(plan.tiles, N), plan.pairs, 1), fixed, moments, call.logs, vectors, near,
@@ -159,7 +170,7 @@ def _choose_by_mean(plan: Plan, call: Call, vectors: Tensor, near: Tensor, unit:
 
 def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps: Any) -> None:
     shape, (out, lse, vectors, factors, matrices, near, responding, rounding) = plan.shape, outputs
-    (q, k, v), heads, config = call[:3], plan.pairs, plan.config("attend")
+    (q, k, v), heads, config = call[:3], plan.pairs, plan.near_config("attend")
     apart, keep = plan.response in (1, 2), rounding.numel() > 0
     chunk = plan.CK if plan.fused or apart else min(config.keys or plan.CK, plan.KP)
     chunks = plan.KP // chunk
@@ -262,7 +273,7 @@ def _backward_vectors(
         (chunks, plan.pairs, splits), fixed, q, g, *rest, partial, *steps[0], *steps[4],
         shape.length_q, shape.heads, plan.head_tiles, plan.tiles, span, partial.stride(0), call.scale,
     )  # fmt: skip
-    total = partial[0] if splits == 1 else partial.sum(0)
+    total = added_up(partial)
     found = total[: vectors.numel()].view(vectors.shape)
     return found, total[vectors.numel() :].view(plan.pairs, 1, plan.BD, plan.BE) if shared else None
 
@@ -292,7 +303,16 @@ def _backward_matrices(
     more = {"N": min(shape.tile, config.block), "C": C, "KP": KP, "STAGES": config.stages}
     fixed = plan.once(f"{name} {unit}", lambda: fixed_for(plan, name, unit, *names, rows=128, **more))
     sums.matrix_gradients.start((groups, heads, splits), fixed, q, g, gains, partial, *tokens, span)
-    return partial[0] if splits == 1 else partial.sum(0)
+    return added_up(partial)
+
+
+def added_up(partial: Tensor) -> Tensor:
+    """The sum over the first dimension of fresh float32 memory: torch's own cannot be repeated without its Python."""
+    if len(partial) == 1:
+        return partial[0]
+    total = partial.new_empty(partial.shape[1:])
+    sums.add_up.start((cdiv(total.numel(), ADDED["N"]), 1, 1), ADDING, partial, total, total.numel(), len(partial))
+    return total
 
 
 def _tiles_of_clusters(plan: Plan, named: Tensor) -> tuple[Tensor, Tensor]:

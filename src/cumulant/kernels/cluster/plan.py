@@ -34,6 +34,7 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "query_moments": (Config(0, 2, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "choose_by_mean": (Config(4, 4, 1), Config(4, 8, 1), Config(4, 4, 1)),
+    "choose_alone": (Config(1, 4, 1), Config(1, 4, 1), Config(1, 4, 1)),
     "choose_by_products": (Config(16, 4, 1), Config(16, 4, 1), Config(16, 4, 1)),
     "attend": (Config(128, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
     "attend_pooled": (Config(128, 8, 2, 32, 3, 128), Config(128, 8, 2, 32, 2), Config(32, 8, 1, 0, 1)),
@@ -154,6 +155,12 @@ class Plan:
             return kinds[2]
         return kinds[0] if max(self.BD, self.BE) <= 64 else kinds[1]
 
+    def near_config(self, name: str) -> Config:
+        """The same for a loop over near tokens: half a block where no cluster has more tokens."""
+        config, longest = self.config(name), self.shape.longest
+        half = 64 <= config.block // 2 and 0 < longest <= config.block // 2
+        return config._replace(block=config.block // 2) if half else config
+
     def resources(self, name: str, rows: int | None = None) -> dict[str, Any]:
         """Warps and registers of a launch: those of the table for 128 rows, fewer for less (16 rows a warp)."""
         config, rows = self.config(name), self.shape.tile if rows is None else rows
@@ -201,6 +208,10 @@ class Plan:
         seen = self.dtype != torch.float32 and max(self.BD, self.BE) <= 64 and self.KP <= 256
         programs = self.pairs * cdiv(self.tiles, self.config("choose_by_products").block)
         return seen and programs >= multiprocessors(device)
+
+    def few_tiles(self, device: torch.device) -> bool:
+        """Whether tiles that choose by their mean have a multiprocessor each: then one launch does all of it."""
+        return self.pairs * self.tiles <= multiprocessors(device)
 
     def split(self, programs: int, device: torch.device, resident: int, cost: float) -> tuple[int, int]:
         """Tiles of a program, and programs for all tiles, where the rest of the grid has `programs`.

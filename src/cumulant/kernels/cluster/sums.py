@@ -15,6 +15,18 @@ from .parts import block_tile, finished, first_row, scaled, squared, stepped, ti
 
 
 @kernel
+def add_up(partial, total, size, splits, N: tl.constexpr, C: tl.constexpr):
+    """Grid (size / N). total (size,) = the sum over splits of partial (splits, size), C loads in flight."""
+    cell = tl.program_id(0) * N + tl.arange(0, N)
+    found = tl.zeros((N,), tl.float32)
+    for at in range(0, splits, C):
+        for i in tl.static_range(C):
+            far = (at + i) * size.to(tl.int64)
+            found += tl.load(partial + far + cell, mask=cell < tl.where(at + i < splits, size, 0), other=0.0)
+    tl.store(total + cell, found, mask=cell < size)
+
+
+@kernel
 def vector_gradients(
     q, g, weights, gains, dz, dx, partial, q_b, q_h, q_t, g_b, g_h, g_t, length_q, heads, tiles, all_tiles, span, plane,
     scale, SHARED: tl.constexpr, GROUP: tl.constexpr,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cluster.host import TILES, backward_prefix, find_statistics, fixed_for, order_of
+from ..cluster.host import TILES, added_up, backward_prefix, find_statistics, fixed_for, order_of
 from ..cluster.plan import Plan, Shape, kept_plan
 from ..launch import cdiv, empty_like_rows, layout, like_rows, multiprocessors, padded
 from ..operator import Operator
@@ -159,7 +159,7 @@ def _sums(
         (plan.KP // CK, heads, splits), fixed, q, g, weights, dz, dx, call.spans, partial, *tokens,
         call.clusters, call.lists.shape[-1] - 1, call.offset, call.scale,
     )  # fmt: skip
-    grad_vectors = partial[0] if splits == 1 else partial.sum(0)
+    grad_vectors = added_up(partial)
     if not call.respond:
         return grad_vectors, vectors
     matrix = plan.config("past_matrix_gradients")
@@ -173,7 +173,7 @@ def _sums(
         (plan.KP // C, heads, splits), fixed, q, g, gains, call.spans, partial, *tokens, call.clusters,
         call.lists.shape[-1] - 1, call.offset,
     )  # fmt: skip
-    return grad_vectors, partial[0] if splits == 1 else partial.sum(0)
+    return grad_vectors, added_up(partial)
 
 
 def _splits(plan: Plan, programs: int, device: torch.device) -> int:
