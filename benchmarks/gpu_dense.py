@@ -269,6 +269,7 @@ PLANS: list[dense_plan.Plan] = []
 
 def use(kernel: str, order: int, config: Config) -> None:
     dense_plan.BEYOND.clear()
+    dense_plan.FEWER.clear()
     for plan in PLANS:
         plan.cache.clear()  # of what was compiled for other configurations
     pair = list(dense_plan.TABLE[kernel][64])

@@ -263,3 +263,18 @@ def test_no_length_recompiles_a_kernel() -> None:
 
     first = run(128)
     assert [run(L) for L in (129, 200, 333, 400)] == [first] * 4
+
+
+def test_backward_passes_are_cut_so_that_the_last_round_of_programs_is_full() -> None:
+    """384 heads of 4,096 tokens on 132 multiprocessors: the second round of two programs each would be half empty."""
+
+    def plan(order: int, sequences: int, length: int) -> dense_plan.Plan:
+        sizes = (64, 64, 64, 64, length, length)
+        return dense_plan.Plan(order, False, False, sequences, 12, 1, *sizes, torch.bfloat16, "ieee", 132)
+
+    assert [plan(3, B, 4096).fused_backward for B in (22, 32, 44)] == [True, False, True]
+    assert plan(3, 661, 197).fused_backward
+    assert plan(2, 32, 4096).fused_backward
+    assert plan(2, 32, 4096).config("fused_backward", 4096) == dense_plan.THREE_STAGES
+    assert plan(2, 83, 1568).config("fused_backward", 1568) == dense_plan.FOUR_STAGES
+    assert plan(3, 256, 64).config("fused_backward", 64).block == 32

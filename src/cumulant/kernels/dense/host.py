@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, batch_of
-from ..launch import cdiv, empty_like_rows, layout, like_rows, stride_unit, strides
+from ..launch import cdiv, empty_like_rows, layout, like_rows, padded, stride_unit, strides
 from ..operator import Operator
 from ..tokens import Fixed
 from . import backward, forward
@@ -96,7 +96,7 @@ def merge(
     forward.merge[(partial_vectors.shape[1], cdiv(plan.D * plan.E, CELLS))](
         partial_matrices, partial_vectors, matrices, vectors, len(partial_vectors), scale,
         ORDER=plan.order, SUM=plan.total, RAW=raw, FULL=full and plan.longest_k > 0, D=plan.D, E=plan.E, CELLS=CELLS,
-        C=MERGED, num_warps=CELLS // 32,
+        C=min(16 if plan.order == 2 else 8, padded(len(partial_vectors), 4)), num_warps=CELLS // 32,
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def run_backward(batch: Batch, grad: Tensor, matrices: Tensor, vectors: Tensor) 
     if not grad.numel() or not batch.value.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     plan = plan_for(batch)
-    if plan.fused and not plan.wide:
+    if plan.fused_backward:
         _fused_backward(plan, batch, grad, dq, dk, dv, matrices, vectors)
     else:
         gradients = backward_queries(plan, batch, grad, dq, matrices, vectors)

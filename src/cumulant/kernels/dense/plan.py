@@ -6,6 +6,7 @@ the registers and shared memory that the compiler reports: 3 or 4 programs to ea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,7 +23,7 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         128: (Config(64, 8, 2, 32, 2), Config(64, 8, 2, 32, 1)),
     },
     "fused_backward": {
-        64: (Config(64, 4, 2, 64, 2, 168), Config(64, 4, 4, 64, 4)),
+        64: (Config(64, 4, 2, 64, 2, 168), Config(32, 4, 2, 64, 2, 168)),
         128: (Config(64, 8, 2, 64, 1), Config(64, 8, 1, 64, 1)),
     },
     "partial_moments": {
@@ -46,10 +47,13 @@ TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
         256: (Config(64, 8, 1), Config(32, 8, 1)),
     },
 }  # fmt: skip
+# Of the first three programs share a multiprocessor, of the second two.
+THREE_STAGES, FOUR_STAGES = Config(64, 4, 3, 64, 3, 168), Config(64, 4, 4, 64, 4)
 # kernel, widest, order -> tokens beyond which another configuration is better, and that one; the last that fits holds
 BEYOND: dict[tuple[str, int, int], tuple[tuple[int, Config], ...]] = {
     ("fused_forward", 64, 2): ((64, Config(64, 4, 4, 32, 4, 128)),),
-    ("fused_backward", 64, 2): ((64, Config(64, 4, 3, 64, 3, 168)), (1024, Config(64, 4, 4, 64, 4))),
+    ("fused_backward", 64, 2): ((64, THREE_STAGES), (1024, FOUR_STAGES)),
+    ("fused_backward", 64, 3): ((64, FOUR_STAGES),),
 }
 # float32 tiles take twice the room, and products without tensor cores hold the time
 FLOAT32 = {64: Config(32, 8, 1), 128: Config(32, 8, 1), 256: Config(16, 8, 1)}
@@ -58,10 +62,11 @@ FILLING = 2  # heads for each multiprocessor from which on it does so for any le
 LEAST = 512  # tokens, at least, of a program that writes partial sums
 PARTIAL = ("partial_moments", "backward_queries")  # the kernels that write partial sums
 # Programs for each multiprocessor, at most: one wave of those that write partial sums, several of the others.
-PROGRAMS = {"partial_moments": 3, "backward_queries": 3, "read_out": 32, "backward_keys": 8}
+PROGRAMS = {"partial_moments": 3, "backward_queries": 3, "read_out": 48, "backward_keys": 8}
+FEWER = {("backward_keys", 3): 6, ("read_out", 3): 32}  # kernel, order -> those at that order
 WIDE = 64  # columns that a program takes of wide heads: wider than 128 at order 2, than 64 at order 3
 CELLS = 128  # cells of a moment that a program of `merge` holds, one a thread
-MERGED = 8  # partial sums that a program of `merge` and `reduce` loads at a time
+MERGED = 8  # partial sums that a program of `reduce` loads at a time; one of `merge` takes 4 to 16
 FUSED = ("KEYS", "KEY_STAGES", "ROWS", "SUM", "GROUP")  # what only kernels with both loops take
 
 
@@ -100,6 +105,31 @@ class Plan:
         return self.width <= 128 and (short or self.sequences * self.heads >= FILLING * self.processors)
 
     @cached_property
+    def fused_backward(self) -> bool:
+        """Whether one program does that too: not at order 3 where the last round of such programs, two of which share a
+        multiprocessor, would leave much of the GPU idle and split ones would not."""
+        if not self.fused or self.wide:
+            return False
+        heads, longest = self.sequences * self.heads, max(self.longest_q * self.group, self.longest_k)
+        if self.order == 2 or longest <= SHORT or self.heavy or self.width > 64:
+            return True
+        queries = self.span("backward_queries", self.longest_q, heads * self.group, 64)[1] * heads * self.group
+        keys = self.span("backward_keys", self.longest_k, heads, 64)[1] * heads
+        split = 0.45 / self.evenness(queries, 3) + 0.55 / self.evenness(keys, 2)
+        return 1 / self.evenness(heads, 2) < 1.2 * split
+
+    @cached_property
+    def even_with_three(self) -> bool:
+        """Whether rounds of heads are more even with three programs a multiprocessor than with two."""
+        heads = self.sequences * self.heads
+        return self.evenness(heads, 3) > self.evenness(heads, 2)
+
+    def evenness(self, programs: int, at_once: int) -> float:
+        """The share of the time of its rounds in which a GPU is full, with so many programs a multiprocessor."""
+        rounds = programs / (at_once * self.processors)
+        return rounds / math.ceil(rounds)
+
+    @cached_property
     def heavy(self) -> bool:
         """Whether tiles hold float32 operands: with float32 inputs, and as squares in wide float16 heads."""
         return self.dtype == torch.float32 or (self.dtype == torch.float16 and self.order == 3 and self.width > 64)
@@ -114,13 +144,16 @@ class Plan:
         config = FLOAT32[width] if self.heavy else TABLE[kernel][width][self.order - 2]
         for limit, other in () if self.heavy else BEYOND.get((kernel, width, self.order), ()):
             config = other if longest > limit else config
+        if kernel == "fused_backward" and self.order == 2 and config == FOUR_STAGES and self.even_with_three:
+            config = THREE_STAGES
         most = padded(max(1, longest))
         return config._replace(block=min(config.block, most), keys=min(config.keys, most))
 
     def span(self, kernel: str, longest: int, heads: int, block: int) -> tuple[int, int]:
         """Tokens for each program, and programs for each head."""
         least = LEAST if kernel in PARTIAL else block
-        wanted = max(1, PROGRAMS[kernel] * self.processors // max(1, heads))
+        programs = FEWER.get((kernel, self.order), PROGRAMS[kernel])
+        wanted = max(1, programs * self.processors // max(1, heads))
         splits = max(1, min(wanted, longest // least))
         span = cdiv(cdiv(max(1, longest), splits), block) * block
         return span, cdiv(max(1, longest), span)

@@ -20,11 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import cdiv, multiprocessors, on_device, padded
+from ..launch import cdiv, multiprocessors, on_device, padded, shared_memory
 from .chain import affine_kernel, read_kernel, symmetric_kernel, turn_kernel, weights_kernel
 from .forward import finish_kernel, sums_kernel
 
 BLOCK, TOKENS, WARPS, STAGES = 128, 64, 8, 3
+LONG = 4096  # tokens of a program beyond which a fourth stage pays, on devices that have the shared memory
 LEAST = 1024  # tokens, at least, of a program
 RATE, BYTES = 3.9e12, 4e12  # operations a second of a multiprocessor, bytes a second of partial sums, on an H200
 
@@ -51,6 +52,7 @@ def covariance(x: Tensor) -> tuple[Tensor, Tensor]:
     splits = _splits(tiles, B, L, C, multiprocessors(x.device))
     share = cdiv(cdiv(L, splits), TOKENS) * TOKENS
     splits = cdiv(L, share)
+    deeper = share > LONG and (STAGES + 1) * 4 * BLOCK * TOKENS < shared_memory(x.device)
     products = torch.empty(B, splits, C, C, dtype=torch.float32, device=x.device)
     sums = torch.empty(B, splits, C, dtype=torch.float32, device=x.device)
     G = torch.empty(B, C, C, dtype=x.dtype, device=x.device)
@@ -58,7 +60,7 @@ def covariance(x: Tensor) -> tuple[Tensor, Tensor]:
     with on_device(x.device):
         sums_kernel[(B * splits * tiles,)](
             x, products, sums, L, C, x.stride(0), x.stride(1), share, tiles, splits,
-            BM=BLOCK, N=TOKENS, STAGES=STAGES, EVEN=C % BLOCK == 0, num_warps=WARPS,
+            BM=BLOCK, N=TOKENS, STAGES=STAGES + deeper, EVEN=C % BLOCK == 0, num_warps=WARPS,
         )  # fmt: skip
         finish_kernel[(B * tiles,)](products, sums, G, mean, L, C, tiles, splits, BM=BLOCK, num_warps=WARPS)
     return G, mean
