@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import between, fold, head, kernel
-from .parts import LOG2E, parts, picked_tile, placed, store_picked
+from ..tokens import fold, head, kernel
+from .parts import LOG2E, origin_of, parts, picked_tile, placed, store_picked
 
 
 @triton.jit
@@ -48,11 +48,11 @@ def common_point(x0, x1, x2, x3):
 
 @triton.jit
 def sample_mean(x, first, end, stride, order, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr):
-    """The mean of 16 tokens, evenly spaced from `first` to `end`: (BLOCK,)."""
-    some = first + (tl.arange(0, 16).to(tl.int64) * (end - first)) // 16
+    """The mean of 32 tokens, evenly spaced from `first` to `end`, but for the extremes, often outliers: (BLOCK,)."""
+    some = first + (tl.arange(0, 32).to(tl.int64) * (end - first)) // 32
     at = placed(order, some, some < end, ORDERED, False)
-    found = picked_tile(x, at, some < end, stride, columns, WIDTH, BLOCK, False)
-    return tl.sum(found.to(tl.float32), 0) * (1.0 / 16)
+    found = picked_tile(x, at, some < end, stride, columns, WIDTH, BLOCK, False).to(tl.float32)
+    return (tl.sum(found, 0) - tl.max(found, 0) - tl.min(found, 0)) * (1.0 / 30)
 
 
 @triton.jit
@@ -114,10 +114,14 @@ def statistics(
     start = first * 0
     if CAUSAL:
         start, count = first, end - first
-    k0, k1, k2, k3 = samples(k, k_t, order, start, count, d, D, ORDERED)
-    origin = between(k0, k1, k2, k3)
+    row = pid.to(tl.int64) * tl.num_programs(0) + c
+    factors += row * (4 * BD + 2 * BE)
     if CAUSAL:
-        origin = sample(k, k_t, order, 0, tl.minimum(length_k, 1), 0, d, D, ORDERED).to(tl.float32)
+        origin = sample(k, k_t, order, 0, tl.minimum(length_k, 1), 0, d, D, ORDERED)
+    else:
+        origin = cast(sample_mean(k, start, start + count, k_t, order, d, D, BD, ORDERED), dtype)
+    tl.store(factors + 3 * BD + d, origin)  # read again at the end: in the loop there are no registers left for it
+    k0, k1, k2, k3 = samples(k, k_t, order, start, count, d, D, ORDERED)
     if dtype == tl.float32:
         k_point = sample_mean(k, first, end, k_t, order, d, D, BD, ORDERED)
         v_point = sample_mean(v, first, end, v_t, order, e, E, BE, ORDERED)
@@ -151,17 +155,15 @@ def statistics(
         k_mean += flaw
         v_mean, spread = tl.where(flaw == 0.0, v_mean, 0.0), tl.where(flaw == 0.0, spread, 0.0)
         S = tl.where(flaw == 0.0, S, 0.0)
-    row = pid.to(tl.int64) * tl.num_programs(0) + c
     vectors += row * (2 * BD + BE)
     tl.store(vectors + d, k_mean)
     tl.store(vectors + BD + d, spread)
     tl.store(vectors + 2 * BD + e, v_mean)
-    high, low = parts((k_mean - origin) * (scale * LOG2E), dtype)
-    factors += row * (4 * BD + 2 * BE)
+    tl.debug_barrier()
+    high, low = parts((k_mean - origin_of(factors, d, BD)) * (scale * LOG2E), dtype)
     tl.store(factors + d, high)
     tl.store(factors + BD + d, low)
     tl.store(factors + 2 * BD + d, cast(spread * (scale * scale), dtype))
-    tl.store(factors + 3 * BD + d, cast(origin, dtype))
     high, low = parts(v_mean, dtype)
     tl.store(factors + 4 * BD + e, high)
     tl.store(factors + 4 * BD + BE + e, low)
