@@ -139,6 +139,16 @@ def test_four_keys_that_are_alike_by_chance_cost_dq_no_digits() -> None:
     compare_half(q, k, v, clusters=6, response="pooled")
 
 
+def test_keys_are_measured_from_a_point_amid_them() -> None:
+    """What dq loses grows with the distance from it. An outlier among the keys does not move it."""
+    q, k, v = (tokens(1, 1, 256, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 1, 5)))
+    k[:, :, 0] = 100
+    call = of_blocks(q, k, v, None, [0, 128, 256], 0.25)
+    factors = triton_cluster.attention.forward(*call, False)[3].view(2, -1)
+    away = factors[0, 3 * 32 : 4 * 32].float() - k[0, 0, 1:].float().mean(0)
+    assert away.square().mean().sqrt() < 0.3
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("means", [(3, 5), (1, 30), (30, 0.5)])
