@@ -59,19 +59,22 @@ class Case(NamedTuple):
     form: Form
     least: int
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Number of clusters, and tokens of the largest; 0 where that is not known before they are found."""
-        if isinstance(self.clusters, KMeans):
-            return min(self.clusters.count, max(1, self.call.key.shape[-2] - self.call.prefix)), 0
-        if isinstance(self.clusters, Assignment):
-            return self.clusters.clusters, 0
-        return block_sizes(self.clusters, self.call.key.shape[-2] - self.call.prefix, self.call.grid, self.least)
 
-    @property
-    def blocks(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """First token of each cluster and the end, counted after the prefix, and an order of the tokens (`borders`)."""
-        return borders(self.clusters, self.call.key.shape[-2] - self.call.prefix, self.call.grid, self.least)
+def sizes_of(case: Case) -> tuple[int, int]:
+    """Number of clusters, and tokens of the largest; 0 where that is not known before they are found.
+
+    No property: torch.compile of torch 2.11 cannot unpack one of a named tuple.
+    """
+    if isinstance(case.clusters, KMeans):
+        return min(case.clusters.count, max(1, case.call.key.shape[-2] - case.call.prefix)), 0
+    if isinstance(case.clusters, Assignment):
+        return case.clusters.clusters, 0
+    return block_sizes(case.clusters, case.call.key.shape[-2] - case.call.prefix, case.call.grid, case.least)
+
+
+def blocks_of(case: Case) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """First token of each cluster and the end, counted after the prefix, and an order of the tokens (`borders`)."""
+    return borders(case.clusters, case.call.key.shape[-2] - case.call.prefix, case.call.grid, case.least)
 
 
 def cheaper_by_token(m: int, D: int, E: int) -> bool:
@@ -120,7 +123,7 @@ def _kernels(case: Case) -> tuple[str | None, str | None]:
         reason = _past_obstacle(case)
         return "past" if reason is None else None, reason
     if reason is None:
-        K, size = case.sizes
+        K, size = sizes_of(case)
         why_not = {"short": _short_obstacle(case, K, size), "clusters": _clusters_obstacle(case, K)}
         by_token = Lk < LONG and size > 0 and cheaper_by_token(size, call.key.shape[-1], call.value.shape[-1])
         for name in ("short", "clusters") if by_token else ("clusters", "short"):

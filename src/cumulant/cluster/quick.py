@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..kernels.dense.tiles import Workspace
 from ..tensors import ABSENT
-from .backend import Case
+from .backend import Case, sizes_of
 from .build import make_layout
 from .fields import Far
 from .layout import Blocks, Layout
@@ -42,7 +42,7 @@ def serves(case: Case) -> bool:
     if isinstance(case.clusters, tuple) and call.grid is None:
         return False
     near = isinstance(form.near, int) and (form.near == 0 or (form.rank == "mean" and form.near_rows > 1))
-    return near and form.pooled and form.closure == "tanh" and case.sizes[0] > int(form.near)
+    return near and form.pooled and form.closure == "tanh" and sizes_of(case)[0] > int(form.near)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:

@@ -26,7 +26,18 @@ from ..kernels.cluster.bounds import padding
 from ..kernels.cluster.bounds import tables as tables_of
 from ..moments import statistics_dtype
 from ..tracing import is_plain
-from .backend import TILES, Assignment, Case, block_sizes, blocks_of_past, borders, past_tile, slots_of
+from .backend import (
+    TILES,
+    Assignment,
+    Case,
+    block_sizes,
+    blocks_of,
+    blocks_of_past,
+    borders,
+    past_tile,
+    sizes_of,
+    slots_of,
+)
 from .kmeans import KMeans, first_centres, kmeans
 from .layout import Blocks
 from .statistics import origin
@@ -44,7 +55,7 @@ def _run_short(case: Case) -> Tensor:
     from ..kernels.short import host as triton_short
 
     call, form = case.call, case.form
-    places, slots = slots_of(*case.blocks, call.prefix)
+    places, slots = slots_of(*blocks_of(case), call.prefix)
     shared: dict[str, Any] = {"scale": call.softmax_scale, "prefix": call.prefix}
     return triton_short.attention(*call[:3], places, slots, closure=form.closure, full=form.full, **shared)
 
@@ -55,7 +66,7 @@ def _run_clusters(case: Case) -> Tensor:
     call, form = case.call, case.form
     if isinstance(case.clusters, KMeans):
         case = case._replace(clusters=_found(case, flat_mask(call)))
-    K, near = case.sizes[0], form.near
+    K, near = sizes_of(case)[0], form.near
     assert isinstance(near, int)
     choosing = near > 0 or form.response is not None
     return triton_cluster.attention(
@@ -101,7 +112,7 @@ def _found(case: Case, mask: Tensor | None) -> Assignment:
     from ..kernels.kmeans import host as triton_kmeans
 
     call, options, (B, Hk, _, D) = case.call, case.clusters, case.call.key.shape
-    K = case.sizes[0]
+    K = sizes_of(case)[0]
     key = call.key[:, :, call.prefix :]
     present = None if mask is None else mask[:, call.prefix :]
     if options.metric != "diagonal" and triton_kmeans.fits(K, D):
