@@ -18,6 +18,8 @@ from ..products import cast, dot
 from ..tokens import head, kernel, sequence
 from .parts import (
     add_tile,
+    after_first_tile,
+    centred,
     each_row,
     everywhere,
     four,
@@ -26,6 +28,7 @@ from .parts import (
     keep,
     load,
     load_sums,
+    lost,
     outer,
     quad,
     read_keys,
@@ -143,46 +146,56 @@ def query_gradients(
     r = tl.zeros((BE, 16), tl.float32)
     s = tl.zeros((BD, 16), tl.float32)
     past = triangle(N, False, DOT)
-    for at in tl.range(start, end, N, disable_licm=True):
-        _x, xw, y, _yw, weights, total = read_keys(
-            k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
-        )
-        # Operands of float16 are kept in its range: averages over the past instead of sums.
-        unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
-        a16, e16, S16 = halves(a * unit, DOT), halves(e * unit, DOT), cast(S * unit, DOT)
-        a, e, S, _a, _S = add_tile(a, e, S, a, S, xw, xw, y, weights, ORDER, WEIGHTED, N, PRECISION)
-        Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
-        if WEIGHTED:
-            Wi = W + tl.cumsum(weights, 0)
-        W += total
-        live = at + n < end
-        over = tl.where(live, inverse(Wi), 0.0)
-        gain = tl.where(over > 0, 1.0, 0.0) if SUM else over
-        f = load(q, q_t, at, live, i, D, BD, N)
-        do = load(g, g_t, at, live, j, E, BE, N)
-        counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
+    begin = after_first_tile(w, w_t, start, end, length_k, DOT, WEIGHTED, N)
+    EARLY: tl.constexpr = 2 if BD <= 64 else 1
+    for FIRST in tl.static_range(1 if DOT != tl.float32 else 0, -1, -1):  # the first tile, then all others
+        first, last = start if FIRST else begin, begin if FIRST else end
+        # The LLVM of Triton 3.9 breaks on one stage for narrow heads; wide ones have no shared memory for two.
+        for at in tl.range(first, last, N, disable_licm=True, num_stages=EARLY if FIRST else None):
+            _x, xw, y, _yw, weights, total = read_keys(
+                k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+            )
+            # Operands of float16 are kept in its range: averages over the past instead of sums.
+            unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
+            a16, e16, S16 = halves(a * unit, DOT), halves(e * unit, DOT), cast(S * unit, DOT)
+            a, e, S, _a, _S = add_tile(a, e, S, a, S, xw, xw, y, weights, ORDER, WEIGHTED, N, PRECISION)
+            Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
+            if WEIGHTED:
+                Wi = W + tl.cumsum(weights, 0)
+            W += total
+            live = at + n < end
+            over = tl.where(live, inverse(Wi), 0.0)
+            gain = tl.where(over > 0, 1.0, 0.0) if SUM else over
+            f = load(q, q_t, at, live, i, D, BD, N)
+            do = load(g, g_t, at, live, j, E, BE, N)
+            counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
 
-        mean = tl.load(means + at + n, mask=live, other=0.0)
-        du = dot(do, tl.trans(y), None, PRECISION)
-        du_mean = row_sum(do, e16, keep(du, past, DOT), counted, W_past, PRECISION) * over
-        du = keep(du - du_mean[:, None], past, DOT)
-        df = outer(-du_mean, a16, dot(do, tl.trans(S16), None, PRECISION), N, PRECISION) * W_past
-        df = dot(du, xw, df, PRECISION) * (gain * scale)[:, None]
-        store(dq, dq_t, at, live, i, df, D, BD, N)
+            mean = tl.load(means + at + n, mask=live, other=0.0)
+            du = dot(do, tl.trans(y), None, PRECISION)
+            du_mean = row_sum(do, e16, keep(du, past, DOT), counted, W_past, PRECISION)
+            if FIRST:
+                du_mean += 0.5 * tl.sum(dot(lost(du, past, DOT), counted, None, PRECISION), 1)
+            du_mean *= over
+            du -= du_mean[:, None]
+            df = outer(-du_mean, a16, dot(do, tl.trans(S16), None, PRECISION), N, PRECISION) * W_past
+            if FIRST:
+                df = dot(lost(du, past, DOT), xw, df, PRECISION)
+            df = dot(keep(du, past, DOT), xw, df, PRECISION) * (gain * scale)[:, None]
+            store(dq, dq_t, at, live, i, df, D, BD, N)
 
-        alpha = (1.0 - mean) * gain
-        tl.store(rows + at + n, alpha, mask=live)
-        tl.store(rows + plane + at + n, -du_mean, mask=live)
-        if WEIGHTED:
-            tl.store(rows + 2 * plane + at + n, over, mask=live)
-        if CARRY:
-            if DOT == tl.float16 and not SUM:  # sums in units of 1 / W of the first tile, again for the range
-                row_unit = tl.where(at == start, tl.where(W > 0, W, 1.0), row_unit)
-                gain, alpha = gain * row_unit, alpha * row_unit
-            f = times(f, gain * scale)
-            R = dot(tl.trans(f), do, R, PRECISION)
-            s = dot(tl.trans(f), four(-du_mean, DOT), s, PRECISION)
-            r = dot(tl.trans(do), four(alpha, DOT), r, PRECISION)
+            alpha = (1.0 - mean) * gain
+            tl.store(rows + at + n, alpha, mask=live)
+            tl.store(rows + plane + at + n, -du_mean, mask=live)
+            if WEIGHTED:
+                tl.store(rows + 2 * plane + at + n, over, mask=live)
+            if CARRY:
+                if DOT == tl.float16 and not SUM:  # sums in units of 1 / W of the first tile, again for the range
+                    row_unit = tl.where(at == start, tl.where(W > 0, W, 1.0), row_unit)
+                    gain, alpha = gain * row_unit, alpha * row_unit
+                f = times(f, gain * scale)
+                R = dot(tl.trans(f), do, R, PRECISION)
+                s = dot(tl.trans(f), four(-du_mean, DOT), s, PRECISION)
+                r = dot(tl.trans(do), four(alpha, DOT), r, PRECISION)
 
     if CARRY:
         sums += (slot * GROUP + hq % GROUP) * SUMS
@@ -266,38 +279,51 @@ def key_gradients(
     R, r, s = R * unit, quad(r * unit), quad(s * unit)
     steps = tl.cdiv(end - start, N)
     seen = triangle(N, True, DOT)  # (key, row)
-    for step in tl.range(0, steps, disable_licm=True):
-        at = start + (steps - 1 - step) * N
-        x, _xw, y, _yw, weights, _total = read_keys(
-            k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
-        )
-        R16 = cast(R, DOT)
-        dy = everywhere(halves(r, DOT), dot(x, R16, None, PRECISION), N, PRECISION)
-        dx = tl.zeros((N, BD), tl.float32)
-        if GROUP > 1:  # otherwise dv is written before dk is begun, which saves registers
-            dx = everywhere(halves(s, DOT), dot(y, tl.trans(R16), None, PRECISION), N, PRECISION)
-        for member in range(GROUP):
-            hq = h * GROUP + member
-            live = at + n < length_q
-            f = load(head(q, b, hq, first_q, q_b, q_h, q_t, UNIT), q_t * UNIT, at, live, i, D, BD, N)
-            do = load(head(g, b, hq, first_q, g_b, g_h, g_t, UNIT), g_t * UNIT, at, live, j, E, BE, N)
-            row = rows + member * rows_h
-            alpha = tl.load(row + at + n, mask=live, other=0.0) * unit
-            zeta = tl.load(row + plane + at + n, mask=live, other=0.0)
-            over = row_over(row, plane, at, live, length_k, WEIGHTED, N)
-            gain = tl.where(over > 0, 1.0, 0.0) if SUM else over * unit
-            f, wide = times(f, gain * scale), four(alpha, DOT)
-            u = dot(x, tl.trans(f), each_row(alpha, N, DOT, PRECISION), PRECISION)
-            dy = dot(keep(u, seen, DOT), do, dy, PRECISION)
-            r = dot(tl.trans(do), wide, r, PRECISION)
-            if GROUP == 1:
-                store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
+    begin = after_first_tile(w, w_t, start, end, length_k, DOT, WEIGHTED, N)
+    others = steps - (begin - start + N - 1) // N
+    for FIRST in tl.static_range(2 if DOT != tl.float32 else 1):  # all tiles but the first, then that one
+        first, last = others if FIRST else 0, steps if FIRST else others
+        for step in tl.range(first, last, disable_licm=True, num_stages=1 if FIRST else None):
+            at = start + (steps - 1 - step) * N
+            x, _xw, y, _yw, weights, _total = read_keys(
+                k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+            )
+            R16 = cast(R, DOT)
+            dy = everywhere(halves(r, DOT), dot(x, R16, None, PRECISION), N, PRECISION)
+            dx = tl.zeros((N, BD), tl.float32)
+            if GROUP > 1:  # otherwise dv is written before dk is begun, which saves registers
                 dx = everywhere(halves(s, DOT), dot(y, tl.trans(R16), None, PRECISION), N, PRECISION)
-            wide = four(zeta, DOT)
-            du = keep(dot(y, tl.trans(do), each_row(zeta, N, DOT, PRECISION), PRECISION), seen, DOT)
-            dx = dot(du, f, dx, PRECISION)
-            s = dot(tl.trans(f), wide, s, PRECISION)
-            R = dot(tl.trans(f), do, R, PRECISION)
-        store_gradient(dk, dk_t, at, length, length_k, weights, unit, i, dx, SCALED, WEIGHTED, MASKED, D, BD, N)
-        if GROUP > 1:
-            store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
+            for member in range(GROUP):
+                hq = h * GROUP + member
+                live = at + n < length_q
+                f = load(head(q, b, hq, first_q, q_b, q_h, q_t, UNIT), q_t * UNIT, at, live, i, D, BD, N)
+                do = load(head(g, b, hq, first_q, g_b, g_h, g_t, UNIT), g_t * UNIT, at, live, j, E, BE, N)
+                row = rows + member * rows_h
+                alpha = tl.load(row + at + n, mask=live, other=0.0) * unit
+                zeta = tl.load(row + plane + at + n, mask=live, other=0.0)
+                over = row_over(row, plane, at, live, length_k, WEIGHTED, N)
+                gain = tl.where(over > 0, 1.0, 0.0) if SUM else over * unit
+                f, wide = times(f, gain * scale), four(alpha, DOT)
+                if FIRST:
+                    u = dot(x, tl.trans(f), None, PRECISION)
+                    u += centred(u, seen, weights, over, gain)[None, :]
+                    dy = dot(lost(u, seen, DOT), do, dy, PRECISION)
+                else:
+                    u = dot(x, tl.trans(f), each_row(alpha, N, DOT, PRECISION), PRECISION)
+                dy = dot(keep(u, seen, DOT), do, dy, PRECISION)
+                r = dot(tl.trans(do), wide, r, PRECISION)
+                if GROUP == 1:
+                    store_gradient(
+                        dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N
+                    )
+                    dx = everywhere(halves(s, DOT), dot(y, tl.trans(R16), None, PRECISION), N, PRECISION)
+                wide = four(zeta, DOT)
+                du = dot(y, tl.trans(do), each_row(zeta, N, DOT, PRECISION), PRECISION)
+                if FIRST:
+                    dx = dot(lost(du, seen, DOT), f, dx, PRECISION)
+                dx = dot(keep(du, seen, DOT), f, dx, PRECISION)
+                s = dot(tl.trans(f), wide, s, PRECISION)
+                R = dot(tl.trans(f), do, R, PRECISION)
+            store_gradient(dk, dk_t, at, length, length_k, weights, unit, i, dx, SCALED, WEIGHTED, MASKED, D, BD, N)
+            if GROUP > 1:
+                store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)

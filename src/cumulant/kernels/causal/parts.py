@@ -68,6 +68,35 @@ def keep(x, mask, dtype: tl.constexpr):
 
 
 @triton.jit
+def lost(x, mask, dtype: tl.constexpr):
+    """What `keep` takes from the digits of scores x, as an operand."""
+    return keep(x - cast(x, dtype).to(tl.float32), mask, dtype)
+
+
+@triton.jit
+def centred(u, seen, weights, over, gain):
+    """gain (1 - ubar) (row,) of scores u (key, row) that carry `gain`, of rows that see no other keys; over: 1 / W.
+
+    Of u as it is, however its operands were rounded: a row that sees one key then weighs it with 1.
+    """
+    return gain - tl.sum(u * seen.to(tl.float32) * weights[:, None], 0) * over
+
+
+@triton.jit
+def after_first_tile(w, w_t, start, end, length, dtype: tl.constexpr, WEIGHTED: tl.constexpr, N: tl.constexpr):
+    """Where the tile ends before which nothing counts, of a part from `start` to `end`; `start` if it is not in it.
+
+    Its rows average few tokens, which lie away from the point, and weigh most in all gradients: what 16 bits take from
+    its scores is a second product there. float32 has no such tile.
+    """
+    if dtype == tl.float32:
+        return start
+    else:
+        token = first_token(w, w_t, start * 0, length, WEIGHTED, N)
+        return tl.where(token < start, start, tl.minimum(start + ((token - start) // N + 1) * N, end))
+
+
+@triton.jit
 def triangle(N: tl.constexpr, TURNED: tl.constexpr, dtype: tl.constexpr):
     """1 where token (row) i sees token (column) j, the other way round if TURNED, else 0.
 

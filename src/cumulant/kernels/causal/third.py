@@ -17,11 +17,14 @@ from ..products import cast, dot
 from ..tokens import head, kernel, sequence
 from .backward import first_unit, load_rows, row_over, store_gradient, store_rows
 from .parts import (
+    after_first_tile,
+    centred,
     four,
     inverse,
     keep,
     load,
     load_sums,
+    lost,
     read_keys,
     settled,
     square,
@@ -105,54 +108,61 @@ def query_gradients(
     W, c, d, _a, _e, S, _P, T = load_sums(state + slot * STATE, i, j, tl.where(start > 0, 1, 0), ORDER, BD, BE)
     c, d, S, T = settled(cast(c, DOT)), settled(cast(d, DOT)), tl.trans(S), tl.trans(T)
     past = triangle(N, False, DOT)
-    for at in tl.range(start, end, N, disable_licm=True):
-        x, xw, y, _yw, weights, total = read_keys(
-            k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
-        )
-        # Operands of float16 are kept in its range: averages over the past instead of sums.
-        unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
-        S16, T16 = cast(S * unit, DOT), cast(T * unit, SQUARE)
-        S = dot(tl.trans(y), xw, S, PRECISION)
-        xxw = square(x, xw, SQUARE)
-        T = dot(tl.trans(cast(y, SQUARE)), xxw, T, PRECISION)
-        Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
-        if WEIGHTED:
-            Wi = W + tl.cumsum(weights, 0)
-        W += total
-        live = at + n < end
-        over = tl.where(live, inverse(Wi), 0.0)
-        gain = tl.where(over > 0, 1.0, 0.0) if SUM else over
-        f = load(q, q_t, at, live, i, D, BD, N)
-        do = load(g, g_t, at, live, j, E, BE, N)
-        tile = kept + ((at - start) // N) * (2 * BD + BE)
-        a, e = tl.load(tile + i), tl.load(tile + BD + j)
-
-        du = dot(do, tl.trans(y), None, PRECISION)
-        du_mean = tl.sum(shown(du, weights, past, WEIGHTED), 1) + tl.sum(do.to(tl.float32) * e[None, :], 1)
-        du_mean *= over
-        du = keep(du - du_mean[:, None], past, DOT)
-        df = dot(do, S16, None, PRECISION) * W_past - du_mean[:, None] * a[None, :]
-        df = dot(du, xw, df, PRECISION) * gain[:, None]
-        z = f.to(tl.float32) * scale
-        zg = z * gain[:, None]
-        zo = z * over[:, None] if SUM else zg
-        zm = zo * (dot(past, xw, None, PRECISION) + a[None, :])
-        # Divided by W before it is rounded, but for float16, whose range the quotient would leave.
-        store(y_out, dq_t, at, live, i, -z * (z if DOT == tl.float16 else zo) * df, D, BD, N)
-        store(f_out, dq_t, at, live, i, zg - zg * zm, D, BD, N)
-        store(half_out, dq_t, at, live, i, 0.5 * z * zg, D, BD, N)
-        P = tl.load(tile + BD + BE + i)
-        df2 = dot(cast(do, SQUARE), T16, None, PRECISION) * W_past - du_mean[:, None] * P[None, :]
-        df2 = dot(cast(du, SQUARE), xxw, df2, PRECISION)
-        df = scale * (df - 2.0 * zm * df + df2 * zg)
-        store(dq, dq_t, at, live, i, df, D, BD, N)
-
-        if block == 0:
-            alpha = (1.0 - tl.load(means + at + n, mask=live, other=0.0)) * gain
-            tl.store(rows + at + n, alpha, mask=live)
-            tl.store(rows + plane + at + n, -du_mean, mask=live)
+    begin = after_first_tile(w, w_t, start, end, length_k, DOT, WEIGHTED, N)
+    for FIRST in tl.static_range(1 if DOT != tl.float32 else 0, -1, -1):  # the first tile, then all others
+        first, last = start if FIRST else begin, begin if FIRST else end
+        for at in tl.range(first, last, N, disable_licm=True, num_stages=1 if FIRST else None):
+            x, xw, y, _yw, weights, total = read_keys(
+                k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+            )
+            # Operands of float16 are kept in its range: averages over the past instead of sums.
+            unit, W_past = (inverse(W), W) if DOT == tl.float16 else (1.0, 1.0)
+            S16, T16 = cast(S * unit, DOT), cast(T * unit, SQUARE)
+            S = dot(tl.trans(y), xw, S, PRECISION)
+            xxw = square(x, xw, SQUARE)
+            T = dot(tl.trans(cast(y, SQUARE)), xxw, T, PRECISION)
+            Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
             if WEIGHTED:
-                tl.store(rows + 2 * plane + at + n, over, mask=live)
+                Wi = W + tl.cumsum(weights, 0)
+            W += total
+            live = at + n < end
+            over = tl.where(live, inverse(Wi), 0.0)
+            gain = tl.where(over > 0, 1.0, 0.0) if SUM else over
+            f = load(q, q_t, at, live, i, D, BD, N)
+            do = load(g, g_t, at, live, j, E, BE, N)
+            tile = kept + ((at - start) // N) * (2 * BD + BE)
+            a, e = tl.load(tile + i), tl.load(tile + BD + j)
+
+            du = dot(do, tl.trans(y), None, PRECISION)
+            du_mean = tl.sum(shown(du, weights, past, WEIGHTED), 1) + tl.sum(do.to(tl.float32) * e[None, :], 1)
+            du_mean *= over
+            du -= du_mean[:, None]
+            df = dot(do, S16, None, PRECISION) * W_past - du_mean[:, None] * a[None, :]
+            if FIRST:
+                df = dot(lost(du, past, DOT), xw, df, PRECISION)
+            df = dot(keep(du, past, DOT), xw, df, PRECISION) * gain[:, None]
+            z = f.to(tl.float32) * scale
+            zg = z * gain[:, None]
+            zo = z * over[:, None] if SUM else zg
+            zm = zo * (dot(past, xw, None, PRECISION) + a[None, :])
+            # Divided by W before it is rounded, but for float16, whose range the quotient would leave.
+            store(y_out, dq_t, at, live, i, -z * (z if DOT == tl.float16 else zo) * df, D, BD, N)
+            store(f_out, dq_t, at, live, i, zg - zg * zm, D, BD, N)
+            store(half_out, dq_t, at, live, i, 0.5 * z * zg, D, BD, N)
+            P = tl.load(tile + BD + BE + i)
+            df2 = dot(cast(do, SQUARE), T16, None, PRECISION) * W_past - du_mean[:, None] * P[None, :]
+            if FIRST and SQUARE != tl.float32:
+                df2 = dot(lost(du, past, SQUARE), xxw, df2, PRECISION)
+            df2 = dot(keep(du, past, SQUARE), xxw, df2, PRECISION)
+            df = scale * (df - 2.0 * zm * df + df2 * zg)
+            store(dq, dq_t, at, live, i, df, D, BD, N)
+
+            if block == 0:
+                alpha = (1.0 - tl.load(means + at + n, mask=live, other=0.0)) * gain
+                tl.store(rows + at + n, alpha, mask=live)
+                tl.store(rows + plane + at + n, -du_mean, mask=live)
+                if WEIGHTED:
+                    tl.store(rows + 2 * plane + at + n, over, mask=live)
 
 
 @kernel
@@ -280,51 +290,68 @@ def key_gradients(
     after += slot * GROUP * all_tiles * (2 * BD + BE)
     steps = tl.cdiv(end - start, N)
     seen = triangle(N, True, DOT)  # (key, row)
-    for step in tl.range(0, steps, disable_licm=True):
-        tile = steps - 1 - step
-        at = start + tile * N
-        x, _xw, y, _yw, weights, _total = read_keys(
-            k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
-        )
-        R16 = cast(R, DOT)
-        dy = dot(x, R16, None, PRECISION)
-        xx, R16_2 = square(x, x, SQUARE), cast(R2, SQUARE)
-        dy = dot(xx, R16_2, dy, PRECISION)
-        dy += rows_after(later, after, tile, at, all_tiles, more, length_q, j, unit, GROUP, 0, BD, BE)[None, :]
-        dx, dxx = tl.zeros((N, BD), tl.float32), tl.zeros((N, BD), tl.float32)
-        if GROUP > 1:  # otherwise dv is written before dk is begun, which saves registers
-            dx = dot(y, tl.trans(R16), None, PRECISION)
-            dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
-        for member in range(GROUP):
-            hq = h * GROUP + member
-            live = at + n < length_q
-            do = load(head(g, b, hq, first_q, g_b, g_h, g_t, UNIT), g_t * UNIT, at, live, j, E, BE, N)
-            row = rows + member * rows_h
-            alpha = tl.load(row + at + n, mask=live, other=0.0) * unit
-            zeta = tl.load(row + plane + at + n, mask=live, other=0.0)
-            f = load(head(f_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
-            half = load(head(half_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
-            f, half = in_unit(f, unit, DOT), in_unit(half, unit, SQUARE)
-            # sum_i (u_i - ubar + 1) do_i; scores of order 3 may exceed the range of float16
-            u = dot(x, tl.trans(f), dot(xx, tl.trans(half), None, PRECISION), PRECISION) + alpha[None, :]
-            dy = dot(keep(u, seen, SQUARE), do.to(SQUARE), dy, PRECISION)
-            if GROUP == 1:
-                store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
+    begin = after_first_tile(w, w_t, start, end, length_k, DOT, WEIGHTED, N)
+    others = steps - (begin - start + N - 1) // N
+    for FIRST in tl.static_range(2 if DOT != tl.float32 else 1):  # all tiles but the first, then that one
+        first, last = others if FIRST else 0, steps if FIRST else others
+        for step in tl.range(first, last, disable_licm=True, num_stages=1 if FIRST else None):
+            tile = steps - 1 - step
+            at = start + tile * N
+            x, _xw, y, _yw, weights, _total = read_keys(
+                k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
+            )
+            R16 = cast(R, DOT)
+            dy = dot(x, R16, None, PRECISION)
+            xx, R16_2 = square(x, x, SQUARE), cast(R2, SQUARE)
+            dy = dot(xx, R16_2, dy, PRECISION)
+            dy += rows_after(later, after, tile, at, all_tiles, more, length_q, j, unit, GROUP, 0, BD, BE)[None, :]
+            dx, dxx = tl.zeros((N, BD), tl.float32), tl.zeros((N, BD), tl.float32)
+            if GROUP > 1:  # otherwise dv is written before dk is begun, which saves registers
                 dx = dot(y, tl.trans(R16), None, PRECISION)
-            du = keep(dot(y, tl.trans(do), None, PRECISION) + zeta[None, :], seen, DOT)
-            dx = dot(du, f, dx, PRECISION)
-            R = dot(tl.trans(f), do, R, PRECISION)
-            y_row = load(head(y_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
-            if DOT == tl.float16:
-                y_row = times(y_row, row_over(row, plane, at, live, length_k, WEIGHTED, N) * unit)
-            dx = dot(seen, y_row, dx, PRECISION)
-            if GROUP == 1:
                 dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
-            dxx = dot(cast(du, SQUARE), half, dxx, PRECISION)
-            R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
-        dx += rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE, BD, BE)[None, :]
-        dxx += rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE + BD, BD, BE)[None, :]
-        dx += 2.0 * x.to(tl.float32) * dxx
-        store_gradient(dk, dk_t, at, length, length_k, weights, unit, i, dx, SCALED, WEIGHTED, MASKED, D, BD, N)
-        if GROUP > 1:
-            store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
+            for member in range(GROUP):
+                hq = h * GROUP + member
+                live = at + n < length_q
+                do = load(head(g, b, hq, first_q, g_b, g_h, g_t, UNIT), g_t * UNIT, at, live, j, E, BE, N)
+                row = rows + member * rows_h
+                alpha = tl.load(row + at + n, mask=live, other=0.0) * unit
+                zeta = tl.load(row + plane + at + n, mask=live, other=0.0)
+                f = load(head(f_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+                half = load(head(half_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+                f, half = in_unit(f, unit, DOT), in_unit(half, unit, SQUARE)
+                # sum_i (u_i - ubar + 1) do_i; scores of order 3 may exceed the range of float16
+                u = dot(x, tl.trans(f), dot(xx, tl.trans(half), None, PRECISION), PRECISION)
+                if FIRST:
+                    over = row_over(row, plane, at, live, length_k, WEIGHTED, N)
+                    alpha = centred(u, seen, weights, over, tl.where(over > 0, 1.0, 0.0) if SUM else over * unit)
+                u += alpha[None, :]
+                if FIRST and SQUARE != tl.float32:
+                    dy = dot(lost(u, seen, SQUARE), do.to(SQUARE), dy, PRECISION)
+                dy = dot(keep(u, seen, SQUARE), do.to(SQUARE), dy, PRECISION)
+                if GROUP == 1:
+                    store_gradient(
+                        dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N
+                    )
+                    dx = dot(y, tl.trans(R16), None, PRECISION)
+                du = dot(y, tl.trans(do), None, PRECISION) + zeta[None, :]
+                if FIRST:
+                    dx = dot(lost(du, seen, DOT), f, dx, PRECISION)
+                du = keep(du, seen, DOT)
+                dx = dot(du, f, dx, PRECISION)
+                R = dot(tl.trans(f), do, R, PRECISION)
+                y_row = load(head(y_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+                if DOT == tl.float16:
+                    y_row = times(y_row, row_over(row, plane, at, live, length_k, WEIGHTED, N) * unit)
+                dx = dot(seen, y_row, dx, PRECISION)
+                if GROUP == 1:
+                    dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
+                dxx = dot(cast(du, SQUARE), half, dxx, PRECISION)
+                R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
+            dx += rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE, BD, BE)[None, :]
+            dxx += rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE + BD, BD, BE)[
+                None, :
+            ]
+            dx += 2.0 * x.to(tl.float32) * dxx
+            store_gradient(dk, dk_t, at, length, length_k, weights, unit, i, dx, SCALED, WEIGHTED, MASKED, D, BD, N)
+            if GROUP > 1:
+                store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
