@@ -10,7 +10,7 @@ import torch
 
 from cumulant import attention, attention_varlen, zoo
 from cumulant.cluster import Blocks, KMeans, cluster_attention
-from cumulant.cluster.auto import EACH, LONG, SHARED, tuning
+from cumulant.cluster.auto import EACH, LONG, PAST, SHARED, tuning
 from cumulant.kernels import notice
 
 
@@ -24,6 +24,10 @@ from cumulant.kernels import notice
         (2, LONG, LONG - 1, {}, EACH),
         ("neighbours", LONG, LONG, {}, EACH),
         (2, LONG, LONG, {"is_causal": True}, EACH),
+        (0, LONG, LONG, {"is_causal": True}, EACH),
+        (0, LONG, LONG, {"is_causal": True, "count": True}, PAST),
+        (0, LONG - 1, LONG, {"is_causal": True, "count": True}, EACH),
+        (2, LONG, LONG, {"is_causal": True, "count": True}, EACH),
         (2, LONG, LONG, {"blocks": False}, EACH),
         (2, LONG, LONG, {"asking": "mean"}, EACH),
     ],
@@ -41,6 +45,14 @@ def test_the_defaults_are_the_options_that_the_rule_names(length: int, clusters:
     named = SHARED if length == LONG and not isinstance(clusters, KMeans) else EACH
     plain = cluster_attention(q, k, v, clusters=clusters, near=2)
     assert torch.equal(plain, cluster_attention(q, k, v, clusters=clusters, near=2, **named._asdict()))
+
+
+def test_a_causal_row_by_itself_is_that_of_the_whole_call() -> None:
+    q, k, v = torch.randn(3, 1, 1, LONG, 8)
+    whole = cluster_attention(q, k, v, clusters=8, is_causal=True)
+    assert torch.equal(whole, cluster_attention(q, k, v, clusters=8, is_causal=True, **PAST._asdict()))
+    last = cluster_attention(q[..., -1:, :], k, v, clusters=8, is_causal=True, offset=LONG - 1)
+    torch.testing.assert_close(last, whole[..., -1:, :])
 
 
 def test_a_mechanism_of_the_zoo_follows_the_rule() -> None:

@@ -89,10 +89,28 @@ def test_on_a_grid_only_what_is_far_away_gets_it():
     assert not torch.isclose(*far).any()
 
 
+@pytest.mark.parametrize("blocks", [Blocks(3), Blocks(2, recent=1), Blocks(2, keep=1)], ids=str)
+def test_causal_rows_take_that_of_the_clusters_they_see(blocks):
+    """So a row is that of a call which ends with it, and one that sees a single cluster has its response."""
+    q, k, v = draw((1, 2, 17, 4), (1, 2, 17, 4), (1, 2, 17, 3))
+    options = {"clusters": blocks, "is_causal": True}
+    pooled, each = (cluster_attention(q, k, v, response=r, **options) for r in ("pooled", None))
+    for L in (1, 5, 9, 16):
+        part = cluster_attention(*(x[..., :L, :] for x in (q, k, v)), response="pooled", **options)
+        torch.testing.assert_close(part, pooled[..., :L, :])
+    first = (blocks.recent + 2) * blocks.size
+    torch.testing.assert_close(pooled[..., :first, :], each[..., :first, :])
+    assert not torch.isclose(pooled[..., first:, :], each[..., first:, :]).any()
+
+
+def test_causal_gradients_are_those_of_the_formula():
+    q, k, v = (x.requires_grad_() for x in draw((1, 2, 9, 3), (1, 1, 9, 3), (1, 1, 9, 2)))
+    options = {"clusters": Blocks(2, recent=1), "is_causal": True, "enable_gqa": True, "prefix": 1}
+    assert torch.autograd.gradcheck(lambda *x: cluster_attention(*x, response="pooled", **options), (q, k, v))
+
+
 def test_what_it_cannot_do_is_named():
     q, k, v = draw((1, 1, 8, 4), (1, 1, 8, 4), (1, 1, 8, 4))
-    with pytest.raises(ValueError, match=r'response="pooled" has no causal form'):
-        cluster_attention(q, k, v, clusters=Blocks(2), is_causal=True, response="pooled")
     with pytest.raises(ValueError, match=r"response must be None .* got 'pool'"):
         cluster_attention(q, k, v, clusters=2, response="pool")
     with pytest.raises(ValueError, match=r"response must be None .* got 'pooled'"):

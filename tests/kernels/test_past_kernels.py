@@ -31,6 +31,9 @@ CAUSAL: dict[str, Any] = {"is_causal": True}
         (45, 61, Blocks(7, keep=1), {"prefix": 10, "offset": 16, "closure": "langevin"}),  # one block and three more
         (3, 40, Blocks(4, keep=0, recent=2), {"prefix": 2, "offset": 33, "response": 0}),
         (40, 30, 3, {"prefix": 35}),  # every token is one
+        (70, 70, Blocks(16), {"response": "pooled", "prefix": 3}),
+        (61, 61, Blocks(7, recent=1), {"response": "pooled", "closure": "langevin"}),  # tiles of several blocks
+        (50, 45, Blocks(32), {"response": "pooled", "offset": 32}),  # each within one
     ],
     ids=[
         "blocks",
@@ -41,6 +44,9 @@ CAUSAL: dict[str, Any] = {"is_causal": True}
         "sinks of two blocks, from a place on",
         "sinks in a step of decoding",
         "sinks alone",
+        "one response, sinks",
+        "one response, recent blocks",
+        "one response, from a place on",
     ],
 )
 def test_outputs_and_gradients_equal_plain_torch(
@@ -56,19 +62,39 @@ def test_key_masks_and_groups_of_query_heads(sinks: int) -> None:
     mask = torch.arange(40, device=DEVICE) % 5 != 2
     mask = torch.stack((mask, mask & (torch.arange(40, device=DEVICE) > 12)))  # nothing to see for the first rows
     compare(q, k, v, clusters=Blocks(8, keep=1), key_mask=mask, enable_gqa=True, prefix=sinks, **CAUSAL)
+    compare(q, k, v, clusters=Blocks(8), key_mask=mask, enable_gqa=True, prefix=sinks, response="pooled", **CAUSAL)
 
 
-@pytest.mark.parametrize("options", [{}, {"prefix": 4}, {"prefix": 4, "response": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefix": 4},
+        {"prefix": 4, "response": 0},
+        {"clusters": Blocks(8, recent=1), "response": "pooled"},
+        {"clusters": Blocks(32), "prefix": 4, "response": "pooled"},
+    ],
+    ids=str,
+)
 def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(options: dict[str, Any]) -> None:
     q, k, v = (tokens(1, 1, 70, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 1, 0.5)))
-    compare_half(q, k, v, clusters=Blocks(8, keep=2, recent=1), **options, **CAUSAL)
+    compare_half(q, k, v, **{"clusters": Blocks(8, keep=2, recent=1), **options, **CAUSAL})
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
-@pytest.mark.parametrize("sinks", [0, 4, 25])
-def test_what_comes_later_reaches_no_row_even_if_it_is_not_a_number(sinks: int) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"clusters": Blocks(6, keep=0, recent=1)},
+        {"clusters": Blocks(6, keep=0, recent=1), "prefix": 4},
+        {"clusters": Blocks(6, keep=0, recent=1), "prefix": 25},
+        {"clusters": Blocks(6), "response": "pooled"},
+    ],
+    ids=str,
+)
+def test_what_comes_later_reaches_no_row_even_if_it_is_not_a_number(how: dict[str, Any]) -> None:
     q, k, v = (tokens(1, 1, 40, 16, seed=i) for i in range(3))
-    options: dict[str, Any] = {"clusters": Blocks(6, keep=0, recent=1), "backend": "triton", "prefix": sinks, **CAUSAL}
+    options: dict[str, Any] = {"backend": "triton", **CAUSAL, **how}
     before = cluster_attention(q, k, v, **options)
     k[0, 0, 21], v[0, 0, 30, 3] = float("nan"), float("inf")
     after = cluster_attention(q, k, v, **options)
@@ -113,6 +139,9 @@ def test_tables_let_each_row_see_the_clusters_of_the_rule(
         (32, 48, 701, 701, {"clusters": Blocks(50, keep=2), "response": 0, "prefix": 1}),
         (128, 96, 900, 900, {"clusters": Blocks(64, keep=4), "prefix": 17}),
         (64, 64, 1, 777, {"clusters": Blocks(64, keep=2, recent=1), "offset": 776, "prefix": 4}),
+        (64, 64, 2048, 2048, {"clusters": 16, "response": "pooled"}),
+        (64, 64, 1500, 2000, {"clusters": 16, "offset": 500, "response": "pooled", "prefix": 4}),
+        (128, 96, 900, 900, {"clusters": Blocks(64, recent=1), "response": "pooled"}),
     ],
 )
 def test_full_size(D: int, E: int, Lq: int, Lk: int, options: dict[str, Any], dtype: torch.dtype) -> None:

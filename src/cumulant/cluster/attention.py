@@ -95,10 +95,12 @@ def cluster_attention(
         rank: near clusters are those of largest "mass", or of largest mass times s^2: "error". "mean": with `near_rows`
             of largest mean of the mass over these queries, from two cumulants of theirs: as good as "mass", and one
             number a cluster and block of queries instead of one a cluster and query. "auto", here and below: "mass", 1
-            and None; "mean", 128 and "pooled" for near > 0 of blocks from 1,024 queries and keys on, not causal.
+            and None; from 1,024 queries and keys on "mean", 128 and "pooled" for near > 0 of blocks, not causal, and
+            "mass", 1 and "pooled" for K causal blocks with near=0.
         variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
         response: only so many clusters of largest weight answer with their covariance, the others with their mean;
-            "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one.
+            "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one; when causal,
+            of those that a row sees.
         near_rows: so many queries in a row share their near clusters, and those that respond where `response` limits
             them: one matrix product each. The GPU wants 64 or 128. With "neighbours" each chooses for itself. With a
             `Tree` they share who are alike, not who stand in a row.
@@ -108,8 +110,9 @@ def cluster_attention(
         offset: with is_causal, the place of the first query among the keys: row i sees the keys j <= offset + i.
         backend: "auto", "reference" (plain torch, blockwise) or "triton": masks of bool, heads of at most 128 (float32:
             64), diagonal variance, near field of blocks for 32, 64 or 128 queries in a row; causal with near=0 and
-            response=None or 0; blocks of at most 64 tokens of a short sequence with either variance. "auto" takes them
-            on CUDA where they can compute the case, and says once what stands in the way where they cannot.
+            response=None, 0 or, of blocks that are not merged, "pooled"; blocks of at most 64 tokens of a short
+            sequence with either variance. "auto" takes them on CUDA where they can compute the case, and says once what
+            stands in the way where they cannot.
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E;
@@ -140,7 +143,8 @@ def _attend(
 
     def form_of(queries_in_all: int, keys_in_all: int) -> Form:
         found = tuning(
-            near, queries_in_all, keys_in_all, is_causal=is_causal, blocks=isinstance(clusters, int | tuple | Blocks),
+            near, offset + queries_in_all, keys_in_all, is_causal=is_causal,
+            blocks=isinstance(clusters, int | tuple | Blocks), count=isinstance(clusters, int),
             tree=clusters if isinstance(clusters, Tree) else None, asking=queries,
         )  # fmt: skip
         return check_form(
@@ -521,8 +525,6 @@ def causal_blocks(case: Case, Lq: int) -> Blocks:
         )
     if form.together:
         raise ValueError('queries="mean" has no causal form: a block would know its later queries; pass "each"')
-    if form.pooled:
-        raise ValueError('response="pooled" has no causal form: it would know later clusters; pass a number or None')
     if form.near_rows != 1:
         raise ValueError(f"near_rows={form.near_rows} would let a row choose for earlier ones; pass 1 when is_causal")
     return blocks

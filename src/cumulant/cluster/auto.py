@@ -3,10 +3,12 @@
     near > 0 of blocks, not causal, 1,024 queries and keys or more     near_rows=128   rank="mean"   response="pooled"
     near > 0 of a Tree, as many                                        near_rows=64    rank="mean"   response="pooled"
     a Tree with leaves                                                 near_rows=1     rank="error"  response="pooled"
+    causal, near = 0, K blocks, 1,024 queries and keys or more         near_rows=1     rank="mass"   response="pooled"
     everything else                                                    near_rows=1     rank="mass"   response=None
 
 The first line is what matrix products want: near clusters for a tile of queries, one covariance for all clusters. It is
-coarser; short sequences do not need it, and clusters that are not runs of tokens have no use for it.
+coarser; short sequences do not need it, and clusters that are not runs of tokens have no use for it. In causal calls a
+rule by length would make a row depend on what comes after it. K blocks do so anyway; `Blocks` do not, and keep theirs.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ EACH = Tuning(1, "mass", None)
 SHARED = Tuning(128, "mean", "pooled")
 ALIKE = Tuning(64, "mean", "pooled")  # queries by content: a tile of 128 has twice the error of one of 32
 LEVELS = Tuning(1, "error", "pooled")
+PAST = Tuning(1, "mass", "pooled")
 
 
 def tuning(
@@ -40,13 +43,17 @@ def tuning(
     *,
     is_causal: bool = False,
     blocks: bool = True,
+    count: bool = False,
     tree: Tree | None = None,
     asking: str = "each",
 ) -> Tuning:
-    """The options of a call with so many queries and keys; `blocks`: clusters are blocks, `asking`: as `queries=`."""
+    """The options of a call with so many queries and keys; `blocks`: clusters are blocks, `count`: so many of a
+    sequence, `asking`: as `queries=`."""
     if tree is not None and tree.leaves > 1:
         return LEVELS
     many = queries >= LONG and keys >= LONG
+    if is_causal and count and many and near == 0:
+        return PAST
     near_field = isinstance(near, int) and near > 0
     if not (near_field and many and not is_causal and asking == "each"):
         return EACH

@@ -177,7 +177,7 @@ def _past_obstacle(case: Case) -> str | None:
 
     form, call, clusters = case.form, case.call, case.clusters
     Lq = call.query.shape[-2]
-    if call.grid is not None or form.together or form.pooled or form.near_rows != 1:
+    if call.grid is not None or form.together or form.near_rows != 1:
         return "causal clusters are blocks of a sequence"  # an error, and plain torch says which
     if not isinstance(clusters, int | Blocks):
         return "causal clusters are blocks of a sequence"
@@ -192,6 +192,8 @@ def _past_obstacle(case: Case) -> str | None:
     total, listed = widest_list(Lq, call.offset, blocks, past_tile(Lq))
     if form.response is not None and 0 < form.response < listed:
         return f"causal kernels take response=None or 0, got {form.response}"
+    if form.pooled and blocks.keep is not None:
+        return f'causal kernels take response="pooled" of blocks that are not merged, got {blocks}'
     if listed > MOST or total > 4 * MOST:
         return (
             f"kernels take at most {MOST} clusters, got {listed} that a row sees; Blocks(size, keep=) merges old ones"

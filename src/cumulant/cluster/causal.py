@@ -9,6 +9,9 @@ With `keep`, old blocks are merged in pairs, and pairs in pairs: cluster i of le
 
 Sinks, the first tokens of a text, to which all later ones may look: their block is a cluster without them, and they
 stay exact beside it. Blocks stand where they stood.
+
+With response="pooled" the clusters that a block of rows sees answer with one covariance, the mean of theirs by weight:
+of the past alone, so that a row's answer does not depend on what comes after it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def causal_clusters(
 
     The first row stands at the place `offset`: only blocks that hold rows are answered. `sinks`: so many tokens, the
     first that take part, are exact for every later row. Cost a row: ((recent + 1) C + sinks) (D + E) + A D E with A = N
-    clusters, or (keep + 1) log2(N) when they are merged.
+    clusters, or (keep + 1) log2(N) when they are merged; pooled: D E, and N A D E once.
     """
     G, L = q.shape[2], offset + q.shape[3]
     # What no row may see must not reach it, NaN included; rows that see a token without numbers have none themselves.
@@ -77,8 +80,9 @@ def causal_clusters(
         moments, table = merged_lists(moments, N, blocks.keep, recent)
         table = table[first:]
     assert isinstance(form.near, int)
-    field = Seen(exact, min(form.near, N), hidden=hidden, table=table)
-    out = mix(rows, Far.of(moments), tokens, field, form, by_row=True)
+    far, pool = responses(Far.of(moments), hidden, table, form)
+    field = Seen(exact, min(form.near, N), hidden=hidden, table=table, pool=pool)
+    out = mix(rows, far, tokens, field, form, by_row=True)
     out = out.unflatten(3, (G, C)).transpose(2, 3).flatten(3, 4)[..., before : before + q.shape[3], :]
     last = torch.arange(offset, L, device=q.device).clamp(max=broken.shape[-1] - 1)  # the last token that a row sees
     lost = broken.cumsum(-1)[..., last] > 0
@@ -124,6 +128,22 @@ def merged_lists(blocks: Moments, N: int, keep: int, recent: int) -> tuple[Momen
         lists.append(torch.where(which < past.unsqueeze(-1), which + offset, -1))
         offset, past = offset + level.weight.shape[2], later
     return joined(levels), torch.cat(lists, -1)
+
+
+def responses(far: Far, hidden: Tensor | None, table: Tensor | None, form: Form) -> tuple[Far, Tensor | None]:
+    """Clusters as `form` has them answer; pooled: without responses of theirs, and those of blocks of rows beside them.
+
+    `hidden` (N, K) and `table` (N, A), -1 for none, say which clusters such a block sees, as `Seen` has them.
+    """
+    if not form.pooled:
+        return far, None
+    if table is None:
+        assert hidden is not None
+        return far._replace(response=None), far.pools(~hidden)
+    K = far.log_weight.shape[-1]
+    held = torch.zeros(len(table), K + 1, dtype=torch.bool, device=table.device)
+    held = held.scatter(1, torch.where(table < 0, K, table), True)[:, :K]
+    return far._replace(response=None), far.pools(held)
 
 
 def _fit(x: Tensor, length: int, seen: int) -> Tensor:

@@ -50,17 +50,26 @@ def multiply_adds(
 
 
 def causal_multiply_adds(
-    L: int, D: int, E: int, blocks: Blocks, *, response: int | None = None, variance: str = "diagonal", sinks: int = 0
+    L: int,
+    D: int,
+    E: int,
+    blocks: Blocks,
+    *,
+    response: int | str | None = None,
+    variance: str = "diagonal",
+    sinks: int = 0,
 ) -> float:
     """Of causal attention: a row's own block of C tokens and `recent` ones exact, C (D + E) each, `sinks` (D + E), and
-    of the A clusters that are left of its past, A (D + D or D^2 + E) + r D E; statistics as of `multiply_adds`."""
+    of the A clusters that are left of its past, A (D + D or D^2 + E) + r D E; statistics as of `multiply_adds`.
+    "pooled": r = 1, and A D E once for each block of rows."""
     C = min(blocks.size, L)
     spread = D if variance == "diagonal" else D * D
     total = float(L) * (spread + (0 if response == 0 else D * E))
     for block in range(-(-L // C)):
         rows, recent = min(C, L - block * C), min(blocks.recent, block)
         A = clusters_left(block - recent, blocks.keep)
-        r = A if response is None else min(response, A)
+        r = A if response is None else min(1 if isinstance(response, str) else response, A)
+        total += A * D * E if isinstance(response, str) else 0
         exact = (recent + 1) * C + min(sinks, (block - recent) * C)
         total += rows * (exact * (D + E) + A * (D + spread + E) + r * D * E)
     return total

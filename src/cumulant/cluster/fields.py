@@ -65,10 +65,14 @@ class Far(NamedTuple):
 
     def pooled(self) -> Far:
         """With one response in place of K, the covariance within clusters: sum_c S_c / sum_c W_c. Cost: K D E."""
+        every = torch.ones(1, self.log_weight.shape[-1], dtype=torch.bool, device=self.log_weight.device)
+        return self._replace(response=None, pool=self.pools(every).squeeze(-3))
+
+    def pools(self, seen: Tensor) -> Tensor:
+        """That of the clusters which each block of rows sees, (N, K) bool: (B, H, N, D, E). Cost: N K D E."""
         assert self.response is not None
-        flat = self.shares.unsqueeze(-2) @ self.response.flatten(-2)
-        pool = flat.squeeze(-2).unflatten(-1, self.response.shape[-2:])
-        return self._replace(response=None, pool=pool)
+        W = self.log_weight.exp().unsqueeze(-2) * seen
+        return (ratio(W, W.sum(-1, keepdim=True)) @ self.response.flatten(-2)).unflatten(-1, self.response.shape[-2:])
 
     def listed(self, table: Tensor) -> Far:
         """Clusters (B, H, K) as lists of their own for blocks of rows: table (N, A), -1 for none -> (B, H, N, A)."""
@@ -223,12 +227,14 @@ class Seen(NamedTuple):
     rows: Tensor | None = None  # (N, n) bool, rows that exist
     hidden: Tensor | None = None  # (N, K) bool, clusters that a block may not see
     table: Tensor | None = None  # (N, A), the clusters of each block instead of all, -1 for none
+    pool: Tensor | None = None  # (B, H, N, D, E), one response for all clusters that a block sees
 
     def part(self, at: slice, N: int) -> Seen:
         """For some of the N blocks of rows."""
         exact = None if self.exact is None else Exact(*(_cut(x, at, N) for x in self.exact))
         near = self.near if isinstance(self.near, int) else _cut(self.near, at, N)
-        return Seen(exact, near, *(None if x is None else x[at] for x in self[2:]))
+        rows, hidden, table = (None if x is None else x[at] for x in (self.rows, self.hidden, self.table))
+        return Seen(exact, near, rows, hidden, table, None if self.pool is None else self.pool[:, :, at])
 
 
 def mix(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by_row: bool = False) -> Tensor:
@@ -285,7 +291,7 @@ def _cut(x: Tensor, at: slice, N: int) -> Tensor:
 
 
 def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by_row: bool) -> Tensor:
-    exact, near, rows, hidden, table = seen
+    exact, near, rows, hidden, table, pool = seen
     closure, most = form.closure, form.response
     B, H, N, n, _ = q.shape
     shared = table is None  # one set of clusters for all rows: one matmul over all of them
@@ -301,7 +307,8 @@ def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by
     taken = None
     which = near if isinstance(near, Tensor) else None
     if isinstance(near, int) and near:
-        which = nearest(q.detach(), far, near, rows, form, by_row, (log_Z.detach(), variance.detach()))
+        masses = log_Z.detach(), variance.detach()
+        which = nearest(q.detach(), far, near, rows, form, by_row, masses, pool is not None)
     if which is not None and tokens is not None and which.shape[-1]:
         which = which.expand(B, H, *which.shape[2:])
         # Near clusters leave the far field; a -1 goes to a column beyond the last, which is cut off again.
@@ -349,6 +356,8 @@ def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by
         out = far.values(q_flat, w_flat, s_flat, form).unflatten(2, (N, n))
     else:
         out = far.values(q, far_w, variance, form)
+    if pool is not None:
+        out = out + (far_w * gain(variance, closure)).sum(-1, keepdim=True) * (q @ pool)
     for weight, value in zip(parts[1:], values, strict=True):
         if value.ndim > weight.ndim:  # tokens of each row's own
             out = out + (weight.unsqueeze(-2) @ value).squeeze(-2)
@@ -360,15 +369,22 @@ def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by
 
 
 def nearest(
-    q: Tensor, far: Far, near: int, rows: Tensor | None, form: Form, by_row: bool, masses: tuple[Tensor, Tensor]
+    q: Tensor,
+    far: Far,
+    near: int,
+    rows: Tensor | None,
+    form: Form,
+    by_row: bool,
+    masses: tuple[Tensor, Tensor],
+    pooled: bool = False,
 ) -> Tensor:
     """Numbers of the `near` clusters of each block of rows q (B, H, N, n, D), or of each row, -1 for none.
 
-    `masses` are log Z and s^2 of every row, (B, H, N, n, K) each.
+    `masses` are log Z and s^2 of every row, (B, H, N, n, K) each; `pooled`: blocks of rows have a response of theirs.
     """
     if form.rank == "mean" and q.shape[-2] > 1 and not by_row:
         return largest(far.mean_masses(q, rows, form.closure).detach(), near)
-    return heaviest(*masses, near, form.rank, rows, by_row, far.pool is not None)
+    return heaviest(*masses, near, form.rank, rows, by_row, pooled or far.pool is not None)
 
 
 def _by_block(most: int, K: int, n: int, shared: bool, by_row: bool) -> bool:

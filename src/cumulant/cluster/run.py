@@ -100,7 +100,7 @@ def _run_past(case: Case) -> Tensor:
         offset=call.offset,
         scale=call.softmax_scale,
         tile=tile,
-        respond=form.response != 0,
+        response=-2 if form.pooled else 0 if form.response == 0 else -1,
         closure=form.closure,
         prefix=call.prefix,
         masked=call.key_mask is not None,

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..call import Call
 from ..cluster.attention import causal_blocks
 from ..cluster.backend import Case, Form
-from ..cluster.causal import merged_lists
+from ..cluster.causal import merged_lists, responses
 from ..cluster.fields import Exact, Far, Seen, Tokens, mix, nearest, room
 from ..cluster.layout import Blocks, check_grid
 from ..cluster.statistics import log, merge_pieces, moments_of
@@ -392,7 +392,9 @@ class _Sequence:
         if L:
             near = 0 if which is None else which
             near_tokens = None if which is None else tokens
-            out = mix(rows, far, near_tokens, Seen(exact, near, hidden=hidden, table=table), form, by_row=True)
+            far, pool = responses(far, hidden, table, form)
+            field = Seen(exact, near, hidden=hidden, table=table, pool=pool)
+            out = mix(rows, far, near_tokens, field, form, by_row=True)
             out = self.held.layout.unpack(out.unflatten(3, (G, C)).transpose(2, 3), L)
         else:
             out = q.new_zeros(B, H, G, 0, E) + q.sum() * 0

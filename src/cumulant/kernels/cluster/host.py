@@ -11,7 +11,7 @@ and no Lq x K x D tensor exists. What a launch needs beside tensors is kept by t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from .plan import Call, Plan, no_numbers, of_blocks, plan_for
 TILES = ("GROUP", "D", "BD", "M")
 ADDED = {"N": 512, "C": 8, "num_warps": 4}
 ADDING = Fixed(ADDED, True)
+Pool = Callable[[Plan, Any, Tensor, Tensor], None]
 ROWS_OF = (*TILES, "CLOSURE", "NEAR", "BE", "CK", "KP", "SQUARE", "PRECISION")
 
 
@@ -88,9 +89,11 @@ def fixed_for(plan: Plan, name: str, unit: int, *names: str, rows: int | None = 
 
 
 def find_statistics(
-    plan: Plan, call: Any, outputs: Sequence[Tensor], unit: int, steps: Any, causal: bool = False
+    plan: Plan, call: Any, outputs: Sequence[Tensor], unit: int, steps: Any, past: Pool | None = None
 ) -> None:
-    """Writes vectors, factors and matrices, outputs[2:5], of the clusters of `call`."""
+    """Writes vectors, factors and matrices, outputs[2:5], of the clusters of `call`. past: of causal attention, how the
+    matrices become those of the past."""
+    causal = past is not None
     vectors, factors, matrices = outputs[2:5]
     pooled, shape = plan.response == 3, plan.shape
     each = matrices.new_empty(plan.pairs, plan.KP, plan.BD, plan.BE) if pooled else matrices
@@ -105,7 +108,9 @@ def find_statistics(
         (plan.KP, plan.pairs, 1), fixed, call.key, call.value, call.bounds, order_of(call), vectors, factors, each,
         *steps[1], *steps[2], shape.length_k, shape.heads, shape.clusters, plan.per, call.scale,
     )  # fmt: skip
-    if pooled:
+    if pooled and past is not None:
+        past(plan, call, each, matrices)
+    elif pooled:
         size, N = plan.BD * plan.BE, plan.config("pool").block
         fixed = plan.once("pool", lambda: fixed_for(plan, "pool", 0, "KP", "CK", rows=128, SIZE=size, N=N))
         statistics.pool.start((size // N, plan.pairs, 1), fixed, each, call.bounds, matrices, plan.per)

@@ -46,10 +46,13 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
     # Those of kernels/past; fifth: stages of the loop over the window.
     "past_attend": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
+    "past_attend_pooled": (Config(64, 8, 3, 0, 3, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
     "past_query_gradients": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
     "past_vector_gradients": (Config(0, 4, 2), Config(0, 8, 1), Config(0, 8, 1)),
     "past_matrix_gradients": (Config(64, 4, 3, 4), Config(64, 8, 2, 1), Config(32, 8, 1, 1)),
+    "past_pool_gradients": (Config(64, 4, 3), Config(64, 8, 2), Config(32, 8, 1)),
     "past_key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
+    "past_key_gradients_pooled": (Config(64, 4, 2), Config(64, 4, 2), Config(32, 8, 1)),
 }
 
 

@@ -1,8 +1,8 @@
 """Backward kernels of causal cluster attention. Formulas: cluster/backward.py; who sees what: forward.py.
 
 `query_gradients` writes dq and, for the others, p, p f, dz and 2 dx of each tile at the places of its list,
-(B H, tiles, listed, M). A cluster has the same place in every list that holds it, and those are of tiles in a row, so
-that sums over queries run over these tiles.
+(B H, tiles, listed, M); with one response for all p f is summed over clusters, (B H, tiles, M). A cluster has the same
+place in every list that holds it, and those are of tiles in a row, so that sums over queries run over these tiles.
 """
 
 # mypy: allow-untyped-defs
@@ -42,6 +42,7 @@ from ..cluster.rows import along_means, changes_of_means, met_by_rows, read_rows
 from ..products import cast, dot
 from ..tokens import head, kernel
 from .forward import list_of, seen_clusters, sees, window, window_block
+from .pooled import through_pools
 
 
 @kernel
@@ -51,9 +52,9 @@ def query_gradients(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
     GROUP: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr, CLOSURE: tl.constexpr, RESPONSE: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    WITHIN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr,
+    NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). dq of M rows. shifts (B H, tiles, M): lse + a q.origin, for `key_gradients`; inf beyond Lq."""
     index, pid = tl.program_id(0), tl.program_id(1)
@@ -70,10 +71,10 @@ def query_gradients(
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
     factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
     origin = origin_of(factors, d, BD)
-    matrices += pid.to(tl.int64) * (KP * BD * BE)
+    matrices += pid.to(tl.int64) * ((2 * KP if RESPONSE == 3 else KP) * BD * BE)
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
     weights += slot * (listed * M)
-    gains += slot * (listed * M)
+    gains += slot * ((1 if RESPONSE == 3 else listed) * M)
     dz += slot * (listed * M)
     dx += slot * (listed * M)
     names, count = list_of(lists, index, tiles, listed, GROUP)
@@ -89,8 +90,13 @@ def query_gradients(
     tl.store(shifts + slot * M + line, total + away)
 
     sums = tl.zeros((M, BD), tl.float32)
-    squares = squared(rows, SQUARE)
-    if RESPONSE:
+    squares, end = squared(rows, SQUARE), tl.minimum(start + M, length_q)
+    last = offset + end - 1
+    answering, common = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
+    if RESPONSE == 3:
+        back = through_pools(grad, matrices, place, last, size, recent, BD, BE, True, WITHIN, PRECISION)
+        common = tl.sum(rows.to(tl.float32) * back, 1)
+    elif RESPONSE:
         for chunk in range(0, count, CK):
             at = chunk + tl.arange(0, CK)
             c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
@@ -122,10 +128,15 @@ def query_gradients(
         if dtype != tl.float32:
             change = dot(grad, tl.trans(value_low), change, PRECISION)
         z, x, grow, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
-        p = tl.exp2(tl.where(seen, z, NOTHING) - total[:, None]) * grow
+        p = tl.exp2(tl.where(seen, z, NOTHING) - total[:, None])
+        if RESPONSE == 3:
+            answering += tl.sum(p * lift, 1)
+        p *= grow
         gain = lift * reciprocal(grow)
         answer = change  # read only if clusters respond
-        if RESPONSE:
+        if RESPONSE == 3:
+            answer = tl.broadcast_to(common[:, None], (M, CK))
+        elif RESPONSE:
             answer = tl.load(dz + cells, mask=(at < count)[None, :], other=0.0).to(tl.float32)
         change, spread = changes_of_means(p, x, gain, change, answer, delta, RESPONSE, CLOSURE)
         sums, change = along_means(sums, change, high, low, PRECISION)
@@ -143,8 +154,11 @@ def query_gradients(
         var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
         turned = dot(tl.trans(spread).to(SQUARE), var, turned, PRECISION)
     sums += again.to(tl.float32) * turned
+    if RESPONSE == 3:
+        tl.store(gains + line, answering)
+        back = through_pools(grad, matrices, place, last, size, recent, BD, BE, True, WITHIN, PRECISION)
+        sums += answering[:, None] * back
     changes = tl.zeros((M,), tl.float32)
-    end = tl.minimum(start + M, length_q)
     begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX)
     for block in tl.range(begin, stop, N, num_stages=NEAR_STAGES):
         token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX)

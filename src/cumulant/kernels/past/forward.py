@@ -38,6 +38,7 @@ from ..cluster.parts import (
 from ..cluster.rows import with_means, write_rows
 from ..products import dot
 from ..tokens import head, kernel
+from .pooled import through_pools
 
 
 @triton.jit
@@ -105,26 +106,79 @@ def sound(values):
     return tl.where((flaw == 0.0)[:, None], values, tl.zeros_like(values)), flaw
 
 
+@triton.jit
+def calm(
+    vectors, bounds, start, end, length_k, size, recent, offset, BD: tl.constexpr, BE: tl.constexpr, KP: tl.constexpr,
+    ORDERED: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """Whether all values in the window of rows `start` to `end` are numbers, or reach all of these rows: by the means
+    of its blocks. Not looked at, and then no, where blocks are short, or some of the rows stand before sinks."""
+    low = tl.maximum((offset + start) // size - recent, 0)
+    last = (tl.minimum(offset + end, length_k) - 1) // size
+    flaw = tl.zeros((BE,), tl.float32)
+    for block in range(low, tl.where(size >= 32, last + 1, low)):
+        flaw += tl.load(vectors + block * (2 * BD + BE) + 2 * BD + tl.arange(0, BE)) * 0.0
+    fine = (tl.sum(flaw) == 0.0) & (size >= 32)
+    if PREFIX:
+        fine = fine & (offset + start >= tl.load(bounds + (2 * KP + 1)))
+        if ORDERED:
+            fine = fine & (start < 0)
+    return fine
+
+
+@triton.jit
+def with_window(
+    rows, k, v, bounds, order, met, place, away, a, top, total, out, size, recent, k_t, v_t,
+    SOUND: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, KP: tl.constexpr, NEAR_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums of a tile with those of its `window` in them. SOUND: some values may be no numbers; to look at each costs a
+    way through registers."""
+    d, e = tl.arange(0, BD), tl.arange(0, BE)
+    begin, first, stop = met
+    for block in tl.range(begin, stop, N, num_stages=NEAR_STAGES):
+        token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX)
+        at = placed(order, token, there, ORDERED, False)
+        keys = picked_tile(k, at, there, k_t, d, D, BD, False)
+        values = picked_tile(v, at, there, v_t, e, E, BE, False)
+        u = finished(dot(rows, tl.trans(keys), None, PRECISION))
+        if SOUND:
+            values, flaw = sound(values)
+            u += flaw[None, :]
+        u = tl.where(sees(place[:, None], at[None, :], since[:, None]) & there[None, :], u, NOTHING)
+        higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
+        p = tl.exp2(u * a - (finite(higher) + away)[:, None])
+        fading = tl.exp2(top - finite(higher))
+        rounded = packed(
+            p, rows.dtype
+        )  # what values get and its sum are rounded alike, or values far from 0 would move
+        total = total * fading + tl.sum(rounded.to(tl.float32), 1)
+        out = finished(dot(rounded, values, out * fading[:, None], PRECISION))
+        top = higher
+    return top, total, out
+
+
 @kernel
 def attend(
     q, k, v, o, rounding, lse, bounds, order, logs, spans, lists, vectors, factors, matrices, gains, tops,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
     CLOSURE: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr,
-    RESPONSE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr,
+    RESPONSE: tl.constexpr, WITHIN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr,
     NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). Output of M rows, and their log2 of the sum of all weights.
 
-    RESPONSE: clusters answer with their covariance, else with their mean. Gains p f of a tile go through memory,
-    (listed, M); `tops` holds what each chunk's are relative to. KEEP: what the rounding of the output loses is written.
+    RESPONSE: 1, clusters answer with their covariance, 3, with one for all (pooled.py), 0, with their mean. Gains p f
+    of a tile go through memory, (listed, M), unless they are but summed; `tops` holds what each chunk's are relative
+    to. KEEP: what the rounding of the output loses is written.
     """
     index, pid = tl.program_id(0), tl.program_id(1)
     line, start = tl.arange(0, M), first_row(index, tiles, M, GROUP)
     row, d, e = start + line, tl.arange(0, BD), tl.arange(0, BE)
     place = offset + row
-    dtype: tl.constexpr = q.dtype.element_ty
     q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
     k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
     v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
@@ -134,7 +188,7 @@ def attend(
     k_t, v_t = k_t * UNIT, v_t * UNIT
     vectors += pid.to(tl.int64) * (KP * (2 * BD + BE))
     factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
-    matrices += pid.to(tl.int64) * (KP * BD * BE)
+    matrices += pid.to(tl.int64) * ((2 * KP if RESPONSE == 3 else KP) * BD * BE)
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
     gains += slot * (listed * M)
     tops += slot * ((listed // CK) * M)
@@ -143,7 +197,7 @@ def attend(
 
     top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
     out = tl.zeros((M, BE), tl.float32)
-    squares = squared(rows, SQUARE)
+    squares, answering = squared(rows, SQUARE), tl.zeros((M,), tl.float32)
     for chunk in range(0, count, CK):
         at = chunk + tl.arange(0, CK)
         c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
@@ -155,14 +209,21 @@ def attend(
         p = tl.exp2(z - finite(higher)[:, None])
         fading = tl.exp2(top - finite(higher))
         top = higher
-        if RESPONSE:
+        if RESPONSE == 3:
+            answering = answering * fading + tl.sum(p * lift, 1)
+        elif RESPONSE:
             tl.store(gains + at[None, :] * M + line[:, None], packed(p * lift, gains.dtype.element_ty))
             tl.store(tops + (chunk // CK) * M + line, finite(top))
         p *= grow
         total = total * fading + tl.sum(p, 1)
         high, low = value_means(factors, c, e, BD, BE)
         out = with_means(out, fading, p, high, low, KEEP, PRECISION)
-    if RESPONSE:
+    end = tl.minimum(start + M, length_q)
+    if RESPONSE == 3:
+        last = offset + end - 1
+        answer = through_pools(rows, matrices, place, last, size, recent, BD, BE, False, WITHIN, PRECISION)
+        out += answering[:, None] * answer
+    elif RESPONSE:
         tl.debug_barrier()
         cell = d[:, None] * BE + e[None, :]
         for i in tl.range(0, count, num_stages=STAGES):
@@ -173,22 +234,17 @@ def attend(
             out += g[:, None] * dot(rows, S, None, PRECISION)
     a = scale * LOG2E
     away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
-    end = tl.minimum(start + M, length_q)
-    begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX)
-    for block in tl.range(begin, stop, N, num_stages=NEAR_STAGES):
-        token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX)
-        at = placed(order, token, there, ORDERED, False)
-        keys = picked_tile(k, at, there, k_t, d, D, BD, False)
-        values, flaw = sound(picked_tile(v, at, there, v_t, e, E, BE, False))
-        u = finished(dot(rows, tl.trans(keys), None, PRECISION)) + flaw[None, :]
-        u = tl.where(sees(place[:, None], at[None, :], since[:, None]) & there[None, :], u, NOTHING)
-        higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
-        p = tl.exp2(u * a - (finite(higher) + away)[:, None])
-        fading = tl.exp2(top - finite(higher))
-        rounded = packed(p, dtype)  # what values get and its sum are rounded alike, or values far from 0 would move
-        total = total * fading + tl.sum(rounded.to(tl.float32), 1)
-        out = finished(dot(rounded, values, out * fading[:, None], PRECISION))
-        top = higher
+    met = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX)
+    if calm(vectors, bounds, start, end, length_k, size, recent, offset, BD, BE, KP, ORDERED, PREFIX):
+        top, total, out = with_window(
+            rows, k, v, bounds, order, met, place, away, a, top, total, out, size, recent, k_t, v_t,
+            False, ORDERED, PREFIX, D, E, BD, BE, N, KP, NEAR_STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        top, total, out = with_window(
+            rows, k, v, bounds, order, met, place, away, a, top, total, out, size, recent, k_t, v_t,
+            True, ORDERED, PREFIX, D, E, BD, BE, N, KP, NEAR_STAGES, PRECISION,
+        )  # fmt: skip
     write_rows(
         o, rounding, lse, out, top, total, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t,
         KEEP, GROUP, E, BE, UNIT,

@@ -20,8 +20,10 @@ from ..cluster.plan import Plan, Shape, kept_plan
 from ..launch import cdiv, empty_like_rows, layout, like_rows, multiprocessors, padded
 from ..operator import Operator
 from . import backward, forward
+from . import pooled as by_one
 
 CK = 32  # clusters of a list that a program takes at once
+_AT_ONCE = 16  # clusters whose matrices a program sums at once
 _ROWS = (*TILES, "ORDERED", "PREFIX", "CLOSURE", "RESPONSE", "E", "BE", "KP", "SQUARE", "PRECISION")
 
 
@@ -44,7 +46,7 @@ class Call(NamedTuple):
     offset: int
     scale: float
     tile: int
-    respond: bool  # clusters answer with their covariance, else with their mean
+    response: int  # -1: clusters answer with their covariance, -2: with the mean of theirs by size, 0: with their mean
     closure: str
     prefix: int  # sinks: the first tokens that take part, in no cluster
     masked: bool  # some tokens take no part
@@ -54,14 +56,17 @@ def plan_for(call: Call) -> Plan:
     query, (B, Hk, Lk, D) = call.query, call.key.shape
     shape = Shape(
         B, Hk, query.shape[1] // Hk, query.shape[2], Lk, D, call.value.shape[-1], call.bounds.shape[0],
-        call.order is not None, call.clusters, call.size, False, call.tile, 0, -1 if call.respond else 0, call.closure,
+        call.order is not None, call.clusters, call.size, False, call.tile, 0, call.response, call.closure,
         "past", False, call.prefix, call.masked,
     )  # fmt: skip
     return kept_plan(shape, query.dtype)
 
 
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
-    """out, and lse (B H, Lq), vectors, factors, matrices of KP clusters as of cluster/host.py, and rounding."""
+    """out, and lse (B H, Lq), vectors, factors, matrices of KP clusters as of cluster/host.py, and rounding.
+
+    One response for all that a row sees is kept as two matrices for each last one of these, (B H, KP, 2, BD, BE).
+    """
     query, plan = call.query, plan_for(call)
     heads, shape = plan.pairs, plan.shape
     return (
@@ -69,7 +74,7 @@ def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
         query.new_empty(heads * shape.group, shape.length_q, dtype=torch.float32),
         query.new_empty(heads, plan.KP, 2 * plan.BD + plan.BE, dtype=torch.float32),
         query.new_empty(heads, plan.KP, 4 * plan.BD + 2 * plan.BE),
-        query.new_empty(heads, plan.KP, plan.BD, plan.BE),
+        query.new_empty(heads, plan.KP, *((2,) if plan.response == 3 else ()), plan.BD, plan.BE),
         empty_like_rows(query, shape.E) if keep and query.dtype != torch.float32 else query.new_empty(0),
     )
 
@@ -77,12 +82,15 @@ def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
 def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
     plan, outputs = plan_for(call), empty(call, keep)
     unit, steps = layout(*call[:3], outputs[0])
-    find_statistics(plan, call, outputs, unit, steps, causal=True)
+    find_statistics(plan, call, outputs, unit, steps, _pool)
     shape, (out, lse, vectors, factors, matrices, rounding) = plan.shape, outputs
     (q, k, v), heads, A, keep = call[:3], plan.pairs, call.lists.shape[-1] - 1, rounding.numel() > 0
-    gains = q.new_empty(heads, plan.tiles, A, shape.tile) if call.respond else matrices
-    tops = vectors.new_empty(heads, plan.tiles, A // CK, shape.tile) if call.respond else vectors
-    fixed = plan.once(f"attend {unit} {keep}", lambda: _fixed(plan, "past_attend", unit, KEEP=keep))
+    each = plan.response == 1
+    gains = q.new_empty(heads, plan.tiles, A, shape.tile) if each else matrices
+    tops = vectors.new_empty(heads, plan.tiles, A // CK, shape.tile) if each else vectors
+    within = _within(call)
+    kind = f"attend {unit} {keep} {within}"
+    fixed = plan.once(kind, lambda: _fixed(plan, "past_attend", unit, KEEP=keep, WITHIN=within))
     forward.attend.start(
         (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, lse, call.bounds, order_of(call), call.logs, call.spans,
         call.lists, vectors, factors, matrices, gains, tops, *steps[0], *steps[1], *steps[2], *steps[3],
@@ -90,6 +98,11 @@ def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
         call.scale,
     )  # fmt: skip
     return outputs
+
+
+def _within(call: Call) -> bool:
+    """Whether each tile lies in one block of rows, for kernels that ask: with one response for all."""
+    return call.response == -2 and call.size % call.tile == 0 and call.offset % call.tile == 0
 
 
 def _fixed(plan: Plan, name: str, unit: int, **more: Any) -> Any:
@@ -108,10 +121,14 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
     unit, steps = layout(*call[:3], out, grad, dq, dk, dv)
     per_query = tuple(lse.new_empty(heads, plan.tiles, shape.tile) for _ in range(2))
     # Gains in float32: in 16 bits they would add a rounding to the largest part of dq.
-    kinds = (q.dtype, torch.float32, q.dtype, q.dtype)
-    rest = tuple(q.new_empty(heads, plan.tiles, A, shape.tile, dtype=kind) for kind in kinds)
+    each = heads, plan.tiles, A, shape.tile
+    weights, dz, dx = (q.new_empty(each) for _ in range(3))
+    gains = lse.new_empty((heads, plan.tiles, shape.tile) if plan.response == 3 else each)
+    rest = weights, gains, dz, dx
     seen = A, call.size, call.recent, call.offset
-    fixed = plan.once(f"query_gradients {unit}", lambda: _fixed(plan, "past_query_gradients", unit))
+    within = _within(call)
+    kind = f"query_gradients {unit} {within}"
+    fixed = plan.once(kind, lambda: _fixed(plan, "past_query_gradients", unit, WITHIN=within))
     backward.query_gradients.start(
         (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, grad, dq, lse, *per_query, call.bounds, order_of(call),
         call.logs, call.spans, call.lists, vectors, factors, matrices, *rest,
@@ -160,8 +177,10 @@ def _sums(
         call.clusters, call.lists.shape[-1] - 1, call.offset, call.scale,
     )  # fmt: skip
     grad_vectors = added_up(partial)
-    if not call.respond:
+    if plan.response == 0:
         return grad_vectors, vectors
+    if plan.response == 3:
+        return grad_vectors, _pool_gradients(plan, call, g, gains, vectors, unit, tokens)
     matrix = plan.config("past_matrix_gradients")
     C, N = matrix.keys, min(shape.tile, matrix.block)
     splits = _splits(plan, plan.KP // C * heads, q.device)
@@ -174,6 +193,40 @@ def _sums(
         call.lists.shape[-1] - 1, call.offset,
     )  # fmt: skip
     return grad_vectors, added_up(partial)
+
+
+def _pool(plan: Plan, call: Call, each: Tensor, pooled: Tensor) -> None:
+    """Writes the responses of the clusters up to each one, out of theirs."""
+    size, N = plan.BD * plan.BE, plan.config("pool").block
+    fixed = plan.once("pools", lambda: _fixed_pool(plan))
+    by_one.pools.start((size // N, plan.pairs, 1), fixed, each, call.bounds, pooled, plan.per, call.clusters)
+
+
+def _fixed_pool(plan: Plan) -> Any:
+    sizes = {"CK": min(_AT_ONCE, plan.KP), "SIZE": plan.BD * plan.BE, "N": plan.config("pool").block}
+    return fixed_for(plan, "pool", 0, "KP", rows=128, **sizes)
+
+
+def _pool_gradients(
+    plan: Plan, call: Call, g: Tensor, gains: Tensor, vectors: Tensor, unit: int, tokens: tuple[int, ...]
+) -> Tensor:
+    """Gradients of the clusters' own matrices, (B H, KP, BD, BE) float32."""
+    found = vectors.new_empty(plan.pairs, plan.KP, plan.BD, plan.BE)
+    config, size, N = plan.config("past_pool_gradients"), plan.BD * plan.BE, plan.config("pool").block
+    names = (*TILES, "E", "BE", "KP", "PRECISION")
+    fixed = plan.once(
+        f"pool_gradients {unit}",
+        lambda: fixed_for(
+            plan, "past_pool_gradients", unit, *names, rows=128, N=min(config.block, padded(call.size, 16)),
+            STAGES=config.stages,
+        ),
+    )  # fmt: skip
+    by_one.pool_gradients.start(
+        (call.clusters, plan.pairs, 1), fixed, call.query, g, gains, found, *tokens, call.size, call.recent, call.offset
+    )  # fmt: skip
+    fixed = plan.once("handed_back", lambda: _fixed_pool(plan))
+    by_one.handed_back.start((size // N, plan.pairs, 1), fixed, found, call.bounds, plan.per, call.clusters)
+    return found
 
 
 def _splits(plan: Plan, programs: int, device: torch.device) -> int:
