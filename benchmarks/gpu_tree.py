@@ -36,16 +36,18 @@ SHAPES: dict[str, tuple[int, int, int, torch.dtype]] = {  # heads, tokens, width
     "short": (4, 4_096, 96, torch.bfloat16),
 }
 PARTS = {"sam2": 256, "lightglue": 64, "short": 64}
-CALLS: dict[str, list[tuple[Tree, int, int]]] = {  # tree, near, near_rows
+CALLS: dict[str, list[tuple[Tree, int, int, str]]] = {  # tree, near, near_rows, rank
     "sam2": [
-        (Tree(256), 4, 128), (Tree(256), 8, 128), (Tree(256), 16, 128), (Tree(512), 16, 128),
-        (Tree(256, patch=2), 8, 128),
+        (Tree(256), 4, 128, "mean"), (Tree(256), 8, 128, "mean"), (Tree(256), 8, 128, "error"),
+        (Tree(256), 16, 128, "mean"), (Tree(256, patch=2), 8, 128, "mean"),
     ],
     "lightglue": [
-        (Tree(64), 8, 128), (Tree(128), 8, 64), (Tree(128), 16, 64), (Tree(128), 16, 128), (Tree(256), 16, 64),
-        (Tree(256), 32, 64), (Tree(256), 32, 128), (Tree(512), 32, 64), (Tree(512), 64, 128),
+        (Tree(128), 8, 64, "mean"), (Tree(256), 16, 64, "error"), (Tree(256), 20, 64, "error"),
+        (Tree(256), 24, 64, "error"), (Tree(256), 24, 64, "mass"), (Tree(256), 32, 64, "error"),
+        (Tree(128), 12, 64, "error"), (Tree(128), 16, 64, "error"), (Tree(256), 32, 128, "error"),
+        (Tree(128), 16, 128, "error"), (Tree(64), 8, 64, "error"),
     ],
-    "short": [(Tree(64), 4, 64), (Tree(64), 8, 64)],
+    "short": [(Tree(64), 4, 64, "mean"), (Tree(64), 8, 64, "mean")],
 }  # fmt: skip
 PEERS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
@@ -131,15 +133,23 @@ def whole(name: str) -> list[dict[str, Any]]:
     print(f"{name}: softmax {exact:.3f} ms ({peer})", flush=True)
     side, rows = int(L**0.5), []
     grid = (side, side) if name == "sam2" else None
-    for tree, near, near_rows in CALLS[name]:
-        given: dict[str, Any] = {"clusters": tree, "near": near, "near_rows": near_rows, "grid": grid}
-        own = milliseconds(lambda g=given: cluster_attention(q, k, v, rank="mean", response="pooled", **g))
+    for tree, near, near_rows, rank in CALLS[name]:
+        given: dict[str, Any] = {"clusters": tree, "near": near, "near_rows": near_rows, "grid": grid, "rank": rank}
+        own = milliseconds(lambda g=given: cluster_attention(q, k, v, response="pooled", **g))
         rows.append(
-            {"shape": name, "tree": str(tree), "near": near, "near_rows": near_rows, "ms": own, "softmax": exact}
+            {
+                "shape": name,
+                "tree": str(tree),
+                "near": near,
+                "near_rows": near_rows,
+                "rank": rank,
+                "ms": own,
+                "softmax": exact,
+            }
         )
         print(
             f"  Tree({tree.count}, patch={tree.patch}), near {near} ({near * L // tree.count} tokens), {near_rows} "
-            f"rows: {own:.3f} ms, {exact / own:.1f} x",
+            f"rows, by {rank}: {own:.3f} ms, {exact / own:.1f} x",
             flush=True,
         )
     return rows
@@ -152,9 +162,9 @@ def profile(name: str) -> None:
 
     heads, L, width, dtype = SHAPES[name]
     q, k, v = (tokens(1, heads, L, width, dtype=dtype, seed=i) * 0.5 for i in range(3))
-    tree, near, near_rows = CALLS[name][1]
+    tree, near, near_rows, rank = CALLS[name][1]
     grid = (int(L**0.5),) * 2 if name == "sam2" else None
-    run = lambda: cluster_attention(q, k, v, clusters=tree, near=near, near_rows=near_rows, grid=grid)  # noqa: E731
+    run = lambda: cluster_attention(q, k, v, clusters=tree, near=near, near_rows=near_rows, grid=grid, rank=rank)  # noqa: E731
     for _ in range(3):
         run()
     torch.cuda.synchronize()
