@@ -7,11 +7,11 @@ gives with softmax. It sees crops, flipped or not, of FRAMES, a folder of pictur
 never saw. A name is one mechanism for all global layers, or one for each with " / " between. Blocks before the first
 global layer stay as they are.
 
-Each of TRIES (which weights learn, at what rate) gets its share of `--seconds`, from the same start. Of all of them and
-of the start, those weights are kept whose embedding errs least on every eighth picture of FRAMES, from which nothing is
-learned: looked at each minute and at the end of a try. PICTURES decide nothing.
+Each of `--rates` gets its share of `--seconds`, from the same start. Of all of them and of the start, those weights are
+kept whose embedding errs least on every eighth picture of FRAMES, from which nothing is learned: looked at each minute
+and at the end of a rate. PICTURES decide nothing.
 
-As many steps are planned as fit into a try's share; where another program slows them down, it ends at that time.
+As many steps are planned as fit into a rate's share; where another program slows them down, it ends at that time.
 Steps are in float32, on a GPU with products in TF32: bfloat16 moves the embedding as far as clusters do. JSON goes to
 $OUT/sam2_distill.json if OUT is set, every minute with the masks of a few pictures: a run that is cut off has said
 something.
@@ -48,10 +48,9 @@ NAME = " / ".join(
     f"cluster64+find=tree+leaves=4+opened={opened}+near={near}+width=24+exact={exact}"
     for opened, near, exact in ((16, 24, 92), (18, 32, 112), (16, 24, 84))
 )
-ALL, OWN = "all", "global layers"  # weights that learn: all from the first global layer on, or those layers' own
-TRIES = ((ALL, 5e-7), (ALL, 1.5e-6))
+RATES = (5e-7, 1.5e-6)  # of AdamW: 1e-5 moves the embedding further in five steps than clusters do
 FEW, TICK = 6, 60.0  # pictures whose masks are looked at on the way, and how often, in seconds
-TIMED = 5  # steps that say how long one takes
+TIMED = 3  # steps that say how long one takes
 APART = 8  # of so many pictures one is not learned from
 
 
@@ -173,6 +172,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=10, help="points, and as many boxes, of a picture")
     parser.add_argument("--only", type=int, help="so many pictures for the masks")
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES)
     return parser.parse_args(arguments)
 
 
@@ -189,10 +189,7 @@ def main() -> None:
     convert(student.vision_encoder, layers=given, data=shown[0].tensor(size).to(device), force=True)
     width = own.vision_encoder.backbone.blocks[first].attn.qkv.out_features // 12
     work = sum(share_of_work(x, (size // 16) ** 2, width) for x in given.values()) / len(given)
-    weights = [name for name, _ in teacher.named_parameters()]
-    early = ("backbone.patch_embed", "backbone.pos_embed", *(f"backbone.blocks.{i}." for i in range(first)))
-    others = tuple(x for x in weights if not x.startswith(tuple(f"{name}." for name in names)))
-    frozen = {ALL: early, OWN: others}
+    frozen = ("backbone.patch_embed", "backbone.pos_embed", *(f"backbone.blocks.{i}." for i in range(first)))
     record: dict[str, Any] = {
         "provenance": provenance(
             " ".join(["python benchmarks/sam2_distill.py MODEL PICTURES FRAMES", *sys.argv[4:]]), gpu=True
@@ -216,11 +213,9 @@ def main() -> None:
     def lesson(steps: int) -> Crops:
         return Crops(learned, options.batch, size, steps)
 
-    def learn(encoder: Any, data: Crops, which: str, rate: float) -> Any:
-        recipe = DistillRecipe(
-            epochs=1, layer_share=0.0, lr=rate, min_lr=rate / 100, frozen=frozen[which], checkpoint_steps=0
-        )
-        return distill(encoder, teacher, data, recipe, output=embedding)
+    def learn(encoder: Any, data: Crops, rate: float) -> Any:
+        how = {"lr": rate, "min_lr": rate / 100, "frozen": frozen, "layer_share": 0.0, "checkpoint_steps": 0}
+        return distill(encoder, teacher, data, DistillRecipe(epochs=1, **how), output=embedding)
 
     print(f"{options.name}: {work:.1%} of softmax's multiply-adds; {len(frames)} frames", flush=True)
     asked = [Asked.of(own, x, size, options.prompts, place) for place, x in enumerate(shown)]
@@ -237,7 +232,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     for _ in range(2):  # the first is slow
         of_step = time.perf_counter()
-        learn(copy.deepcopy(encoder), lesson(TIMED), *TRIES[0])
+        learn(copy.deepcopy(encoder), lesson(TIMED), options.rates[0])
         of_step = (time.perf_counter() - of_step) / TIMED
     print(f"{of_step:.3f} s a step; {best[0]:.3e} of the embedding is missed, of {len(apart)} frames", flush=True)
 
@@ -250,15 +245,15 @@ def main() -> None:
         line = {"try": tried, "step": step, "seconds": seconds, "missed": error, "rows": rows}
         keep(looks=[*record["looks"], line])
 
-    for number, (which, rate) in enumerate(TRIES):
+    for number, rate in enumerate(options.rates):
         encoder.load_state_dict(start)
-        now, tried = time.perf_counter(), f"{which} at {rate:g}"
-        share = (options.seconds - (now - begun)) / (len(TRIES) - number)
+        now, tried = time.perf_counter(), f"rate {rate:g}"
+        share = (options.seconds - (now - begun)) / (len(options.rates) - number)
         data = lesson(max(TIMED, int(share / of_step)))
         data.until = now + share
         data.tell(partial(look, tried), TICK)
         try:
-            print(learn(encoder, data, which, rate), flush=True)
+            print(learn(encoder, data, rate), flush=True)
         except LateError:
             print(f"{tried}: ended by the time, of {data.steps} steps", flush=True)
         look(tried, data.step)
