@@ -39,6 +39,21 @@ def test_one_query_gets_softmax_itself(order):
     torch.testing.assert_close(of_order(order)(q, k, v, around="mean"), F.scaled_dot_product_attention(q, k, v))
 
 
+@pytest.mark.parametrize("apart", [0, 1])
+def test_keys_and_values_far_from_0_cost_gradients_no_digits(apart):
+    """Softmax does not see where they lie. Of one query, and of many."""
+    torch.manual_seed(0)
+    for L in (1, 5):
+        q, k, v, grad = (torch.randn(1, 2, n, 8) + m for n, m in ((L, 0), (9, 1e3), (9, 1e3), (L, 0)))
+        found, exact = (
+            torch.autograd.grad(attention(*x, around="mean", apart=apart), x, grad.to(dtype))
+            for dtype in (torch.float32, torch.float64)
+            for x in [[y.to(dtype).requires_grad_() for y in (q, k, v)]]
+        )
+        for x, y in zip(found, exact, strict=True):
+            assert (x - y).norm() < 2e-5 * y.norm()
+
+
 def test_queries_far_from_0_but_close_together_are_nearly_exact_and_not_so_around_0():
     q, k, v = draw((1, 2, 8, 4), (1, 2, 20, 4), (1, 2, 20, 4))
     q = 4 + 0.05 * q

@@ -70,7 +70,8 @@ def softmax_rows(call: Call, apart: int, weigh: bool) -> Tensor:
     query = call.query[..., :apart, :]
     with without_autocast(query.device.type):
         key, value = (wide(repeat_heads(x, query.shape[-3])) for x in (call.key, call.value))
-        logits, added = call.softmax_scale * wide(query) @ key.mT, log_weights(call.key_mask, key[..., 0])
+        added = log_weights(call.key_mask, key[..., 0])
+        logits = call.softmax_scale * wide(query) @ (key - key_point(key, added)).mT
         w = softmax_or_zero(logits if added is None else logits + added.unsqueeze(-2))
         return (w if weigh else w @ value).to(query.dtype)
 
@@ -93,8 +94,24 @@ def means(query: Tensor, present: Tensor | None, apart: int) -> Iterator[tuple[T
 
 def mean_logits(mean: Tensor, key: Tensor, added: Tensor | None, scale: float) -> Tensor:
     """Logits (..., H, S) of the mean query (..., H, 1, D), with what a mask adds: their softmax weighs the keys."""
-    logits = scale * (mean * wide(key)).sum(-1)
+    logits = scale * (mean * (wide(key) - key_point(key, added))).sum(-1)
     return logits if added is None else logits + added
+
+
+def key_point(key: Tensor, added: Tensor | None) -> Tensor:
+    """A point amid the keys (..., H, S, D) that take part, (..., H, 1, D): softmax does not depend on it, but what
+    float32 holds of its logits does."""
+    key = wide(key.detach())
+    if added is None:
+        return key.mean(-2, keepdim=True) if key.shape[-2] else key.sum(-2, keepdim=True)
+    return softmax_or_zero(added.detach()).unsqueeze(-2) @ key
+
+
+def averaged(w: Tensor, value: Tensor) -> Tensor:
+    """w @ value (..., 1, E) for weights (..., 1, S) whose sum is 1, or which are 0. Their gradient is made of
+    differences of values, which are measured from the average itself."""
+    average = w.detach() @ value.detach()
+    return w @ (value - average) + average
 
 
 def check_apart(apart: int, queries: int) -> None:
@@ -108,7 +125,7 @@ def _tilted(what: Expansion, call: Call, logits: Tensor, form: Form) -> Tensor:
     if call.query.shape[-2] == 1:  # softmax itself
         out = w[:, None, None, :]
         with without_autocast(w.device.type):
-            return (out @ wide(call.value) if what is expand else out).to(call.query.dtype)
+            return (averaged(out, wide(call.value)) if what is expand else out).to(call.query.dtype)
     if what is expand and w.requires_grad and torch.is_grad_enabled() and _has_kernel(call, w, form):
         return around_weights(call, form, logits, w.detach())
     return what(call._replace(key_mask=w), form)
