@@ -186,6 +186,21 @@ def test_a_layer_compiles_without_a_break_with_the_same_gradients(order, backend
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize(("dtype", "seed"), [(torch.bfloat16, 6), (torch.float16, 0)])
+def test_distances_from_the_mean_query_keep_their_digits_in_16_bits(dtype, seed):
+    """Those of all queries sum to 0, and most of dk with them."""
+    shapes = (1, 1, 40, 1), (1, 1, 5, 1), (1, 1, 5, 1), (1, 1, 40, 1)
+    q, k, v, grad = (x.to(dtype) for x in draw(*shapes, seed=seed))
+    k = 0.01 * k
+    found, exact = (
+        torch.autograd.grad(attention(*x, order=3, around="mean"), x, grad.to(of))
+        for of in (dtype, torch.float64)
+        for x in [[y.to(of).requires_grad_() for y in (q, k, v)]]
+    )
+    for x, y in zip(found, exact, strict=True):
+        assert (x - y).norm() < 0.6 * torch.finfo(dtype).eps * y.norm()
+
+
 def test_bfloat16_is_as_close_as_its_rounding():
     q, k, v = draw((1, 2, 64, 16), (1, 2, 64, 16), (1, 2, 64, 16), dtype=torch.float32)
     q, k, v = (x.bfloat16() for x in (q, k, v))

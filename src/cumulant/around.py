@@ -57,8 +57,8 @@ def around_mean(what: Expansion, call: Call, form: Form) -> Tensor:
     outs = []
     for rows, mean in means(query, present, form.apart):
         logits = mean_logits(mean, key, added, scale).reshape(-1, key.shape[-2])
-        d = _fold((wide(rows) - mean).to(rows.dtype))
-        out = _tilted(what, Call(d, k, v, scale=scale), logits, form)
+        d = _fold(wide(rows) - mean)
+        out = _tilted(what, Call(d, k, v, scale=scale), logits, form).to(rows.dtype)
         outs.append(out.reshape(*lead, heads, *out.shape[-2:]))
     return torch.cat(outs, -2)
 
@@ -125,10 +125,15 @@ def _tilted(what: Expansion, call: Call, logits: Tensor, form: Form) -> Tensor:
     if call.query.shape[-2] == 1:  # softmax itself
         out = w[:, None, None, :]
         with without_autocast(w.device.type):
-            return (averaged(out, wide(call.value)) if what is expand else out).to(call.query.dtype)
-    if what is expand and w.requires_grad and torch.is_grad_enabled() and _has_kernel(call, w, form):
-        return around_weights(call, form, logits, w.detach())
-    return what(call._replace(key_mask=w), form)
+            return averaged(out, wide(call.value)) if what is expand else out
+    short = call._replace(query=call.query.to(call.key.dtype))
+    if what is not expand:
+        return what(short._replace(key_mask=w), form)
+    if not _has_kernel(short, w, form):  # in float32: of the distances from the mean 16 bits would cut off digits
+        return what(call._replace(key=wide(call.key), value=wide(call.value), key_mask=w), form)
+    if w.requires_grad and torch.is_grad_enabled():
+        return around_weights(short, form, logits, w.detach())
+    return what(short._replace(key_mask=w), form)
 
 
 def _has_kernel(call: Call, w: Tensor, form: Form) -> bool:
