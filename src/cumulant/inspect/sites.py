@@ -137,7 +137,7 @@ def swappable_sites(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
             }
             sites.append(Site(len(sites), name, module, int(getattr(module, "num_heads", 0)), kind, **known))
     if library == OURS:
-        with _causal(site.module for site in sites) as causal, torch.no_grad():
+        with _noted((site.module for site in sites), _is_causal) as causal, torch.no_grad():
             run()
         return [replace(site, pattern="causal") if site.module in causal else site for site in sites]
     sites += _inside(model, run, [model.get_submodule(site.name) for site in sites])
@@ -176,7 +176,9 @@ def _asking(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
     hf.register_transformers()
     found: list[hf.Found] = []
     try:
-        with implementation(model, hf.MIXED), hf.discovering() as found, _contexts(model) as crossing, torch.no_grad():
+        attention = [module for module in model.modules() if "Attention" in type(module).__name__]
+        crosses = _noted(attention, _crosses)
+        with implementation(model, hf.MIXED), hf.discovering() as found, crosses as crossing, torch.no_grad():
             run()
     except Exception as error:
         # A model that computes attention itself may stumble over a mask that our registry made. Where the same batch
@@ -212,40 +214,32 @@ def _window_of(model: nn.Module, name: str) -> int:
 
 
 @contextmanager
-def _causal(layers: Iterable[nn.Module]) -> Iterator[set[nn.Module]]:
-    """Within this, layers of ours that are called with is_causal=True are noted."""
-    causal: set[nn.Module] = set()
+def _noted(modules: Iterable[nn.Module], so: Callable[..., bool]) -> Iterator[set[nn.Module]]:
+    """Within this, those of the modules are noted for which so(module, args, kwargs) is true of a call."""
+    found: set[nn.Module] = set()
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("is_causal"):
-            causal.add(module)
+        if so(module, args, kwargs):
+            found.add(module)
 
-    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in layers]
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in modules]
     try:
-        yield causal
+        yield found
     finally:
         for handle in handles:
             handle.remove()
 
 
-@contextmanager
-def _contexts(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Within this, attention modules that are called with another sequence to attend to are noted."""
-    crossing: set[nn.Module] = set()
+def _is_causal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a layer of ours is called with is_causal=True."""
+    return bool(kwargs.get("is_causal"))
 
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
-        if any(given.get(name) is not None for name in CONTEXTS):
-            crossing.add(module)
 
-    attention = [module for module in model.modules() if "Attention" in type(module).__name__]
-    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in attention]
-    try:
-        yield crossing
-    finally:
-        for handle in handles:
-            handle.remove()
+def _crosses(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention module is called with another sequence to attend to."""
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    given = {**given, **given.get("kwargs", {})}
+    return any(given.get(name) is not None for name in CONTEXTS)
 
 
 def _dropout_of(module: nn.Module) -> float:
