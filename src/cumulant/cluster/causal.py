@@ -25,6 +25,7 @@ from ..tensors import ABSENT
 from .backend import Form
 from .fields import Exact, Far, Seen, Tokens, mix
 from .layout import Blocks
+from .near import marked
 from .statistics import joined, log, merge, moments_of
 
 
@@ -140,10 +141,7 @@ def responses(far: Far, hidden: Tensor | None, table: Tensor | None, form: Form)
     if table is None:
         assert hidden is not None
         return far._replace(response=None), far.pools(~hidden)
-    K = far.log_weight.shape[-1]
-    held = torch.zeros(len(table), K + 1, dtype=torch.bool, device=table.device)
-    held = held.scatter(1, torch.where(table < 0, K, table), True)[:, :K]
-    return far._replace(response=None), far.pools(held)
+    return far._replace(response=None), far.pools(marked(table, far.log_weight.shape[-1]))
 
 
 def _fit(x: Tensor, length: int, seen: int) -> Tensor:

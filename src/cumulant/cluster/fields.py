@@ -22,7 +22,7 @@ from ..moments import Moments, ratio
 from ..tensors import ABSENT, softmax_or_zero
 from ..tracing import transformed
 from .backend import Form
-from .near import fused, groups, heaviest, largest, near_answers, responding
+from .near import fused, groups, heaviest, largest, marked, near_answers, responding
 from .statistics import log
 
 
@@ -311,9 +311,7 @@ def _rows(q: Tensor, far: Far, tokens: Tokens | None, seen: Seen, form: Form, by
         which = nearest(q.detach(), far, near, rows, form, by_row, masses, pool is not None)
     if which is not None and tokens is not None and which.shape[-1]:
         which = which.expand(B, H, *which.shape[2:])
-        # Near clusters leave the far field; a -1 goes to a column beyond the last, which is cut off again.
-        taken = torch.zeros(*which.shape[:-1], K + 1, dtype=torch.bool, device=q.device)
-        taken = taken.scatter(-1, torch.where(which < 0, K, which), True)[..., :K]
+        taken = marked(which, K)  # near clusters leave the far field
         logits[0] = log_Z.masked_fill(taken if by_row else taken.unsqueeze(-2), ABSENT)
         if tokens.dense(which.shape[-1]):
             key, value, log_weight = tokens.masked(taken if by_row else taken.unsqueeze(-2))

@@ -26,7 +26,7 @@ from ..moments import ratio
 from ..tensors import ABSENT, softmax_or_zero
 from .backend import Form
 from .fields import Exact, Far, Tokens, recomputed, room
-from .near import heaviest, near_answers
+from .near import heaviest, marked, near_answers
 from .statistics import log, merge_pieces, moments_of
 from .tree import Tree, rows_of
 
@@ -229,10 +229,8 @@ def _largest(log_Z: Tensor, variance: Tensor, count: int, form: Form) -> Tensor:
 
 
 def _without(log_Z: Tensor, which: Tensor) -> Tensor:
-    """log Z with -inf at `which`; a -1 goes to a column beyond the last, which is cut off again."""
-    K = log_Z.shape[-1]
-    taken = torch.zeros(*log_Z.shape[:-1], K + 1, dtype=torch.bool, device=log_Z.device)
-    return log_Z.masked_fill(taken.scatter(-1, torch.where(which < 0, K, which), True)[..., :K], ABSENT)
+    """log Z with -inf at `which`, -1 for none."""
+    return log_Z.masked_fill(marked(which, log_Z.shape[-1]), ABSENT)
 
 
 def _picked(far: Far, ids: Tensor) -> Far:

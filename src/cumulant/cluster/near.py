@@ -102,6 +102,12 @@ def _read(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return mass, (kernel @ value) / total
 
 
+def marked(which: Tensor, K: int) -> Tensor:
+    """Whether lists `which` (..., t), -1 for none, name each of K clusters: (..., K) bool."""
+    found = torch.zeros(*which.shape[:-1], K + 1, dtype=torch.bool, device=which.device)
+    return found.scatter(-1, torch.where(which < 0, K, which), True)[..., :K]  # a -1 goes to a column that is cut off
+
+
 def heaviest(
     log_Z: Tensor, variance: Tensor, count: int, rank: str, rows: Tensor | None, by_row: bool, pooled: bool = False
 ) -> Tensor:
