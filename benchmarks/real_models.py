@@ -1,4 +1,4 @@
-"""What the tables of docs/real-models.md share: SAM 2, its pictures, prompts and masks, layers replaced for a while.
+"""What the tables of docs/real-models share: SAM 2, its pictures, prompts and masks, layers replaced for a while.
 
 The model is what `python -m tools.models sam2` made, a folder, or the file of `--packed`; pictures are any folder of
 them. Pictures are squared to the size of the model, as its own processor does.

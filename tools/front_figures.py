@@ -1,7 +1,9 @@
 """Figures of the first pages, from records: `python -m tools.pages` draws them.
 
 cpu_time.svg: milliseconds of a call against tokens on two cores (cpu.json). swap.svg: accuracy of a trained model after
-its softmax was replaced and nothing trained (class_tokens_digits.json).
+its softmax was replaced and nothing trained (class_tokens_digits.json). real-cache.svg: perplexity of a language model
+against the memory of its cache (smollm2_cache.json). real-captured.svg: squared error of attention on tensors of real
+models against its speed (captured_qkv.json).
 """
 
 from __future__ import annotations
@@ -10,7 +12,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cumulant.style import COLOURS, new_figure, save, styled
+from cumulant.style import COLOURS, INK, SOFT, new_figure, save, styled
+
+GOAL = 6, 0.05  # of issue 22: times as fast as cuDNN, squared error
+MODELS = {
+    "sam2": ("SAM 2", "cumulant3", "s"),
+    "lightglue": ("LightGlue", "cumulant2", "o"),
+    "smollm2": ("SmolLM2", "linear", "^"),
+}
 
 
 @styled
@@ -43,3 +52,60 @@ def swap(found: Any, out: Path) -> None:
     axis.set(xlim=(50, 107), xticks=range(50, 101, 10))
     axis.set_xlabel("top-1 of the digits, %; pale: class token as the patches")
     save(figure, out, ("svg",))
+
+
+@styled
+def cache(found: Any, out: Path) -> None:
+    figure, ((axis,),) = new_figure(1, 1, (6.4, 3.2))
+    rows = found["moby-dick"]
+    for kind, label, colour, marker in (
+        ("window", "the last tokens and 4 sinks", SOFT, "s"), ("merged", "merged", COLOURS["cumulant3"], "o"),
+    ):  # fmt: skip
+        shown = [row for name, row in rows.items() if name.startswith(kind)]
+        points = sorted((100 * row["memory"], 100 * row["above"], 100 * row["above_error"]) for row in shown)
+        x, y, error = zip(*points, strict=True)
+        axis.errorbar(x, y, error, marker=marker, markersize=5, capsize=3, color=colour, label=label)
+        for at, height in zip(x, y, strict=True):
+            offset, side = ((8, 5), "left") if kind == "window" else ((-4, -13), "right")
+            axis.annotate(
+                f"+{height:.1f} %", (at, height), offset, textcoords="offset points", ha=side, color=colour, fontsize=8
+            )
+    axis.set(xscale="log", xlim=(5, 34), ylim=(0, 7.4), ylabel="perplexity above the whole cache, %")
+    axis.set_xticks([6.25, 12.5, 25], ["1/16", "1/8", "1/4"])
+    axis.minorticks_off()
+    axis.set_xlabel("memory of the cache at 8,192 tokens, of the whole")
+    axis.grid(alpha=0.3, which="major")
+    axis.legend()
+    save(figure, out, ("svg",))
+
+
+@styled
+def captured(record: Any, out: Path) -> None:
+    """Clusters are filled marks, second order hollow ones."""
+    figure, ((axis,),) = new_figure(1, 1, (6.4, 3.6))
+    for model, (label, colour, marker) in MODELS.items():
+        for second in (False, True):
+            rows = [row for row in record["found"][model] if (row["name"] == "cumulant2") == second]
+            axis.plot(
+                [row["softmax"] / row["seconds"] for row in rows], [row["squared_error"] for row in rows], marker,
+                color=COLOURS[colour], markersize=5, fillstyle="none" if second else "full",
+                label=f"{label}, second order" if second else label,
+            )  # fmt: skip
+    fast, close = GOAL
+    axis.set(xscale="log", yscale="log", xlim=(0.13, 40), ylim=(8e-4, 9e2), xlabel="times as fast as cuDNN's softmax")
+    axis.set_ylabel("squared error")
+    axis.fill_between([fast, 40], [8e-4, 8e-4], [close, close], color=COLOURS["cumulant2"], alpha=0.15, linewidth=0)
+    axis.text(40, close / 1.4, "the goal ", ha="right", va="top", color=INK, fontsize=8)
+    axis.set_xticks([0.2, 0.5, 1, 2, 5, 10, 20], ["0.2", "0.5", "1", "2", "5", "10", "20"])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3, which="major")
+    axis.legend(loc="upper left", fontsize=7.5)
+    save(figure, out, ("svg",))
+
+
+FIGURES = {  # a file: its record, and what draws it
+    "cpu_time.svg": ("cpu", cpu_time),
+    "swap.svg": ("class_tokens_digits", swap),
+    "real-cache.svg": ("smollm2_cache", cache),
+    "real-captured.svg": ("captured_qkv", captured),
+}

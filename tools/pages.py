@@ -395,6 +395,7 @@ BLOCKS: dict[str, Callable[[Result], str]] = {
     "zoo_train_tiny-imagenet-100": train_block, "error_pareto": pareto_block, "cluster_error": cluster_block,
     "cluster_stream": stream_block, "around_mean": around_block,
 }  # fmt: skip
+DRAWN = ("class_tokens_digits", "smollm2_cache", "captured_qkv")  # of which there are figures alone
 SPEED = (  # records of benchmarks/gpu_all.py
     "gpu_called", "gpu_dense", "gpu_causal", "fold-cuda", "gpu_decode", "gpu_host", "gpu_first_call", "gpu_public",
     "gpu_tests", "gpu_speed", "gpu_profile",
@@ -425,7 +426,7 @@ PAGES = {
 def read(repository: Path) -> dict[str, Result]:
     """The results that are there, by name."""
     folder = repository / "benchmarks" / "results"
-    names = (*BLOCKS, "zoo_orderings", "cab", "cpu", "cpu_shared", "class_tokens_digits", *SPEED)
+    names = (*BLOCKS, "zoo_orderings", "cab", "cpu", "cpu_shared", *DRAWN, *SPEED)
     paths = {name: folder / f"{name}.json" for name in names}
     paths |= {f"study_{name}": folder / f"study_{name}.json" for name in (*STUDIES, *LAYERS)}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
@@ -467,9 +468,9 @@ def main() -> None:
     results = read(ROOT)
     figures = ROOT / "docs" / "figures"
     plot_gpu.draw(results["gpu_dense"], results["gpu_called"], figures / "gpu_time.svg")
-    front_figures.cpu_time(results["cpu"], figures / "cpu_time.svg")
-    front_figures.swap(results["class_tokens_digits"], figures / "swap.svg")
-    print("docs/figures: gpu_time.svg, cpu_time.svg, swap.svg")
+    for name, (record, draw) in front_figures.FIGURES.items():
+        draw(results[record], figures / name)
+    print("docs/figures:", ", ".join(("gpu_time.svg", *front_figures.FIGURES)))
 
 
 if __name__ == "__main__":

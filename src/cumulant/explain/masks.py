@@ -32,7 +32,7 @@ from ..nn.swapped.choice import KEPT, Choice
 from ..nn.swapped.plan import applied, attention_layers
 from ..optional import needed
 
-# From linear to softmax, by rising cost, and what a page calls them; docs/real-models.md has IoU of their kinds.
+# From linear to softmax, by rising cost, and what a page calls them; docs/real-models/sam-2.md has IoU of their kinds.
 DIAL = {
     "cumulant2": "linear",
     "cluster16+response=pooled": "16 squares",
