@@ -15,7 +15,11 @@ def test_covariance_and_mean_of_every_batch(B, L, C, dtype):
     exact = x.double() - x.double().mean(1, keepdim=True)
     assert error(mean, x.double().mean(1)) < 1e-5
     assert (G.double() - exact.mT @ exact / L).abs().max() < (1e-2 if dtype == torch.bfloat16 else 2e-3)
-    assert torch.equal(G, G.mT)
+    # Tiles beside the diagonal are one result written twice. In those on it the products of the interpreter, NumPy's,
+    # may add up x y and y x in another order: on some CPUs they do.
+    tile = triton_covariance.BLOCK
+    assert torch.equal(G[:, tile:, :tile], G[:, :tile, tile:].mT)
+    torch.testing.assert_close(G, G.mT, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_grids_have_one_dimension(monkeypatch):

@@ -103,7 +103,7 @@ def test_16_bits_are_at_most_twice_as_far_off_as_torch_in_float32_rounded_once(d
 
 def test_the_gradient_of_the_ridge_keeps_more_digits_than_the_inputs_have():
     found = errors(kernels, draw(40, 65, 32, 32, dtype=torch.bfloat16))
-    assert found["d_ridge"] < 1e-4
+    assert found["d_ridge"] < torch.finfo(torch.bfloat16).eps / 2 / 16  # four bits more than half a unit of theirs
 
 
 def test_fewer_steps_than_needed_give_the_same_unfinished_answer():
