@@ -1,4 +1,4 @@
-"""Everything that docs/performance.md shows of a GPU, in one run, alone on the device.
+"""Everything that docs/performance.md and docs/lab/speed.md show of a GPU, in one run, alone on the device.
 
     PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py            about 4 minutes on an H200
     PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py --tests    with the GPU suite, about 7 minutes

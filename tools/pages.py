@@ -350,9 +350,9 @@ def front_block(results: Mapping[str, Result]) -> str:
 
 
 def cpu_block(result: Result) -> str:
-    """How many times as long softmax takes on two cores, and what a call takes itself."""
+    """What a call takes on two cores, beside the products that it needs; softmax is in the first table of the page."""
     lengths = list(dict.fromkeys(row["L"] for row in result["speed"]))
-    rows = [[f"softmax / order {n}", *(f"{softmax_takes(result, n, L)} x" for L in lengths)] for n in (2, 3)]
+    rows = []
     for n in (2, 3):
         own = {row["L"]: row["over_products"] for row in result["speed"] if row["order"] == n}
         rows.append([f"order {n}, ms", *(f"{own[L]['ms']:.3g} ({own[L]['ratio']:.1f} x)" for L in lengths)])
@@ -360,11 +360,6 @@ def cpu_block(result: Result) -> str:
         own = {row["L"]: row.get("step_over_products") for row in result["speed"] if row["order"] == n}
         if all(own.values()):
             rows.append([f"step of order {n}, ms", *(f"{own[L]['ms']:.3g} ({own[L]['ratio']:.1f} x)" for L in lengths)])
-    both = {"softmax_over_ours": "softmax / 64 clusters, near 2", "softmax_step_over_ours": "the same, steps"}
-    for key, name in both.items():
-        found = {row["L"]: f"{row[key]['ratio']:.1f} x" for row in result.get("clusters", ()) if key in row}
-        if found:
-            rows.append([name, *(found.get(L, "") for L in lengths)])
     return f"{table(['tokens', *(f'{L:,}' for L in lengths)], rows)}\n\n{origin(result)}"
 
 
@@ -405,9 +400,9 @@ PAGES = {
     "docs/index.md": ("front",),
     "docs/first.md": ("orders",),
     "docs/performance.md": (
-        "gpu_called", "gpu_goals", "gpu_dense", "gpu_more", "gpu_host", "gpu_first_call", "gpu_public", "gpu_tests",
-        "gpu_speed", "gpu_profile", "cpu", "cpu_shared",
+        "speed_front", "gpu_calls", "cpu", "gpu_dense", "gpu_host", "gpu_first_call", "gpu_public", "gpu_tests_in_all",
     ),
+    "docs/lab/speed.md": ("gpu_goals", "gpu_profile", "gpu_called", "gpu_more", "gpu_speed", "cpu_shared", "gpu_tests"),
     "docs/lab/benchmarks.md": (
         "error_pareto", "zoo_efficiency_cpu", "zoo_efficiency", "zoo_gpu", "zoo_train_digits",
         "zoo_train_tiny-imagenet-100",

@@ -1,10 +1,12 @@
-"""The tables of docs/performance.md, from the records of `benchmarks/gpu_all.py`: `python -m tools.pages`."""
+"""The tables of docs/performance.md and docs/lab/speed.md, from the records of `benchmarks/gpu_all.py` and
+`benchmarks/cpu.py`: `python -m tools.pages`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tools import plot_gpu
 from tools.pages import origin, table
 
 Result = Mapping[str, Any]
@@ -34,6 +36,12 @@ CALLS = {  # of gpu_called.py
     "causal 2, 16k": "`attention(order=2, is_causal=True)`, B 8, 16,384",
     "causal 3, 16k": "`attention(order=3, is_causal=True)`, B 8, 16,384",
 }
+COUNTED = ("passed", "failed", "skipped")
+FRONT = {  # calls of the first table: length, case of gpu_called.py
+    "64 clusters, `near=2` (256 at 65,536)": {4096: "4k", 16384: "cluster", 65536: "long"},
+    "`is_causal=True`, order 2": {16384: "causal 2, 16k"},
+    "`is_causal=True`, order 3": {16384: "causal 3, 16k"},
+}
 # The best public kernel that is not causal, second order without means; measured on such a machine before.
 PEER = {
     64: (0.36, 0.44), 197: (0.62, 0.60), 577: (0.78, 0.71), 1568: (0.90, 0.81), 4096: (0.96, 0.83),
@@ -53,8 +61,65 @@ def times(number: float) -> str:
     return f"{number:.0f}" if number >= 20 else f"{number:.1f}"
 
 
+def front_block(results: Mapping[str, Result]) -> str:
+    """The first table of the page: how many times as long softmax takes, by device, call and length."""
+    parts = []
+    if {"gpu_dense", "gpu_called"} <= set(results):
+        parts += [
+            "**One H200**, bfloat16, forward / training step:",
+            gpu_front(results["gpu_dense"], results["gpu_called"]),
+        ]
+    if "cpu" in results:
+        parts += ["**Two CPU cores**, float32, forward; in brackets a training step:", cpu_front(results["cpu"])]
+    return "\n\n".join(parts) or "Not run yet."
+
+
+def gpu_front(dense: Result, called: Result) -> str:
+    found: dict[str, dict[int, list[float]]] = {}
+    for which in plot_gpu.NAMES:
+        softmax = dict(plot_gpu.points(dense, called, "sdpa_", 2, which))
+        for order in (2, 3):
+            for length, time in plot_gpu.points(dense, called, "", order, which):
+                if length in softmax:
+                    row = found.setdefault(f"`attention(order={order})`", {})
+                    row.setdefault(length, []).append(softmax[length] / time)
+    for label, cases in FRONT.items():
+        known = {length: called["cases"][name] for length, name in cases.items() if name in called["cases"]}
+        found[label] = {length: [case["forward_times"], case["step_times"]] for length, case in known.items()}
+    lengths = sorted({length for row in found.values() for length in row})
+    rows = [[name, *(" / ".join(map(times, row.get(L, ()))) for L in lengths)] for name, row in found.items()]
+    return f"{table(['tokens', *(f'{L:,}' for L in lengths)], rows)}\n\n{made(dense)}"
+
+
+def cpu_front(result: Result) -> str:
+    lengths = list(dict.fromkeys(row["L"] for row in result["speed"]))
+    own = {(row["order"], row["L"]): row["softmax_over_ours"]["ratio"] for row in result["speed"]}
+    rows = [[f"`attention(order={n})`", *(times(own[n, L]) if (n, L) in own else "" for L in lengths)] for n in (2, 3)]
+    near = {
+        row["L"]: (row["softmax_over_ours"]["ratio"], row.get("softmax_step_over_ours"))
+        for row in result.get("clusters", ())
+    }
+    cells = [f"{times(near[L][0])} ({times(near[L][1]['ratio'])})" if L in near and near[L][1] else "" for L in lengths]
+    rows.append(["64 clusters, `near=2`", *cells])
+    return f"{table(['tokens', *(f'{L:,}' for L in lengths)], rows)}\n\n{origin(result)}"
+
+
+def calls_block(result: Result) -> str:
+    """Public calls beside softmax, in a CUDA graph."""
+    rows = []
+    for name, label in CALLS.items():
+        row = result["cases"].get(name)
+        if row is not None:
+            cells = [
+                [f"{row[w]:.3f}", f"{row[f'softmax_{w}']:.3g}", times(row[f"{w}_times"])] for w in ("forward", "step")
+            ]
+            rows.append([label, *cells[0], *cells[1]])
+    head = ["call", "forward, ms", "softmax", "times", "step, ms", "softmax", "times"]
+    return f"{table(head, rows)}\n\n{made(result)}"
+
+
 def called_block(result: Result) -> str:
-    """Public calls beside softmax."""
+    """Public calls beside softmax, with goals and from Python."""
     rows = []
     for name, label in CALLS.items():
         row = result["cases"].get(name)
@@ -159,17 +224,23 @@ def public_block(result: Result) -> str:
 
 
 def tests_block(result: Result) -> str:
-    rows = [
-        [f"`{path}`", *(str(found[key]) for key in ("passed", "failed", "skipped"))]
-        for path, found in result["files"].items()
-    ]
-    sums = [str(sum(found[key] for found in result["files"].values())) for key in ("passed", "failed", "skipped")]
+    counts = {path: [str(found[key]) for key in COUNTED] for path, found in result["files"].items()}
+    rows = [[f"`{path}`", *cells] for path, cells in counts.items()]
+    sums = [f"{sum(found[key] for found in result['files'].values())}" for key in COUNTED]
+    return "\n\n".join([table(["tests", *COUNTED], [*rows, ["**all**", *sums]]), suite(result)])
+
+
+def tests_in_all(result: Result) -> str:
+    sums = [f"{sum(found[key] for found in result['files'].values())} {key}" for key in COUNTED]
+    return f"{', '.join(sums)}. {suite(result)}"
+
+
+def suite(result: Result) -> str:
     left = f", {result['left']} left out" if result.get("left") else ""
-    about = (
+    return (
         f"Commit {result['commit']}, {result['machine']}, torch {result['torch']}, Triton {result['triton']}: "
         f"{result['seconds']:.0f} seconds{left}."
     )
-    return "\n\n".join([table(["tests", "passed", "failed", "skipped"], [*rows, ["**all**", *sums]]), about])
 
 
 def profile_block(result: Result) -> str:
@@ -305,5 +376,8 @@ def blocks(results: Mapping[str, Result]) -> dict[str, str]:
         "gpu_public": public_block, "gpu_tests": tests_block, "gpu_speed": bench_block,
         "gpu_profile": profile_block,
     }  # fmt: skip
-    found = {name: block(results[name]) if name in results else "Not run yet." for name, block in single.items()}
-    return {**found, "gpu_more": more_block(results), "gpu_goals": goals_block(results)}
+    made_of = {name: (name, block) for name, block in single.items()}
+    made_of |= {"gpu_calls": ("gpu_called", calls_block), "gpu_tests_in_all": ("gpu_tests", tests_in_all)}
+    found = {name: block(results[of]) if of in results else "Not run yet." for name, (of, block) in made_of.items()}
+    several = {"speed_front": front_block, "gpu_more": more_block, "gpu_goals": goals_block}
+    return found | {name: block(results) for name, block in several.items()}

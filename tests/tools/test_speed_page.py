@@ -23,6 +23,21 @@ def test_a_goal_is_reached_missed_or_not_measured() -> None:
     assert len(rows) == 2 + len(speed_page.GOALS)
 
 
+def test_the_first_table_says_how_many_times_as_long_softmax_takes_at_each_length() -> None:
+    ours = {"B": 4, "forward_ms": 2.0, "both_ms": 5.0}
+    rows = [
+        {"L": 64, "order": 2, **ours, "sdpa_forward_ms": 3.0, "sdpa_both_ms": 20.0},
+        {"L": 16384, "order": 2, **ours},
+    ]
+    called = {**ORIGIN, "cases": {"cluster": CASE}}
+    block = speed_page.front_block({"gpu_dense": {**ORIGIN, "rows": rows}, "gpu_called": called})
+    assert "| tokens | 64 | 16,384 |" in block
+    assert "| `attention(order=2)` | 1.5 / 4.0 | 4.0 / 5.0 |" in block  # 16 ms for 8 sequences, 2 ms for 4
+    assert "65,536) |  | 16.0 / 10.0 |" in block
+    cpu = {**ORIGIN, "speed": [{"L": 256, "order": 2, "softmax_over_ours": {"ratio": 2.5}}], "clusters": []}
+    assert "| `attention(order=2)` | 2.5 |" in speed_page.front_block({"cpu": cpu})
+
+
 def test_a_call_that_was_wrong_has_no_time() -> None:
     block = speed_page.called_block({**ORIGIN, "cases": {"cluster": CASE}, "wrong": ["causal 3, 16k"]})
     assert "| 1.000 (16) | 16.0 | 15 | 15.5 | 5.000 (50) | 10.0 | 12 | 9.5 |" in block
@@ -40,4 +55,4 @@ def test_host_times_are_given_beside_those_of_sdpa() -> None:
 
 def test_without_records_the_page_says_so() -> None:
     blocks = speed_page.blocks({})
-    assert blocks["gpu_called"] == blocks["gpu_more"] == "Not run yet."
+    assert blocks["gpu_called"] == blocks["gpu_more"] == blocks["speed_front"] == "Not run yet."
