@@ -81,8 +81,8 @@ def test_the_model_that_readme_converts_is_long_enough_to_gain():
     assert model.pos_embed.shape[1] > pays
 
 
-def test_readme_is_a_front_door_of_at_most_110_lines():
-    assert (ROOT / "README.md").read_text().count("\n") <= 110
+def test_readme_is_a_front_door_of_at_most_80_lines():
+    assert (ROOT / "README.md").read_text().count("\n") <= 80
     assert [x for x in prose(ROOT / "README.md") if numbers(x) > 4] == []
 
 

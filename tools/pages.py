@@ -346,7 +346,7 @@ def front_block(results: Mapping[str, Result]) -> str:
         made = f"`python benchmarks/cpu.py`, commit {results['cpu']['commit']}"
         times = softmax_takes(results["cpu"], 3)
         said.append(f"On two CPU cores, 16,384 tokens, a call takes 1/{times} of the time of softmax ({made}).")
-    return "\n\n".join(said) or "Not run yet."
+    return "\n".join(said) or "Not run yet."
 
 
 def cpu_block(result: Result) -> str:
