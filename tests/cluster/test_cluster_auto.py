@@ -9,33 +9,35 @@ import pytest
 import torch
 
 from cumulant import attention, attention_varlen, zoo
-from cumulant.cluster import Blocks, KMeans, cluster_attention
-from cumulant.cluster.auto import EACH, LONG, PAST, SHARED, tuning
+from cumulant.cluster import Blocks, KMeans, Tree, cluster_attention
+from cumulant.cluster.auto import ALIKE, EACH, LEVELS, LONG, PAST, SHARED, tuning
 from cumulant.kernels import notice
 
 
 @pytest.mark.parametrize(
-    ("near", "queries", "keys", "options", "found"),
+    ("clusters", "near", "queries", "keys", "options", "found"),
     [
-        (2, LONG, LONG, {}, SHARED),
-        (2, 65_536, 16_384, {}, SHARED),
-        (0, 65_536, 65_536, {}, EACH),
-        (2, LONG - 1, LONG, {}, EACH),
-        (2, LONG, LONG - 1, {}, EACH),
-        ("neighbours", LONG, LONG, {}, EACH),
-        (2, LONG, LONG, {"is_causal": True}, EACH),
-        (0, LONG, LONG, {"is_causal": True}, EACH),
-        (0, LONG, LONG, {"is_causal": True, "count": True}, PAST),
-        (0, LONG - 1, LONG, {"is_causal": True, "count": True}, EACH),
-        (2, LONG, LONG, {"is_causal": True, "count": True}, EACH),
-        (2, LONG, LONG, {"blocks": False}, EACH),
-        (2, LONG, LONG, {"asking": "mean"}, EACH),
+        (16, 2, LONG, LONG, {}, SHARED),
+        (Blocks(64), 2, 65_536, 16_384, {}, SHARED),
+        (16, 0, 65_536, 65_536, {}, EACH),
+        (16, 2, LONG - 1, LONG, {}, EACH),
+        (16, 2, LONG, LONG - 1, {}, EACH),
+        ((4, 4), "neighbours", LONG, LONG, {}, EACH),
+        (Blocks(64), 2, LONG, LONG, {"is_causal": True}, EACH),
+        (Blocks(64), 0, LONG, LONG, {"is_causal": True}, EACH),
+        (16, 0, LONG, LONG, {"is_causal": True}, PAST),
+        (16, 0, LONG - 1, LONG, {"is_causal": True}, EACH),
+        (16, 2, LONG, LONG, {"is_causal": True}, EACH),
+        (KMeans(16), 2, LONG, LONG, {}, EACH),
+        (Tree(16), 2, LONG, LONG, {}, ALIKE),
+        (Tree(16, leaves=4, opened=2), 0, 1, 1, {}, LEVELS),
+        (16, 2, LONG, LONG, {"asking": "mean"}, EACH),
     ],
 )
 def test_auto_is_one_rule_of_shapes_and_options(
-    near: int | str, queries: int, keys: int, options: dict[str, Any], found: tuple[Any, ...]
+    clusters: Any, near: int | str, queries: int, keys: int, options: dict[str, Any], found: tuple[Any, ...]
 ) -> None:
-    assert tuning(near, queries, keys, **options) == found
+    assert tuning(clusters, near, queries, keys, **options) == found
 
 
 @pytest.mark.parametrize("length", [LONG - 8, LONG])

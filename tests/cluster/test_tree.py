@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulant import zoo
-from cumulant.cluster import Blocks, Tree, attention, cluster_attention, cluster_scores, levels, multiply_adds
+from cumulant.cluster import Blocks, Tree, by_content, cluster_attention, cluster_scores, levels, multiply_adds
 from cumulant.cluster.basis import logit_basis
 from cumulant.cluster.tree import _sorted, _sorted_at_once, order_of, tree_order
 
@@ -241,14 +241,14 @@ def test_tiles_of_a_long_grid_are_as_near_to_softmax_as_queries_by_content(near_
     q, k, v = smooth(16, 64)
     given = {"grid": (16, 64), "near_rows": near_rows, "rank": "mean", "response": "pooled", "clusters": Tree(16)}
     plain = [error(cluster_attention(q, k, v, near=near, **given), q, k, v) for near in (2, 4, 16)]
-    monkeypatch.setattr(attention, "LONG_GRID", 512)
+    monkeypatch.setattr(by_content, "LONG_GRID", 512)
     found = [error(cluster_attention(q, k, v, near=near, **given), q, k, v) for near in (2, 4, 16)]
     assert found[2] < 1e-12
     assert all(a < 1.5 * b for a, b in zip(found[:2], plain[:2], strict=True))
 
 
 def test_tiles_of_a_long_grid_compile_in_one_graph_and_have_gradients(monkeypatch) -> None:
-    monkeypatch.setattr(attention, "LONG_GRID", 256)
+    monkeypatch.setattr(by_content, "LONG_GRID", 256)
     q, k, v = (x.requires_grad_() for x in smooth(16, 16))
 
     def run(*tensors: Tensor) -> Tensor:

@@ -15,31 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import shards
-from ..call import Call, Grid, check_choice
-from ..closures import check_closure
+from ..call import Call, Grid
 from ..kernels import replay
 from ..moments import statistics_dtype
-from ..tensors import in_units, nothing, one_batch, repeat_heads
+from ..tensors import nothing, one_batch, repeat_heads
 from ..tracing import without_autocast
-from .auto import AUTO, tuning
-from .backend import TILES, Assignment, Case, Form, blocks_of_past, kernels_for
-from .basis import logit_basis
+from .asked import Asked, causal_blocks, check_tree
+from .backend import Assignment, Case, Form, kernels_for
 from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
+from .by_content import by_content
 from .causal import causal_clusters
-from .fields import Exact, Seen, mix
+from .fields import Seen, mix
 from .kmeans import KMeans, kmeans
-from .layout import Blocks, Layout, check_grid, of_size, tiled, whole
-from .levels import Narrow, two_levels
-from .near import RANKS
+from .layout import Blocks, Layout, check_grid
 from .run import run_kernels
 from .shares import by_heads
 from .short import answers_by_token, token_responses
-from .statistics import VARIANCES, log, origin, value_point
-from .tree import Tree, order_of, rows_of, seen_by, tree_order
-
-BACKENDS = ("auto", "reference", "triton")
-QUERIES = ("each", "mean")
-LONG_GRID = 16_384  # tokens of a grid from which its tiles share near clusters of a tree
+from .statistics import centred, origin, value_point
+from .tree import Tree
 
 
 def cluster_attention(
@@ -119,70 +112,44 @@ def cluster_attention(
         Lk (D + E) where clusters are so short that this is less) and (D + E) for each near token; statistics D E a key.
         No L x L and no L x K x D tensor is held.
     """
-    options = (
-        is_causal, scale, enable_gqa, grid, prefix, offset, clusters, near, closure, rank, variance, response,
-        near_rows, queries, least, backend,
-    )  # fmt: skip
+    asked = Asked(clusters, near, closure, rank, variance, response, near_rows, queries, least, backend)
+    how = is_causal, scale, enable_gqa, None, grid, prefix, offset
     kind = None
     if key_mask is None and isinstance(clusters, int | tuple | Blocks):
-        kind = replay.kind("clusters", query, key, value, *options)
+        kind = replay.kind("clusters", query, key, value, *how, *asked)
     if kind is None:
-        return _attend(query, key, value, key_mask, *options)
-    return replay.call(kind, lambda: _attend(query, key, value, None, *options), query, key, value)
+        return _attend(Call(query, key, value, key_mask, *how), asked)
+    return replay.call(kind, lambda: _attend(Call(query, key, value, None, *how), asked), query, key, value)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, is_causal: bool, scale: float | None,
-    enable_gqa: bool, grid: Grid | None, prefix: int, offset: int, clusters: Clusters, near: int | str, closure: str,
-    rank: str, variance: str, response: int | str | None, near_rows: int | str, queries: str, least: int, backend: str,
-) -> Tensor:  # fmt: skip
+def _attend(call: Call, asked: Asked) -> Tensor:
     """What `cluster_attention` computes, step by step."""
-    call = Call(query, key, value, key_mask, is_causal, scale, enable_gqa, None, grid, prefix, offset).checked()
-    (query, key, value), Lk = call[:3], key.shape[-2]
+    call, clusters, backend = call.checked(), asked.clusters, asked.backend
+    (query, key, value, key_mask), is_causal, Lk = call[:4], call.is_causal, call.key.shape[-2]
     check_clusters(clusters)
-
-    def form_of(queries_in_all: int, keys_in_all: int) -> Form:
-        found = tuning(
-            near, offset + queries_in_all, keys_in_all, is_causal=is_causal,
-            blocks=isinstance(clusters, int | tuple | Blocks), count=isinstance(clusters, int),
-            tree=clusters if isinstance(clusters, Tree) else None, asking=queries,
-        )  # fmt: skip
-        return check_form(
-            near,
-            closure,
-            found.rank if rank == AUTO else rank,
-            variance,
-            found.response if response == AUTO else response,
-            found.near_rows if near_rows == AUTO else near_rows,
-            backend,
-            queries,
-        )
-
-    if not whole(least, 1):
-        raise ValueError(f"least must be a number of tokens, 1 or more, got {least!r}")
-    if not whole(offset) or (offset and not is_causal):
-        raise ValueError(f"offset must be a place, 0 or more, of causal queries, got {offset!r} with {is_causal=}")
+    asked.check_tokens(call.offset, is_causal)
     across = shards.answerer()
     if across is not None:
-        return across.cluster(call, clusters, form_of, least)
-    form = form_of(query.shape[-2], Lk)
-    if not is_causal or grid is not None:
-        call = call._replace(grid=check_grid(Lk, grid, prefix))
+        return across.cluster(call, asked)
+    form = asked.form(call, query.shape[-2], Lk)
+    if not is_causal or call.grid is not None:
+        call = call._replace(grid=check_grid(Lk, call.grid, call.prefix))
     lead, (H, Lq, _), E = call.lead, query.shape[-3:], value.shape[-1]
     if not (prod(lead) and H and Lq and Lk and E):
         return nothing((*lead, H, Lq, E), query, key, value)
-    if prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
+    if call.prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
         clusters, call = 1, call._replace(grid=None, prefix=0)
         form = form._replace(near=1, near_rows=1, together=False)
     if isinstance(clusters, Tree):
-        _check_tree(clusters, call, form)
+        check_tree(clusters, call, form)
         with without_autocast(query.device.type):
-            return _by_content(call, clusters.for_tokens(Lk - prefix), form, backend)
+            attend = partial(cluster_attention, backend=backend)
+            return by_content(call, clusters.for_tokens(Lk - call.prefix), form, attend)
     if isinstance(clusters, Tensor) and not is_causal:
         made: Any = Assignment(*check_assignment(clusters, lead, key.shape[-3], Lk - call.prefix, key.device))
     else:
         made = clusters
-    case = Case(call, made, form, min(least, Lk))  # more than all tokens is all of them
+    case = Case(call, made, form, min(asked.least, Lk))  # more than all tokens is all of them
     kernels = kernels_for(backend, case)
     with without_autocast(query.device.type):
         q, k, v = (one_batch(x, lead) for x in (query, key, value))
@@ -201,177 +168,14 @@ def _attend(
     return out if out.shape == (*lead, H, Lq, E) else out.reshape(*lead, H, Lq, E)
 
 
-def _check_tree(tree: Tree, call: Call, form: Form) -> None:
-    """Raises for what clusters by content cannot do."""
-    if call.is_causal:
-        raise TypeError("clusters must be an int or Blocks(size, keep, recent) when is_causal, got Tree")
-    if form.near == "neighbours":
-        raise ValueError(
-            'near="neighbours" needs blocks of a sequence or a grid: clusters of a Tree have no neighbours'
-        )
-    if form.together:
-        raise ValueError('queries="mean" needs blocks of a sequence or a grid: clusters of a Tree hold no queries')
-    if tree.exact and not form.near:
-        raise ValueError(f"exact={tree.exact} tokens of a Tree are those of near leaves: pass near, got near=0")
-    if tree.leaves > 1 and (form.near_rows != 1 or form.full or not (form.pooled or form.response == 0)):
-        got = (
-            f"near_rows={form.near_rows}, variance={'full' if form.full else 'diagonal'!r}, response={form.response!r}"
-        )
-        raise ValueError(
-            'a Tree with leaves takes near_rows=1, variance="diagonal" and response="pooled" or 0 (all "auto" as they '
-            f"are), got {got}"
-        )
-
-
-def _by_content(call: Call, tree: Tree, form: Form, backend: str) -> Tensor:
-    """Attention over keys in the order of a tree: blocks of that order, or two levels of them."""
-    (query, key, value), prefix, lead = call[:3], call.prefix, call.lead
-    Hk, Lk, E = key.shape[-3], key.shape[-2], value.shape[-1]
-    q = one_batch(query, lead).unflatten(1, (Hk, -1)).flatten(0, 1)  # (N, G, Lq, D): heads of keys are sequences
-    k, v = (one_batch(x, lead).flatten(0, 1) for x in (key, value))  # (N, Lk, .)
-    mask = None
-    if call.key_mask is not None:
-        mask = call.key_mask.expand(*lead, Lk).reshape(-1, Lk).repeat_interleave(Hk, 0)
-    parts, L = tree.count * tree.leaves, Lk - prefix
-    G, Lq = q.shape[1:3]
-    patches = _patches(call, tree)
-    absent = None if mask is None else mask[:, prefix:] == 0
-    basis = None
-    if tree.narrow(q.shape[-1]):
-        with torch.no_grad():
-            dtype, keys = statistics_dtype(q.dtype), k[:, prefix:]
-            basis = logit_basis(q.flatten(1, 2).to(dtype), keys.to(dtype), tree.width, absent)
-
-    tiles, shared, asking = _tiles(call, form), form.near_rows > 1 and tree.leaves == 1, None
-    runs = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)  # of queries that share near clusters
-
-    def ordered(keys: Tensor) -> Tensor:
-        if basis is None:
-            return tree_order(q.flatten(1, 2), keys, parts, tree, absent)
-        return order_of(keys.detach().to(basis[1].dtype) @ basis[1], parts, tree, absent)
-
-    plain = basis is None and patches is None and absent is None and not prefix
-    if plain and shared and tiles is None and G == 1 and Lq == L and L % max(parts, runs) == 0:
-        # One search for keys and queries: runs of more parts are those of fewer, cut further.
-        both = torch.cat((seen_by(q[:, 0], k, tree), seen_by(k, q[:, 0], tree)))
-        (order, asking), size = order_of(both, max(parts, runs), tree).chunk(2), L // parts
-    elif patches is None:
-        order, size = ordered(k[:, prefix:]), -(-L // parts)
-        order = order + prefix if prefix else order
-    else:
-        places = torch.arange(prefix, Lk, device=q.device).view(1, 1, L, 1)
-        order = ordered(patches.pack(k[:, None, prefix:]).mean(-2).squeeze(1))
-        order, size = patches.pack(places)[0, 0, :, :, 0][order].flatten(1), -(-patches.pieces // parts) * patches.size
-    if prefix:
-        order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
-    k, v = (rows_of(x, order) for x in (k, v))
-    mask = None if mask is None else mask.gather(1, order)
-    if tree.leaves > 1:
-        out = _two_levels(q, k, v, mask, call, tree, form, size, basis)
-    else:
-        if tiles is not None:
-            q = tiles.pack(q).flatten(2, 3)
-        elif shared:  # those who share near clusters are alike too
-            if asking is None:
-                looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
-                asking = tree_order(looking, q.flatten(0, 1), runs, tree)
-            q = rows_of(q.flatten(0, 1), asking).view_as(q)
-        out = cluster_attention(
-            q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
-            prefix=prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=G > 1, rank=form.rank,
-            variance="full" if form.full else "diagonal", response="pooled" if form.pooled else form.response,
-            near_rows=form.near_rows, backend=backend,
-        )  # fmt: skip
-        if tiles is not None:
-            out = tiles.unpack(out.unflatten(2, (-1, tiles.size)), Lq)
-        elif asking is not None:
-            places = torch.arange(Lq, device=q.device).expand_as(asking)
-            back = torch.zeros_like(asking).scatter(1, asking, places)
-            out = rows_of(out.flatten(0, 1), back).view_as(out)
-    return out.reshape(*lead, Hk * G, Lq, E)
-
-
-def _patches(call: Call, tree: Tree) -> Layout | None:
-    """Squares of a grid that stay together in a tree; None: its tokens go one by one."""
-    grid, side = call.grid, tree.patch
-    if side == 1 or grid is None or call.key_mask is not None or any(n % side for n in grid):
-        return None
-    return tiled(grid, (side,) * len(grid))
-
-
-def _tiles(call: Call, form: Form) -> Layout | None:
-    """Tiles of a long grid whose queries share near clusters; None: those by content do.
-
-    At 65,536 tokens of SAM 2 both have the same error, and tiles need no tree of the queries.
-    """
-    grid, L = call.grid, call.query.shape[-2]
-    if grid is None or len(grid) != 2 or call.prefix or L < LONG_GRID or form.near_rows not in TILES:
-        return None
-    rows = 1 << ((form.near_rows.bit_length() - 1) // 2)  # as square as it can be
-    tile = (rows, form.near_rows // rows)
-    return None if any(side % n for side, n in zip(grid, tile, strict=True)) else tiled(grid, tile)
-
-
-def _two_levels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    call: Call,
-    tree: Tree,
-    form: Form,
-    size: int,
-    basis: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """q (N, G, Lq, D) over sorted k (N, Lk, D), v (N, Lk, E), in plain torch: (N, G, Lq, E)."""
-    prefix, dtype = call.prefix, statistics_dtype(q.dtype)
-    given, G = q.dtype, q.shape[1]
-    rows = q.flatten(1, 2).unsqueeze(1).to(dtype) * call.softmax_scale  # (N, 1, G Lq, D)
-    k, v = k.unsqueeze(1).to(dtype), v.unsqueeze(1).to(dtype)
-    weights = None
-    if mask is not None:
-        weights = (in_units(mask)[0] if mask.is_floating_point() else mask).to(dtype).unsqueeze(1)
-        gone = (weights == 0).unsqueeze(-1)
-        k, v = k.masked_fill(gone, 0), v.masked_fill(gone, 0)
-    k, point = k - origin(k, weights, False), value_point(v, weights, False)
-    v = v - point
-    if weights is not None:
-        v = v.masked_fill(gone, 0)
-    exact = None
-    if prefix:
-        first = k.new_zeros(1, 1, prefix) if weights is None else log(weights[..., :prefix])
-        exact = Exact(k[:, :, None, :prefix], v[:, :, None, :prefix], first[:, :, None, None, :])
-        k, v, weights = k[:, :, prefix:], v[:, :, prefix:], None if weights is None else weights[..., prefix:]
-    layout = of_size(size, k.shape[2], k.device)
-    lacking = tree.count * tree.leaves - layout.clusters  # leaves that no token is left for
-    slots = layout.weights(k, weights).expand(len(k), 1, -1, -1)
-    keys, values, slots = (
-        F.pad(x, (*(0, 0) * (x.ndim - 3), 0, lacking)) for x in (layout.pack(k), layout.pack(v), slots)
-    )
-    narrow = None
-    if basis is not None:
-        narrow = Narrow(
-            *(x @ y.view(len(k), *(1,) * (x.ndim - 3), *y.shape[1:]) for x, y in zip((rows, keys), basis, strict=True))
-        )
-    out = two_levels(rows, keys, values, slots, exact, tree, form, narrow)
-    seen = point if mask is None else torch.where((mask > 0).any(-1)[:, None, None, None], point, 0)
-    return (out + seen).to(given).squeeze(1).unflatten(1, (G, -1))
-
-
 def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     """Plain torch: q (B, H, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, E) -> (B, Hk, G, Lq, E)."""
     call, form, prefix = case.call, case.form, case.call.prefix
     dtype, (B, Hk, Lk, _) = statistics_dtype(q.dtype), k.shape
-    given, k, v = q.dtype, k.to(dtype), v.to(dtype)
+    given = q.dtype
     q = (q.to(dtype) * call.softmax_scale).unflatten(1, (Hk, q.shape[1] // Hk))  # (B, Hk, G, Lq, D)
-    weights = None
-    if call.key_mask is not None:
-        weights = call.key_mask.expand(*call.lead, Lk).reshape(B, 1, Lk)
-        weights = (in_units(weights)[0] if weights.is_floating_point() else weights).to(dtype)
-        absent = (weights == 0).unsqueeze(-1)
-        k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
-    k, point = k - origin(k, weights, call.is_causal), value_point(v, weights, call.is_causal)
-    v = v - point if weights is None else (v - point).masked_fill(absent, 0)
+    mask = None if call.key_mask is None else call.key_mask.expand(*call.lead, Lk).reshape(B, Lk)
+    k, v, weights, point = centred(k.to(dtype), v.to(dtype), mask, call.is_causal)
     if call.is_causal:
         blocks = causal_blocks(case, call.offset + q.shape[-2])
         out = causal_clusters(q, k, v, weights, blocks, form, call.offset, prefix)
@@ -477,54 +281,3 @@ def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtyp
     rows = q.unflatten(3, (blocks, n)).flatten(2, 3)  # (B, Hk, G blocks, n, D)
     out = mix(rows, far, tokens, Seen(exact, near, present), form)
     return out.flatten(2, 3).unflatten(2, (G, -1))[..., :Lq, :]
-
-
-def check_form(
-    near: int | str,
-    closure: str,
-    rank: str,
-    variance: str,
-    response: int | str | None,
-    near_rows: int | str = 1,
-    backend: str = "auto",
-    queries: str = "each",
-) -> Form:
-    """The options that need no tensors, checked."""
-    check_closure(closure)
-    if near != "neighbours" and not whole(near):
-        raise ValueError(f'near must be a number of clusters, 0 or more, or "neighbours", got {near!r}')
-    check_choice("rank", rank, RANKS)
-    check_choice("variance", variance, VARIANCES)
-    check_choice("backend", backend, BACKENDS)
-    check_choice("queries", queries, QUERIES)
-    pooled = response == "pooled"
-    count = None if pooled else response
-    if count is not None and not whole(count):
-        raise ValueError(f'response must be None (all clusters), a number, 0 or more, or "pooled", got {response!r}')
-    if not whole(near_rows, 1):
-        raise ValueError(f"near_rows must be at least 1, got {near_rows!r}")
-    return Form(near, closure, rank, variance == "full", count, near_rows, pooled, queries == "mean")
-
-
-def causal_blocks(case: Case, Lq: int) -> Blocks:
-    """The blocks of causal attention; raises for what has no causal form."""
-    blocks, call, form = case.clusters, case.call, case.form
-    if call.grid is not None:
-        raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, got {call.grid}")
-    if not whole(call.prefix):
-        raise ValueError(f"prefix must be a number of tokens, 0 or more, got {call.prefix!r}")
-    if not isinstance(blocks, int | Blocks):
-        kind = type(blocks).__name__
-        raise TypeError(f"clusters must be an int or Blocks(size, keep, recent) when is_causal, got {kind}")
-    if form.near == "neighbours":
-        raise ValueError('near="neighbours" has no causal form; Blocks(size, recent=1) makes the block before exact')
-    blocks = blocks_of_past(blocks, Lq)
-    if form.near and blocks.keep is not None:
-        raise ValueError(
-            f"near={form.near} needs the tokens of old blocks, which {blocks} merges; use recent= or keep=None"
-        )
-    if form.together:
-        raise ValueError('queries="mean" has no causal form: a block would know its later queries; pass "each"')
-    if form.near_rows != 1:
-        raise ValueError(f"near_rows={form.near_rows} would let a row choose for earlier ones; pass 1 when is_causal")
-    return blocks

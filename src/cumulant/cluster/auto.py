@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .build import Clusters
+from .layout import Blocks
 from .tree import Tree
 
 LONG = 1024  # queries and keys from which tiles of queries share their near clusters
@@ -37,24 +39,17 @@ PAST = Tuning(1, "mass", "pooled")
 
 
 def tuning(
-    near: int | str,
-    queries: int,
-    keys: int,
-    *,
-    is_causal: bool = False,
-    blocks: bool = True,
-    count: bool = False,
-    tree: Tree | None = None,
-    asking: str = "each",
+    clusters: Clusters, near: int | str, queries: int, keys: int, *, is_causal: bool = False, asking: str = "each"
 ) -> Tuning:
-    """The options of a call with so many queries and keys; `blocks`: clusters are blocks, `count`: so many of a
-    sequence, `asking`: as `queries=`."""
-    if tree is not None and tree.leaves > 1:
+    """The options of a call with so many queries and keys; `asking` as `queries=`."""
+    if isinstance(clusters, Tree) and clusters.leaves > 1:
         return LEVELS
     many = queries >= LONG and keys >= LONG
-    if is_causal and count and many and near == 0:
+    if is_causal and isinstance(clusters, int) and many and near == 0:
         return PAST
     near_field = isinstance(near, int) and near > 0
     if not (near_field and many and not is_causal and asking == "each"):
         return EACH
-    return ALIKE if tree is not None else SHARED if blocks else EACH
+    if isinstance(clusters, Tree):
+        return ALIKE
+    return SHARED if isinstance(clusters, int | tuple | Blocks) else EACH

@@ -63,15 +63,21 @@ def _pool(keys: Tensor, values: Tensor, weights: Tensor, mean: Tensor) -> Tensor
     return ratio(sums, weights.sum((-2, -1))[..., None, None])
 
 
+def without_prefix(
+    k: Tensor, v: Tensor, weights: Tensor | None, prefix: int
+) -> tuple[Exact | None, Tensor, Tensor, Tensor | None]:
+    """The first `prefix` of keys (B, H, L, D) and values, with weights (B, 1, L), as they are; and what follows."""
+    if not prefix:
+        return None, k, v, weights
+    log_weight = k.new_zeros(1, 1, prefix) if weights is None else log(weights[..., :prefix])
+    exact = Exact(k[:, :, None, :prefix], v[:, :, None, :prefix], log_weight[:, :, None, None, :])
+    return exact, k[:, :, prefix:], v[:, :, prefix:], None if weights is None else weights[..., prefix:]
+
+
 def pack(q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, case: Case) -> Packed:
     """For scaled q (B, Hk, G, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, E) and weights (B, 1, Lk)."""
-    exact, prefix, form = None, case.call.prefix, case.form
-    if prefix:
-        log_weight = k.new_zeros(1, 1, 1, 1, prefix)
-        if weights is not None:
-            log_weight = log(weights[..., :prefix])[:, :, None, None, :]
-        exact = Exact(k[:, :, None, :prefix], v[:, :, None, :prefix], log_weight)
-        k, v, weights = k[:, :, prefix:], v[:, :, prefix:], None if weights is None else weights[..., prefix:]
+    form = case.form
+    exact, k, v, weights = without_prefix(k, v, weights, case.call.prefix)
     layout = make_layout(q, k, weights, case, bool(form.near))
     keys, values, slots = layout.pack(k), layout.pack(v), layout.weights(k, weights)
     if isinstance(form.near, int) and form.near >= layout.clusters:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..call import Call
 from ..moments import ratio, statistics_dtype
-from .attention import check_form, cluster_attention, kmeans_assignment, origin
+from .asked import check_form
+from .attention import cluster_attention, kmeans_assignment
 from .backend import Case, Form
 from .build import Clusters, Field, check_clusters, pack
 from .cost import multiply_adds, softmax_multiply_adds
@@ -26,6 +27,7 @@ from .fields import Seen, mix
 from .kmeans import KMeans
 from .layout import whole
 from .near import heaviest
+from .statistics import origin
 
 
 @dataclass(frozen=True)

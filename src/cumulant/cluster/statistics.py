@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..moments import Moments, centred_sums, ratio
-from ..tensors import ABSENT
+from ..tensors import ABSENT, in_units
 
 VARIANCES = ("diagonal", "full")
 
@@ -106,3 +106,18 @@ def value_point(v: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
     squares = (v.detach() - point).square()
     spread = squares.mean(-2, keepdim=True) if share is None else (share * squares).sum(-2, keepdim=True)
     return torch.where(point.square() > spread, point, 0)
+
+
+def centred(
+    k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Keys and values (B, H, L, .) from points near them, 0 where the mask (B, L) has none; weights (B, 1, L); and the
+    point of the values."""
+    if mask is None:
+        point = value_point(v, None, is_causal)
+        return k - origin(k, None, is_causal), v - point, None, point
+    weights = (in_units(mask)[0] if mask.is_floating_point() else mask).to(k.dtype).unsqueeze(1)
+    absent = (weights == 0).unsqueeze(-1)
+    k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+    point = value_point(v, weights, is_causal)
+    return k - origin(k, weights, is_causal), (v - point).masked_fill(absent, 0), weights, point

@@ -379,10 +379,8 @@ def _arguments(choice: Choice, made: Call) -> dict[str, Any]:
 
 def _tuned(choice: Choice, Lq: int, Lk: int, is_causal: bool) -> dict[str, Any]:
     """The options of a candidate with numbers in place of "auto", which are those of the whole sequence."""
-    clusters = None if is_causal else _clusters(choice)
-    tree = clusters if isinstance(clusters, Tree) else None
-    blocks = clusters is None or isinstance(clusters, int)
-    found = tuning(choice.options.get("near", 0), Lq, Lk, is_causal=is_causal, blocks=blocks, tree=tree)._asdict()
+    clusters = _past(choice) if is_causal else _clusters(choice)
+    found = tuning(clusters, choice.options.get("near", 0), Lq, Lk, is_causal=is_causal)._asdict()
     return found | {name: option for name, option in choice.options.items() if option != AUTO}
 
 

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Call
-from ..cluster.attention import causal_blocks
-from ..cluster.backend import Case, Form
+from ..cluster.asked import causal_blocks
+from ..cluster.backend import Case
 from ..cluster.causal import merged_lists, responses
 from ..cluster.fields import Exact, Far, Seen, Tokens, mix, nearest, room
 from ..cluster.layout import Blocks, check_grid
@@ -35,21 +34,19 @@ from .exchange import Gather, Swap, Workers, exchange
 from .parts import Parts
 
 
-def clusters_over_workers(
-    parts: Parts, call: Call, spread: Spread, clusters: object, form: Form, least: int, softmax: Callable[[], Tensor]
-) -> Tensor:
+def clusters_over_workers(parts: Parts, case: Case, spread: Spread, softmax: Callable[[], Tensor]) -> Tensor:
     """(..., H, L, E) of a checked call; `softmax` answers where every block is near."""
-    _check(parts, call, spread, clusters, form)
-    queries, keys, prefix = sum(spread.queries), sum(spread.keys), call.prefix
+    _check(parts, case, spread)
+    call, form, queries, keys = case.call, case.form, sum(spread.queries), sum(spread.keys)
     if not call.is_causal or call.grid is not None:
-        call = call._replace(grid=check_grid(keys, call.grid, prefix))
+        call = call._replace(grid=check_grid(keys, call.grid, call.prefix))
     shape = (*call.query.shape[:-1], call.value.shape[-1])
     if not (call.lead.numel() and shape[-3] and shape[-1] and queries and keys):
         return nothing(shape, *call[:3])
-    case = Case(call, clusters, form, min(least, keys))
+    case = case._replace(call=call, least=min(case.least, keys))
     if call.is_causal:
         case = case._replace(clusters=causal_blocks(case, queries))
-    elif prefix == keys:
+    elif call.prefix == keys:
         return softmax()
     notice.plain_torch("cluster_attention over several workers", call.query, "its kernels hold the whole sequence")
     with without_autocast(call.query.device.type):
@@ -61,8 +58,9 @@ def clusters_over_workers(
         return out.to(call.query.dtype).reshape(shape)
 
 
-def _check(parts: Parts, call: Call, spread: Spread, clusters: object, form: Form) -> None:
+def _check(parts: Parts, case: Case, spread: Spread) -> None:
     """Raises for what is not split over workers."""
+    call, clusters, form = case.call, case.clusters, case.form
     if not isinstance(clusters, int | tuple | Blocks):
         raise ValueError(
             f"clusters={type(clusters).__name__} are found by looking at all tokens, which no worker holds; pass a "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import shards
 from ..call import Call, check_choice
-from ..cluster.build import Clusters
+from ..cluster.asked import Asked
+from ..cluster.backend import Case
 from ..expansion import Form, expand
 from .attend import attend, check_form, varlen
 from .blocks import Spread
@@ -117,17 +117,16 @@ class Answerer:
         with shards.answered_by(None):
             return varlen(self.parts, call, form, cu_seq_q, cu_seq_k)
 
-    def cluster(self, call: Call, clusters: Clusters, form_of: Callable[[int, int], Any], least: int) -> Tensor:
-        """`cluster_attention`; form_of gives its options for so many queries and keys in all."""
-        kind = tuple(clusters.shape) if isinstance(clusters, Tensor) else clusters
-        self.agree("cluster_attention", call, f"{kind} least {least} grid {call.grid} prefix {call.prefix}")
+    def cluster(self, call: Call, asked: Asked) -> Tensor:
+        """`cluster_attention`."""
+        kind = tuple(asked.clusters.shape) if isinstance(asked.clusters, Tensor) else asked.clusters
+        self.agree("cluster_attention", call, f"{kind} least {asked.least} grid {call.grid} prefix {call.prefix}")
         with shards.answered_by(None):
             spread = Spread.of(self.parts, call)
-            form = form_of(sum(spread.queries), sum(spread.keys))
+            form = asked.form(call, sum(spread.queries), sum(spread.keys))
             self.agree("cluster_attention", call, form)
-            return clusters_over_workers(
-                self.parts, call, spread, clusters, form, least, lambda: exact(self.parts, call, self.travel)
-            )
+            case = Case(call, asked.clusters, form, asked.least)
+            return clusters_over_workers(self.parts, case, spread, lambda: exact(self.parts, call, self.travel))
 
     def cut(self, x: Tensor, axis: int) -> Tensor:
         pieces = held(x.shape[axis], self.parts, self.parts.workers.rank)

@@ -1,0 +1,146 @@
+"""Clusters by content: attention over keys in the order of a tree, as blocks of that order or two levels of them.
+
+Shape legend: N heads of all sequences, G query heads of each, Lq queries, Lk keys, D, E widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..call import Call
+from ..moments import statistics_dtype
+from ..tensors import one_batch
+from .backend import TILES, Form
+from .basis import logit_basis
+from .build import without_prefix
+from .layout import Blocks, Layout, of_size, tiled
+from .levels import Narrow, two_levels
+from .statistics import centred
+from .tree import Tree, order_of, rows_of, seen_by, tree_order
+
+LONG_GRID = 16_384  # tokens of a grid from which its tiles share near clusters of a tree
+
+
+def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]) -> Tensor:
+    """Attention over keys in the order of a tree: blocks of that order, which `attend` takes, or two levels of them."""
+    (query, key, value), prefix, lead = call[:3], call.prefix, call.lead
+    Hk, Lk, E = key.shape[-3], key.shape[-2], value.shape[-1]
+    q = one_batch(query, lead).unflatten(1, (Hk, -1)).flatten(0, 1)  # (N, G, Lq, D): heads of keys are sequences
+    k, v = (one_batch(x, lead).flatten(0, 1) for x in (key, value))  # (N, Lk, .)
+    mask = None
+    if call.key_mask is not None:
+        mask = call.key_mask.expand(*lead, Lk).reshape(-1, Lk).repeat_interleave(Hk, 0)
+    parts, L = tree.count * tree.leaves, Lk - prefix
+    G, Lq = q.shape[1:3]
+    patches = _patches(call, tree)
+    absent = None if mask is None else mask[:, prefix:] == 0
+    basis = None
+    if tree.narrow(q.shape[-1]):
+        with torch.no_grad():
+            dtype, keys = statistics_dtype(q.dtype), k[:, prefix:]
+            basis = logit_basis(q.flatten(1, 2).to(dtype), keys.to(dtype), tree.width, absent)
+
+    tiles, shared, asking = _tiles(call, form), form.near_rows > 1 and tree.leaves == 1, None
+    runs = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)  # of queries that share near clusters
+
+    def ordered(keys: Tensor) -> Tensor:
+        if basis is None:
+            return tree_order(q.flatten(1, 2), keys, parts, tree, absent)
+        return order_of(keys.detach().to(basis[1].dtype) @ basis[1], parts, tree, absent)
+
+    plain = basis is None and patches is None and absent is None and not prefix
+    if plain and shared and tiles is None and G == 1 and Lq == L and L % max(parts, runs) == 0:
+        # One search for keys and queries: runs of more parts are those of fewer, cut further.
+        both = torch.cat((seen_by(q[:, 0], k, tree), seen_by(k, q[:, 0], tree)))
+        (order, asking), size = order_of(both, max(parts, runs), tree).chunk(2), L // parts
+    elif patches is None:
+        order, size = ordered(k[:, prefix:]), -(-L // parts)
+        order = order + prefix if prefix else order
+    else:
+        places = torch.arange(prefix, Lk, device=q.device).view(1, 1, L, 1)
+        order = ordered(patches.pack(k[:, None, prefix:]).mean(-2).squeeze(1))
+        order, size = patches.pack(places)[0, 0, :, :, 0][order].flatten(1), -(-patches.pieces // parts) * patches.size
+    if prefix:
+        order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
+    k, v = (rows_of(x, order) for x in (k, v))
+    mask = None if mask is None else mask.gather(1, order)
+    if tree.leaves > 1:
+        out = _two_levels(q, k, v, mask, call, tree, form, size, basis)
+    else:
+        if tiles is not None:
+            q = tiles.pack(q).flatten(2, 3)
+        elif shared:  # those who share near clusters are alike too
+            if asking is None:
+                looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
+                asking = tree_order(looking, q.flatten(0, 1), runs, tree)
+            q = rows_of(q.flatten(0, 1), asking).view_as(q)
+        out = attend(
+            q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
+            prefix=prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=G > 1, rank=form.rank,
+            variance="full" if form.full else "diagonal", response="pooled" if form.pooled else form.response,
+            near_rows=form.near_rows,
+        )  # fmt: skip
+        if tiles is not None:
+            out = tiles.unpack(out.unflatten(2, (-1, tiles.size)), Lq)
+        elif asking is not None:
+            places = torch.arange(Lq, device=q.device).expand_as(asking)
+            back = torch.zeros_like(asking).scatter(1, asking, places)
+            out = rows_of(out.flatten(0, 1), back).view_as(out)
+    return out.reshape(*lead, Hk * G, Lq, E)
+
+
+def _patches(call: Call, tree: Tree) -> Layout | None:
+    """Squares of a grid that stay together in a tree; None: its tokens go one by one."""
+    grid, side = call.grid, tree.patch
+    if side == 1 or grid is None or call.key_mask is not None or any(n % side for n in grid):
+        return None
+    return tiled(grid, (side,) * len(grid))
+
+
+def _tiles(call: Call, form: Form) -> Layout | None:
+    """Tiles of a long grid whose queries share near clusters; None: those by content do.
+
+    At 65,536 tokens of SAM 2 both have the same error, and tiles need no tree of the queries.
+    """
+    grid, L = call.grid, call.query.shape[-2]
+    if grid is None or len(grid) != 2 or call.prefix or L < LONG_GRID or form.near_rows not in TILES:
+        return None
+    rows = 1 << ((form.near_rows.bit_length() - 1) // 2)  # as square as it can be
+    tile = (rows, form.near_rows // rows)
+    return None if any(side % n for side, n in zip(grid, tile, strict=True)) else tiled(grid, tile)
+
+
+def _two_levels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    call: Call,
+    tree: Tree,
+    form: Form,
+    size: int,
+    basis: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """q (N, G, Lq, D) over sorted k (N, Lk, D), v (N, Lk, E), in plain torch: (N, G, Lq, E)."""
+    dtype, given, G = statistics_dtype(q.dtype), q.dtype, q.shape[1]
+    rows = q.flatten(1, 2).unsqueeze(1).to(dtype) * call.softmax_scale  # (N, 1, G Lq, D)
+    k, v, weights, point = centred(k.unsqueeze(1).to(dtype), v.unsqueeze(1).to(dtype), mask)
+    exact, k, v, weights = without_prefix(k, v, weights, call.prefix)
+    layout = of_size(size, k.shape[2], k.device)
+    lacking = tree.count * tree.leaves - layout.clusters  # leaves that no token is left for
+    slots = layout.weights(k, weights).expand(len(k), 1, -1, -1)
+    keys, values, slots = (
+        F.pad(x, (*(0, 0) * (x.ndim - 3), 0, lacking)) for x in (layout.pack(k), layout.pack(v), slots)
+    )
+    narrow = None
+    if basis is not None:
+        narrow = Narrow(
+            *(x @ y.view(len(k), *(1,) * (x.ndim - 3), *y.shape[1:]) for x, y in zip((rows, keys), basis, strict=True))
+        )
+    out = two_levels(rows, keys, values, slots, exact, tree, form, narrow)
+    seen = point if mask is None else torch.where((mask > 0).any(-1)[:, None, None, None], point, 0)
+    return (out + seen).to(given).squeeze(1).unflatten(1, (G, -1))
