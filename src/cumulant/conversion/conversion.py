@@ -193,7 +193,7 @@ def convert(
                 return _nothing(model, dial, uncalled(model, found, first))
             plan = _planned(found, dial.plan, asked)
         elif layers == "auto":
-            from .diagnosis import select
+            from .budget import select
 
             if used is None:
                 raise ValueError('layers="auto" needs data: batches like those that the model will see')

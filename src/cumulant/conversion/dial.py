@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import inf
 from typing import Any, TextIO
 
 import torch
@@ -20,11 +19,8 @@ from torch import Tensor, nn
 from .. import zoo
 from ..call import Call
 from ..cluster.attention import cluster_attention
-from ..cluster.auto import AUTO, tuning
-from ..cluster.cost import causal_multiply_adds, multiply_adds, softmax_multiply_adds
+from ..cluster.cost import softmax_multiply_adds
 from ..cluster.dial import check_counts, check_target
-from ..cluster.kmeans import KMeans
-from ..cluster.layout import Blocks
 from ..cluster.tree import Tree
 from ..inspect.batches import call, evaluating, some
 from ..inspect.examples import example_for
@@ -32,49 +28,13 @@ from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
 from ..train.progress import bar_of
-from ..zoo.cluster import FOUND, LEAST, clusters_of, past_blocks
+from .candidates import CAUSAL_NAMES, NAMES, arguments_of, work_of
 from .checks import find_sites
 from .paying import Times, recorded, seconds_of
 
-# Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
-# covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter.
-NAMES = (
-    "cluster4+response=pooled",
-    "cluster16+response=0",
-    "cluster16+response=pooled",
-    "cluster16+near=2+response=0",
-    "cluster16+near=4+response=0",
-    "cluster64+response=0",
-    "cluster64+near=4+response=0",
-    "cluster64+near=8+response=0",
-    "cluster64+near=8+response=pooled",
-    "cluster64+near=16+response=pooled",
-    "cluster64+find=tree+near=4",
-    "cluster64+find=tree+leaves=4+opened=16+near=24+width=24+exact=96",
-    "cluster64+find=tree+leaves=4+opened=24+near=40+width=24+exact=208",
-)
-# For causal layers, where `cluster16` keeps the newest 16 blocks of the past apart and merges older ones: no near field
-# and no pooled covariance, but exact tokens of the recent past. In a small language model of 1,024 tokens no layer was
-# cheaper by more than 0.02 of softmax's cost with 72 combinations of clusters, block, recent and response. First tokens
-# take most of the attention in language models: as sinks they are exact (SmolLM2's layer 15: 2 % squared error for 65).
-CAUSAL_NAMES = (
-    "cluster4+block=8+recent=1+response=0+sinks=4",
-    "cluster4+block=16+recent=1+response=0+sinks=4",
-    "cluster4+block=32+recent=1+response=0+sinks=4",
-    "cluster4+block=32+recent=3+response=0+sinks=4",
-    "cluster16+block=16+recent=7+response=0+sinks=4",
-    "cluster16+block=32+recent=7+response=0+sinks=4",
-    "cluster4+block=16+recent=3+response=8+sinks=4",
-    "cluster4+block=32+recent=3+response=8+sinks=4",
-    "cluster4+block=32+recent=7+response=8+sinks=4",
-    "cluster16+recent=1+response=8+sinks=4",
-    "cluster16+recent=3+response=8+sinks=4",
-    "cluster64+recent=7+response=16+sinks=4",
-)
 # Of softmax's multiply-adds: what takes more is no gain, as blocks of two tokens, which take three quarters.
 WORTH = 2 / 3
 LOOKED_AT = 512  # queries that a tree sees, at least, where only a sample of them is compared
-PAST = ("block", "recent", "sinks")  # options of causal attention alone
 AXIAL = "its heads look along different axes, for which the dial is not set"
 
 
@@ -281,8 +241,7 @@ class _Sums:
         self.tokens = max(self.tokens, Lk)
         self.softmax += sequences * (softmax_multiply_adds(Lq, D, E, True) if made.is_causal else Lq * Lk * (D + E))
         for name, choice in asked.items():
-            choice = choice.at(0, made.is_causal)
-            work = _causal_work(choice, Lq, Lk, D, E) if made.is_causal else work_of(choice, Lq, Lk, D, E, made)
+            work = work_of(choice.at(0, made.is_causal), made)
             self.work[name] = self.work.get(name, 0.0) + sequences * work
 
     def add(self, made: Call, asked: Mapping[str, Choice], samples: int, done: Callable[[], Any]) -> None:
@@ -302,7 +261,7 @@ class _Sums:
         self.size = self.size + _squares(exact - mean, there)
         wide = torch.cat((at, places(query.shape[2], LOOKED_AT).to(at))).unique()
         for name in self.cheaper:
-            options = _arguments(asked[name].at(0, made.is_causal), made)
+            options = arguments_of(asked[name].at(0, made.is_causal), made)
             if made.is_causal or options.get("near") == "neighbours" or options["near_rows"] != 1:  # its place counts
                 out = cluster_attention(query, key, value, **options, **shared)[:, :, at]
             elif isinstance(options["clusters"], Tree):  # which is made for the queries that it sees
@@ -363,72 +322,3 @@ def _mean(value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
 def _squares(difference: Tensor, there: Tensor) -> Tensor:
     """Squared sizes (H,) of (B, H, R, E) where something asks."""
     return torch.where(there, difference, 0).square().sum((0, 2, 3))
-
-
-def _arguments(choice: Choice, made: Call) -> dict[str, Any]:
-    """What the mechanism passes to `cluster_attention` in a layer that calls it so."""
-    Lq, Lk = made.query.shape[-2], made.key.shape[-2]
-    tuned = _tuned(choice, Lq, Lk, made.is_causal)
-    options = {key: value for key, value in tuned.items() if key not in (*PAST, *FOUND)}
-    if made.is_causal:
-        return {"clusters": _past(choice), "prefix": choice.options.get("sinks", 0), "is_causal": True, **options}
-    if made.query.shape[-2] == made.key.shape[-2]:
-        options |= {"grid": made.grid, "prefix": made.prefix if made.grid is not None else 0}
-    return {"clusters": _clusters(choice), "least": LEAST, **options}
-
-
-def _tuned(choice: Choice, Lq: int, Lk: int, is_causal: bool) -> dict[str, Any]:
-    """The options of a candidate with numbers in place of "auto", which are those of the whole sequence."""
-    clusters = _past(choice) if is_causal else _clusters(choice)
-    found = tuning(clusters, choice.options.get("near", 0), Lq, Lk, is_causal=is_causal)._asdict()
-    return found | {name: option for name, option in choice.options.items() if option != AUTO}
-
-
-def _blocks(choice: Choice) -> int:
-    return int(choice.attention.removeprefix("cluster"))
-
-
-def _clusters(choice: Choice) -> int | Tree | KMeans:
-    return clusters_of(_blocks(choice), **{name: choice.options[name] for name in FOUND if name in choice.options})
-
-
-def _past(choice: Choice) -> Blocks:
-    """The blocks of a candidate in a causal layer."""
-    return past_blocks(_blocks(choice), **{name: choice.options[name] for name in PAST[:2] if name in choice.options})
-
-
-def _causal_work(choice: Choice, Lq: int, Lk: int, D: int, E: int) -> float:
-    """Multiply-adds of a candidate in a causal layer for one head and sequence; infinite if it has no causal form."""
-    options = _tuned(choice, Lq, Lk, True)
-    if any(name in choice.options for name in FOUND):
-        return inf
-    response, variance = options["response"], options.get("variance", "diagonal")
-    if Lq != Lk or options.get("near") or isinstance(response, str) or options["near_rows"] != 1:
-        return inf
-    sinks = choice.options.get("sinks", 0)
-    return causal_multiply_adds(Lq, D, E, _past(choice), response=response, variance=variance, sinks=sinks)
-
-
-def work_of(choice: Choice, Lq: int, Lk: int, D: int, E: int, made: Call) -> float:
-    """Multiply-adds of a candidate for one head and sequence, with blocks of equal size; infinite if it cannot be."""
-    if any(name in choice.options for name in PAST):
-        return inf
-    K, near, own = min(_blocks(choice), -(-Lk // 2)), choice.options.get("near", 0), Lq == Lk
-    prefix = made.prefix if own and made.grid is not None else 0
-    if near == "neighbours":
-        if not own:
-            return inf
-        near = 3 ** (1 if made.grid is None else len(made.grid))
-    options = _tuned(choice, Lq, Lk, False)
-    form = {name: options[name] for name in ("response", "variance") if name in options}
-    clusters = _clusters(choice)
-    search = None if isinstance(clusters, int) else clusters
-    if isinstance(search, Tree):
-        search = search.for_tokens(Lk)
-        K = search.count * search.leaves
-    # Queries that share near clusters of a tree are put in order too.
-    also = search.multiply_adds(Lq, D) if isinstance(search, Tree) and options["near_rows"] != 1 else 0
-    if isinstance(search, Tree) and search.exact:
-        search = replace(search, exact=search.exact + prefix)
-    exact = min(Lk, near * Lk / K + prefix)
-    return also + multiply_adds(Lk, D, E, K, near_tokens=exact, asking=Lq / Lk, kmeans=search, **form)

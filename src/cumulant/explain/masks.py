@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import Call
-from ..conversion.dial import work_of
+from ..conversion.candidates import work_of
 from ..nn.swapped.choice import KEPT, Choice
 from ..nn.swapped.plan import applied, attention_layers
 from ..optional import needed
@@ -226,6 +226,4 @@ def share_of_work(name: str, tokens: int, D: int) -> float:
     if not name.startswith("cluster"):
         return float("nan")
     empty = torch.empty(1, 1, tokens, D, device="meta")
-    return work_of(choice, tokens, tokens, D, D, Call(empty, empty, empty, grid=(side, side))) / (
-        tokens * tokens * 2 * D
-    )
+    return work_of(choice, Call(empty, empty, empty, grid=(side, side))) / (tokens * tokens * 2 * D)
