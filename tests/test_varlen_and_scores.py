@@ -88,14 +88,15 @@ def test_scores_times_values_is_the_output(order, full, masked, is_causal, norma
     assert relative(A @ v.repeat_interleave(2, 1), by_definition(q, k, v, weights=w, **options)) < 1e-12
 
 
-def test_a_few_queries_give_their_rows_of_the_whole_map():
-    q, k = torch.randn(2, 3, 50, 8, dtype=f64), torch.randn(2, 3, 50, 8, dtype=f64)
+@pytest.mark.parametrize("asked", [{}, {"order": 2}, {"order": 2, "closure": "tanh"}], ids=str)
+def test_a_few_queries_give_their_rows_of_the_whole_map(asked):
+    q, k = torch.randn(2, 3, 50, 8, dtype=f64), torch.randn(2, 3, 40, 8, dtype=f64)
     for is_causal in (False, True):
-        whole = scores(q, k, is_causal=is_causal)
-        rows = [4, 17, 49]
-        few = scores(q[..., rows, :], k, is_causal=is_causal, positions=rows)
+        whole = scores(q, k, is_causal=is_causal, **asked)
+        rows = [17, 4, 49, 4]
+        few = scores(q[..., rows, :], k, is_causal=is_causal, positions=rows, **asked)
         assert torch.allclose(few, whole[..., rows, :], atol=1e-13)
-    with pytest.raises(ValueError, match="one place for each of the 3 queries"):
+    with pytest.raises(ValueError, match="one place for each of the 4 queries"):
         scores(q[..., rows, :], k, is_causal=True, positions=[1])
 
 

@@ -75,17 +75,27 @@ def attention(
     return attend(call, Form(order, full, normalization, closure, around, apart, backend))
 
 
-def attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor] = expand) -> Tensor:
-    """`attention` of a call; with `what=weigh` its weights. Calls without masks that were made before are repeated."""
+def attend(
+    call: Call,
+    form: Form,
+    what: Callable[[Call, Form], Tensor] = expand,
+    positions: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """`attention` of a call; with `what=weigh` its weights, causal rows at `positions`, as `what` has them too.
+
+    Calls without masks that were made before are repeated.
+    """
     kind = None
     if what is expand and call.key_mask is None and call.query_mask is None:
         kind = replay.kind("attention", *call[:3], call.is_causal, call.scale, call.enable_gqa, *form)
     if kind is None:
-        return _attend(call, form, what)
+        return _attend(call, form, what, positions)
     return replay.call(kind, lambda: _attend(call, form, what), *call[:3])
 
 
-def _attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor]) -> Tensor:
+def _attend(
+    call: Call, form: Form, what: Callable[[Call, Form], Tensor], positions: Tensor | Sequence[int] | None = None
+) -> Tensor:
     form = form.checked()
     check_around(form.around, call.is_causal, form.apart)
     if form.closure is not None:
@@ -103,7 +113,7 @@ def _attend(call: Call, form: Form, what: Callable[[Call, Form], Tensor]) -> Ten
         others = call._replace(query=call.query[..., form.apart :, :], query_mask=None)
         return torch.cat((own, attend(others, form._replace(apart=0), what)), -2)
     call = call.checked()
-    return what(call, form) if form.closure in (None, "gauss") else saturated(what, call, form)
+    return what(call, form) if form.closure in (None, "gauss") else saturated(what, call, form, positions)
 
 
 def attention_varlen(
@@ -205,4 +215,5 @@ def scores(
     The other arguments are those of `attention`.
     """
     call = Call(query, key, key, key_mask, is_causal, scale, enable_gqa, query_mask)
-    return attend(call, Form(order, full, normalization, closure, around, apart), partial(weigh, positions=positions))
+    form = Form(order, full, normalization, closure, around, apart)
+    return attend(call, form, partial(weigh, positions=positions), positions)
