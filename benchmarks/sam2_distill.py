@@ -9,12 +9,16 @@ global layer stay as they are.
 
 Each of `--rates` gets its share of `--seconds`, from the same start. Of all of them and of the start, those weights are
 kept whose embedding errs least on every eighth picture of FRAMES, from which nothing is learned: looked at each minute
-and at the end of a rate. PICTURES decide nothing.
+(`--tick`) and at the end of a rate. PICTURES decide nothing.
 
 As many steps are planned as fit into a rate's share; where another program slows them down, it ends at that time.
 Steps are in float32, on a GPU with products in TF32: bfloat16 moves the embedding as far as clusters do. JSON goes to
-$OUT/sam2_distill.json if OUT is set, every minute with the masks of a few pictures: a run that is cut off has said
-something.
+$OUT/sam2_distill.json if OUT is set, at each look with the masks of a few pictures: a run that is cut off has said
+something. With `--weights` a later call of the same goes on from what was kept by then, with the masks.
+
+On a CPU, where a step of four crops takes over a minute and 55 pictures a quarter of an hour:
+
+    ... MODEL PICTURES FRAMES --rates 1e-6 --steps 36 --seconds 4000 --tick 700 --few 3 --weights FILE
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -49,7 +53,7 @@ NAME = " / ".join(
     for opened, near, exact in ((16, 24, 92), (18, 32, 112), (16, 24, 84))
 )
 RATES = (5e-7, 1.5e-6)  # of AdamW: 1e-5 moves the embedding further in five steps than clusters do
-FEW, TICK = 6, 60.0  # pictures whose masks are looked at on the way, and how often, in seconds
+FEW = 6  # pictures whose masks are looked at on the way
 TIMED = 3  # steps that say how long one takes
 APART = 8  # of so many pictures one is not learned from
 
@@ -64,7 +68,7 @@ class Crops:
     def __init__(self, shown: list[Tensor], batch: int, size: int, steps: int = TIMED) -> None:
         self.shown, self.batch, self.size, self.steps = shown, batch, size, steps
         self.until, self.every, self.next = float("inf"), None, float("inf")
-        self.step = 0
+        self.step = 0  # steps taken
 
     def tell(self, every: Callable[[int], None], seconds: float) -> None:
         """Call `every` with the number of the step about so often."""
@@ -75,14 +79,15 @@ class Crops:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Tensor]:
         for step in range(first_step, self.steps):
+            self.step = step
             if time.perf_counter() > self.until:
                 raise LateError
             if self.every is not None and time.perf_counter() > self.next:
                 self.every(self.step)
                 self.next = time.perf_counter() + self.seconds
-            self.step += 1
             draw = torch.Generator().manual_seed(epoch * self.steps + step)
             yield torch.cat([self._one(draw) for _ in range(self.batch)])
+        self.step = self.steps
 
     def _one(self, draw: torch.Generator) -> Tensor:
         x = self.shown[int(torch.randint(len(self.shown), (1,), generator=draw))]
@@ -114,7 +119,7 @@ class Asked(NamedTuple):
 
 
 @torch.no_grad()
-def masks(student: Any, asked: list[Asked]) -> list[dict[str, Any]]:
+def masks(student: Any, asked: Iterable[Asked]) -> list[dict[str, Any]]:
     """IoU with softmax's masks; blocks before the first global layer are those of softmax, which distillation keeps."""
     rows = []
     for name, x, own in asked:
@@ -172,7 +177,11 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=10, help="points, and as many boxes, of a picture")
     parser.add_argument("--only", type=int, help="so many pictures for the masks")
+    parser.add_argument("--few", type=int, help="masks before of so many pictures only, and on the way")
     parser.add_argument("--rates", nargs="+", type=float, default=RATES)
+    parser.add_argument("--steps", type=int, help="of each rate, if --seconds allow them: none is timed before")
+    parser.add_argument("--tick", type=float, default=60, help="seconds between looks")
+    parser.add_argument("--weights", type=Path, help="file for what is kept, outside the repository")
     return parser.parse_args(arguments)
 
 
@@ -204,7 +213,10 @@ def main() -> None:
         if out := os.environ.get("OUT"):
             Path(out, "sam2_distill.json").write_text(json.dumps(record))
 
-    def measured(when: str, some: list[Asked]) -> list[dict[str, Any]]:
+    def asked(places: Iterable[int]) -> Iterator[Asked]:
+        return (Asked.of(own, shown[place], size, options.prompts, place) for place in places)
+
+    def measured(when: str, some: Iterable[Asked]) -> list[dict[str, Any]]:
         with exactly():
             rows = masks(student, some)
         print(f"{when}: {said(rows)}", flush=True)
@@ -218,23 +230,34 @@ def main() -> None:
         return distill(encoder, teacher, data, DistillRecipe(epochs=1, **how), output=embedding)
 
     print(f"{options.name}: {work:.1%} of softmax's multiply-adds; {len(frames)} frames", flush=True)
-    asked = [Asked.of(own, x, size, options.prompts, place) for place, x in enumerate(shown)]
-    keep(before=measured("before", asked))
+    encoder, every = student.vision_encoder, range(len(shown))
+    if options.weights is not None and options.weights.exists():
+        held = torch.load(options.weights, map_location=device)
+        encoder.load_state_dict(held["state"])
+        keep(**held["record"])
+        print(f"kept in {options.weights}: {record['kept']}", flush=True)
+        keep(after=measured("after", asked(every)))
+        return
+    few = every[:: max(1, len(shown) // (options.few or FEW))][: options.few or FEW]
+    keep(before=measured("before", asked(few if options.few else every)))
+    seen = list(asked(few))
     with torch.no_grad():
         tensors = [picture.tensor(size).to(device) for picture in frames[::APART]]
         apart = [Apart(x, embedding(teacher(x), None)) for x in tensors]
     learned = [x.tensor(max(x.pixels.shape[:2])).to(device) for n, x in enumerate(frames) if n % APART]
-    seen = asked[:: max(1, len(asked) // FEW)][:FEW]
-    encoder, begun = student.vision_encoder, time.perf_counter()
+    begun = time.perf_counter()
     start = copy.deepcopy(encoder.state_dict())
     best = (missed(encoder, apart), start, "the start")
+    print(f"{best[0]:.3e} of the embedding is missed, of {len(apart)} frames", flush=True)
     keep(learned=len(learned), missed_before=best[0], looks=[])
-    torch.set_float32_matmul_precision("high")
-    for _ in range(2):  # the first is slow
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    of_step = 0.0
+    for _ in range(0 if options.steps else 2):  # the first is slow
         of_step = time.perf_counter()
         learn(copy.deepcopy(encoder), lesson(TIMED), options.rates[0])
         of_step = (time.perf_counter() - of_step) / TIMED
-    print(f"{of_step:.3f} s a step; {best[0]:.3e} of the embedding is missed, of {len(apart)} frames", flush=True)
+        print(f"{of_step:.3f} s a step", flush=True)
 
     def look(tried: str, step: int) -> None:
         nonlocal best
@@ -243,24 +266,25 @@ def main() -> None:
             best = error, copy.deepcopy(encoder.state_dict()), f"{tried}, step {step}"
         rows = measured(f"{tried}, step {step}, {seconds:.0f} s: {error:.3e} missed; {len(seen)} pictures", seen)
         line = {"try": tried, "step": step, "seconds": seconds, "missed": error, "rows": rows}
-        keep(looks=[*record["looks"], line])
+        keep(looks=[*record["looks"], line], seconds=seconds, missed_after=best[0], kept=best[2])
+        if options.weights is not None:
+            torch.save({"state": best[1], "record": record}, options.weights)
 
     for number, rate in enumerate(options.rates):
         encoder.load_state_dict(start)
         now, tried = time.perf_counter(), f"rate {rate:g}"
         share = (options.seconds - (now - begun)) / (len(options.rates) - number)
-        data = lesson(max(TIMED, int(share / of_step)))
+        data = lesson(options.steps or max(TIMED, int(share / of_step)))
         data.until = now + share
-        data.tell(partial(look, tried), TICK)
+        data.tell(partial(look, tried), options.tick)
         try:
             print(learn(encoder, data, rate), flush=True)
         except LateError:
             print(f"{tried}: ended by the time, of {data.steps} steps", flush=True)
         look(tried, data.step)
     encoder.load_state_dict(best[1])
-    keep(seconds=time.perf_counter() - begun, missed_after=best[0], kept=best[2])
     print(f"kept: {best[2]}, {record['missed_before']:.3e} missed before, {best[0]:.3e} after", flush=True)
-    keep(after=measured("after", asked))
+    keep(after=measured("after", asked(every)))
 
 
 if __name__ == "__main__":
