@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from real_models import Picture, global_layers, iou, load, pictures, plan, points, share_of_work, shared_start
-from sam2_masks import Own, answers, own_answers
+from real_models import global_layers, iou, load, pictures, plan, share_of_work, shared_start
+from sam2_masks import Own, answers, kept_answers
 from torch import Tensor
 
 from cumulant import convert
@@ -105,17 +105,11 @@ def embedding(said: Any, _: Any) -> Tensor:
 
 
 class Asked(NamedTuple):
-    """A picture of `size` pixels, the prompts, and what softmax answers."""
+    """A picture, normalised, the prompts, and what softmax answers."""
 
     name: str
     pixels: Tensor
     own: Own
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, model: Any, picture: Picture, size: int, number: int, seed: int) -> Asked:
-        x = picture.tensor(size).to(model.device)
-        return cls(picture.name, x, own_answers(model, x, points(number, size, seed).to(model.device)))
 
 
 @torch.no_grad()
@@ -181,7 +175,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, default=RATES)
     parser.add_argument("--steps", type=int, help="of each rate, if --seconds allow them: none is timed before")
     parser.add_argument("--tick", type=float, default=60, help="seconds between looks")
-    parser.add_argument("--weights", type=Path, help="file for what is kept, outside the repository")
+    parser.add_argument("--weights", type=Path, help="file for the weights that are kept, outside the repository")
+    parser.add_argument("--kept", type=Path, help="folder for what softmax answers, as of sam2_masks.py")
     return parser.parse_args(arguments)
 
 
@@ -213,8 +208,12 @@ def main() -> None:
         if out := os.environ.get("OUT"):
             Path(out, "sam2_distill.json").write_text(json.dumps(record))
 
+    @torch.no_grad()
     def asked(places: Iterable[int]) -> Iterator[Asked]:
-        return (Asked.of(own, shown[place], size, options.prompts, place) for place in places)
+        for place in places:
+            picture = shown[place]
+            answered = kept_answers(options.kept, own, picture, size, options.prompts, place)
+            yield Asked(picture.name, picture.tensor(size).to(device), answered)
 
     def measured(when: str, some: Iterable[Asked]) -> list[dict[str, Any]]:
         with exactly():

@@ -26,6 +26,7 @@ import torch
 from real_models import (
     ROUNDED,
     Masks,
+    Picture,
     ask,
     boxes_of,
     global_layers,
@@ -77,10 +78,24 @@ def own_answers(model: Any, x: Tensor, places: Tensor) -> Own:
     prompts, start = {"points": places}, {}
     with shared_start(model, start):
         embeddings = model.get_image_embeddings(x)
-    prompts["boxes"] = boxes_of(ask(model, embeddings, points=places).best, x.shape[-1])
     found = answers(model, embeddings, prompts)
+    prompts["boxes"] = boxes_of(found["points"].best, x.shape[-1])
+    found |= answers(model, embeddings, {"boxes": prompts["boxes"]})
     number = {kind: y.scores.argmax(-1) for kind, y in found.items()}
     return Own(prompts, {kind: y.best for kind, y in found.items()}, number, start)
+
+
+def kept_answers(folder: Path | None, model: Any, picture: Picture, size: int, number: int, place: int) -> Own:
+    """Of `number` points and as many boxes of the picture at `place` among all; from `folder` what is there already."""
+    path = None if folder is None else folder / f"{size}-{number}-{place}-{picture.name}.pt"
+    if path is not None and path.exists():
+        return Own(**torch.load(path, map_location=model.device))
+    x = picture.tensor(size).to(model.device, model.dtype)
+    own = own_answers(model, x, points(number, size, place).to(model.device))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(own._asdict(), path)
+    return own
 
 
 def compared(model: Any, x: Tensor, own: Own, name: str, layers: dict[str, str]) -> list[dict[str, Any]]:
@@ -132,14 +147,7 @@ def main() -> None:
         if not lacking:
             continue
         x = picture.tensor(size).to(device, model.dtype)
-        kept = None if options.kept is None else options.kept / f"{size}-{options.prompts}-{number}-{picture.name}.pt"
-        if kept is not None and kept.exists():
-            own = Own(**torch.load(kept, map_location=device))
-        else:
-            own = own_answers(model, x, points(options.prompts, size, number).to(device))
-            if kept is not None:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(own._asdict(), kept)
+        own = kept_answers(options.kept, model, picture, size, options.prompts, number)
         for name in lacking:
             rows = compared(model, x, own, name, plans[name])
             record["found"][name] += [{"picture": picture.name, **row} for row in rows]
