@@ -1,4 +1,5 @@
 // A figure opens by itself when it is clicked: on a phone that is the way to read its small print.
+// Cells that hold a sentence are marked, so that a phone gives them room (extra.css).
 document.addEventListener("DOMContentLoaded", () => {
   for (const image of document.querySelectorAll("article img")) {
     if (image.closest("a")) continue;
@@ -7,5 +8,8 @@ document.addEventListener("DOMContentLoaded", () => {
     link.title = "open this figure alone";
     image.replaceWith(link);
     link.append(image);
+  }
+  for (const cell of document.querySelectorAll("article td")) {
+    if (cell.textContent.length > 60) cell.classList.add("sentence");
   }
 });
