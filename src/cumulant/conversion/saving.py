@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,28 @@ from ..train.checkpoint import save as save_weights
 from ..train.files import write_atomically
 from .checks import count_calls
 
-# What stands beside the weights of a model of transformers: files of its tokenizer and of its preprocessing.
+# What stands beside the weights of a model of transformers: files and folders of its tokenizers, of its preprocessing,
+# and of what sentence-transformers does with its output.
 BESIDE = (
     "*token*.json",
-    "vocab*",
+    "*vocab*",
     "merges.txt",
+    "dict.txt",
+    "bpe.codes",
     "*.model",
     "*.spm",
-    "*processor_config.json",
-    "chat_template*",
     "*.tiktoken",
+    "*.tokenizer",
+    "tekken.json",
+    "normalizer.json",
+    "emoji.json",
+    "byte_maps.json",
+    "word_*.json",
+    "*_tokenizer",
+    "*processor_config.json",
+    "*chat_template*",
+    "modules.json",
+    "*sentence_*.json",
 )
 
 
@@ -37,10 +51,10 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a converted model to a folder: weights as safetensors, and which layer computes what.
 
     A model of transformers is written by its own save_pretrained, with the tokenizer and preprocessor files of the
-    folder it came from; its config.json carries the plan. What `cumulant
-    train` made keeps its recipe and classes: `cumulant evaluate` takes the folder. A module of your own around a model
-    is loaded with `load(folder, model=fresh)`. Of a PeftModel the weights with its adapters merged in are written,
-    which `load` gives, and the adapters alone into the folder "adapter".
+    folder or name of the Hub it came from, and with the modules of a SentenceTransformer; its config.json carries the
+    plan. What `cumulant train` made keeps its recipe and classes: `cumulant evaluate` takes the folder. A module of
+    your own around a model is loaded with `load(folder, model=fresh)`. Of a PeftModel the weights with its adapters
+    merged in are written, which `load` gives, and the adapters alone into the folder "adapter".
     """
     folder, plan = Path(folder), plans.plan_of(model)
     if hasattr(model, "peft_config") and hasattr(model, "merge_and_unload"):
@@ -50,7 +64,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     if library == plans.TRANSFORMERS and plans.config_of(model) is not None:
         writer: Any = model
         writer.save_pretrained(folder)
-        _copy_beside(Path(str(writer.name_or_path or "")), folder)
+        _copy_beside(str(writer.name_or_path or ""), folder)
         return folder
     known: dict[str, Any] = {"library": library, "layers": {name: choice.to_json() for name, choice in plan.items()}}
     if library == plans.OURS:
@@ -80,13 +94,51 @@ def _save_adapted(model: Any, plan: dict[str, Choice], folder: Path) -> Path:
     return folder
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
-    """Tokenizer and preprocessor of the folder that a model was read from: without them texts and pictures would be
-    prepared otherwise, and transformers makes up an empty tokenizer without a word."""
-    files = [file for pattern in BESIDE for file in source.glob(pattern)] if source.is_dir() else []
-    for file in files:
-        if not (folder / file.name).exists():
-            shutil.copy(file, folder / file.name)
+def _copy_beside(name: str, folder: Path) -> None:
+    """What stands beside the weights that a model was read from: without it texts and pictures would be prepared
+    otherwise, and other libraries make up a tokenizer or a pooling without a word."""
+    source = _source(name, BESIDE)
+    if source is None:
+        return
+    found = [path for pattern in BESIDE for path in source.glob(pattern)]
+    modules = _modules(source)
+    if modules and not all((source / one).is_dir() for one in modules):
+        _source(name, [f"{one}/*" for one in modules])
+    for path in (*found, *(source / one for one in modules)):
+        target = folder / path.relative_to(source)
+        if path.is_dir():
+            shutil.copytree(path, target, dirs_exist_ok=True)
+        elif not target.exists():
+            shutil.copy(path, target)
+
+
+def _modules(source: Path) -> list[str]:
+    """Folders of the modules that sentence-transformers puts behind a model: a pooling, a normalization."""
+    if not (source / "modules.json").is_file():
+        return []
+    stated: Any = json.loads((source / "modules.json").read_text(encoding="utf-8"))
+    paths = [str(one.get("path") or "") for one in stated]
+    return [path for path in paths if path and (source / path).resolve().is_relative_to(source.resolve())]
+
+
+def _source(name: str, patterns: Sequence[str]) -> Path | None:
+    """The folder that a model was read from; for a name of the Hub its place in the cache, after files of these
+    patterns were fetched. None where there is neither."""
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        known = snapshot_download(name, local_files_only=True)
+    except (OSError, HFValidationError):  # not from the Hub
+        return None
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except Exception as error:  # of the network
+        said = " ".join(str(error).split())[:160]
+        warnings.warn(f"only what the cache holds of {name} goes beside its weights: {said}", stacklevel=2)
+        return Path(known)
 
 
 def load(

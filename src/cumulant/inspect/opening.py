@@ -278,7 +278,8 @@ def _from_hub(name: str, get: Callable[[], Any]) -> Any:
         first = " ".join(str(error).split()).partition(". ")[0]
         raise FileNotFoundError(
             f"no model {name!r}: there is no such folder here, and neither the Hugging Face Hub nor its cache on this "
-            f"machine gave it ({first}). Expected {NAMED}"
+            f"machine gave it ({first}). Expected {NAMED}. Without a network, fetch the model elsewhere and name its "
+            "folder"
         ) from error
 
 
