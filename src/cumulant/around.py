@@ -138,7 +138,7 @@ def _tilted(what: Expansion, call: Call, logits: Tensor, form: Form) -> Tensor:
 
 def _has_kernel(call: Call, w: Tensor, form: Form) -> bool:
     """Whether a Triton kernel takes these tokens. That of the CPU can be differentiated twice, which weights cannot."""
-    return path_for(form, *call[:3], w.detach(), is_causal=False) == "triton"
+    return path_for(form, call._replace(key_mask=w.detach())) == "triton"
 
 
 def around_weights(call: Call, form: Form, logits: Tensor, w: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ def attention_varlen(
     if across is not None:
         return across.varlen(call, form, cu_seq_q, cu_seq_k)
     plain = closure in (None, "gauss") and around == "zero" and not apart  # others need all of a sequence: one by one
-    path = path_for(form, q, k, v, None, is_causal, call.softmax_scale) if plain else "reference"
+    path = path_for(form, call) if plain else "reference"
     if not plain and form.backend == "auto":
         given = f"closure={closure!r}, around={around!r}, apart={apart}"
         notice.plain_torch("attention_varlen", q, f"{given} take one sequence after the other; the defaults take all")
@@ -166,9 +166,9 @@ def attention_varlen(
         max_q = _longest("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
         max_k = _longest("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
         with without_autocast(query.device.type):
-            packed = is_causal, query, key, value, None, order, call.softmax_scale, normalization
+            tokens_first = call._replace(query=query, key=key, value=value)
             cu_q, cu_k = (x.to(query.device, torch.int32).contiguous() for x in (cu_seq_q, cu_seq_k))
-            return by_kernels(*packed, cu_q, cu_k, max_q, max_k)
+            return by_kernels(tokens_first, form, cu_q, cu_k, max_q, max_k)
     q_at = offsets("cu_seq_q", cu_seq_q, query.shape[0], max_q, "max_q")
     k_at = offsets("cu_seq_k", cu_seq_k, key.shape[0], max_k, "max_k")
     parts = [

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from .tensors import wide
+from .tensors import one_batch, wide
 from .tracing import in_autocast_dtype, is_plain, transformed
 
 NORMALIZATIONS = ("mean", "sum")
@@ -91,6 +91,12 @@ class Call(NamedTuple):
             absent = (mask == 0)[..., None, :, None]
             key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
         return call._replace(query=query, key=key, value=value, key_mask=mask)
+
+    def in_one_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query (B, H, Lq, D), key, value and key mask (B, Lk), with all leading dimensions as one."""
+        lead, mask, Lk = self.lead, self.key_mask, self.key.shape[-2]
+        query, key, value = (one_batch(x, lead) for x in self[:3])
+        return query, key, value, None if mask is None else mask.expand(*lead, Lk).reshape(math.prod(lead), Lk)
 
     def present_queries(self) -> tuple[Tensor, Tensor | None]:
         """Query with absent rows set to 0, and the query mask, checked, as a factor (..., 1, Lq, 1)."""
@@ -171,6 +177,11 @@ def check_dtype(name: str, x: Tensor) -> None:
 def check_flag(name: str, flag: object) -> None:
     if flag is not True and flag is not False:
         raise TypeError(f"{name} must be True or False, got {flag!r}")
+
+
+def whole(number: object, least: int = 0) -> TypeGuard[int]:
+    """Whether it is a whole number, `least` or more."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def check_count(name: str, count: object, least: int = 1) -> None:

@@ -6,8 +6,6 @@ Shape legend: ... leading dimensions, B all in one, H query heads, Lq queries, L
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from .causal import DIAGONAL_CHUNK, causal_attention
 from .kernels import launch, notice
 from .kernels.dense import cpu
 from .moments import FEW, centred_sums, exact_dtype, full_third_by_pairs, ratio, statistics_dtype
-from .tensors import in_units, one_batch
+from .tensors import in_units
 from .tracing import transformed, without_autocast
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
@@ -47,38 +45,31 @@ class Form(NamedTuple):
 
 def expand(call: Call, form: Form) -> Tensor:
     """Expansion around 0, (..., H, Lq, E), of a checked call; `closure` and `around` of the form are not looked at."""
-    query, key, value = call[:3]
+    query, key = call[:2]
     weighted = call.key_mask is not None and call.key_mask.is_floating_point()
     if form.order == 3 and not weighted and _at_most(2, key.shape[-2]):
         form = form._replace(order=2, full=False)  # the third cumulant of two tokens is 0: no rounding of it is added
     if form.backend == "cpu" and query.device.type != "cpu":
         raise ValueError(f'backend="cpu" needs tensors on the CPU, got {query.device}; use backend="auto"')
-    lead, scale, Lk = call.lead, call.softmax_scale, key.shape[-2]
-    q, k, v = (one_batch(x, lead) for x in (query, key, value))
-    weights, unit = None if call.key_mask is None else call.key_mask.expand(*lead, Lk).reshape(prod(lead), Lk), None
-    if weights is not None and weighted and Lk:
+    lead, unit = call.lead, None
+    q, k, v, weights = call.in_one_batch()
+    if weights is not None and weighted and key.shape[-2]:
         weights, unit = in_units(weights)
         weights = weights.to(statistics_dtype(query.dtype))
+    call = call._replace(query=q, key=k, value=v, key_mask=weights)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _reference(call._replace(query=q, key=k, value=v), form, unit)
+
     with without_autocast(query.device.type):  # statistics stay in float32
-        path = path_for(form, q, k, v, weights, call.is_causal, scale)
+        path = path_for(form, call)
         if path == "triton":
-            out = by_kernels(call.is_causal, q, k, v, weights, form.order, scale, form.normalization)
+            out = by_kernels(call, form)
             if unit is not None and form.normalization == "sum":
                 out = (out * unit[..., None, None]).to(query.dtype)
-            return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
-        plain = partial(
-            _reference,
-            order=form.order,
-            full=form.full,
-            weights=weights,
-            is_causal=call.is_causal,
-            scale=scale,
-            unit=unit,
-            normalization=form.normalization,
-        )
-        if path == "cpu":
+        elif path == "cpu":
             total = _total_weight(k, weights, unit) if form.normalization == "sum" else None
-            out = cpu.attention(q, k, v, weights, form.order, scale, total, reference=plain)
+            out = cpu.attention(*call[:4], form.order, call.softmax_scale, total, reference=plain)
         else:
             out = plain(q, k, v)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
@@ -123,25 +114,15 @@ def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = Non
         return A.unflatten(-2, (heads // max(1, groups), Lq)).flatten(-4, -3).to(query.dtype)
 
 
-def _reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    order: int,
-    full: bool,
-    weights: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    unit: Tensor | None,
-    normalization: str,
-) -> Tensor:
-    """Plain torch: differentiable any number of times, and what torch.compile and torch.export trace."""
-    heads = key.shape[-3]
+def _reference(call: Call, form: Form, unit: Tensor | None) -> Tensor:
+    """Plain torch: differentiable any number of times, and what torch.compile and torch.export trace. Weights of keys,
+    the mask of the call, are in units (B, 1)."""
+    query, key, value, weights = call[:4]
+    order, full, scale, heads = form.order, form.full, call.softmax_scale, key.shape[-3]
     q = query.unflatten(-3, (heads, query.shape[-3] // max(1, heads)))
     w = None if weights is None else weights.unsqueeze(-2)
-    if is_causal and query.shape[-2] and key.shape[-2]:  # with nothing to see, or nobody to see it, all is 0
-        gain = None if normalization == "mean" else (key.new_ones(1, 1) if unit is None else unit)
+    if call.is_causal and query.shape[-2] and key.shape[-2]:  # with nothing to see, or nobody to see it, all is 0
+        gain = None if form.normalization == "mean" else (key.new_ones(1, 1) if unit is None else unit)
         out = causal_attention(q, key, value, order=order, full=full, weights=w, scale=scale, gain=gain)
         return out.flatten(-4, -3)
     rows = q.flatten(-3, -2).to(statistics_dtype(query.dtype))  # 16 bits hold the sum of many values last
@@ -151,7 +132,7 @@ def _reference(
         out = full_third_by_pairs(rows, key, value, w, scale)
     else:
         out = centred_sums(key, value, order, full, w).to(rows.dtype).apply(rows, scale)
-    if normalization == "sum":
+    if form.normalization == "sum":
         out = out * _total_weight(key, weights, unit)
     return out.to(query.dtype).unflatten(-2, q.shape[-3:-1]).flatten(-4, -3)
 
@@ -170,26 +151,22 @@ def _total_weight(key: Tensor, weights: Tensor | None, unit: Tensor | None) -> T
     return (total if unit is None else total * unit.to(dtype))[..., None, None]
 
 
-def path_for(
-    form: Form, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, is_causal: bool, scale: float = 1.0
-) -> str:
+def path_for(form: Form, call: Call) -> str:
     """The path that computes this case: "triton", "cpu" or "reference" (plain torch, which computes all)."""
-    backend = form.backend
+    (q, k, v), backend = call[:3], form.backend
     if backend == "reference" or form.order == 1 or not (q.numel() and k.numel() and v.numel()):
         return "reference"
     if backend == "triton" or (backend == "auto" and notice.expected(q)):
-        return "triton" if takes_kernels("attention", form, q, v, weights, is_causal, scale) else "reference"
-    beyond = _beyond_kernels(form, weights, is_causal, scale)
-    tiled = q.device.type == "cpu" and not is_causal and beyond is None and not torch.compiler.is_compiling()
+        return "triton" if takes_kernels("attention", form, call) else "reference"
+    beyond = _beyond_kernels(form, call)
+    tiled = q.device.type == "cpu" and not call.is_causal and beyond is None and not torch.compiler.is_compiling()
     return "cpu" if tiled and not _at_most(FEW, k.shape[-2]) else "reference"
 
 
-def takes_kernels(
-    operator: str, form: Form, q: Tensor, v: Tensor, weights: Tensor | None, is_causal: bool, scale: float
-) -> bool:
+def takes_kernels(operator: str, form: Form, call: Call) -> bool:
     """Whether kernels compute this case, where they are asked for or expected; raises or says why they cannot."""
-    beyond = _beyond_kernels(form, weights, is_causal, scale)
-    obstacle = beyond or launch.obstacle(q, v)
+    q, beyond = call.query, _beyond_kernels(form, call)
+    obstacle = beyond or launch.obstacle(q, call.value)
     if obstacle is None and q.dtype == torch.float16 and form.normalization == "sum":
         obstacle = 'normalization="sum" in float16, which holds sums up to 65504 only: plain torch sums in float32'
     if obstacle is None:
@@ -200,8 +177,9 @@ def takes_kernels(
     return False
 
 
-def _beyond_kernels(form: Form, weights: Tensor | None, is_causal: bool, scale: float) -> str | None:
+def _beyond_kernels(form: Form, call: Call) -> str | None:
     """Why only plain torch has what is asked for, whatever the tensors are, or None."""
+    weights, is_causal, scale = call.key_mask, call.is_causal, call.softmax_scale
     if form.full:
         return "full=True, the whole third cumulant, has no kernel; full=False takes its diagonal"
     if transformed():
@@ -216,16 +194,16 @@ def _beyond_kernels(form: Form, weights: Tensor | None, is_causal: bool, scale: 
     return None
 
 
-def by_kernels(
-    is_causal: bool, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, order: int, *rest: Any
-) -> Tensor:
-    """The kernels' answer, in the dtype of q.
+def by_kernels(call: Call, form: Form, *packed: Any) -> Tensor:
+    """The kernels' answer, in the dtype of q; `packed` are boundaries of sequences, tokens then come before heads.
 
     Causal ones look at all rows of a part from one point. They take float32 where large terms then cancel, of which 16
     bits would leave the rounding: weights may let one token be all of a row, and another of the next; the third order
     in float16 leaves its range, and meets a compiler error of Triton 3.6 besides.
     """
-    if not is_causal:
+    (q, k, v, weights), order = call[:4], form.order
+    rest = call.softmax_scale, form.normalization, *packed
+    if not call.is_causal:
         from .kernels.dense.host import attention
 
         return attention(q, k, v, weights, order, *rest)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import check_order, check_scale
+from .call import check_order, check_scale, whole
 from .held import Held, check_step, check_tokens
 from .kernels import launch
 from .moments import Moments, statistics_dtype
@@ -92,7 +92,7 @@ class SlidingWindow:
 
     def __init__(self, window: int, *, order: int = 3, full: bool = False) -> None:
         check_order(order, full)
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if not whole(window, 1):
             raise ValueError(f"window must be a number of tokens, at least 1, got {window!r}")
         self.window, self.order, self.full = window, order, full
         self.key: Tensor | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..call import Call, check_choice
+from ..call import Call, check_choice, whole
 from ..closures import check_closure
 from .auto import AUTO, tuning
 from .backend import Case, Form, blocks_of_past
 from .build import Clusters
-from .layout import Blocks, whole
+from .layout import Blocks
 from .near import RANKS
 from .statistics import VARIANCES
 from .tree import Tree

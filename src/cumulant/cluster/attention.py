@@ -18,7 +18,7 @@ from .. import shards
 from ..call import Call, Grid
 from ..kernels import replay
 from ..moments import statistics_dtype
-from ..tensors import nothing, one_batch, repeat_heads
+from ..tensors import nothing, repeat_heads
 from ..tracing import without_autocast
 from .asked import Asked, causal_blocks, check_tree
 from .backend import Assignment, Case, Form, kernels_for
@@ -125,7 +125,7 @@ def cluster_attention(
 def _attend(call: Call, asked: Asked) -> Tensor:
     """What `cluster_attention` computes, step by step."""
     call, clusters, backend = call.checked(), asked.clusters, asked.backend
-    (query, key, value, key_mask), is_causal, Lk = call[:4], call.is_causal, call.key.shape[-2]
+    (query, key, value), is_causal, Lk = call[:3], call.is_causal, call.key.shape[-2]
     check_clusters(clusters)
     asked.check_tokens(call.offset, is_causal)
     across = shards.answerer()
@@ -152,29 +152,28 @@ def _attend(call: Call, asked: Asked) -> Tensor:
     case = Case(call, made, form, min(asked.least, Lk))  # more than all tokens is all of them
     kernels = kernels_for(backend, case)
     with without_autocast(query.device.type):
-        q, k, v = (one_batch(x, lead) for x in (query, key, value))
+        q, k, v, mask = call.in_one_batch()
         if kernels is None:
-            plain = _reference if backend == "reference" else partial(by_heads, _reference)
-            out = plain(q, k, v, case).to(query.dtype)
+            case = case._replace(call=call._replace(query=q, key=k, value=v, key_mask=mask))
+            out = (_reference(case) if backend == "reference" else by_heads(_reference, case)).to(query.dtype)
         else:
-            mask = call.key_mask if key_mask is None or len(lead) == 1 else key_mask.expand(*lead, Lk).reshape(-1, Lk)
+            if len(lead) == 1:  # layers of a model share a mask, which is known by the tensor that it is
+                mask = call.key_mask
             point = None
             if q.dtype == torch.float32 and mask is None:  # which has digits to lose far from 0; 16 bits have few
                 point = value_point(v, None, is_causal)
                 k, v = k - origin(k, None, is_causal), v - point
-            call = call._replace(query=q, key=k, value=v, key_mask=mask)
-            out = run_kernels(kernels, case._replace(call=call))
+            out = run_kernels(kernels, case._replace(call=call._replace(query=q, key=k, value=v, key_mask=mask)))
             out = out if point is None else out + repeat_heads(point, H)
     return out if out.shape == (*lead, H, Lq, E) else out.reshape(*lead, H, Lq, E)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-    """Plain torch: q (B, H, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, E) -> (B, Hk, G, Lq, E)."""
+def _reference(case: Case) -> Tensor:
+    """Plain torch, of a call in one batch: (B, Hk, G, Lq, E)."""
     call, form, prefix = case.call, case.form, case.call.prefix
-    dtype, (B, Hk, Lk, _) = statistics_dtype(q.dtype), k.shape
-    given = q.dtype
+    (q, k, v, mask), dtype, given = call[:4], statistics_dtype(call.query.dtype), call.query.dtype
+    Hk, Lk = k.shape[1:3]
     q = (q.to(dtype) * call.softmax_scale).unflatten(1, (Hk, q.shape[1] // Hk))  # (B, Hk, G, Lq, D)
-    mask = None if call.key_mask is None else call.key_mask.expand(*call.lead, Lk).reshape(B, Lk)
     k, v, weights, point = centred(k.to(dtype), v.to(dtype), mask, call.is_causal)
     if call.is_causal:
         blocks = causal_blocks(case, call.offset + q.shape[-2])
@@ -214,14 +213,14 @@ def kmeans_assignment(
     if not isinstance(options, KMeans):
         raise TypeError(f"options must be KMeans(count, ...), got {type(options).__name__}")
     call = Call(query, key, key, key_mask, enable_gqa=enable_gqa).checked()
-    query, key, lead, Hk, dtype = *call[:2], call.lead, call.key.shape[-3], statistics_dtype(call.key.dtype)
-    q, k = (x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:]).to(dtype) for x in (query, key))
-    weights = None
-    if key_mask is not None:
-        weights = key_mask.expand(*lead, k.shape[-2]).reshape(prod(lead), 1, -1).to(dtype)
+    q, k, _, mask = call.in_one_batch()
+    dtype, weights = statistics_dtype(k.dtype), None
+    q, k = q.to(dtype), k.to(dtype)
+    if mask is not None:
+        weights = mask.unsqueeze(1).to(dtype)
         k = k.masked_fill((weights == 0).unsqueeze(-1), 0)
-    q = q.unflatten(1, (Hk, -1)).flatten(2, 3)
-    return kmeans(q, k - origin(k, weights, False), weights, options).reshape(*lead, *k.shape[1:3])
+    q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    return kmeans(q, k - origin(k, weights, False), weights, options).reshape(*call.lead, *k.shape[1:3])
 
 
 def _means(q: Tensor, k: Tensor, weights: Tensor | None, case: Case) -> tuple[Tensor, Layout]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..call import Call
 from ..moments import statistics_dtype
-from ..tensors import one_batch
 from .backend import TILES, Form
 from .basis import logit_basis
 from .build import without_prefix
@@ -27,13 +26,11 @@ LONG_GRID = 16_384  # tokens of a grid from which its tiles share near clusters 
 
 def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]) -> Tensor:
     """Attention over keys in the order of a tree: blocks of that order, which `attend` takes, or two levels of them."""
-    (query, key, value), prefix, lead = call[:3], call.prefix, call.lead
-    Hk, Lk, E = key.shape[-3], key.shape[-2], value.shape[-1]
-    q = one_batch(query, lead).unflatten(1, (Hk, -1)).flatten(0, 1)  # (N, G, Lq, D): heads of keys are sequences
-    k, v = (one_batch(x, lead).flatten(0, 1) for x in (key, value))  # (N, Lk, .)
-    mask = None
-    if call.key_mask is not None:
-        mask = call.key_mask.expand(*lead, Lk).reshape(-1, Lk).repeat_interleave(Hk, 0)
+    q, k, v, mask = call.in_one_batch()
+    (Hk, Lk), E, prefix = k.shape[1:3], v.shape[-1], call.prefix
+    q = q.unflatten(1, (Hk, -1)).flatten(0, 1)  # (N, G, Lq, D): heads of keys are sequences
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # (N, Lk, .)
+    mask = None if mask is None else mask.repeat_interleave(Hk, 0)
     parts, L = tree.count * tree.leaves, Lk - prefix
     G, Lq = q.shape[1:3]
     patches = _patches(call, tree)
@@ -90,7 +87,7 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
             places = torch.arange(Lq, device=q.device).expand_as(asking)
             back = torch.zeros_like(asking).scatter(1, asking, places)
             out = rows_of(out.flatten(0, 1), back).view_as(out)
-    return out.reshape(*lead, Hk * G, Lq, E)
+    return out.reshape(*call.lead, Hk * G, Lq, E)
 
 
 def _patches(call: Call, tree: Tree) -> Layout | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..call import Call, whole
 from ..moments import ratio, statistics_dtype
 from .asked import check_form
 from .attention import cluster_attention, kmeans_assignment
@@ -25,7 +25,6 @@ from .build import Clusters, Field, check_clusters, pack
 from .cost import multiply_adds, softmax_multiply_adds
 from .fields import Seen, mix
 from .kmeans import KMeans
-from .layout import whole
 from .near import heaviest
 from .statistics import origin
 

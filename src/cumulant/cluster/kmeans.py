@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import check_choice
-from .layout import whole
+from ..call import check_choice, whole
 
 METRICS = ("full", "diagonal", "none")
 STARTS = ("even", "random")

@@ -12,20 +12,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Grid
+from ..call import Grid, whole
 from ..moments import ratio
 from ..tracing import transformed
-
-
-def whole(number: object, least: int = 0) -> TypeGuard[int]:
-    """Whether it is a whole number, `least` or more."""
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,9 @@ def serves(case: Case) -> bool:
     return near and form.pooled and form.closure == "tanh" and sizes_of(case)[0] > int(form.near)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-    """q (b, H, Lq, D), k (b, Hk, Lk, D), v (b, Hk, Lk, E) -> (b, Hk, G, Lq, E)."""
+def attend(case: Case) -> Tensor:
+    """Of a call in one batch, q (b, H, Lq, D), k (b, Hk, Lk, D), v (b, Hk, Lk, E): (b, Hk, G, Lq, E)."""
+    q, k, v = case.call[:3]
     (b, Hk, _, D), E, near = k.shape, v.shape[-1], int(case.form.near)
     g, space = b * Hk, Workspace(q, True)
     layout = make_layout(q, k, None, case, bool(near))

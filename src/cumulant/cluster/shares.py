@@ -20,21 +20,22 @@ from .backend import Case
 
 SHARE = 1 << 18  # tokens times width of a share: 1 MiB in float32
 PACE = Pace()
-Compute = Callable[[Tensor, Tensor, Tensor, Case], Tensor]
+Compute = Callable[[Case], Tensor]
 
 
-def by_heads(reference: Compute, q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-    """reference(q, k, v, case) (B, Hk, G, Lq, E) of q (B, H, Lq, D), k (B, Hk, Lk, D), v (B, Hk, Lk, E).
+def by_heads(reference: Compute, case: Case) -> Tensor:
+    """reference(case) (B, Hk, G, Lq, E) of a call in one batch.
 
     By `quick`, where that serves, of some heads at a time. Where others want the cores too, shares are tasks of threads
     of their own.
     """
+    q, k, v = case.call[:3]
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if wanted or q.device.type != "cpu" or not is_plain(q) or transformed():
-        return reference(q, k, v, case)
+        return reference(case)
     with torch.no_grad():
         if not quick.serves(case):
-            return reference(q, k, v, case)
+            return reference(case)
         (B, H, Lq, _), (Hk, Lk), E = q.shape, k.shape[1:3], v.shape[-1]
         G, width = H // Hk, max(q.shape[-1], E)
         threads = torch.get_num_threads()
@@ -49,8 +50,8 @@ def by_heads(reference: Compute, q: Tensor, k: Tensor, v: Tensor, case: Case) ->
 
         def answer(share: tuple[slice, slice]) -> None:
             b, h = share
-            given = q[b, h.start * G : h.stop * G], k[share], v[share]
-            out[share] = quick.attend(*given, _part(case, *given))
+            part = case.call._replace(query=q[b, h.start * G : h.stop * G], key=k[share], value=v[share])
+            out[share] = quick.attend(case._replace(call=part))
 
         if ours:
             kind = case.form, width, (H * Lq).bit_length(), Lk.bit_length(), threads
@@ -60,8 +61,3 @@ def by_heads(reference: Compute, q: Tensor, k: Tensor, v: Tensor, case: Case) ->
         else:
             side_by_side(answer, shares)
         return out
-
-
-def _part(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Case:
-    """The case of some heads alone."""
-    return case._replace(call=case.call._replace(query=q, key=k, value=v))

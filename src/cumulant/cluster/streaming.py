@@ -11,13 +11,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..call import check_choice, check_dtype, check_scale
+from ..call import check_choice, check_dtype, check_scale, whole
 from ..closures import check_closure
 from ..held import Held, check_rows, check_step, check_tokens
 from ..moments import Moments, statistics_dtype
 from .backend import Form
 from .fields import Exact, Far, Seen, mix
-from .layout import Blocks, whole
+from .layout import Blocks
 from .statistics import VARIANCES, joined, merge, moments_of
 
 

@@ -27,6 +27,7 @@ from ..inspect.examples import example_for
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
+from ..tensors import repeat_heads
 from ..train.progress import bar_of
 from .candidates import CAUSAL_NAMES, NAMES, arguments_of, work_of
 from .checks import find_sites
@@ -245,10 +246,8 @@ class _Sums:
             self.work[name] = self.work.get(name, 0.0) + sequences * work
 
     def add(self, made: Call, asked: Mapping[str, Choice], samples: int, done: Callable[[], Any]) -> None:
-        lead, groups = made.query.shape[:-3], made.query.shape[-3] // made.key.shape[-3]
-        query = made.query.reshape(-1, *made.query.shape[-3:])
-        key, value = (x.reshape(-1, *x.shape[-3:]).repeat_interleave(groups, 1) for x in (made.key, made.value))
-        mask = None if made.key_mask is None else made.key_mask.expand(*lead, -1).reshape(len(key), -1)
+        query, key, value, mask = made.in_one_batch()
+        key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
         at = places(query.shape[2], samples).to(query.device)
         asking = query[:, :, at]
         shared: dict[str, Any] = {"key_mask": mask, "scale": made.scale}

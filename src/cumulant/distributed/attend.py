@@ -10,7 +10,6 @@ not depend on the number of sequences either.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -25,7 +24,7 @@ from ..kernels import notice
 from ..kernels.batch import batch_of
 from ..kernels.dense import cpu
 from ..moments import Moments, added, centred_sums, statistics_dtype
-from ..tensors import fold_groups, nothing, one_batch
+from ..tensors import fold_groups, nothing
 from ..tracing import transformed, without_autocast
 from .exchange import Gather, exchange
 from .parts import Parts, first_piece, only
@@ -39,17 +38,13 @@ def attend(parts: Parts, call: Call, form: Form) -> Tensor:
     Non-causal: one exchange of moments forward and one of their gradients backward. Causal: an exclusive scan.
     """
     check_form(form)
-    query, key, value = call[:3]
-    lead, scale = call.lead, call.softmax_scale
-    q, k, v = (one_batch(x, lead) for x in (query, key, value))
-    weights = None
-    if call.key_mask is not None:
-        weights = call.key_mask.expand(*lead, key.shape[-2]).reshape(prod(lead), key.shape[-2])
-    if not (prod(lead) and key.shape[-3] and query.shape[-3]):
-        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
-    with without_autocast(query.device.type):
-        run = _causal if call.is_causal else _over_all
-        out = run(parts, q, k, v, weights, form, scale)
+    lead, shape = call.lead, (*call.query.shape[:-1], call.value.shape[-1])
+    if not (prod(lead) and call.key.shape[-3] and call.query.shape[-3]):
+        return nothing(shape, *call[:3])
+    q, k, v, weights = call.in_one_batch()
+    call = call._replace(query=q, key=k, value=v, key_mask=weights)
+    with without_autocast(q.device.type):
+        out = (_causal if call.is_causal else _over_all)(parts, call, form)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[-3:])
 
 
@@ -63,19 +58,22 @@ def check_form(form: Form) -> None:
         raise ValueError(f"closure={form.closure!r} is not split over workers; pass closure=None")
 
 
-def _over_all(
-    parts: Parts, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, form: Form, scale: float
-) -> Tensor:
-    """q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E), weights (B, S) -> (B, H, L, E)."""
+def _over_all(parts: Parts, call: Call, form: Form) -> Tensor:
+    """(B, H, L, E) of a call in one batch."""
+    q, k, v, weights = call[:4]
     weights = None if weights is None else weights.to(statistics_dtype(q.dtype))
-    plain = partial(_reference, parts, weights=weights, form=form, scale=scale)
+    call, scale = call._replace(key_mask=weights), call.softmax_scale
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _reference(parts, call._replace(query=q, key=k, value=v), form)
+
     tiled = form.backend in ("auto", "cpu") and q.device.type == "cpu" and form.order > 1 and not form.full
     learned = weights is not None and weights.requires_grad
     if tiled and q.shape[-1] and v.shape[-1] and not (learned or transformed() or torch.compiler.is_compiling()):
         total = form.normalization == "sum"
         return cpu.attention(q, k, v, weights, form.order, scale, total, reference=plain, across=parts.workers)
     asked = form.order > 1 and (form.backend == "triton" or (form.backend == "auto" and notice.expected(q)))
-    if asked and takes_kernels("attention over several workers", form, q, v, weights, False, scale):
+    if asked and takes_kernels("attention over several workers", form, call):
         from ..kernels.dense.split import attention
 
         batch = batch_of(q, k, v, weights, form.order, scale, form.normalization)
@@ -83,21 +81,17 @@ def _over_all(
     return plain(q, k, v)
 
 
-def _reference(
-    parts: Parts, q: Tensor, k: Tensor, v: Tensor, *, weights: Tensor | None, form: Form, scale: float
-) -> Tensor:
+def _reference(parts: Parts, call: Call, form: Form) -> Tensor:
     """The same in plain torch, differentiable any number of times."""
-    w = None if weights is None else weights.unsqueeze(-2)
-    moments = parts.workers.merge(centred_sums(k, v, form.order, form.full, w, keep=True))
-    rows = fold_groups(q, k.shape[-3]).to(statistics_dtype(q.dtype))
-    out = moments.apply(rows, scale)
-    if form.normalization == "sum":
-        out = out * moments.weight[..., None, None]
-    return out.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+    w = None if call.key_mask is None else call.key_mask.unsqueeze(-2)
+    return _read(
+        call, form, parts.workers.merge(centred_sums(call.key, call.value, form.order, form.full, w, keep=True))
+    )
 
 
-def _causal(parts: Parts, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, form: Form, scale: float) -> Tensor:
+def _causal(parts: Parts, call: Call, form: Form) -> Tensor:
     """Row i sees the keys of this worker up to i, and all that stand before its piece."""
+    (q, k, v, weights), scale = call[:4], call.softmax_scale
     length, heads = q.shape[-2], k.shape[-3]
     if k.shape[-2] != length:
         raise ValueError(f"is_causal needs as many queries as keys on each worker, got {length} and {k.shape[-2]}")

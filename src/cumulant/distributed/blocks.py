@@ -20,7 +20,6 @@ from ..call import Call, Grid
 from ..cluster.backend import block_sizes, borders
 from ..cluster.layout import Blocks, Layout, beside, divide
 from ..moments import statistics_dtype
-from ..tensors import one_batch
 from .exchange import Workers
 from .parts import Parts
 
@@ -51,11 +50,12 @@ class Tokenwise(NamedTuple):
     @classmethod
     def of(cls, call: Call, masked: bool) -> Tokenwise:
         dtype = statistics_dtype(call.query.dtype)
-        q, k, v = (one_batch(x, call.lead).to(dtype) for x in call[:3])
+        *parts, mask = call.in_one_batch()
+        q, k, v = (x.to(dtype) for x in parts)
         q = (q * call.softmax_scale).unflatten(1, (k.shape[1], -1))
-        if call.key_mask is None:
+        if mask is None:
             return cls(q, k, v, k.new_ones(len(k), 1, k.shape[2]) if masked else None)
-        weights = call.key_mask.expand(*call.lead, k.shape[2]).reshape(len(k), 1, k.shape[2]).to(dtype)
+        weights = mask.unsqueeze(1).to(dtype)
         absent = (weights == 0).unsqueeze(-1)
         return cls(q, k.masked_fill(absent, 0), v.masked_fill(absent, 0), weights)
 

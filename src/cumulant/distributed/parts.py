@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..call import whole
 from ..moments import Moments, added
 from .exchange import Gather, Shift, Workers, exchange
 
@@ -108,8 +109,7 @@ def only(sets: Moments, these: Sequence[bool]) -> Moments:
 
 
 def check_lengths(lengths: Sequence[int], workers: int) -> None:
-    whole = [isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in lengths]
-    if len(lengths) != workers or not all(whole):
+    if len(lengths) != workers or not all(map(whole, lengths)):
         raise ValueError(f"lengths must be {workers} numbers of tokens, one for each worker, got {lengths!r}")
 
 

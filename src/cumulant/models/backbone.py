@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..call import check_choice, check_count, check_dtype, check_flag
+from ..call import check_choice, check_count, check_dtype, check_flag, whole
 from ..nn.registry import number_layers
 from ..zoo.grid import square_grid
 from .mechanisms import Attending
@@ -56,7 +56,7 @@ class FeatureInfo(list[dict[str, Any]]):
 
     def taken(self, indices: int | Sequence[int] | None) -> list[int]:
         """Levels in order: all, the last so many, or those of these numbers; negative ones count from the end."""
-        last = isinstance(indices, int) and not isinstance(indices, bool) and 0 < indices <= len(self)
+        last = whole(indices, 1) and indices <= len(self)
         if indices is None or last:
             return list(range(len(self)))[-(cast(int, indices) or 0) :] if last else list(range(len(self)))
         many = list(indices) if isinstance(indices, Sequence) and not isinstance(indices, str) else [None]
@@ -319,7 +319,7 @@ def counted_once(norms: Sequence[nn.BatchNorm2d]) -> Iterator[None]:
 
 
 def check_classes(num_classes: int) -> int:
-    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
+    if not whole(num_classes):
         raise ValueError(f"num_classes must be 0 (features) or positive, got {num_classes!r}")
     return num_classes
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import shards, zoo
-from ..call import DTYPES, Call, Grid, check_count, check_dtype, check_flag, check_mask, check_share
+from ..call import DTYPES, Call, Grid, check_count, check_dtype, check_flag, check_mask, check_share, whole
 from ..expansion import weigh
 from ..grammar import parse, suggest
 from ..tensors import repeat_heads, without_absent
@@ -399,8 +399,7 @@ def check_kv_heads(num_kv_heads: int | None, num_heads: int, mechanism: Mechanis
     """The number of key heads of a layer; raises where query heads do not divide among them, or may not share them."""
     if num_kv_heads is None or num_kv_heads == num_heads:
         return num_heads
-    whole = isinstance(num_kv_heads, int) and not isinstance(num_kv_heads, bool) and num_kv_heads >= 1
-    if not whole or num_heads % num_kv_heads:
+    if not whole(num_kv_heads, 1) or num_heads % num_kv_heads:
         raise ValueError(
             f"num_kv_heads must be a whole number that divides num_heads={num_heads}, got {num_kv_heads!r}"
         )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cumulant import grammar, nn, zoo
+from cumulant.call import whole
 from cumulant.grammar import read_option, suggest
 from cumulant.models.registry import VIVIT_CONFIGS, model_arguments
 from cumulant.nn.attention import EXTRAS
@@ -110,7 +111,7 @@ def with_extra(
 
 def _patch(recipe: TrainRecipe, side: Any) -> dict[str, Any]:
     """The argument of the model for patches of `side` x `side` pixels, in clips with as many frames as before."""
-    if isinstance(side, bool) or not isinstance(side, int) or side < 1:
+    if not whole(side, 1):
         raise ValueError(f"patch must be the side of a patch in pixels, got {side!r}")
     if not recipe.model.startswith("vivit"):
         return {"patch_size": side}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, check_choice, check_scale
+from ..call import Call, check_choice, check_scale, whole
 from ..held import Held, check_step, check_tokens
 from ..tensors import log_weights, nothing, repeat_heads, softmax_or_zero, wide, without_absent
 from ..tracing import outside_autocast
@@ -210,8 +210,7 @@ def _check(
 ) -> None:
     for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
         check_choice(name, given, known)
-    whole = isinstance(segment, int) and not isinstance(segment, bool) and segment >= 1
-    if segment is not None and not whole and not isinstance(segment, Tensor):
+    if segment is not None and not whole(segment, 1) and not isinstance(segment, Tensor):
         raise ValueError(f"segment must be at least 1 token, got {segment!r}")
     if not callable(summary_key) and summary_key not in SUMMARY_KEYS:
         hint = "; 'proj' has parameters, which a layer holds" if summary_key == "proj" else ""

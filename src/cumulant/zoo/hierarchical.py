@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, Grid, check_choice
+from ..call import Call, Grid, check_choice, whole
 from ..moments import ratio
 from ..tensors import ABSENT, nothing, repeat_heads, wide
 from .grid import resize_table, resolve_grid, told_grid
@@ -183,7 +183,7 @@ def _tree_of(call: Call, **layout: Any) -> Tree:
 
 
 def _check_levels(levels: int | None) -> None:
-    if levels is not None and (isinstance(levels, bool) or not isinstance(levels, int) or levels < 0):
+    if levels is not None and not whole(levels):
         raise ValueError(f"levels must not be negative, got {levels!r}; it is a number of groupings, or None")
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import check_choice
+from ..call import check_choice, whole
 from ..tracing import transformed
 
 SOLVERS = ("auto", "direct", "cg")
@@ -38,8 +38,7 @@ class Settings(NamedTuple):
         check_choice("solver", self.solver, SOLVERS)
         for name in ("iterations", "block"):
             number = getattr(self, name)
-            whole = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-            if not whole and not (number is None and name == "iterations"):
+            if not whole(number, 1) and not (number is None and name == "iterations"):
                 raise ValueError(f"{name} must be at least 1, got {number!r}")
         number = self.tolerance
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):

@@ -127,9 +127,7 @@ def refuse(layer: str, mechanism: Mechanism, why: str) -> None:
 def flattened(call: Call) -> Call:
     """The call, checked, with all leading dimensions as one and a mask for each batch."""
     call = call.checked()
-    query, key, value = (part.reshape(-1, *part.shape[-3:]) for part in call[:3])
-    mask, tokens = call.key_mask, key.shape[-2]
-    mask = None if mask is None else mask.expand(*call.query.shape[:-3], tokens).reshape(-1, tokens)
+    query, key, value, mask = call.in_one_batch()
     return call._replace(query=query, key=key, value=value, key_mask=mask, query_mask=None)
 
 
