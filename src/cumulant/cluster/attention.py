@@ -28,6 +28,7 @@ from .causal import causal_clusters
 from .fields import Seen, mix
 from .kmeans import KMeans, kmeans
 from .layout import Blocks, Layout, check_grid
+from .neighbours import beside
 from .run import run_kernels
 from .shares import by_heads
 from .short import answers_by_token, token_responses
@@ -251,22 +252,9 @@ def _noncausal(q: Tensor, packed: Packed, form: Form, prefix: int, Lk: int, dtyp
             )
         if Lq != Lk:
             raise ValueError(f'near="neighbours" needs as many queries as keys, got {Lq} and {Lk}')
-        first, rest = q[..., :prefix, :], q[..., prefix:, :]
-        outs = []
-        if prefix:  # prefix tokens stand nowhere: all blocks are far from them
-            out = mix(first.flatten(2, 3).unsqueeze(-2), far, None, Seen(exact), form)
-            outs.append(out.squeeze(-2).unflatten(2, (G, prefix)))
-        length = rest.shape[-2]
         if layout.place is None:
-            rows = torch.stack([layout.pack(x) for x in rest.unbind(2)], 2)  # (B, Hk, G, K, m, D)
-            which = layout.adjacent.repeat(G, 1)[None, None]
-            out = mix(rows.flatten(2, 3), far, tokens, Seen(exact, which), form).unflatten(2, (G, -1))
-            outs.append(layout.unpack(out, length))
-        else:
-            which = layout.adjacent[layout.place].repeat(1, G, 1)[:, None]
-            out = mix(rest.flatten(2, 3).unsqueeze(-2), far, tokens, Seen(exact, which), form)
-            outs.append(out.squeeze(-2).unflatten(2, (G, length)))
-        return torch.cat(outs, -2)
+            return beside(q, prefix, layout, far, tokens, Seen(exact, layout.adjacent[None, None]), form)
+        return beside(q, prefix, None, far, tokens, Seen(exact, layout.adjacent[layout.place][:, None]), form)
     assert isinstance(form.near, int)
     near = min(form.near, layout.clusters)
     # Exact tokens alone make better products with many rows at once; without near clusters rows need no blocks.

@@ -40,6 +40,17 @@ class Narrow(NamedTuple):
     key: Tensor  # (B, H, K r, m, W)
 
 
+class Levels(NamedTuple):
+    """What rows meet."""
+
+    clusters: Far  # (B, H, K), with one response for all
+    leaves: Far  # (B, H, K r), without any
+    narrower: Tensor  # (B, H, 1): a
+    tokens: Tokens  # of the leaves
+    near_keys: Tensor | None  # (B, H, K r, m, W) where few near tokens are exact
+    exact: Exact | None
+
+
 def two_levels(
     q: Tensor,
     key: Tensor,
@@ -71,9 +82,9 @@ def two_levels(
     of_row += near * m * (W + 4) + tree.exact * (D + E) if few else near * (m + 3 * (D + E) if grouped else m * (D + E))
     of_row += 3 * tree.count * tree.leaves + 6 * leaves_met if at_once else leaves_met * (2 * W + E)
     step = max(1, room(q, grouped) // max(1, B * H * of_row))
-    near_keys = far.key if few else None
+    levels = Levels(clusters, leaves, narrower, tokens, far.key if few else None, exact)
     parts = [
-        recomputed(_rows, rows, seen, clusters, leaves, narrower, tokens, near_keys, exact, tree, form)
+        recomputed(_rows, rows, seen, levels, tree, form)
         for rows, seen in zip(q.split(step, 2), far.query.split(step, 2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
@@ -89,19 +100,9 @@ def _narrower(q: Tensor, leaves: Far, clusters: Far) -> Tensor:
     return ratio(mean(leaves), mean(clusters))
 
 
-def _rows(
-    q: Tensor,
-    seen: Tensor,
-    clusters: Far,
-    leaves: Far,
-    narrower: Tensor,
-    tokens: Tokens,
-    near_keys: Tensor | None,
-    exact: Exact | None,
-    tree: Tree,
-    form: Form,
-) -> Tensor:
-    """Of rows q (B, H, n, D), as the far field sees them (B, H, n, W); near_keys (B, H, K r, m, W) if few are exact."""
+def _rows(q: Tensor, seen: Tensor, levels: Levels, tree: Tree, form: Form) -> Tensor:
+    """Of rows q (B, H, n, D), as the far field sees them (B, H, n, W)."""
+    clusters, leaves, narrower, tokens, near_keys, exact = levels
     closure, r, near = form.closure, tree.leaves, form.near
     assert isinstance(near, int)
     log_Z, variance = clusters.masses(seen, closure)
@@ -125,7 +126,7 @@ def _rows(
         logits[1] = _without(leaf_Z, chosen)
         which = ids.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
         if near_keys is not None:
-            few = Few.of(q, seen, chosen, which, near_keys, tokens, leaves.log_weight, tree.exact)
+            few = Few.of(q, seen, chosen, which, levels, tree.exact)
             logits.append(few.logits)
             values.append(few.value)
         elif tokens.grouped(q.unsqueeze(-2), True):
@@ -170,19 +171,10 @@ class Few(NamedTuple):
     chosen: Tensor  # (B, H, n, u): places of near leaves among those of open clusters
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        seen: Tensor,
-        chosen: Tensor,
-        which: Tensor,
-        near_keys: Tensor,
-        tokens: Tokens,
-        leaf_weight: Tensor,
-        count: int,
-    ) -> Few:
-        """Of `count` tokens of leaves `which` (B, H, n, u), -1 for none; near_keys (B, H, K r, m, W), log of the
-        leaves' weights (B, H, K r)."""
+    def of(cls, q: Tensor, seen: Tensor, chosen: Tensor, which: Tensor, levels: Levels, count: int) -> Few:
+        """Of `count` tokens of leaves `which` (B, H, n, u), -1 for none."""
+        tokens, near_keys = levels.tokens, levels.near_keys
+        assert near_keys is not None
         u, m = which.shape[-1], near_keys.shape[-2]
         key, _, log_weight = Tokens(near_keys, near_keys[..., :0], tokens.log_weight).gather(which)
         logits = (key @ seen.unsqueeze(-1)).squeeze(-1) + log_weight  # (B, H, n, u m)
@@ -193,7 +185,9 @@ class Few(NamedTuple):
         if near_keys is not tokens.key:  # these were all directions already
             exact = (_at(tokens.key.flatten(2, 3), place) @ q.unsqueeze(-1)).squeeze(-1) + own_weight
         left = log_weight.exp().scatter(-1, best, 0).unflatten(-1, (u, m)).sum(-1)
-        whole = leaf_weight.exp().unsqueeze(-2).expand(*which.shape[:-1], -1).gather(-1, which.clamp(min=0))
+        whole = (
+            levels.leaves.log_weight.exp().unsqueeze(-2).expand(*which.shape[:-1], -1).gather(-1, which.clamp(min=0))
+        )
         rest = logits.scatter(-1, best, ABSENT)
         return cls(exact, value, own_weight.exp(), leaf, rest, left, whole, chosen.clamp(min=0))
 

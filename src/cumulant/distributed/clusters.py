@@ -24,6 +24,7 @@ from ..cluster.backend import Case
 from ..cluster.causal import merged_lists, responses
 from ..cluster.fields import Exact, Far, Seen, Tokens, mix, nearest, room
 from ..cluster.layout import Blocks, check_grid
+from ..cluster.neighbours import beside
 from ..cluster.statistics import log, merge_pieces, moments_of
 from ..kernels import notice
 from ..moments import Moments, means_dtype, ratio
@@ -319,30 +320,10 @@ class _Sequence:
 
     def beside(self, q: Tensor, far: Far, exact: Exact | None) -> Tensor:
         """The own block and those that touch it, of each query; prefix queries stand nowhere and have none."""
-        outs, (G, prefix, layout) = [], (q.shape[2], self.first, self.held.layout)
-        rest = q[..., prefix:, :]
-        length = rest.shape[-2]
-        if prefix:
-            out = mix(q[..., :prefix, :].flatten(2, 3).unsqueeze(-2), far, None, Seen(exact), self.form)
-            outs.append(out.squeeze(-2).unflatten(2, (G, prefix)))
-        a, b = self.held.ranges[self.workers.rank]
-        if self.held.place is None:
-            which = self.held.adjacent[a:b][None, None]
-            tokens = self.near_tokens(which)
-            if length:
-                rows = torch.stack([layout.pack(x) for x in rest.unbind(2)], 2)  # (B, H, G, c, m, D)
-                near = which.repeat(1, 1, G, 1)
-                out = mix(rows.flatten(2, 3), far, tokens, Seen(exact, near), self.form).unflatten(2, (G, -1))
-                outs.append(layout.unpack(out, length))
-        else:
-            which = self.held.adjacent[self.held.place][:, None]  # (B, 1, length, t)
-            tokens = self.near_tokens(which)
-            if length:
-                near = which.repeat(1, 1, G, 1)
-                out = mix(rest.flatten(2, 3).unsqueeze(-2), far, tokens, Seen(exact, near), self.form)
-                outs.append(out.squeeze(-2).unflatten(2, (G, length)))
-        empty = q.new_zeros(*q.shape[:3], 0, far.value_mean.shape[-1]) + q[..., :0, :].sum()
-        return torch.cat([*outs, empty], -2)
+        held, (a, b) = self.held, self.held.ranges[self.workers.rank]
+        blocks = held.layout if held.place is None else None
+        which = (held.adjacent[a:b][None] if held.place is None else held.adjacent[held.place])[:, None]
+        return beside(q, self.first, blocks, far, self.near_tokens(which), Seen(exact, which), self.form)
 
     # Causal.
 
