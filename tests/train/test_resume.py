@@ -186,14 +186,29 @@ def test_a_stopped_run_saves_its_last_step_first(undisturbed, tmp_path, number):
     assert outcome(tmp_path) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_its_processes_stops_a_run_as_one_to_itself_does(undisturbed, tmp_path, number):
+def to_its_group(number):
+    """From elsewhere: to a worker that its own trainer ends torch has nothing to say."""
+    subprocess.run(["kill", f"-{number}", "--", f"-{os.getpgrp()}"], start_new_session=True, check=True)
+
+
+def to_each(number):
+    """The workers first."""
+    workers = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert len(workers) > 1
+    subprocess.run(["kill", f"-{number}", *workers], start_new_session=True, check=True)
+    time.sleep(0.1)
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"), [(signal.SIGINT, to_its_group), (signal.SIGTERM, to_its_group), (signal.SIGTERM, to_each)]
+)
+def test_a_signal_to_all_its_processes_stops_a_run_as_one_to_itself_does(undisturbed, tmp_path, number, whom):
     streamed = replace(FULL, in_memory="no", workers=2)
 
     def signal_all(original, *rest):
         original(*rest)
-        # From elsewhere: to a worker that its own trainer ends torch has nothing to say.
-        subprocess.run(["kill", f"-{number}", "--", f"-{os.getpgrp()}"], start_new_session=True, check=True)
+        whom(number)
         time.sleep(0.5)  # time for workers to end, if they hear of it, and for torch to notice
 
     def work():

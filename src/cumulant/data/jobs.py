@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +115,7 @@ def worker_loader(
     plan may be changed in place."""
     options: dict[str, Any] = {}
     if workers:
-        options = dict(prefetch_factor=ahead, persistent_workers=True, worker_init_fn=apart)
+        options = dict(prefetch_factor=ahead, persistent_workers=True, worker_init_fn=outlast)
     # A generator of its own: the default would draw from torch's global one at every pass.
     options["generator"] = torch.Generator()
     return DataLoader(
@@ -125,6 +128,24 @@ def apart(_: int) -> None:
     system) is meant for the trainer, which saves its state and then ends its workers: they must not be gone before."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+
+
+def outlast(_: int) -> None:
+    """Lets a decoding process live until its trainer ends it. A batch system tells every process of a job to end, each
+    by itself: the trainer must not miss one before it has saved its state."""
+    apart(_)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # which tells who has sent it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_trainer, daemon=True).start()
+
+
+def _end_with_trainer() -> None:
+    parent = parent_process()
+    assert parent is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)
 
 
 def run_once(decoder: Decoder, jobs: Sequence[Job], workers: int) -> Iterator[Decoded]:
