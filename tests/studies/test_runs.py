@@ -14,7 +14,7 @@ from small_studies import small_run, workshop
 from cumulant.data import ClipPart, ClipSampling, Source, TensorImages, TensorVideos
 from cumulant.studies.crews import Workers
 from cumulant.studies.plan import Budget, Run, epochs_done, seeded
-from cumulant.studies.runs import Queue, RunError, Workshop, _Team, complete, train_all
+from cumulant.studies.runs import Queue, RunError, Workshop, _Team, complete, one_stop, train_all
 from cumulant.train import read_log, trainer
 
 
@@ -107,19 +107,34 @@ def test_a_run_that_outlasts_the_time_is_stopped_with_its_state(tmp_path, worker
     assert min(map(epochs_done, folders)) >= 1
 
 
-def test_a_run_without_workers_that_is_stopped_is_kept_and_that_is_said(tmp_path, monkeypatch):
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_run_without_workers_that_is_stopped_is_kept_and_that_is_said(tmp_path, monkeypatch, epoch):
     run = small_run("softmax", 0, epochs=10_000)
     step = trainer._Run._step
 
     def stopped(self, *arguments):
         step(self, *arguments)
-        if self.done.step == self.steps + 1:
+        if self.done.step == epoch * self.steps + 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(trainer._Run, "_step", stopped)
-    with pytest.raises(KeyboardInterrupt, match=r"^softmax, seed 0: kept after 1.\d\d epochs$"):
+    with pytest.raises(KeyboardInterrupt, match=rf"^softmax, seed 0: kept after {epoch}.\d\d epochs$"):
         trained(tmp_path, run)
-    assert epochs_done(workshop(tmp_path).folder(run)) > 1
+    assert epochs_done(workshop(tmp_path).folder(run)) > epoch
+
+
+def test_a_stop_while_workers_are_started_waits_for_all_of_them_and_ends_them(tmp_path, monkeypatch):
+    crew = Workers(workshop(tmp_path), 2)
+    start = type(crew.processes[0]).start
+
+    def stopped(process):
+        os.kill(os.getpid(), signal.SIGTERM)
+        start(process)
+
+    monkeypatch.setattr(type(crew.processes[0]), "start", stopped)
+    with pytest.raises(KeyboardInterrupt), one_stop(), crew:
+        pytest.fail("it was not stopped")
+    assert [process.exitcode for process in crew.processes] == [0, 0]
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_not_the_study(tmp_path):

@@ -6,14 +6,17 @@ import shutil
 
 import pytest
 import torch
-from small_studies import SMALL, quickly
+from small_studies import MADE, SMALL, quickly
 
 from cumulant.cli import main
+from cumulant.data import open_source
 from cumulant.studies import cumulant_vit as room
 from cumulant.studies import mechanisms
 from cumulant.studies import study as flow
 from cumulant.studies.command import Reproduce, TrainBench
 from cumulant.studies.report import terminal_summary
+from cumulant.studies.study import Classifiers
+from cumulant.train import RecipeError
 
 
 def write_images(folder, count, shade=0):
@@ -62,6 +65,19 @@ def test_the_same_data_elsewhere_and_of_another_name_goes_on_with_its_records(tr
     monkeypatch.setattr(flow, "train_all", lambda missing, *_, **__: pytest.fail("trained again") if missing else [])
     moved = shutil.copytree(a, tmp_path / "moved" / "renamed")
     assert room.reproduce(study(moved, out))["data"]["digest"] == room.reproduce(study(a, out))["data"]["digest"]
+
+
+@pytest.mark.parametrize("kind", [Classifiers, mechanisms.Bench])
+def test_a_run_on_data_that_is_not_what_its_study_began_with_is_refused(tmp_path, kind):
+    """It changed in between, or lies on another machine under the same name."""
+    data = write_images(tmp_path / "data", 6)
+    settings = study(data, tmp_path / "out")
+    (run,) = room.planned(settings, open_source(data).identity()["digest"])
+    next(data.glob("train/b/*.png")).unlink()
+    told = r"data holds other data now, or on this machine, .*data: 11 train and 4 test"
+    with pytest.raises(RecipeError, match=told):
+        kind(tmp_path / "out", "cpu", MADE).kept(run)
+    assert not (tmp_path / "out").exists()
 
 
 def test_records_that_do_not_say_which_data_they_are_of_are_not_used_and_that_is_said(trained):

@@ -13,8 +13,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,18 +81,18 @@ class Workers:
         return process
 
     def __enter__(self) -> Workers:
-        self._start(self.processes)
+        try:
+            self._start(self.processes)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def _start(self, processes: list[Any]) -> None:
-        # The workers leave the answer to Ctrl-C to this process, whose one SIGTERM has their trainers save their state:
-        # until they are in groups of their own, which a terminal's signal does not reach, they inherit this.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+        # Of Ctrl-C all hear by the one SIGTERM of this process, which has their trainers save their state.
+        with heard_later():
             for process in processes:
                 process.start()
-        finally:
-            signal.signal(signal.SIGINT, handler)
 
     def __exit__(self, *_: Any) -> None:
         if not self.busy:
@@ -152,6 +152,25 @@ class Workers:
         self.shop.out.mkdir(parents=True, exist_ok=True)
         with (self.shop.out / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {process.pid} {run}: {what}\n")
+
+
+@contextmanager
+def heard_later() -> Iterator[None]:
+    """A stop that comes within is heard at the end. Processes that begin within leave Ctrl-C to this one."""
+    numbers, heard = (signal.SIGINT, signal.SIGTERM), []
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    masks = hasattr(signal, "pthread_sigmask")
+    if masks:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        if masks:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if heard:
+        signal.raise_signal(heard[0])
 
 
 def _context(shop: Workshop) -> Any:

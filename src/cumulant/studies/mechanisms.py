@@ -72,7 +72,7 @@ class Bench(Trainings):
     def make(self, run: Training, shared: Source | None = None, progress: IO[str] | None = None) -> Record:
         """Whatever is wrong with one mechanism must not cost the runs of the others: it is told, and tried anew."""
         recipe, folder = replace(run.recipe, seed=run.seed), self.folder(run)
-        source = shared or open_recipe_source(recipe)
+        source = self.opened(run, shared)
         head = {"variant": run.configuration, "seed": run.seed}
         try:
             with room_for_compiled_code() if recipe.compile else nullcontext():

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cumulant.train import read_log
-from cumulant.train.checkpoint import read_header
+from cumulant.train.state import BEFORE, STATE, read_progress
 
 CONTROL_SEED = 1000  # of the first control run: whatever the number of seeds, no run is both compared and control
 
@@ -108,8 +107,7 @@ def epochs_done(folder: Path) -> float:
     try:
         if (folder / "result.json").is_file():
             return float(json.loads((folder / "result.json").read_text(encoding="utf-8"))["result"]["epochs"])
-        step = json.loads(read_header(folder / "state.safetensors")["progress"])["step"]
-        lines = [line for line in read_log(folder) if line["kind"] == "train" and line["step"] > 0]
+        states = [folder / name for name in (STATE, BEFORE) if (folder / name).is_file()]
+        return read_progress(states[0]).epochs if states else 0.0
     except (OSError, KeyError, TypeError, ValueError):
         return 0.0
-    return step * lines[-1]["epoch"] / lines[-1]["step"] if lines else 0.0

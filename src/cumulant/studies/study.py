@@ -39,7 +39,6 @@ from cumulant.studies.training import Training, Trainings
 from cumulant.studies.verdict import Claim
 from cumulant.tensors import threads
 from cumulant.train import TrainRecipe, load, train
-from cumulant.train.build import open_recipe_source
 from cumulant.train.files import write_atomically
 from cumulant.train.progress import bar_of
 from cumulant.train.stepping import room_for_compiled_code
@@ -75,7 +74,7 @@ class Classifiers(Trainings):
             if shared is not None or multiprocessing.current_process().daemon:
                 # There is nothing to decode, or this may have no processes of its own.
                 recipe = replace(recipe, workers=0)
-            source = shared or open_recipe_source(recipe)
+            source = self.opened(run, shared)
             # By name only: the run goes on, and its files say the same, wherever the data lies.
             recipe = replace(recipe, data=Path(recipe.data).name)
             try:

@@ -17,7 +17,7 @@ from cumulant.data.part import Source
 from cumulant.studies.configuration import configured
 from cumulant.studies.plan import CONTROL_SEED, Key, Run, digest, seeded
 from cumulant.studies.runs import Workshop
-from cumulant.train import TrainRecipe
+from cumulant.train import RecipeError, TrainRecipe
 from cumulant.train.build import build_model, open_recipe_source
 from cumulant.train.processes import chosen_device
 
@@ -128,3 +128,15 @@ class Trainings(Workshop):
             self.held.clear()
             self.held[key] = held
         return self.held[key]
+
+    def opened(self, run: Training, shared: Source | None) -> Source:
+        """The data of a run, where it is not `shared`: what the study was planned with, or an error. Another machine
+        may have other data of that name, and data may change while a study goes on."""
+        source = shared or open_recipe_source(run.recipe)
+        found = source.identity()["digest"]
+        if run.data not in (None, found):
+            raise RecipeError(
+                f"{run.recipe.data} holds other data now, or on this machine, than this study began with ({source}; "
+                f"digest {run.data} -> {found}): put it back as it was, or give the command again to begin anew with it"
+            )
+        return source

@@ -36,10 +36,11 @@ UNCHECKED = {"format", "progress", "torch"}  # all that the header of a state ha
 
 @dataclass
 class Progress:
-    """How far a run is: steps done; best accuracy on the hold-out so far, its epoch, and what those weights reached on
-    the test part; seconds of work."""
+    """How far a run is: steps and epochs done; best accuracy on the hold-out so far, its epoch, and what those weights
+    reached on the test part; seconds of work."""
 
     step: int = 0
+    epochs: float = 0.0
     best: float = -1.0
     best_epoch: int = 0
     best_top1: float = -1.0

@@ -322,6 +322,7 @@ class _Run:
 
     def _save(self) -> None:
         """The state to go on from, after the log is on the disk."""
+        self.done.epochs = self.done.step / self.steps
         self.meter.request(self.done.step)
         self._check_numbers()
         with naming(f"the state after step {self.done.step} into {self.out}"):
