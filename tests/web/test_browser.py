@@ -21,7 +21,7 @@ from small_explorer import encoded, noise, png_claiming
 
 from cumulant import create_model
 from cumulant.optional import install
-from cumulant.web import Explorable, create_app
+from cumulant.web import Example, Explorable, create_app
 
 pytestmark = pytest.mark.browser
 VIEWS = ["maps", "compare", "heads", "distance", "lens", "overview", "patterns"]
@@ -204,6 +204,22 @@ def test_distance_and_importance_have_charts_and_the_same_numbers_as_a_table(pag
     expect(page.locator(".chart[data-drawn]")).to_have_count(2)
     page.locator(".chart .scatterlayer .point").first.hover(force=True)
     expect(page.locator(".chart .hoverlayer .hovertext").first).to_contain_text("layer")
+
+
+def test_distances_begin_at_zero_and_their_numbers_stand_upright_on_a_phone(browser, models):
+    large = create_model("vit_nano_patch2_8", attention="cumulant3", num_classes=10, img_size=32, depth=2)
+    shown = {"16 x 16 patches": replace(models["cumulant3"], model=large, size=32)}
+    with serving(create_app(shown, [Example(noise(0, 32), "0")])) as other, visitor(browser) as visit:
+        ticks = visit(f"{other}#view=distance", 400).locator(".chart").nth(1).locator(".xtick text")
+        expect(ticks.first).to_have_text("0")
+        assert len(ticks.all()) <= 10
+        assert not any("rotate(90" in one.get_attribute("transform") for one in ticks.all())
+
+
+def test_titles_of_the_lens_are_whole_on_a_phone(visit, address):
+    titles = visit(f"{address}#view=lens", 400).locator(".lens .panel-title :is(h3, span)")
+    assert titles.evaluate_all("all => all.every(one => one.scrollWidth <= one.offsetWidth)")
+    assert titles.count()
 
 
 def test_charts_can_be_saved_as_pictures(page):

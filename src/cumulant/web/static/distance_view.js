@@ -55,8 +55,10 @@ function profile(models, rings, layers) {
     }];
   });
   const looks = models[0].times > 1 ? LOOKS[models[0].axes[layers[0]]] : "";
+  const most = Math.max(...rings.map((one) => one[0].length)) - 1;
+  const hops = { range: [-0.5, most + 0.5], tick0: 0, dtick: Math.ceil((most + 1) / 10), tickangle: 0 };
   return chart(`Weight per neighbour in layer ${state.layer + 1}${looks} (bold: mean of heads)`, traces, {
-    xaxis: { title: { text: "distance, hops" }, dtick: 1 }, yaxis: { title: { text: "weight × tokens" } }, ...reference(1, "uniform"),
+    xaxis: { title: { text: "distance, hops" }, ...hops }, yaxis: { title: { text: "weight × tokens" } }, ...reference(1, "uniform"),
   });
 }
 
