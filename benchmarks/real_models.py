@@ -25,7 +25,6 @@ from cumulant.explain.masks import global_layers as global_layers
 from cumulant.explain.masks import iou as iou
 from cumulant.explain.masks import pixels as prepared
 from cumulant.explain.masks import replaced as replaced
-from cumulant.zoo.cluster import mechanism
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 WINDOW = 8
@@ -169,6 +168,3 @@ zoo.register(
         **zoo.can("causal cross causal_cross key_mask wants_grid"),
     )
 )
-
-for count in (32, 128, 256):  # between and beyond the names of the library: 65,536 tokens want more clusters
-    zoo.register(mechanism(count))

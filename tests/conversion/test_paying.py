@@ -96,6 +96,25 @@ def test_the_dial_replaces_no_layer_that_a_clock_finds_slower(monkeypatch):
     assert len(convert(model, layers="dial", target=0.5, data=LARGE, force=True).replaced) == 4
 
 
+@pytest.mark.parametrize(("taken", "wins"), [((0.9, 0.3, 0.5), 1), ((0.5, 0.49, 0.48), 0), ((1.2, 1.3, 0.8), 2)])
+def test_the_dial_takes_what_a_clock_finds_fastest_and_of_alike_times_the_least_work(monkeypatch, taken, wins):
+    names = ["cluster4+response=0", "cluster16+response=0", "cluster16+near=2+response=0"]  # the least work first
+    times = iter([1.0, *taken])
+    monkeypatch.setattr("cumulant.conversion.dial.seconds_of", lambda *_: dict.fromkeys(_[2], next(times)))
+    (found,) = choose_layers(vit(img_size=64, depth=1), LARGE, target=1e9, candidates=names[::-1]).layers.values()
+    assert found.attention == names[wins]
+    assert found.seconds == (1.0, taken[wins])
+
+
+def test_more_near_clusters_than_are_needed_are_not_timed(monkeypatch):
+    asked = []
+    monkeypatch.setattr("cumulant.conversion.dial.seconds_of", lambda *_: asked.append(_) or dict.fromkeys(_[2], 1.0))
+    names = [f"cluster16+near={near}+response=0" for near in (2, 3, 4)]
+    (found,) = choose_layers(vit(img_size=64, depth=1), LARGE, target=1e9, candidates=names).layers.values()
+    assert found.attention == names[0]
+    assert len(asked) == 2  # before, and with the first
+
+
 def test_layers_that_pay_each_but_not_together_are_not_replaced(monkeypatch):
     model = vit(img_size=64)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cumulant import zoo
+from cumulant import cluster_attention, zoo
 from cumulant.grammar import json_or_word, read_option
 from cumulant.zoo import Mechanism
 from cumulant.zoo.registry import _MECHANISMS
@@ -69,6 +69,22 @@ def test_a_registered_mechanism_is_found_under_its_name():
         assert "mean" in zoo.names()
     finally:
         del _MECHANISMS["mean"]
+
+
+def test_clusters_may_be_any_number_though_three_are_listed():
+    q, k, v = qkv(length=9)
+    many = zoo.get("cluster7")
+    torch.testing.assert_close(many(q, k, v), cluster_attention(q, k, v, clusters=7, least=2))
+    assert "cluster7" not in zoo.names()
+    assert pickle.loads(pickle.dumps(many)) is many
+    chosen = zoo.get("cluster256+near=2")
+    assert copy.deepcopy(chosen) is zoo.get("cluster256+near=2")
+
+
+@pytest.mark.parametrize("name", ["cluster0", "cluster", "cluster064", "cluster-4", "cluster4.0", "softmax4", "4"])
+def test_what_is_no_number_of_clusters_is_unknown(name):
+    with pytest.raises(ValueError, match=f"unknown attention mechanism '{name}'"):
+        zoo.get(name)
 
 
 @pytest.mark.parametrize(

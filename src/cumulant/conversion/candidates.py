@@ -19,7 +19,8 @@ from ..nn.swapped.choice import Choice
 from ..zoo.cluster import FOUND, LEAST, clusters_of, past_blocks
 
 # Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
-# covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter.
+# covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter. Of
+# trees those of one level are fast, as alike queries share their near clusters; those with leaves need least work.
 NAMES = (
     "cluster4+response=pooled",
     "cluster16+response=0",
@@ -32,6 +33,10 @@ NAMES = (
     "cluster64+near=8+response=pooled",
     "cluster64+near=16+response=pooled",
     "cluster64+find=tree+near=4",
+    "cluster64+find=tree+near=8",
+    "cluster64+find=tree+near=16",
+    "cluster256+find=tree+near=16",
+    "cluster256+find=tree+near=48",
     "cluster64+find=tree+leaves=4+opened=16+near=24+width=24+exact=96",
     "cluster64+find=tree+leaves=4+opened=24+near=40+width=24+exact=208",
 )

@@ -2,9 +2,9 @@
 
 Shape legend: B batch, H heads, Lq queries, Lk keys, D, E widths, R sampled queries, N candidates.
 
-A layer takes one of the registered mechanisms in some of its heads, the others stay softmax. For each candidate those
-heads are taken whose errors are smallest, as many as the target allows; the candidate that makes the layer cheapest
-wins.
+A layer takes one mechanism in some of its heads, the others stay softmax. For each candidate those heads are taken
+whose errors are smallest, as many as the target allows. All these are timed, and the fastest wins; of two that take the
+same time, to the digits of a clock, the one of fewer multiply-adds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from ..cluster.attention import cluster_attention
 from ..cluster.cost import softmax_multiply_adds
 from ..cluster.dial import check_counts, check_target
 from ..cluster.tree import Tree
+from ..grammar import parse
 from ..inspect.batches import call, evaluating, some
 from ..inspect.examples import example_for
+from ..inspect.sites import Site
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
@@ -31,7 +33,7 @@ from ..tensors import repeat_heads
 from ..train.progress import bar_of
 from .candidates import CAUSAL_NAMES, NAMES, arguments_of, work_of
 from .checks import find_sites
-from .paying import Times, recorded, seconds_of
+from .paying import NOISE, Times, recorded, seconds_of
 
 # Of softmax's multiply-adds: what takes more is no gain, as blocks of two tokens, which take three quarters.
 WORTH = 2 / 3
@@ -134,18 +136,18 @@ def choose_layers(
     force: bool = False,
     progress: TextIO | None = None,
 ) -> ModelDial:
-    """For every softmax layer of a model that `convert` knows, the cheapest candidate with an error within `target`.
+    """For every softmax layer of a model that `convert` knows, the fastest candidate with an error within `target`.
 
     Errors are ||out - softmax|| / ||softmax - <v>|| of the layer's own heads on `samples` queries of each of the first
     `batches` of data (noise where there are none), with masks and grids as the model has them. Costs are those at the
     lengths of the data, and a candidate has to spare a head a third of softmax's multiply-adds; over few tokens none
     does, and none is measured. Candidates with `block`, `recent` or `sinks` are for causal layers (where all have 4
     sinks unless they say otherwise), those with a near field or a pooled response for others. Axial layers are not
-    looked at, which the result says. What was chosen is then timed on this device, and a layer that is slower with it
-    stays softmax unless `force`. The model is left as it is. Cost: a forward pass to see lengths, one in which every
-    candidate that is cheap enough answers the sampled queries of every layer, all queries where it is causal, one to
-    note what the chosen layers are called with, and these layers alone to take the time of every choice. `progress`:
-    where a bar is shown meanwhile.
+    looked at, which the result says. Candidates within the target are timed on this device: the fastest is taken, and a
+    layer that is slower with each of them stays softmax unless `force`. The model is left as it is. Cost: a forward
+    pass to see lengths, one in which every candidate that is cheap enough answers the sampled queries of every layer,
+    all queries where it is causal, one to note what these layers are called with, and the layers alone to take the time
+    of every candidate within the target. `progress`: where a bar is shown meanwhile.
     """
 
     check_target(target)
@@ -179,29 +181,56 @@ def choose_layers(
             with bar, watching_softmax(model, found, measure):
                 for batch in used:
                     call(model, batch)
-        layers = {name: sums[name].cheapest(target) for name in kept if name in sums}
-        plan = {name: able[name].fitted(_choice(x)) for name, x in layers.items() if x.heads}
-        before, calls = {}, None
-        if plan:  # masks of transformers are other ones once layers are replaced: each is asked with its own
-            before = seconds_of(model, used, plan, recorded(model, used, plan))
-            with applied(model, kept_plan(model, found)):
-                calls = recorded(model, used, plan)
-        slow: dict[str, set[str]] = {name: set() for name in plan}
-        tries = sum(len(sums[name].within(target)) for name in plan)
-        with bar_of("dial, times", tries, "choice", progress if tries else None, leave=False) as bar:
-            while plan:  # what is slower makes room for the next cheapest; fewer multiply-adds are not always less time
-                with applied(model, {**kept_plan(model, found), **plan}):
-                    after = seconds_of(model, used, plan, calls, None if force else before)
-                again: dict[str, Choice] = {}
-                for name in plan:
-                    bar.update()
-                    slow[name].add(layers[name].attention)
-                    layers[name] = layers[name].timed(Times(before[name], after[name]), force)
-                    other = sums[name].cheapest(target, slow[name])
-                    if not layers[name].heads and other.heads:
-                        layers[name], again[name] = other, able[name].fitted(_choice(other))
-                plan = again
+        layers = {name: sums[name].softmax for name in kept if name in sums}
+        options = {name: sums[name].within(target) for name in layers}
+        layers |= _fastest(model, used, found, options, force, progress)
     return ModelDial(layers, float(target), {name: why for name, why in kept.items() if name not in layers})
+
+
+def _fastest(
+    model: nn.Module,
+    used: Sequence[Any],
+    found: Sequence[Site],
+    options: Mapping[str, Sequence[LayerDial]],
+    force: bool,
+    progress: TextIO | None,
+) -> dict[str, LayerDial]:
+    """Of each layer's options, the cheapest first, the fastest on this device: fewer multiply-adds are not always less
+    time. A dearer one has to be clearly faster. Layers without options are left out."""
+    waiting = {name: list(several) for name, several in options.items() if several}
+    if not waiting:
+        return {}
+    able, softmax = {site.name: site for site in found}, kept_plan(model, found)
+
+    def plan() -> dict[str, Any]:
+        return {name: able[name].fitted(_choice(several[0])) for name, several in waiting.items()}
+
+    before = seconds_of(model, used, waiting, recorded(model, used, waiting))
+    with applied(model, {**softmax, **plan()}):  # masks of transformers are other ones once layers are replaced
+        calls = recorded(model, used, waiting)
+    best: dict[str, LayerDial] = {}
+    fastest: dict[str, float] = {}
+    with bar_of("dial, times", sum(map(len, waiting.values())), "choice", progress, leave=False) as bar:
+        while waiting:
+            with applied(model, {**softmax, **plan()}):
+                after = seconds_of(model, used, waiting, calls, {**({} if force else before), **fastest})
+            for name, (tried, *others) in waiting.items():
+                if name not in best or NOISE * after[name] < fastest[name]:
+                    best[name], fastest[name] = tried, after[name]
+                left = [other for other in others if not _only_nearer(other, tried)]
+                bar.update(1 + len(others) - len(left))
+                waiting[name] = left
+            waiting = {name: several for name, several in waiting.items() if several}
+    return {name: x.timed(Times(before[name], fastest[name]), force) for name, x in best.items()}
+
+
+def _only_nearer(other: LayerDial, tried: LayerDial) -> bool:
+    """Whether it is the same with more near clusters, and for no more heads: then it is not faster. (Beside none at all
+    it may be: near clusters bring tiles and a pooled response, see `cluster.auto`.)"""
+    (mechanism, own), (known, options) = parse(other.attention), parse(tried.attention)
+    near = [x.pop("near", 0) for x in (own, options)]
+    more = all(isinstance(n, int) for n in near) and near[0] >= near[1] > 0
+    return more and (mechanism, own) == (known, options) and len(other.heads) <= len(tried.heads)
 
 
 def _choice(found: LayerDial) -> Choice:
@@ -225,7 +254,7 @@ class _Sums:
 
     def __init__(self) -> None:
         self.heads = self.tokens = 0
-        self.softmax = 0.0
+        self.softmax_work = 0.0
         self.work: dict[str, float] = {}
         self.error: dict[str, Tensor] = {}
         self.size: Tensor | float = 0.0
@@ -233,14 +262,15 @@ class _Sums:
     @property
     def cheaper(self) -> list[str]:
         """Candidates that are cheap enough to be worth it, over all calls together."""
-        return [name for name, work in self.work.items() if work <= WORTH * self.softmax]
+        return [name for name, work in self.work.items() if work <= WORTH * self.softmax_work]
 
     def count(self, made: Call, asked: Mapping[str, Choice]) -> None:
         *lead, self.heads, Lq, D = made.query.shape
         Lk, E = made.value.shape[-2:]
         sequences = float(torch.Size(lead).numel())
         self.tokens = max(self.tokens, Lk)
-        self.softmax += sequences * (softmax_multiply_adds(Lq, D, E, True) if made.is_causal else Lq * Lk * (D + E))
+        softmax = softmax_multiply_adds(Lq, D, E, True) if made.is_causal else Lq * Lk * (D + E)
+        self.softmax_work += sequences * softmax
         for name, choice in asked.items():
             work = work_of(choice.at(0, made.is_causal), made)
             self.work[name] = self.work.get(name, 0.0) + sequences * work
@@ -271,25 +301,23 @@ class _Sums:
             done()
             self.error[name] = self.error.get(name, 0.0) + _squares(out.double() - exact, there)
 
-    def within(self, target: float) -> list[str]:
-        """Candidates with which some head meets the target."""
-        assert isinstance(self.size, Tensor)
-        return [name for name, error in self.error.items() if float(error.min()) <= target**2 * float(self.size.sum())]
+    @property
+    def softmax(self) -> LayerDial:
+        """The layer as it is."""
+        return LayerDial("softmax", (), self.heads, 0.0, 1.0, self.tokens, len(self.error))
 
-    def cheapest(self, target: float, without: Iterable[str] = ()) -> LayerDial:
-        best = LayerDial("softmax", (), self.heads, 0.0, 1.0, self.tokens, len(self.error))
+    def within(self, target: float) -> list[LayerDial]:
+        """Each candidate with which heads meet the target, in as many heads as do, the cheapest first."""
+        total, found = float(torch.as_tensor(self.size).sum()), []
         for name, error in self.error.items():
-            if name in without:
-                continue
-            assert isinstance(self.size, Tensor)
-            total, sums = float(self.size.sum()), error.sort().values.cumsum(0)
+            sums = error.sort().values.cumsum(0)
             taken = int((sums <= target**2 * total).sum())
-            cost = 1 - taken / self.heads * (1 - self.work[name] / self.softmax)
-            if taken and cost < best.cost:
+            if taken:
                 heads = tuple(sorted(error.argsort()[:taken].tolist()))
                 relative = (float(sums[taken - 1]) / max(total, 1e-300)) ** 0.5
-                best = LayerDial(name, heads, self.heads, relative, cost, self.tokens, len(self.error))
-        return best
+                cost = 1 - taken / self.heads * (1 - self.work[name] / self.softmax_work)
+                found.append(replace(self.softmax, attention=name, heads=heads, error=relative, cost=cost))
+        return sorted(found, key=lambda x: x.cost)
 
 
 def places(length: int, samples: int) -> Tensor:

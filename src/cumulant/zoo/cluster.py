@@ -1,4 +1,4 @@
-"""Cluster attention with 4, 16 and 64 clusters as mechanisms; the mathematics is in `cumulant.cluster`."""
+"""Cluster attention with 4, 16, 64 or any number of clusters as mechanisms; see `cumulant.cluster`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from ..call import Call, check_choice
 from ..cluster import Blocks, ClusterStream, KMeans, Tree, cluster_attention, cluster_scores
 from ..cluster.auto import AUTO
-from .registry import Mechanism, can, options_of, register
+from .registry import Mechanism, can, family, options_of, register
 
-COUNTS = (4, 16, 64)
+COUNTS = (4, 16, 64)  # listed; any other number is found by its name
 FIND = ("blocks", "tree", "kmeans")  # how clusters are found
 FOUND = ("find", "leaves", "opened", "patch", "width", "exact")  # options that say which clusters
 # A block of one token is softmax at more than its price: the mechanisms make blocks of two tokens at least.
@@ -122,5 +122,6 @@ def mechanism(count: int) -> Mechanism:
     )
 
 
+family("cluster", mechanism)
 for _count in COUNTS:
     register(mechanism(_count))

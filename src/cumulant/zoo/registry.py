@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -220,7 +221,7 @@ class Mechanism:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A registered mechanism is stored by name: its function may be a closure, which cannot be pickled.
-        if _MECHANISMS.get(self.name.partition("+")[0]) is not None and get(self.name) is self:
+        if _find(self.name.partition("+")[0]) is not None and get(self.name) is self:
             return get, (self.name,)
         return super().__reduce_ex__(protocol)
 
@@ -298,6 +299,7 @@ def can(words: str) -> dict[str, Any]:
 
 
 _MECHANISMS: Registry[Mechanism] = Registry("attention mechanism")
+_FAMILIES: dict[str, Callable[[int], Mechanism]] = {}
 
 
 def register(mechanism: Mechanism | None = None, /, **fields: Any) -> Mechanism:
@@ -308,24 +310,43 @@ def register(mechanism: Mechanism | None = None, /, **fields: Any) -> Mechanism:
     return _MECHANISMS.add(mechanism.name, mechanism)
 
 
+def family(stem: str, make: Callable[[int], Mechanism]) -> None:
+    """Let `get` make `stem` with any number behind it, "cluster256" say, also where that name is not registered."""
+    _FAMILIES[stem] = make
+
+
 def names() -> list[str]:
     """Names of all registered mechanisms, in the order in which they were registered."""
     return list(_MECHANISMS)
 
 
 def get(name: str) -> Mechanism:
-    """The mechanism of that name, e.g. `get("cumulant3")`, or with options, `get("cumulant3+around=mean")`."""
+    """The mechanism of that name, e.g. `get("cumulant3")`, or with options, `get("cumulant3+around=mean")`.
+
+    Behind "cluster" may be any number of clusters; `names()` lists three.
+    """
     if isinstance(name, str) and name in _MECHANISMS:
         return _MECHANISMS[name]
     known, options = parse(name)
-    found = _MECHANISMS.named(known)
+    found = _find(known) or _MECHANISMS.named(known)
     return _with_options(name) if options else found
+
+
+def _find(name: str) -> Mechanism | None:
+    return _MECHANISMS.get(name) or _numbered(name)
+
+
+@functools.cache
+def _numbered(name: str) -> Mechanism | None:
+    """One of a family that is not registered, made once."""
+    found = re.fullmatch(r"(.*?)([1-9][0-9]{0,8})", name)
+    return _FAMILIES[found[1]](int(found[2])) if found and found[1] in _FAMILIES else None
 
 
 @functools.lru_cache(256)
 def _with_options(name: str) -> Mechanism:
     known, options = parse(name)
-    return _MECHANISMS[known].with_options(options)
+    return get(known).with_options(options)
 
 
 def nearest(mechanism: Mechanism, capability: str) -> str | None:
