@@ -149,3 +149,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for name, module in model.named_modules():  # by name: a layer may have been replaced in between, or have parts
             module.training = modes.get(name, modes.get(name.rpartition(".")[0], module.training))
+
+
+def placed(model: nn.Module, made: Batch) -> Batch:
+    """On the device of the model, numbers that are not whole of the dtype of its weights."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def place(x: Tensor) -> Tensor:
+        return x.to(device, dtype if x.is_floating_point() else x.dtype)
+
+    return place(made) if isinstance(made, Tensor) else {name: place(x) for name, x in made.items()}

@@ -22,7 +22,8 @@ from ..train.processes import chosen_device
 from ..train.recipe_files import from_json
 from ..train.train_recipe import IMAGENET_MEAN, IMAGENET_STD, TrainRecipe
 from .batches import Batch
-from .examples import expected_input, parts_of
+from .examples import expected_input
+from .named_inputs import parts_of
 
 NAMED = (
     "a file or folder of `cumulant train` or `cumulant convert`, a folder of save_pretrained, a name OWNER/MODEL of "

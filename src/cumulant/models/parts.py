@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import check_choice, check_count
-from ..nn.attention import EXTRAS, LAYER_NORM, check_extras
+from ..nn.arguments import EXTRAS, check_extras
+from ..nn.attention import LAYER_NORM
 
 
 class Repeated(nn.Module):

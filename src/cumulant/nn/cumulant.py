@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..attention import attention_varlen
 from ..call import Call, check_offsets, check_order, offsets
-from .attention import EXTRAS, MultiheadAttention, as_key_mask, check_extras
+from .arguments import EXTRAS, as_key_mask, check_extras
+from .attention import MultiheadAttention
 from .fold import folds
 
 UNFOLDABLE = ("v_conv", "gate", "temperature")

@@ -16,7 +16,8 @@ from torch import nn
 from ..call import check_count
 from ..grammar import Registry, parse
 from ..zoo.registry import can
-from .attention import MultiheadAttention, check_name
+from .arguments import check_name
+from .attention import MultiheadAttention
 from .axial import AxialAttention
 
 Kind = TypeVar("Kind", bound=Callable[..., nn.Module])

@@ -13,7 +13,7 @@ from cumulant import grammar, nn, zoo
 from cumulant.call import whole
 from cumulant.grammar import read_option, suggest
 from cumulant.models.registry import VIVIT_CONFIGS, model_arguments
-from cumulant.nn.attention import EXTRAS
+from cumulant.nn.arguments import EXTRAS
 from cumulant.train import TrainRecipe
 from cumulant.train.recipe_files import check_value
 

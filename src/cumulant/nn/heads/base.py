@@ -15,7 +15,8 @@ from ... import shards, zoo
 from ...call import Call, Grid
 from ...grammar import parse
 from ...zoo.registry import Mechanism
-from ..attention import MultiheadAttention, as_key_mask
+from ..arguments import as_key_mask
+from ..attention import MultiheadAttention
 
 
 class KeepsLosses:

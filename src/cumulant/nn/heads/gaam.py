@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...call import Call, check_choice, check_count
 from ...tensors import wide
 from ...zoo.registry import can
-from ..attention import as_key_mask
+from ..arguments import as_key_mask
 from ..registry import registered
 from .base import HeadsLayer
 

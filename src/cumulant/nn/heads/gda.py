@@ -17,7 +17,7 @@ from ...call import Call
 from ...grammar import parse
 from ...tensors import repeat_heads, wide
 from ...zoo.registry import can
-from ..attention import check_sizes
+from ..arguments import check_sizes
 from ..registry import registered
 from .base import HeadsLayer, need, refuse
 

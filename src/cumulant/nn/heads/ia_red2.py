@@ -17,7 +17,7 @@ from ...kernels.heads.limits import WIDEST_TOKEN
 from ...tensors import wide
 from ...tracing import is_plain, transformed
 from ...zoo.registry import can, get, names
-from ..attention import as_key_mask
+from ..arguments import as_key_mask
 from ..registry import registered
 from ..streams import attend_packed, takes_packs
 from .base import HeadsLayer, need

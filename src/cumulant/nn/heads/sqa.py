@@ -15,7 +15,7 @@ from ... import zoo
 from ...call import check_choice
 from ...grammar import parse
 from ...zoo.registry import can
-from ..attention import check_sizes
+from ..arguments import check_sizes
 from ..registry import registered
 from .base import HeadsLayer, need, refuse
 

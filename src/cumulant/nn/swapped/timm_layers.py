@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...call import Call
 from ...optional import needed
-from ..attention import as_key_mask
+from ..arguments import as_key_mask
 from ..fold import folded_attention, folds
 from .choice import Choice, fitting, mix
 
