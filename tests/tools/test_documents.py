@@ -38,15 +38,16 @@ def test_absent_words_change_nothing(setting):
     torch.testing.assert_close(model(ids), before)
 
 
-def test_both_learn_reviews_that_a_word_gives_away(tmp_path):
+def test_both_learn_reviews_that_a_word_gives_away(tmp_path, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for part, count in (("train", 128), ("test", 32)):
+    monkeypatch.setattr(bench, "SENTENCES", 4)  # of 16, which take four times as long
+    for part, count in (("train", 64), ("test", 32)):
         labels = [i % 2 for i in range(count)]
         texts = [f"The film number {i}. It was {('awful', 'lovely')[y]}!" for i, y in enumerate(labels)]
         pq.write_table(pa.table({"text": texts, "label": labels}), tmp_path / f"{part}-0.parquet")
-    found = bench.documents(tmp_path, seeds=1, epochs=30, size=50, width=4)
+    found = bench.documents(tmp_path, seeds=1, epochs=60, size=50, width=4)
     assert set(found) == set(bench.SETTINGS)
     assert all(min(runs) > 0.9 for runs in found.values()), found
 
