@@ -174,16 +174,16 @@ def _measure(operators: dict[str, Operator], tokens: Sequence[Tensor], calls: in
     ]
 
 
-def in_turns(calls: Mapping[K, Callable[[], Any]], rounds: int, budget: float) -> dict[K, list[float]]:
+def in_turns(calls: Mapping[K, Callable[[], Any]], rounds: int, budget: float, least: int = 3) -> dict[K, list[float]]:
     """Seconds of every call in rounds of all of them: a busy moment of the machine hits all alike.
 
-    A call takes part in so many rounds, or in as many as fit into `budget` seconds of its own, but in 3 at least: a
-    median needs them.
+    A call takes part in so many rounds, or in as many as fit into `budget` seconds of its own, but in `least` of them:
+    a median needs 3.
     """
     seconds: dict[K, list[float]] = {name: [] for name in calls}
     for done in range(rounds):
         for name, call in calls.items():
-            if done >= 3 and sum(seconds[name]) > budget:
+            if done >= least and sum(seconds[name]) > budget:
                 continue
             start = time.perf_counter()
             call()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,7 @@ from cumulant.bench.command import Efficiency, Speed
 from cumulant.bench.error import relative_error
 from cumulant.bench.provenance import provenance
 from cumulant.bench.report import command
-from cumulant.bench.scaling import peak_bytes
+from cumulant.bench.scaling import in_turns, peak_bytes
 from cumulant.style import new_figure, palette, save, styled
 from cumulant.train.files import claim_room
 
@@ -190,11 +189,7 @@ def timed(function: Callable[[], Any], device: str) -> float:
 
         return float(do_bench(function, warmup=25, rep=100, return_mode="median"))
     function()
-    samples: list[float] = []
-    while len(samples) < 5 or (sum(samples) < 0.3 and len(samples) < 50):
-        start = time.perf_counter()
-        function()
-        samples.append(time.perf_counter() - start)
+    (samples,) = in_turns({"": function}, 50, 0.3, least=5).values()
     return 1e3 * statistics.median(samples)
 
 

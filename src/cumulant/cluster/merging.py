@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import isqrt
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -232,6 +233,16 @@ def _causal(
     return torch.cat(outs, 2)
 
 
+class Clusters(NamedTuple):
+    """What stands as one: means, weights W, mean places, and the attention p that each gets."""
+
+    key: Tensor  # (B, H, N, D)
+    value: Tensor  # (B, H, N, E)
+    weight: Tensor  # (B, H, N)
+    place: Tensor  # (B, H, N)
+    share: Tensor  # (B, H, N)
+
+
 def merged(
     key: Tensor,
     value: Tensor,
@@ -254,27 +265,17 @@ def merged(
     total = (_capped(queries @ wide(seen).mT, softcap) + log(weights).unsqueeze(-2)).logsumexp(-1, keepdim=True)
     logits = _capped(queries @ key.mT, softcap) + log(weight).unsqueeze(-2)
     share = (logits - total).exp().nan_to_num(0.0, 0.0, 0.0).mean(-2)  # (B, H, N)
-    parts = (key, value, weight, place, share if prior is None else share + prior)
+    found = Clusters(key, value, weight, place, share if prior is None else share + prior)
     count = max(1, count)
-    while parts[0].shape[2] > count:
-        N = parts[0].shape[2]
-        parts = _round(*parts, queries, softcap, min(N - count, max(1, N // (2 if N > 2 * count else 4))))
-    return parts[:4]
+    while (N := found.key.shape[2]) > count:
+        found = _round(found, queries, softcap, min(N - count, max(1, N // (2 if N > 2 * count else 4))))
+    return found[:4]
 
 
-def _round(
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    place: Tensor,
-    share: Tensor,
-    queries: Tensor,
-    softcap: float | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _round(parts: Clusters, queries: Tensor, softcap: float | None, count: int) -> Clusters:
     """The `count` cheapest pairs become one each. Tokens that get as much attention stand in different halves."""
-    alike = ratio(share, weight).argsort(-1)
-    key, value, weight, place, share = (_taken(x, alike) for x in (key, value, weight, place, share))
+    alike = ratio(parts.share, parts.weight).argsort(-1)
+    key, value, weight, place, share = parts = Clusters(*(_taken(x, alike) for x in parts))
     least, partner = _cheapest(_capped(queries @ key.mT, softcap).mT, value, share)
     order = least.argsort(-1)
     gone, stay = order[..., :count], order[..., count:]
@@ -285,11 +286,10 @@ def _round(
         return x[:, :, 1::2].scatter_add(2, partner if x.ndim == 3 else partner.unsqueeze(-1).expand(new.shape), new)
 
     total = sums(weight)
-    means = [ratio(sums(x * weight.unsqueeze(-1)), total.unsqueeze(-1)) for x in (key, value)]
+    k_mean, v_mean = (ratio(sums(x * weight.unsqueeze(-1)), total.unsqueeze(-1)) for x in (key, value))
     where = ratio(sums(place * weight), total)
-    parts = zip((key, value, weight, place, share), (*means, total, where, sums(share)), strict=True)
-    k, v, w, t, p = (torch.cat((new, _taken(old[:, :, ::2], stay)), 2) for old, new in parts)
-    return k, v, w, t, p
+    new = Clusters(k_mean, v_mean, total, where, sums(share))
+    return Clusters(*(torch.cat((x, _taken(old[:, :, ::2], stay)), 2) for x, old in zip(new, parts, strict=True)))
 
 
 def _cheapest(logits: Tensor, value: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
