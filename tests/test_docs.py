@@ -86,7 +86,9 @@ def test_readme_is_a_front_door_of_at_most_80_lines():
     assert [x for x in prose(ROOT / "README.md") if numbers(x) > 4] == []
 
 
-@pytest.mark.parametrize("page", [x for x in PAGES if x.parent.name in ("docs", "zoo", "layers", "studies", "real-models")], ids=name)
+@pytest.mark.parametrize(
+    "page", [x for x in PAGES if x.parent.name in ("docs", "zoo", "layers", "studies", "real-models")], ids=name
+)
 def test_no_page_is_a_wall(page):
     """Outside the lab: a longer paragraph or point of a list wants to be a table, a figure or two sentences."""
     assert [x for x in prose(page) if numbers(x) > 12 or len(x.split()) > 120] == []
