@@ -17,6 +17,8 @@ import tyro
 from ..command import check_least, failed, show, stopped
 from .settings import CANDIDATES, DistillRecipe
 
+REPORT = "conversion.json"  # beside the converted model: where it comes from, and what was found
+
 if TYPE_CHECKING:
     from ..inspect.opening import Opened
     from .conversion import ConversionReport, Layers
@@ -142,7 +144,7 @@ class Convert:
     device: str | None = None
     """cpu or cuda; by default cuda where there is one."""
     out: Path = Path("runs/converted")
-    """Folder for the converted model and conversion.json."""
+    """Folder for the converted model and conversion.json; one that holds another model is refused."""
     json: bool = False
     """Print JSON instead of the report."""
 
@@ -187,6 +189,19 @@ def _open(settings: Diagnose | Convert) -> Opened:
     return opened
 
 
+def _check_out(out: Path, model: str) -> None:
+    """Refuse a folder that holds another model: it would be lost, and its tokenizer taken for that of the new one."""
+    from ..train.files import read_json
+
+    if not any(any(out.glob(pattern)) for pattern in ("config.json", "*.safetensors")):
+        return
+    report = out / REPORT
+    source = read_json(report).get("source") if report.is_file() else None
+    if source is None or Path(source).resolve() != Path(model).resolve():
+        what = "a model" if source is None else f"the conversion of {source}"
+        raise ValueError(f"{out} holds {what}, which would be lost; name another folder with --out")
+
+
 def run_diagnose(settings: Diagnose, progress: TextIO | None = None) -> Diagnosis:
     """Diagnose the model; diagnosis.json and diagnosis.svg go to the folder `out`."""
     from ..inspect.items import open_batches, open_example
@@ -229,6 +244,9 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
     layers: Layers = [int(x) if x.lstrip("-").isdigit() else x for x in settings.layers]
     if settings.layers in (("all",), ("auto",), ("dial",)):
         layers = None if settings.layers == ("all",) else settings.layers[0]
+    begun = planned(settings.out) if settings.distill and not settings.fresh else None
+    if begun is None:
+        _check_out(settings.out, settings.model)
     opened = _open(settings)
     model = opened.model
     teacher = copy.deepcopy(model) if settings.distill else None
@@ -236,7 +254,6 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
     if settings.data is not None:
         data = open_batches(opened, settings.data, settings.batches, settings.batch_size)
     claim_room(settings.out, 0)
-    begun = planned(settings.out) if settings.distill and not settings.fresh else None
     if begun and layers in ("auto", "dial"):
         layers = begun  # a run that goes on has chosen its layers
     report = convert(
@@ -266,5 +283,6 @@ def run_convert(settings: Convert, progress: TextIO | None = None) -> Conversion
         report.distillation = distill(
             model, teacher, training, how, out=settings.out, measure=data, fresh=settings.fresh, progress=progress
         )
-    write_atomically(settings.out / "conversion.json", json.dumps(report.to_json(), indent=1).encode())
+    stated = {"source": settings.model, **report.to_json()}
+    write_atomically(settings.out / REPORT, json.dumps(stated, indent=1).encode())
     return report

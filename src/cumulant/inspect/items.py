@@ -81,6 +81,8 @@ def open_batches(opened: Opened, data: str | None, batches: int, batch_size: int
     """A few batches as the model takes them: the first texts of a file, or items spread evenly over the test part."""
     if data is not None and Path(data).suffix in TEXTS:
         tokenizer, lines = tokenizer_of(opened), read_lines(Path(data), batches * batch_size)
+        if not lines:
+            raise ValueError(f"{data} holds no text: expected one text a line")
         how: dict[str, Any] = {"padding": True, "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
         return [dict(tokenizer(lines[at : at + batch_size], **how)) for at in range(0, len(lines), batch_size)]
     items = labelled_items(opened, data, batches * batch_size).pixels.to(example_dtype(opened))
@@ -145,6 +147,9 @@ def read_lines(path: Path, count: int | None) -> list[str]:
 
 def tokenizer_of(opened: Opened) -> Any:
     """The tokenizer beside a model of transformers."""
+    takes = expected_input(opened.model)
+    if opened.pixels is not None and not (isinstance(takes, dict) and "input_ids" in takes):
+        raise ValueError(f"{opened.place} takes pixels and no texts: data must be a data set or a folder of images")
     from transformers import AutoTokenizer
 
     found = AutoTokenizer.from_pretrained(opened.place)

@@ -29,6 +29,7 @@ NAMED = (
     "a file or folder of `cumulant train` or `cumulant convert`, a folder of save_pretrained, a name OWNER/MODEL of "
     "the Hugging Face Hub, timm:NAME or transformers:NAME"
 )
+GGUF = "read them with from_pretrained(folder, gguf_file=...) of transformers, save_pretrained, and name that folder"
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # a name of the Hub
 
 
@@ -99,7 +100,29 @@ def open_model(word: str | Path, device: str | None = None, *, pickles: bool = T
         return _transformers(str(word), place, pickles, kw)
     if not path.exists():
         raise FileNotFoundError(f"no model {str(word)!r}: no checkpoint at {path}; expected {NAMED}")
+    _check_ours(path)
     return _with_weights(load(path, device=place), path)
+
+
+def _check_ours(path: Path) -> None:
+    """An error for a file or folder that holds something else than weights of ours, which says what it is."""
+    if path.is_file():
+        if path.suffix == ".gguf":
+            raise ValueError(f"{path} holds GGUF weights; {GGUF}")
+        if (path.parent / "config.json").is_file() and not (read_header(path).keys() & {"config", "recipe"}):
+            raise ValueError(f"{path} is a part of a folder that save_pretrained wrote: name the folder, {path.parent}")
+        return
+    if any((path / f"{name}.safetensors").is_file() for name in ("last", "best")):
+        return
+    if (path / "adapter_config.json").is_file():
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        raise ValueError(
+            f"{path} holds adapters alone, of {base}: put them into it with merge_and_unload() of peft, save it "
+            "with save_pretrained, and name that folder"
+        )
+    if any(path.glob("*.gguf")):
+        raise ValueError(f"{path} holds GGUF weights; {GGUF}")
+    raise FileNotFoundError(f"no model in the folder {path}: expected {NAMED}")
 
 
 def open_converted(folder: Path, model: nn.Module | None = None, **kw: Any) -> nn.Module:
@@ -245,6 +268,8 @@ def _transformers(name: str, device: torch.device, pickles: bool, kw: dict[str, 
     folder = Path(name)
     safe = {} if pickles else {"use_safetensors": True}
     stated = read_json(folder / "config.json") if folder.is_dir() else {}
+    for file in folder.glob("*.safetensors"):
+        read_header(file)  # a damaged file is told by its name
     if "cumulant" in stated:
         model = open_converted(folder, None, **safe, **kw)
     else:
