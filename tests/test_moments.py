@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumulant import Moments
+from cumulant.moments import added
 
 KINDS = [(1, False), (2, False), (3, False), (3, True)]
 kinds = st.sampled_from(KINDS)
@@ -104,6 +105,17 @@ def test_low_precision_tokens_far_from_zero_keep_their_spread():
 def test_to_moves_every_field():
     A = moments(0, 5, (3, False)).to(torch.float32)
     assert all(x.dtype == torch.float32 for x in A)
+
+
+def test_weighted_sets_far_from_zero_unite_without_losing_digits():
+    torch.manual_seed(0)
+    k, v = torch.randn(8, 20, 4) + 1e4, torch.randn(8, 20, 3) + 1e4
+    w = torch.rand(8, 20)
+    united = Moments.of(k, v, key_mask=w).union(added)
+    whole = Moments.of(*(x.flatten(0, 1).double() for x in (k, v)), key_mask=w.flatten())
+    for found, exact in zip(united, whole, strict=True):
+        assert (found - exact).norm() < 1e-6 * exact.norm()
+    assert (united.key_mean - whole.key_mean).abs().max() < 1e-6  # of a spread of 1
 
 
 def test_order_and_full_are_known_from_the_fields():

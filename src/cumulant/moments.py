@@ -104,11 +104,11 @@ class Moments(NamedTuple):
 
         Means first, then sums about the mean of all: two sums, of 1 + D + E and of D + 2 D E numbers at order 3.
         """
-        W, k, v = self[:3]
+        W, (k, v) = self.weight.to(self.key_mean.dtype), self[1:3]  # of a rounded sum means far from 0 would be off
         weight, *means = add(W, W.unsqueeze(-1) * k, W.unsqueeze(-1) * v)
         key_mean, value_mean = (ratio(x, weight.unsqueeze(-1)) for x in means)
         about = [x for x in self._about(key_mean, value_mean) if x is not None]
-        return Moments(weight, key_mean, value_mean, *(add(*about) if about else ()))
+        return Moments(weight.to(self.weight.dtype), key_mean, value_mean, *(add(*about) if about else ()))
 
     def kept(self) -> tuple[Tensor, ...]:
         """The fields that are there."""
