@@ -252,6 +252,19 @@ def counts_and_layers(rank: int, world: int) -> dict[str, object]:
         found["shard"] = float((unshard(shard(narrow[0], mesh), mesh) - narrow[0]).abs().max())
         found["zigzag shard"] = apart(unshard(shard(x, mesh, order="zigzag"), mesh, order="zigzag"), x)
 
+    own, softmax = slice(8 * rank, 8 * rank + 8), zoo.get("softmax")
+    tokens = [narrow[0], narrow[1] + 30, narrow[2][..., :6]]  # not of one width: torch has no kernel for them
+
+    def gradient(query, key, value):
+        """Of the query, by a loss that is no sum of the values alone."""
+        query = query.clone().requires_grad_()
+        return torch.autograd.grad(softmax(query, key, value).square().sum(), query)[0]
+
+    exact, plain = gradient(*(t.double() for t in tokens))[:, :, own], gradient(*tokens)[:, :, own]
+    with context_parallel(mesh):
+        parted = gradient(*(t[:, :, own] for t in tokens))
+    found["softmax gradient"] = tuple(float((x - exact).norm() / exact.norm()) for x in (parted, plain))
+
     q = torch.randn(1, 2, 5, 4)
     for name, error in (
         ("dtype", lambda: cumulant.attention(*(q.double() if rank == 1 else q for _ in range(3)))),
@@ -341,6 +354,12 @@ def test_bfloat16_is_as_close_as_plain_torch(told):
     for answer in told:
         ours, plain = answer["bfloat16"]
         assert ours <= 2 * plain
+
+
+def test_softmax_in_16_bits_has_gradients_as_close_as_in_one_process(told):
+    for answer in told:
+        parted, plain = answer["softmax gradient"]
+        assert parted <= 2 * plain
 
 
 def test_shards_go_together_again(told):

@@ -67,7 +67,7 @@ class _Softmax(torch.autograd.Function):
                 part = _Part.of(asked, query, block, rows, columns, causal)
                 _merge(out, lse, rows, *part.forward())
         ctx.asked = asked
-        ctx.save_for_backward(query, key, value, bias, out.to(query.dtype), lse)
+        ctx.save_for_backward(query, key, value, bias, out, lse)  # not rounded: parts cancel
         return out.to(query.dtype)
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Part(NamedTuple):
         """Gradients of query, key and value by this part, where out and lse are those over all keys."""
         if self.fused:
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-            given = (x.contiguous() for x in (grad, *self[:3], out))
+            given = (x.contiguous() for x in (grad, *self[:3], out.to(grad.dtype)))
             dq, dk, dv = kernel(*given, lse.contiguous(), 0.0, self.causal, scale=self.scale)
             return dq, dk, dv
         delta = (wide(grad) * wide(out)).sum(-1, keepdim=True)
