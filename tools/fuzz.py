@@ -3,7 +3,8 @@
 The oracle is written from specs/cumulant.md alone and shares no code with the library or its tests: for each row the
 weights that it sees, their averages, deviations and the printed sums over them, in float64. A case draws dtype, sizes,
 order, closure, weights over many decades, offsets of keys and values, logits, causality, normalisation, backend or
-stream, and compares output and gradients. What passes: an error of at most a few roundings of the dtype, twice
+stream, and compares output and gradients; or `scores`, whose values are unit vectors, of causal rows at places of their
+own. What passes: an error of at most a few roundings of the dtype, twice
 what plain torch in that dtype has: its formula is evaluated in float32 for 16 bits, then rounded; for kernels, which
 multiply on tensor cores, with centred keys, their squares, weighted values and their gradients rounded to 16 bits. The
 worst of five units of the keys counts, since roundings of a few numbers may cancel by chance. Outputs of causal kernels
@@ -36,17 +37,24 @@ HALF = {torch.float32: 6e-8, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
 
 def row_by_row(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, form: dict, rounded: Callable[[Tensor], Tensor] = lambda x: x
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    form: dict,
+    rounded: Callable[[Tensor], Tensor] = lambda x: x,
+    places: list[int] | None = None,
 ) -> Tensor:
     """q (B, H, Lq, D), k (B, H, Lk, D), v (B, H, Lk, E), w (B, Lk) in float64; q carries the scale.
 
-    `rounded`: what becomes of k~, k~^2 and w v~ before they are multiplied and summed over keys.
+    `rounded`: what becomes of k~, k~^2 and w v~ before they are multiplied and summed over keys. `places` of causal
+    rows, 0, 1, ... unless given.
     """
     outs = []
     for i in range(q.shape[-2]):
         seen = w.clone()
         if form["is_causal"]:
-            seen[:, i + 1 :] = 0
+            seen[:, (places[i] if places else i) + 1 :] = 0
         total = seen.sum(-1)[:, None, None]
         p = (seen / seen.sum(-1, keepdim=True).clamp_min(1e-320))[:, None, :, None]
         dk, dv = k - (p * k).sum(-2, keepdim=True), v - (p * v).sum(-2, keepdim=True)
@@ -123,14 +131,21 @@ def error(found: Tensor, exact: Tensor) -> float:
 UNITS = (1.0, 1.17, 1.37, 1.59, 1.83)
 
 
-def plainly(tokens: list[Tensor], scale: float, weights: Tensor, form: dict, operands: torch.dtype) -> Iterator[Tensor]:
+def plainly(
+    tokens: list[Tensor],
+    scale: float,
+    weights: Tensor,
+    form: dict,
+    operands: torch.dtype,
+    places: list[int] | None = None,
+) -> Iterator[Tensor]:
     """Plain torch: the oracle's formula in float32, with keys in several units. They differ by their roundings alone,
     which may cancel by chance where few numbers are compared: the worst counts. Tensor cores multiply 16 bits.
     """
     for unit in UNITS:
         rounded = (lambda x: x) if operands == torch.float32 else as_operand(operands, unit)
         q, k, v = tokens
-        yield row_by_row(q * (scale / unit), k * unit, v, weights.float(), form, rounded)
+        yield row_by_row(q * (scale / unit), k * unit, v, weights.float(), form, rounded, places)
 
 
 def as_operand(dtype: torch.dtype, unit: float) -> Callable[[Tensor], Tensor]:
@@ -162,24 +177,35 @@ def allowed(plains: list[Tensor], exact: Tensor, few: float, dtype: torch.dtype)
 def run(rng: random.Random, kernels: bool) -> Found | None:
     """One case: where it is worst, the error there, what is allowed, and what was asked."""
     form, how, tokens, w = draw(rng)
+    mapped, places = not kernels and rng.random() < 0.1, None
+    if mapped:
+        Lk = tokens[1].shape[-2]
+        tokens[2] = torch.eye(Lk, dtype=tokens[2].dtype).expand(*tokens[1].shape[:-1], Lk)
+        places = [rng.randrange(Lk + 2) for _ in range(tokens[0].shape[-2])] if form["is_causal"] else None
     dtype, (q, k, v) = tokens[0].dtype, tokens
     backend = rng.choice(("triton", "reference")) if kernels else rng.choice(("auto", "auto", "reference"))
     wide = [x.double().requires_grad_() for x in tokens]
     scale = q.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
     weights = torch.ones(k.shape[0], k.shape[-2], dtype=torch.float64) if w is None else w.double()
-    exact = row_by_row(wide[0] * scale, wide[1], wide[2], weights, form)
+    exact = row_by_row(wide[0] * scale, wide[1], wide[2], weights, form, places=places)
     largest = 0.9 * torch.finfo(dtype).max
     if exact.abs().max() > largest:
         return None
     leaves = [x.detach().clone().requires_grad_() for x in tokens]
-    named = f"{dtype} {backend} q{tuple(q.shape)} k{tuple(k.shape)} E{v.shape[-1]} {form} scale={how['scale']}"
+    named = f"scores at {places} " if mapped else ""
+    named += f"{dtype} {backend} q{tuple(q.shape)} k{tuple(k.shape)} E{v.shape[-1]} {form} scale={how['scale']}"
     named += f" k~{k.float().mean():.3g}+-{k.float().std():.2g} v~{v.float().mean():.3g}+-{v.float().std():.2g}"
     named += "" if w is None else f" w {w.dtype} {w.float().min():.2g}..{w.float().max():.2g}"
     try:
-        out = cumulant.attention(*leaves, **form, **how, backend=backend)
+        if mapped:
+            out = cumulant.scores(*leaves[:2], **form, **how, positions=places)
+        else:
+            out = cumulant.attention(*leaves, **form, **how, backend=backend)
     except ValueError as refused:
         return None if backend == "triton" else ("refused", math.inf, 0.0, f"{named}: {refused}")
     grad = torch.randn(out.shape).to(dtype)
+    if not out.requires_grad:  # weights of order 1 hang on nothing
+        return "out", error(out, exact), 1.25 * HALF[dtype], named
     found = torch.autograd.grad(out, leaves, grad, allow_unused=True)
     wanted = torch.autograd.grad(exact, wide, grad.double(), allow_unused=True)
     few = (64 if dtype == torch.float32 else 8) * HALF[dtype]
@@ -199,7 +225,7 @@ def run(rng: random.Random, kernels: bool) -> Found | None:
     narrow = [x.detach().float().requires_grad_() for x in tokens]
     plains = [
         (plain, *torch.autograd.grad(plain, narrow, grad.float(), allow_unused=True))
-        for plain in plainly(narrow, scale, weights, form, dtype if backend == "triton" else torch.float32)
+        for plain in plainly(narrow, scale, weights, form, dtype if backend == "triton" else torch.float32, places)
     ]
     rated = [(name, here, allowed([x[at] for x in plains], b, few, dtype), named) for name, at, here, b in compared]
     if tight:

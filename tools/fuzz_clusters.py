@@ -3,14 +3,15 @@
 Beside `tools.fuzz`, which draws `attention`, `Stream`, `SlidingWindow` and `Moments`. The oracle enumerates tokens in
 float64, from specs/local-cumulants.md alone: clusters that are named token by token, and softmax, which clusters of any
 kind are where all of them are near, and a merged stream that has room for all. Drawn are dtypes, closures, responses,
-full variances, prefixes, weights, near clusters that each query chooses, causal blocks with `keep`, `recent` and sinks,
-trees with leaves and exact tokens, expansions around the mean query, grouped queries, E beside D, empty inputs, views,
-offsets of keys and values. What passes: a few roundings of the dtype, or twice what the same enumeration in float32 is
-off, its result rounded: the worst of five units of keys and values, as in `tools.fuzz`, since roundings of a few
-numbers may cancel by chance. Where nearly all of a gradient cancels, which no unit tells, a backward error passes, as
-of any sum: four roundings of float32 of what dq and dk could be (`largest`), and two of the dtype of a sum of absolute
-values, in dv over rows, in dk and dv over query heads that share a key head. (Seed 8104, case 649 of the draws before:
-dv 8e-6 off, plain torch 2e-6; absolute values sum to 257 times the result, so that ours is half a rounding off.)
+full variances, prefixes, weights, near clusters that each query chooses, uneven blocks of grids, causal blocks with
+`keep`, `recent` and sinks, trees with leaves and exact tokens, expansions around the mean query, grouped queries, E
+beside D, empty inputs, views, offsets of keys and values. What passes: a few roundings of the dtype, or twice what the
+same enumeration in float32 is off, its result rounded: the worst of five units of keys and values, as in `tools.fuzz`,
+since roundings of a few numbers may cancel by chance. Where nearly all of a gradient cancels, which no unit tells, a
+backward error passes, as of any sum: four roundings of float32 of what dq and dk could be (`largest`), and two of the
+dtype of a sum of absolute values, in dv over rows, in dk and dv over query heads that share a key head. (Seed 8104,
+case 649 of the draws before: dv 8e-6 off, plain torch 2e-6; absolute values sum to 257 times the result, so that ours
+is half a rounding off.)
 """
 
 # mypy: ignore-errors
@@ -263,12 +264,29 @@ def compared(
     return worst[1], worst[0], worst[2], named
 
 
+def on_grid(rng: random.Random, L: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+    """Sides of a grid of L tokens, parts of each side that differ by one token at most, and the block of each token."""
+    sides = [L]
+    for _ in range(rng.choice((1, 2))):
+        cut = rng.choice([n for n in range(1, sides[0] + 1) if sides[0] % n == 0])
+        sides[:1] = [cut, sides[0] // cut]
+    parts = tuple(min(side, rng.choice((1, 2, 3))) for side in sides)
+    ids = torch.zeros((), dtype=torch.long)
+    for side, count in zip(sides, parts, strict=True):
+        ids = ids[..., None] * count + torch.arange(side) * count // side
+    return tuple(sides), parts, ids.flatten()
+
+
 def clustered(rng: random.Random):
     q, k, v, group = tokens_of(rng, rng.random() < 0.03)
     B, H, Lk, D = k.shape
     prefix = rng.choice((0, 0, min(2, Lk)))
     L, K = Lk - prefix, rng.choice((1, 2, 5, 9))
     ids = torch.randint(K, (B, H, L)) if L else torch.zeros(B, H, 0, dtype=torch.long)
+    clusters, grid = ids, None
+    if L and rng.random() < 0.3:
+        grid, clusters, of_token = on_grid(rng, L)
+        ids = of_token.expand(B, H, L)
     w = weights_of(rng, B, Lk)
     full, response = rng.random() < 0.2, rng.choice((None, None, 0, "pooled"))
     closure, scale = rng.choice(("tanh", "langevin", "gauss")), rng.choice((None, 0.3))
@@ -277,14 +295,15 @@ def clustered(rng: random.Random):
     spread = (q.float().norm(dim=-1).max() * used * (k.float().std() if k.numel() > 1 else 0)) if q.numel() else 0
     if closure == "gauss" and spread > 6:  # exponents that no dtype holds
         closure = "tanh"
-    options = {"prefix": prefix, "closure": closure, "response": response, "scale": scale, "key_mask": w}
+    options = {"prefix": prefix, "closure": closure, "response": response, "scale": scale, "key_mask": w, "grid": grid}
     near = rng.choice((0, 0, 1, 3)) if Lk > prefix else 0
     options |= {"variance": "full" if full else "diagonal", "enable_gqa": group > 1, "near": near}
-    named = f"assigned {q.dtype} q{tuple(q.shape)} k{tuple(k.shape)} E{v.shape[-1]} K{K} "
-    named += f"{ {n: x for n, x in options.items() if n != 'key_mask'} } w={None if w is None else w.dtype}"
+    named = f"assigned {q.dtype} q{tuple(q.shape)} k{tuple(k.shape)} E{v.shape[-1]} "
+    named += f"{clusters if grid else f'K{K}'} { {n: x for n, x in options.items() if n != 'key_mask'} }"
+    named += f" w={None if w is None else w.dtype}"
     named += f" k~{k.float().mean():.3g}+-{k.float().std():.2g} v~{v.float().mean():.3g}"
     oracle = clusters_of(ids.repeat_interleave(group, 1), ones.double(), prefix, closure, response, full, near)
-    call = lambda q, k, v: cumulant.cluster_attention(q, k, v, clusters=ids, **options)  # noqa: E731
+    call = lambda q, k, v: cumulant.cluster_attention(q, k, v, clusters=clusters, **options)  # noqa: E731
     return compared(named, call, oracle, [q, k, v], used, group)
 
 
