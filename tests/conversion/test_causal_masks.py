@@ -36,6 +36,7 @@ REFUSED = {
     "Gemma2ForCausalLM": "softcap",
     "GPTNeoForCausalLM": "takes attn_implementation='cumulant3' but computes",
 }
+CLUSTERS = "cluster4+block=2+sinks=2"
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "causal_walk.json"
 
 
@@ -45,6 +46,28 @@ def test_the_last_token_moves_no_earlier_logit(name):
     register_transformers()
     found = looked_at(name)
     assert found["outcome"] == "causal", found
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", [*LEAKED, *WAYS])
+def test_nor_does_it_in_clusters_with_sinks(name, padded):
+    transformers()
+    register_transformers(CLUSTERS)
+    found = looked_at(name, CLUSTERS, padded)
+    assert found["outcome"] == "causal", found
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", *SAID_OTHERWISE])
+def test_a_mask_that_loses_its_order_is_seen_as_a_leak(name):
+    """As one would be that reaches a layer as a mask of padding alone."""
+    from transformers import AttentionMaskInterface
+
+    register_transformers("cumulant3+apart=0")
+    AttentionMaskInterface.register(
+        "cumulant3+apart=0",
+        lambda batch_size, kv_length, **_: torch.ones(batch_size, 1, 1, kv_length, dtype=torch.bool),
+    )
+    assert looked_at(name, "cumulant3+apart=0")["outcome"] == "leak"
 
 
 @pytest.mark.parametrize("name", REFUSED)

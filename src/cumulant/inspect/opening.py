@@ -112,7 +112,7 @@ def _check_ours(path: Path) -> None:
         if (path.parent / "config.json").is_file() and not (read_header(path).keys() & {"config", "recipe"}):
             raise ValueError(f"{path} is a part of a folder that save_pretrained wrote: name the folder, {path.parent}")
         return
-    if any((path / f"{name}.safetensors").is_file() for name in ("last", "best")):
+    if any((path / name).is_file() for name in ("last.safetensors", "best.safetensors", "recipe.json")):
         return
     if (path / "adapter_config.json").is_file():
         base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
