@@ -171,8 +171,9 @@ def _scores(
         return product(q, key.mT) + (1 - qm), None if first else product(q, before.S)
     if before.full:
         u = product(q, key.mT)
-        visible = torch.ones(C, C, dtype=torch.bool, device=q.device).tril() * weights[..., None, None, :]
-        square = (product(q, before.P) * q).sum(-1, keepdim=True) + (u * u * visible).sum(-1, keepdim=True)
+        visible = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
+        own = torch.where(visible, u * u, 0) * weights[..., None, None, :]
+        square = (product(q, before.P) * q).sum(-1, keepdim=True) + own.sum(-1, keepdim=True)
         A = u * (1 - qm) + 0.5 * u * u + (1 - qm + qm * qm - 0.5 * square * over_W.unsqueeze(-3))
         if first:
             return A, None

@@ -16,7 +16,7 @@ from .causal import DIAGONAL_CHUNK, causal_attention
 from .kernels import launch, notice
 from .kernels.dense import cpu
 from .moments import FEW, centred_sums, exact_dtype, full_third_by_pairs, ratio, statistics_dtype
-from .tensors import in_units
+from .tensors import broken, in_units, spoiled
 from .tracing import transformed, without_autocast
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
@@ -80,6 +80,7 @@ def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = Non
     query, key, key_mask, order = call.query, call.key, call.key_mask, form.order
     lead, scale = call.lead, call.softmax_scale
     dtype, (heads, Lq, _), (groups, Lk, _) = statistics_dtype(query.dtype), query.shape[-3:], key.shape[-3:]
+    places, lost = positions_of(positions, Lq, query.device), None
     if call.is_causal:
         dtype = exact_dtype(query)  # rows of drifting keys lie far from the mean of all: large terms then nearly cancel
     with without_autocast(query.device.type):
@@ -90,9 +91,12 @@ def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = Non
             weights, unit = in_units(key_mask) if key_mask.is_floating_point() and Lk else (key_mask, None)
             weights = weights.to(dtype)[..., None, None, :]
             k = k.masked_fill(weights.mT == 0, 0)
+        if call.is_causal:
+            lost = broken(k)
+            k = k.masked_fill(lost.unsqueeze(-1), 0)
         k = k - centred_sums(k, k, 1, False, weights.squeeze(-2)).key_mean.unsqueeze(-2)
         if call.is_causal:
-            seen = torch.arange(Lk, device=q.device) <= positions_of(positions, Lq, q.device)[:, None]
+            seen = torch.arange(Lk, device=q.device) <= places[:, None]
             weights = weights * seen.repeat(heads // max(1, groups), 1)
         W = weights.sum(-1, keepdim=True)
         share = ratio(weights, W)
@@ -110,8 +114,10 @@ def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = Non
                 A = A + centred((0.5 * q * q) @ (k * k).mT - (q * q * (share @ k)) @ k.mT)
         if form.normalization == "sum":
             share = weights if unit is None else weights * unit[..., None, None, :].to(dtype)
-        A = A * share
-        return A.unflatten(-2, (heads // max(1, groups), Lq)).flatten(-4, -3).to(query.dtype)
+        A = (A * share).unflatten(-2, (heads // max(1, groups), Lq))
+        if lost is not None:
+            A = spoiled(A, lost.unsqueeze(-2), places)
+        return A.flatten(-4, -3).to(query.dtype)
 
 
 def _reference(call: Call, form: Form, unit: Tensor | None) -> Tensor:

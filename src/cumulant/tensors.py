@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from math import prod
 
 import torch
@@ -53,10 +54,29 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x.unsqueeze(-3).expand(*x.shape[:-2], heads // own, *x.shape[-2:]).flatten(-4, -3)
 
 
-def nothing(shape: Sequence[int], *inputs: Tensor) -> Tensor:
-    """Zeros of a shape that stay in the graph of the inputs (..., L, D), to which they send gradients of 0."""
-    way_back = sum(x[..., :0, :].sum() for x in inputs)
-    return inputs[0].new_zeros(shape) + way_back
+def nothing(shape: Sequence[int], first: Tensor, *others: Tensor | None) -> Tensor:
+    """Zeros of a shape, of the kind of the first input, that stay in the graph of all, which get gradients of 0.
+
+    Inputs are tokens (..., L, D) and masks (..., L), of which only weights have a gradient.
+    """
+    inputs = [x for x in (first, *others) if x is not None and x.is_floating_point()]
+    way_back = sum(x[..., :0].sum().to(first.dtype) for x in inputs)
+    return first.new_zeros(shape) + way_back
+
+
+def broken(*tensors: Tensor) -> Tensor:
+    """Which tokens (..., L) of tensors (..., L, D) have an entry that is no finite number in one of them."""
+    found = [~x.isfinite().all(-1) for x in tensors]
+    return reduce(torch.logical_or, found)
+
+
+def spoiled(rows: Tensor, tokens: Tensor, last: Tensor) -> Tensor:
+    """Rows (..., Lq, E) with NaN in those that see one of the `tokens` (..., Lk), true or not: row i sees those up to
+    `last` (Lq,). With 0 in such tokens themselves, no row before them hears of them: 0 times NaN would be NaN."""
+    if not tokens.shape[-1]:
+        return rows
+    seen = tokens.cumsum(-1)[..., last.clamp(max=tokens.shape[-1] - 1)] > 0
+    return rows.masked_fill(seen.unsqueeze(-1), float("nan"))
 
 
 def without_absent(x: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -21,11 +21,13 @@ def test_empty_inputs_keep_the_graph(name, case):
     if Lq != Lk and not mechanism.cross:
         return
     q, k, v = (torch.randn(B, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (Lq, Lk, Lk))
-    out = mechanism(q, k, v, is_causal=not mechanism.noncausal)
-    assert out.shape == (B, 2, Lq, 4)
-    assert not out.any()
-    out.sum().backward()
-    assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
+    weights = torch.rand(B, Lk, dtype=torch.float64, requires_grad=True) if mechanism.key_mask else None
+    for key_mask in (None, weights):
+        out = mechanism(q, k, v, key_mask=key_mask, is_causal=not mechanism.noncausal)
+        assert out.shape == (B, 2, Lq, 4)
+        assert not out.any()
+        asked = [q, k, v] if key_mask is None else [q, k, v, key_mask]
+        assert not any(x.any() for x in torch.autograd.grad(out.sum(), asked))
 
 
 BUILT = {"agent", "focused_linear", "mala", "rala"}  # for the width of their convolution or gate

@@ -137,7 +137,7 @@ def _attend(call: Call, asked: Asked) -> Tensor:
         call = call._replace(grid=check_grid(Lk, call.grid, call.prefix))
     lead, (H, Lq, _), E = call.lead, query.shape[-3:], value.shape[-1]
     if not (prod(lead) and H and Lq and Lk and E):
-        return nothing((*lead, H, Lq, E), query, key, value)
+        return nothing((*lead, H, Lq, E), query, key, value, call.key_mask)
     if call.prefix == Lk and not is_causal:  # every token is exact, as in one cluster that is near
         clusters, call = 1, call._replace(grid=None, prefix=0)
         form = form._replace(near=1, near_rows=1, together=False)

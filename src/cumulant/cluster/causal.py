@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..moments import Moments
-from ..tensors import ABSENT
+from ..tensors import ABSENT, broken, spoiled
 from .backend import Form
 from .fields import Exact, Far, Seen, Tokens, mix
 from .layout import Blocks
@@ -40,9 +40,9 @@ def causal_clusters(
     """
     G, L = q.shape[2], offset + q.shape[3]
     # What no row may see must not reach it, NaN included; rows that see a token without numbers have none themselves.
-    broken = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
-    k, v = (x.masked_fill(broken.unsqueeze(-1), 0) for x in (k, v))
-    C = min(blocks.size, L)
+    lost = broken(k, v)
+    k, v = (x.masked_fill(lost.unsqueeze(-1), 0) for x in (k, v))
+    C = blocks.size if torch.compiler.is_compiling() else min(blocks.size, L)  # traced of any length
     N = -(-L // C)
     first = offset // C  # block of the first row
     before = offset - first * C
@@ -85,9 +85,7 @@ def causal_clusters(
     field = Seen(exact, min(form.near, N), hidden=hidden, table=table, pool=pool)
     out = mix(rows, far, tokens, field, form, by_row=True)
     out = out.unflatten(3, (G, C)).transpose(2, 3).flatten(3, 4)[..., before : before + q.shape[3], :]
-    last = torch.arange(offset, L, device=q.device).clamp(max=broken.shape[-1] - 1)  # the last token that a row sees
-    lost = broken.cumsum(-1)[..., last] > 0
-    return out.masked_fill(lost[:, :, None, :, None], float("nan"))
+    return spoiled(out, lost.unsqueeze(2), torch.arange(offset, L, device=q.device))
 
 
 def _set_apart(exact: Exact, k: Tensor, v: Tensor, weights: Tensor, count: int, past: Tensor) -> tuple[Exact, Tensor]:

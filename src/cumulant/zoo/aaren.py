@@ -91,7 +91,7 @@ def aaren_attention(call: Call, *, chunk: int = CHUNK) -> Tensor:
     query, key, value = call[:3]
     rows = query.shape[-2]
     if rows == 0 or key.shape[-2] == 0:
-        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
+        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value, call.key_mask)
     seen = min(rows, key.shape[-2]) if call.is_causal else key.shape[-2]
     s = _logits(call)[..., :seen]
     leaves = Triple.leaf(s, repeat_heads(wide(value[..., :seen, :]), query.shape[-3]))
@@ -108,7 +108,7 @@ def aaren_weights(call: Call) -> Tensor:
     """The weights, (..., H, Lq, Lk): those of two keys keep their ratio in all rows that see both. Cost: Lq Lk."""
     query, key = call[:2]
     if query.shape[-2] == 0 or key.shape[-2] == 0:
-        return nothing((*query.shape[:-1], key.shape[-2]), query, key)
+        return nothing((*query.shape[:-1], key.shape[-2]), query, key, call.key_mask)
     logits = _logits(call).unsqueeze(-2).expand(*query.shape[:-1], key.shape[-2])
     if call.is_causal:
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)

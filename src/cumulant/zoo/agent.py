@@ -58,8 +58,8 @@ def agent_attention(
         )
     if read_exponent != 1 and not scale > 0:
         raise ValueError(f"read_exponent={read_exponent} is a power of the scale, which must be positive, got {scale}")
-    if queries == 0 or keys == 0:
-        return nothing((*call.query.shape[:-1], value.shape[-1]), *call[:3])
+    if 0 in call.query.shape[:-1] or 0 in key.shape[:-1]:
+        return nothing((*call.query.shape[:-1], value.shape[-1]), *call[:4])
     query, present = call.present_queries()
     A, absent = pool_agents(query, agents, call.grid, call.prefix, present)
     gathered = _attend(A, key, value, scale, key_bias, log_weights(call.key_mask, key), dropout_p)

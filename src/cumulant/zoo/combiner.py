@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..call import Call, check_choice, check_scale, whole
 from ..held import Held, check_step, check_tokens
-from ..tensors import log_weights, nothing, repeat_heads, softmax_or_zero, wide, without_absent
+from ..tensors import broken, log_weights, nothing, repeat_heads, softmax_or_zero, spoiled, wide, without_absent
 from ..tracing import outside_autocast
 from .combiner_parts import POOLINGS, SUMMARY_KEYS, axial, fixed, log_sparse, segmented, summarise
 from .grid import resolve_grid
@@ -55,7 +55,7 @@ def combiner_attention(
     (*_, heads, tokens, _), dtype = call.query.shape, call.query.dtype
     shape = resolve_grid(tokens, call.grid, call.prefix)
     if tokens == 0:
-        return nothing((*call.query.shape[:-1], call.value.shape[-1]), *call[:3])
+        return nothing((*call.query.shape[:-1], call.value.shape[-1]), *call[:4])
     if segment is None:
         patches = max(1, tokens - call.prefix)
         segment = math.isqrt(patches - 1) + 1 if call.grid is None else max(1, shape[-1])
@@ -63,11 +63,16 @@ def combiner_attention(
     k, v = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
     bias = log_weights(call.key_mask, q)
     bias = q.new_zeros(q.shape[:-1]) if bias is None else bias.expand(q.shape[:-1])
+    if call.is_causal:
+        lost = broken(q, k, v)
+        q, k, v = (x.masked_fill(lost.unsqueeze(-1), 0) for x in (q, k, v))
     if variant == "logsparse":
-        return log_sparse(q, wide(k), wide(v), bias, pooling=pooling)
+        out = log_sparse(q, wide(k), wide(v), bias, pooling=pooling)
+        return spoiled(out, lost, torch.arange(tokens, device=out.device))
     regions = fixed(pooling, dtype) if variant == "fixed" else axial(summary_key, dtype)
     parts: dict[str, Any] = {"c": segment, "is_causal": call.is_causal, "prefix": call.prefix, "own": not exclude_own}
-    return segmented(q, k, v, bias, regions=regions, dtype=dtype, **parts)
+    out = segmented(q, k, v, bias, regions=regions, dtype=dtype, **parts)
+    return spoiled(out, lost, torch.arange(tokens, device=out.device)) if call.is_causal else out
 
 
 class StreamState(NamedTuple):
@@ -210,7 +215,7 @@ def _check(
 ) -> None:
     for name, given, known in (("variant", variant, VARIANTS), ("pooling", pooling, POOLINGS)):
         check_choice(name, given, known)
-    if segment is not None and not whole(segment, 1) and not isinstance(segment, Tensor):
+    if segment is not None and not whole(segment, 1):
         raise ValueError(f"segment must be at least 1 token, got {segment!r}")
     if not callable(summary_key) and summary_key not in SUMMARY_KEYS:
         hint = "; 'proj' has parameters, which a layer holds" if summary_key == "proj" else ""

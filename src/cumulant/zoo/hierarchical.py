@@ -58,7 +58,7 @@ def hierarchical_attention(
     check_choice("energy", energy, ENERGIES)
     query, dtype = call.query, call.query.dtype
     if query.shape[-2] == 0:
-        return nothing((*query.shape[:-1], call.value.shape[-1]), *call[:3])
+        return nothing((*query.shape[:-1], call.value.shape[-1]), *call[:4])
     nodes = _tree_of(call, branching=branching, levels=levels, tree=tree)
     leaves = _leaves(call, energy, nodes, tables)
     steps, _ = _up(leaves, nodes, call.softmax_scale, tables, dtype)

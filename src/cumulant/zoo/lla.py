@@ -27,7 +27,7 @@ from ..call import Call
 from ..kernels import notice
 from ..kernels.lla import plan
 from ..kernels.once import once_differentiable
-from ..tensors import ABSENT, log_weights, nothing, repeat_heads, softmax_or_zero, wide
+from ..tensors import ABSENT, broken, log_weights, nothing, repeat_heads, softmax_or_zero, spoiled, wide
 from ..tracing import transformed
 from .lla_solver import STEPS, Settings, solver_of
 from .mixing import Mixer
@@ -59,16 +59,18 @@ def lla_attention(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = 
     settings = _settings(call, **solving)
     query, key, value = call[:3]
     if query.shape[-2] == 0 or key.shape[-2] == 0:
-        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
+        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value, call.key_mask)
     if notice.expected(query):
         obstacle = _obstacle(call, settings)
         if obstacle is None:
             return by_kernels(call, ridge, qk_norm, settings)
         notice.plain_torch("lla", query, obstacle)
-    rows = _rows(call, ridge, qk_norm)
+    rows, lost = _rows(call, ridge, qk_norm)
     if transformed():
-        return torch.cat([fit.out for fit in _fits(*rows, settings)], -2)
-    return _LocalLinear.apply(*rows, settings)
+        out = torch.cat([fit.out for fit in _fits(*rows, settings)], -2)
+    else:
+        out = _LocalLinear.apply(*rows, settings)
+    return out if lost is None else spoiled(out, lost, torch.arange(out.shape[-2], device=out.device))
 
 
 def _obstacle(call: Call, settings: Settings) -> str | None:
@@ -113,9 +115,11 @@ def lla_weights(call: Call, *, ridge: float | Tensor = RIDGE, qk_norm: bool = Fa
     settings = _settings(call, **solving)
     rows, keys = call.query.shape[:-1], call.key.shape[-2]
     if rows[-1] == 0 or keys == 0:
-        return nothing((*rows, keys), call.query, call.key)
-    fits = _fits(*_rows(call._replace(value=call.key), ridge, qk_norm), settings)
-    return torch.cat([F.pad(fit.weights * (1 - fit.tilt), (0, keys - fit.keys)) for fit in fits], -2)
+        return nothing((*rows, keys), call.query, call.key, call.key_mask)
+    told, lost = _rows(call._replace(value=call.key), ridge, qk_norm)
+    fits = _fits(*told, settings)
+    out = torch.cat([F.pad(fit.weights * (1 - fit.tilt), (0, keys - fit.keys)) for fit in fits], -2)
+    return out if lost is None else spoiled(out, lost, torch.arange(out.shape[-2], device=out.device))
 
 
 class Fit(NamedTuple):
@@ -229,13 +233,20 @@ class LocalLinearAttention(Mixer):
         return call, {"ridge": self.ridge, **self.options}
 
 
-def _rows(call: Call, ridge: float | Tensor, qk_norm: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v in at least float32 with equal heads, the ridge of each row, (..., H, L), and the log of key weights."""
+def _rows(
+    call: Call, ridge: float | Tensor, qk_norm: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor | None]:
+    """q, k, v in at least float32 with equal heads, the ridge of each row, (..., H, L), and the log of key weights; and
+    causally, which tokens (..., H, L) hold no numbers: there k and v are 0."""
     q = wide(call.query)
     k, v = (repeat_heads(wide(x), q.shape[-3]) for x in call[1:3])
     if qk_norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    return q, k, v, _ridge_of_rows(ridge, q[..., 0]), log_weights(call.key_mask, q)
+    lost = None
+    if call.is_causal:
+        lost = broken(k, v)
+        k, v = (x.masked_fill(lost.unsqueeze(-1), 0) for x in (k, v))
+    return (q, k, v, _ridge_of_rows(ridge, q[..., 0]), log_weights(call.key_mask, q)), lost
 
 
 def _ridge_of_rows(ridge: float | Tensor, rows: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def softmax_attention(call: Call) -> Tensor:
     if across is not None:
         out: Tensor = across.softmax(call)
         return out
-    if key.shape[-2] == 0:
-        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value)
+    if 0 in query.shape[:-1] or 0 in key.shape[:-1]:
+        return nothing((*query.shape[:-1], value.shape[-1]), query, key, value, call.key_mask)
     shared = {"scale": call.scale, "enable_gqa": call.enable_gqa, "dropout_p": call.dropout_p}
     if call.key_mask is None:
         return fused_softmax(query, key, value, is_causal=call.is_causal, **shared)
@@ -69,7 +69,9 @@ def softmax_weights(call: Call) -> Tensor:
         call = call._replace(key_mask=every)
     query = wide(call.query) * call.softmax_scale
     bias, empty = _logit_bias(call, query)
-    return (pair_weights(query, wide(call.key)) + bias).softmax(-1).masked_fill(empty, 0)
+    hidden = bias == float("-inf")  # what is no number there stays so when -inf is added
+    logits = (pair_weights(query, wide(call.key)) + bias).masked_fill(hidden, float("-inf"))
+    return logits.softmax(-1).masked_fill(empty, 0)
 
 
 def _logit_bias(call: Call, like: Tensor) -> tuple[Tensor, Tensor]:
