@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "cumulant"
 
 # What every room may use: it uses nothing of the house itself but what stands to the right of it here.
 GROUND = ("call", "held", "moments", "closures", "tensors", "tracing", "shards", "lazy", "optional", "style", "command",
-          "grammar")  # fmt: skip
+          "grammar", "kinds")  # fmt: skip
 # A room sees those to the right of it. `attention` is the files of the core: one idea, several files.
 INNER = ("train", "distributed", "data", "models", "nn", "zoo", "cluster", "attention", "kernels")
 # These stand outside and look in; each also at those before it, nobody at them.

@@ -16,12 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import cumulant
-from cumulant import Moments, nn, zoo
-from cumulant.cluster import Blocks, KMeans
+from cumulant import Moments, explain, nn, zoo
+from cumulant.cluster import Blocks, KMeans, MergedStream
+from cumulant.conversion import DistillRecipe
+from cumulant.nn.streams import stream_of
+from cumulant.train import TrainRecipe
+from cumulant.zoo.registry import own_options
 
 B, H, L, D = 2, 4, 16, 8
 NAN, INF = float("nan"), float("inf")
@@ -39,8 +44,20 @@ def tokens(*shape: int) -> Tensor:
     return torch.randn(*(shape or (B, H, L, D)))
 
 
+class Marked(Tensor):
+    """A tensor that is one of a class of its own, with numbers like any other."""
+
+
+def nested(*lengths: int) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(length) for length in lengths])
+
+
+MERGED = {"sinks": ("0",), "recent": (), "chunk": (), "sample": (), "span": ()}  # counts, and those that are right
+
 # What may stand in the place of an argument by mistake, by its kind.
-OBJECTS: dict[str, Any] = {"None": None, "text": "x", "list": [1.0, 2.0], "number": 3.0, "dict": {}}
+ARRAY = np.ones(3)
+OBJECTS: dict[str, Any] = {"None": None, "text": "x", "list": [1.0, 2.0], "number": 3.0, "dict": {}, "array": ARRAY}
 SCALES: dict[str, Any] = {
     "NaN": NAN,
     "inf": INF,
@@ -50,9 +67,12 @@ SCALES: dict[str, Any] = {
     "tensor": torch.ones(2),
     "list": [1.0],
     "complex": 1j,
+    "array": ARRAY,
+    "class": float,
 }
-FLAGS: dict[str, Any] = {"text": "no", "1": 1, "None": None, "tensor": torch.ones(3), "0.0": 0.0}
+FLAGS: dict[str, Any] = {"text": "no", "1": 1, "None": None, "tensor": torch.ones(3), "0.0": 0.0, "array": ARRAY}
 COUNTS: dict[str, Any] = {"0": 0, "-1": -1, "2.5": 2.5, "text": "2", "NaN": NAN, "True": True, "list": [1]}
+COUNTS |= {"complex": 3 + 0j, "array": ARRAY, "tensor": torch.ones(2)}
 MASKS: dict[str, Any] = {
     "text": "x",
     "list": [True],
@@ -69,6 +89,11 @@ MASKS: dict[str, Any] = {
     "complex": torch.ones(B, L) * 1j,
     "scalar": torch.tensor(1.0),
     "other device": torch.ones(B, L, device="meta"),
+    "array": np.ones((B, L)),
+    "float8": torch.ones(B, L).to(torch.float8_e5m2),
+    "sparse": torch.ones(B, L).to_sparse(),
+    "nested": nested(*[L] * B),
+    "negative of another class": (-torch.ones(B, L)).as_subclass(Marked),
 }
 
 
@@ -84,6 +109,9 @@ def bad_tensors(x: Tensor) -> dict[str, Any]:
         "2-D": x[0, 0],
         "other dtype": x.double(),
         "other device": x.to("meta"),
+        "sparse": x.to_sparse(),
+        "nested": torch.nested.nested_tensor(list(x)),
+        "jagged": torch.nested.nested_tensor(list(x), layout=torch.jagged),
     }
 
 
@@ -123,7 +151,7 @@ def only(values: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
 
 def words(*known: Any) -> dict[str, Any]:
     """What is none of the words that an option knows."""
-    return {"text": "nonsense", "number": 17, "list": ["x"]}
+    return {"text": "nonsense", "number": 17, "list": ["x"], "array": ARRAY, "tensor": torch.ones(2)}
 
 
 CALL = {"key_mask": MASKS, "is_causal": FLAGS, "scale": SCALES, "enable_gqa": FLAGS}
@@ -161,7 +189,8 @@ def attention() -> Iterator[Wrong]:
         "list of floats": [0.5] * L,
         "list of words": ["a"] * L,
     }
-    yield from wrong_values("scores", partial(cumulant.scores, q, k, is_causal=True), {"positions": places})
+    for causal in (True, False):
+        yield from wrong_values("scores", partial(cumulant.scores, q, k, is_causal=causal), {"positions": places})
 
 
 def varlen() -> Iterator[Wrong]:
@@ -181,9 +210,13 @@ def varlen() -> Iterator[Wrong]:
         "negative": torch.tensor([0, -5, T]),
         "more sequences": torch.tensor([0, 2, 5, T]),
         "bools": torch.tensor([False, True, True]),
+        "complex": torch.tensor([0, 5, T]) * 1j,
+        "without numbers": torch.tensor([0, 5, T], device="meta"),
+        "nested": nested(2, 1).long(),
     }
     for what, function in (
         ("attention_varlen", cumulant.attention_varlen),
+        ("softmax.varlen", zoo.get("softmax").varlen),
         ("linear.varlen", zoo.get("linear").varlen),
     ):
         for more in ({}, sized):
@@ -237,7 +270,8 @@ def clusters() -> Iterator[Wrong]:
     yield from wrong_values("cluster_scores", partial(cumulant.cluster_scores, q, k, clusters=4), CALL)
     sizes = {"size": COUNTS, "keep": only(COUNTS, "0"), "recent": only(COUNTS, "0")}
     yield from wrong_values("Blocks", lambda **kw: Blocks(**{"size": 4, **kw}), sizes)
-    yield from wrong_values("KMeans", lambda **kw: KMeans(**{"count": 4, **kw}), {"count": COUNTS})
+    kmeans = {"count": COUNTS, "seed": only(COUNTS, "0", "-1"), "metric": words(), "start": words()}
+    yield from wrong_values("KMeans", lambda **kw: KMeans(**{"count": 4, **kw}), kmeans)
 
 
 def moments() -> Iterator[Wrong]:
@@ -300,7 +334,9 @@ def streams() -> Iterator[Wrong]:
         for more in [{"cosformer": {"max_len": 64}, "combiner": {"segment": 4}}.get(name, {})]
     }
     for name, make in makers.items():
-        yield from wrong_values(f"{name}.stream", make, {"scale": SCALES})
+        own = {option: OPTIONS[option] for option in own_options(zoo.get(name).stream) if option in OPTIONS}
+        own |= {"max_len": only(OPTIONS["max_len"], "too small")} if "max_len" in own else {}  # only steps know
+        yield from wrong_values(f"{name}.stream", make, {"scale": SCALES} | own)
         one = [tokens(B, H, 1, D) for _ in range(3)]
         parts = dict(zip(("query", "key", "value"), one, strict=True))
         for begun in (False, True):
@@ -336,6 +372,17 @@ def streams() -> Iterator[Wrong]:
                 _append, partial(window, 4), {"query": x, "key": x, "value": x}, {"key": x, "value": x, part: y}
             )
             yield Wrong(f"SlidingWindow.append: {part} {kind}", ("key", "value"), call)
+    merged = {"tokens": COUNTS, "softcap": {**ABOVE_0, "tensor": torch.ones(2)}, "prior": SMALL, "scale": SCALES}
+    merged |= {name: only(COUNTS, *lacking) for name, lacking in MERGED.items()}
+    yield from wrong_values("MergedStream", lambda **kw: MergedStream(**{"tokens": 64, **kw}), merged)
+    new = {part: tokens(B, H, L, D) for part in ("query", "key", "value")}
+    few: dict[str, Any] = {"tokens": 64, "chunk": 2, "sample": 2, "span": 8}
+    for begun in (False, True):
+        bad_steps = {part: {"double": x.double(), "no heads": x[:, :0], **bad_tensors(x)} for part, x in new.items()}
+        for name, values in {**bad_steps, "weights": only(MASKS, "a column")}.items():
+            for kind, x in values.items():
+                call = partial(_merged_step, few, begun, new, {name: x})
+                yield Wrong(f"MergedStream.step{' after others' * begun}: {name} {kind}", (name, "query", "key"), call)
     yield Wrong("SlidingWindow.apply: nothing yet", ("append",), partial(window(4).apply, tokens()))
 
 
@@ -357,6 +404,13 @@ def _left_alone(stream: Any, make: Callable[..., Any], begun: bool, good: dict[s
         fresh.step(**good)
     if not torch.equal(stream.step(**good), fresh.step(**good)):
         raise RuntimeError("the failed step kept its token") from error
+
+
+def _merged_step(few: dict[str, Any], begun: bool, good: dict[str, Tensor], bad: dict[str, Any]) -> Any:
+    stream = MergedStream(**few)
+    if begun:
+        stream.step(**good)
+    return stream.step(**{**good, **bad})
 
 
 def _append(make: Callable[..., Any], first: dict[str, Tensor], bad: dict[str, Any]) -> Any:
@@ -561,7 +615,69 @@ def models() -> Iterator[Wrong]:
         yield Wrong(f"create_layer: name {kind}", ("layer", "name", "mechanism"), partial(nn.create_layer, name, 32, 4))
 
 
-PARTS = (attention, varlen, clusters, moments, streams, mechanisms, layers, models)
+def kinds() -> Iterator[Wrong]:
+    """Options of another kind than their annotation says: a word for a flag, a flag for a number."""
+    flags, numbers, counts = FLAGS, {**only(SCALES, "inf", "-inf"), "None": None}, only(COUNTS, "0", "-1")
+    x, some = tokens(B, L, 32), {"qkv_bias": flags, "proj_bias": flags, "qk_norm": flags, "scale_norm": flags}
+    build = partial(nn.create_layer, "multihead", 32, 4)
+    own = {"norm_layer": words(), "v_conv": {"2.5": 2.5, "None": None}, "rotary": only(numbers, "True")}
+    yield from wrong_values("create_layer", build, {**some, **own, "attention_options": {"numbers": {3: 4}}})
+    for name, bad in {
+        "moh": {"top": counts, "balance": numbers | {"inf": INF}},
+        "complexformer": {"places": flags, "base": numbers | {"0": 0.0, "inf": INF}},
+        "lama": {"bounded": flags, "sharpness": numbers | {"-1": -1.0}, "wide_start": flags, "diversity": numbers},
+        "gda": {"ratio": {**counts, "-1": -1}, "pairs": counts},
+        "ia_red2": {"threshold": numbers, "sparse": words(), "interpreter_heads": {**counts, "0": 0}},
+        "rcmha": {"relative": flags, "convolve": flags, "carry_query": flags},
+        "sparsifiner": {"keep": numbers, "block": counts, "signed_basis": flags, "reduce_c": counts},
+        "dual_stream": {"mix_qk": flags, "alpha": numbers},
+        "marro": {"legacy_view": flags, "block_drop": numbers},
+    }.items():
+        yield from wrong_values(f"create_layer {name}", partial(nn.create_layer, name, 32, 4), bad)
+        if nn.get_layer(name).ragged:
+            layer: Any = nn.create_layer(name, 32, 4)
+            packed = OBJECTS | {"integers": x[0].long(), "sparse": x[0].to_sparse(), "nested": nested(3, 4), "3-D": x}
+            run = partial(layer.forward_packed, cu_seq=torch.tensor([0, 5, L]))
+            yield from wrong_values(f"{name}.forward_packed", run, {"x": packed})
+    for name in ("multihead", "rcmha"):
+        steps = {"other batch": x[:1, :1], "double": x[:, :1].double(), "2-D": x[:, 0], "text": "x", "None": None}
+        for kind, one in steps.items():
+            yield Wrong(f"{name}, token by token: {kind}", ("x",), partial(_layer_step, name, x[:, :1], one))
+    image = partial(cumulant.create_model, "vit_nano_patch2_8")
+    made = {"qkv_bias": flags, "qk_norm": flags, "distilled": flags, "features_only": flags, "layer": {"3": 3}}
+    yield from wrong_values("create_model", image, {**made, "num_classes": counts, "drop_path": numbers})
+    recipe = {"epochs": counts, "lr": numbers, "compile": flags, "workers": counts, "ema": numbers, "data": {"3": 3}}
+    recipe |= {"model_options": {"text": "a=1"}, "augmentation": {"text": "x"}, "std": {"0": (0.0,) * 3, "text": "x"}}
+    yield from wrong_values("TrainRecipe", TrainRecipe, {**recipe, "mean": {"NaN": (NAN,) * 3, "number": 0.5}})
+    distilling = {"epochs": counts, "warmup": numbers, "temperature": numbers}
+    yield from wrong_values("DistillRecipe", DistillRecipe, distilling)
+    model = image(num_classes=3).eval()
+    with explain.capture(model, queries="all") as captured:
+        model(tokens(2, 1, 8, 8))
+    good: dict[str, Any] = {"maps": captured.maps(0), "tokens": captured.tokens}
+    shown = {"sign": words(), "metric": words(), "axes": words(), "maps": OBJECTS, "tokens": OBJECTS}
+    yield from wrong_values("mean_distance", lambda **kw: explain.mean_distance(**{**good, **kw}), shown)
+    yield from wrong_values("entropy", explain.entropy, {"maps": OBJECTS})
+    yield from wrong_values("rollout", partial(explain.rollout, captured), {"sign": words(), "residual": numbers})
+    convert = partial(cumulant.convert, example=tokens(2, 1, 8, 8))
+    asked = {"force": flags, "heads": flags, "batches": counts, "budget": only(numbers, "None"), "attention": {"3": 3}}
+    yield from wrong_values("convert", lambda **kw: convert(image(num_classes=3), **kw), asked)
+
+
+def _layer_step(name: str, good: Tensor, bad: Any) -> Any:
+    layer, claimed = nn.create_layer(name, 32, 4).eval(), nn.get_layer(name).streaming
+    stream, fresh = (stream_of(layer, claimed) for _ in range(2))
+    stream.step(good)
+    fresh.step(good)
+    try:
+        return stream.step(bad)
+    except (ValueError, TypeError) as error:
+        if not torch.equal(stream.step(good), fresh.step(good)):
+            raise RuntimeError("the failed step kept its token") from error
+        raise
+
+
+PARTS = (attention, varlen, clusters, moments, streams, mechanisms, layers, models, kinds)
 
 
 def verdict(wrong: Wrong) -> str | None:

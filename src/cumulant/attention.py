@@ -15,7 +15,6 @@ from torch import Tensor
 from . import shards
 from .around import around_mean, check_around, softmax_rows
 from .call import Call, check_packed, longest, offsets
-from .closures import check_closure
 from .expansion import Form, by_kernels, expand, path_for, weigh
 from .kernels import notice, replay
 from .saturated import saturated
@@ -98,11 +97,9 @@ def _attend(
 ) -> Tensor:
     form = form.checked()
     check_around(form.around, call.is_causal, form.apart)
-    if form.closure is not None:
-        check_closure(form.closure)
-        if form.order != 2 or form.around != "zero":
-            got = f"order={form.order!r}, around={form.around!r}"
-            raise ValueError(f"closure={form.closure!r} closes the second order around 0: pass order=2, got {got}")
+    if form.closure is not None and (form.order != 2 or form.around != "zero"):
+        got = f"order={form.order!r}, around={form.around!r}"
+        raise ValueError(f"closure={form.closure!r} closes the second order around 0: pass order=2, got {got}")
     across = shards.answerer()
     if across is not None:
         return across.attend(call, form, what)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from .tensors import one_batch, wide
-from .tracing import in_autocast_dtype, is_plain, transformed
+from .tracing import can_be_read, in_autocast_dtype
 
 NORMALIZATIONS = ("mean", "sum")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -119,9 +120,9 @@ def check_tensors(
     """Raises for tensors that do not belong together; returns the scale, D**-0.5 unless given."""
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
+        check_dtype(name, x)
         if x.ndim < 3:
             raise ValueError(f"{name} must have shape (..., heads, length, width), got {tuple(x.shape)}")
-        check_dtype(name, x)
         if x.dtype != query.dtype:
             raise TypeError(f"query, key and value must share a dtype, got {name} {x.dtype}, query {query.dtype}")
         if x.device != query.device:
@@ -161,15 +162,25 @@ def check_scale(scale: float | None) -> None:
         raise TypeError(
             "scale must be a number; multiply the query for a scale of its own per head or one that is learned"
         )
-    if isinstance(scale, bool) or not hasattr(scale, "__float__"):
+    if isinstance(scale, bool) or not isinstance(scale, Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"scale must be a number, got {scale!r}")
     if not abs(scale) < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
 
 
-def check_dtype(name: str, x: Tensor) -> None:
+def check_dense(name: str, x: Tensor) -> None:
+    """Raises for what is no tensor with all its entries side by side."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested:
+        told = "pad it and pass a mask, or pack its sequences end to end (attention_varlen, forward_packed)"
+        raise TypeError(f"{name} must be a dense tensor, got a nested one: {told}")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}: pass {name}.to_dense()")
+
+
+def check_dtype(name: str, x: Tensor) -> None:
+    check_dense(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be floating point (float64, float32, bfloat16, float16), got {x.dtype}")
 
@@ -197,12 +208,16 @@ def check_share(name: str, share: object) -> None:
 
 
 def check_choice(name: str, choice: object, known: Iterable[object]) -> None:
-    if choice not in known:
+    # By kind first: an array answers a comparison with an array, and True is 1.
+    alike = [
+        one for one in known if isinstance(choice, type(one)) and isinstance(choice, bool) is isinstance(one, bool)
+    ]
+    if choice not in alike:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}")
 
 
 def check_order(order: int, full: bool, normalization: str = "mean") -> None:
-    if isinstance(order, (bool, float)) or order not in (1, 2, 3):
+    if isinstance(order, bool) or not isinstance(order, Integral) or order not in (1, 2, 3):
         raise ValueError(f"order must be 1, 2 or 3, got {order!r}")
     if not isinstance(full, bool):
         raise TypeError(f"full must be True or False, got {full!r}")
@@ -234,8 +249,7 @@ def expands_to(x: Tensor, wanted: tuple[int, ...]) -> bool:
 
 def check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size, name: str = "key_mask") -> None:
     """Raises for what cannot say which of the tokens (..., L, D) with those leading dimensions are there."""
-    if not isinstance(key_mask, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(key_mask).__name__}")
+    check_dense(name, key_mask)
     wanted, of = (*lead, key.shape[-2]), "query" if name == "query_mask" else "key"
     if not expands_to(key_mask, wanted):
         raise ValueError(
@@ -246,30 +260,34 @@ def check_mask(key_mask: Tensor, key: Tensor, lead: torch.Size, name: str = "key
         raise ValueError(f"{name} must be on the device of the {of}, {key.device}, got {key_mask.device}")
     if key_mask.dtype == torch.bool:
         return
-    if not key_mask.is_floating_point():
+    if key_mask.dtype not in DTYPES:
         raise TypeError(f"{name} must be bool or floating point weights, got {key_mask.dtype}")
-    # Reading the values would stall an accelerator and break a traced graph: only plain CPU tensors are looked at.
-    readable = key_mask.device.type == "cpu" and is_plain(key_mask) and not transformed()
-    if readable and not bool(((key_mask >= 0) & (key_mask < float("inf"))).all()):
+    if can_be_read(key_mask) and not bool(((key_mask >= 0) & (key_mask < float("inf"))).all()):
         raise ValueError(
-            f"{name} weights must be finite and not negative, got values from {key_mask.min():g} to "
-            f"{key_mask.max():g}; an additive mask (0 and -inf) becomes one by `mask == 0`"
+            f"{name} weights must be finite and not negative, got values from {float(key_mask.min()):g} to "
+            f"{float(key_mask.max()):g}; an additive mask (0 and -inf) becomes one by `mask == 0`"
         )
 
 
 def check_offsets(name: str, cu_seq: Tensor, tokens: int) -> None:
     """Raises for what cannot be sequence boundaries, without looking at the numbers."""
-    is_integer = isinstance(cu_seq, Tensor) and not (cu_seq.is_floating_point() or cu_seq.dtype == torch.bool)
-    if not is_integer or cu_seq.ndim != 1 or cu_seq.numel() == 0:
+    if not is_whole(cu_seq) or cu_seq.ndim != 1 or cu_seq.numel() == 0:
         raise ValueError(f"{name} must be a 1-D integer tensor [0, ..., {tokens}], got {cu_seq!r}")
+
+
+def is_whole(x: object) -> TypeGuard[Tensor]:
+    """Whether it is a dense tensor of whole numbers."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+        return False
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor) -> None:
     """Raises for what cannot be sequences end to end, (T, H, D), (S, H, D) and (S, H, E), with these boundaries."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be packed as (tokens, heads, width), got {shape}")
+        check_dense(name, x)
+        if x.ndim != 3:
+            raise ValueError(f"{name} must be packed as (tokens, heads, width), got shape {tuple(x.shape)}")
     if value.shape[0] != key.shape[0]:
         raise ValueError(f"key and value must have equally many tokens, got {key.shape[0]} and {value.shape[0]}")
     check_offsets("cu_seq_q", cu_seq_q, query.shape[0])
@@ -289,6 +307,8 @@ def offsets(name: str, cu_seq: Tensor, tokens: int, most: int | None, most_name:
     check_offsets(name, cu_seq, tokens)
     if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
         raise TypeError(f"{most_name} must be a number of tokens or None, got {most!r}")
+    if cu_seq.is_meta:
+        raise ValueError(f"{name} must hold numbers that can be read, got a tensor on the meta device")
     at = [int(i) for i in cu_seq.tolist()]
     if at[0] != 0 or at[-1] != tokens or any(a > b for a, b in pairwise(at)):
         raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {at}")
@@ -302,13 +322,13 @@ def positions_of(positions: Tensor | Sequence[int] | None, count: int, device: t
     if positions is None:
         return torch.arange(count, device=device)
     try:
-        at = torch.as_tensor(positions, device=device)
-    except (TypeError, ValueError, RuntimeError):
+        at = positions if isinstance(positions, Tensor) else torch.as_tensor(positions)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"positions must be whole numbers, one for each query, got {positions!r}") from None
+    if not is_whole(at):
+        raise TypeError(f"positions must be whole numbers, one for each query, got {at.dtype}")
     if at.shape != (count,):
         raise ValueError(f"positions must hold one place for each of the {count} queries, got {tuple(at.shape)}")
-    if at.is_floating_point() or at.is_complex() or at.dtype == torch.bool:
-        raise TypeError(f"positions must be whole numbers, got {at.dtype}")
-    if count and at.device.type == "cpu" and is_plain(at) and not transformed() and bool((at < 0).any()):
+    if count and can_be_read(at) and bool((at < 0).any()):
         raise ValueError(f"positions must not be negative, got {int(at.min())}")
-    return at
+    return at.to(device)

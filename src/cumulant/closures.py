@@ -30,7 +30,7 @@ _GAIN = {"tanh": (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835), "langevin": (1.0, 
 
 
 def check_closure(closure: str) -> None:
-    if closure not in CLOSURES:
+    if not isinstance(closure, str) or closure not in CLOSURES:
         raise ValueError(f"closure must be one of {', '.join(map(repr, CLOSURES))}, got {closure!r}")
 
 

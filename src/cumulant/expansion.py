@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, check_order, positions_of
+from .call import Call, check_choice, check_order, positions_of
 from .causal import DIAGONAL_CHUNK, causal_attention
+from .closures import check_closure
 from .kernels import launch, notice
 from .kernels.dense import cpu
 from .moments import FEW, centred_sums, exact_dtype, full_third_by_pairs, ratio, statistics_dtype
@@ -20,6 +21,7 @@ from .tensors import broken, in_units, spoiled
 from .tracing import transformed, without_autocast
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
+AROUND = ("zero", "mean")
 LEAST_SCALE = 2.0**-12  # causal kernels of order 2 divide by the scale, and float16 ends at 65504
 
 
@@ -36,8 +38,10 @@ class Form(NamedTuple):
 
     def checked(self) -> Form:
         check_order(self.order, self.full, self.normalization)
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("around", self.around, AROUND)
+        if self.closure is not None:
+            check_closure(self.closure)
         if type(self.apart) is not int or self.apart < 0:
             raise ValueError(f"apart must lie between 0 and the number of queries, got {self.apart!r}")
         return self

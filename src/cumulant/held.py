@@ -77,9 +77,9 @@ def check_rows(query: Tensor, held: Held, *, one: bool = False) -> None:
     if query.ndim < 3 or (one and query.shape[-2] != 1):
         rows = "1, width), one token" if one else "tokens, width)"
         raise ValueError(f"query must have shape (..., heads, {rows}, got {tuple(query.shape)}")
-    heads = held.lead[-1]
-    if heads == 0 or query.shape[-3] % heads:
-        raise ValueError(f"query heads ({query.shape[-3]}) must be a multiple of key heads ({heads})")
+    heads, asking = held.lead[-1], query.shape[-3]
+    if heads == 0 or asking == 0 or asking % heads:
+        raise ValueError(f"query heads ({asking}) must be a multiple of key heads ({heads}), and neither may be 0")
     if (query.shape[:-3], query.shape[-1]) != (held.lead[:-1], held.key_width):
         shapes = f"{tuple(query.shape)} and {held.shape()}"
         raise ValueError(f"query and key must have the same batch and width, got {shapes}")

@@ -23,7 +23,7 @@ from torch import Tensor
 from .call import check_dtype, check_mask, check_order, check_scale
 from .held import Held, check_tokens
 from .held import statistics_dtype as statistics_dtype
-from .tracing import is_plain, transformed, without_autocast
+from .tracing import can_be_read, without_autocast
 
 Centred = tuple[tuple[Tensor, Tensor], Tensor]  # a mean as the sum of two, and the deviations from it
 
@@ -215,7 +215,7 @@ def _broadcast(a: torch.Size, b: torch.Size) -> bool:
 
 def _check_enough(before: Tensor, left: Tensor) -> None:
     """Raises where more is removed than there is; on an accelerator nobody looks."""
-    if left.device.type == "cpu" and is_plain(left) and not transformed():
+    if can_be_read(left):
         rounding = 64 * torch.finfo(left.dtype).eps
         if bool((left < -rounding * before).any()):
             most = float(before.max())

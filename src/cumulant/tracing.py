@@ -32,6 +32,16 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def can_be_read(x: Tensor) -> bool:
+    """Whether its numbers can be looked at for nothing: on a CPU, untraced, of no class that stands for other tensors.
+
+    Elsewhere that would wait for a device, ask other workers, or break a graph.
+    """
+    itself = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed()
+    return x.device.type == "cpu" and itself and not traced
+
+
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """A context without autocast; entering torch's own costs as much as launching a kernel, so only where one is on."""
     active = device != "meta" and torch.is_autocast_enabled(device)

@@ -251,3 +251,21 @@ def test_inductor_compiles_blocks_that_merge():
 
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(attend, fullgraph=True)(q, k, v), attend(q, k, v))
+
+
+def test_a_graph_for_any_length_has_no_size_that_is_a_minimum_with_it():
+    """Inductor cannot bound one in the backward pass: "Exponent must be non-negative"."""
+    sizes = []
+
+    def compiler(graph, _):
+        sizes.extend(str(tuple(getattr(n.meta.get("example_value"), "shape", ()))) for n in graph.graph.nodes)
+        return graph.forward
+
+    def attend(q, k, v):
+        return cluster_attention(q, k, v, clusters=Blocks(4, keep=1), is_causal=True)
+
+    torch.compiler.reset()
+    given = (torch.randn(1, 1, 24, 4) for _ in range(3))
+    torch.compile(attend, fullgraph=True, dynamic=True, backend=compiler)(*given)
+    assert len(sizes) > 20
+    assert not [size for size in sizes if "Min" in size]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..call import Call, check_choice, whole
 from ..closures import check_closure
-from .auto import AUTO, tuning
+from .auto import is_auto, tuning
 from .backend import Case, Form, blocks_of_past
 from .build import Clusters
 from .layout import Blocks
@@ -33,7 +33,8 @@ class Asked(NamedTuple):
     backend: str
 
     def check_tokens(self, offset: int, is_causal: bool) -> None:
-        """Raises for numbers of tokens that are none."""
+        """Raises for numbers of tokens and of clusters that are none."""
+        check_near(self.near)
         if not whole(self.least, 1):
             raise ValueError(f"least must be a number of tokens, 1 or more, got {self.least!r}")
         if not whole(offset) or (offset and not is_causal):
@@ -46,13 +47,18 @@ class Asked(NamedTuple):
         return check_form(
             self.near,
             self.closure,
-            found.rank if self.rank == AUTO else self.rank,
+            found.rank if is_auto(self.rank) else self.rank,
             self.variance,
-            found.response if self.response == AUTO else self.response,
-            found.near_rows if self.near_rows == AUTO else self.near_rows,
+            found.response if is_auto(self.response) else self.response,
+            found.near_rows if is_auto(self.near_rows) else self.near_rows,
             self.backend,
             self.queries,
         )
+
+
+def check_near(near: int | str) -> None:
+    if not whole(near) and not (isinstance(near, str) and near == "neighbours"):
+        raise ValueError(f'near must be a number of clusters, 0 or more, or "neighbours", got {near!r}')
 
 
 def check_form(
@@ -67,13 +73,12 @@ def check_form(
 ) -> Form:
     """The options that say how clusters and near field are put together, checked."""
     check_closure(closure)
-    if near != "neighbours" and not whole(near):
-        raise ValueError(f'near must be a number of clusters, 0 or more, or "neighbours", got {near!r}')
+    check_near(near)
     check_choice("rank", rank, RANKS)
     check_choice("variance", variance, VARIANCES)
     check_choice("backend", backend, BACKENDS)
     check_choice("queries", queries, QUERIES)
-    pooled = response == "pooled"
+    pooled = isinstance(response, str) and response == "pooled"
     count = None if pooled else response
     if count is not None and not whole(count):
         raise ValueError(f'response must be None (all clusters), a number, 0 or more, or "pooled", got {response!r}')

@@ -23,6 +23,11 @@ LONG = 1024  # queries and keys from which tiles of queries share their near clu
 AUTO = "auto"
 
 
+def is_auto(option: object) -> bool:
+    """Whether an option is left to the library; an array answers a comparison with an array."""
+    return isinstance(option, str) and option == AUTO
+
+
 class Tuning(NamedTuple):
     """The options that "auto" fills in."""
 

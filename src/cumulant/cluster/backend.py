@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from itertools import pairwise
+from operator import index
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -162,8 +163,13 @@ def _general_obstacle(case: Case) -> str | None:
 
 def blocks_of_past(clusters: int | Blocks, rows: int) -> Blocks:
     """The blocks of causal attention whose last row has the place `rows` - 1, none longer than all rows."""
-    size = -(-rows // clusters) if isinstance(clusters, int) else clusters.size
-    return replace(Blocks(1) if isinstance(clusters, int) else clusters, size=max(1, min(size, rows)))
+    if isinstance(clusters, int):
+        # Traced, each length has a graph of its own: inductor cannot bound what is divided by a quotient of it.
+        rows = index(rows) if torch.compiler.is_compiling() else rows
+        return Blocks(max(1, -(-rows // clusters)))
+    if torch.compiler.is_compiling():  # one graph for all lengths, of which a minimum could not be bounded either
+        return clusters
+    return replace(clusters, size=max(1, min(clusters.size, rows)))
 
 
 def past_tile(Lq: int) -> int:

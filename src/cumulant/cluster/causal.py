@@ -42,7 +42,7 @@ def causal_clusters(
     # What no row may see must not reach it, NaN included; rows that see a token without numbers have none themselves.
     lost = broken(k, v)
     k, v = (x.masked_fill(lost.unsqueeze(-1), 0) for x in (k, v))
-    C = blocks.size if torch.compiler.is_compiling() else min(blocks.size, L)  # traced of any length
+    C = blocks.size
     N = -(-L // C)
     first = offset // C  # block of the first row
     before = offset - first * C

@@ -9,6 +9,7 @@ each head a candidate, those that minimise cost + lambda e_h head by head are th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,7 +101,7 @@ class Dial:
 
 
 def check_target(target: float, name: str = "target") -> None:
-    if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
+    if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
         raise ValueError(f"{name} must be a positive relative error, got {target!r}")
 
 
@@ -130,6 +131,9 @@ def choose(
     Cost: (samples L + candidates samples K) D E, and one search for each kind of clusters.
     """
     query, key, value = Call(query, key, value, scale=scale).checked()[:3]
+    if query.shape[:2] != key.shape[:2]:
+        both = f"{tuple(query.shape)} and {tuple(key.shape)}"
+        raise ValueError(f"query and key must have the same batch and heads, each head chooses for itself, got {both}")
     if query.ndim != 4 or not query.numel() or not key.numel():
         raise ValueError(f"query must be (batch, heads, tokens, width) and not empty, got {tuple(query.shape)}")
     if not all(bool(x.isfinite().all()) for x in (query, key, value)):

@@ -44,6 +44,8 @@ class KMeans:
             number = getattr(self, name)
             if not whole(number, least):
                 raise ValueError(f"{name} of KMeans must be an integer of at least {least}, got {number!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed of KMeans must be a whole number, got {self.seed!r}")
         check_choice("metric of KMeans", self.metric, METRICS)
         check_choice("start of KMeans", self.start, STARTS)
 

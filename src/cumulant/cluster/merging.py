@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import check_count, check_scale
+from ..call import check_count, check_mask, check_scale
 from ..held import Held, check_rows, check_tokens
 from ..moments import ratio
 from ..tensors import ABSENT, fold_groups, softmax_or_zero, wide
@@ -73,7 +73,8 @@ class MergedStream:
         if isinstance(prior, bool) or not isinstance(prior, int | float) or not 0 <= prior < float("inf"):
             raise ValueError(f"prior must be a number, 0 or more, got {prior!r}")
         check_scale(scale)
-        if softcap is not None and (isinstance(softcap, bool) or not 0 < softcap < float("inf")):
+        number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
+        if softcap is not None and not (number and 0 < softcap < float("inf")):
             raise ValueError(f"softcap must be None or a number above 0, got {softcap!r}")
         assert recent is not None
         self.tokens, self.sinks, self.recent, self.chunk, self.sample = tokens, sinks, recent, chunk, sample
@@ -112,8 +113,12 @@ class MergedStream:
                 f"a step takes (B, heads, L, width) with as many queries as keys, got query {tuple(query.shape)} and "
                 f"key {tuple(key.shape)}"
             )
+        if query.dtype != key.dtype:
+            raise TypeError(f"query and key must share a dtype, got {query.dtype} and {key.dtype}")
+        if weights is not None:
+            check_mask(weights, key, key.shape[:1], "weights")
         B, H, L, D = key.shape
-        weight = key.new_ones(B, L, dtype=torch.float32) if weights is None else weights.float()
+        weight = key.new_ones(B, L, dtype=torch.float32) if weights is None else weights.float().expand(B, L)
         place = torch.arange(self.length, self.length + L, device=key.device, dtype=torch.float32).expand(B, H, L)
         weight, scale = weight[:, None].expand(B, H, L), D**-0.5 if self.scale is None else self.scale
         if self.state is None:

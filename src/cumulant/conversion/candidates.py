@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from ..call import Call
-from ..cluster.auto import AUTO, tuning
+from ..cluster.auto import is_auto, tuning
 from ..cluster.cost import causal_multiply_adds, multiply_adds
 from ..cluster.kmeans import KMeans
 from ..cluster.layout import Blocks
@@ -104,7 +104,7 @@ def _tuned(choice: Choice, made: Call) -> dict[str, Any]:
     """The options of a candidate with numbers in place of "auto", which are those of the whole sequence."""
     clusters, near = _past(choice) if made.is_causal else _clusters(choice), choice.options.get("near", 0)
     found = tuning(clusters, near, made.query.shape[-2], made.key.shape[-2], is_causal=made.is_causal)._asdict()
-    return found | {name: option for name, option in choice.options.items() if option != AUTO}
+    return found | {name: option for name, option in choice.options.items() if not is_auto(option)}
 
 
 def _any_of(names: tuple[str, ...], choice: Choice) -> bool:

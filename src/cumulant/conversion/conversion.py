@@ -17,6 +17,7 @@ from ..inspect.batches import Batch, answers, check_model, check_numbers, evalua
 from ..inspect.examples import example_for
 from ..inspect.sites import Site
 from ..inspect.watching import kept_plan
+from ..kinds import kinds_checked
 from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import KEPT, SOFTMAX, Choice, fitting
 from .checks import check_runs, check_taken_over, compared_by, count_calls, find_sites, uncalled, unreached
@@ -98,6 +99,7 @@ class ConversionReport:
         return f"; error {found.error:.3f}, {found.cost:.0%} of the multiply-adds at {found.tokens:,} tokens"
 
 
+@kinds_checked
 def convert(
     model: nn.Module,
     attention: str | None = None,

@@ -16,6 +16,7 @@ from ..inspect.batches import Batch, answers, call, check_model, check_numbers, 
 from ..inspect.examples import example_for
 from ..inspect.sites import Site
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
+from ..kinds import kinds_checked
 from ..nn import AxialAttention
 from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import SOFTMAX, Choice
@@ -221,6 +222,7 @@ class Diagnosis:
         return heat_map(self, Path(path))
 
 
+@kinds_checked
 def diagnose(
     model: nn.Module,
     data: Iterable[Batch] | Batch | None = None,

@@ -27,6 +27,7 @@ from ..inspect.batches import call, evaluating, some
 from ..inspect.examples import example_for
 from ..inspect.sites import Site
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
+from ..kinds import kinds_checked
 from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
 from ..tensors import repeat_heads
@@ -124,6 +125,7 @@ class ModelDial:
         return "\n".join(rows)
 
 
+@kinds_checked
 @torch.no_grad()
 def choose_layers(
     model: nn.Module,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..command import check_choices, check_least
+from ..kinds import check_kinds
 
 # Mechanisms among which layers="auto" chooses.
 CANDIDATES = ("cumulant2", "cumulant3", "cumulant2+around=mean", "cumulant3+around=mean")
@@ -51,6 +52,7 @@ class DistillRecipe:
     """Save the state every this many steps, to continue from; 0: only when the run is stopped."""
 
     def __post_init__(self) -> None:
+        check_kinds(type(self), vars(self))
         check_least(self, epochs=1, layer_lr=0, lr=0, min_lr=0, weight_decay=0, layer_weight=0)
         check_least(self, checkpoint_steps=0, seed=0)
         check_choices(self)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..call import check_count
+from ..kinds import check_kinds
 from .jobs import Decoded, Decoder, Job, chunk_length, cores, telling_of_killed_workers, worker_loader
 from .memory import Memory, allowed_bytes, item_bytes, needed_bytes
 from .order import epoch_order, rank_slice
@@ -101,6 +102,7 @@ class Loader:
         self.shuffle, self.repeats, self.drop_last = shuffle, repeats, drop_last
         self.rank, self.world, self.device = rank, world, torch.device(device)
         check_arguments(self, workers, in_memory, max_bad)
+        check_kinds(Loader.__init__, {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "whole": whole})
         items = len(part) // part.views
         self.max_bad = min(max(10, items // 100), items // 2) if max_bad is None else max_bad
         self.bad: list[BadItem] = []

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..inspect.sites import Site, find_sites, numbered
 from ..inspect.tokens import TokenLayout
 from ..inspect.watching import Seen, watching
+from ..kinds import kinds_checked
 
 MAX_BYTES = 2**31
 NO_WEIGHTS = (
@@ -78,6 +79,7 @@ class Captured:
         self._maps.setdefault(site.number, []).append(maps)
 
 
+@kinds_checked
 def capture(
     model: nn.Module,
     images: Any = None,
@@ -246,6 +248,7 @@ class Recording:
         return self._seen[layer]
 
 
+@kinds_checked
 @torch.no_grad()
 def record(model: nn.Module, images: Any, layers: list[int] | None = None) -> Recording:
     """Run `model(images)` once and keep what any row of its maps can be computed from, without another pass.

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..call import check_choice
+from ..call import check_choice, check_flag
 from ..inspect.sites import Site, find_sites
 from ..inspect.tokens import TokenLayout
 from ..inspect.watching import Seen, watching
+from ..kinds import check_kinds, kinds_checked
 from ..tracing import without_autocast
 from .capture import NO_WEIGHTS, Captured
 from .heads import before_projection, plain_output
@@ -22,6 +23,7 @@ SIGNS = ("absolute", "positive", "signed")
 EVIDENCE = ("for", "against")
 
 
+@kinds_checked
 def rollout(captured: Captured, *, sign: str = "absolute", residual: float = 0.5) -> Tensor:
     """How much of each input token reaches each output token, (B, L, L): the product over layers of r I + (1 - r) A.
 
@@ -81,6 +83,8 @@ def relevance(
     Layers with a norm or gate after mixing and factorised video layers are refused.
     """
     check_choice("evidence", evidence, EVIDENCE)
+    check_flag("centred", centred)
+    check_kinds(relevance, {"model": model, "images": images})
     sites = find_sites(model)
     for site in sites:
         if not plain_output(site) or site.axes != "all":
@@ -133,6 +137,7 @@ def _classes(target: Tensor | int, logits: Tensor) -> Tensor:
     return chosen.long().expand(count)
 
 
+@kinds_checked
 def token_map(flow: Tensor, tokens: TokenLayout, row: int | str = "auto") -> Tensor:
     """One row of a rollout or relevance (B, L, L) as a map over the patches, (B, *grid).
 

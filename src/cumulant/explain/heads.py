@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from ..inspect.sites import Site, find_sites, numbered, output_projection
 from ..inspect.tokens import TokenLayout
 from ..inspect.watching import Seen, watching
+from ..kinds import kinds_checked
 from ..nn.fold import unfolded
 
 BLOCKS = ("class to patches", "patches to class", "patches to patches", "patches at distance")
 
 
+@kinds_checked
 @contextmanager
 def head_off(
     model: nn.Module, heads: Iterable[tuple[int, int]], means: dict[tuple[int, int], Tensor] | None = None
@@ -65,6 +67,7 @@ def before_projection(
         yield
 
 
+@kinds_checked
 @contextmanager
 def block_off(
     model: nn.Module, layer: int, head: int, block: str, distance: int | None = None, lost: list[Tensor] | None = None
@@ -129,6 +132,7 @@ def plain_output(site: Site) -> bool:
     return own and getattr(getattr(site.module, "mix", None), "gate", None) is None
 
 
+@kinds_checked
 def head_means(model: nn.Module, batches: Sequence[Tensor]) -> dict[tuple[int, int], Tensor]:
     """Mean output (D,) of every head over tokens and images, for pruning to the mean instead of to 0."""
     sites = find_sites(model)

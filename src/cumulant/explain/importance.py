@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..inspect.batches import evaluating
 from ..inspect.sites import find_sites
 from ..inspect.tokens import expected_layout
+from ..kinds import kinds_checked
 from .capture import capture
 from .flow import logits_of
 from .heads import block_off, head_off
@@ -50,6 +51,7 @@ def answers(model: nn.Module, images: Tensor, batch_size: int = 256) -> Answers:
     return Answers(logits, torch.cat(kept).float() if kept else None)
 
 
+@kinds_checked
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
     """Jensen-Shannon divergence of distributions (..., K) in nats: symmetric, from 0 to log 2, 0 only for p = q."""
     p, q = p.double(), q.double()
@@ -88,6 +90,7 @@ def changes(before: Answers, after: Answers, labels: Tensor) -> dict[str, Tensor
     }
 
 
+@kinds_checked
 def head_importance(
     model: nn.Module,
     images: Tensor,
@@ -120,6 +123,7 @@ def head_importance(
     return found if per_image else {name: value.mean(-1) for name, value in found.items()}
 
 
+@kinds_checked
 def partial_importance(
     model: nn.Module, head: Head, images: Tensor, labels: Tensor, *, batch_size: int = 256
 ) -> dict[str, dict[str, float]]:
@@ -169,6 +173,7 @@ class PruningCurve:
         return sum((b - a) * (x + y) / 2 for b, a, x, y in pairs) / (self.removed[-1] - self.removed[0])
 
 
+@kinds_checked
 def pruning_curve(
     model: nn.Module, images: Tensor, labels: Tensor, order: Sequence[Head], *, steps: int | None = None
 ) -> PruningCurve:
@@ -185,6 +190,7 @@ def pruning_curve(
     return PruningCurve(tuple(order), tuple(counts), tuple(accuracy))
 
 
+@kinds_checked
 def pruning_curves(
     model: nn.Module,
     images: Tensor,
@@ -208,6 +214,7 @@ def pruning_curves(
     }
 
 
+@kinds_checked
 def ranked(importance: Tensor) -> list[Head]:
     """Heads (layer, head) by falling importance (layers, heads); nan is no head."""
     order = importance.flatten().nan_to_num(-math.inf).argsort(descending=True, stable=True).tolist()

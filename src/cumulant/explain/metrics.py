@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..call import check_choice
 from ..inspect.tokens import TokenLayout
+from ..kinds import kinds_checked
 from .capture import Captured
-from .flow import unsigned
+from .flow import SIGNS, unsigned
 
 METRICS = ("hop", "euclidean")
 SINK_SHARE = 0.3
@@ -31,6 +32,7 @@ class Profile:
     uniform: float
 
 
+@kinds_checked
 def patch_distances(grid: tuple[int, ...], metric: str = "hop", axes: str = "all") -> Tensor:
     """Distance of every two patches (P, P): hops, max over axes of the difference, or Euclidean.
 
@@ -57,6 +59,7 @@ def patch_rows(maps: Tensor, tokens: TokenLayout, queries: list[int] | None) -> 
     return maps[..., kept, :], torch.tensor([queries[i] - tokens.prefix for i in kept], device=maps.device)
 
 
+@kinds_checked
 def ring_profile(maps: Tensor, tokens: TokenLayout, queries: list[int] | None = None, axes: str = "all") -> Profile:
     """R(k) and C(k) of maps (..., n, L): mean weight per neighbour at hop k, and weight of the whole ring, mean over
     patch queries. A ring that no query has is nan in R and 0 in C. Uniform maps have R(k) = 1 / L. Cost: n L K."""
@@ -71,6 +74,7 @@ def ring_profile(maps: Tensor, tokens: TokenLayout, queries: list[int] | None = 
     return Profile(per, sums.mean(-2), counts.mean(0), 1 / tokens.count)
 
 
+@kinds_checked
 def mean_distance(
     maps: Tensor,
     tokens: TokenLayout,
@@ -85,6 +89,7 @@ def mean_distance(
     sign="signed" is that formula with the weights as they are: a net distance, which negative far weights shorten and
     which has no bounds. "absolute" and "positive" take the sizes, or the positive part, and lie within the grid.
     """
+    check_choice("sign", sign, SIGNS)
     rows, patches = patch_rows(maps, tokens, queries)
     rows = rows[..., tokens.prefix :]
     rows = {"signed": rows, "absolute": rows.abs(), "positive": rows.clamp(min=0)}[sign]
@@ -92,6 +97,7 @@ def mean_distance(
     return (rows * distance).sum((-1, -2)) / rows.sum((-1, -2))
 
 
+@kinds_checked
 def uniform_distance(grid: tuple[int, ...], metric: str = "hop", axes: str = "all") -> float:
     """Mean distance of a uniform map: the mean over all pairs of patches, a patch with itself among them."""
     return float(patch_distances(grid, metric, axes).float().mean())
@@ -105,21 +111,25 @@ def shares(maps: Tensor, tokens: TokenLayout, queries: list[int] | None = None) 
     return {"class_share": to_class, "self_share": own}
 
 
+@kinds_checked
 def negative_mass(maps: Tensor) -> Tensor:
     """Size of the negative weights of each row, (..., L) -> (...)."""
     return maps.clamp(max=0).sum(-1).neg()
 
 
+@kinds_checked
 def tokens_used(maps: Tensor) -> Tensor:
     """(sum |a|)^2 / sum a^2 of each row: from 1, one token, to L, all alike; the signed analogue of exp(entropy)."""
     return maps.abs().sum(-1).square() / maps.square().sum(-1)
 
 
+@kinds_checked
 def entropy(maps: Tensor) -> Tensor:
     """Entropy in nats of each row of |A| / sum |A|: Shannon's for a distribution, log L for a uniform map."""
     return torch.special.entr(unsigned(maps, "absolute")).sum(-1)
 
 
+@kinds_checked
 def received(maps: Tensor) -> Tensor:
     """Attention that each key receives, mean over queries of |A| / sum |A|: (..., n, L) -> (..., L)."""
     return unsigned(maps, "absolute").mean(-2)
@@ -133,6 +143,7 @@ def gini(shares: Tensor) -> Tensor:
     return ((2 * rank - count - 1) * ranked).sum(-1) / (count * ranked.sum(-1))
 
 
+@kinds_checked
 def sink_rate(
     captured: Captured, *, share: float = SINK_SHARE, relative: tuple[float, ...] = (10.0, 50.0)
 ) -> dict[str, float]:
@@ -154,6 +165,7 @@ def sink_rate(
     return {name: float(torch.cat(parts).float().mean()) for name, parts in found.items()}
 
 
+@kinds_checked
 def summary(captured: Captured) -> dict[str, Tensor]:
     """Every number here for each layer and head, mean over images: a dict of tensors (layers, heads).
 

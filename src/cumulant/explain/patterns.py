@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import check_choice
+from ..kinds import kinds_checked
 from ..train.optimise import descend
 from .capture import Captured
 
@@ -47,6 +48,7 @@ class Patterns:
         return torch.special.entr(self.histograms()).sum(-1)
 
 
+@kinds_checked
 def flat_maps(captured: Captured, side: int = SIDE) -> tuple[Tensor, Tensor]:
     """All maps patch to patch, resized to (M, s, s) and divided by their largest size, with their owners (M, 3).
 
@@ -167,6 +169,7 @@ def kmeans(x: Tensor, clusters: int, *, starts: int = 10, steps: int = 50, seed:
     return best
 
 
+@kinds_checked
 def find_patterns(
     maps: Tensor,
     owner: Tensor | None = None,

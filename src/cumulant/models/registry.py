@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..grammar import Registry, read_blocks, suggest, write_blocks
+from ..kinds import check_kinds
 from .activator import Activator
 from .backbone import Features
 from .crossvit import CrossViT
@@ -204,6 +205,7 @@ def create_model(
 
     `features_only` makes a network of images a list of maps, those of `out_indices` (see `Features`): no classifier.
     """
+    check_kinds(create_model, {"layer": layer, "num_classes": num_classes, "features_only": features_only})
     known = model_arguments(name)
     name = TIMM_NAMES.get(name, name)
     if features_only:
@@ -221,6 +223,7 @@ def create_model(
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]!r} of {name}; {suggest(unknown[0], known)}")
     kind, config = _MODELS[name]
+    check_kinds(kind, given)
     model: Any = kind(**{**config, **given})
     placement = ("device", "dtype")
     model.config = {"name": name, **{key: value for key, value in given.items() if key not in placement}}

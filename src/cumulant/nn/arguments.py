@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Grid, check_count, check_dtype, check_mask, whole
+from ..call import Grid, check_count, check_dense, check_dtype, check_mask, whole
 from ..grammar import suggest
 from ..zoo.registry import Mechanism
 
@@ -32,8 +32,7 @@ def as_key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
     if attn_mask is None:
         return None
     check_dtype("x", x)
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
+    check_dense("attn_mask", attn_mask)
     if attn_mask.shape == x.shape[:-1]:
         check_mask(attn_mask, x, x.shape[:-2], "attn_mask")
         return attn_mask
@@ -80,7 +79,7 @@ def check_layout(grid_size: Grid | None, prefix: int) -> None:
 
 def check_kv_heads(num_kv_heads: int | None, num_heads: int, mechanism: Mechanism) -> int:
     """The number of key heads of a layer; raises where query heads do not divide among them, or may not share them."""
-    if num_kv_heads is None or num_kv_heads == num_heads:
+    if num_kv_heads is None or (whole(num_kv_heads, 1) and num_kv_heads == num_heads):
         return num_heads
     if not whole(num_kv_heads, 1) or num_heads % num_kv_heads:
         raise ValueError(

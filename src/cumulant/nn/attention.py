@@ -18,6 +18,7 @@ from .. import shards, zoo
 from ..call import DTYPES, Call, Grid, check_dtype, check_flag, check_mask, check_share
 from ..expansion import weigh
 from ..grammar import parse
+from ..kinds import check_kinds
 from ..tensors import repeat_heads, without_absent
 from ..zoo.mixing import Mix
 from .arguments import check_kv_heads, check_layout, check_name, check_sizes, one_mask
@@ -95,13 +96,17 @@ class MultiheadAttention(nn.Module):
         check_sizes(dim, num_heads, head_dim)
         check_layout(grid_size, prefix)
         check_name(attention)
-        if attention_options is not None and not isinstance(attention_options, Mapping):
+        given = attention_options or {}
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise TypeError(f"attention_options must be a mapping of names to values, got {attention_options!r}")
         name, own = parse(attention)
         self.mechanism = zoo.get(name)
         self.num_kv_heads = check_kv_heads(num_kv_heads, num_heads, self.mechanism)
         check_share("attn_drop", attn_drop)
         check_share("proj_drop", proj_drop)
+        check_kinds(MultiheadAttention.__init__, locals())
+        if norm_layer is not None and not callable(norm_layer):
+            raise TypeError(f"norm_layer must make a norm of a width, such as nn.LayerNorm, got {norm_layer!r}")
         if attn_drop and not self.mechanism.dropout:
             raise ValueError(
                 f"attn_drop={attn_drop}, but {name!r} forms no probabilities to drop; "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention_varlen
-from ..call import Call, check_offsets, check_order, offsets
+from ..call import NORMALIZATIONS, Call, check_offsets, check_order, offsets
 from .arguments import EXTRAS, as_key_mask, check_extras
 from .attention import MultiheadAttention
 from .fold import folds
@@ -50,8 +50,10 @@ class CumulantAttention(MultiheadAttention):
         **layer: Any,
     ) -> None:
         check_order(order, full)
-        if fold not in ("auto", True, False):
+        if not isinstance(fold, str | bool) or fold not in ("auto", True, False):
             raise ValueError(f'fold must be "auto", True or False, got {fold!r}')
+        if not isinstance(normalization, str) or normalization not in NORMALIZATIONS:
+            raise ValueError(f'normalization must be "mean" or "sum", got {normalization!r}')
         check_extras(layer, KNOWN)
         active = sorted(name for name, value in layer.items() if name in UNFOLDABLE and value)
         foldable = order == 2 and normalization == "mean" and not qk_norm and not scale_norm and not active
@@ -61,8 +63,6 @@ class CumulantAttention(MultiheadAttention):
                 f"{', '.join(UNFOLDABLE)}, got order={order}, normalization={normalization!r}, qk_norm={qk_norm}, "
                 f"scale_norm={scale_norm}" + "".join(f", {name}={layer[name]!r}" for name in active)
             )
-        if normalization not in ("mean", "sum"):
-            raise ValueError(f'normalization must be "mean" or "sum", got {normalization!r}')
         super().__init__(
             dim,
             num_heads,

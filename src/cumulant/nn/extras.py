@@ -67,6 +67,8 @@ class ValueConv(nn.Module):
 
 def conv_kernel(v_conv: bool | int | Sequence[int]) -> tuple[int, ...] | None:
     """The kernel that `v_conv` asks for: True is 3 x 3, an odd number k is k x k, 2 or 3 odd numbers are themselves."""
+    if not isinstance(v_conv, int | Sequence) or isinstance(v_conv, str | bytes):
+        raise TypeError(f"v_conv must be a bool, an odd number, or 2 or 3 odd numbers, got {v_conv!r}")
     if isinstance(v_conv, int):
         kernel: tuple[int, ...] = (3, 3) if v_conv is True else (v_conv, v_conv)
     else:
@@ -89,7 +91,7 @@ def gate_name(gate: bool | str) -> str | None:
 
 
 def check_temperature(temperature: str | None, mechanism: str, around: str = "zero") -> None:
-    if temperature not in TEMPERATURES:
+    if not isinstance(temperature, str | None) or temperature not in TEMPERATURES:
         raise ValueError(f'temperature must be None, "head" or "order", got {temperature!r}')
     if temperature == "order" and mechanism not in ORDERS:
         raise ValueError(
@@ -150,7 +152,7 @@ def rotary_base(rotary: bool | float) -> float | None:
     """The base that an argument `rotary` stands for: True is 10,000, False none."""
     if isinstance(rotary, bool):
         return BASE if rotary else None
-    if not rotary > 1:
+    if not 1 < rotary < math.inf:
         raise ValueError(f"rotary must be True, False or a base above 1, got {rotary!r}")
     return float(rotary)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..call import check_count
 from ..grammar import Registry, parse
+from ..kinds import check_kinds
 from ..zoo.registry import can
 from .arguments import check_name
 from .attention import MultiheadAttention
@@ -101,7 +102,10 @@ def create_layer(name: str, dim: int, num_heads: int, *, attention: str = "softm
     if unknown:
         accepted = ", ".join(layer.options) or "none"
         raise ValueError(f"unknown option {unknown[0]!r} of layer {layer.name!r}; accepted: {accepted}")
-    return layer.build(dim, num_heads, attention=attention, **{**options, **own})
+    given = {**options, **own}
+    for form in (layer.build, MultiheadAttention):
+        check_kinds(form, given)
+    return layer.build(dim, num_heads, attention=attention, **given)
 
 
 def number_layers(model: nn.Module) -> None:

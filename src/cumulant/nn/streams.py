@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, offsets
+from ..call import Call, check_dtype, offsets
 from ..zoo.mixing import Bound, Mix
 from ..zoo.ragged import places
 from ..zoo.registry import own_options
@@ -39,10 +39,12 @@ class LayerStream:
             self.layer._modules.pop(name, None)
             self.layer.__dict__[name] = mix
         self.tokens = 0
+        self.lead: torch.Size | None = None  # of the tokens so far
 
     @torch.no_grad()
     def step(self, x: Tensor) -> Tensor:
         """The rows of the next tokens x (B, n, C)."""
+        self.lead = check_next(x, self.lead)
         self.layer.first_place = self.tokens
         call = self.layer.call(x, is_causal=True)
         out = self.layer.attend(call, x)
@@ -75,13 +77,27 @@ class Recomputed:
     @torch.no_grad()
     def step(self, x: Tensor) -> Tensor:
         """The rows of the next tokens x (B, n, C)."""
-        self.past = x if self.past is None else torch.cat((self.past, x), -2)
-        out: Tensor = self.layer(self.past, is_causal=True)
+        check_next(x, None if self.past is None else self.past.shape[:-2])
+        if self.past is not None and (x.dtype, x.shape[-1]) != (self.past.dtype, self.past.shape[-1]):
+            before = f"{self.past.dtype} and {self.past.shape[-1]} wide"
+            raise ValueError(f"x must be as the tokens before it, {before}, got {x.dtype}, {x.shape[-1]} wide")
+        past = x if self.past is None else torch.cat((self.past, x), -2)
+        out: Tensor = self.layer(past, is_causal=True)
+        self.past = past  # once it was taken: a step that fails leaves no token behind
         return out[..., -x.shape[-2] :, :]
 
     def numel(self) -> int:
         """Numbers that are held."""
         return 0 if self.past is None else self.past.numel()
+
+
+def check_next(x: Tensor, lead: torch.Size | None) -> torch.Size:
+    """The leading dimensions of tokens x (..., n, C); raises where they are not those of the tokens before."""
+    check_dtype("x", x)
+    if x.ndim < 3 or lead not in (None, x.shape[:-2]):
+        before = "..." if lead is None else ", ".join(map(str, lead))
+        raise ValueError(f"x must have shape ({before}, tokens, width), as the tokens before it, got {tuple(x.shape)}")
+    return x.shape[:-2]
 
 
 def stream_of(layer: Any, claimed: bool) -> LayerStream | Recomputed:
@@ -156,6 +172,7 @@ def forward_packed(
 
     Cost: that of N sequences of the longest length; of their own where `takes_packs`.
     """
+    check_dtype("x", x)
     if x.ndim != 2:
         raise ValueError(f"x must be packed as (tokens, width), got {tuple(x.shape)}")
     place, mask = places(offsets("cu_seq", cu_seq, x.shape[0], longest, "longest"), x.device)

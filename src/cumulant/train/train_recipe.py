@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ import tyro
 from ..command import check_choices, check_least
 from ..data.augmentation import Augmentation
 from ..grammar import json_or_word, read_blocks, says_none, write_blocks
+from ..kinds import check_kinds
 
 OPTIONS = ("data_options", "model_options", "attention_options", "attention_extras")
 LUMA = (0.299, 0.587, 0.114)  # shares of the colours in a grey image
@@ -157,6 +159,10 @@ class TrainRecipe:
     def __post_init__(self) -> None:
         if not isinstance(self.attention, str):  # a list, one name for each block
             object.__setattr__(self, "attention", write_blocks(read_blocks(self.attention)))
+        check_kinds(type(self), vars(self))
+        for name in OPTIONS:
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"{name} must be a mapping of names to values, got {getattr(self, name)!r}")
         least = {
             **dict.fromkeys(("image_size", "frames", "stride", "views", "crops", "split"), 1),
             **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs"), 1),
@@ -173,6 +179,12 @@ class TrainRecipe:
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, or None, got {value}")
         check_choices(self)
+        for name in ("mean", "std"):
+            colours = getattr(self, name)
+            numbers = isinstance(colours, Sequence) and all(isinstance(one, int | float) for one in colours)
+            if not numbers or not all(one > 0 or (name == "mean" and one == one) for one in colours):
+                said = "" if name == "mean" else "positive "
+                raise ValueError(f"{name} must be {said}numbers, one for each colour, got {colours!r}")
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
             raise ValueError(f"mean and std must have 1 or 3 numbers each, got mean={self.mean}, std={self.std}")
         if self.optimizer == "muon" and self.parallel == "fsdp":

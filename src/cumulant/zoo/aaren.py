@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import Call, check_scale
+from ..call import Call, check_dtype, check_scale
 from ..held import Held, check_rows, check_step, check_tokens
 from ..moments import ratio
 from ..tensors import ABSENT, log_weights, nothing, repeat_heads, softmax_or_zero, wide
@@ -152,6 +152,8 @@ class AarenStream:
 
     def __init__(self, *, query: Tensor | None = None, scale: float | None = None) -> None:
         check_scale(scale)
+        if query is not None:
+            check_dtype("query", query)
         self.query, self.scale = query, scale
         self.state: StreamState | None = None
 
@@ -159,6 +161,10 @@ class AarenStream:
         """Raises for tokens that are not of one kind, or not of that of those before."""
         check_tokens(key, value)
         check_rows(query, Held.of(key, value))
+        wanted = (query.shape[-3], 1, query.shape[-1])
+        if self.query is not None and self.query.shape != wanted:
+            got = tuple(self.query.shape)
+            raise ValueError(f"query of the stream must have shape (heads, 1, width), {wanted} here, got {got}")
         state = self.state
         if state is not None:
             before = Held(state.m.shape, state.query.shape[-1], state.w.shape[-1], state.w.dtype, state.w.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call import Call, check_choice
 from ..cluster import Blocks, ClusterStream, KMeans, Tree, cluster_attention, cluster_scores
-from ..cluster.auto import AUTO
+from ..cluster.auto import is_auto
 from .registry import Mechanism, can, family, options_of, register
 
 COUNTS = (4, 16, 64)  # listed; any other number is found by its name
@@ -51,7 +51,7 @@ def _of_tree(options: dict[str, int]) -> bool:
 
 def _stream(count: int, *, block: int = BLOCK, recent: int = 0, sinks: int = 0, **options: Any) -> ClusterStream:
     _check_past(**{name: options.pop(name) for name in FOUND if name in options})
-    given = {name: option for name, option in options.items() if option != AUTO}
+    given = {name: option for name, option in options.items() if not is_auto(option)}
     return ClusterStream(past_blocks(count, block=block, recent=recent), prefix=sinks, **given)
 
 
@@ -90,7 +90,7 @@ def _options(
         return {"clusters": past_blocks(count, block=block, recent=recent), "prefix": sinks, **shared}
     clusters = clusters_of(count, **found)
     query, key = call.query, call.key
-    tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim > 1 and key.ndim > 1
+    tensors = all(isinstance(x, Tensor) and not x.is_nested and x.ndim > 1 for x in (query, key))
     if tensors and query.shape[-2] == key.shape[-2]:  # what is no tensor is named by the function
         shared |= {"grid": call.grid, "prefix": call.prefix}
     return {"clusters": clusters, "least": LEAST, **shared}

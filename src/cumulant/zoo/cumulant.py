@@ -50,7 +50,7 @@ class _Unused(torch.autograd.Function):
 def _mechanism(order: int) -> Mechanism:
     @options_of(partial(Form, order))
     def function(call: Call, **options: Any) -> Tensor:
-        form = Form(order, **options)
+        form = Form(order, **options).checked()
         whole = not transformed() and shards.answerer() is None
         if form == Form(1) and call.key_mask is None and not call.is_causal and whole:
             return mean_of_values(call)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call import check_count, check_flag
+from ..call import check_count, check_flag, is_whole
 
 Check = Callable[[str, Any], None]
 
@@ -41,6 +41,8 @@ def flag_or_none(name: str, given: Any) -> None:
 
 def length(name: str, given: Any) -> None:
     """A number of tokens, one for each leading index (a tensor), or None."""
+    if isinstance(given, Tensor) and not is_whole(given):
+        raise TypeError(f"{name} must be a number of tokens, or a tensor of whole numbers, got {given.dtype}")
     if given is not None and not isinstance(given, Tensor):
         check_count(name, given)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import shards
 from ..call import Call, check_flag, check_share
 from ..grammar import Registry, parse, write
+from ..kinds import check_kinds
 from ..tracing import without_autocast
 from .grid import resolve_grid
 from .mixing import Bound, Mix
@@ -93,6 +94,10 @@ class Mechanism:
     checks: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
     # Options under which the module has a pattern that its published form lacks, e.g. {"causal": {"use_lepe": False}}.
     pattern_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.stream is not None:
+            object.__setattr__(self, "stream", _checking(self.stream, self.check_values))
 
     @property
     def weights(self) -> bool:
@@ -190,7 +195,7 @@ class Mechanism:
         if call.offset and not self.offset:
             self._refuse("offset", f"offset={call.offset}", "has no offset; pass all queries from the first key on")
         query, key = call.query, call.key
-        if not isinstance(query, Tensor) or not isinstance(key, Tensor) or query.ndim < 2 or key.ndim < 2:
+        if not all(isinstance(x, Tensor) and not x.is_nested and x.ndim > 1 for x in (query, key)):
             return  # what is wrong with them is said where tensors are checked
         laid = self.wants_grid and (call.grid is not None or call.prefix)
         if (
@@ -275,6 +280,21 @@ class Mechanism:
             check = self.checks.get(name)
             if check is not None:
                 check(name, given)
+        others = {name: x for name, x in options.items() if name not in {*CHECKS, *self.checks}}
+        for form in (self.module, self.function):
+            if form is not None:
+                check_kinds(form, others)
+
+
+def _checking(make: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]) -> Callable[..., Any]:
+    """`make` of options that are checked first."""
+
+    @functools.wraps(make, updated=())
+    def checked(**options: Any) -> Any:
+        check(options)
+        return make(**options)
+
+    return checked
 
 
 def options_of(form: Callable[..., Any], without: Iterable[str] = ()) -> Callable[[Kind], Kind]:

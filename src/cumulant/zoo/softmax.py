@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import shards
-from ..call import Call
+from ..call import Call, check_packed
 from ..tensors import log_weights, nothing, wide
 from ..tracing import is_plain, transformed
 from .fused import fused_softmax
@@ -47,9 +47,10 @@ def softmax_packed(
     **arguments: Any,
 ) -> Tensor:
     """Sequences end to end, (T, H, D) -> (T, H, E): by flash attention on a GPU where it takes them, else padded."""
+    check_packed(query, key, value, cu_seq_q, cu_seq_k)
     plain = {name: value for name, value in arguments.items() if name not in ("is_causal", "scale") and value}
     own = is_plain(query) and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not transformed()
-    known = not plain and max_q is not None and max_k is not None and isinstance(cu_seq_q, Tensor) and cu_seq_q.is_cuda
+    known = not plain and max_q is not None and max_k is not None and cu_seq_q.is_cuda
     shapes = query.shape[1:] == key.shape[1:] == value.shape[1:] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     if not (own and known and shapes) or (arguments.get("is_causal") and cu_seq_q is not cu_seq_k):
         return padded(SOFTMAX, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **arguments)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ... import shards, zoo
 from ...call import Call, Grid
 from ...grammar import parse
+from ...kinds import kinds_checked
 from ...zoo.registry import Mechanism
 from ..arguments import as_key_mask
 from ..attention import MultiheadAttention
@@ -40,6 +41,7 @@ class KeepsLosses:
         return {key: value for key, value in self.__dict__.items() if key != "_kept_losses"}
 
 
+@kinds_checked
 def auxiliary_loss(model: nn.Module) -> Tensor | None:
     """What the layers of a model add to its loss: each named loss as the mean over the layers that have it, summed.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...kernels import launch
 from ...tensors import wide
 from ...tracing import without_autocast
+from ...zoo.options import positive
 from ...zoo.registry import can
 from ..extras import turns
 from ..registry import registered
@@ -70,6 +71,7 @@ class ComplexAttention(HeadsLayer):
                 f"layer 'complexformer' pairs channels: dim / num_heads must be even, got {dim} / {num_heads} = "
                 f"{self.head_dim}; nearest that works: num_heads={_even(dim, num_heads)}"
             )
+        positive("base", base)
         self.scale, self.places, self.base = scale, places, base
         self.delta = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **self.place))
         self.b = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **self.place))

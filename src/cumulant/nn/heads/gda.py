@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import zoo
-from ...call import Call
+from ...call import Call, check_count
 from ...grammar import parse
 from ...tensors import repeat_heads, wide
 from ...zoo.registry import can
@@ -74,7 +74,8 @@ class GroupedDifferentialAttention(HeadsLayer):
     ) -> None:
         check_sizes(dim, num_heads)
         ratio = _ratio(num_heads) if ratio is None else ratio
-        if ratio < 1 or num_heads % (ratio + 1):
+        check_count("ratio", ratio)
+        if num_heads % (ratio + 1):
             near = max(ratio + 1, round(num_heads / (ratio + 1)) * (ratio + 1))
             raise ValueError(
                 f"ratio={ratio} of layer 'gda' needs num_heads to be a multiple of ratio + 1, got num_heads={num_heads}"

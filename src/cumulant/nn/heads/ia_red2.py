@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...call import Call, check_flag
+from ...call import Call, check_choice, check_count, check_flag
 from ...kernels import launch
 from ...kernels.heads.limits import WIDEST_TOKEN
 from ...tensors import wide
@@ -125,6 +125,9 @@ class RedundancyReduction(HeadsLayer):
     ) -> None:
         super().__init__(dim, num_heads, **layer)
         need(self.layer_name, self.mechanism, "key_mask", "drops tokens", "take threshold=-1 in another layer")
+        check_choice("sparse", sparse, (True, False, "auto"))
+        if interpreter_heads is not None:
+            check_count("interpreter_heads", interpreter_heads)
         self.threshold, self.sparse = threshold, sparse
         self.interpreter = Interpreter(dim, interpreter_heads or num_heads, **self.place)
 

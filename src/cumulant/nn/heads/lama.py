@@ -14,6 +14,7 @@ from ... import zoo
 from ...call import Call, check_choice, check_count, check_flag
 from ...grammar import parse
 from ...tensors import wide
+from ...zoo.options import number
 from ...zoo.registry import can
 from ..registry import registered
 from ..streams import LayerStream
@@ -73,6 +74,8 @@ class LowRankAttention(HeadsLayer):
     ) -> None:
         check_choice("context", context, CONTEXTS)
         check_count("rank", rank)
+        number("sharpness", sharpness)
+        number("diversity", diversity)
         for extra in ("qk_norm", "v_conv", "rotary", "temperature", "num_kv_heads"):
             if layer.get(extra):
                 raise ValueError(f"layer 'lama' has no projected query and key, and no {extra}, got {layer[extra]!r}")

@@ -16,6 +16,7 @@ from ...kernels import launch
 from ...tensors import wide
 from ...tracing import is_plain, transformed
 from ...zoo.mixing import Bound
+from ...zoo.options import number
 from ...zoo.registry import can
 from ..registry import registered
 from .base import HeadsLayer
@@ -82,8 +83,7 @@ class MixtureOfHeads(HeadsLayer):
             )
         check_choice("router", router, ROUTERS)
         check_choice("sparse", sparse, (True, False, "auto"))
-        if balance < 0:
-            raise ValueError(f"balance must be a weight of 0 or more, got {balance}")
+        number("balance", balance)
         place: dict[str, Any] = {**self.place, "bias": False}
         self.shared, self.routed, self.top, self.balance, self.sparse = shared, routed, top, balance, sparse
         learned = router == "learned"

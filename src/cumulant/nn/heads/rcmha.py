@@ -16,7 +16,7 @@ from ...call import Call, check_count
 from ...tensors import ABSENT, log_weights, softmax_or_zero, wide, without_absent
 from ...zoo.registry import can, names
 from ..registry import registered
-from ..streams import Recomputed
+from ..streams import Recomputed, check_next
 from .base import HeadsLayer
 
 TAPS = 3
@@ -173,6 +173,7 @@ class RCMHAStream:
 
     def __init__(self, layer: RelativeConvolutional) -> None:
         self.layer, self.tokens = layer, 0
+        self.lead: torch.Size | None = None  # of the tokens so far
         self.rows: list[Tensor] | None = None  # query, key and value before the convolutions
         self.key: Tensor | None = None
         self.value: Tensor | None = None
@@ -180,6 +181,7 @@ class RCMHAStream:
     @torch.no_grad()
     def step(self, x: Tensor) -> Tensor:
         """The rows of the next tokens x (B, n, C)."""
+        self.lead = check_next(x, self.lead)
         n, fresh = x.shape[-2], list(self.layer.project(x))
         rows = fresh if self.rows is None else [torch.cat(pair, -2) for pair in zip(self.rows, fresh, strict=True)]
         query, key, value = (part[..., -n:, :] for part in self.layer.convolved(*rows))
