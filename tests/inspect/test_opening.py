@@ -76,6 +76,18 @@ def test_test_items_are_prepared_as_in_evaluation(run):
     torch.testing.assert_close(opened.model(pixels).softmax(-1), whole.probabilities, atol=1e-5, rtol=0)
 
 
+def test_test_items_that_cannot_be_decoded_are_left_out_and_named(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name in ("train/a/1", "train/b/1", "val/a/1", "val/a/2", "val/b/1"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+    (tmp_path / "val" / "a" / "2.png").write_bytes(b"not an image")
+    opened = open_model(save(small(0), tmp_path / "bare.safetensors"))
+    with pytest.warns(UserWarning, match=r"1 test items cannot be decoded, left out: .*a/2.png"):
+        pixels, labels, _ = labelled_items(opened, str(tmp_path))
+    assert (len(pixels), labels.tolist()) == (2, [0, 1])
+
+
 def test_weights_without_a_recipe_do_not_know_their_data(tmp_path):
     opened = open_model(save(small(0), tmp_path / "bare.safetensors"))
     assert (opened.pixels.size, opened.pixels.channels, opened.recipe) == (8, 3, None)

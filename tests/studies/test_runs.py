@@ -107,6 +107,11 @@ def test_a_run_that_outlasts_the_time_is_stopped_with_its_state(tmp_path, worker
     assert min(map(epochs_done, folders)) >= 1
 
 
+def test_a_warm_up_longer_than_the_runs_is_told_before_any_begins():
+    with pytest.raises(ValueError, match="warmup_epochs must not exceed epochs, got a warm-up of 9 in"):
+        small_run("softmax", 0, warmup_epochs=9.0)
+
+
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_run_without_workers_that_is_stopped_is_kept_and_that_is_said(tmp_path, monkeypatch, epoch):
     run = small_run("softmax", 0, epochs=10_000)

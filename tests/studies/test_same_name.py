@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 
 import pytest
@@ -141,3 +142,12 @@ def test_a_bench_of_other_data_of_the_same_name_takes_no_run_of_it(tmp_path, cap
     words = ["bench", "train", "--recipe", str(recipe), "--data", str(b), "--out", str(tmp_path / "out")]
     assert main([*words, "--attention", "softmax", "--control", "1", "--device", "cpu"]) == 2
     assert "holds a run on other data" in capsys.readouterr().err
+
+
+def test_a_class_whose_folder_is_not_named_in_utf_8_has_its_report(tmp_path, monkeypatch):
+    quickly(monkeypatch)
+    data = write_images(tmp_path / "data", 6)
+    for part in ("train", "test"):
+        (data / part / "a").rename(data / part / os.fsdecode(b"caf\xe9"))
+    room.reproduce(study(data, tmp_path / "out"))
+    assert "caf?" in (tmp_path / "out" / "report.html").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from ..data import open_source
 from ..data.augment import Augment
 from ..data.augmentation import Augmentation
 from ..data.decode import IMAGE_SUFFIXES, decode_image
-from ..data.part import Source
+from ..data.part import DataError, DecodeError, Source, shorten
 from ..train.build import augment_of, open_recipe_source
 from .batches import Batch
 from .examples import expected_input
@@ -43,9 +44,18 @@ def labelled_items(opened: Opened, data: str | None = None, count: int = 32) -> 
     seen, recipe = pixels_of(opened), opened.recipe
     size = seen.size if recipe is None else recipe.loaded_size
     augment = augmented(opened, Augmentation(), source) if recipe is None else augment_of(recipe, len(source.classes))
-    chosen = torch.linspace(0, len(source.test) - 1, min(count, len(source.test))).long()
-    items = torch.stack([source.test.decode(int(index), size) for index in chosen])
-    return Items(augment.evaluate(items), source.test.labels[chosen], source)
+    chosen, items, bad = [], [], []
+    for index in torch.linspace(0, len(source.test) - 1, min(count, len(source.test))).long().tolist():
+        try:
+            items.append(source.test.decode(index, size))
+            chosen.append(index)
+        except DecodeError as error:
+            bad.append(f"{error.name} ({error.why})")
+    if not items:
+        raise DataError(f"none of the {len(bad)} test items that were looked at can be decoded: {shorten(bad)}")
+    if bad:
+        warnings.warn(f"{len(bad)} test items cannot be decoded, left out: {shorten(bad)}", stacklevel=2)
+    return Items(augment.evaluate(torch.stack(items)), source.test.labels[chosen], source)
 
 
 def source_of(opened: Opened, data: str | None) -> Source:

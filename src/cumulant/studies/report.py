@@ -280,7 +280,7 @@ def render(results: dict[str, Any]) -> str:
 
 def write(results: dict[str, Any], path: Path) -> None:
     """Write the page to `path`, whole or not at all."""
-    write_atomically(path, render(results).encode())
+    write_atomically(path, render(results).encode(errors="replace"))  # names of folders may be no UTF-8
 
 
 def write_pages(

@@ -60,6 +60,7 @@ def trainings(
 
     Without it runs are known by the name of their data, as in records that were made before digests.
     """
+    base.check_schedule()
     recipes = {name: configured(base, name) for name in names}
     marks = {name: fingerprint(recipe, data) for name, recipe in recipes.items()}
     same: dict[str, str] = {}

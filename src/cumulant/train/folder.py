@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING
 from pathlib import Path
@@ -68,6 +69,9 @@ def check_recipe(folder: Path, recipe: TrainRecipe) -> bool:
 def check_data(folder: Path, source: Source) -> None:
     """Refuse to go on with data that is not what the run was begun with."""
     known = _known_data(folder) if begun(folder) else None
+    if known is None and begun(folder):
+        why = "its data.json is missing or damaged: what it was begun with cannot be compared with what is there now"
+        warnings.warn(f"{folder} goes on with {source.name}, but {why}", stacklevel=4)
     changed = changes(known, source.identity()) if known is not None else []
     if changed:
         raise RecipeError(
