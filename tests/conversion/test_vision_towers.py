@@ -108,7 +108,7 @@ def test_a_candidate_that_is_slower_makes_room_for_the_next(monkeypatch: pytest.
     from cumulant.conversion import dial
 
     model, x = hiera(), torch.randn(1, 3, 256, 256)
-    seconds = iter([1.0, 1.0, 1.0, 2.0, 0.5])  # softmax and the cheapest; softmax, the cheapest, the next
+    seconds = iter([1.0, 1.0, 1.0, 1.0, 2.0, 0.5])  # softmax, the cheapest and the next, twice
     monkeypatch.setattr(dial, "seconds_of", lambda model, used, names, *_: dict.fromkeys(names, next(seconds)))
     names = ["cluster4+response=0", "cluster4+find=tree"]
     first, second = (
