@@ -264,6 +264,11 @@ def counts_and_layers(rank: int, world: int) -> dict[str, object]:
     with context_parallel(mesh):
         parted = gradient(*(t[:, :, own] for t in tokens))
     found["softmax gradient"] = tuple(float((x - exact).norm() / exact.norm()) for x in (parted, plain))
+    tokens = [narrow[0].float(), narrow[1].float() + 3000, narrow[2].float()]
+    exact = gradient(*(t.double() for t in tokens))[:, :, own]
+    with context_parallel(mesh):
+        parted = gradient(*(t[:, :, own] for t in tokens))
+    found["softmax far from zero"] = float((parted - exact).norm() / exact.norm())
 
     q = torch.randn(1, 2, 5, 4)
     for name, error in (
@@ -360,6 +365,10 @@ def test_softmax_in_16_bits_has_gradients_as_close_as_in_one_process(told):
     for answer in told:
         parted, plain = answer["softmax gradient"]
         assert parted <= 2 * plain
+
+
+def test_softmax_of_keys_far_from_zero_loses_no_digits(told):
+    assert all(answer["softmax far from zero"] < 1e-5 for answer in told)
 
 
 def test_shards_go_together_again(told):

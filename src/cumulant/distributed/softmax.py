@@ -52,9 +52,17 @@ def softmax(parts: Parts, call: Call, travel: str = "ring") -> Tensor:
         else added.reshape(*key.shape[:1], key.shape[-2])
     )
     lengths = parts.lengths(key.shape[-2])
+    if key.dtype in (torch.float32, torch.float64):  # 16 bits have few digits to lose
+        key = key - _middle(parts, key.detach(), sum(lengths))
     asked = Asked(parts, lengths, call.softmax_scale, call.is_causal, travel)
     out: Tensor = _Softmax.apply(asked, query, key, value, bias if parts.workers.any(added is not None) else None)
     return out.reshape(*call.query.shape[:-1], value.shape[-1])
+
+
+def _middle(parts: Parts, key: Tensor, tokens: int) -> Tensor:
+    """The mean (B, Hk, 1, D) of all workers' keys, from which all measure theirs: it adds one number to all logits of a
+    row. In dq keys are summed under weights that cancel over all workers, not over those of one."""
+    return parts.workers.add(key.sum(-2, keepdim=True))[0] / max(1, tokens)
 
 
 class _Softmax(torch.autograd.Function):
