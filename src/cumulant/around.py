@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call
-from .expansion import Form, expand, path_for
+from .call import Call, check_choice
+from .expansion import AROUND, Form, expand, path_for
 from .tensors import log_weights, repeat_heads, softmax_or_zero, wide
 from .tracing import without_autocast
 
@@ -31,6 +31,7 @@ Expansion = Callable[[Call, Form], Tensor]  # `expand`, or `weigh` for its weigh
 
 
 def check_around(around: str, is_causal: bool, apart: int = 0) -> None:
+    check_choice("around", around, AROUND)
     if around == "mean" and is_causal:
         raise ValueError('around="mean" has no causal form: the mean would know later queries; pass around="zero"')
     if apart and is_causal:

@@ -1,6 +1,7 @@
 """Whether arguments are of the kind that their annotations say: Python does not look, and "no" is true.
 
-Checked where a user gives options, once. Annotations that name anything but these kinds and classes are passed over.
+Checked where a user gives options, once. Annotations that name anything but these kinds and classes are passed over; so
+are models and maps, whose own checks say how to get one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ KINDS: dict[str, Kind] = {  # by how an annotation writes it
     "str": ("a word", lambda x: isinstance(x, str)),
     "None": ("None", lambda x: x is None),
     "Tensor": ("a torch.Tensor", _is_a("torch.Tensor")),
-    "nn.Module": ("a torch.nn.Module", _is_a("torch.nn.modules.module.Module")),
 }
 
 
@@ -74,7 +74,7 @@ def _class(word: str, names: Mapping[str, Any]) -> Kind | None:
     """The class of that name, if it is one of ours or a path: members of others cannot always be told."""
     found = names.get(word)
     ours = isinstance(found, type) and (found is Path or found.__module__.startswith("cumulant."))
-    if not isinstance(found, type) or not ours or getattr(found, "_is_protocol", False):
+    if not isinstance(found, type) or not ours or getattr(found, "_is_protocol", False) or word == "Captured":
         return None
     return f"{'an' if word[0] in 'AEIO' else 'a'} {word}", lambda x: isinstance(x, found)
 

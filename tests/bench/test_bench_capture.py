@@ -83,5 +83,5 @@ def test_a_checkpoint_of_unknown_data_is_refused(tmp_path):
     save(model, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="no recipe inside"):
         from_checkpoint(tmp_path / "model.safetensors")
-    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no model in the folder"):
         from_checkpoint(tmp_path)

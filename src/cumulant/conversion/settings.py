@@ -52,9 +52,9 @@ class DistillRecipe:
     """Save the state every this many steps, to continue from; 0: only when the run is stopped."""
 
     def __post_init__(self) -> None:
-        check_kinds(type(self), vars(self))
         check_least(self, epochs=1, layer_lr=0, lr=0, min_lr=0, weight_decay=0, layer_weight=0)
         check_least(self, checkpoint_steps=0, seed=0)
+        check_kinds(type(self), vars(self))
         check_choices(self)
         for name in ("layer_share", "warmup"):
             if not 0 <= getattr(self, name) <= 1:

@@ -159,10 +159,6 @@ class TrainRecipe:
     def __post_init__(self) -> None:
         if not isinstance(self.attention, str):  # a list, one name for each block
             object.__setattr__(self, "attention", write_blocks(read_blocks(self.attention)))
-        check_kinds(type(self), vars(self))
-        for name in OPTIONS:
-            if not isinstance(getattr(self, name), Mapping):
-                raise TypeError(f"{name} must be a mapping of names to values, got {getattr(self, name)!r}")
         least = {
             **dict.fromkeys(("image_size", "frames", "stride", "views", "crops", "split"), 1),
             **dict.fromkeys(("epochs", "batch_size", "accumulate", "repeats", "eval_epochs"), 1),
@@ -171,6 +167,10 @@ class TrainRecipe:
             **dict.fromkeys(("checkpoint_epochs", "checkpoint_steps", "log_steps", "seed", "shard_window"), 0),
         }
         check_least(self, **least)
+        check_kinds(type(self), vars(self))
+        for name in OPTIONS:
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"{name} must be a mapping of names to values, got {getattr(self, name)!r}")
         for name in ("label_smoothing", "drop_path", "ema", "beta2", "holdout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from .. import shards
@@ -280,6 +281,8 @@ class Mechanism:
             check = self.checks.get(name)
             if check is not None:
                 check(name, given)
+        if torch.compiler.is_compiling():  # signatures cannot be traced
+            return
         others = {name: x for name, x in options.items() if name not in {*CHECKS, *self.checks}}
         for form in (self.module, self.function):
             if form is not None:
