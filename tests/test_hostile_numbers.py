@@ -317,3 +317,11 @@ def test_threads_change_no_bit(monkeypatch, heads, length, width, joined):
     assert asked
     with torch.inference_mode():
         assert torch.equal(attention(*inputs), alone[0])
+
+
+def test_weights_of_first_order_are_rounded_once():
+    weights = torch.rand(1, 1000, generator=torch.Generator().manual_seed(0))
+    token = torch.zeros(1, 1, 1000, 4)
+    found = scores(token[..., :1, :], token, order=1, key_mask=weights).flatten().double()
+    exact = weights[0].double() / weights.double().sum()
+    assert ((found - exact).abs() <= 2.0**-24 * exact).all()

@@ -102,8 +102,8 @@ def weigh(call: Call, form: Form, positions: Tensor | Sequence[int] | None = Non
         if call.is_causal:
             seen = torch.arange(Lk, device=q.device) <= places[:, None]
             weights = weights * seen.repeat(heads // max(1, groups), 1)
-        W = weights.sum(-1, keepdim=True)
-        share = ratio(weights, W)
+        exact = exact_dtype(query)
+        share = ratio(weights.to(exact), weights.sum(-1, keepdim=True, dtype=exact)).to(dtype)  # rounded once
 
         def centred(x: Tensor) -> Tensor:
             return x - (share * x).sum(-1, keepdim=True)
