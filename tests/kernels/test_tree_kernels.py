@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cumulant.cluster import Tree, cluster_attention
 from cumulant.cluster.tree import order_of, tree_order
-from cumulant.kernels.tree import host
+from cumulant.kernels.tree import host, rows
 
 ROUTES = {"one launch": (2048, 16384), "two launches": (16, 16384), "four launches": (16, 32)}
 
@@ -85,6 +85,14 @@ def test_what_is_no_number_keeps_others_where_they_are() -> None:
     x = groups(224, 8, 16)
     x[:, 3], x[:, 7, 2] = float("nan"), float("-inf")
     assert torch.equal(runs(host.order(x, 8, 2, None), 8), runs(in_plain_torch(x, 8), 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_the_order_whatever_lies_between_them(dtype: torch.dtype) -> None:
+    for x in (tokens(70, 3, 2, 24, dtype=dtype)[:, :, 1].transpose(0, 1), tokens(3, 70, 19, dtype=dtype)):
+        order = torch.stack([torch.randperm(70, generator=torch.Generator().manual_seed(i))[:66] for i in range(3)])
+        order = order.to(DEVICE)
+        assert torch.equal(rows.rows_of(x, order), x.gather(1, order.unsqueeze(-1).expand(-1, -1, x.shape[-1])))
 
 
 def test_the_operator_can_be_compiled() -> None:

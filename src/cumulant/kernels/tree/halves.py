@@ -199,15 +199,15 @@ def part(keys, counts, order, found, size, splits, FIRST: tl.constexpr, N: tl.co
     next, rank = bin_of(counts + BINS, rank)
     last, rank = bin_of(counts + 2 * BINS, rank)
     middle = ((top - 1024) << 21) | (next << 10) | last
-    less, same = tl.zeros((M,), tl.int32), tl.zeros((M,), tl.int32)
+    before = tl.zeros((M,), tl.int32)  # below `middle`, and 2^16 times those that equal it: registers are few
     for first in range(0, split * N, M):
         at = first + tl.arange(0, M)
         key = tl.load(keys + at, mask=at < split * N, other=LARGEST)
-        less += (key < middle).to(tl.int32)
-        same += ((key == middle) & (at < split * N)).to(tl.int32)
+        before += (key < middle).to(tl.int32) + (((key == middle) & (at < split * N)).to(tl.int32) << 16)
     at = split * N + tl.arange(0, N)
     key = tl.load(keys + at, mask=at < size, other=LARGEST)
     token = numbered(order + node * size, at, at < size, FIRST)
     halved(
-        key, token, at, at < size, found + node * size, middle, size // 2, rank, tl.sum(less, 0), tl.sum(same, 0)
+        key, token, at, at < size, found + node * size, middle, size // 2, rank, tl.sum(before & 0xFFFF, 0),
+        tl.sum(before >> 16, 0),
     )  # fmt: skip
