@@ -151,13 +151,19 @@ def order_of(x: Tensor, parts: int, options: Tree, absent: Tensor | None = None)
 
 def rows_of(x: Tensor, order: Tensor) -> Tensor:
     """Rows `order` (N, M) of x (N, L, W): (N, M, W). Whole rows at once, which a gather by element is not."""
+    first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
+    return x.flatten(0, 1).index_select(0, (order + first[:, None]).flatten()).view(*order.shape, x.shape[-1])
+
+
+def permuted(x: Tensor, order: Tensor) -> Tensor:
+    """`rows_of` an order (N, L) of all rows of x (N, L, W)."""
     if x.is_cuda and HAS_TRITON:
         from ..kernels.tree import rows
 
         if rows.fits(x):
-            return rows.rows_of(x, order)
-    first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
-    return x.flatten(0, 1).index_select(0, (order + first[:, None]).flatten()).view(*order.shape, x.shape[-1])
+            out: Tensor = rows.Permuted.apply(x, order)
+            return out
+    return rows_of(x, order)
 
 
 def _enough(m: int) -> int:

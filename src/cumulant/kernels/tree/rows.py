@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...tensors import inverse
 from ..cluster.parts import picked_tile, store_picked
 from ..launch import FARTHEST, cdiv, direct, layout, on_device, padded
 from ..tokens import head, kernel
@@ -35,13 +36,12 @@ def take(
 
 
 def fits(x: Tensor) -> bool:
-    """Whether the kernel may take x (N, L, W): nothing watches, no gradient is wanted, and rows lie in one piece."""
-    wanted = x.requires_grad and torch.is_grad_enabled()
-    return direct(x) and not wanted and x.stride(-1) == 1 and x.stride(1) < FARTHEST and x.numel() > 0
+    """Whether the kernel may take x (N, L, W): nothing watches, and rows lie in one piece."""
+    return direct(x) and x.stride(-1) == 1 and x.stride(1) < FARTHEST and x.numel() > 0
 
 
 def rows_of(x: Tensor, order: Tensor) -> Tensor:
-    """Rows `order` (N, M) of x (N, L, W): (N, M, W)."""
+    """Rows `order` (N, M) of x (N, L, W): (N, M, W), without gradient."""
     (N, M), W = order.shape, x.shape[-1]
     out, order = x.new_empty(N, M, W), order.contiguous()
     unit, (steps,) = layout(x.unsqueeze(0))
@@ -50,3 +50,17 @@ def rows_of(x: Tensor, order: Tensor) -> Tensor:
     with on_device(x.device):
         take[(N * splits,)](x, order, out, *steps, M, splits, **constants)
     return out
+
+
+class Permuted(torch.autograd.Function):
+    """Rows of x (N, L, W) in an order (N, L) of all of them, with the gradient: its rows in the order back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows_of(x, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        back: Tensor = Permuted.apply(grad if grad.stride(-1) == 1 else grad.contiguous(), inverse(*ctx.saved_tensors))
+        return back, None
