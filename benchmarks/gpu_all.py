@@ -83,7 +83,7 @@ def checked(out: Path, begin: float, tests: bool) -> dict[str, bool]:
     """Whether each check went well; all side by side, and the suite with them."""
     suite = None
     if tests:
-        command = [sys.executable, "-m", "tools.test_gpu", "--jobs", "15", "--most", "5", "--limit", "240"]
+        command = [sys.executable, "-m", "tools.test_gpu", "--limit", "240"]
         suite = subprocess.Popen([*command, "--out", str(out / "gpu_tests.json")], start_new_session=True)
     logs = {name: out / f"check_{name}.log" for name in CHECKS}
     running, fine = {}, {}

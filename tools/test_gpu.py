@@ -26,6 +26,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+JOBS = max(1, min(15, (os.cpu_count() or 1) - 1))  # most of their time they compile, each on a core
 NONE_FOUND = 5  # pytest's status for a file that only names the mark
 BEFORE = Path(__file__).parent.parent / "benchmarks" / "results" / "gpu_tests.json"
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider")
@@ -40,10 +41,12 @@ class Outcome:
     skipped: int = 0
     seconds: float = 0.0  # of all its processes together
     problems: dict[str, str] = field(default_factory=dict)  # test, or the process -> first line of what went wrong
+    tests: dict[str, float] = field(default_factory=dict)  # seconds of each
 
     def add(self, other: Outcome) -> None:
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) | value if name == "problems" else getattr(self, name) + value)
+            before = getattr(self, name)
+            setattr(self, name, before | value if isinstance(value, dict) else before + value)
 
 
 def files_of(places: list[Path]) -> list[Path]:
@@ -81,6 +84,7 @@ def run(names: list[str], limit: float) -> Outcome:
         done = _pytest(f"--junitxml={report}", *names, limit=limit)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     for case in cases:
+        outcome.tests[case.get("name", "?")] = float(case.get("time", 0.0))
         wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
         if wrong is not None:
             outcome.failed += 1
@@ -160,8 +164,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("places", nargs="*", type=Path, default=[Path("tests")], help="files or folders")
     parser.add_argument("--out", type=Path, help="where to write the record, JSON")
     parser.add_argument("--commit", help="what the record calls this tree; by default what git says")
-    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at a time")
-    parser.add_argument("--most", type=int, default=8, help="tests of a process")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="processes at a time")
+    parser.add_argument("--most", type=int, default=5, help="tests of a process")
     parser.add_argument("--limit", type=float, default=450, help="seconds of a process")
     options = parser.parse_args(arguments)
     start, about = time.monotonic(), setting(options.places, options.commit)
@@ -183,8 +187,14 @@ def main(arguments: list[str] | None = None) -> int:
     for path, outcome in outcomes.items():
         for name, problem in outcome.problems.items():
             print(f"{path}: {name}: {problem}")
+    print("slowest: " + ", ".join(f"{name} {spent:.0f} s" for spent, name in _slowest(outcomes)))
     print(f"{time.monotonic() - start:.0f} s")
     return int(total.failed > 0 or not outcomes)
+
+
+def _slowest(outcomes: dict[str, Outcome], count: int = 5) -> list[tuple[float, str]]:
+    """Of all tests those that took longest: where to begin if the suite takes too long."""
+    return sorted(((spent, name) for x in outcomes.values() for name, spent in x.tests.items()), reverse=True)[:count]
 
 
 def _line(name: str, outcome: Outcome) -> None:

@@ -54,6 +54,9 @@ def test_the_record_names_what_ran_where_and_the_table_every_problem(record):
     assert "exit status 7" in table
     assert "No module named 'no_such_package'" in table
     assert "test_without_a_gpu" not in table
+    tests = {name for x in made["files"].values() for name in x["tests"]}
+    assert {"test_good[0]", "test_left_out"} <= tests
+    assert sum(name in table.partition("slowest: ")[2] for name in tests) == min(5, len(tests))
 
 
 def test_a_run_that_is_stopped_has_told_what_ended_before(monkeypatch):
