@@ -25,6 +25,7 @@ from .parts import (
     load,
     load_sums,
     lost,
+    lost_square,
     read_keys,
     settled,
     square,
@@ -153,6 +154,7 @@ def query_gradients(
             df2 = dot(cast(do, SQUARE), T16, None, PRECISION) * W_past - du_mean[:, None] * P[None, :]
             if FIRST and SQUARE != tl.float32:
                 df2 = dot(lost(du, past, SQUARE), xxw, df2, PRECISION)
+                df2 = dot(keep(du, past, SQUARE), lost_square(x, xw, SQUARE), df2, PRECISION)
             df2 = dot(keep(du, past, SQUARE), xxw, df2, PRECISION)
             df = scale * (df - 2.0 * zm * df + df2 * zg)
             store(dq, dq_t, at, live, i, df, D, BD, N)
@@ -321,6 +323,8 @@ def key_gradients(
                 f, half = in_unit(f, unit, DOT), in_unit(half, unit, SQUARE)
                 # sum_i (u_i - ubar + 1) do_i; scores of order 3 may exceed the range of float16
                 u = dot(x, tl.trans(f), dot(xx, tl.trans(half), None, PRECISION), PRECISION)
+                if FIRST and SQUARE != tl.float32:
+                    u = dot(lost_square(x, x, SQUARE), tl.trans(half), u, PRECISION)
                 if FIRST:
                     over = row_over(row, plane, at, live, length_k, WEIGHTED, N)
                     alpha = centred(u, seen, weights, over, tl.where(over > 0, 1.0, 0.0) if SUM else over * unit)
@@ -334,8 +338,9 @@ def key_gradients(
                     )
                     dx = dot(y, tl.trans(R16), None, PRECISION)
                 du = dot(y, tl.trans(do), None, PRECISION) + zeta[None, :]
+                less = lost(du, seen, DOT) if FIRST else None
                 if FIRST:
-                    dx = dot(lost(du, seen, DOT), f, dx, PRECISION)
+                    dx = dot(less, f, dx, PRECISION)
                 du = keep(du, seen, DOT)
                 dx = dot(du, f, dx, PRECISION)
                 R = dot(tl.trans(f), do, R, PRECISION)
@@ -345,6 +350,8 @@ def key_gradients(
                 dx = dot(seen, y_row, dx, PRECISION)
                 if GROUP == 1:
                     dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
+                if FIRST and SQUARE != tl.float32:
+                    dxx = dot(cast(less, SQUARE), half, dxx, PRECISION)
                 dxx = dot(cast(du, SQUARE), half, dxx, PRECISION)
                 R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
             dx += rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE, BD, BE)[None, :]
