@@ -89,6 +89,19 @@ def test_clusters_of_whole_blocks_are_read_without_their_ends(response: str | No
     assert error(alone, exact[0]) < 2 * error(plain[0], exact[0]) + 1e-4
 
 
+@pytest.mark.parametrize("width", [72, 96])
+@pytest.mark.parametrize("keys", [256, 250])
+def test_heads_a_little_wider_than_64_are_met_in_two_parts(width: int, keys: int) -> None:
+    q, k, v = (
+        tokens(1, 1, L, width, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((40, 0), (keys, 1), (keys, 0.5))
+    )
+    options: dict[str, Any] = {"clusters": 4, "near": 2, "near_rows": 32, "rank": "mean", "response": "pooled"}
+    plain, exact = compare_half(q, k, v, **options)
+    with torch.no_grad():
+        alone = cluster_attention(q, k, v, backend="triton", **options)
+    assert error(alone, exact[0]) < 2 * error(plain[0], exact[0]) + 1e-4
+
+
 @pytest.mark.parametrize("response", [None, 3])
 def test_sums_over_many_tiles_of_groups_that_the_clusters_do_not_fill(response: int | None) -> None:
     q, k, v = (tokens(1, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((300, 0), (90, 1), (90, 0.5)))
