@@ -11,7 +11,7 @@ from cumulant.cluster import Tree, cluster_attention
 from cumulant.cluster.tree import order_of, tree_order
 from cumulant.kernels.tree import host, rows
 
-ROUTES = {"one launch": (2048, 16384), "two launches": (16, 16384), "four launches": (16, 32)}
+ROUTES = {"one launch": (2048, 16384), "two launches": (16, 16384), "five launches": (16, 32)}
 
 
 @pytest.fixture(params=ROUTES)

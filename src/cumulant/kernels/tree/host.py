@@ -6,7 +6,7 @@ Shape legend: N heads of all sequences, L tokens (P padded), S columns.
 |---|---|
 | up to ALONE | 1: a program finds the direction, the places and the halves |
 | up to HELD | 2: places by programs of a part of the node each, halves by one that holds all keys |
-| more | 4: places, two counts, halves, all by programs of a part of the node |
+| more | 5: places, two counts, a tally, halves, all by programs of a part of the node |
 """
 
 from __future__ import annotations
@@ -91,9 +91,11 @@ def _launched(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> 
             for last in (False, True):
                 constants = {"LAST": last, "N": COUNTED, "num_warps": 8}
                 _start(halves.count, N * nodes * splits, constants, keys, counts, size, COUNTED, splits)
-            splits = cdiv(size, MOVED)
-            constants = first | {"N": MOVED, "M": 8 * MOVED, "num_warps": 8}
-            _start(halves.part, N * nodes * splits, constants, keys, counts, order, later, size, splits)
+            splits, constants = cdiv(size, MOVED), {"N": MOVED, "num_warps": 8}
+            tallies = torch.empty(N * nodes, splits + 2, dtype=torch.int32, device=x.device)
+            _start(halves.tally, N * nodes * splits, constants, keys, counts, tallies, size, splits)
+            constants = first | constants | {"SPLITS": padded(splits)}
+            _start(halves.part, N * nodes * splits, constants, keys, tallies, order, later, size, splits)
             counts = counts[3 * N * nodes :]
         order, later = later, order
     return order if P == L else order[:, :L].contiguous()
