@@ -53,6 +53,9 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "past_pool_gradients": (Config(64, 4, 3), Config(64, 8, 2), Config(32, 8, 1)),
     "past_key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
     "past_key_gradients_pooled": (Config(64, 4, 2), Config(64, 4, 2), Config(32, 8, 1)),
+    "past_choose": (Config(0, 4, 1), Config(0, 8, 1), Config(0, 4, 1)),
+    "past_answers": (Config(64, 8, 3, registers=128), Config(64, 8, 2), Config(32, 8, 1)),
+    "past_pair_gradients": (Config(32, 8, 3, registers=128), Config(64, 8, 1), Config(32, 8, 1)),
 }
 
 
