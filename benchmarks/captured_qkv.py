@@ -11,8 +11,9 @@
 
 bfloat16, the same call `--batch` times, so that the GPU is full; softmax is the quicker of cuDNN and flash, in a CUDA
 graph, as `sam2_speed.py` measures it. On a CPU errors and multiply-adds alone, in float32. `--keep` writes what was
-captured of SmolLM2 and ends: what takes a GPU can then be without the model. JSON goes to $OUT/captured_qkv.json if OUT
-is set.
+captured of SmolLM2, of each layer one key head and its query heads, rounded to 8 bits, and ends: what takes a GPU can
+then be without the model, and has these heads three times. JSON goes to $OUT/captured_qkv.json if OUT is set, row by
+row.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from real_models import load, pictures
 from sam2_speed import captured, layers
-from torch import nn
+from torch import Tensor, nn
 
 from cumulant import convert
 from cumulant.bench.provenance import provenance
@@ -35,24 +36,40 @@ from cumulant.call import Call
 from cumulant.explain.matches import lightglue, placed
 from cumulant.nn.swapped.choice import KEPT, observing
 from cumulant.nn.swapped.plan import applied, attention_layers
+from tools.packing import pack, unpack
 
 NAMES = {
     "sam2": (
+        *(f"cluster64+find=tree+near={t}" for t in (2, 4, 8)),
         *(f"cluster64+near={t}" for t in (2, 4, 8)),
-        *(f"cluster64+find=tree+near={t}" for t in (2, 4)),
+        "cluster32+near=1",
         "cumulant2",
     ),
     "lightglue": (
-        *(f"cluster64+near={t}" for t in (2, 4, 8)),
-        "cluster64+find=tree+near=2",
-        "cluster64+find=tree+leaves=8+opened=16+near=16+width=16",
+        *(f"cluster64+near={t}" for t in (1, 2)),
+        *(f"cluster{n}+near=1{far}" for n in (32, 16) for far in ("", "+response=0")),
+        "cluster64+near=1+response=0",
+        *(f"cluster64+find=tree+near={t}" for t in (2, 4, 8)),
         "cumulant2",
     ),
     "smollm2": (
-        *(f"cluster64+block=64+recent={n}+response=0{sinks}" for sinks in ("", "+sinks=4") for n in (1, 4, 8)),
+        *(f"cluster64+block=64+recent={n}+response=0+sinks=4" for n in (1, 4, 8)),
+        "cluster64+block=128+recent=1+response=0+sinks=4",
+        *(f"cluster64+block=64+recent={n}+response=0" for n in (1, 4, 8)),
         "cumulant2",
     ),
 }
+
+
+PARTS = ("query", "key", "value")
+GROUPS = 3  # key heads of SmolLM2
+
+
+def a_group(call: Call) -> Iterator[tuple[str, Tensor]]:
+    """Of the first key head and its query heads: names and tensors."""
+    for part in PARTS:
+        x = getattr(call, part)
+        yield part, x[:, : x.shape[1] // GROUPS]
 
 
 def seen(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, Call]:
@@ -63,7 +80,7 @@ def seen(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str
     def see(module: nn.Module, call: Call) -> None:
         if module in modules:
             name = modules[module]
-            tensors = {key: getattr(call, key).clone() for key in ("query", "key", "value")}
+            tensors = {key: getattr(call, key).clone() for key in PARTS}
             found[name if name not in found else f"{name}, again"] = call._replace(**tensors)
 
     with observing(see):
@@ -88,8 +105,11 @@ def of_lightglue(folder: Path, pair: Path, tokens: int, device: str) -> dict[str
 
 def of_smollm2(model: Path, text: Path | None, tokens: int, device: str) -> dict[str, Call]:
     if text is None:
-        kept = torch.load(model, map_location=device, weights_only=True)
-        return {name: Call(*parts, is_causal=True, enable_gqa=True) for name, parts in kept.items()}
+        kept = {name: x.to(device).repeat(1, GROUPS, 1, 1) for name, x in unpack(model).items()}
+        names = dict.fromkeys(name.rpartition(" ")[0] for name in kept)
+        return {
+            name: Call(*(kept[f"{name} {part}"] for part in PARTS), is_causal=True, enable_gqa=True) for name in names
+        }
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     made: Any = AutoModelForCausalLM.from_pretrained(model).eval().to(device)
@@ -125,17 +145,21 @@ def main() -> None:
     for name, places in given.items():
         calls = makers[name](*(*places, None)[:2], options.tokens, device)
         if options.keep:
-            torch.save({layer: tuple(x.half() for x in call[:3]) for layer, call in calls.items()}, options.keep)
+            pack({f"{layer} {part}": x for layer, call in calls.items() for part, x in a_group(call)}, options.keep)
             continue
         for layer, call in calls.items():
             shape = (options.batch, *[-1] * 3)
             if device != "cpu":
-                parts = {key: getattr(call, key).bfloat16().expand(*shape) for key in ("query", "key", "value")}
+                parts = {key: getattr(call, key).bfloat16().expand(*shape) for key in PARTS}
                 call = call._replace(**{key: x.contiguous() for key, x in parts.items()})
-            rows = layers({f"{name} {layer}": call}, list(options.names or NAMES[name]))
-            record["found"].setdefault(name, []).extend(rows)
-            if out := os.environ.get("OUT"):
-                Path(out, "captured_qkv.json").write_text(json.dumps(record))
+            found = record["found"].setdefault(name, [])
+
+            def keep(rows: list[dict[str, Any]], found: list[Any] = found, before: int = len(found)) -> None:
+                found[before:] = rows
+                if out := os.environ.get("OUT"):
+                    Path(out, "captured_qkv.json").write_text(json.dumps(record))
+
+            layers({f"{name} {layer}": call}, list(options.names or NAMES[name]), keep)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,14 @@ def load(path: Path, size: int = 1024) -> Any:
 
         state = load_file(path / "model.safetensors")
     else:
-        from tools.models import unpacked
+        from tools.packing import unpack
 
-        state = unpacked(path)
-    model.load_state_dict(state)
+        state = unpack(path)
+    missing, unknown = model.load_state_dict(state, strict=False)
+    if unknown or any(name.startswith("vision_encoder") for name in missing):
+        raise SystemExit(f"{path} has weights of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+    if missing:
+        del model.mask_decoder  # a file of the encoder alone: there are no masks to be asked for
     model.requires_grad_(False)
     return model
 

@@ -5,8 +5,11 @@
 Layers: queries, keys and values of every global layer, captured in bfloat16 from one picture; out as called, in a CUDA
 graph; softmax is the quicker of cuDNN and flash of the same run. The error is ||out - softmax|| / ||softmax - <v>||,
 squared in the second column, over all queries. No time is printed where the output has no numbers. `--whole` compiles
-the encoder with these in its global layers and takes time and peak memory (beyond the weights) of a forward pass, in
-turns with softmax. JSON goes to $OUT/sam2_speed_SIZE_BATCH.json if OUT is set.
+the encoder with each of these in its global layers and takes time and peak memory (beyond the weights) of a forward
+pass, all in turns: softmax by cuDNN and flash in all layers is "softmax", by what torch takes itself "softmax, as
+called"; ratios are to the quicker of those that were asked for. `--profile` says which kernels of these passes take
+longest. On a CPU layers are not timed, and passes have no peak. JSON goes to $OUT/sam2_speed_SIZE_BATCH.json if OUT is
+set, row by row.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from cumulant.kernels.notice import SlowPathWarning
 from cumulant.nn.swapped.choice import Choice, observing
 from cumulant.nn.swapped.plan import attention_layers
 
+SOFTMAX = ("softmax", "softmax, as called")
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 NAMES = (
     *(f"cluster64+near={t}" for t in (1, 2, 4)),
@@ -115,7 +119,10 @@ def softmax(call: Call) -> tuple[float, str]:
     return best
 
 
-def layers(calls: dict[str, Call], names: list[str]) -> list[dict[str, Any]]:
+Keep = Callable[[list[dict[str, Any]]], None]  # writes the rows so far
+
+
+def layers(calls: dict[str, Call], names: list[str], keep: Keep = lambda _: None) -> list[dict[str, Any]]:
     """Error, multiply-adds and seconds of each mechanism in each layer; seconds are None on a CPU and where an output
     has no numbers, errors are None there: JSON knows no NaN."""
     rows: list[dict[str, Any]] = []
@@ -147,6 +154,7 @@ def layers(calls: dict[str, Call], names: list[str]) -> list[dict[str, Any]]:
                 f"{'' if work is None else f'multiply-adds {work:.1%}'}{'  plain torch' if caught else ''}",
                 flush=True,
             )
+            keep(rows)
     return rows
 
 
@@ -158,20 +166,24 @@ def _finite(x: float | None) -> float | None:
     return x if x is not None and math.isfinite(x) else None
 
 
-def whole(model: Any, x: Tensor, names: list[str]) -> list[dict[str, Any]]:
-    """Seconds and peak memory of the compiled encoder, softmax first; all in turns, so that a busy machine hits all."""
+def whole(
+    model: Any, x: Tensor, names: list[str], keep: Keep = lambda _: None, profiled: bool = False
+) -> list[dict[str, Any]]:
+    """Seconds and peak memory of the compiled encoder, all in turns, so that a busy machine hits all."""
     runs: dict[str, Callable[[], Any]] = {}
     apart: set[str] = set()
+    rows: list[dict[str, Any]] = []
+    spent: dict[str, tuple[float, ...]] = {}
+    peaks: dict[str, tuple[int | None, ...]] = {}
     with ExitStack() as stack:
-        for name in ["softmax", *names]:
+        for name in names:
             own = copy.deepcopy(model)
             own.vision_encoder.set_attn_implementation("sdpa")
-            if name != "softmax":
+            if name not in SOFTMAX:
                 stack.enter_context(replaced(own, name))
             own.vision_encoder(x)  # transformers puts its hooks in at the first call, which would break the graph
-            runs[name] = partial(
-                _softmax_by_peers if name == "softmax" else _plain, torch.compile(own.vision_encoder), x
-            )
+            call = _by_peers if name == SOFTMAX[0] else _plain
+            runs[name] = partial(call, torch.compile(own.vision_encoder), x)
             start = time.perf_counter()
             try:
                 runs[name]()
@@ -181,40 +193,76 @@ def whole(model: Any, x: Tensor, names: list[str]) -> list[dict[str, Any]]:
                     module = own.vision_encoder.get_submodule(layer)
                     module.forward = torch.compiler.disable(module.forward)
                 apart.add(name)
-                runs[name] = partial(_plain, torch.compile(own.vision_encoder), x)
+                runs[name] = partial(call, torch.compile(own.vision_encoder), x)
                 runs[name]()
-            torch.cuda.synchronize()
             print(f"{name} compiled in {time.perf_counter() - start:.0f} s", flush=True)
-        spent: dict[str, list[float]] = {name: [] for name in runs}
-        peaks: dict[str, int] = {}
-        for turn in range(12):
+            spent[name], peaks[name] = zip(*(_once(runs[name], x.is_cuda) for _ in range(3)), strict=True)
+            rows = [_row(each, spent, peaks, each in apart) for each in spent]
+            keep(rows)  # for the case that time ends with a later one
+        spent = dict.fromkeys(runs, ())
+        for _ in range(12 if x.is_cuda else 2):
             for name, run in runs.items():
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                run()
-                end.record()
-                torch.cuda.synchronize()
-                peaks[name] = torch.cuda.max_memory_allocated() - before
-                if turn > 1:
-                    spent[name].append(begin.elapsed_time(end) / 1e3)
-    rows = []
-    for name, each in spent.items():
-        row = {"name": name, "seconds": statistics.median(each), "fastest": min(each), "peak": peaks[name]}
-        times = statistics.median(a / b for a, b in zip(spent["softmax"], each, strict=True))
-        rows.append({**row, "times": times, "attention_outside": name in apart})
-        print(
-            f"{name:46s} {row['seconds'] * 1e3:.2f} ms, {times:.2f} x, peak {row['peak'] / 2**30:.2f} GiB", flush=True
-        )
+                took, peak = _once(run, x.is_cuda)
+                spent[name], peaks[name] = (*spent[name], took), (peak,)
+            rows = [_row(name, spent, peaks, name in apart) for name in spent]
+            keep(rows)
+        for row, run in zip(rows, runs.values(), strict=True):
+            peak = "" if row["peak"] is None else f", peak {row['peak'] / 2**30:.2f} GiB"
+            times = "" if row["times"] is None else f", {row['times']:.2f} x"
+            print(f"{row['name']:46s} {row['seconds'] * 1e3:.2f} ms{times}{peak}", flush=True)
+            if profiled and x.is_cuda:
+                row["kernels"] = kernels_of(run)
+                print("".join(f"  {ms:8.3f} ms, {n:3d} x {kernel}\n" for kernel, ms, n in row["kernels"]), flush=True)
+                keep(rows)
     return rows
+
+
+def _row(
+    name: str, spent: dict[str, tuple[float, ...]], peaks: dict[str, tuple[int | None, ...]], outside: bool
+) -> dict[str, Any]:
+    softmax = min((spent[own] for own in SOFTMAX if own in spent), key=statistics.median, default=None)
+    times = softmax and statistics.median(a / b for a, b in zip(softmax, spent[name], strict=True))
+    middle, least = statistics.median(spent[name]), min(spent[name])
+    row = {"name": name, "seconds": middle, "fastest": least, "peak": peaks[name][-1], "times": times}
+    return {**row, "attention_outside": outside}
+
+
+def _once(run: Callable[[], Any], cuda: bool) -> tuple[float, int | None]:
+    """Seconds of a pass, and its peak memory beyond what was there."""
+    if not cuda:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start, None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated() - before
+
+
+def kernels_of(run: Callable[[], Any], most: int = 14) -> list[tuple[str, float, int]]:
+    """Names, milliseconds and launches of the kernels of one pass that take longest in all."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in seen.events():
+        if "cuda" in str(event.device_type).lower():
+            spent.setdefault(event.name[:90], []).append(event.time_range.elapsed_us() / 1e3)
+    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:most]
+    return [(name, sum(each), len(each)) for name, each in longest]
 
 
 def _plain(encoder: Any, x: Tensor) -> Any:
     return encoder(x)
 
 
-def _softmax_by_peers(encoder: Any, x: Tensor) -> Any:
+def _by_peers(encoder: Any, x: Tensor) -> Any:
     with sdpa_kernel(list(PEERS.values()), set_priority=True):
         return encoder(x)
 
@@ -229,14 +277,14 @@ def main() -> None:
     parser.add_argument("--whole", nargs="*", default=())
     parser.add_argument("--picture", default="truck")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this measures a GPU, and none is here")
-    model = load(options.model, options.size).to("cuda", torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(options.model, options.size).to(device, torch.bfloat16)
     shown = {picture.name: picture for picture in pictures(options.pictures, crops=False)}
     if options.picture not in shown:
         raise SystemExit(f"no picture {options.picture!r} in {options.pictures}; there are {', '.join(shown)}")
-    x = shown[options.picture].tensor(options.size).to("cuda", torch.bfloat16).repeat(options.batch, 1, 1, 1)
+    x = shown[options.picture].tensor(options.size).to(device, torch.bfloat16).repeat(options.batch, 1, 1, 1)
     record: dict[str, Any] = {
         "provenance": provenance(
             " ".join(["python", "benchmarks/sam2_speed.py", *("MODEL", "PICTURES", *sys.argv[3:])])
@@ -245,16 +293,15 @@ def main() -> None:
         "batch": options.batch,
     }
 
-    def keep() -> None:
+    def keep(what: str, rows: list[dict[str, Any]]) -> None:
+        record[what] = rows
         if out := os.environ.get("OUT"):
             Path(out, f"sam2_speed_{options.size}_{options.batch}.json").write_text(json.dumps(record))
 
-    if options.names:
-        record["layers"] = layers(captured(model, x), list(options.names))
-        keep()
     if options.whole:
-        record["whole"] = whole(model, x, list(options.whole))
-        keep()
+        whole(model, x, list(options.whole), partial(keep, "whole"), options.profile)
+    if options.names:
+        layers(captured(model, x), list(options.names), partial(keep, "layers"))
 
 
 if __name__ == "__main__":

