@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_causal.py            all lengths, forward and backward, orders 2 and 3   (about 1 minute)
     python benchmarks/gpu_causal.py --quick    L 16,384 only, and only what it measures is checked
-    python benchmarks/gpu_causal.py --sweep    configurations of each kernel, then lengths of parts (about 2 minutes)
 
 bfloat16, D 64, H 12, batch so that B H L D is about 100 M, inputs with a non-zero mean, medians by CUDA events with a
 cold L2. The floor is the bytes that must move (4 tensors forward, 7 backward) over the copy bandwidth of the same run;
@@ -17,14 +16,12 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from gpu_dense import NUMBERS, WIDTH, bandwidth, inputs, milliseconds
+from gpu_dense import WIDTH, bandwidth, inputs, milliseconds
 from torch import Tensor
 
 from cumulant.bench.provenance import provenance
@@ -32,7 +29,6 @@ from cumulant.causal import causal_attention
 from cumulant.kernels.batch import Batch, batch_of
 from cumulant.kernels.causal import host as triton_causal
 from cumulant.kernels.causal import plan as causal_plan
-from cumulant.kernels.launch import Config
 
 LENGTHS = (197, 1568, 4096, 16384, 65536, 262144, 1048576)
 GOAL = 1.2  # ms, forward and backward, order 2, B 8, L 16,384: 2.5 times the speed of the best peer
@@ -160,95 +156,9 @@ def show(r: dict[str, Any]) -> None:
         print(f"         goal {GOAL} ms in all; peer {r['peer_both_ms']} ms", flush=True)
 
 
-# Tiles are those of the table: kernels that read each other's tiles must agree.
-CANDIDATES = [
-    Config(64, warps, stages, registers=registers)
-    for warps, stages, registers in (
-        (4, 1, None), (4, 2, None), (4, 3, None), (8, 1, None), (8, 2, None), (4, 1, 168), (4, 2, 168), (8, 1, 128),
-    )
-]  # fmt: skip
-
-
-def use(kernel: str, order: int, config: Config) -> None:
-    """Puts one line into the table."""
-    line = list(causal_plan.TABLE[kernel][64])
-    line[order - 2] = config
-    causal_plan.TABLE[kernel][64] = (line[0], line[1])
-
-
-def runner(kernel: str, order: int, L: int, B: int | None = None) -> Callable[[], Any]:
-    q, k, v, grad = inputs(L, B)
-    batch = batch_for(order, q, k, v)
-    _, *kept = triton_causal.run_forward(batch, True)
-    if kernel in ("part_sums", "outputs"):
-        return lambda: triton_causal.run_forward(batch, True)
-    return lambda: triton_causal.run_backward(batch, grad, *kept)
-
-
-def compile_all(job: tuple[str, int, list[Config]]) -> None:
-    """Runs in a process of its own: fills Triton's cache on disk, so that the sweep itself only measures."""
-    kernel, order, configs = job
-    call = runner(kernel, order, 2048, 1)
-    for config in configs:
-        use(kernel, order, config)
-        try:
-            call()
-        except Exception:  # a configuration that does not fit the chip is skipped again, with a word, when measured
-            continue
-    torch.cuda.synchronize()
-
-
-def sweep(kernels: list[str], orders: tuple[int, ...], L: int, speed: float) -> list[dict[str, Any]]:
-    """Best configurations of each kernel by its own time, then the best number of parts with the table as it is."""
-    jobs = [(kernel, order, CANDIDATES[i::4]) for kernel, order, i in itertools.product(kernels, orders, range(4))]
-    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_all, jobs))
-    results = []
-    floor = round(NUMBERS / (12 * L * WIDTH)) * 12 * L * WIDTH * 2 / speed * 1e3
-    for order, kernel in itertools.product(orders, kernels):
-        if kernel == "row_sums" and order == 2:
-            continue
-        table = {name: dict(lines) for name, lines in causal_plan.TABLE.items()}
-        call = runner(kernel, order, L)
-        times = []
-        for config in CANDIDATES:
-            use(kernel, order, config)
-            try:
-                times.append((kernel_times(call)[kernel], config))
-            except Exception as problem:
-                print("skipped", kernel, tuple(config), type(problem).__name__)
-        causal_plan.TABLE.update(table)
-        times.sort(key=lambda t: t[0])
-        if times:  # later kernels, and the lengths of parts, are timed with the best
-            use(kernel, order, times[0][1])
-        print(f"{kernel:16s} order {order} L {L}, floor {TENSORS[kernel] * floor:.3f}", end="")
-        for t, config in times[:6]:
-            print(f"  {t:.4f} ms {tuple(config)}", end="")
-        print(flush=True)
-        results += [{"kernel": kernel, "order": order, "L": L, "ms": t, "config": tuple(c)} for t, c in times]
-    wanted = causal_plan.WANTED
-    for order in orders:
-        q, k, v, grad = inputs(L)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        for programs in (3, 6, 12, 24):
-            causal_plan.WANTED = programs
-            t = milliseconds(
-                lambda leaves=leaves, grad=grad, order=order: torch.autograd.grad(
-                    triton_causal.attention(*leaves, None, order, WIDTH**-0.5), leaves, grad
-                )
-            )
-            span = causal_plan.cut(q.shape[0] * 12, L, q.device)[0]
-            print(f"order {order} WANTED {programs} span {span}: both {t:.4f} ms", flush=True)
-            results.append({"order": order, "L": L, "wanted": programs, "span": span, "both_ms": t})
-    causal_plan.WANTED = wanted
-    return results
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--kernels", nargs="*", default=list(TENSORS), help="kernels to sweep")
     parser.add_argument("--orders", nargs="*", type=int, default=[2, 3])
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -257,19 +167,14 @@ def main() -> None:
         raise SystemExit("wrong results: no speed is printed")
     speed = bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {speed / 1e12:.2f} TB/s, triton {triton.__version__}")
-    asked = [f"--{name}" for name in ("quick", "sweep") if getattr(options, name)]
-    results: dict[str, Any] = provenance(" ".join(["python benchmarks/gpu_causal.py", *asked]), gpu=True)
+    asked = " --quick" if options.quick else ""
+    results: dict[str, Any] = provenance(f"python benchmarks/gpu_causal.py{asked}", gpu=True)
     results |= {"copy_bytes_per_second": speed, "device": torch.cuda.get_device_name(), "triton": triton.__version__}
-    name = "gpu_causal_sweep.json" if options.sweep else "gpu_causal.json"
 
     def keep() -> None:
         if "OUT" in os.environ:
-            Path(os.environ["OUT"], name).write_text(json.dumps(results, indent=1))
+            Path(os.environ["OUT"], "gpu_causal.json").write_text(json.dumps(results, indent=1))
 
-    if options.sweep:
-        results["sweep"] = sweep(options.kernels, tuple(options.orders), 16384, speed)
-        keep()
-        return
     print(HEADER)
     results["rows"] = []
     for order, L in itertools.product(options.orders, (16384,) if options.quick else LENGTHS):

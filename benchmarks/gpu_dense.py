@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_dense.py            all lengths, forward and backward, orders 2 and 3   (about 1 minute)
     python benchmarks/gpu_dense.py --quick    three lengths
-    python benchmarks/gpu_dense.py --sweep    tries configurations of each kernel, prints the best (about 5 minutes)
     python benchmarks/gpu_dense.py --peers    adds scaled_dot_product_attention (flash and cuDNN) up to length 4,096,
                                               and batch 256 at lengths 64 and 197
     python benchmarks/gpu_dense.py --long     time a token from 4,096 to 1,048,576 tokens (B 1), forward and backward,
@@ -20,8 +19,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.bench.provenance import provenance
-from cumulant.kernels.batch import batch_of
 from cumulant.kernels.dense import host as triton_dense
-from cumulant.kernels.dense import plan as dense_plan
-from cumulant.kernels.launch import Config
 from cumulant.moments import Moments
 
 LENGTHS = (64, 197, 577, 1568, 4096, 16384, 65536, 262144)
@@ -47,10 +41,10 @@ GOALS = {  # forward, backward, for orders 2 and 3; at length 64 the goal is to 
 }  # fmt: skip
 
 
-def milliseconds(function: Callable[[], Any], rep: int = 0) -> float:
+def milliseconds(function: Callable[[], Any]) -> float:
     """Time on the GPU: replays of a CUDA graph, so that the speed of the host does not enter."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        return float(triton.testing.do_bench_cudagraph(function, rep=rep or REP, return_mode="median"))
+        return float(triton.testing.do_bench_cudagraph(function, rep=REP, return_mode="median"))
 
 
 def eager_milliseconds(function: Callable[[], Any]) -> float:
@@ -216,133 +210,11 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
-# Configurations worth trying: block, warps, stages, keys, key_stages, registers.
-FUSED_SWEEP = [
-    Config(block, warps, stages, keys, key_stages, registers)
-    for (block, warps), (stages, key_stages), keys, registers in itertools.product(
-        ((64, 4), (128, 4), (128, 8)), ((2, 2), (3, 1), (3, 3), (4, 4)), (32, 64), (None, 128, 168)
-    )
-    if warps == 4 or (registers != 168 and keys == 64)
-]
-SWEEP = [
-    Config(block, warps, stages, registers=registers)
-    for block, warps, stages, registers in itertools.product((32, 64, 128), (4, 8), (1, 2, 3, 4), (None, 128, 168))
-    if warps == 4 or registers != 168
-]
-CANDIDATES = {
-    "fused_forward": FUSED_SWEEP,
-    "fused_backward": [c for c in FUSED_SWEEP if (c.block, c.warps) != (128, 4)],
-    **dict.fromkeys(("partial_moments", "read_out", "backward_queries", "backward_keys"), SWEEP),
-}
-PER_PROCESSOR = {"partial_moments": (2, 3, 4, 6, 8), "backward_queries": (2, 3, 4, 6, 8),
-                 "read_out": (4, 8, 16, 32, 64), "backward_keys": (4, 8, 16, 32, 64)}  # fmt: skip
-
-
-def runner(kernel: str, L: int, order: int, B: int | None = None) -> Callable[[], Any]:
-    """A call of one kernel (with the small merge or reduce that follows it) on inputs of length L."""
-    q, k, v, grad = inputs(L, B)
-    fused = kernel.startswith("fused")
-    dense_plan.SHORT, dense_plan.FILLING = (10**9, 0) if fused else (-1, 10**9)
-    batch = batch_of(q, k, v, None, order, WIDTH**-0.5)
-    out, *state = triton_dense.run_forward(batch, True)
-    plan = dense_plan.plan_for(batch)
-    PLANS.append(plan)
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    if kernel == "fused_forward":
-        return lambda: triton_dense._fused_forward(plan, batch, out, *state, False)
-    if kernel == "fused_backward":
-        return lambda: triton_dense._fused_backward(plan, batch, grad, dq, dk, dv, *state)
-    if kernel == "partial_moments":
-        return lambda: triton_dense.merge(
-            plan, *triton_dense.partial_moments(plan, batch), *state, batch.scale, full=True
-        )
-    if kernel == "read_out":
-        return lambda: triton_dense.read_out(plan, batch, out, *state)
-    if kernel == "backward_queries":
-        return lambda: triton_dense.backward_queries(plan, batch, grad, dq, *state)
-    gradients = triton_dense.backward_queries(plan, batch, grad, dq, *state)
-    return lambda: triton_dense.backward_keys(plan, batch, dk, dv, state[1], *gradients)
-
-
-PLANS: list[dense_plan.Plan] = []
-
-
-def use(kernel: str, order: int, config: Config) -> None:
-    dense_plan.BEYOND.clear()
-    dense_plan.FEWER.clear()
-    for plan in PLANS:
-        plan.cache.clear()  # of what was compiled for other configurations
-    pair = list(dense_plan.TABLE[kernel][64])
-    pair[order - 2] = config
-    dense_plan.TABLE[kernel][64] = (pair[0], pair[1])
-
-
-def compile_all(job: tuple[str, int, list[Config]]) -> None:
-    """Runs in a process of its own: fills Triton's cache on disk, so that the sweep itself only measures."""
-    kernel, order, configs = job
-    call = runner(kernel, 512, order, 1)
-    for config in configs:
-        use(kernel, order, config)
-        try:
-            call()
-        except Exception:  # a configuration that does not fit the chip is skipped again, with a word, when measured
-            continue
-    torch.cuda.synchronize()
-
-
-def sweep(lengths: dict[bool, tuple[int, ...]], kernels: list[str], speed: float) -> list[dict[str, Any]]:
-    """Best configurations of each kernel at each length; `lengths` are those of fused kernels and of the others."""
-    jobs = [
-        (kernel, order, CANDIDATES[kernel][i::6])
-        for kernel, order, i in itertools.product(kernels, (2, 3), range(6))
-    ]  # fmt: skip
-    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_all, jobs))
-    results = []
-    tensors = {"fused_forward": 4, "fused_backward": 7, "partial_moments": 2, "read_out": 2,
-               "backward_queries": 3, "backward_keys": 4}  # fmt: skip
-    for kernel, order in itertools.product(kernels, (2, 3)):
-        usual = dense_plan.TABLE[kernel][64][order - 2]
-        for L in lengths[kernel.startswith("fused")]:
-            use(kernel, order, usual)
-            call = runner(kernel, L, order)
-            floor = tensors[kernel] * max(1, round(NUMBERS / (HEADS * L * WIDTH))) * HEADS * L * WIDTH * 2 / speed * 1e3
-            times: list[tuple[float, Config, int]] = []
-            programs = dense_plan.PROGRAMS.get(kernel, 0)
-
-            def attempt(config: Config, programs: int, call=call, times=times, kernel=kernel, order=order) -> None:  # type: ignore[no-untyped-def]
-                use(kernel, order, config)
-                dense_plan.PROGRAMS[kernel] = programs
-                try:
-                    times.append((milliseconds(call, 10), config, programs))
-                except Exception as problem:
-                    print("skipped", kernel, tuple(config), type(problem).__name__)
-
-            for config in dict.fromkeys((usual, *CANDIDATES[kernel])):
-                attempt(config, programs)
-            for number in PER_PROCESSOR.get(kernel, ()):
-                for _, config, _ in sorted(times, key=lambda t: t[0])[:3]:
-                    attempt(config, number)
-            dense_plan.PROGRAMS[kernel] = programs
-            times.sort(key=lambda t: t[0])
-            standard = next((t for t, c, n in times if c == usual and n == programs), float("nan"))
-            print(f"{kernel:17s} order {order} L {L:6d} table {tuple(usual)} {floor / standard:.2f} | best", end="")
-            for t, config, number in times[:4]:
-                print(f"  {floor / t:.3f} {tuple(config)} x{number}", end="")
-            print(flush=True)
-            results += [{"kernel": kernel, "order": order, "L": L, "ms": t, "fraction": floor / t, "config": tuple(c),
-                         "programs": n} for t, c, n in times]  # fmt: skip
-        use(kernel, order, usual)
-    return results
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--kernels", nargs="*", default=list(CANDIDATES), help="kernels to sweep")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/gpu_dense.py needs a CUDA device")
@@ -350,26 +222,18 @@ def main() -> None:
         raise SystemExit("wrong results: no speed is printed")
     speed = bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {speed / 1e12:.2f} TB/s, triton {triton.__version__}")
-    asked = [f"--{name}" for name in ("quick", "sweep", "peers", "long") if getattr(options, name)]
+    asked = [f"--{name}" for name in ("quick", "peers", "long") if getattr(options, name)]
     results: dict[str, Any] = provenance(" ".join(["python benchmarks/gpu_dense.py", *asked]), gpu=True)
     results |= {"copy_bytes_per_second": speed, "device": torch.cuda.get_device_name(), "triton": triton.__version__}
-    if options.sweep:
-        lengths = {
-            True: (64, 197, 1568) if options.quick else (64, 197, 577, 1568, 4096),
-            False: (16384,) if options.quick else (1568, 4096, 16384, 262144),
-        }
-        results["sweep"] = sweep(lengths, options.kernels, speed)
-    else:
-        chosen = (197, 1568, 16384) if options.quick else LENGTHS
-        results["rows"] = [measure(L, order, speed, options.peers) for order in (2, 3) for L in chosen]
-        show(results["rows"])
-        if options.peers:
-            results["batch_256"] = small_batches()
-        if options.long:
-            results["long"] = long_sequences()
+    chosen = (197, 1568, 16384) if options.quick else LENGTHS
+    results["rows"] = [measure(L, order, speed, options.peers) for order in (2, 3) for L in chosen]
+    show(results["rows"])
+    if options.peers:
+        results["batch_256"] = small_batches()
+    if options.long:
+        results["long"] = long_sequences()
     if "OUT" in os.environ:
-        name = "gpu_dense_sweep.json" if options.sweep else "gpu_dense.json"
-        Path(os.environ["OUT"], name).write_text(json.dumps(results, indent=1))
+        Path(os.environ["OUT"], "gpu_dense.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_short.py --no-plain     kernels and softmax at the two shapes of a ViT-Ti (about 20 s)
     python benchmarks/gpu_short.py                then plain torch, compiled (about 40 s more)
-    python benchmarks/gpu_short.py --tune         other tiles and warps of each kernel too (about 20 s more)
     python benchmarks/gpu_short.py --check        results for more types, widths and options (about 40 s), no times
     python benchmarks/gpu_short.py --quick        tiny sizes, on the CPU in Triton's interpreter: that all of it runs
 
@@ -33,18 +32,10 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from cumulant.cluster import cluster_attention  # noqa: E402
-from cumulant.kernels.launch import Config  # noqa: E402
-from cumulant.kernels.short import plan as short_plan  # noqa: E402
 
 DEVICE = "cpu" if QUICK else "cuda"
 BATCH, HEADS, WIDTH = (1, 1, 32) if QUICK else (1024, 3, 64)
 HALF = torch.bfloat16
-TRIED = {
-    "attend": [Config(64, 4, 2), Config(64, 4, 3), Config(128, 8, 1), Config(64, 4, 1, registers=128)],
-    "query_gradients": [Config(64, 4, 2), Config(128, 8, 1), Config(64, 4, 1, registers=168)],
-    "key_gradients": [Config(64, 4, 2), Config(128, 8, 1), Config(64, 4, 1, registers=168)],
-    "whole_gradients": [Config(128, 8, 1), Config(64, 4, 1, registers=168)],
-}
 
 
 def image(side: int, variance: str = "diagonal") -> dict[str, Any]:
@@ -102,7 +93,7 @@ def both(call: Callable[..., Tensor], tokens: list[Tensor], grad: Tensor) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--quick", "--tune", "--no-plain", "--check"):
+    for flag in ("--quick", "--no-plain", "--check"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -131,24 +122,6 @@ def main() -> None:
         save(side=side, method="kernels", **both(ours, tokens, grad))
         save(side=side, method="kernels, full variance", **both(partial(ours, variance="full"), tokens, grad))
         save(side=side, method="softmax", **both(F.scaled_dot_product_attention, tokens, grad))
-        if options.tune:
-            for variance in ("diagonal", "full"):
-                call = partial(ours, variance=variance)
-                tune(side, variance, lambda: both(call, tokens, grad), save)  # noqa: B023
-
-
-def tune(side: int, variance: str, times: Callable[[], dict[str, float]], save: Callable[..., None]) -> None:
-    used = ("attend", "whole_gradients") if side == 8 else ("attend", "query_gradients", "key_gradients")
-    for kernel in used:
-        kept = short_plan.CONFIGS[kernel]
-        for config in TRIED[kernel][:1] if QUICK else TRIED[kernel]:
-            short_plan.CONFIGS[kernel] = (config, *kept[1:])
-            save(side=side, method=f"{variance}: {kernel} {tuple(config)}", **times())
-        short_plan.CONFIGS[kernel] = kept
-    if side == 8:
-        whole, short_plan.Plan.whole = short_plan.Plan.whole, property(lambda self: False)
-        save(side=side, method=f"{variance}: two backward kernels", **times())
-        short_plan.Plan.whole = whole
 
 
 if __name__ == "__main__":

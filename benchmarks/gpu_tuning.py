@@ -40,26 +40,34 @@ START = time.perf_counter()
 APART = 1e-2  # of two right results in bfloat16, at most
 
 
-def _causal(order: int) -> Callable[[str, Config], None]:
-    def put(name: str, config: Config) -> None:
-        line = list(causal_plan.TABLE[name][64])
-        line[order - 2] = config
-        causal_plan.TABLE[name][64] = (line[0], line[1])
-
-    return put
-
-
 def _cluster(name: str, config: Config) -> None:
     cluster_plan.CONFIGS[name] = (config, *cluster_plan.CONFIGS[name][1:])
     cluster_plan._plan_of.cache_clear()  # plans keep what they launch with
 
 
-def _dense(name: str, config: Config) -> None:
-    """Order 3; in fourth place the programs of a multiprocessor, where the table has no keys."""
-    if config.keys and name in dense_plan.PROGRAMS:
-        dense_plan.PROGRAMS[name], config = config.keys, config._replace(keys=0)
-    dense_plan.TABLE[name][64] = (dense_plan.TABLE[name][64][0], config)
-    dense_plan._plan_of.cache_clear()
+def _causal(order: int) -> Callable[[str, Config], None]:
+    def put(name: str, config: Config) -> None:
+        _at(order, causal_plan.TABLE[name], config)
+
+    return put
+
+
+def _dense(order: int) -> Callable[[str, Config], None]:
+    """In fourth place the programs of a multiprocessor, where the table has no keys."""
+
+    def put(name: str, config: Config) -> None:
+        if config.keys and name in dense_plan.PROGRAMS:
+            dense_plan.PROGRAMS[name], config = config.keys, config._replace(keys=0)
+        _at(order, dense_plan.TABLE[name], config)
+        dense_plan._plan_of.cache_clear()
+
+    return put
+
+
+def _at(order: int, table: dict[int, tuple[Config, Config]], config: Config) -> None:
+    """The configuration of an order, of heads of 64."""
+    second, third = table[64]
+    table[64] = (config, third) if order == 2 else (second, config)
 
 
 class Family(NamedTuple):
@@ -99,7 +107,7 @@ FAMILIES: dict[str, Family] = {
         ("pool", "query_moments", "choose_by_products", "tiles_of_clusters"),
     ),
     "dense 3": Family(
-        "order 3, 16k", _dense,
+        "order 3, 16k", _dense(3),
         {
             "partial_moments": of(
                 (32, 4, 3, 3, 0, 168), (64, 4, 2, 3, 0, 168), (64, 8, 2, 6, 0, 128), (64, 4, 3, 6),

@@ -9,7 +9,7 @@ import torch
 from ..batch import Batch
 from ..launch import Config, cdiv, dot_precision, multiprocessors, padded
 
-# kernel -> widest of D and E (padded) -> order 2, order 3, for 16-bit inputs; benchmarks/gpu_causal.py --sweep.
+# kernel -> widest of D and E (padded) -> order 2, order 3, for 16-bit inputs; benchmarks/gpu_tuning.py tries others.
 # At order 3 `query_gradients` reads what `outputs` left for each tile: their tiles are equal, and so are those of
 # `row_sums` and `key_gradients`.
 TABLE: dict[str, dict[int, tuple[Config, Config]]] = {

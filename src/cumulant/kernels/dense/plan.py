@@ -1,7 +1,8 @@
 """How a call of the non-causal Triton kernels is cut up: the tuning table, and the plan that all its launches share.
 
-The values for heads of 64 are the best of a sweep on an H200 (benchmarks/gpu_dense.py --sweep), the others start from
-the registers and shared memory that the compiler reports: 3 or 4 programs to each multiprocessor without spilling.
+The values for heads of 64 are the best of those tried on an H200 (benchmarks/gpu_tuning.py tries others), the rest
+start from the registers and shared memory that the compiler reports: 3 or 4 programs to each multiprocessor without
+spilling.
 """
 
 from __future__ import annotations
