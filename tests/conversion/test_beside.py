@@ -1,5 +1,6 @@
 """What stands beside the weights of a model goes with them: without it a converted model is fed other words."""
 
+import errno
 import fnmatch
 import json
 import re
@@ -37,6 +38,43 @@ def test_the_pooling_of_a_sentence_encoder_goes_with_it(tmp_path):
     out = converted(sentence_encoder(tmp_path / "encoder"), tmp_path / "out")
     assert json.loads((out / "1_Pooling" / "config.json").read_text()) == POOLING
     assert (out / "modules.json").is_file()
+
+
+def test_a_module_without_files_needs_no_folder(tmp_path):
+    """As the normalization of all-MiniLM-L6-v2: neither the Hub nor a package keeps an empty folder."""
+    encoder = sentence_encoder(tmp_path / "encoder")
+    modules = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Normalize"}]
+    (encoder / "modules.json").write_text(json.dumps(modules))
+    out = converted(encoder, tmp_path / "out")
+    assert (out / "1_Pooling" / "config.json").is_file()
+    assert json.loads((out / "modules.json").read_text()) == modules
+
+
+@pytest.mark.parametrize("stops_at", ["weights", "tokenizer"])
+def test_a_save_that_stops_in_the_middle_leaves_what_was_there(tmp_path, monkeypatch, stops_at):
+    encoder, out = sentence_encoder(tmp_path / "encoder"), tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    if stops_at == "weights":
+        monkeypatch.setattr("safetensors.torch.save_file", _full)
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", _full, raising=False)
+    else:
+        monkeypatch.setattr("shutil.copy", _full)
+    with pytest.raises(OSError, match="No space left"):
+        converted(encoder, out)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+
+
+def _full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_model_that_was_saved_in_shards_before_is_not_what_is_loaded(tmp_path):
+    out = tmp_path / "out"
+    bert().save_pretrained(out, max_shard_size="10KB")
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    converted(sentence_encoder(tmp_path / "encoder"), out)
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
 
 
 def test_no_folder_outside_that_of_the_model_is_taken(tmp_path):

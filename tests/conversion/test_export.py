@@ -73,3 +73,27 @@ def test_an_answer_of_nan_is_no_agreement(tmp_path):
     with pytest.raises(RuntimeError, match="differs from torch by nan"):
         export_onnx(model, torch.randn(1, 2), tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+    (tmp_path / "model.onnx").write_text("of yesterday")
+    with pytest.raises(RuntimeError, match="differs from torch by nan"):
+        export_onnx(model, torch.randn(1, 2), tmp_path / "model.onnx")
+    assert [(x.name, x.read_text()) for x in tmp_path.iterdir()] == [("model.onnx", "of yesterday")]
+
+
+class _Answers(torch.nn.Module):
+    """Numbers, flags and places, one of them under the name of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        logits = self.linear(x)
+        return {"logits": logits, "sure": logits > 0, "best": logits.argmax(-1), "x": 2 * x}
+
+
+def test_flags_places_and_what_is_called_like_an_input_are_exported_too(tmp_path):
+    onnx()
+    assert export_onnx(_Answers(), torch.randn(2, 3), tmp_path / "model.onnx") < 1e-4
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "model.onnx")
+    assert [x.name for x in session.get_inputs()] == ["x"]
+    assert [x.name for x in session.get_outputs()] == ["logits", "sure", "best", "x_out"]

@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,17 +65,45 @@ def test_a_folder_that_was_not_converted_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_a_kill_between_weights_and_plan_leaves_no_mixture_of_two_models(tmp_path, monkeypatch):
-    model = cumulant.create_model("vit_nano_patch2_8", num_classes=3, depth=2)
-    convert(model, "cumulant2")
-    save(model, tmp_path)
-    restore(model)
-    convert(model, "cumulant3")
+def test_a_stop_while_a_model_is_written_leaves_the_one_that_was_saved_before(tmp_path, monkeypatch):
+    model, before = twice_converted(tmp_path)
     monkeypatch.setattr(saving, "write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(model, tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("moves", [0, 1])
+def test_a_kill_while_files_move_leaves_no_mixture_of_two_models(tmp_path, monkeypatch, moves):
+    model, _ = twice_converted(tmp_path)
+    replace, done = os.replace, []
+
+    def killed_after(source, target):
+        if Path(target).parent == tmp_path:
+            if len(done) == moves:
+                raise KeyboardInterrupt
+            done.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed_after)
     with pytest.raises(KeyboardInterrupt):
         save(model, tmp_path)
     with pytest.raises(ValueError, match=r"holds neither cumulant.json nor a config.json"):
         load(tmp_path)
+
+
+def twice_converted(folder):
+    """A model that was saved as it was converted first, converted otherwise; and the files that were saved."""
+    model = cumulant.create_model("vit_nano_patch2_8", num_classes=3, depth=2)
+    convert(model, "cumulant2")
+    save(model, folder)
+    restore(model)
+    convert(model, "cumulant3")
+    return model, contents(folder)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def killed(*_):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..inspect.batches import Batch, answer, call, evaluating
 from ..nn.fold import unfolded
 from ..optional import needed
+from ..train.files import arriving
 
 TOLERANCE = 1e-4
 
@@ -86,14 +87,14 @@ def export_onnx(
 ) -> float:
     """Write the model as ONNX, run it in ONNX Runtime, and return the largest difference from torch.
 
-    Inputs and outputs have the model's names: `input_ids`, `last_hidden_state`; a tensor without a name is `output`.
-    Compared on the example and on `others` (other sizes, where `dynamic_shapes` allows them), relative to the largest
-    number of an output; above `tolerance` it is an error and no file is left. Needs onnx, onnxscript and onnxruntime.
+    Inputs and outputs have the model's names: `input_ids`, `last_hidden_state`; a tensor without a name is `output`,
+    what the model calls as one of its inputs `NAME_out`. Compared on the example and on `others` (other sizes, where
+    `dynamic_shapes` allows them), relative to the largest number of an output; above `tolerance` it is an error, and a
+    file that was at `path` before stays. Needs onnx, onnxscript and onnxruntime.
     """
     with needed("ONNX export needs onnx, onnxscript and onnxruntime", "export"):
         onnxruntime = import_module("onnxruntime")
         import_module("onnxscript")
-    path = Path(path)
     names, inputs = _flat(example)
     model_of = _Answer(model, names, every=True)
 
@@ -102,29 +103,35 @@ def export_onnx(
             return _outputs(model_of.said(*tensors))
 
     keys, said = _input_names(model, example), list(wanted_for(inputs))
+    called = [f"{name}_out" if name in keys else name for name in said]  # a name stands for one thing in a graph
     program = _exported(model, example, dynamic_shapes, every=True)
-    named: dict[str, Any] = {"input_names": keys, "output_names": said}
-    torch.onnx.export(program, inputs, path, dynamo=True, external_data=False, verbose=False, **named)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    taken = {entry.name for entry in session.get_inputs()}
+    named: dict[str, Any] = {"input_names": keys, "output_names": called}
     worst = 0.0
-    for batch in (example, *others):
-        _, tensors = _flat(batch)
-        feed = {k: x.detach().cpu().numpy() for k, x in zip(keys, tensors, strict=True) if k in taken}
-        try:
-            found = dict(zip(said, session.run(said, feed), strict=True))
-        except Exception as error:  # ONNX Runtime has classes of its own for each status
-            path.unlink()
-            shapes = [tuple(x.shape) for x in tensors]
-            raise RuntimeError(
-                f"ONNX Runtime cannot run the exported model on inputs of shape {shapes}: {error}"
-            ) from error
-        for name, wanted in wanted_for(tensors).items():
-            scale = wanted.abs().max().clamp(min=1e-12)
-            difference = float((torch.from_numpy(found[name]) - wanted.cpu()).abs().max() / scale)
-            if not difference <= tolerance:  # also where it is NaN
-                path.unlink()
-                what = f"{name} of ONNX Runtime differs from torch by {difference:.1e}"
-                raise RuntimeError(f"{what}, more than {tolerance:.0e}")
-            worst = max(worst, difference)
+    with arriving(Path(path)) as part:
+        torch.onnx.export(program, inputs, part, dynamo=True, external_data=False, verbose=False, **named)
+        session = onnxruntime.InferenceSession(part, providers=["CPUExecutionProvider"])
+        taken = {entry.name for entry in session.get_inputs()}
+        for batch in (example, *others):
+            _, tensors = _flat(batch)
+            feed = {k: x.detach().cpu().numpy() for k, x in zip(keys, tensors, strict=True) if k in taken}
+            try:
+                found = dict(zip(said, session.run(called, feed), strict=True))
+            except Exception as error:  # ONNX Runtime has classes of its own for each status
+                shapes = [tuple(x.shape) for x in tensors]
+                raise RuntimeError(
+                    f"ONNX Runtime cannot run the exported model on inputs of shape {shapes}: {error}"
+                ) from error
+            for name, wanted in wanted_for(tensors).items():
+                difference = _difference(torch.from_numpy(found[name]), wanted.cpu())
+                if not difference <= tolerance:  # also where it is NaN
+                    what = f"{name} of ONNX Runtime differs from torch by {difference:.1e}"
+                    raise RuntimeError(f"{what}, more than {tolerance:.0e}")
+                worst = max(worst, difference)
     return worst
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference relative to the largest number; of flags and numbers of classes how many differ."""
+    if not wanted.is_floating_point():
+        return float((found != wanted).double().mean())
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))

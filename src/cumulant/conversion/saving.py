@@ -19,9 +19,12 @@ from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import Choice
 from ..train.checkpoint import PLAN_FILE, WEIGHTS_FILE
 from ..train.checkpoint import save as save_weights
-from ..train.files import write_atomically
+from ..train.files import filling, write_atomically
 from .checks import count_calls
 
+# Files of another model, where one was saved in the folder before.
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*")
+CONFIG = "config.json"  # of transformers, with our plan
 # What stands beside the weights of a model of transformers: files and folders of its tokenizers, of its preprocessing,
 # and of what sentence-transformers does with its output.
 BESIDE = (
@@ -56,45 +59,47 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     your own around a model is loaded with `load(folder, model=fresh)`. Of a PeftModel the weights with its adapters
     merged in are written, which `load` gives, and the adapters alone into the folder "adapter".
     """
-    folder, plan = Path(folder), plans.plan_of(model)
+    folder = Path(folder)
+    with filling(folder, WEIGHTS, last=(PLAN_FILE, CONFIG)) as place:
+        _write(model, place, folder)
+    return folder
+
+
+def _write(model: Any, place: Path, folder: Path) -> None:
+    """All of a converted model, into `place`; what is to stand beside it unless `folder` has it already."""
+    plan = plans.plan_of(model)
     if hasattr(model, "peft_config") and hasattr(model, "merge_and_unload"):
-        return _save_adapted(model, plan, folder)
+        # Its own save_pretrained writes the adapters alone, without the weights they belong to and without the plan.
+        _write(_merged(model, plan), place, folder)
+        (place / "adapter").mkdir()
+        model.save_pretrained(place / "adapter")
+        return
     library = plans.library_of(model)
-    folder.mkdir(parents=True, exist_ok=True)  # save_pretrained writes nothing where a file stands, and only logs it
     if library == plans.TRANSFORMERS and plans.config_of(model) is not None:
-        writer: Any = model
-        writer.save_pretrained(folder)
-        _copy_beside(str(writer.name_or_path or ""), folder)
-        return folder
+        model.save_pretrained(place)
+        _copy_beside(str(model.name_or_path or ""), place, folder)
+        return
     known: dict[str, Any] = {"library": library, "layers": {name: choice.to_json() for name, choice in plan.items()}}
     if library == plans.OURS:
         known["config"] = plans.original_config(model)
     elif library == plans.TIMM:
         config: Any = getattr(model, "pretrained_cfg", None) or {}
         known["architecture"], known["num_classes"] = config.get("architecture"), getattr(model, "num_classes", None)
-    (folder / PLAN_FILE).unlink(missing_ok=True)  # an older plan beside these weights would be another model
-    save_weights(model, folder / WEIGHTS_FILE)
-    write_atomically(folder / PLAN_FILE, json.dumps(known, indent=1).encode())
-    return folder
+    save_weights(model, place / WEIGHTS_FILE)
+    write_atomically(place / PLAN_FILE, json.dumps(known, indent=1).encode())
 
 
-def _save_adapted(model: Any, plan: dict[str, Choice], folder: Path) -> Path:
-    """A PeftModel: the model with its adapters merged into the weights, and the adapters by themselves beside it.
-
-    Its own save_pretrained writes the adapters alone, without the weights they belong to and without the plan.
-    """
+def _merged(model: Any, plan: dict[str, Choice]) -> nn.Module:
+    """A PeftModel's model with its adapters merged into the weights, converted as it was."""
     merged = copy.deepcopy(model).merge_and_unload()
     stored = {name.removeprefix("base_model.model."): choice for name, choice in plan.items()}
     if plans.is_converted(merged):
         plans.forget(merged)
     plans.put_back(merged, {name: choice.to_json() for name, choice in stored.items()}, whole=False)
-    save(merged, folder)
-    (folder / "adapter").mkdir(exist_ok=True)
-    model.save_pretrained(folder / "adapter")
-    return folder
+    return merged
 
 
-def _copy_beside(name: str, folder: Path) -> None:
+def _copy_beside(name: str, place: Path, folder: Path) -> None:
     """What stands beside the weights that a model was read from: without it texts and pictures would be prepared
     otherwise, and other libraries make up a tokenizer or a pooling without a word."""
     source = _source(name, BESIDE)
@@ -105,11 +110,11 @@ def _copy_beside(name: str, folder: Path) -> None:
     if modules and not all((source / one).is_dir() for one in modules):
         _source(name, [f"{one}/*" for one in modules])
     for path in (*found, *(source / one for one in modules)):
-        target = folder / path.relative_to(source)
+        name_there = path.relative_to(source)
         if path.is_dir():
-            shutil.copytree(path, target, dirs_exist_ok=True)
-        elif not target.exists():
-            shutil.copy(path, target)
+            shutil.copytree(path, place / name_there, dirs_exist_ok=True)
+        elif path.exists() and not (place / name_there).exists() and not (folder / name_there).exists():
+            shutil.copy(path, place / name_there)  # (a module without numbers, a normalization, has no folder)
 
 
 def _modules(source: Path) -> list[str]:

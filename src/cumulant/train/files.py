@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -20,24 +21,59 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
+@contextmanager
+def arriving(path: Path) -> Iterator[Path]:
+    """A place beside `path` for a new file: it takes its place at the end, and after an error, a kill or a full disk in
+    the middle what was there before is still there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def filling(folder: Path, stale: Iterable[str] = (), last: Sequence[str] = ()) -> Iterator[Path]:
+    """An empty folder for new files of `folder`: they move there at the end, and after an error or a full disk in the
+    middle what was there before is still there.
+
+    Old files of the `stale` patterns go then. Those of the names `last` say what the others are: they go first and
+    arrive last, so that a kill among the moves leaves no mixture that looks whole.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / ".saving"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    try:
+        temporary.mkdir()
+        yield temporary
+        files = [path.relative_to(temporary) for path in temporary.rglob("*") if not path.is_dir()]
+        for name in last:
+            (folder / name).unlink(missing_ok=True)
+        for old in (path for pattern in stale for path in folder.glob(pattern)):
+            if old.relative_to(folder) not in files:
+                old.unlink()
+        for file in sorted(files, key=lambda file: str(file) in last):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary / file, folder / file)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_atomically(path: Path, content: bytes, *, before: Path | None = None) -> None:
     """Either the whole file or what was there before, also after a kill or a full disk in the middle.
 
     With `before` the old file is kept under that name; a kill at the right moment leaves it there alone.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with arriving(path) as temporary:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if before is not None and path.exists():
             os.replace(path, before)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def remove_leftovers(folder: Path) -> None:
