@@ -4,12 +4,14 @@ import pytest
 import torch
 from oracles import by_definition, relative
 
-from cumulant import Moments, attention, scores
+from cumulant import Moments, attention, cluster_attention, scores
 from cumulant.closures import gain
+from cumulant.cluster import Blocks
 from cumulant.kernels import workers
 from cumulant.kernels.dense import cpu
+from cumulant.moments import in_units
 from cumulant.streaming import SlidingWindow, Stream
-from cumulant.tensors import in_units, threads
+from cumulant.tensors import threads
 
 ROUNDING = {torch.float32: 6e-8, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
@@ -60,6 +62,30 @@ def test_causal_rows_of_weights_over_twelve_decades_are_exact():
     out = attention(q, k, v, key_mask=weights, scale=30.0, is_causal=True).double()
     exact = by_definition(q, k, v, order=3, weights=weights, scale=30.0, is_causal=True)
     assert ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("asked", [{"order": 1}, {"order": 2}, {"order": 2, "closure": "tanh"}, {"order": 3}])
+def test_causal_rows_do_not_know_how_heavy_later_tokens_are(asked, backend):
+    """Fifty decades apart: weights of 1e-25 in the unit of one of 1e25 are no numbers of float32."""
+    q, k, v = tokens(80, 80)
+    weights = torch.rand(1, 80) * 1e-25 + 1e-26
+    wanted = attention(*(x[:, :, :79] for x in (q, k, v)), key_mask=weights[:, :79], is_causal=True, **asked)
+    weights[:, 79] = 1e25
+    rows = attention(q, k, v, key_mask=weights, is_causal=True, backend=backend, **asked)[:, :, :79]
+    assert relative(rows, wanted) < 2e-6
+    if backend == "reference":
+        maps = scores(q, k, key_mask=weights, is_causal=True, **asked)[:, :, :79]
+        assert relative(maps @ v, wanted) < 2e-6
+
+
+def test_causal_clusters_do_not_know_how_heavy_later_tokens_are():
+    q, k, v = tokens(30, 30)
+    weights = torch.rand(1, 30) * 1e-25 + 1e-26
+    asked = {"clusters": Blocks(4, keep=1), "is_causal": True}
+    wanted = cluster_attention(*(x[:, :, :29] for x in (q, k, v)), key_mask=weights[:, :29], **asked)
+    weights[:, 29] = 1e25
+    assert relative(cluster_attention(q, k, v, key_mask=weights, **asked)[:, :, :29], wanted) < 1e-6
 
 
 def test_weights_keep_every_digit_in_their_unit():

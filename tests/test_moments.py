@@ -118,6 +118,16 @@ def test_weighted_sets_far_from_zero_unite_without_losing_digits():
     assert (united.key_mean - whole.key_mean).abs().max() < 1e-6  # of a spread of 1
 
 
+@pytest.mark.parametrize("unit", [1e-40, 1e-32, 1e32, 1e38])
+def test_weights_whose_sums_float32_cannot_hold_are_refused(unit):
+    k, v = torch.randn(2, 9, 4), torch.randn(2, 9, 3)
+    weights = torch.rand(2, 9) + 0.1
+    with pytest.raises(ValueError, match="must sum to 0 or to a number between"):
+        Moments.of(k, v, key_mask=weights * unit)
+    assert Moments.of(k.double(), v.double(), key_mask=weights * unit).apply(k.double()).isfinite().all()
+    assert Moments.of(k, v, key_mask=weights * 0.0).weight.eq(0).all()
+
+
 def test_order_and_full_are_known_from_the_fields():
     assert [(moments(0, 3, kind).order, moments(0, 3, kind).full) for kind in KINDS] == KINDS
 

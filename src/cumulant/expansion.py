@@ -16,8 +16,8 @@ from .causal import DIAGONAL_CHUNK, causal_attention
 from .closures import check_closure
 from .kernels import launch, notice
 from .kernels.dense import cpu
-from .moments import FEW, centred_sums, exact_dtype, full_third_by_pairs, ratio, statistics_dtype
-from .tensors import broken, in_units, spoiled
+from .moments import FEW, centred_sums, exact_dtype, full_third_by_pairs, in_units, ratio, statistics_dtype
+from .tensors import broken, spoiled
 from .tracing import transformed, without_autocast
 
 BACKENDS = ("auto", "reference", "triton", "cpu")
@@ -59,7 +59,8 @@ def expand(call: Call, form: Form) -> Tensor:
     q, k, v, weights = call.in_one_batch()
     if weights is not None and weighted and key.shape[-2]:
         weights, unit = in_units(weights)
-        weights = weights.to(statistics_dtype(query.dtype))
+        if not call.is_causal:  # whose rows see the largest
+            weights = weights.to(statistics_dtype(query.dtype))
     call = call._replace(query=q, key=k, value=v, key_mask=weights)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -220,7 +221,17 @@ def by_kernels(call: Call, form: Form, *packed: Any) -> Tensor:
     from .kernels.causal.host import attention as causal
 
     uneven = weights is not None and weights.is_floating_point()
-    if uneven or (order == 3 and q.dtype == torch.float16):
-        given, (q, k, v) = q.dtype, (x.to(statistics_dtype(x.dtype)) for x in (q, k, v))
-        return causal(q, k, v, weights, order, *rest).to(given)
-    return causal(q, k, v, weights, order, *rest)
+    if not uneven and (order == 2 or q.dtype != torch.float16):
+        return causal(q, k, v, weights, order, *rest)
+    given, (q, k, v), room = q.dtype, (x.to(statistics_dtype(x.dtype)) for x in (q, k, v)), None
+    if weights is not None and uneven:
+        room = _room(weights)
+        weights = (weights * room).to(q.dtype)
+    out = causal(q, k, v, weights, order, *rest)
+    return (out if room is None or form.normalization == "mean" else out / room[..., None, None]).to(given)
+
+
+def _room(weights: Tensor) -> Tensor:
+    """A power of two (B, 1) that brings weights (B, L) of at most 2 into float32: 1, or more where some are tiny."""
+    least = weights.masked_fill(weights == 0, 1).amin(-1, keepdim=True)
+    return (2.0**-100 / least).log2().clamp(0, 80).floor().exp2()

@@ -46,6 +46,19 @@ def ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b > 0, a, 0) / torch.where(b > 0, b, 1)
 
 
+def in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (..., L) with a largest in [1, 2), and their unit (..., 1), 1 where all are 0; in float64 where there is.
+
+    Averages do not depend on the unit, and sums of tiny or huge weights, or narrow products with them, do. The unit is
+    a power of two, so that no weight is rounded: large terms of a row may cancel, and would leave that rounding. Nor is
+    any lost, as in float32: a causal row may see none but weights 1e-60 times one that comes after it.
+    """
+    weights = weights.to(exact_dtype(weights))
+    unit = weights.detach().amax(-1, keepdim=True).log2().floor().exp2()
+    unit = torch.where(unit > 0, unit, 1)
+    return weights / unit, unit
+
+
 class Moments(NamedTuple):
     """Centred moments of a set of tokens. A tuple of tensors, so it passes through compile, vmap and pytrees.
 
@@ -79,12 +92,14 @@ class Moments(NamedTuple):
         """Moments of key (..., L, D) and value (..., L, E), in at least float32.
 
         key_mask, broadcastable to (..., L), is bool (True takes part) or non-negative weights. Tokens of weight
-        zero do not matter, whatever they hold. L = 0 gives the identity of `merge`. Cost: L D E (L D^2 E full).
+        zero do not matter, whatever they hold. The sum of weights is 0 or lies between 1e-30 and 1e30 (float64: 1e-246
+        and 1e246), so that no sum leaves its range. L = 0 gives the identity of `merge`. Cost: L D E (L D^2 E full).
         """
         check_order(order, full)
         check_tokens(key, value, heads=False)
         if key_mask is not None:
             check_mask(key_mask, key, key.shape[:-2])
+            _check_total(key_mask, statistics_dtype(key.dtype))
         return centred_sums(key, value, order, full, key_mask, keep=True)
 
     def merge(self, other: Moments) -> Moments:
@@ -211,6 +226,20 @@ def _broadcast(a: torch.Size, b: torch.Size) -> bool:
     if a == b:
         return True
     return all(x == y or 1 in (x, y) for x, y in zip(reversed(a), reversed(b), strict=False))
+
+
+def _check_total(key_mask: Tensor, dtype: torch.dtype) -> None:
+    """Raises where sums with such weights would have few digits or none; on an accelerator nobody looks."""
+    if not (key_mask.is_floating_point() and key_mask.numel() and can_be_read(key_mask)):
+        return
+    totals, range_ = key_mask.detach().sum(-1, dtype=torch.float64), torch.finfo(dtype)
+    least, most = range_.tiny**0.8, range_.max**0.8
+    outside = ((totals < least) & (totals > 0)) | (totals > most)
+    if bool(outside.any()):
+        raise ValueError(
+            f"weights of key_mask must sum to 0 or to a number between {least:.0e} and {most:.0e} for {dtype} tokens, "
+            f"got {float(totals[outside][0]):g}; multiply all by one number: averages do not depend on it"
+        )
 
 
 def _check_enough(before: Tensor, left: Tensor) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from .call import Call, positions_of
 from .closures import gain
 from .expansion import Form
-from .moments import FEW, exact_dtype, ratio, statistics_dtype
-from .tensors import in_units
+from .moments import FEW, exact_dtype, in_units, ratio, statistics_dtype
 from .tracing import without_autocast
 
 
@@ -52,7 +51,7 @@ def _spread(call: Call, positions: Tensor | Sequence[int] | None) -> tuple[Tenso
     q, k, dtype = call.query, call.key, call.query.dtype
     w = k.new_ones(k.shape[-2:-1]).unsqueeze(-1)
     if call.key_mask is not None:
-        w = in_units(call.key_mask)[0].to(dtype)[..., None, :, None]
+        w = in_units(call.key_mask)[0].to(exact_dtype(k) if call.is_causal else dtype)[..., None, :, None]
         k = k.masked_fill((call.key_mask == 0)[..., None, :, None], 0)
     present = (w > 0).int()
     first = present.argmax(-2, keepdim=True)

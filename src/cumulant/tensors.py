@@ -84,18 +84,6 @@ def without_absent(x: Tensor, key_mask: Tensor | None) -> Tensor:
     return x if key_mask is None else x.masked_fill((key_mask == 0)[..., None, :, None], 0)
 
 
-def in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (..., L) with a largest in [1, 2), in at least float32, and their unit (..., 1), 1 where all are 0.
-
-    Averages do not depend on the unit, and sums of tiny or huge weights, or narrow products with them, do. The unit is
-    a power of two, so that no weight is rounded: large terms of a row may cancel, and would leave that rounding.
-    """
-    weights = wide(weights)
-    unit = weights.detach().amax(-1, keepdim=True).log2().floor().exp2()
-    unit = torch.where(unit > 0, unit, 1)
-    return weights / unit, unit
-
-
 def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
     """What a key mask (..., Lk), bool or weights w >= 0, adds to the logits: log w, -inf where absent; (..., 1, Lk)."""
     if key_mask is None:

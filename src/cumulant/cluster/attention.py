@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import shards
 from ..call import Call, Grid
 from ..kernels import replay
-from ..moments import statistics_dtype
+from ..moments import exact_dtype, statistics_dtype
 from ..tensors import nothing, repeat_heads
 from ..tracing import without_autocast
 from .asked import Asked, causal_blocks, check_tree
@@ -173,6 +173,8 @@ def _reference(case: Case) -> Tensor:
     """Plain torch, of a call in one batch: (B, Hk, G, Lq, E)."""
     call, form, prefix = case.call, case.form, case.call.prefix
     (q, k, v, mask), dtype, given = call[:4], statistics_dtype(call.query.dtype), call.query.dtype
+    if call.is_causal and mask is not None and mask.is_floating_point():
+        dtype = exact_dtype(q)  # rows that come before the heaviest tokens see none but weights that float32 may lose
     Hk, Lk = k.shape[1:3]
     q = (q.to(dtype) * call.softmax_scale).unflatten(1, (Hk, q.shape[1] // Hk))  # (B, Hk, G, Lq, D)
     k, v, weights, point = centred(k.to(dtype), v.to(dtype), mask, call.is_causal)

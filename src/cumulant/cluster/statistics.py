@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..moments import Moments, centred_sums, ratio
-from ..tensors import ABSENT, in_units
+from ..moments import Moments, centred_sums, in_units, ratio
+from ..tensors import ABSENT
 
 VARIANCES = ("diagonal", "full")
 
