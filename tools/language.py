@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cumulant.train.files import filling
+
 from . import gemma, gguf
 from .gguf import Gguf
 
@@ -46,6 +48,7 @@ def kept(file: Gguf, out: Path, beginning: str, end: str) -> Path:
     print(f"{beginning}{said}")
     if said != end:
         raise SystemExit(f"the converted model goes on with {said!r} in place of {end!r}: nothing was saved")
-    model.save_pretrained(out)
-    words.save_pretrained(out)
+    with filling(out) as place:
+        model.save_pretrained(place)
+        words.save_pretrained(place)
     return out

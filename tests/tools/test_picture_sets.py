@@ -51,6 +51,14 @@ def test_pictures_come_out_under_their_names(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {"cat.png": b"cat", "hound.jpg": b"dog"}
 
 
+def test_where_one_archive_fails_no_picture_is_kept(tmp_path: Path) -> None:
+    sources = archives(tmp_path)
+    (tmp_path / "b.tgz").write_bytes(b"cut")
+    with pytest.raises(SystemExit, match="cut short"):
+        unpacked(tuple(sources), tmp_path / "out", tmp_path)
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_a_picture_that_is_not_in_its_archive_is_named(tmp_path: Path) -> None:
     archives(tmp_path)
     for archive, path in (("a.whl", "a/cow.png"), ("b.tgz", "b/cow.png")):

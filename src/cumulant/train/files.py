@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,10 +45,8 @@ def filling(folder: Path, stale: Iterable[str] = (), last: Sequence[str] = ()) -
     arrive last, so that a kill among the moves leaves no mixture that looks whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / ".saving"
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    temporary = Path(tempfile.mkdtemp(prefix=".saving.", dir=folder))
     try:
-        temporary.mkdir()
         yield temporary
         files = [path.relative_to(temporary) for path in temporary.rglob("*") if not path.is_dir()]
         for name in last:
@@ -81,6 +80,8 @@ def remove_leftovers(folder: Path) -> None:
     for pattern in (".*.safetensors.*", ".*.json.*", ".*.jsonl.*", ".room"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
+    for path in folder.glob(".saving.*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def claim_room(folder: Path, size: int) -> None:
