@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from random_tokens import draw
 
 from cumulant import SlidingWindow, Stream, attention, attention_varlen, scores, zoo
 from cumulant.around import around_weights
@@ -12,11 +13,6 @@ from cumulant.kernels import launch
 from cumulant.nn import MultiheadAttention
 
 ORDERS = (1, 2, 3)
-
-
-def draw(*shapes, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
 
 
 def of_order(order):

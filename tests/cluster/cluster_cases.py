@@ -2,20 +2,13 @@
 
 import torch
 import torch.nn.functional as F
+from random_tokens import tokens as tokens_of
 
 from cumulant.closures import gain, log_mass
 
 
-def draw(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def tokens(queries=24, keys=24, heads=2, key_heads=2, dim=6, value_dim=5, batch=2, dtype=torch.float64):
-    return (
-        draw(batch, heads, queries, dim, dtype=dtype),
-        draw(batch, key_heads, keys, dim, seed=1, dtype=dtype),
-        draw(batch, key_heads, keys, value_dim, seed=2, dtype=dtype),
-    )
+def tokens(queries=24, keys=24, heads=2, key_heads=2, dim=6, value_dim=5, **more):
+    return tokens_of(queries, keys, heads, key_heads, dim, value_dim, **more)
 
 
 def softmax(query, key, value, key_mask=None, is_causal=False, scale=None):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cluster_cases import draw, softmax, tokens
+from cluster_cases import softmax, tokens
+from random_tokens import one as draw
 
 from cumulant.cluster import Choice, KMeans, choose, multiply_adds, softmax_multiply_adds
 from cumulant.cluster.dial import _cheapest, near_tokens

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cluster_cases import draw, tokens
+from cluster_cases import tokens
+from random_tokens import one as draw
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention, fields
 

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cluster_cases import by_definition, draw, softmax, tokens
+from cluster_cases import by_definition, softmax, tokens
+from random_tokens import one as draw
 
 import cumulant
 from cumulant.closures import gain, log_mass

@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from cluster_cases import draw
 from cluster_oracle import causal, noncausal
 from random_cases import cut, example
+from random_tokens import one as draw
 
 from cumulant.cluster import Blocks, ClusterStream, cluster_attention, cluster_scores
 

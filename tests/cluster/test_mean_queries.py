@@ -3,13 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from random_tokens import draw
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention, cluster_scores, multiply_adds
-
-
-def draw(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def test_every_token_of_a_block_gets_softmax_at_the_mean_query():

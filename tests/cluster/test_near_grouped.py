@@ -2,14 +2,10 @@
 
 import pytest
 import torch
+from random_tokens import draw
 
 from cumulant.cluster import Blocks, KMeans, cluster_attention, fields
 from cumulant.cluster.near import fused, groups, near_answers
-
-
-def draw(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def by_gathering(q, which, key, value, log_weight):

@@ -4,14 +4,10 @@ import math
 
 import pytest
 import torch
+from random_tokens import draw
 
 from cumulant.cluster import Blocks, ClusterStream, KMeans, choose, cluster_attention, cluster_scores, multiply_adds
 from cumulant.cluster.dial import Choice, measure
-
-
-def draw(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def by_formula(q, k, v, K, near):

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from random_tokens import one as draw
+from random_tokens import tokens as tokens  # of those that import from here
 
 from cumulant import zoo
 from cumulant.zoo.probes import fixed_length
@@ -38,22 +40,9 @@ def having(*needed: str, missing: tuple[str, ...] = ()) -> Any:
     return pytest.mark.parametrize("name", [name for name in NAMES if fits(zoo.get(name))])
 
 
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def fixed(name: str, length: int) -> dict[str, Any]:
     """Options that make causal rows independent of how many tokens follow, up to `length` of them."""
     return FIXED.get(name) or fixed_length(zoo.get(name), length)
-
-
-def tokens(queries=13, keys=13, heads=2, key_heads=2, dim=8, value_dim=6, batch=2, dtype=torch.float64):
-    """Query, key, value from three seeds. Ten channels and more make a ReLU that is 0 everywhere unlikely."""
-    return (
-        draw(batch, heads, queries, dim, dtype=dtype),
-        draw(batch, key_heads, keys, dim, seed=1, dtype=dtype),
-        draw(batch, key_heads, keys, value_dim, seed=2, dtype=dtype),
-    )
 
 
 def ways(name: str) -> list[bool]:

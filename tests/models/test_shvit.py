@@ -117,13 +117,6 @@ def test_queries_of_another_width_are_refused_where_a_mechanism_cannot_have_them
     assert nano(num_heads=4, layer="moh")(images()).shape == (4, 10)
 
 
-def test_channels_last_gives_the_same_answers():
-    model, x = drawn(nano(attention="cumulant3")).eval(), images()
-    said = model(x)
-    last = model.to(memory_format=torch.channels_last)(x.contiguous(memory_format=torch.channels_last))
-    torch.testing.assert_close(last, said, atol=1e-5, rtol=1e-4)
-
-
 def test_stages_that_do_not_fit_each_other_are_named():
     with pytest.raises(ValueError, match="depth must have one entry for each stage"):
         nano(depth=(1, 2))

@@ -240,12 +240,6 @@ def test_stochastic_depth_drops_whole_samples_and_keeps_the_mean():
     assert dropped.mean().item() == pytest.approx(1.0, abs=0.03)
 
 
-def test_evaluation_is_deterministic_and_training_is_not():
-    model, x = nano(drop_path=0.5, drop_rate=0.1), images()
-    assert torch.equal(model.eval()(x), model(x))
-    assert not torch.equal(model.train()(x), model(x))
-
-
 def test_resizing_positions_keeps_the_prefix_and_follows_the_grid():
     rows = torch.linspace(0, 1, 6)[:, None].expand(6, 4)
     table = torch.cat([torch.full((1, 1, 1), 7.0), rows.reshape(1, 24, 1)], 1)

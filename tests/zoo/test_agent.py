@@ -6,20 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from random_tokens import draw
 
 from cumulant.nn import MultiheadAttention
 from cumulant.zoo import agent
 from cumulant.zoo.agent import AgentAttention, _pooled, _pooled_by_product, agent_grid, pool_agents
-from cumulant.zoo.probes import LargestTensor
 
 AGENT = agent.AGENT
-
-
-def draw(*shapes, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
 
 
 def bins(size, count):
@@ -93,15 +86,6 @@ def test_gradients_are_those_of_the_two_softmaxes():
     pairs = zip(*(torch.autograd.grad(out, inputs, cotangent) for out in (ours, naive)), strict=True)
     for got, wanted in pairs:
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
-
-
-def test_gradcheck_with_masks():
-    inputs = tuple(x.requires_grad_() for x in draw((1, 2, 6, 3), (1, 2, 6, 3), (1, 2, 6, 2)))
-    masks = {
-        "key_mask": torch.tensor([[1, 1, 0, 1, 1, 0]]).bool(),
-        "query_mask": torch.tensor([[1, 1, 0, 0, 1, 1]]).bool(),
-    }
-    assert torch.autograd.gradcheck(lambda *x: AGENT(*x, agents=3, **masks), inputs)
 
 
 def test_weights_are_positive_rows_of_sum_one_and_rank_at_most_the_number_of_agents():
@@ -210,31 +194,6 @@ def test_without_any_key_or_query_there_is_zero_and_no_nan():
         out = AGENT(query, key, value, agents=2, **masks)
         assert torch.equal(out[0], torch.zeros_like(out[0]))
         assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (query, key, value)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close(dtype):
-    query, key, value = draw((1, 2, 100, 16), (1, 2, 100, 16), (1, 2, 100, 16), dtype=dtype)
-    exact = AGENT(query.double(), key.double(), value.double(), grid=(10, 10), agents=9)
-    out = AGENT(query, key, value, grid=(10, 10), agents=9)
-    assert out.dtype == dtype
-    assert (out.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
-
-
-def test_no_tensor_is_quadratic_in_the_length():
-    query, key, value = (x.requires_grad_() for x in draw(*[(1, 1, 32768, 2)] * 3, dtype=torch.float32))
-    with LargestTensor() as seen:
-        AGENT(query, key, value).sum().backward()
-    assert seen.elements <= 2 * 49 * 32768
-
-
-def test_twice_as_many_tokens_take_twice_the_operations():
-    def operations(length):
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            AGENT(*draw(*[(1, 1, length, 4)] * 3), agents=4)
-        return counter.get_total_flops()
-
-    assert operations(128) == 2 * operations(64) == 2 * 64 * 4 * (2 * 4 * 4)
 
 
 def tables(layer, seed=3):

@@ -4,16 +4,12 @@ import math
 
 import pytest
 import torch
+from random_tokens import draw
 
 from cumulant import zoo
 from cumulant.zoo.cosformer import CosformerStream
 
 COSFORMER = zoo.get("cosformer")
-
-
-def draw(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def quadratic(query, key, value, is_causal=False, max_len=None):

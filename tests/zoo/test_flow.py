@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from random_tokens import draw
 
 from cumulant import zoo
 from cumulant.call import Call
@@ -9,11 +10,6 @@ from cumulant.zoo.flow import flow
 
 FLOW = zoo.get("flow")
 EPS = 1e-6
-
-
-def draw(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def quadratic(query, key, value, clamp=1.0, eps=EPS):

@@ -5,16 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from random_tokens import draw
 
 from cumulant import zoo
 from cumulant.zoo.focused_linear import FocusedLinearAttention, focus
 
 FOCUSED = zoo.get("focused_linear")
-
-
-def draw(*shapes, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
 
 
 def direct(x, power):

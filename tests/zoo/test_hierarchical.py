@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from random_tokens import draw
 
 from cumulant.call import Call
 from cumulant.nn import MultiheadAttention
@@ -15,11 +16,6 @@ from cumulant.zoo.probes import LargestTensor
 from cumulant.zoo.tree import Tree
 
 HSA = hierarchical.HIERARCHICAL
-
-
-def draw(*shapes, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
 
 
 def energy_of(query, key, **layout):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from random_tokens import draw
 
 from cumulant import zoo
 from cumulant.zoo.grid import rotary_angles, rotate
@@ -10,11 +11,6 @@ from cumulant.zoo.linear import feature_map
 from cumulant.zoo.mala import MagnitudeAwareAttention
 
 MALA, LINEAR = zoo.get("mala"), zoo.get("linear")
-
-
-def draw(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def weights_of(s):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from random_tokens import draw
 
 from cumulant import zoo
 from cumulant.zoo.grid import rotary_angles, rotate
@@ -11,11 +12,6 @@ from cumulant.zoo.rala import RankAugmentedAttention
 from cumulant.zoo.rala import alpha as alpha_and_sum
 
 RALA, LINEAR = zoo.get("rala"), zoo.get("linear")
-
-
-def draw(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def alpha(q, k):

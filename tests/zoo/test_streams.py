@@ -2,13 +2,9 @@
 
 import pytest
 import torch
+from random_tokens import draw
 
 from cumulant import zoo
-
-
-def draw(*shapes):
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 @pytest.mark.parametrize("name", ["linear", "mala", "focused_linear"])
