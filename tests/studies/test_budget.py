@@ -1,18 +1,11 @@
 """A budget of time starts no run that would not end within it. The clock of these tests is moved by hand."""
 
 import pytest
-from small_studies import small_run, workshop
+from small_studies import Clock, small_run, workshop
 
 from cumulant.studies.plan import Budget
 from cumulant.studies.runs import train_all
 from cumulant.studies.study import Classifiers
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_without_a_limit_everything_fits():

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from small_studies import Clock
 
 from cumulant.studies import runs as runs_module
 from cumulant.studies.crews import Claims, place
@@ -15,13 +16,6 @@ from cumulant.studies.plan import Run, seeded
 from cumulant.studies.runs import Workshop, complete
 
 RUNS = [Run(*one, fingerprint="fair") for one in seeded(["coin"], "coin", seeds=4, controls=4)]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_a_claim_is_one_machines_until_it_is_given_back(tmp_path):

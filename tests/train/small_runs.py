@@ -15,7 +15,7 @@ from cumulant.data.augmentation import Augmentation
 from cumulant.data.images import TensorImages
 from cumulant.data.part import Source
 from cumulant.data.source import digits_source
-from cumulant.train import TrainRecipe, read_log
+from cumulant.train import TrainRecipe, optimise, read_log, train
 from cumulant.train.checkpoint import read_header
 
 # Everything that draws random numbers or has a state of its own is on: 6 steps an epoch, 18 in all. Of 112 digits 12
@@ -75,6 +75,17 @@ def in_child(work) -> int:
 
 def kill_self(*_arguments) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until(out: Path, step: int, recipe: TrainRecipe, source: Source | None = None) -> None:
+    """A run killed in that step."""
+
+    def work() -> None:
+        apply, calls = optimise.apply, iter(range(1, 1 << 30))
+        optimise.apply = lambda *arguments: kill_self() if next(calls) == step else apply(*arguments)
+        train(recipe, out, source=source)
+
+    assert in_child(work) == -signal.SIGKILL
 
 
 def outcome(folder: Path) -> dict[str, object]:

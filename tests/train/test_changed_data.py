@@ -1,16 +1,15 @@
 """A run goes on with the data it was begun with, however that is spelled, and with no other."""
 
 import shutil
-import signal
 from dataclasses import replace
 
 import pytest
 import torch
 from PIL import Image
-from small_runs import FULL, few_digits, in_child, kill_self, outcome
+from small_runs import FULL, few_digits, outcome, train_until
 
 from cumulant.data import Source, TensorImages
-from cumulant.train import RecipeError, optimise, train
+from cumulant.train import RecipeError, train
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +22,6 @@ def folder(tmp_path_factory):
             place.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image.permute(1, 2, 0).numpy()).save(place / f"{i:03}.png")
     return root
-
-
-def train_until(out, step, recipe, source=None):
-    """A run killed in that step."""
-
-    def work():
-        apply, calls = optimise.apply, iter(range(1, 1 << 30))
-        optimise.apply = lambda *arguments: kill_self() if next(calls) == step else apply(*arguments)
-        train(recipe, out, source=source)
-
-    assert in_child(work) == -signal.SIGKILL
 
 
 def test_images_deleted_between_kill_and_resume_are_told_by_class_and_nothing_is_lost(folder, tmp_path):

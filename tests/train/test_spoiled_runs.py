@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save
-from small_runs import FULL, few_digits, in_child, kill_self, outcome
+from small_runs import FULL, few_digits, in_child, kill_self, outcome, train_until
 
 from cumulant.train import RecipeError, optimise, train
 from cumulant.train import log as log_module
@@ -21,21 +21,10 @@ from cumulant.train.checkpoint import read_header
 from cumulant.train.files import naming, sole_owner
 
 
-def train_until(folder, step, recipe=FULL):
-    """A run killed in that step."""
-
-    def work():
-        apply, calls = optimise.apply, iter(range(1, 1 << 30))
-        optimise.apply = lambda *arguments: kill_self() if next(calls) == step else apply(*arguments)
-        train(recipe, folder, source=few_digits())
-
-    assert in_child(work) == -signal.SIGKILL
-
-
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
-    train_until(folder, 9)
+    train_until(folder, 9, FULL, few_digits())
     return folder
 
 
@@ -86,7 +75,7 @@ def test_a_damaged_state_is_told_and_the_run_goes_on_from_the_one_before_it(undi
 def test_the_state_before_is_not_lost_to_a_damaged_one_when_the_run_is_killed_again(undisturbed, stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     cut_short(folder / "state.safetensors")
-    train_until(folder, 1)
+    train_until(folder, 1, FULL, few_digits())
     train(FULL, folder, source=few_digits())
     assert outcome(folder) == undisturbed
 
@@ -119,7 +108,7 @@ def test_a_state_from_before_there_were_checksums_is_gone_on_from(undisturbed, s
 
 
 def of_a_deeper_model(folder):
-    train_until(folder / "other", 9, replace(FULL, model_options={**FULL.model_options, "depth": 3}))
+    train_until(folder / "other", 9, replace(FULL, model_options={**FULL.model_options, "depth": 3}), few_digits())
     shutil.copy(folder / "other" / "state.safetensors", folder)
 
 
@@ -182,7 +171,7 @@ def test_a_result_that_is_cut_short_is_told(calm, tmp_path):
 
 def test_a_tuple_among_the_options_is_the_same_recipe_when_the_run_goes_on(tmp_path):
     recipe = replace(FULL, attention_extras={"v_conv": (3, 3)})
-    train_until(tmp_path, 9, recipe)
+    train_until(tmp_path, 9, recipe, few_digits())
     train(recipe, tmp_path, source=few_digits())
 
 

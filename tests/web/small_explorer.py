@@ -22,6 +22,12 @@ def local_client(app: FastAPI, **options: bool) -> TestClient:
     return TestClient(app, base_url="http://localhost", **options)
 
 
+def ask(client: TestClient, what: str, **question: object) -> dict:
+    answer = client.post(f"/api/{what}", json=question)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 def small_model(attention: str, **options: object) -> Explorable:
     torch.manual_seed(0)
     model = create_model("vit_nano_patch2_8", attention=attention, num_classes=10, init_std=0.3, depth=2, **options)

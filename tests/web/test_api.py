@@ -11,18 +11,12 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from PIL import Image
-from small_explorer import NAMES, encoded, local_client, noise, small_model
+from small_explorer import NAMES, ask, encoded, local_client, noise, small_model
 
 from cumulant import create_model, explain
 from cumulant.web import Example, Explorable, Limits, create_app, looking
 
 QUERY = {"model": "cumulant3", "image": "example-1", "query": 6}
-
-
-def ask(client, what, **question):
-    answer = client.post(f"/api/{what}", json=question)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def test_info_names_models_examples_and_limits(client):

@@ -10,7 +10,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("transformers")
 
 import transformers
-from small_explorer import local_client, noise
+from small_explorer import ask, local_client, noise
 
 import cumulant
 from cumulant.inspect.opening import open_model
@@ -40,12 +40,6 @@ def saved(folder, kind, **options):
 
 def shown(place):
     return explorable(open_model(place, pickles=False))
-
-
-def ask(client, what, **question):
-    answer = client.post(f"/api/{what}", json=question)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 @pytest.mark.parametrize("kind", KINDS)

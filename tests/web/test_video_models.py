@@ -10,7 +10,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from PIL import Image
-from small_explorer import animated, encoded, local_client, noise, small_model, small_video_model
+from small_explorer import animated, ask, encoded, local_client, noise, small_model, small_video_model
 
 from cumulant import explain
 from cumulant.inspect.opening import open_model
@@ -28,12 +28,6 @@ QUERY = {"model": "video", "image": "example-0", "query": 6}  # class token, the
 
 def explorer(**options):
     return local_client(create_app({"video": small_video_model(**options)}, [Example(CLIP, "noise")]))
-
-
-def ask(client, what, **question):
-    answer = client.post(f"/api/{what}", json=question)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 @pytest.mark.parametrize(
