@@ -56,6 +56,19 @@ class Attention(nn.Module):
         A = torch.where(torch.ones(9, 9).tril().bool(), (q @ k.mT) * 0.5, torch.tensor(-1e9))
         return F.dropout(A.softmax(-1), 0.1, self.training) @ v
 
+    def in_place(self, q, k, v):
+        A = q @ k.mT
+        A.mul_(0.5)
+        A.masked_fill_(torch.ones(9, 9).triu(1).bool().expand(2, 4, 9, 9), -torch.inf)
+        return A.softmax(-1) @ v
+
+    def padded_in_place(self, q, k, v):
+        absent = torch.zeros(2, 9, dtype=torch.bool)
+        absent[1, 6:] = True
+        A = (q @ k.mT).div_(2.0)
+        A.masked_fill_(absent.view(2, 1, 1, 9).expand_as(A), torch.finfo(A.dtype).min)
+        return A.softmax(-1) @ v
+
     def padded(self, q, k, v):
         absent = torch.zeros(2, 1, 1, 9)
         absent[1, ..., 6:] = -1e9
@@ -73,6 +86,11 @@ class Attention(nn.Module):
 
     def capped(self, q, k, v):
         return ((q @ k.mT) * 0.5).clamp(max=1.0).softmax(-1) @ v
+
+    def capped_in_place(self, q, k, v):
+        A = (q @ k.mT) * 0.5
+        A.clamp_(max=1.0)
+        return A.softmax(-1) @ v
 
     def positions(self, q, k, v):
         return ((q @ k.mT) * 0.5 + self.bias).softmax(-1) @ v
@@ -98,7 +116,10 @@ class Model(nn.Module):
         return x + self.attn(x)
 
 
-PLAIN = ("matmul", "fused", "einsum", "bmm", "causal", "where", "padded", "summed", "kept_above")
+PLAIN = (
+    *("matmul", "fused", "einsum", "bmm", "causal", "where", "padded", "summed", "kept_above"),
+    *("in_place", "padded_in_place"),
+)
 
 
 def model_of(way):
@@ -114,10 +135,10 @@ def test_plain_attention_is_found_however_it_is_written_and_computes_the_mechani
     model = model_of(way)
     q, k, v = model.attn.qkv(TOKENS).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
     mask = None
-    if way == "padded":
+    if way.startswith("padded"):
         mask = torch.ones(2, 9, dtype=torch.bool)
         mask[1, 6:] = False
-    causal = way in ("causal", "where", "kept_above")
+    causal = way in ("causal", "where", "kept_above", "in_place")
     out = cumulant.attention(q, k, v, order=3, is_causal=causal, key_mask=mask)
     wanted = TOKENS + model.attn.proj(out.transpose(1, 2).flatten(2))
     report = convert(model, "cumulant3", example=TOKENS)
@@ -142,6 +163,7 @@ def test_taken_back_it_says_what_it_said(way):
         ("positions", "differs from head to head or from query to query"),
         ("changed", "does more to its logits than to scale and mask them"),
         ("powers", "does more to its logits than to scale and mask them"),
+        ("capped_in_place", "does more to its logits than to scale and mask them"),
         ("capped", "does more to its logits than to scale and mask them"),
     ],
 )

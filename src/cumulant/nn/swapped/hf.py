@@ -36,6 +36,8 @@ UNSUPPORTED = {
     "cache": "uses a paged cache",
     "cu_seq_lens_q": "is given packed sequences",
     "cu_seqlens": "is given packed sequences",
+    "indices": "attends to keys that an indexer selects for each query",
+    "block_indices": "attends to blocks of keys that an indexer selects for each query",
 }
 
 
@@ -225,12 +227,13 @@ def _softmax(
 ) -> tuple[Tensor, Tensor | None]:
     """A layer that stays as it was: by "sdpa", or, for what that does not know, by the model's own eager function."""
     queries, keys = query.shape[2], key.shape[2]
-    if mask is not None and every_key(mask) and queries == keys:
+    if mask is not None and every_key(mask) and queries == keys and not _selects(rest):
         mask, rest = None, {**rest, "is_causal": True}
+    rest["is_causal"] = _causal(module, rest["is_causal"], mask)
+    seen = _selected(module, query, dense(mask, queries, keys), keys, rest)
     own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     if own is not None and any(rest.get(name) is not None for name in ("softcap", "s_aux", "sinks", "head_mask")):
-        seen = dense(mask, queries, keys)
-        if seen is None and queries > 1 and _causal(module, rest["is_causal"], None):
+        if seen is None and queries > 1 and rest["is_causal"]:
             seen = dense(torch.ones(1, 1, keys, dtype=torch.bool, device=query.device), queries, keys)
         if seen is not None and seen.dtype == torch.bool:
             absent = torch.finfo(query.dtype).min
@@ -238,7 +241,27 @@ def _softmax(
         return own(module, query, key, value, seen, **rest)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return sdpa_attention_forward(module, query, key, value, dense(mask, queries, keys), **rest)
+    return sdpa_attention_forward(module, query, key, value, seen, **rest)
+
+
+def _selects(rest: dict[str, Any]) -> bool:
+    return rest.get("indices") is not None or rest.get("block_indices") is not None
+
+
+def _selected(module: Any, query: Tensor, mask: Tensor | None, keys: int, rest: dict[str, Any]) -> Tensor | None:
+    """The mask with no keys but those that an indexer selects for each query. Models put them into it beforehand for
+    "eager" and "sdpa", and hand them to any other implementation."""
+    blocks, places = rest.get("block_indices"), rest.get("indices")
+    if blocks is not None:
+        asked = rest.get("position_ids")
+        return module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, asked)
+    if places is None:
+        return mask
+    chosen = torch.zeros(*places.shape[:-1], keys, dtype=torch.bool, device=query.device)
+    chosen = chosen.scatter(-1, places.long(), True).unsqueeze(1)
+    if mask is None or mask.dtype == torch.bool:
+        return chosen if mask is None else mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _converted(
@@ -311,10 +334,14 @@ def _grid(module: nn.Module, tokens: int) -> tuple[int, int] | None:
 
 
 def _causal(module: nn.Module, is_causal: bool | None, mask: Tensor | None) -> bool:
-    """Whether queries see only the past: what the mask says, and without one what the layer does."""
+    """Whether queries see only the past: what the mask says, and else what the call, the layer and its config do.
+    Causal masks of ours always arrive, so that a layer which says nothing sees every key, as eager attention does."""
     if mask is not None:
         return mask.ndim == 3
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if is_causal is not None:
+        return bool(is_causal)
+    stated = getattr(getattr(module, "config", None), "is_causal", None)
+    return bool(getattr(module, "is_causal", False)) and stated is not False
 
 
 def _new_tokens(mask: Tensor, count: int) -> Tensor | None:

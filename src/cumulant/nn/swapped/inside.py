@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ... import zoo
 from ...call import Call
 from .choice import KEPT, SOFTMAX, Choice, Undo, mix, placed, weights
-from .logits import Logits, Weighted, found, numbers, product, step
+from .logits import Logits, Weighted, found, in_place, numbers, product, step
 from .masks import DenseMaskError, Pattern, merged
 
 TAG = "_cumulant_choice"  # attribute of a module: its choice
@@ -161,11 +161,11 @@ class _Watch(TorchFunctionMode):
             parts = said.logits
             out = attend(self.module, parts.query, parts.key, said.value, parts.masks, dropout=parts.dropout)
             return out if order is None else out.permute(order)
-        if said is not NotImplemented:
-            return said
-        if logits.is_weights or _is_softmax(func):
-            self._refuse(logits)
-        return func(*numbers(args), **numbers(kwargs))
+        if said is NotImplemented:
+            if logits.is_weights or _is_softmax(func):
+                self._refuse(logits)
+            said = func(*numbers(args), **numbers(kwargs))
+        return args[0].become(said) if in_place(func) and isinstance(args[0], Logits) else said
 
     def _refuse(self, logits: Any) -> None:
         why = f"{type(self.module).__name__} does more to its logits than to scale and mask them"

@@ -64,11 +64,16 @@ class Logits:
         made.__dict__.update({**self.__dict__, **changed})
         return made
 
+    def become(self, other: Logits | Tensor) -> Logits:
+        """These same logits after they were changed in place: who holds them holds what came of it."""
+        self.__dict__.update(other.__dict__ if isinstance(other, Logits) else {"fixed": other})
+        return self
+
     def weighed(self) -> Logits:
         return self.but(is_weights=True)
 
     def masked(self, mask: Tensor) -> Logits:
-        return self.but(masks=[*self.masks, mask])
+        return self.but(masks=[*self.masks, once(mask)])
 
     def actual(self) -> Tensor:
         """The numbers. Cost: Lq Lk D."""
@@ -151,6 +156,12 @@ def _name_of(func: Any) -> str:
     return name
 
 
+def in_place(func: Any) -> bool:
+    """Whether a function changes its first argument, as masked_fill_ does; often nobody takes what it returns."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
 def product(func: Any, args: Any, kwargs: Any) -> Logits | None:
     """The logits that a product of two tensors may be, or None for another function."""
     name = _name_of(func)
@@ -229,7 +240,7 @@ def step(func: Any, args: Any, kwargs: Any) -> Any:
         dim = kwargs.get("dim", other)
         return first.weighed() if name == "softmax" and dim in (-1, first.ndim - 1) else NotImplemented
     if name == "masked_fill":
-        return _filled(first, ~args[1], args[2] if len(args) > 2 else kwargs["value"])
+        return _filled(first, ~once(args[1]), args[2] if len(args) > 2 else kwargs["value"])
     if name == "add":
         return _added(first, other) if kwargs.get("alpha", 1) == 1 else NotImplemented
     if name in ("mul", "multiply"):
@@ -255,6 +266,13 @@ def _weighted_einsum(args: Any) -> Any:
     value = operands[1].permute([y.index(c) for c in lead + j + width[0]])
     order = lead + i + width[0]
     return Weighted(operands[0], value), [order.index(c) for c in result]
+
+
+def once(mask: Tensor) -> Tensor:
+    """A mask without what was only expanded over sequences, heads and queries: it says the same of all of them."""
+    for dim in range(mask.ndim - 1):
+        mask = mask if mask.stride(dim) else mask.narrow(dim, 0, 1)
+    return mask
 
 
 def _filled(logits: Logits, taken: Tensor, value: Any) -> Any:

@@ -23,9 +23,13 @@ import torch
 from torch import Tensor
 
 ABSENT = -1e3  # a bias below this means that a key is not there
-# Models in which something else than an attention that asks the registry reads the mask: text layers of GIT have a
-# softmax of their own, routers of NLLB-MoE look for padding in it. They get the mask that eager attention has.
-READERS = ("GitConfig", "NllbMoeConfig")
+# Models in which something else than an attention that asks the registry reads the mask: text layers of GIT and the
+# encoders of BigBird-Pegasus and Informer have a softmax of their own, routers of NLLB-MoE look for padding in it,
+# decoders of T5Gemma 2 and DeepSeek-V4 join it with another, Doge and indexers that select keys index it. They get the
+# mask that eager attention has.
+SOFTMAX_OF_THEIR_OWN = ("BigBirdPegasusConfig", "GitConfig", "InformerConfig")
+INDEXED = ("AXK2Config", "DeepseekV32Config", "DogeConfig", "GlmMoeDsaConfig", "HYV4Config", "MistralLarge4TextConfig")
+READERS = (*SOFTMAX_OF_THEIR_OWN, *INDEXED, "DeepseekV4Config", "NllbMoeConfig", "T5Gemma2DecoderConfig")
 LINEAR = "_cumulant_linear"  # attribute of such a mask: the same in the terms above
 
 
@@ -212,9 +216,9 @@ def _alike(mask: Tensor, queries: int, keys: int) -> Pattern:
     same = there[:, None].expand_as(seen)
     places = torch.arange(keys, device=mask.device)
     lower = same & (places <= places[:queries, None] + (keys - queries))
+    alike = seen.all(-1, keepdim=True) | ~seen.any(-1, keepdim=True)  # how makers fill a row without any key
     for expected, causal in ((same, False), (lower, True)):
-        rows = expected.any(-1, keepdim=True)  # a row without any key is filled as it pleases its maker
-        if bool(((seen == expected) | ~rows).all()):
+        if bool(((seen == expected) | (alike & ~expected.any(-1, keepdim=True))).all()):
             return Pattern(None if bool(there.all()) else there, causal, keys - queries if causal else 0)
     return understood(mask, False, queries, keys)
 
