@@ -105,7 +105,7 @@ def noise(result: Result) -> str:
 
 
 def board(results: Mapping[str, Result]) -> str:
-    """The leaderboard, how to read its signs, and what chance does."""
+    """The leaderboard, what its signs mean, and what chance does."""
     result = results["cab"]
     setting = result["setting"]
     steps = ", ".join(f"{name} {task['steps']:,}" for name, task in setting["tasks"].items())
@@ -121,11 +121,11 @@ def board(results: Mapping[str, Result]) -> str:
     parts = [summary(result, paying), said, noise(result)]
     if result["missing"]:
         parts.append(f"No time was left for {len(result['missing'])} runs.")
-    return "\n\n".join([*parts, *(made(one) for one in result["origins"])])
+    return "\n\n".join(parts)
 
 
 def details(result: Result) -> str:
-    """Every figure by use and task, how uses agree, and who serves which."""
+    """Every figure by use and task, how uses agree, who serves which, and where the runs were made."""
     parts = [
         "▲ and ▼: better or worse than softmax in the first metric of a task, beyond Welch's 95 % interval and the A/A "
         "gap."
@@ -137,6 +137,7 @@ def details(result: Result) -> str:
     parts += ["### Who serves which use", support(result)]
     if result["failed"]:
         parts += ["### Without a figure", "\n".join(f"- {line}" for line in result["failed"])]
+    parts += ["### Where the runs were made", "\n".join(f"- {made(one)}" for one in result["origins"])]
     return "\n\n".join(parts)
 
 
