@@ -200,16 +200,17 @@ def test_with_silent_branches_the_encoder_is_the_norm_of_the_embedding():
     torch.testing.assert_close(model.forward_features(x), model.norm(model.embed(x)))
 
 
-@pytest.mark.parametrize("attention", [name for name in zoo.names() if zoo.get(name).noncausal])
-@pytest.mark.parametrize("kw", [{}, {"pool": "gap"}, {"distilled": True}, {"qk_norm": True}])
+FORMS = ({"pool": "gap"}, {"distilled": True}, {"qk_norm": True})
+
+
+@pytest.mark.parametrize(
+    ("attention", "kw"),
+    [*((name, {}) for name in zoo.names() if zoo.get(name).noncausal), *(("cumulant3", kw) for kw in FORMS)],
+)
 def test_every_parameter_gets_a_gradient(attention, kw):
     model = nano(attention=attention, **kw)
     F.cross_entropy(model(images()), torch.tensor([1, 2, 3])).backward()
     without = {name for name, p in model.named_parameters() if p.numel() and (p.grad is None or not p.grad.any())}
-    if attention == "cumulant1":  # the mean of the values: queries and keys take no part
-        without = {name for name in without if "q_norm" not in name and "k_norm" not in name}
-    if attention == "aaren":  # the query is learned, not projected
-        without = {name for name in without if "q_norm" not in name}
     if model.pool == "cls":  # after the last block nothing reads the patches, which a convolution on the grid changes
         without = {name for name in without if not name.startswith("blocks.3.attn.mix.")}
     assert not without

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from cumulant.models import create_model
 
-MECHANISMS = ("linear", "cumulant2", "cumulant3")
+MECHANISMS = ("linear", "cumulant3")
 
 
 def model(attention, depth=2):

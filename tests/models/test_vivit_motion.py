@@ -43,10 +43,7 @@ def accuracy(variant, attention, steps=100, lr=5e-3):
         return (model(clips).argmax(1) == labels).float().mean().item()
 
 
-@pytest.mark.parametrize(
-    ("variant", "attention"),
-    [(1, "softmax"), (2, "softmax"), (3, "softmax"), (4, "softmax"), (1, "cumulant3"), (2, "cumulant2")],
-)
+@pytest.mark.parametrize(("variant", "attention"), [(1, "cumulant3"), (2, "cumulant2"), (3, "softmax"), (4, "softmax")])
 def test_every_variant_learns_the_direction_of_motion(variant, attention):
     assert accuracy(variant, attention) > 0.9
 
