@@ -122,6 +122,15 @@ def test_sentence_transformers_opens_a_converted_encoder_and_takes_the_name(tmp_
     save(model, tmp_path / "converted")
     opened = library.SentenceTransformer(str(tmp_path / "converted")).encode(texts)
     torch.testing.assert_close(torch.tensor(opened), torch.tensor(named), atol=1e-6, rtol=1e-5)
+    whole = library.SentenceTransformer(str(plain))
+    batch = {"input_ids": torch.arange(5, 11)[None], "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    convert(whole, "cumulant3", layers=[1], example=(batch,), force=True)
+    hybrid = whole.encode(texts)
+    save(whole, tmp_path / "whole")
+    whole.save(str(tmp_path / "own"))
+    for folder in ("whole", "own"):
+        opened = library.SentenceTransformer(str(tmp_path / folder)).encode(texts)
+        torch.testing.assert_close(torch.tensor(opened), torch.tensor(hybrid), atol=1e-6, rtol=1e-5)
 
 
 def test_adapters_of_peft_train_in_a_converted_model_and_are_saved(tmp_path):

@@ -228,6 +228,30 @@ def test_a_module_around_a_model_of_transformers_is_converted_saved_and_taken_ba
     assert not torch.equal(converted, before)
 
 
+def test_a_model_inside_of_a_converted_module_carries_its_own_part_of_the_plan(tmp_path):
+    """Saved and loaded without the module around it, it is not softmax again."""
+    from transformers import BertModel
+
+    model, batch = Sentence().eval(), padded()
+    convert(model, layers=PLAN, example=batch)
+    said = model.encoder(**batch).last_hidden_state
+    model.encoder.save_pretrained(tmp_path / "inner")
+    alone = BertModel.from_pretrained(tmp_path / "inner").eval()
+    torch.testing.assert_close(alone(**batch).last_hidden_state, said)
+    restore(model)
+    model.encoder.save_pretrained(tmp_path / "restored")
+    assert BertModel.from_pretrained(tmp_path / "restored").config._attn_implementation == "sdpa"
+
+
+def test_what_is_converted_inside_or_around_is_not_converted_again():
+    model, batch = Sentence().eval(), padded()
+    convert(model, layers=PLAN, example=batch)
+    around = torch.nn.ModuleDict({"part": model})
+    for other in (model.encoder, around):
+        with pytest.raises(ValueError, match="is converted already"):
+            convert(other, example=batch)
+
+
 def test_the_precision_of_the_weights_comes_back(tmp_path):
     model = cumulant.create_model("vit_nano_patch2_8", num_classes=10).bfloat16()
     convert(model)

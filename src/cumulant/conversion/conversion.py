@@ -175,6 +175,12 @@ def convert(
         )
     if plans.is_converted(model):
         raise ValueError("the model is converted already; cumulant.convert.restore(model) undoes that")
+    parts = plans.converted_parts(model)
+    if parts:
+        raise ValueError(
+            f"{parts[0]} of the model is converted already; cumulant.convert.restore(model) undoes that, of the model "
+            "that was converted"
+        )
     if budget is not None and layers != "auto":
         raise ValueError(f'budget={budget} goes with layers="auto", got layers={layers!r}')
     if budget is not None and not budget >= 0:

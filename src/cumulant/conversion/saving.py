@@ -77,7 +77,7 @@ def _write(model: Any, place: Path, folder: Path) -> None:
     library = plans.library_of(model)
     if library == plans.TRANSFORMERS and plans.config_of(model) is not None:
         model.save_pretrained(place)
-        _copy_beside(str(model.name_or_path or ""), place, folder)
+        _copy_beside(str(getattr(model, "name_or_path", None) or ""), place, folder)
         return
     known: dict[str, Any] = {"library": library, "layers": {name: choice.to_json() for name, choice in plan.items()}}
     if library == plans.OURS:

@@ -123,12 +123,13 @@ def remember(model: nn.Module, plan: Mapping[str, Choice], undo: Callable[[], No
     first = next(iter(plan.values()), None)  # the choice of all heads of all layers, where they do not differ
     one = first if whole and first and first.heads is None and all(x == first for x in plan.values()) else None
     if library_of(model) == TRANSFORMERS:
-        config = config_of(model)
-        if config is not None:
-            config.cumulant = {"layers": {name: choice.to_json() for name, choice in plan.items()}}
-            # Read by from_pretrained: without `register_transformers` it fails there, and never falls back to softmax.
-            named = one is not None and not one.options and one.attention != SOFTMAX
-            config.attn_implementation = one.attention if one is not None and named else hf.MIXED
+        # Read by from_pretrained: without `register_transformers` it fails there, and never falls back to softmax.
+        named = one is not None and not one.options and one.attention != SOFTMAX
+        for prefix, config in _stated(model):
+            within = {name.removeprefix(prefix): choice for name, choice in plan.items() if name.startswith(prefix)}
+            if within:
+                config.cumulant = {"layers": {name: choice.to_json() for name, choice in within.items()}}
+                config.attn_implementation = one.attention if one is not None and named else hf.MIXED
     elif isinstance(getattr(model, "config", None), dict):
         # `cumulant.train.save` writes the config: it must make this model, or none.
         stated: Any = model.config
@@ -160,6 +161,22 @@ def config_of(model: nn.Module) -> Any:
     return config if hasattr(config, "_attn_implementation_internal") else None
 
 
+def _stated(model: nn.Module) -> list[tuple[str, Any]]:
+    """Configs that are saved with the models of transformers in a model, and what the names of their layers begin with:
+    the model itself, or the outermost of those that a SentenceTransformer or a module of somebody's own holds."""
+    if library_of(model) != TRANSFORMERS:
+        return []
+    from transformers import PreTrainedModel
+
+    found: list[tuple[str, Any]] = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        inner = any(prefix.startswith(outer) for outer, _ in found)
+        if isinstance(module, PreTrainedModel) and not inner:
+            found.append((prefix, module.config))
+    return found
+
+
 def is_linear(module: nn.Module | None) -> bool:
     """Whether it is a linear layer; those of GPT-2 are of a class of their own in transformers."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
@@ -183,14 +200,23 @@ def forget(model: nn.Module) -> None:
     delattr(model, PLAN)
     if "_cumulant_config" in model.__dict__:
         model.__dict__["config"] = model.__dict__.pop("_cumulant_config")
-    config = config_of(model)
-    for name in ("cumulant", "attn_implementation"):
-        if config is not None and name in config.__dict__:
-            delattr(config, name)
+    for _, config in _stated(model):
+        for name in ("cumulant", "attn_implementation"):
+            if name in config.__dict__:
+                delattr(config, name)
 
 
 def is_converted(model: nn.Module) -> bool:
     return hasattr(model, PLAN)
+
+
+def converted_parts(model: nn.Module) -> list[str]:
+    """Names of the parts that were converted by themselves, or with a model around this one."""
+
+    def taken(part: nn.Module) -> bool:
+        return is_converted(part) or getattr(part, hf.TAG, KEPT).attention != SOFTMAX
+
+    return [name for name, part in model.named_modules() if taken(part)]
 
 
 def plan_of(model: nn.Module) -> dict[str, Choice]:
