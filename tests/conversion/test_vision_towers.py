@@ -77,7 +77,13 @@ def test_the_dial_of_a_hiera_measures_clusters_by_content() -> None:
     dial = choose_layers(model, x, target=0.9, candidates=["cluster4+find=tree"], force=True)
     assert dial.layers["backbone.blocks.3.attn"].tried == 1
     assert dial.layers["backbone.blocks.3.attn"].heads
-    assert not dial.layers["backbone.blocks.0.attn"].heads
+
+
+def test_the_dial_of_a_hiera_leaves_windows_alone() -> None:
+    dial = choose_layers(hiera(), torch.randn(1, 3, 128, 128), target=1e9, candidates=["cluster4"], force=True)
+    assert list(dial.layers) == ["backbone.blocks.3.attn"]
+    assert dial.kept["backbone.blocks.0.attn"] == "it looks within windows of 4 x 4 tokens"
+    assert "windows of 2 x 2" in str(dial)
 
 
 @pytest.mark.parametrize("family", ["CLIPVision", "SiglipVision", "Dinov2"])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..cluster.dial import check_target
 from ..inspect.batches import Batch, answers, check_model, check_numbers, evaluating, relative_error, some
 from ..inspect.examples import example_for
-from ..inspect.sites import Site
+from ..inspect.sites import Site, unwindowed
 from ..inspect.watching import kept_plan
 from ..kinds import kinds_checked
 from ..nn.swapped import plan as plans
@@ -237,7 +237,9 @@ def convert(
             undo()
             raise
     plans.remember(model, plan, undo, whole=len(plan) == len(found))
-    reasons = {site.name: site.refusal(asked) or _stays(site) for site in found if site.name not in plan}
+    reasons = {
+        site.name: site.refusal(asked) or site.windows or "not chosen" for site in found if site.name not in plan
+    }
     if dial is not None:
         reasons |= dial.reasons
     return ConversionReport(
@@ -274,15 +276,10 @@ def restore(model: nn.Module) -> None:
     plans.forget(model)
 
 
-def _stays(site: Site) -> str:
-    return f"it looks within windows of {site.window} x {site.window} tokens" if site.window else "not chosen"
-
-
 def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, Choice]:
     """The choice for each layer that the user named; an error for one that is not there or cannot be replaced."""
     if layers is None:
-        able = [site for site in found if site.refusal(asked) is None]
-        able = [site for site in able if not site.window] or able  # windows are short already: they stay
+        able = unwindowed(site for site in found if site.refusal(asked) is None)
         if not able:
             reasons = "; ".join(dict.fromkeys(str(site.refusal(asked)) for site in found))
             raise ValueError(f"no attention layer can take {asked}: {reasons}")

@@ -25,7 +25,7 @@ from ..cluster.tree import Tree
 from ..grammar import parse
 from ..inspect.batches import call, evaluating, some
 from ..inspect.examples import example_for
-from ..inspect.sites import Site
+from ..inspect.sites import Site, unwindowed
 from ..inspect.watching import kept_plan, softmax_sites, watching_softmax
 from ..kinds import kinds_checked
 from ..nn.swapped.choice import SOFTMAX, Choice
@@ -144,8 +144,8 @@ def choose_layers(
     `batches` of data (noise where there are none), with masks and grids as the model has them. Costs are those at the
     lengths of the data, and a candidate has to spare a head a third of softmax's multiply-adds; over few tokens none
     does, and none is measured. Candidates with `block`, `recent` or `sinks` are for causal layers (where all have 4
-    sinks unless they say otherwise), those with a near field or a pooled response for others. Axial layers are not
-    looked at, which the result says. Candidates within the target are timed on this device: the fastest is taken, and a
+    sinks unless they say otherwise), those with a near field or a pooled response for others. Axial layers, and
+    windows beside layers that see all (Hiera), are not looked at, which the result says. Candidates within the target are timed on this device: the fastest is taken, and a
     layer that is slower with each of them stays softmax unless `force`. The model is left as it is. Cost: a forward
     pass to see lengths, one in which every candidate that is cheap enough answers the sampled queries of every layer,
     all queries where it is causal, one to note what these layers are called with, and the layers alone to take the time
@@ -157,11 +157,13 @@ def choose_layers(
     used = some(example_for(model) if data is None else data, batches, model)
     with evaluating(model):
         found = find_sites(model, used[0])
-        kept = {site.name: site.obstacle or "it is not softmax now" for site in found}
-        able = {site.name: site for site in softmax_sites(found)}
+        kept = {site.name: site.obstacle or site.windows or "it is not softmax now" for site in found}
+        able = {site.name: site for site in unwindowed(softmax_sites(found))}
         sums: dict[str, _Sums] = {}
 
         def look(name: str, made: Call) -> None:
+            if name not in able:
+                return
             if made.query.shape[-3] != able[name].heads:
                 kept[name] = AXIAL
                 sums.pop(name, None)

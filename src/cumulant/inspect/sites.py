@@ -66,6 +66,11 @@ class Site:
         """What `cumulant.convert` put there, or None."""
         return getattr(self.module, "choice", None) or getattr(self.module, hf.TAG, None)
 
+    @property
+    def windows(self) -> str | None:
+        """Within which windows it looks, in words; None where it looks beyond."""
+        return f"it looks within windows of {self.window} x {self.window} tokens" if self.window else None
+
     def fitted(self, choice: Choice) -> Choice:
         """That choice as it is made in this layer, see `Choice.at`."""
         return choice.at(self.prefix, self.pattern == "causal")
@@ -204,6 +209,12 @@ def _asking(model: nn.Module, run: Callable[[], Any]) -> list[Site]:
         elif pattern != "self":
             sites[name] = replace(sites[name], pattern=pattern)
     return [replace(site, window=_window_of(model, site.name)) for site in sites.values()]
+
+
+def unwindowed(sites: Iterable[Site]) -> list[Site]:
+    """Those that look beyond windows, which are short already; all where each looks within windows."""
+    sites = list(sites)
+    return [site for site in sites if not site.window] or sites
 
 
 def _window_of(model: nn.Module, name: str) -> int:
