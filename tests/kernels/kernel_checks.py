@@ -84,3 +84,70 @@ def compare_views(
         one.square().sum().backward()
     assert error(out, expected) < tolerance
     assert error(qkv.grad, exact.grad) < tolerance
+
+
+def beside_plain_torch(
+    kernels: Callable[..., Tensor], reference: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor,
+    order: int,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
+    """Errors of the kernels and of the plain version, which rounds only its result, in the dtype of q."""
+
+    def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.detach().to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        out = function(*inputs, None, order, q.shape[-1] ** -0.5)
+        out.backward(grad.to(dtype))
+        return [out, *(x.grad for x in inputs)]
+
+    exact, plain, found = run(reference, torch.float64), run(reference, q.dtype), run(kernels, q.dtype)
+    return {n: (error(x, z), error(y, z)) for n, x, y, z in zip(NAMES, found, plain, exact, strict=True)}
+
+
+def compare_packed(
+    kernels: Callable[..., Tensor], reference: Callable[..., Tensor], lengths: tuple[list[int], list[int]], order: int,
+    tolerance: float,
+) -> None:  # fmt: skip
+    """Sequences end to end, of so many queries and keys, give what the reference gives for each of them."""
+    (cu_q, of_queries), (cu_k, of_keys) = (
+        (torch.tensor([0, *n], device=DEVICE).cumsum(0).to(torch.int32), sum(n)) for n in lengths
+    )
+    shapes = [(of_queries, 2, 16), (of_keys, 1, 16), (of_keys, 1, 24)]
+    inputs = [tokens(*shape, mean=1, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    longest = {"max_q": max(lengths[0]), "max_k": max(lengths[1])}
+    out = kernels(*inputs, None, order, 0.3, cu_q=cu_q, cu_k=cu_k, **longest)
+    parts = zip(*(x.split(n) for x, n in zip(exact, (*lengths, lengths[1]), strict=True)), strict=True)
+    expected = torch.cat([
+        reference(*(x.transpose(0, 1)[None] for x in part), None, order, 0.3)[0].transpose(0, 1)
+        if min(len(part[0]), len(part[1])) else part[0].new_zeros(len(part[0]), 2, 24)
+        for part in parts
+    ])  # fmt: skip
+    grad = tokens(*out.shape, seed=5)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert error(out, expected) < tolerance
+    for x, y in zip(inputs, exact, strict=True):
+        assert error(x.grad, y.grad) < tolerance
+
+
+def compare_runs(kernels: Callable[..., Tensor], heads: int, length: int) -> None:
+    """Outputs and gradients of two runs are equal bit by bit."""
+
+    def run() -> list[Tensor]:
+        inputs = [tokens(1, heads, length, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
+        out = kernels(*inputs, None, 3, 0.25)
+        out.backward(tokens(*out.shape, dtype=torch.bfloat16, seed=4))
+        return [out, *(x.grad for x in inputs)]
+
+    for x, y in zip(run(), run(), strict=True):
+        assert torch.equal(x, y)
+
+
+def compare_empty(kernels: Callable[..., Tensor]) -> None:
+    """Without sequences, queries or keys all there is is 0."""
+    for B, Lq, Lk in ((0, 4, 4), (1, 0, 4), (1, 4, 0)):
+        q, k, v = (tokens(B, 1, n, 16).requires_grad_() for n in (Lq, Lk, Lk))
+        out = kernels(q, k, v, None, 3, 0.25)
+        out.sum().backward()
+        assert out.shape == (B, 1, Lq, 16)
+        for x in (out, q.grad, k.grad, v.grad):
+            assert not x.any()

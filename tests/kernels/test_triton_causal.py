@@ -10,7 +10,17 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_checks import DEVICE, NAMES, compare_views, compare_with, error, poisoned_memory, tokens  # noqa: F401
+from kernel_checks import (  # noqa: F401
+    DEVICE,
+    beside_plain_torch,
+    compare_empty,
+    compare_packed,
+    compare_runs,
+    compare_views,
+    compare_with,
+    poisoned_memory,
+    tokens,
+)
 from torch import Tensor
 
 from cumulant.causal import causal_attention
@@ -43,21 +53,8 @@ def reference(
     return out.flatten(1, 2)
 
 
-def beside_plain_torch(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, order: int) -> dict[str, tuple[float, float]]:
-    """Errors of the kernels and of the plain version, which rounds only its result, in the dtype of q."""
-
-    def run(function, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
-        inputs = [x.detach().to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        out = function(*inputs, None, order, q.shape[-1] ** -0.5)
-        out.backward(grad.to(dtype))
-        return [out, *(x.grad for x in inputs)]
-
-    exact, plain = run(reference, torch.float64), run(reference, q.dtype)
-    found = run(triton_causal.attention, q.dtype)
-    return {n: (error(x, z), error(y, z)) for n, x, y, z in zip(NAMES, found, plain, exact, strict=True)}
-
-
 compare = partial(compare_with, triton_causal.attention, reference)
+beside = partial(beside_plain_torch, triton_causal.attention, reference)
 
 
 @pytest.mark.usefixtures("path")
@@ -118,26 +115,9 @@ def test_views_of_a_projection_are_read_in_place() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("same", [True, False])
 def test_a_packed_batch_equals_a_loop_over_its_sequences(same: bool) -> None:
-    lengths_q = [5, 0, 70, 1]
-    lengths_k = lengths_q if same else [30, 3, 40, 0]
-    cu_q = torch.tensor([0, *lengths_q], device=DEVICE).cumsum(0).to(torch.int32)
-    cu_k = cu_q if same else torch.tensor([0, *lengths_k], device=DEVICE).cumsum(0).to(torch.int32)
-    shapes = [(sum(lengths_q), 2, 16), (sum(lengths_k), 1, 16), (sum(lengths_k), 1, 24)]
-    inputs = [tokens(*shape, mean=1, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    out = triton_causal.attention(*inputs, None, 3, 0.3, cu_q=cu_q, cu_k=cu_k, max_q=70, max_k=70)
-    parts = zip(*(x.split(n) for x, n in zip(exact, (lengths_q, lengths_k, lengths_k), strict=True)), strict=True)
-    expected = torch.cat([
-        reference(*(x.transpose(0, 1)[None] for x in part), None, 3, 0.3)[0].transpose(0, 1)
-        if min(len(part[0]), len(part[1])) else part[0].new_zeros(len(part[0]), 2, 24)
-        for part in parts
-    ])  # fmt: skip
-    grad = tokens(*out.shape, seed=5)
-    out.backward(grad)
-    expected.backward(grad.double())
-    assert error(out, expected) < TOLERANCE[torch.float32]
-    for x, y in zip(inputs, exact, strict=True):
-        assert error(x.grad, y.grad) < TOLERANCE[torch.float32]
+    lengths = [5, 0, 70, 1]
+    both = lengths, lengths if same else [30, 3, 40, 0]
+    compare_packed(triton_causal.attention, reference, both, 3, TOLERANCE[torch.float32])
 
 
 @pytest.mark.usefixtures("path")
@@ -147,7 +127,7 @@ def test_keys_far_from_zero_cost_no_digits(order: int) -> None:
     four sequences: of a single one the first token, which is the point of reference, may lie far out."""
     q, k, v, grad = (tokens(4, 1, 80, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 100, 1, 0)))
 
-    for name, (found, plain) in beside_plain_torch(q, k, v, grad, order).items():
+    for name, (found, plain) in beside(q, k, v, grad, order).items():
         assert found < 2 * plain + (5e-4 if order == 2 else 1.2e-3), name
 
 
@@ -158,7 +138,7 @@ def test_keys_far_from_zero_cost_no_digits(order: int) -> None:
 def test_sixteen_bits_cost_twice_what_plain_torch_costs(order: int, dtype: torch.dtype, L: int, D: int, E: int) -> None:
     """Tokens around 0, whose average is no larger than their rounding: nothing hides what products round."""
     q, k, v, grad = (tokens(2, 1, L, n, dtype=dtype, seed=i) for i, n in enumerate((D, D, E, E)))
-    for name, (found, plain) in beside_plain_torch(q, k, v, grad, order).items():
+    for name, (found, plain) in beside(q, k, v, grad, order).items():
         assert found < (1.7 if name == "out" else 2.1) * plain, name
 
 
@@ -171,7 +151,7 @@ def test_rows_that_see_few_keys_cost_gradients_no_digits(
     """They weigh most in all gradients, and with logits of 4 their keys are far from the point. Tiles as on a GPU."""
     q, k, v, grad = (tokens(B, 1, L, width, seed=10 + i) for i in range(4))
     q, k, v, grad = ((4 * x if x is q else x).to(dtype) for x in (q, k, v, grad))
-    found = beside_plain_torch(q, k, v, grad, order)
+    found = beside(q, k, v, grad, order)
     assert all(x < 2 * y for x, y in found.values()), {name: x / y for name, (x, y) in found.items()}
 
 
@@ -199,24 +179,11 @@ def test_later_tokens_change_no_bit_of_earlier_rows() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_two_runs_are_bitwise_equal() -> None:
-    def run() -> list[Tensor]:
-        inputs = [tokens(1, 1, 50, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
-        out = triton_causal.attention(*inputs, None, 3, 0.25)
-        out.backward(tokens(1, 1, 50, 16, dtype=torch.bfloat16, seed=4))
-        return [out, *(x.grad for x in inputs)]
-
-    for x, y in zip(run(), run(), strict=True):
-        assert torch.equal(x, y)
+    compare_runs(triton_causal.attention, 1, 50)
 
 
 def test_empty_batches_and_lengths() -> None:
-    for B, Lq, Lk in ((0, 4, 4), (1, 0, 4), (1, 4, 0)):
-        q, k, v = (tokens(B, 1, n, 16).requires_grad_() for n in (Lq, Lk, Lk))
-        out = triton_causal.attention(q, k, v, None, 3, 0.25)
-        out.sum().backward()
-        assert out.shape == (B, 1, Lq, 16)
-        for x in (out, q.grad, k.grad, v.grad):
-            assert not x.any()
+    compare_empty(triton_causal.attention)
 
 
 def test_long_sequences_are_cut_and_many_heads_are_not() -> None:
@@ -281,7 +248,7 @@ def test_full_size(B: int, H: int, G: int, Lq: int, Lk: int, D: int, E: int, ord
 @pytest.mark.parametrize("L", [61, 197, 4099])
 def test_full_size_costs_twice_what_plain_torch_costs(order: int, L: int) -> None:
     q, k, v, grad = (tokens(4, 2, L, 64, dtype=torch.bfloat16, seed=i) for i in range(4))
-    for name, (found, plain) in beside_plain_torch(q, k, v, grad, order).items():
+    for name, (found, plain) in beside(q, k, v, grad, order).items():
         assert found < 2 * plain + (0 if name == "out" else 1e-4), name
 
 

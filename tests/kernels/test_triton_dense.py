@@ -9,7 +9,17 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_checks import DEVICE, compare_views, compare_with, error, poisoned_memory, tokens  # noqa: F401
+from kernel_checks import (  # noqa: F401
+    DEVICE,
+    beside_plain_torch,
+    compare_empty,
+    compare_packed,
+    compare_runs,
+    compare_views,
+    compare_with,
+    poisoned_memory,
+    tokens,
+)
 from torch import Tensor
 
 from cumulant.kernels import launch
@@ -102,28 +112,8 @@ def test_views_of_a_projection_are_read_in_place() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("order", [2, 3])
 def test_a_packed_batch_equals_a_loop_over_its_sequences(order: int) -> None:
-    lengths_q, lengths_k = [5, 0, 20, 1], [65, 3, 0, 70]
-    cu_q, cu_k = (
-        torch.tensor([0, *x], device=DEVICE).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k)
-    )  # fmt: skip
-    q, k, v = (
-        tokens(n, h, d, mean=1, seed=i)
-        for i, (n, h, d) in enumerate([(26, 2, 16), (138, 1, 16), (138, 1, 24)])
-    )  # fmt: skip
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    out = triton_dense.attention(*inputs, None, order, 0.3, cu_q=cu_q, cu_k=cu_k, max_q=20, max_k=70)
-    parts = zip(*(x.split(n) for x, n in zip(exact, (lengths_q, lengths_k, lengths_k), strict=True)), strict=True)
-    expected = torch.cat(
-        [reference(*(x.transpose(0, 1)[None] for x in p), None, order, 0.3)[0].mT.mT for p in parts], 1
-    )
-    expected = expected.transpose(0, 1)
-    grad = tokens(*out.shape, seed=5)
-    out.backward(grad)
-    expected.backward(grad.double())
-    assert error(out, expected) < TOLERANCE[torch.float32]
-    for x, y in zip(inputs, exact, strict=True):
-        assert error(x.grad, y.grad) < TOLERANCE[torch.float32]
+    both = [5, 0, 20, 1], [65, 3, 0, 70]
+    compare_packed(triton_dense.attention, reference, both, order, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("order", [2, 3])
@@ -148,19 +138,9 @@ def test_tokens_far_from_zero_cost_no_digits(of_keys: int, of_values: int, order
     v = tokens(1, 2, 200, 32, mean=of_values, dtype=torch.bfloat16, seed=1)
     k = tokens(1, 2, 200, 32, mean=of_keys, dtype=torch.bfloat16, seed=2)
     grad = tokens(1, 2, 96, 32, dtype=torch.bfloat16, seed=3)
-    scale = 32**-0.5
-
-    def run(function, dtype: torch.dtype) -> list[Tensor]:  # type: ignore[no-untyped-def]
-        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        out = function(*inputs, None, order, scale)
-        out.backward(grad.to(dtype))
-        return [out, *(x.grad for x in inputs)]
-
-    exact = run(reference, torch.float64)
-    plain = run(reference, torch.bfloat16)
-    fused = run(triton_dense.attention, torch.bfloat16)
-    for name, x, y, z in zip(("out", "dq", "dk", "dv"), fused, plain, exact, strict=True):
-        assert error(x, z) < 2 * error(y, z) + 1e-4, name
+    found = beside_plain_torch(triton_dense.attention, reference, q, k, v, grad, order)
+    for name, (ours, plain) in found.items():
+        assert ours < 2 * plain + 1e-4, name
 
 
 @pytest.mark.usefixtures("path")
@@ -178,14 +158,7 @@ def test_an_outlier_among_the_first_tokens_does_no_harm() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_two_runs_are_bitwise_equal() -> None:
-    def run() -> list[Tensor]:
-        inputs = [tokens(1, 2, 130, 16, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
-        out = triton_dense.attention(*inputs, None, 3, 0.25)
-        out.backward(tokens(1, 2, 130, 16, dtype=torch.bfloat16, seed=4))
-        return [out, *(x.grad for x in inputs)]
-
-    for x, y in zip(run(), run(), strict=True):
-        assert torch.equal(x, y)
+    compare_runs(triton_dense.attention, 2, 130)
 
 
 def test_no_state_is_kept_without_gradients() -> None:
@@ -196,14 +169,7 @@ def test_no_state_is_kept_without_gradients() -> None:
 
 
 def test_empty_batches_and_lengths() -> None:
-    for B, Lq, Lk in ((0, 4, 4), (1, 0, 4), (1, 4, 0)):
-        q, k, v = (tokens(B, 1, n, 16).requires_grad_() for n in (Lq, Lk, Lk))
-        out = triton_dense.attention(q, k, v, None, 3, 0.25)
-        out.sum().backward()
-        assert out.shape == (B, 1, Lq, 16)
-        for x in (out, q.grad, k.grad, v.grad):
-            assert not x.isnan().any()
-            assert not x.any() or Lk > 0
+    compare_empty(triton_dense.attention)
 
 
 def test_the_custom_ops_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
