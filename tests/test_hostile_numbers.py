@@ -88,6 +88,22 @@ def test_causal_clusters_do_not_know_how_heavy_later_tokens_are():
     assert relative(cluster_attention(q, k, v, key_mask=weights, **asked)[:, :, :29], wanted) < 1e-6
 
 
+@pytest.mark.parametrize("variance", ["diagonal", "full"])
+@pytest.mark.parametrize("closure", ["gauss", "tanh"])
+def test_a_cluster_that_weighs_next_to_nothing_is_next_to_nothing(closure, variance):
+    """One over its weight has no number in float32."""
+    inputs, weights = tokens(5, 32), torch.rand(1, 32) + 0.1
+    weights[:, :8] *= 1e-40
+
+    def asked(*x):
+        return cluster_attention(*x, clusters=4, closure=closure, variance=variance, key_mask=weights, response=None)
+
+    grad = torch.randn(1, 2, 5, 8)
+    exact = with_gradients(asked, [x.double() for x in inputs], grad)
+    for found, wanted in zip(with_gradients(asked, inputs, grad), exact, strict=True):
+        assert relative(found, wanted) < 1e-6
+
+
 def test_weights_keep_every_digit_in_their_unit():
     """A rounding of each would be what is left where large terms of a row cancel."""
     weights = 10 ** (torch.rand(5, 400) * 12 - 6) * torch.tensor([1e-38, 1e-20, 1.0, 1e20, 1e32])[:, None]

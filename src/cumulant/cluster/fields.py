@@ -52,10 +52,9 @@ class Far(NamedTuple):
         """From moments (B, H, K)."""
         W, k, v, S, P, _ = moments
         assert P is not None
-        over_W = ratio(torch.ones_like(W), W)
-        matrix = over_W[..., None, None]
-        spread = P * (matrix if moments.full else over_W.unsqueeze(-1))
-        return cls(log(W), k, v, spread, None if S is None else S * matrix)
+        matrix = torch.where(W > 0, W, 1)[..., None, None]  # divided by: one over the smallest weights is no number
+        spread = P / (matrix if moments.full else matrix.squeeze(-1))
+        return cls(log(W), k, v, spread, None if S is None else S / matrix)
 
     @property
     def shares(self) -> Tensor:
