@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from cumulant.explain.matches import TURN, Matcher, from_two_sides, is_matcher, kept, lightglue, placed
+from cumulant.web.dial import dial_facts
 from cumulant.web.matcher import MatchingDial
 from cumulant.web.serve import _dialled, _unused
 
@@ -158,6 +159,7 @@ def test_the_dial_shows_the_matches_of_each_step(matcher):
     assert subject.compared(linear, exact, (0.5, 0.5)) < 1
     assert exact.seconds > 0
     assert 0 < subject.cost("cluster16+response=pooled")
+    assert (told := dial_facts("LightGlue", subject)).short == "kept", told  # a share of matches is no IoU
     before, shown = subject.before(one), subject.shown(one, exact, (0.5, 0.5))
     assert before.size == shown.size == (384, 516)
     assert np.abs(np.asarray(before).astype(int) - np.asarray(shown)).max() > 50  # lines are drawn

@@ -514,6 +514,7 @@ def test_the_dial_goes_from_linear_to_softmax_on_a_photograph(browser, tmp_path)
         open_view(page, "Dial")
         expect(page.locator(".dial-strip img")).to_have_count(8)
         assert page.locator(".dial-strip button").first.inner_text().startswith("linear")
+        assert page.locator(".dial-strip button small").last.inner_text() == "change 0.0 %"
         first = page.locator(".dial-pair .now img").get_attribute("src")
         page.locator(".dial-strip button").last.click()
         settle(page)

@@ -144,12 +144,13 @@ def choose_layers(
     `batches` of data (noise where there are none), with masks and grids as the model has them. Costs are those at the
     lengths of the data, and a candidate has to spare a head a third of softmax's multiply-adds; over few tokens none
     does, and none is measured. Candidates with `block`, `recent` or `sinks` are for causal layers (where all have 4
-    sinks unless they say otherwise), those with a near field or a pooled response for others. Axial layers, and
-    windows beside layers that see all (Hiera), are not looked at, which the result says. Candidates within the target are timed on this device: the fastest is taken, and a
-    layer that is slower with each of them stays softmax unless `force`. The model is left as it is. Cost: a forward
-    pass to see lengths, one in which every candidate that is cheap enough answers the sampled queries of every layer,
-    all queries where it is causal, one to note what these layers are called with, and the layers alone to take the time
-    of every candidate within the target. `progress`: where a bar is shown meanwhile.
+    sinks unless they say otherwise), those with a near field or a pooled response for others. Axial layers, and windows
+    beside layers that see all (Hiera), are not looked at, which the result says. Candidates within the target are timed
+    on this device: the fastest is taken, and a layer that is slower with each of them stays softmax unless `force`. The
+    model is left as it is. Cost: a forward pass to see lengths, one in which every candidate that is cheap enough
+    answers the sampled queries of every layer, all queries where it is causal, one to note what these layers are called
+    with, and the layers alone to take the time of every candidate within the target. `progress`: where a bar is shown
+    meanwhile.
     """
 
     check_target(target)

@@ -56,6 +56,7 @@ class Subject(ABC):
 
     title: str
     score: str  # what `compared` is called on the page
+    short: str  # the same in a word
     same: float  # its value where nothing changes
     pointed = False  # whether the place of a click matters
     steps = STEPS
@@ -107,7 +108,7 @@ class Subject(ABC):
 def dial_facts(name: str, one: Subject) -> schemas.DialInfo:
     steps = [schemas.DialStep(title=title, cost=one.cost(step)) for step, title in one.steps.items()]
     return schemas.DialInfo(
-        name=name, title=one.title, score=one.score, same=one.same, pointed=one.pointed, steps=steps
+        name=name, title=one.title, score=one.score, short=one.short, same=one.same, pointed=one.pointed, steps=steps
     )
 
 
@@ -137,7 +138,7 @@ def timed(model: nn.Module, layers: tuple[str, ...]) -> Iterator[list[float]]:
 class PaintingDial(Subject):
     """A painter with 4,096 patches in sight: what it paints into the hidden half of a picture."""
 
-    score, same = "change of what is painted", 0.0
+    score, short, same = "change of what is painted", "change", 0.0
 
     def __init__(self, painter: Painter, name: str, side: int = 512) -> None:
         super().__init__()

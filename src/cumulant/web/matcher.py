@@ -40,7 +40,7 @@ STEPS = {  # by rising cost; a block of keypoints is a part of the picture
 class MatchingDial(Subject):
     """LightGlue whose self and cross attention are dialled."""
 
-    score, same, steps = "share of softmax's matches", 1.0, STEPS
+    score, short, same, steps = "share of softmax's matches", "kept", 1.0, STEPS
 
     def __init__(self, matcher: Matcher, number: int = 1024) -> None:
         super().__init__()

@@ -88,6 +88,7 @@ class DialInfo(BaseModel):
     name: str
     title: str
     score: str = Field(description="What the number beside each step is.")
+    short: str = Field(description="The same in a word.")
     same: float = Field(description="Its value where nothing changes.")
     pointed: bool = Field(description="Whether the answer depends on the place of the click.")
     steps: list[DialStep] = Field(description="From linear to softmax.")

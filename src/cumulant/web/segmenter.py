@@ -37,7 +37,7 @@ def is_segmenter(word: str) -> bool:
 class SegmentingDial(Subject):
     """SAM 2 whose global layers are dialled."""
 
-    score, same, pointed, steps = "IoU with softmax's mask", 1.0, True, DIAL
+    score, short, same, pointed, steps = "IoU with softmax's mask", "IoU", 1.0, True, DIAL
 
     def __init__(self, word: str, device: str = "cpu", size: int = 1024) -> None:
         super().__init__()

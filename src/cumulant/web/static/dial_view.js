@@ -78,5 +78,5 @@ function stop(dial, step, i, here, answer) {
   const text = answer ? `${dial.score} ${score(dial, answer.score)}, ${seconds(answer.seconds)}` : "not asked yet";
   return element("button", { type: "button", "aria-pressed": String(here), "data-step": i, "aria-label": `${step.title}: ${costOf(step)} of softmax's multiply-adds, ${text}`, onclick: () => set({ step: i }) },
     answer ? element("img", { src: answer.picture, alt: "" }) : element("span", { class: "empty" }, "…"),
-    element("b", {}, step.title), element("small", {}, `cost ${costOf(step)}`), element("small", {}, answer ? `${dial.same ? "IoU" : "change"} ${score(dial, answer.score)}` : ""));
+    element("b", {}, step.title), element("small", {}, `cost ${costOf(step)}`), element("small", {}, answer ? `${dial.short} ${score(dial, answer.score)}` : ""));
 }
