@@ -25,6 +25,8 @@ from .layout import Blocks, cuts, divide, on_grid
 T = TypeVar("T")
 TILES = (32, 64, 128)  # queries that can share their near clusters in a kernel
 WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the shared memory of a multiprocessor
+# Bytes of shared memory that a row of a tile takes in the causal kernels where that is most, in wide heads or float32.
+PAST_ROW = {torch.bfloat16: 928, torch.float16: 1_280, torch.float32: 1_664}
 MOST = 1024  # clusters
 MOST_HEADS = 65_535  # of all sequences of a batch: as far as the second dimension of a grid of programs goes
 LONG = 1024  # keys up to which short clusters go through their tokens, where that is cheaper
@@ -172,9 +174,14 @@ def blocks_of_past(clusters: int | Blocks, rows: int) -> Blocks:
     return replace(clusters, size=max(1, min(clusters.size, rows)))
 
 
-def past_tile(Lq: int) -> int:
-    """Rows of a tile of the causal kernels."""
-    return min(128, launch.padded(Lq, 32))
+def past_tile(call: Call) -> int:
+    """Rows of a tile of the causal kernels: up to 128, fewer on GPUs whose shared memory would not hold these."""
+    query, rows = call.query, 128
+    wide = max(query.shape[-1], call.value.shape[-1]) > 64
+    taken = PAST_ROW[query.dtype] if wide or query.dtype == torch.float32 else 0
+    while rows > 32 and rows * taken > launch.shared_memory(query.device):
+        rows //= 2
+    return min(rows, launch.padded(query.shape[-2], 32))
 
 
 def _past_obstacle(case: Case) -> str | None:
@@ -195,7 +202,7 @@ def _past_obstacle(case: Case) -> str | None:
     if form.full:
         return 'kernels take variance="diagonal"'
     blocks = blocks_of_past(clusters, call.offset + Lq)
-    total, listed = widest_list(Lq, call.offset, blocks, past_tile(Lq))
+    total, listed = widest_list(Lq, call.offset, blocks, past_tile(call))
     if form.response is not None and 0 < form.response < listed:
         return f"causal kernels take response=None or 0, got {form.response}"
     if form.pooled and blocks.keep is not None:

@@ -88,7 +88,7 @@ def _run_past(case: Case) -> Tensor:
     from ..kernels.past import host as triton_past
 
     call, form, Lq = case.call, case.form, case.call.query.shape[-2]
-    blocks, tile = blocks_of_past(case.clusters, call.offset + Lq), past_tile(Lq)
+    blocks, tile = blocks_of_past(case.clusters, call.offset + Lq), past_tile(call)
     tables = past_tables(call, blocks, tile)
     return triton_past.attention(
         *call[:3],
@@ -111,11 +111,11 @@ def _found(case: Case, mask: Tensor | None) -> Assignment:
     """The clusters that k-means finds: by kernels where a program can hold the centres, else as plain torch does."""
     from ..kernels.kmeans import host as triton_kmeans
 
-    call, options, (B, Hk, _, D) = case.call, case.clusters, case.call.key.shape
+    call, options, (B, Hk) = case.call, case.clusters, case.call.key.shape[:2]
     K = sizes_of(case)[0]
     key = call.key[:, :, call.prefix :]
     present = None if mask is None else mask[:, call.prefix :]
-    if options.metric != "diagonal" and triton_kmeans.fits(K, D):
+    if options.metric != "diagonal" and triton_kmeans.fits(K, call.key):
         query = call.query if options.metric == "full" and call.query.shape[-2] else None
         with torch.no_grad():
             step = options.step(key.shape[-2])
@@ -125,7 +125,7 @@ def _found(case: Case, mask: Tensor | None) -> Assignment:
                 centres = first_centres(key[:, :, ::step], some, options)
             return Assignment(triton_kmeans.nearest(query, key, present, centres, K, options.iterations, step), K)
     dtype = statistics_dtype(call.key.dtype)
-    q = (call.query.to(dtype) * call.softmax_scale).reshape(B, Hk, -1, D)
+    q = (call.query.to(dtype) * call.softmax_scale).reshape(B, Hk, -1, call.key.shape[-1])
     k, weights = call.key.to(dtype), None if mask is None else mask.unsqueeze(1).to(dtype)
     if weights is not None:
         k = k.masked_fill((weights == 0).unsqueeze(-1), 0)

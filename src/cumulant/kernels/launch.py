@@ -25,6 +25,15 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # Triton r
 HAS_TRITON = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # head size, at most
+ROOM = 232_448  # bytes of shared memory of a program on H100, H200 and B200: all tuning tables are made for these
+OLDEST = (8, 0)  # compute capability: Triton supports none before
+# Type, order and padded head size -> bytes of shared memory that kernels of `attention` take, where that is more than
+# GPUs of 99 KB have, as compiled for sm_89 (`python -m tools.fits`).
+TAKEN = {
+    (torch.bfloat16, 2, 256): 123_904, (torch.bfloat16, 3, 256): 160_768,
+    (torch.float16, 2, 256): 189_440, (torch.float16, 3, 256): 160_256, (torch.float16, 3, 128): 173_056,
+    (torch.float32, 3, 256): 154_112,
+}  # fmt: skip
 FARTHEST = 1 << 24  # elements from a token to the next, at most: kernels walk the 128 tokens of a tile in 32 bits
 
 
@@ -45,7 +54,8 @@ class Config(NamedTuple):
 
 def available(x: Tensor) -> bool:
     """Whether Triton kernels can take x: on a CUDA device, or on the CPU under TRITON_INTERPRET=1."""
-    return x.dtype in DTYPES and HAS_TRITON and x.device.type == ("cpu" if INTERPRET else "cuda")
+    there = x.dtype in DTYPES and HAS_TRITON and x.device.type == ("cpu" if INTERPRET else "cuda")
+    return there and unsupported(x.device) is None
 
 
 def direct(x: Tensor) -> bool:
@@ -59,11 +69,36 @@ def obstacle(query: Tensor, value: Tensor) -> str | None:
         return f"Triton is not installed ({install('gpu')})"
     if query.device.type != ("cpu" if INTERPRET else "cuda"):
         return f"tensors are on {query.device}, not on a CUDA device (TRITON_INTERPRET=1 runs kernels on the CPU)"
+    reason = unsupported(query.device)
+    if reason is not None:
+        return reason
     if query.dtype not in DTYPES:
         return f"kernels take float16, bfloat16 and float32, got {query.dtype}"
     if max(query.shape[-1], value.shape[-1]) > WIDEST:
         return f"heads are at most {WIDEST} wide, got {query.shape[-1]} and {value.shape[-1]}"
     return None
+
+
+@cache
+def unsupported(device: torch.device) -> str | None:
+    """Why no kernel runs on a device that torch calls a GPU, or None."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return "kernels are written for GPUs of NVIDIA, this one is used by ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OLDEST:
+        return None
+    return "kernels take GPUs of compute capability {}.{} and later, this one has {}.{}".format(*OLDEST, *capability)
+
+
+def no_room(query: Tensor, value: Tensor, order: int) -> str | None:
+    """Why kernels of `attention` do not fit the shared memory of this GPU, or None."""
+    width = padded(max(query.shape[-1], value.shape[-1]))
+    taken, room = TAKEN.get((query.dtype, order, width), 0), shared_memory(query.device)
+    if taken <= room:
+        return None
+    return f"heads of {width} take {taken:,} bytes of shared memory at order {order}, a program has {room:,} here"
 
 
 def too_wide(query: Tensor, value: Tensor, widest: int, widest_float32: int) -> str | None:
@@ -82,10 +117,9 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have: 227 KB on an H200, 99 on small GPUs."""
-    most = 232_448
+    """Bytes of shared memory that a program may have: 227 KB on an H200, 163 on an A100, 99 on small GPUs."""
     found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(getattr(found, "shared_memory_per_block_optin", most))
+    return int(getattr(found, "shared_memory_per_block_optin", ROOM))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
+from triton.runtime.errors import OutOfResources
 
 from . import launch, replay
 from .products import INTERPRET, cast
@@ -74,17 +75,31 @@ class Kernel:
         device = torch.cuda.current_device()
         found = fixed.compiled.get(device)
         if found is None:
-            compiled = self.jitted[grid](*given, **fixed.constants)
+            compiled, rest = self.first(grid, given, fixed.constants)
             if compiled is None:
                 replay.spoiled()
                 return
-            rest = tuple(fixed.constants[name] for name in self.jitted.arg_names[len(given) :])
             fixed.compiled[device] = compiled, rest
         else:
             compiled, rest = found
             # Addresses: of a tensor the launcher asks for its own, and the driver whether that is one of the device.
             compiled[grid](*[x.data_ptr() if isinstance(x, Tensor) else x for x in given], *rest)
         replay.started(compiled, rest, grid, given)
+
+    def first(self, grid, given, constants):
+        """Launches by Triton: what it compiled, and the constants behind what is given. Where that takes more than the
+        device has, loops wait for their tiles instead of having the next ones brought meanwhile."""
+        try:
+            compiled = self.jitted[grid](*given, **constants)
+        except OutOfResources as short:
+            fewer = {name: 1 if name.upper().endswith("STAGES") else x for name, x in constants.items()}
+            if fewer == constants:
+                raise RuntimeError(
+                    f"kernel {self.jitted.__name__} takes {short.required:,} of {short.name} and this GPU has "
+                    f'{short.limit:,}: pass backend="reference", which is plain torch, or narrower heads'
+                ) from short
+            return self.first(grid, given, fewer)
+        return compiled, tuple(constants[name] for name in self.jitted.arg_names[len(given) :])
 
     def launched(self, grid, *given, **constants):
         kind, away = [torch.cuda.current_device(), *constants, *constants.values()], 0
@@ -104,11 +119,10 @@ class Kernel:
         key = tuple(kind)
         found = self.compiled.get(key)
         if found is None:
-            compiled = self.jitted[grid](*given, **constants)
+            compiled, rest = self.first(grid, given, constants)
             if compiled is None:
                 replay.spoiled()
                 return
-            rest = tuple(constants[name] for name in self.jitted.arg_names[len(given) :])
             self.compiled[key] = compiled, rest
         else:
             compiled, rest = found

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..batch import Batch
-from ..launch import Config, cdiv, dot_precision, multiprocessors, padded
+from ..launch import ROOM, Config, cdiv, dot_precision, multiprocessors, padded, shared_memory
 
 # kernel -> widest of D and E, padded -> configurations at order 2 and at order 3
 TABLE: dict[str, dict[int, tuple[Config, Config]]] = {
@@ -56,6 +56,8 @@ BEYOND: dict[tuple[str, int, int], tuple[tuple[int, Config], ...]] = {
     ("fused_backward", 64, 2): ((64, THREE_STAGES), (1024, FOUR_STAGES)),
     ("fused_backward", 64, 3): ((64, FOUR_STAGES),),
 }
+# The same -> bytes of shared memory that the line above takes, and one for GPUs that have less.
+SMALLER = {("backward_keys", 128, 3): (107_520, Config(32, 8, 1))}
 # float32 tiles take twice the room, and products without tensor cores hold the time
 FLOAT32 = {64: Config(32, 8, 1), 128: Config(32, 8, 1), 256: Config(16, 8, 1)}
 SHORT = 512  # tokens up to which one program does a whole head, however few heads there are
@@ -90,6 +92,7 @@ class Plan:
     dtype: torch.dtype
     precision: str
     processors: int
+    room: int = ROOM  # bytes of shared memory of a program
 
     @cached_property
     def width(self) -> int:
@@ -147,6 +150,9 @@ class Plan:
             config = other if longest > limit else config
         if kernel == "fused_backward" and self.order == 2 and config == FOUR_STAGES and self.even_with_three:
             config = THREE_STAGES
+        taken, smaller = SMALLER.get((kernel, width, self.order), (0, config))
+        if not self.heavy and self.room < taken:
+            config = smaller
         most = padded(max(1, longest))
         return config._replace(block=min(config.block, most), keys=min(config.keys, most))
 
@@ -194,5 +200,5 @@ def plan_for(batch: Batch) -> Plan:
     return _plan_of(
         batch.order, batch.cu_q is not None, batch.total, batch.sequences, batch.key.shape[1], batch.group, D, E,
         padded(D), padded(E), batch.max_q, batch.max_k, query.dtype, dot_precision(query.dtype),
-        multiprocessors(query.device),
+        multiprocessors(query.device), shared_memory(query.device),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..launch import cdiv, layout, multiprocessors, on_device, padded, rows
+from ..launch import ROOM, cdiv, layout, multiprocessors, on_device, padded, rows, shared_memory
 from ..tokens import Fixed
 from . import steps
 
@@ -19,9 +19,11 @@ AT_ONCE = 16  # centres that a program moves
 LARGEST = 16384  # numbers of all centres of a head, KP x BD: what a program holds
 
 
-def fits(K: int, D: int) -> bool:
-    """Whether a program can hold the centres of a head."""
-    return padded(K, 32) * padded(D, 32) <= LARGEST
+def fits(K: int, key: Tensor) -> bool:
+    """Whether a program can hold the K centres of a head of key (B, Hk, L, D)."""
+    KP, BD, room = padded(K, 32), padded(key.shape[-1], 32), shared_memory(key.device)
+    taken = max((16 if key.dtype == torch.float32 else 7) * KP * BD, 8 * BD * BD)  # bytes, on smaller GPUs than an H100
+    return KP * BD <= LARGEST and (room >= ROOM or taken <= room)
 
 
 def nearest(

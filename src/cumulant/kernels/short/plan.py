@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cluster.parts import CLOSURE_NUMBER
-from ..launch import Config, cdiv, dot_precision, padded
+from ..launch import ROOM, Config, cdiv, dot_precision, padded, shared_memory
 
 SLOTS = 64  # of a tile; a cluster has no more
 
@@ -24,6 +24,8 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "key_gradients": (Config(64, 4, 2), Config(128, 8, 1), Config(16, 4, 1)),
     "whole_gradients": (Config(64, 4, 1), Config(64, 4, 1), Config(16, 4, 1)),
 }
+# Bytes of shared memory that `key_gradients` of heads of 65 to 128 takes, and its line for GPUs that have less.
+TAKEN, SMALLER = 131_072, Config(64, 4, 1)
 
 
 class Call(NamedTuple):
@@ -54,6 +56,7 @@ class Plan(NamedTuple):
     full: bool
     ragged: bool  # some slot of a cluster is empty
     dtype: torch.dtype
+    room: int = ROOM  # bytes of shared memory of a program
 
     @property
     def whole(self) -> bool:
@@ -79,7 +82,9 @@ class Plan(NamedTuple):
         kinds = CONFIGS[name]
         if self.dtype == torch.float32:
             return kinds[2]
-        return kinds[0] if max(self.widths) <= 64 else kinds[1]
+        if max(self.widths) <= 64:
+            return kinds[0]
+        return SMALLER if name == "key_gradients" and self.room < TAKEN else kinds[1]
 
     def queries(self, name: str) -> int:
         """Queries of a tile."""
@@ -103,7 +108,7 @@ def plan_for(call: Call) -> Plan:
     B, H, Lq, D = call.query.shape
     return Plan(
         B * H, Lq, D, call.value.shape[-1], cdiv(len(call.places), SLOTS), call.slots, call.prefix, call.closure,
-        call.full, -1 in call.places, call.query.dtype,
+        call.full, -1 in call.places, call.query.dtype, shared_memory(call.query.device),
     )  # fmt: skip
 
 
