@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 ROOMS = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes a program may have
 PROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
@@ -172,9 +173,8 @@ def main() -> int:
                 torch.autograd.grad(out, tensors, torch.ones_like(out))
     room, over = ROOMS[options.arch], 0
     rows = []
-    for one in found.values():
-        if not one.name.endswith(tuple(options.only)):
-            continue
+    chosen = [one for one in found.values() if one.name.endswith(tuple(options.only))]
+    for one in tqdm(chosen, disable=None):
         size, word = taken(one, options.arch), ""
         if size > room:  # as `kernels.tokens` does it
             size, word = taken(one.stages(1), options.arch), "one stage"
