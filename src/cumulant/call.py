@@ -6,6 +6,7 @@ Shape legend: ... leading dimensions, H query heads, Hk key heads, Lq queries, L
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Integral, Real
@@ -19,6 +20,7 @@ from .tracing import can_be_read, in_autocast_dtype
 
 NORMALIZATIONS = ("mean", "sum")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FINITE = sys.float_info.max
 Grid = tuple[int, ...]
 
 
@@ -75,10 +77,17 @@ class Call(NamedTuple):
         check_flag("is_causal", self.is_causal)
         check_flag("enable_gqa", self.enable_gqa)
         scale = check_tensors(query, key, value, self.key_mask, self.scale, self.enable_gqa)
+        self.check_prefix()
+        if self.query_mask is not None and self.query_mask is not self.key_mask:
+            check_mask(self.query_mask, query, query.shape[:-3], "query_mask")
         as_given = query is self.query and key is self.key and value is self.value
         if as_given and (self.scale is None or type(self.scale) is float):
             return self  # each copy costs a microsecond
         return self._replace(query=query, key=key, value=value, scale=None if self.scale is None else scale)
+
+    def check_prefix(self) -> None:
+        if not isinstance(self.prefix, torch.SymInt) and not whole(self.prefix):
+            raise ValueError(f"prefix must be a number of tokens, 0 or more, got {self.prefix!r}")
 
     def prepared(self) -> Call:
         """Checked, with leading dimensions broadcast and 0 in absent keys and values, whatever they held (NaN too)."""
@@ -164,8 +173,13 @@ def check_scale(scale: float | None) -> None:
         )
     if isinstance(scale, bool) or not isinstance(scale, Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"scale must be a number, got {scale!r}")
-    if not abs(scale) < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
+    if not is_finite(scale):
+        raise ValueError(f"scale must be finite, got {scale!r:.60}")
+
+
+def is_finite(number: Any) -> bool:
+    """Whether a number is one in float64, too: NaN and 10**400 are not."""
+    return bool(abs(number) <= FINITE)
 
 
 def check_dense(name: str, x: Tensor) -> None:
@@ -288,6 +302,8 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu
         check_dense(name, x)
         if x.ndim != 3:
             raise ValueError(f"{name} must be packed as (tokens, heads, width), got shape {tuple(x.shape)}")
+        if x.device != query.device:
+            raise ValueError(f"query, key and value must share a device, got {name} {x.device}, query {query.device}")
     if value.shape[0] != key.shape[0]:
         raise ValueError(f"key and value must have equally many tokens, got {key.shape[0]} and {value.shape[0]}")
     check_offsets("cu_seq_q", cu_seq_q, query.shape[0])
@@ -305,8 +321,7 @@ def longest(at: Sequence[int]) -> int:
 def offsets(name: str, cu_seq: Tensor, tokens: int, most: int | None, most_name: str) -> list[int]:
     """Sequence boundaries as integers, checked against the tokens they cut and the longest sequence, where given."""
     check_offsets(name, cu_seq, tokens)
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
-        raise TypeError(f"{most_name} must be a number of tokens or None, got {most!r}")
+    check_longest(most_name, most)
     if cu_seq.is_meta:
         raise ValueError(f"{name} must hold numbers that can be read, got a tensor on the meta device")
     at = [int(i) for i in cu_seq.tolist()]
@@ -315,6 +330,11 @@ def offsets(name: str, cu_seq: Tensor, tokens: int, most: int | None, most_name:
     if most is not None and most < longest(at):
         raise ValueError(f"{most_name} must be at least the longest sequence, {longest(at)}, got {most}")
     return at
+
+
+def check_longest(name: str, most: object) -> None:
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
+        raise TypeError(f"{name} must be a number of tokens or None, got {most!r}")
 
 
 def positions_of(positions: Tensor | Sequence[int] | None, count: int, device: torch.device) -> Tensor:
@@ -327,6 +347,8 @@ def positions_of(positions: Tensor | Sequence[int] | None, count: int, device: t
         raise TypeError(f"positions must be whole numbers, one for each query, got {positions!r}") from None
     if not is_whole(at):
         raise TypeError(f"positions must be whole numbers, one for each query, got {at.dtype}")
+    if at.is_meta and device.type != "meta":
+        raise ValueError("positions must hold numbers that can be read, got a tensor on the meta device")
     if at.shape != (count,):
         raise ValueError(f"positions must hold one place for each of the {count} queries, got {tuple(at.shape)}")
     if count and can_be_read(at) and bool((at < 0).any()):

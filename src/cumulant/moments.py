@@ -187,7 +187,8 @@ class Moments(NamedTuple):
         return out.to(query.dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> Moments:
-        """As `Tensor.to`, for every field."""
+        """As `Tensor.to`, for every field; they stay floating point."""
+        check_dtype("what moments become", self.weight[..., :0].to(*args, **kwargs))
         return Moments._make(None if x is None else x.to(*args, **kwargs) for x in self)
 
     def _about(self, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

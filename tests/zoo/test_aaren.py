@@ -254,5 +254,5 @@ def test_an_encoder_layer_of_width_512_grows_by_512_parameters():
 
 
 def test_a_chunk_below_two_is_refused():
-    with pytest.raises(ValueError, match="chunk must be at least 2 tokens, got 1"):
+    with pytest.raises(ValueError, match="chunk must be at least 2, got 1"):
         AAREN(*draw((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)), is_causal=True, chunk=1)

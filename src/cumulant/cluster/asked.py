@@ -114,8 +114,6 @@ def causal_blocks(case: Case, Lq: int) -> Blocks:
     blocks, call, form = case.clusters, case.call, case.form
     if call.grid is not None:
         raise ValueError(f"is_causal=True takes blocks of a sequence; pass grid=None, got {call.grid}")
-    if not whole(call.prefix):
-        raise ValueError(f"prefix must be a number of tokens, 0 or more, got {call.prefix!r}")
     if not isinstance(blocks, int | Blocks):
         kind = type(blocks).__name__
         raise TypeError(f"clusters must be an int or Blocks(size, keep, recent) when is_causal, got {kind}")

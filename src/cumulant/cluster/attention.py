@@ -216,6 +216,8 @@ def kmeans_assignment(
     if not isinstance(options, KMeans):
         raise TypeError(f"options must be KMeans(count, ...), got {type(options).__name__}")
     call = Call(query, key, key, key_mask, enable_gqa=enable_gqa).checked()
+    if not key.shape[-2]:
+        return key.new_zeros((*call.lead, *key.shape[-3:-1]), dtype=torch.long)
     q, k, _, mask = call.in_one_batch()
     dtype, weights = statistics_dtype(k.dtype), None
     q, k = q.to(dtype), k.to(dtype)

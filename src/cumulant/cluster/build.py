@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import expands_to
+from ..call import check_dense, expands_to, is_whole
 from ..moments import ratio
 from ..tracing import transformed
 from .backend import Assignment, Case, Form
@@ -138,7 +138,8 @@ def check_clusters(clusters: Clusters) -> None:
 
 
 def check_assignment(ids: Tensor, lead: torch.Size, Hk: int, L: int, device: torch.device) -> tuple[Tensor, int]:
-    if ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex():
+    check_dense("clusters", ids)
+    if not is_whole(ids):
         raise TypeError(f"clusters as an assignment must hold integers, got {ids.dtype}")
     wanted = (*lead, Hk, L)
     if not expands_to(ids, wanted):

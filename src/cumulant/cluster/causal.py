@@ -43,7 +43,7 @@ def causal_clusters(
     lost = broken(k, v)
     k, v = (x.masked_fill(lost.unsqueeze(-1), 0) for x in (k, v))
     C = blocks.size
-    N = -(-L // C)
+    N = (L + C - 1) // C  # not -(-L // C), of whose sizes inductor makes indices that it cannot bound
     first = offset // C  # block of the first row
     before = offset - first * C
     if weights is None:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import check_count, check_mask, check_scale
+from ..call import check_count, check_mask, check_scale, is_finite
 from ..held import Held, check_rows, check_tokens
 from ..moments import ratio
 from ..tensors import ABSENT, fold_groups, softmax_or_zero, wide
@@ -70,11 +70,11 @@ class MergedStream:
             ("span", span, 1),
         ):
             check_count(name, number, least)
-        if isinstance(prior, bool) or not isinstance(prior, int | float) or not 0 <= prior < float("inf"):
+        if isinstance(prior, bool) or not isinstance(prior, int | float) or not (is_finite(prior) and prior >= 0):
             raise ValueError(f"prior must be a number, 0 or more, got {prior!r}")
         check_scale(scale)
         number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
-        if softcap is not None and not (number and 0 < softcap < float("inf")):
+        if softcap is not None and not (number and is_finite(softcap) and softcap > 0):
             raise ValueError(f"softcap must be None or a number above 0, got {softcap!r}")
         assert recent is not None
         self.tokens, self.sinks, self.recent, self.chunk, self.sample = tokens, sinks, recent, chunk, sample

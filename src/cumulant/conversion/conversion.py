@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from ..call import check_count
 from ..cluster.dial import check_target
 from ..inspect.batches import Batch, answers, check_model, check_numbers, evaluating, relative_error, some
 from ..inspect.examples import example_for
@@ -166,6 +167,13 @@ def convert(
         raise ValueError(f'target={target} goes with layers="dial", got layers={layers!r}')
     if layer is not None and (layers in ("auto", "dial") or heads):
         raise ValueError(f"layer={layer!r} takes the place of whole layers, named by layers=...; got layers={layers!r}")
+    check_count("batches", batches)
+    if diagnosis is not None and not isinstance(diagnosis, import_module(".diagnosis", __package__).Diagnosis):
+        raise TypeError(f"diagnosis must be what diagnose(model, data) found, got {diagnosis!r:.60}")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options must be a mapping of names to values, got {options!r:.60}")
+    if output is not None and not callable(output):
+        raise TypeError(f"output must be a function(output, batch) -> tensor, got {output!r:.60}")
     attention = ("cumulant3" if layer is None else SOFTMAX) if attention is None else attention
     asked = Choice.named(attention, options, layer)
     if asked.attention == SOFTMAX and layer is None:
@@ -286,6 +294,8 @@ def _planned(found: Sequence[Site], layers: Layers, asked: Choice) -> dict[str, 
         return {site.name: site.fitted(asked) for site in able}
     if isinstance(layers, str):
         raise ValueError(f'layers must be None, "auto", "dial", a list or a mapping, got {layers!r}')
+    if not isinstance(layers, Iterable):
+        raise TypeError(f'layers must be None, "auto", "dial", a list or a mapping, got {layers!r}')
     wanted = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, asked)
     plan: dict[str, Choice] = {}
     for key, value in wanted.items():

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from ..inspect.batches import Batch
+from ..inspect.batches import Batch, check_model
 from ..inspect.examples import example_for
 from ..inspect.opening import open_converted
+from ..kinds import kinds_checked
 from ..nn.swapped import plan as plans
 from ..nn.swapped.choice import Choice
 from ..train.checkpoint import PLAN_FILE, WEIGHTS_FILE
@@ -50,6 +51,7 @@ BESIDE = (
 )
 
 
+@kinds_checked
 def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a converted model to a folder: weights as safetensors, and which layer computes what.
 
@@ -59,6 +61,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     your own around a model is loaded with `load(folder, model=fresh)`. Of a PeftModel the weights with its adapters
     merged in are written, which `load` gives, and the adapters alone into the folder "adapter".
     """
+    if not str(folder):
+        raise ValueError('folder must be named, got ""; "." is the one you are in')
     folder = Path(folder)
     with filling(folder, WEIGHTS, last=(PLAN_FILE, CONFIG)) as place:
         _write(model, place, folder)
@@ -146,6 +150,7 @@ def _source(name: str, patterns: Sequence[str]) -> Path | None:
         return Path(known)
 
 
+@kinds_checked
 def load(
     folder: str | Path, *, model: nn.Module | None = None, example: Batch | None = None, check: bool = True, **kw: Any
 ) -> nn.Module:
@@ -160,6 +165,8 @@ def load(
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}")
+    if model is not None:
+        check_model(model)
     made = open_converted(folder, model, **kw)
     if check:
         count_calls(made, example if example is not None else example_for(made), plans.plan_of(made))

@@ -71,7 +71,10 @@ def answers(
     said = []
     for batch in batches:
         with torch.no_grad(), same_draws(model):
-            said.append((output or answer)(call(model, batch), batch).double())
+            found = (output or answer)(call(model, batch), batch)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"output must be a function(output, batch) -> tensor, got one that gives {found!r:.60}")
+        said.append(found.double())
     return said
 
 
@@ -106,15 +109,22 @@ def check_numbers(model: nn.Module, said: Iterable[Tensor]) -> None:
 def some(data: Iterable[Batch] | Batch, batches: int, model: nn.Module) -> list[Batch]:
     """The first few batches, on the model's device. A tensor or a mapping is one batch."""
     check_model(model)
-    if data is None or isinstance(data, str | bool | int | float):
-        wanted = "a batch that the model is called with (a tensor, tuple or mapping), or a list or loader of such"
-        raise TypeError(f"data and example must be {wanted}, got {data!r:.60}")
+    _check_batch(
+        data, "a batch that the model is called with (a tensor, tuple or mapping), or a list or loader of such"
+    )
     several = data if isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping | tuple) else [data]
     kept = list(islice(several, batches))
     if not kept:
         raise ValueError("data holds no batch")
+    for batch in kept:
+        _check_batch(batch, "of batches that the model is called with (tensors, tuples or mappings)")
     place = next((p.device for p in model.parameters()), torch.device("cpu"))
     return [to_device(without_labels(batch, model), place) for batch in kept]
+
+
+def _check_batch(batch: Any, wanted: str) -> None:
+    if batch is None or isinstance(batch, str | bool | int | float):
+        raise TypeError(f"data and example must be {wanted}, got {batch!r:.60}")
 
 
 def without_labels(batch: Batch, model: nn.Module) -> Batch:

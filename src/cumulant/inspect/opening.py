@@ -140,6 +140,8 @@ def open_converted(folder: Path, model: nn.Module | None = None, **kw: Any) -> n
 
 
 def _made(folder: Path, known: dict[str, Any], kw: dict[str, Any]) -> nn.Module:
+    if not isinstance(known, dict) or "library" not in known:
+        raise ValueError(f"{folder / PLAN_FILE} does not say of which library the model is: it was not written by save")
     if known["library"] == OURS:
         from ..models import create_model
 

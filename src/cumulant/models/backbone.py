@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..call import check_choice, check_count, check_dtype, check_flag, whole
+from ..nn.arguments import check_beside
 from ..nn.registry import number_layers
 from ..zoo.grid import square_grid
 from .mechanisms import Attending
@@ -140,6 +141,8 @@ class Backbone(nn.Module):
             raise ValueError(
                 f"images must have shape (batch, {self.in_chans}, height, width), got {tuple(images.shape)}"
             )
+        meets = next((one for one in self.modules() if isinstance(one, nn.Conv2d | nn.Linear)), None)
+        check_beside("images", images, None if meets is None else meets.weight)
         return images
 
     def _run(self, module: nn.Module, *given: Any, **named: Any) -> Any:

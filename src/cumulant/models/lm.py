@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import shards, zoo
-from ..call import check_choice, check_count
+from ..call import check_choice, check_count, is_whole
 from ..grammar import parse
+from ..nn.arguments import check_beside
 from ..nn.attention import LAYER_NORM
 from ..nn.registry import get_layer, number_layers
 from ..nn.streams import LayerStream, Recomputed, stream_of
+from ..tracing import can_be_read
 from ..zoo.registry import options_of
 from .mechanisms import Projecting
 from .parts import Block, drop_paths, reset_extras, spread_drop_path
@@ -118,15 +120,21 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Of tokens that are one part of a split context (`distributed.context_parallel`), the logits of that part."""
-        return self.logits(self.blocks(self.embedded(tokens, shards.place(tokens.shape[-1])[0])))
+        after = shards.place(tokens.shape[-1])[0] if is_whole(tokens) and tokens.ndim else 0
+        return self.logits(self.blocks(self.embedded(tokens, after)))
 
     def embedded(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Tokens (B, L), the first at place `start`, as (B, L, C)."""
-        if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.shape[1]:
-            raise ValueError(
-                f"tokens must be whole numbers of shape (texts, at least 1 token), got {tokens.dtype} "
-                f"{tuple(tokens.shape)}"
-            )
+        if not is_whole(tokens) or tokens.ndim != 2 or not tokens.shape[1]:
+            dense = isinstance(tokens, Tensor) and not tokens.is_nested
+            got = f"{tokens.dtype} {tuple(tokens.shape)}" if dense else f"{type(tokens).__name__} {tokens!r:.60}"
+            raise ValueError(f"tokens must be whole numbers of shape (texts, at least 1 token), got {got}")
+        check_beside("tokens", tokens, self.embed.weight)
+        if can_be_read(tokens) and tokens.numel():
+            low, high = (int(x) for x in torch.aminmax(tokens.long()))
+            if low < 0 or high >= self.embed.num_embeddings:
+                most = self.embed.num_embeddings - 1
+                raise ValueError(f"tokens must be numbers from 0 to {most}, got some from {low} to {high}")
         x = self.embed(tokens.long())
         if self.pos_embed is not None:
             end = start + tokens.shape[1]

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..grammar import Registry, read_blocks, suggest, write_blocks
 from ..kinds import check_kinds
+from ..nn.arguments import check_place
 from .activator import Activator
 from .backbone import Features
 from .crossvit import CrossViT
@@ -224,6 +225,7 @@ def create_model(
         raise ValueError(f"unknown argument {unknown[0]!r} of {name}; {suggest(unknown[0], known)}")
     kind, config = _MODELS[name]
     check_kinds(kind, given)
+    check_place(kw.get("device"), kw.get("dtype"))
     model: Any = kind(**{**config, **given})
     placement = ("device", "dtype")
     model.config = {"name": name, **{key: value for key, value in given.items() if key not in placement}}

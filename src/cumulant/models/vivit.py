@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import shards
 from ..call import check_choice, check_count, check_dtype
 from ..nn import create_layer
+from ..nn.arguments import check_beside
 from ..nn.attention import LAYER_NORM
 from ..nn.extras import conv_kernel
 from ..zoo.grid import guess_grid, square_grid
@@ -218,6 +219,7 @@ class ViViT(TokenBackbone):
                 f"clips must have shape (batch, {self.patch_embed.in_chans}, frames, height, width), got "
                 f"{tuple(clips.shape)}; clips.movedim(-1, 1) brings channels forward from the end"
             )
+        check_beside("clips", clips, self.patch_embed.proj.weight)
         grid = self.patch_embed.grid(*clips.shape[2:])
         x = self.patch_embed(clips)
         if self.per_frame:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Grid, check_count, check_dense, check_dtype, check_mask, whole
+from ..call import DTYPES, Grid, check_count, check_dense, check_dtype, check_mask, whole
 from ..grammar import suggest
 from ..zoo.registry import Mechanism
 
@@ -75,6 +75,27 @@ def check_layout(grid_size: Grid | None, prefix: int) -> None:
         if len(sides) not in (2, 3) or not all(type(side) is int and side > 0 for side in sides):
             raise ValueError(f"grid_size must be (rows, cols) or (frames, rows, cols), got {grid_size!r}")
     check_count("prefix", prefix, 0)
+
+
+def check_place(device: Any, dtype: Any) -> None:
+    """Raises for what is no device, and for a dtype in which there is no attention."""
+    try:
+        device is None or torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"device must be that of a torch.Tensor, got {device!r}: {error!s:.160}") from None
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in DTYPES):
+        raise TypeError(f"dtype must be floating point ({', '.join(map(str, DTYPES))}) or None, got {dtype!r}")
+
+
+def check_beside(name: str, x: Tensor, weight: Tensor | None) -> None:
+    """Raises for x of another device, or floating point of another dtype, than the weight that it will meet."""
+    if weight is None:
+        return
+    if x.device != weight.device and not weight.is_meta:  # weights that are brought in for each call are on meta before
+        raise ValueError(f"{name} must be on the device of the weights, {weight.device}, got {x.device}")
+    cast = weight.dtype not in DTYPES or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
+    if x.is_floating_point() and x.dtype != weight.dtype and not cast:
+        raise TypeError(f"{name} must have the dtype of the weights, {weight.dtype}, got {x.dtype}")
 
 
 def check_kv_heads(num_kv_heads: int | None, num_heads: int, mechanism: Mechanism) -> int:

@@ -15,14 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import shards, zoo
-from ..call import DTYPES, Call, Grid, check_dtype, check_flag, check_mask, check_share
+from ..call import Call, Grid, check_choice, check_count, check_dtype, check_flag, check_mask, check_share
 from ..expansion import weigh
 from ..grammar import parse
 from ..kinds import check_kinds
 from ..tensors import repeat_heads, without_absent
 from ..zoo.mixing import Mix
-from .arguments import check_kv_heads, check_layout, check_name, check_sizes, one_mask
-from .extras import GATES, Temperature, ValueConv, check_temperature, conv_kernel, gate_name, rotary_base, rotate
+from .arguments import check_beside, check_kv_heads, check_layout, check_name, check_place, check_sizes, one_mask
+from .extras import (
+    CONV_INITS,
+    GATES,
+    Temperature,
+    ValueConv,
+    check_temperature,
+    conv_kernel,
+    gate_name,
+    rotary_base,
+    rotate,
+)
 from .fold import folded_attention, folds
 from .streams import LayerStream, forward_packed
 
@@ -95,6 +105,8 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         check_sizes(dim, num_heads, head_dim)
         check_layout(grid_size, prefix)
+        check_place(device, dtype)
+        check_choice("v_conv_init", v_conv_init, CONV_INITS)
         check_name(attention)
         given = attention_options or {}
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
@@ -236,7 +248,10 @@ class MultiheadAttention(nn.Module):
     ) -> Call:
         """What the mechanism is asked for these tokens; arguments are those of `forward`."""
         check_flag("is_causal", is_causal)
+        check_count("prefix", prefix, 0)
         if grid is None:
+            if prefix not in (0, self.prefix):
+                raise ValueError(f"prefix={prefix} stands before the patches of a grid: pass grid=(rows, cols) with it")
             grid, prefix = self.grid_size, self.prefix
         dropout = self.attn_drop if self.training else 0.0
         there = key_mask if context is None else None
@@ -334,6 +349,4 @@ class MultiheadAttention(nn.Module):
         check_dtype(name, x)
         if x.ndim < 2 or x.shape[-1] != self.dim:
             raise ValueError(f"{name} must have shape (..., tokens, {self.dim}), got {tuple(x.shape)}")
-        own = next((p.dtype for p in self.proj.parameters()), None)  # it may have been swapped for something else
-        if x.dtype != own and own in DTYPES and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"{name} must have the dtype of the layer, {own}, got {x.dtype}")
+        check_beside(name, x, next(self.proj.parameters(), None))  # which may have been swapped for something else

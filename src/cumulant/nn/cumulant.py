@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from ..attention import attention_varlen
-from ..call import NORMALIZATIONS, Call, check_offsets, check_order, offsets
+from ..call import NORMALIZATIONS, Call, check_longest, check_offsets, check_order, offsets
 from .arguments import EXTRAS, as_key_mask, check_extras
 from .attention import MultiheadAttention
 from .fold import folds
 
 UNFOLDABLE = ("v_conv", "gate", "temperature")
 KNOWN = (*EXTRAS, "grid_size", "prefix", "proj_bias", "attn_drop", "proj_drop", "norm_layer", "device", "dtype")
+
+
+def _left_out(extra: Any) -> bool:
+    return extra is None or (isinstance(extra, int) and not extra)
 
 
 class CumulantAttention(MultiheadAttention):
@@ -55,7 +59,7 @@ class CumulantAttention(MultiheadAttention):
         if not isinstance(normalization, str) or normalization not in NORMALIZATIONS:
             raise ValueError(f'normalization must be "mean" or "sum", got {normalization!r}')
         check_extras(layer, KNOWN)
-        active = sorted(name for name, value in layer.items() if name in UNFOLDABLE and value)
+        active = sorted(name for name in UNFOLDABLE if not _left_out(layer.get(name)))
         foldable = order == 2 and normalization == "mean" and not qk_norm and not scale_norm and not active
         if fold is True and not foldable:
             raise ValueError(
@@ -104,6 +108,7 @@ class CumulantAttention(MultiheadAttention):
                 f"packed sequences have no form with {', '.join(self.packs_not)}; pad them and pass a mask"
             )
         check_offsets("cu_seq", cu_seq, x.shape[0])
+        check_longest("longest", longest)
         mean = x.shape[0] // max(1, cu_seq.numel() - 1)
         if folds(self.fold, x, self.num_heads, self.num_kv_heads, is_causal=is_causal, length=mean):
             at = offsets("cu_seq", cu_seq, x.shape[0], longest, "longest")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import shards
 from ..attention import attend
-from ..call import Call, check_choice
+from ..call import Call, is_finite
 from ..expansion import Form, expand
 from ..tensors import repeat_heads, wide
 from ..tracing import is_plain, transformed
@@ -39,7 +39,6 @@ class ValueConv(nn.Module):
 
     def __init__(self, dim: int, kernel: tuple[int, ...], init: str = "default", **place: Any) -> None:
         super().__init__()
-        check_choice("v_conv_init", init, CONV_INITS)
         self.init = init
         self.weight = nn.Parameter(torch.empty(dim, 1, *kernel, **place))
         self.reset_parameters()
@@ -152,7 +151,7 @@ def rotary_base(rotary: bool | float) -> float | None:
     """The base that an argument `rotary` stands for: True is 10,000, False none."""
     if isinstance(rotary, bool):
         return BASE if rotary else None
-    if not 1 < rotary < math.inf:
+    if not (is_finite(rotary) and rotary > 1):
         raise ValueError(f"rotary must be True, False or a base above 1, got {rotary!r}")
     return float(rotary)
 

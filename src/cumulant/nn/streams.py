@@ -44,11 +44,11 @@ class LayerStream:
     @torch.no_grad()
     def step(self, x: Tensor) -> Tensor:
         """The rows of the next tokens x (B, n, C)."""
-        self.lead = check_next(x, self.lead)
+        lead = check_next(x, self.lead)
         self.layer.first_place = self.tokens
         call = self.layer.call(x, is_causal=True)
         out = self.layer.attend(call, x)
-        self.tokens += x.shape[-2]
+        self.tokens, self.lead = self.tokens + x.shape[-2], lead
         return out
 
     def numel(self) -> int:

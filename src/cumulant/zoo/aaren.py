@@ -20,6 +20,7 @@ from ..moments import ratio
 from ..tensors import ABSENT, log_weights, nothing, repeat_heads, softmax_or_zero, wide
 from ..tracing import outside_autocast
 from .mixing import Mixer
+from .options import CHECKS, at_least
 from .registry import can, options_of, register
 
 CHUNK = 64
@@ -86,8 +87,6 @@ def aaren_attention(call: Call, *, chunk: int = CHUNK) -> Tensor:
     `scale` is D**-0.5 unless given. Without `is_causal` every row is the same: attention pooling over all keys.
     A prefix without any key gives 0. Cost: L C (1 + E) in chunks of C.
     """
-    if chunk < 2:
-        raise ValueError(f"chunk must be at least 2 tokens, got {chunk}")
     query, key, value = call[:3]
     rows = query.shape[-2]
     if rows == 0 or key.shape[-2] == 0:
@@ -257,6 +256,7 @@ AAREN = register(
     module=AarenAttention,
     stream=AarenStream,
     independent_rows=False,
+    checks={**CHECKS, "chunk": at_least(2)},
     **can(
         "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged key_shift wants_query_mask"
     ),

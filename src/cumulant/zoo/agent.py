@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import Call, Grid
+from ..call import Call, Grid, expands_to
 from ..tensors import ABSENT, log_weights, nothing, repeat_heads, wide
 from .fused import fused_softmax
 from .grid import GridConv, resolve_grid
@@ -62,6 +62,10 @@ def agent_attention(
         return nothing((*call.query.shape[:-1], value.shape[-1]), *call[:4])
     query, present = call.present_queries()
     A, absent = pool_agents(query, agents, call.grid, call.prefix, present)
+    for name, bias, sides in (("key_bias", key_bias, (A, key)), ("query_bias", query_bias, (query, A))):
+        wanted = (*query.shape[:-2], *(x.shape[-2] for x in sides))
+        if bias is not None and not expands_to(bias, wanted):
+            raise ValueError(f"{name} must broadcast to {wanted}, got {tuple(bias.shape)}")
     gathered = _attend(A, key, value, scale, key_bias, log_weights(call.key_mask, key), dropout_p)
     out = _attend(query, A, gathered, scale**read_exponent, query_bias, absent, dropout_p)
     return out + residual * repeat_heads(value, out.shape[-3]) if residual else out

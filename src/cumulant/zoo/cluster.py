@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..call import Call, check_choice
 from ..cluster import Blocks, ClusterStream, KMeans, Tree, cluster_attention, cluster_scores
+from ..cluster.asked import check_form
 from ..cluster.auto import is_auto
+from .options import CHECKS
 from .registry import Mechanism, can, family, options_of, register
 
 COUNTS = (4, 16, 64)  # listed; any other number is found by its name
@@ -96,6 +98,19 @@ def _options(
     return {"clusters": clusters, "least": LEAST, **shared}
 
 
+def _check_form(name: str, given: Any) -> None:
+    plain: dict[str, Any] = {"near": 0, "closure": "tanh", "rank": "mass", "variance": "diagonal", "response": None}
+    if not is_auto(given) or name not in ("rank", "response", "near_rows"):
+        check_form(**{**plain, name: given})
+
+
+CHECKED = {
+    **CHECKS,
+    **dict.fromkeys(("near", "closure", "variance", "response", "near_rows", "rank"), _check_form),
+    "find": lambda name, given: check_choice(name, given, FIND),
+}
+
+
 def mechanism(count: int) -> Mechanism:
     @options_of(_options)
     def function(call: Call, **options: Any) -> Tensor:
@@ -115,6 +130,7 @@ def mechanism(count: int) -> Mechanism:
         row_weights=weights,
         stream=partial(_stream, count),
         order_free=False,
+        checks=CHECKED,
         **can(
             "causal cross causal_cross offset key_mask grouped_queries subquadratic ragged raw key_shift wants_grid "
             "mergeable"

@@ -15,6 +15,7 @@ from ..expansion import Form, weigh
 from ..streaming import Stream
 from ..tensors import repeat_heads, wide
 from ..tracing import transformed
+from .options import CHECKS
 from .products import for_every_token, sum_of_tokens
 from .registry import Mechanism, can, options_of, register
 
@@ -48,6 +49,9 @@ class _Unused(torch.autograd.Function):
 
 
 def _mechanism(order: int) -> Mechanism:
+    def check(name: str, given: Any) -> None:
+        Form(order, **{name: given}).checked()
+
     @options_of(partial(Form, order))
     def function(call: Call, **options: Any) -> Tensor:
         form = Form(order, **options).checked()
@@ -70,6 +74,7 @@ def _mechanism(order: int) -> Mechanism:
         row_weights=weights,
         stream=partial(Stream, order=order),
         packed=partial(attention_varlen, order=order),
+        checks={**CHECKS, **dict.fromkeys(Form._fields[1:], check)},
         wants_query_mask=True,  # for around="mean": padded queries are not in the mean
         **can(
             "causal cross causal_cross key_mask grouped_queries subquadratic streaming ragged raw key_shift mergeable"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import Call, Grid
+from ..call import Call, Grid, expands_to
 from ..tensors import repeat_heads, wide
 from .grid import GridConv, check_one_grid, resize_table, resolve_grid, told_grid
 from .mixing import Mixer
@@ -50,6 +50,10 @@ def focused_linear_attention(
     gives 0. Cost: 2 L D E, and L C (D + E) more for the causal form in chunks of C tokens.
     """
     query, key, is_causal = wide(call.query), wide(call.key), call.is_causal
+    for x in (query, key):
+        wanted = x.shape[-3], 1, x.shape[-1]
+        if channel_scale is not None and not expands_to(channel_scale, wanted):
+            raise ValueError(f"channel_scale must broadcast to {wanted}, got {tuple(channel_scale.shape)}")
     features_q = _map(query if call.scale is None else query * call.scale, power, channel_scale)
     features_k, weights = _map(key, power, channel_scale), call.key_weights(key.dtype)
     features_k = weighted(features_k, weights)

@@ -31,7 +31,7 @@ def resolve_grid(tokens: int, grid: Grid | None, prefix: int, grid_size: Grid | 
     chosen = grid if grid is not None else grid_size
     if chosen is None:
         return (1, patches)
-    if not isinstance(chosen, tuple | list) or len(chosen) not in (2, 3) or not all(map(_is_size, chosen)):
+    if not isinstance(chosen, tuple | list) or len(chosen) not in (2, 3) or not all(map(_is_side, chosen)):
         raise ValueError(f"grid must be (rows, cols) or (frames, rows, cols), got {chosen!r}")
     if math.prod(chosen) != patches:
         origin = "grid" if grid is not None else "grid_size, for which the layer was built,"
@@ -45,6 +45,10 @@ def resolve_grid(tokens: int, grid: Grid | None, prefix: int, grid_size: Grid | 
 def _is_size(side: object) -> bool:
     """Whole numbers, and the symbols that stand for them in an exported graph."""
     return isinstance(side, int | torch.SymInt) and not isinstance(side, bool)
+
+
+def _is_side(side: Any) -> bool:
+    return _is_size(side) and side >= 0
 
 
 def check_one_grid(call: Call, mechanism: Mechanism) -> None:

@@ -133,9 +133,8 @@ def _parents(
 
 
 def _leaves(call: Call, energy: str, tree: Tree, tables: Sequence[Tensor] | None) -> Nodes:
-    if tables is not None and tuple(e.shape[-2] for e in tables) != tree.widths:
-        got = tuple(e.shape[-2] for e in tables)
-        raise ValueError(f"tables must hold a table for each level of the tree, of {tree.widths} children, got {got}")
+    if tables is not None:
+        _check_tables(tables, tree)
     q, scale = call.query, call.softmax_scale
     k, v = (repeat_heads(x, q.shape[-3]) for x in (call.key, call.value))
     if call.key_mask is None:
@@ -153,6 +152,15 @@ def _leaves(call: Call, energy: str, tree: Tree, tables: Sequence[Tensor] | None
         s = s + e.square().sum(-1)[..., tree.levels[0].place % e.shape[-2]]
     phi = -(s + torch.where(count > 0, count, 1).log()).masked_fill(count == 0, 0)
     return Nodes(count, q, k, v, norms, phi)
+
+
+def _check_tables(tables: Sequence[Tensor], tree: Tree) -> None:
+    if not isinstance(tables, list | tuple) or not all(isinstance(e, Tensor) and e.ndim > 1 for e in tables):
+        shown = f"{type(tables).__name__} {tables!r:.60}"
+        raise TypeError(f"tables must hold a tensor (b, F) or (H, b, F) for each level of the tree, got {shown}")
+    got = tuple(e.shape[-2] for e in tables)
+    if got != tree.widths:
+        raise ValueError(f"tables must hold a table for each level of the tree, of {tree.widths} children, got {got}")
 
 
 def make_tree(

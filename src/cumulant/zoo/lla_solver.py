@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import check_choice, whole
+from ..call import check_choice, is_finite, whole
 from ..tracing import transformed
 
 SOLVERS = ("auto", "direct", "cg")
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
             if not whole(number, 1) and not (number is None and name == "iterations"):
                 raise ValueError(f"{name} must be at least 1, got {number!r}")
         number = self.tolerance
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not (is_finite(number) and number >= 0):
             raise ValueError(f"tolerance must not be negative, got {number!r}; it is a finite number, 0 or more")
         return self
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from ..call import check_count, check_flag, is_whole
+from ..call import check_count, check_flag, is_finite, is_whole
 
 Check = Callable[[str, Any], None]
 
@@ -20,12 +19,12 @@ def at_least(least: int) -> Check:
 
 def number(name: str, given: Any) -> None:
     """A finite number, 0 or more."""
-    if not _real(given) or not 0 <= given < math.inf:
+    if not _real(given) or not is_finite(given) or given < 0:
         raise ValueError(f"{name} must be a finite number that is not negative, got {given!r}")
 
 
 def positive(name: str, given: Any) -> None:
-    if not _real(given) or not 0 < given < math.inf:
+    if not _real(given) or not is_finite(given) or given <= 0:
         raise ValueError(f"{name} must be positive, got {given!r}; it is a finite number")
 
 
@@ -48,7 +47,7 @@ def length(name: str, given: Any) -> None:
 
 
 def ridge(name: str, given: Any) -> None:
-    if not isinstance(given, Tensor) and (not _real(given) or not 0 < given < math.inf):
+    if not isinstance(given, Tensor) and (not _real(given) or not is_finite(given) or given <= 0):
         raise ValueError(f"{name} must be positive and finite, got {given!r}: without it a few keys leave the fit open")
 
 

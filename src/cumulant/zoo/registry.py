@@ -181,6 +181,7 @@ class Mechanism:
         """Raises for a use of attention that this mechanism does not have, naming the nearest one that has it."""
         check_flag("is_causal", call.is_causal)
         check_flag("enable_gqa", call.enable_gqa)
+        call.check_prefix()
         if call.key_mask is not None and not self.key_mask:
             self._refuse("key_mask", "key_mask was given", "takes no key mask; pass key_mask=None")
         if call.is_causal and not self.causal:
@@ -247,6 +248,7 @@ class Mechanism:
     def with_options(self, options: Mapping[str, Any]) -> Mechanism:
         """The same with other defaults, of a call or of a layer, under a name that says so: "cumulant3+full"."""
         self.check_options({key: value for key, value in options.items() if key not in self.function_options})
+        self.check_values(options)
 
         def bound(function: Callable[..., Any] | None, shared: frozenset[str] = CALL) -> Any:
             if function is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..call import check_scale
-from ..held import Held, check_rows, check_step, check_tokens
+from ..held import Held, check_rows, check_step, check_tokens, statistics_dtype
 from ..tensors import fold_groups, wide
 from ..tracing import outside_autocast
 
@@ -70,6 +70,8 @@ class FeatureStream:
         if held is None or self.state is None:
             raise ValueError("there is nothing to read yet: append keys and values first")
         check_rows(query, held)
+        if statistics_dtype(query.dtype) != held.dtype:
+            raise TypeError(f"query must be as the tokens before it, kept in {held.dtype}, got {query.dtype}")
         scaled = wide(query) if self.scale is None else wide(query) * self.scale
         out = self.rows(fold_groups(self.phi(scaled), held.lead[-1]), self.state)
         return out.reshape(*query.shape[:-1], held.value_width).to(query.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...call import check_scale
 from ...kernels import launch
 from ...tensors import wide
 from ...tracing import without_autocast
@@ -72,6 +73,7 @@ class ComplexAttention(HeadsLayer):
                 f"{self.head_dim}; nearest that works: num_heads={_even(dim, num_heads)}"
             )
         positive("base", base)
+        check_scale(scale)
         self.scale, self.places, self.base = scale, places, base
         self.delta = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **self.place))
         self.b = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **self.place))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import zoo
-from ...call import Call, check_count
+from ...call import Call, check_count, is_finite
 from ...grammar import parse
 from ...tensors import repeat_heads, wide
 from ...zoo.registry import can
@@ -95,6 +95,8 @@ class GroupedDifferentialAttention(HeadsLayer):
         for extra in ("v_conv", "temperature"):
             if layer.get(extra):
                 raise ValueError(f"layer 'gda' has heads in groups and no {extra}, got {extra}={layer[extra]!r}")
+        if start is not None and not is_finite(start):
+            raise ValueError(f"start must be a finite number or None, got {start!r}")
         self.noise, self.ratio, self.pairs, self.start = noise, ratio, pairs, start
         # What is seen from outside are the signal heads; the projections make those of the noise too.
         super().__init__(

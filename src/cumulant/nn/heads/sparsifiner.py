@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...call import Call, check_choice
+from ...call import Call, check_choice, check_count
 from ...kernels import launch
 from ...kernels.heads.limits import MOST_KEYS, MOST_MAPS
 from ...tensors import ABSENT, wide
@@ -136,7 +136,9 @@ class Sparsifiner(HeadsLayer):
                 "belong to a whole sequence; nearest that works: 'linear' or 'softmax'"
             )
         self.check_ungrouped()
-        if tokens is None:
+        if tokens is not None:
+            check_count("tokens", tokens)
+        else:
             tokens = 197 if self.grid_size is None else self.prefix + math.prod(self.grid_size)
         self.keep, self.block, self.stage, self.signed_basis = keep, block, stage, signed_basis
         self.predictor = Predictor(self.head_dim, tokens, reduce_c, reduce_n, **self.place)
