@@ -6,8 +6,7 @@ seeds, the A/A control. On the digits (four layers, 136,650 parameters, 20 epoch
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import IO, Any
@@ -57,15 +56,13 @@ def planned(settings: Reproduce, data: str | None = None) -> list[Training]:
     return trainings(recipe_of(settings), names, settings.baseline, settings.seeds, count, data=data)
 
 
-def reproduce(
-    settings: Reproduce, *, progress: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
-) -> dict[str, Any]:
+def reproduce(settings: Reproduce, *, progress: IO[str] | None = None) -> dict[str, Any]:
     """The whole study: train, measure, write results.json and report.html into the folder, return the results.
 
     `progress` is where progress bars go; None for none. Wrong names, missing data and an unwritable folder are
     reported before anything is trained. `results["missing"]` lists the runs for which `settings.minutes` had no time.
     """
-    budget = Budget(settings.minutes, clock)
+    budget = Budget(settings.minutes)
     planned(settings)  # a wrong name is told before the data is looked at
     report.check_packages()
     source = open_recipe_source(recipe_of(settings))

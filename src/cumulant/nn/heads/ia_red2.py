@@ -259,10 +259,9 @@ def scatter_kept(few: Tensor, there: Tensor, back: Tensor, shape: torch.Size) ->
     return few.new_zeros(shape).scatter(1, back[..., None].expand_as(few), few)
 
 
-def reward(kept: Tensor, right: Tensor, tau: float, present: Tensor | None = None) -> Tensor:
+def reward(kept: Tensor, right: Tensor, tau: float) -> Tensor:
     """(B,): 1 - (share of the patches (B, N) that is kept)^2 where the answer is right, else -tau."""
-    count = kept.shape[-1] if present is None else present.sum(-1).clamp(min=1)
-    share = kept.to(torch.float32).sum(-1) / count
+    share = kept.to(torch.float32).mean(-1)
     return torch.where(right, 1 - share.square(), torch.full_like(share, -tau))
 
 
