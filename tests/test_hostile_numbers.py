@@ -56,6 +56,12 @@ def test_weights_at_the_ends_of_float32_are_weights(unit, is_causal, backend):
     assert max(errors(tokens(9, 9), key_mask=weights, is_causal=is_causal, backend=backend)) < 1e-6
 
 
+def test_causal_kernels_in_float16_have_gradients_where_the_scale_is_large():
+    q, k, v = tokens(66, 66, dtype=torch.float16)
+    found = errors([3 * q, 0.003 * k, v], order=2, scale=1000.0, is_causal=True, backend="triton")
+    assert max(found) < 4 * ROUNDING[torch.float16]
+
+
 def test_causal_rows_of_weights_over_twelve_decades_are_exact():
     q, k, v = tokens(40, 40)
     weights = 10 ** (torch.rand(1, 40) * 12 - 6)

@@ -210,7 +210,8 @@ def by_kernels(call: Call, form: Form, *packed: Any) -> Tensor:
 
     Causal ones look at all rows of a part from one point. They take float32 where large terms then cancel, of which 16
     bits would leave the rounding: weights may let one token be all of a row, and another of the next; the third order
-    in float16 leaves its range, and meets a compiler error of Triton 3.6 besides.
+    in float16 leaves its range, and meets a compiler error of Triton 3.6 besides; so does the second where `scale` is
+    large: gradients of keys multiply scale * query by up to 64, the rows of a tile.
     """
     (q, k, v, weights), order = call[:4], form.order
     rest = call.softmax_scale, form.normalization, *packed
@@ -221,7 +222,8 @@ def by_kernels(call: Call, form: Form, *packed: Any) -> Tensor:
     from .kernels.causal.host import attention as causal
 
     uneven = weights is not None and weights.is_floating_point()
-    if not uneven and (order == 2 or q.dtype != torch.float16):
+    in_range = q.dtype != torch.float16 or (order == 2 and abs(call.softmax_scale) <= 1)
+    if in_range and not uneven:
         return causal(q, k, v, weights, order, *rest)
     given, (q, k, v), room = q.dtype, (x.to(statistics_dtype(x.dtype)) for x in (q, k, v)), None
     if weights is not None and uneven:
