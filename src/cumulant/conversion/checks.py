@@ -82,7 +82,7 @@ def uncalled(model: nn.Module, found: Sequence[Site], example: Batch) -> dict[st
         if not own and not isinstance(module, nn.MultiheadAttention):
             continue
         if not any(n == name or n.startswith(f"{name}.") or name.startswith(f"{n}.") for n in names):
-            silent[name] = f"{kind.__name__} computes softmax itself and never asks the attention registry"
+            silent[name] = f"{kind.__name__} computes attention itself and never asks the attention registry"
     ran: set[str] = set()
     if silent:
         with ExitStack() as stack, torch.no_grad():

@@ -34,6 +34,7 @@ class Logits:
         self.query, self.key, self.masks = query, key, list(masks or [])
         self.is_weights, self.dropout = False, 0.0
         self.fixed: Tensor | None = None  # numbers, once some of them were read or written by themselves
+        self.viewed: Logits | None = None  # those that these are another shape of
 
     @property
     def shape(self) -> torch.Size:
@@ -61,12 +62,16 @@ class Logits:
     def but(self, **changed: Any) -> Logits:
         """A copy with other parts."""
         made = Logits(self.query, self.key, self.masks)
-        made.__dict__.update({**self.__dict__, **changed})
+        made.__dict__.update({**self.__dict__, "viewed": None, **changed})
         return made
 
     def become(self, other: Logits | Tensor) -> Logits:
         """These same logits after they were changed in place: who holds them holds what came of it."""
+        viewed = self.viewed
         self.__dict__.update(other.__dict__ if isinstance(other, Logits) else {"fixed": other})
+        self.viewed = viewed
+        if viewed is not None:
+            viewed.become(_reshaped(self, viewed.shape) if self.fixed is None else self.fixed.view(viewed.shape))
         return self
 
     def weighed(self) -> Logits:
@@ -318,6 +323,7 @@ def _reshaped(logits: Logits, sizes: Any) -> Any:
     lead, old = shape[:-2], logits.shape[:-2]
     masks = [m.expand(*old, m.shape[-2] if m.ndim > 1 else 1, m.shape[-1]) for m in logits.masks]
     return logits.but(
+        viewed=logits,
         query=logits.query.expand(*old, -1, -1).reshape(*lead, Lq, logits.query.shape[-1]),
         key=logits.key.expand(*old, -1, -1).reshape(*lead, Lk, logits.key.shape[-1]),
         masks=[m.reshape(*lead, *m.shape[-2:]) for m in masks],
