@@ -177,7 +177,7 @@ def path_for(form: Form, call: Call) -> str:
 def takes_kernels(operator: str, form: Form, call: Call) -> bool:
     """Whether kernels compute this case, where they are asked for or expected; raises or says why they cannot."""
     q, beyond = call.query, _beyond_kernels(form, call)
-    obstacle = beyond or launch.obstacle(q, call.value) or launch.no_room(q, call.value, form.order)
+    obstacle = beyond or launch.obstacle(q, call.value) or launch.no_room(q, call.value, form.order, call.is_causal)
     if obstacle is None and q.dtype == torch.float16 and form.normalization == "sum":
         obstacle = 'normalization="sum" in float16, which holds sums up to 65504 only: plain torch sums in float32'
     if obstacle is None:

@@ -47,9 +47,8 @@ def test_kernels_fit_a_small_gpu() -> None:
     assert "; 0 do not fit" in said
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_third_order_of_wide_heads(small: None, dtype: torch.dtype) -> None:
-    q, k, v = (tokens(1, 1, 70, 128, mean=i / 4, seed=i).to(dtype) for i in range(3))
+def test_third_order_of_wide_heads(small: None) -> None:
+    q, k, v = (tokens(1, 1, 70, 128, mean=i / 4, seed=i).to(torch.bfloat16) for i in range(3))
     plan = dense_plan.plan_for(batch_of(q, k, v, None, 3, 0.1))
     assert plan.config("backward_keys", 70).block == 32
 
@@ -59,7 +58,7 @@ def test_third_order_of_wide_heads(small: None, dtype: torch.dtype) -> None:
     def exact(q: Tensor, k: Tensor, v: Tensor, weights: None, order: int, scale: float, normalization: str) -> Tensor:
         return attention(q, k, v, order=order, scale=scale, normalization=normalization, backend="reference")
 
-    compare_with(kernels, exact, q, k, v, None, 3, 2e-2 if dtype == torch.bfloat16 else 1e-5)
+    compare_with(kernels, exact, q, k, v, None, 3, 2e-2)
 
 
 def test_short_clusters_of_wide_heads(small: None) -> None:
@@ -99,6 +98,7 @@ def test_what_does_not_fit_is_told(small: None) -> None:
     with pytest.raises(ValueError, match=r"heads of 256 take 160,768 bytes of shared memory.* 101,376 here"):
         attention(q, q, q, backend="triton")
     assert attention(q, q, q, backend="auto").shape == q.shape
+    assert launch.no_room(q, q, 3, is_causal=True) is None  # of the causal kernels bfloat16 fits
 
 
 class Short:

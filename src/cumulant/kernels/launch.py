@@ -27,12 +27,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # head size, at most
 ROOM = 232_448  # bytes of shared memory of a program on H100, H200 and B200: all tuning tables are made for these
 OLDEST = (8, 0)  # compute capability: Triton supports none before
-# Type, order and padded head size -> bytes of shared memory that kernels of `attention` take, where that is more than
-# GPUs of 99 KB have, as compiled for sm_89 (`python -m tools.fits`).
+# Causal or not, type, order and padded head size -> bytes of shared memory that kernels of `attention` take, where that
+# is more than GPUs of 99 KB have, as compiled for sm_89 (`python -m tools.fits`).
 TAKEN = {
-    (torch.bfloat16, 2, 256): 123_904, (torch.bfloat16, 3, 256): 160_768,
-    (torch.float16, 2, 256): 189_440, (torch.float16, 3, 256): 160_256, (torch.float16, 3, 128): 173_056,
-    (torch.float32, 3, 256): 154_112,
+    (False, torch.bfloat16, 2, 256): 123_904, (False, torch.bfloat16, 3, 256): 160_768,
+    (False, torch.float16, 2, 256): 189_440, (False, torch.float16, 3, 256): 160_256,
+    (False, torch.float16, 3, 128): 173_056, (False, torch.float32, 3, 128): 173_056,
+    (False, torch.float32, 3, 256): 154_112,
+    (True, torch.float16, 3, 256): 133_120, (True, torch.float32, 3, 256): 133_120,
 }  # fmt: skip
 FARTHEST = 1 << 24  # elements from a token to the next, at most: kernels walk the 128 tokens of a tile in 32 bits
 
@@ -92,10 +94,10 @@ def unsupported(device: torch.device) -> str | None:
     return "kernels take GPUs of compute capability {}.{} and later, this one has {}.{}".format(*OLDEST, *capability)
 
 
-def no_room(query: Tensor, value: Tensor, order: int) -> str | None:
+def no_room(query: Tensor, value: Tensor, order: int, is_causal: bool) -> str | None:
     """Why kernels of `attention` do not fit the shared memory of this GPU, or None."""
     width = padded(max(query.shape[-1], value.shape[-1]))
-    taken, room = TAKEN.get((query.dtype, order, width), 0), shared_memory(query.device)
+    taken, room = TAKEN.get((is_causal, query.dtype, order, width), 0), shared_memory(query.device)
     if taken <= room:
         return None
     return f"heads of {width} take {taken:,} bytes of shared memory at order {order}, a program has {room:,} here"
