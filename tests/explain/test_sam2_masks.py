@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from small_hiera import small_hiera
 transformers = pytest.importorskip("transformers")
 
 from cumulant.explain.masks import Segmenter, iou  # noqa: E402
+from cumulant.web.segmenter import is_segmenter  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,11 @@ def test_a_click_gives_a_mask_of_the_picture_at_every_step(folder: str) -> None:
     [
         ({"points": [(130.0, 10.0)]}, r"x=130, y=10 is outside the picture, 120 x 90 pixels"),
         ({"boxes": [(0.0, 0.0, 20.0, 91.0)]}, r"x=20, y=91 is outside"),
+        ({"boxes": [(50.0, 60.0, 10.0, 10.0)]}, r"a box is \(left, top, right, bottom\), got \(50.0, 60.0"),
+        ({"boxes": [(50.0, 60.0, 10.0)]}, r"boxes must be a list of \(left, top, right, bottom\), got \[\(50"),
+        ({"points": (60.0, 40.0)}, r"points must be a list of \(x, y\), got \(60"),
+        ({"points": "here"}, r"points must be a list of \(x, y\), got here"),
+        ({"points": [(1.0, 1.0)], "dial": 3}, r"dial must be the name of a mechanism"),
         ({}, r"nothing to segment: give points="),
         ({"points": [(1.0, 1.0)], "dial": "cluster64+nearr=4"}, r"nearr"),
         ({"points": [(1.0, 1.0)], "picture": np.zeros((4, 4), np.uint8)}, r"an array \(rows, cols, 3\) of 8 bits"),
@@ -63,6 +71,28 @@ def test_what_cannot_be_is_said(folder: str, given: dict, said: str) -> None:
     segmenter = Segmenter.open(folder, size=128)
     with pytest.raises((ValueError, TypeError), match=said):
         segmenter.masks(**{"picture": picture(), **given})
+
+
+def test_places_may_be_arrays_and_tensors(folder: str) -> None:
+    segmenter, places = Segmenter.open(folder, size=128), [(60.0, 40.0), (5.0, 80.0)]
+    exact = segmenter.masks(picture(), places).logits
+    for given in (np.array(places), torch.tensor(places)):
+        torch.testing.assert_close(segmenter.masks(picture(), given).logits, exact)
+
+
+def test_a_folder_without_a_whole_sam2_is_said(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no SAM 2 at"):  # of an empty folder transformers makes one up
+        Segmenter.open(tmp_path)
+    (tmp_path / "config.json").write_bytes((Path(folder) / "config.json").read_bytes())
+    with pytest.raises(ValueError, match="says that it is a SAM 2 and has no weights"):
+        Segmenter.open(tmp_path, size=128)
+    (tmp_path / "model.safetensors").write_bytes((Path(folder) / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"model.safetensors is not a safetensors file, or is cut short"):
+        Segmenter.open(tmp_path, size=128)
+    (tmp_path / "config.json").write_text("[]")
+    assert not is_segmenter(str(tmp_path))
+    with pytest.raises(ValueError, match="there is no SAM 2 at"):
+        Segmenter.open(tmp_path)
 
 
 def test_what_is_no_sam2_is_said(folder: str, tmp_path: object) -> None:

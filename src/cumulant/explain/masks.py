@@ -31,6 +31,8 @@ from ..conversion.candidates import work_of
 from ..nn.swapped.choice import KEPT, Choice
 from ..nn.swapped.plan import applied, attention_layers
 from ..optional import needed
+from ..train.checkpoint import read_header
+from ..train.files import read_json
 
 # From linear to softmax, by rising cost, and what a page calls them; docs/real-models/sam-2.md has IoU of their kinds.
 DIAL = {
@@ -89,9 +91,12 @@ class Segmenter:
         kind: Any = Sam2Model
         if size % 32 or size < 128:
             raise ValueError(f"size must be a multiple of 32 and at least 128 pixels, got {size}")
+        folder = Path(path)
         try:
+            if folder.is_dir():
+                read_json(folder / "config.json")  # without one transformers makes up a SAM 2
             config: Any = Sam2Config.from_pretrained(path)
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(
                 f"there is no SAM 2 at {str(path)!r}: give a folder of it or a name on the Hub such as "
                 "'facebook/sam2.1-hiera-tiny'; without the Hub, `python -m tools.models sam2` makes such a folder"
@@ -100,7 +105,12 @@ class Segmenter:
             raise ValueError(f"{str(path)!r} is a {config.model_type!r}, not a SAM 2")
         config.vision_config.backbone_feature_sizes = [[size // n, size // n] for n in (4, 8, 16)]
         config.prompt_encoder_config.image_size = size
-        model, said = kind.from_pretrained(path, config=config, output_loading_info=True)
+        for file in folder.glob("*.safetensors"):
+            read_header(file)  # a damaged file is told by its name
+        try:
+            model, said = kind.from_pretrained(path, config=config, output_loading_info=True)
+        except OSError as error:
+            raise ValueError(f"{str(path)!r} says that it is a SAM 2 and has no weights: {error}") from error
         lacking = sorted({*said["missing_keys"], *(name for name, *_ in said["mismatched_keys"])})
         if lacking:
             raise ValueError(
@@ -111,27 +121,27 @@ class Segmenter:
     def masks(
         self,
         picture: np.ndarray,
-        points: Sequence[tuple[float, float]] = (),
-        boxes: Sequence[tuple[float, float, float, float]] = (),
+        points: Sequence[tuple[float, float]] | np.ndarray | Tensor = (),
+        boxes: Sequence[tuple[float, float, float, float]] | np.ndarray | Tensor = (),
         dial: str = "softmax",
     ) -> Masks:
         """Masks for each point and each box, in this order."""
         rows, cols = check_picture(picture)
-        if not points and not boxes:
+        clicks = check_places("points", points, 2, rows, cols)
+        corners = check_places("boxes", boxes, 4, rows, cols)
+        if not len(clicks) and not len(corners):
             raise ValueError(
                 "there is nothing to segment: give points=[(x, y), ...] or boxes=[(left, top, right, bottom)]"
             )
-        for x, y in (*points, *((b[0], b[1]) for b in boxes), *((b[2], b[3]) for b in boxes)):
-            if not (0 <= x <= cols and 0 <= y <= rows):
-                raise ValueError(f"the prompt at x={x:g}, y={y:g} is outside the picture, {cols} x {rows} pixels")
+        if not isinstance(dial, str):
+            raise ValueError(f"dial must be the name of a mechanism, as {list(DIAL)[3]!r}, got {dial!r}")
         embeddings, seconds = self.encoded(picture, dial)
         scale = torch.tensor([self.size / cols, self.size / rows])
         answers = []
-        if points:
-            answers.append(ask(self.model, embeddings, points=torch.tensor(points, dtype=torch.float32) * scale))
-        if boxes:
-            corners = torch.tensor(boxes, dtype=torch.float32) * scale.repeat(2)
-            answers.append(ask(self.model, embeddings, boxes=corners))
+        if len(clicks):
+            answers.append(ask(self.model, embeddings, points=clicks * scale))
+        if len(corners):
+            answers.append(ask(self.model, embeddings, boxes=corners * scale.repeat(2)))
         logits, scores = torch.cat([a.logits for a in answers]), torch.cat([a.scores for a in answers])
         return Masks(logits, scores, (rows, cols), seconds)
 
@@ -171,6 +181,26 @@ def check_picture(picture: np.ndarray) -> tuple[int, int]:
             f"{LARGEST >> 20} megapixels; it is squared to the size of the model anyway"
         )
     return rows, cols
+
+
+def check_places(what: str, given: Any, numbers: int, rows: int, cols: int) -> Tensor:
+    """Points (P, 2) or boxes (P, 4) in a picture of so many rows and columns; an error for what is none."""
+    try:
+        found = torch.as_tensor(given, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(())
+    if found.ndim and not len(found):
+        return torch.zeros(0, numbers)
+    if found.shape[1:] != (numbers,):
+        one = "(x, y)" if numbers == 2 else "(left, top, right, bottom)"
+        raise ValueError(f"{what} must be a list of {one}, got {str(given)[:100]}")
+    for x, y in found.reshape(-1, 2).tolist():
+        if not (0 <= x <= cols and 0 <= y <= rows):
+            raise ValueError(f"the prompt at x={x:g}, y={y:g} is outside the picture, {cols} x {rows} pixels")
+    for box in found.tolist() if numbers == 4 else ():
+        if box[0] > box[2] or box[1] > box[3]:
+            raise ValueError(f"a box is (left, top, right, bottom), got {tuple(box)}, whose sides are the other way")
+    return found.float()
 
 
 def pixels(picture: np.ndarray, size: int) -> Tensor:

@@ -6,7 +6,6 @@ a folder that save_pretrained wrote (`python -m tools.models sam2` makes one), o
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ..data.decode import fit, pillow_image
 from ..explain.masks import DIAL, Segmenter, ask, iou, pixels
+from ..train.files import read_json
 from .dial import Passed, Subject
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def is_segmenter(word: str) -> bool:
     """Whether a word of the command line is the folder of a SAM 2, or its name on the Hub."""
     config = Path(word).expanduser() / "config.json"
     if config.is_file():
-        return json.loads(config.read_text()).get("model_type") in ("sam2", "sam2_video")
+        stated = read_json(config)
+        return isinstance(stated, dict) and stated.get("model_type") in ("sam2", "sam2_video")
     return word.startswith("transformers:") and "sam2" in word.lower()
 
 
