@@ -135,6 +135,24 @@ def test_output_attentions_are_the_signed_scores():
     assert model(**batch).attentions is None
 
 
+def test_weights_of_a_layer_that_stays_local_stand_beside_those_of_a_replaced_one():
+    """As many as there are layers, and in the local one those of the model itself."""
+    t = transformers()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    kinds = ["sliding_attention", "full_attention"]
+    config = t.ModernBertConfig(**sizes, **special, vocab_size=WORDS, local_attention=4, layer_types=kinds)
+    model, batch = t.ModernBertModel(config).eval(), padded()
+    model.set_attn_implementation("eager")
+    own = model(**batch, output_attentions=True).attentions
+    convert(model, "cumulant3", force=True)
+    found = model(**batch, output_attentions=True).attentions
+    assert [x.shape for x in found] == [x.shape for x in own]
+    there = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[0].transpose(1, 2)[there], own[0].transpose(1, 2)[there])
+    assert found[1].min() < 0 or not torch.allclose(found[1], own[1])
+
+
 def test_models_that_pass_no_keywords_on_still_return_scores():
     model = vision("VideoMAE", num_frames=2, tubelet_size=2)
     model.set_attn_implementation("cumulant2")

@@ -166,7 +166,7 @@ def _entry(fixed: Choice | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
             )
         if choice is None or (choice.attention == "softmax" and reason is not None):
             shared: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
-            return _softmax(module, query, key, value, attention_mask, shared)
+            return _softmax(module, query, key, value, attention_mask, shared, weighed)
         # A layer that stays softmax goes through our own, so that observers see it; the answer is the same.
         call = Call(query, key, value, scale=scaling, dropout_p=dropout)
         return _converted(module, choice, call, attention_mask, is_causal, rest, weighed, watched)
@@ -223,16 +223,24 @@ def _unsupported(module: nn.Module, rest: dict[str, Any]) -> str | None:
 
 
 def _softmax(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rest: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    rest: dict[str, Any],
+    weighed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """A layer that stays as it was: by "sdpa", or, for what that does not know, by the model's own eager function."""
+    """A layer that stays as it was: by "sdpa", or, for what that does not know and where weights are wanted, by the
+    model's own eager function."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is not None and every_key(mask) and queries == keys and not _selects(rest):
         mask, rest = None, {**rest, "is_causal": True}
     rest["is_causal"] = _causal(module, rest["is_causal"], mask)
     seen = _selected(module, query, dense(mask, queries, keys), keys, rest)
     own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
-    if own is not None and any(rest.get(name) is not None for name in ("softcap", "s_aux", "sinks", "head_mask")):
+    more = any(rest.get(name) is not None for name in ("softcap", "s_aux", "sinks", "head_mask"))
+    if own is not None and (more or weighed):
         if seen is None and queries > 1 and rest["is_causal"]:
             seen = dense(torch.ones(1, 1, keys, dtype=torch.bool, device=query.device), queries, keys)
         if seen is not None and seen.dtype == torch.bool:
