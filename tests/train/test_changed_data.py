@@ -83,9 +83,10 @@ def test_data_of_another_name_is_refused_in_a_folder_that_does_not_know_what_it_
         train(replace(recipe, data=f"{folder}/"), tmp_path / "run")
 
 
-def test_a_run_that_cannot_say_what_data_it_was_begun_with_goes_on_and_tells_so(tmp_path):
+@pytest.mark.parametrize("left", ["", "[]", "{}"])
+def test_a_run_that_cannot_say_what_data_it_was_begun_with_goes_on_and_tells_so(tmp_path, left):
     train_until(tmp_path, 9, FULL, few_digits())
-    (tmp_path / "data.json").write_text("")
+    (tmp_path / "data.json").write_text(left)
     with pytest.warns(UserWarning, match="goes on with few digits, but its data.json is missing or damaged"):
         train(FULL, tmp_path, source=few_digits())
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save
 from small_runs import FULL, few_digits, in_child, kill_self, outcome, train_until
@@ -80,6 +81,26 @@ def test_the_state_before_is_not_lost_to_a_damaged_one_when_the_run_is_killed_ag
     assert outcome(folder) == undisturbed
 
 
+@pytest.mark.parametrize("moment", range(1, 7))
+def test_a_stop_while_the_state_is_read_is_no_damage(stopped, tmp_path, monkeypatch, moment):
+    folder = shutil.copytree(stopped, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in folder.glob("state*")}
+    reads, calls = safetensors.safe_open, iter(range(1, 1 << 30))
+
+    def interrupted(*arguments, **options):  # as compiled code answers a KeyboardInterrupt
+        try:
+            if next(calls) == moment:
+                signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+        return reads(*arguments, **options)
+
+    monkeypatch.setattr(safetensors, "safe_open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(FULL, folder, source=few_digits())
+    assert {path.name: path.read_bytes() for path in folder.glob("state*")} == before
+
+
 def test_a_run_killed_between_two_renamings_goes_on_from_the_state_before(undisturbed, stopped, tmp_path):
     folder = shutil.copytree(stopped, tmp_path / "run")
     (folder / "state.safetensors").unlink()
@@ -120,7 +141,11 @@ def test_a_state_that_does_not_fit_is_told_with_the_way_out(stopped, tmp_path):
         train(FULL, folder, source=few_digits())
 
 
-@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text('{"lr":')], ids=["missing", "cut short"])
+@pytest.mark.parametrize(
+    "spoil",
+    [Path.unlink, lambda path: path.write_text('{"lr":'), lambda path: path.write_text("null")],
+    ids=["missing", "cut short", "no table"],
+)
 def test_files_of_a_run_whose_recipe_is_not_known_are_left_alone(stopped, tmp_path, spoil):
     folder = shutil.copytree(stopped, tmp_path / "run")
     spoil(folder / "recipe.json")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .part import Source
 
 SCHEME = 1  # of the digest: those of different schemes cannot be compared
+ENTRIES = {"kind", "classes", "train", "test", "digest"}  # of an identity, beside its scheme
 SIZED_FILES = 100_000  # of so many files the size is asked for
 SAMPLES = 32  # of so many files or rows the beginning is read
 BLOCK = 1 << 16

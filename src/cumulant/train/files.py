@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import IO, Any
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds; a ValueError that names it where it is damaged."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The table that a JSON file holds; a ValueError that names it where it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no table of names and values")
+    return found
 
 
 @contextmanager

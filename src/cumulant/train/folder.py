@@ -18,7 +18,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from ..data.identity import changes
+from ..data.identity import ENTRIES, changes
 from ..data.part import Source
 from .files import read_json, write_atomically
 from .recipe_files import differences, from_json, to_json
@@ -118,6 +118,7 @@ def read_result(folder: Path, names: Mapping[str, Any]) -> dict[str, Any] | None
 def _known_data(folder: Path) -> Mapping[str, Any] | None:
     """The identity of the data that the run was begun with; None of a run that did not write it down."""
     try:
-        return read_json(folder / "data.json")
+        known = read_json(folder / "data.json")
     except (FileNotFoundError, ValueError):
         return None
+    return known if known.keys() >= ENTRIES else None

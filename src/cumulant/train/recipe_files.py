@@ -86,7 +86,10 @@ def to_json(recipe: TrainRecipe) -> str:
 
 def from_json(text: str) -> TrainRecipe:
     """The recipe that `to_json` wrote."""
-    return _build(TrainRecipe, json.loads(text), "the recipe of the checkpoint", lenient=True)
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"a recipe is a table of names and values, got {text[:40]!r}")
+    return _build(TrainRecipe, content, "the recipe of the checkpoint", lenient=True)
 
 
 def check_value(key: str, value: Any, where: str) -> None:

@@ -25,7 +25,7 @@ from .checkpoint import read_header
 from .files import write_atomically
 from .optimise import Average
 from .processes import whole
-from .progress import Meter
+from .progress import Meter, undisturbed
 
 STATE, BEFORE = "state.safetensors", "state-before.safetensors"
 PART = "state-*-*.safetensors"  # of a state of several processes
@@ -139,6 +139,7 @@ def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
+@undisturbed()
 def mend_state(folder: Path) -> None:
     """See to it that the state in the folder is whole: where the last one is damaged, or missing because a process was
     killed between two renamings, the one before it takes its place. Only for the owner of the folder."""
@@ -156,7 +157,7 @@ def mend_state(folder: Path) -> None:
     os.replace(older, newest)
     if told:
         step = read_progress(newest).step
-        warnings.warn(f"{newest} is damaged ({why}): going on from the one before it, after step {step}", stacklevel=3)
+        warnings.warn(f"{newest} is damaged ({why}): going on from the one before it, after step {step}", stacklevel=4)
 
 
 def damage(path: Path) -> str | None:
@@ -197,6 +198,7 @@ def read_progress(path: Path) -> Progress:
     return Progress(**{"step": values["step"]} | {f.name: values[f.name] for f in fields(Progress) if f.name in values})
 
 
+@undisturbed()
 def load_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None, meter: Meter
 ) -> Progress:
