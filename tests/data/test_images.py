@@ -11,6 +11,8 @@ from PIL import Image
 from samples import encode, image_cells, picture, write_images, write_table
 
 from cumulant.data import TensorImages, open_source, rows
+from cumulant.data.decode import decode_image
+from cumulant.data.part import DecodeError
 
 
 def as_tensor(levels):
@@ -109,6 +111,17 @@ def test_resizing_averages_rather_than_skips_pixels(tmp_path):
     board = (np.indices((32, 32)).sum(0) % 2 * 255).astype(np.uint8)[..., None].repeat(3, -1)
     pixels = one_image_table(tmp_path, image_cells([encode(board)])).train.decode(0, 8)
     assert (pixels[:, 1:-1, 1:-1].float() - 127.5).abs().max() < 8
+
+
+@pytest.mark.parametrize(("kind", "scale"), [(np.float32, 1 / 255), (np.float32, 257), (np.int32, 257)])
+def test_pixels_of_32_bits_are_levels_or_refused_not_clipped(tmp_path, kind, scale):
+    levels = picture().mean(2).round()
+    file = tmp_path / "x.tif"
+    Image.fromarray(levels.astype(kind)).save(file)
+    assert torch.equal(decode_image(file, len(levels), "x"), torch.from_numpy(levels).to(torch.uint8).expand(3, -1, -1))
+    Image.fromarray((levels * scale).astype(kind)).save(file)
+    with pytest.raises(DecodeError, match=r"pixels of 32 bits from .* expected 0 to 255, or a file of 8 or 16 bits"):
+        decode_image(file, len(levels), "x")
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])

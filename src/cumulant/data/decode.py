@@ -51,6 +51,8 @@ def open_image(data: bytes | Path, size: int, name: str) -> Image:
         # convert("RGB") would clip 16-bit grey instead of scaling it; mode I holds 16 bits too, but for TIFF's 32.
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format != "TIFF"):
             image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        elif image.mode in ("I", "F"):
+            check_levels(image)
         return image if image.mode == "RGB" else image.convert("RGB")
     except pillow.UnidentifiedImageError as error:  # it would show the place of the bytes in memory
         raise DecodeError(name, "UnidentifiedImageError: no kind of image that Pillow knows") from error
@@ -62,6 +64,14 @@ def check_plain(file: Path, name: str) -> None:
     """Refuse what is neither a file nor missing: a pipe or a device would keep its reader waiting for ever."""
     if file.exists() and not file.is_file():
         raise DecodeError(name, "a folder, not a file" if file.is_dir() else "a pipe, socket or device, not a file")
+
+
+def check_levels(image: Image) -> None:
+    """Refuse pixels of 32 bits that are no levels from 0 to 255: nothing says what is white, and converting clips."""
+    levels = np.asarray(image)
+    low, high = float(levels.min()), float(levels.max())
+    if not (0 <= low and high <= 255 and (image.mode == "I" or high > 1 or high == 0)):
+        raise ValueError(f"pixels of 32 bits from {low:g} to {high:g}; expected 0 to 255, or a file of 8 or 16 bits")
 
 
 def make_upright(image: Image) -> None:
