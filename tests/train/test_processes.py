@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import PLAIN, few_digits, kill_self
+from small_runs import PLAIN, few_digits, kill_self, outcome
 
 from cumulant.train import optimise, read_log, read_recipe, state, train
 from cumulant.train.checkpoint import read_header
@@ -99,13 +99,24 @@ def alone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_follow_the_loss_curve_of_one(alone, tmp_path, parallel):
-    assert train_with_two(replace(RECIPE, parallel=parallel), tmp_path) == [0, 0]
+SHARDS = replace(RECIPE, parallel="fsdp")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """The folder of two processes that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("calm")
+    assert train_with_two(SHARDS, folder) == [0, 0]
+    return folder
+
+
+def test_two_processes_follow_the_loss_curve_of_one(alone, tmp_path):
+    assert train_with_two(RECIPE, tmp_path) == [0, 0]
     assert_same_run(tmp_path, alone)
 
 
-SHARDS = replace(RECIPE, parallel="fsdp")
+def test_two_processes_with_shards_follow_the_loss_curve_of_one(alone, calm):
+    assert_same_run(calm, alone)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +125,12 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     assert train_with_two(SHARDS, folder, dies_at=9) == [-9, -9]
     return folder
+
+
+def test_shards_killed_in_the_middle_end_as_shards_that_were_left_alone(calm, killed, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    assert train_with_two(SHARDS, tmp_path) == [0, 0]
+    assert outcome(tmp_path) == outcome(calm)
 
 
 def test_shards_killed_in_the_middle_go_on_as_shards_and_then_in_one_process(alone, killed, tmp_path):

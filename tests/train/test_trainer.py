@@ -210,6 +210,26 @@ def test_the_loss_is_handed_over_in_order_and_counted_anew():
         meter.request(4)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_loss_is_the_same_wherever_its_sum_was_shared_anew_among_the_processes(world):
+    losses, told = torch.rand(world, 200, generator=torch.manual_seed(0)), []
+    for stop in range(0, 200, 20):
+        meters: list[Meter] = []
+        team = Processes(torch.device("cpu"), world=world)
+        object.__setattr__(team, "sum", lambda tensor, meters=meters: sum(meter.total for meter in meters))
+        meters += [Meter(team, lambda step, loss: FloatingPointError(step)) for _ in range(world)]
+        for step in range(200):
+            if step == stop:  # what a state keeps, and all go on from
+                kept = meters[0].shared()
+                for meter in meters:
+                    meter.total.copy_(kept)
+            for meter, loss in zip(meters, losses[:, step], strict=True):
+                meter.add(loss)
+        meters[0].request(200, told.append)
+    assert len(set(told)) == 1
+    assert told[0] == pytest.approx(losses.mean().item())
+
+
 def test_too_large_or_indivisible_batches_are_refused_by_name(tmp_path):
     with pytest.raises(
         ValueError, match="must not exceed the 100 training items of few digits without the hold-out of 12"

@@ -76,7 +76,7 @@ def save_state(
             tensors |= {f"average.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         tensors |= {f"optimizer.{key}.{name}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    tensors["loss"] = meter.processes.sum(meter.total.detach().clone()) / meter.processes.world
+    tensors["loss"] = meter.shared()
     progress.loss_steps = meter.steps
     header = {"format": "pt", "progress": json.dumps(asdict(progress)), "torch": torch.__version__}
     if meter.processes.world == 1:
