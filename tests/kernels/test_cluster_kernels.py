@@ -392,16 +392,23 @@ def test_memory_of_a_training_step_grows_as_the_length() -> None:
     assert peak(32768) < 4.4 * peak(8192)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"clusters": 3, "near": 1, "near_rows": 32}, {"clusters": Blocks(32), "is_causal": True}],
+    ids=["near", "causal"],
+)
 @pytest.mark.parametrize(
     ("dtype", "keys", "values"), [(torch.float32, 1e3, 0.0), (torch.float32, 0.0, 1e3)], ids=["keys", "values"]
 )
-def test_tokens_far_from_zero_cost_neither_kernels_nor_plain_torch_any_digits(dtype, keys, values):
+def test_tokens_far_from_zero_cost_neither_kernels_nor_plain_torch_any_digits(dtype, keys, values, masked, options):
     q, k, v = (tokens(1, 1, L, 16, seed=L + i) for i, L in enumerate((64, 96, 96)))
+    mask = torch.rand(1, 96, device=DEVICE) > 0.2 if masked else None
     inputs, grad = [x.to(dtype) for x in (q, k + keys, v + values)], tokens(1, 1, 64, 16, seed=9).to(dtype)
 
     def all_of(backend, inputs):
         leaves = [x.detach().requires_grad_() for x in inputs]
-        out = cluster_attention(*leaves, clusters=3, near=1, near_rows=32, backend=backend)
+        out = cluster_attention(*leaves, key_mask=mask, backend=backend, **options)
         return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
 
     exact = all_of("reference", [x.double() for x in inputs])

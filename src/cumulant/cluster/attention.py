@@ -18,7 +18,7 @@ from .. import shards
 from ..call import Call, Grid
 from ..kernels import replay
 from ..moments import exact_dtype, statistics_dtype
-from ..tensors import nothing, repeat_heads
+from ..tensors import nothing
 from ..tracing import without_autocast
 from .asked import Asked, causal_blocks, check_tree
 from .backend import Assignment, Case, Form, kernels_for
@@ -32,7 +32,7 @@ from .neighbours import beside
 from .run import run_kernels
 from .shares import by_heads
 from .short import answers_by_token, token_responses
-from .statistics import centred, origin, value_point
+from .statistics import centred, origin
 from .tree import Tree
 
 
@@ -160,12 +160,12 @@ def _attend(call: Call, asked: Asked) -> Tensor:
         else:
             if len(lead) == 1:  # layers of a model share a mask, which is known by the tensor that it is
                 mask = call.key_mask
-            point = None
-            if q.dtype == torch.float32 and mask is None:  # which has digits to lose far from 0; 16 bits have few
-                point = value_point(v, None, is_causal)
-                k, v = k - origin(k, None, is_causal), v - point
+            weights = point = None
+            if q.dtype == torch.float32:  # which has digits to lose far from 0; 16 bits have few
+                k, v, weights, point = centred(k, v, mask, is_causal)
             out = run_kernels(kernels, case._replace(call=call._replace(query=q, key=k, value=v, key_mask=mask)))
-            out = out if point is None else out + repeat_heads(point, H)
+            if point is not None:
+                out = _moved(out.unflatten(1, (key.shape[-3], -1)), point, weights, call).flatten(1, 2)
     return out if out.shape == (*lead, H, Lq, E) else out.reshape(*lead, H, Lq, E)
 
 
@@ -186,10 +186,15 @@ def _reference(case: Case) -> Tensor:
         out = _noncausal(asking, pack(q, k, v, weights, case), form, prefix, Lk, given)
         if layout is not None:
             out = torch.cat((out[..., :prefix, :], layout.handed_out(out[..., prefix:, :], Lk - prefix)), -2)
+    return _moved(out, point, weights, call)
+
+
+def _moved(out: Tensor, point: Tensor, weights: Tensor | None, call: Call) -> Tensor:
+    """Rows (B, Hk, G, Lq, E) of values from a point (B, Hk, 1, E), for values as they are: `centred` undone."""
     if weights is None:
         return out + point.unsqueeze(2)
-    seen = (weights > 0).cumsum(-1)  # of the last key that a row sees; a row without any stays 0
-    last = torch.arange(out.shape[-2], device=q.device) + call.offset
+    seen, Lk = (weights > 0).cumsum(-1), weights.shape[-1]  # of the last key that a row sees; without any it stays 0
+    last = torch.arange(out.shape[-2], device=out.device) + call.offset
     last = last.clamp(max=Lk - 1) if call.is_causal else torch.full_like(last, Lk - 1)
     return out + torch.where((seen[..., last] > 0)[:, :, None, :, None], point.unsqueeze(2), 0)
 
