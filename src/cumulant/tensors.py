@@ -41,6 +41,12 @@ def one_batch(x: Tensor, lead: torch.Size) -> Tensor:
     return x.expand(*lead, *x.shape[-3:]).reshape(prod(lead), *x.shape[-3:])
 
 
+def in_line(x: Tensor) -> Tensor:
+    """x with the entries of a token side by side, which torch's fused kernels take for granted where they are called
+    past `F.scaled_dot_product_attention`: they would read whatever lies there."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def fold_groups(query: Tensor, key_heads: int) -> Tensor:
     """Query (..., H, Lq, D) as (..., Hk, G Lq, D): heads that share a key head become more rows of it."""
     return query.unflatten(-3, (key_heads, query.shape[-3] // max(1, key_heads))).flatten(-3, -2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cluster_cases import softmax, tokens
 
-from cumulant.cluster import Blocks, ClusterStream, KMeans, cluster_attention, cluster_scores, kmeans_assignment
+from cumulant.cluster import Blocks, ClusterStream, KMeans, Tree, cluster_attention, cluster_scores, kmeans_assignment
 from cumulant.cluster.layout import divide
 from cumulant.zoo.probes import LargestTensor
 
@@ -284,3 +284,18 @@ def test_nothing_as_large_as_rows_times_clusters_times_width_is_held(options):
     with LargestTensor() as largest:
         cluster_attention(*inputs, **options).sum().backward()
     assert largest.elements < L * 64 * D, largest.operation
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [(1100, {"clusters": 8, "near": 2}), (1100, {"clusters": 8, "near": 2, "near_rows": 1}),
+     (12, {"clusters": Tree(4), "near": 1}), (12, {"clusters": KMeans(4), "near": 1})],
+    ids=str,
+)  # fmt: skip
+def test_channels_that_do_not_lie_side_by_side_are_the_same_channels(length, options):
+    inputs = [x.float() for x in tokens(length, length, 2, 2, 8, 8, batch=1)]
+    wanted = cluster_attention(*inputs, **options)
+    turned = [x.mT.contiguous().mT for x in inputs]
+    torch.testing.assert_close(cluster_attention(*turned, **options), wanted)
+    sliced = [torch.stack((x, torch.full_like(x, 7)), -1).flatten(-2)[..., ::2] for x in inputs]
+    torch.testing.assert_close(cluster_attention(*sliced, **options), wanted)

@@ -14,6 +14,7 @@ from cumulant import shards, zoo
 from cumulant.cluster import Blocks, KMeans
 from cumulant.distributed import context_parallel, shard, unshard
 from cumulant.distributed.parts import first_piece
+from cumulant.distributed.softmax import _Part
 
 WORLD = 8
 UNEVEN = [13, 0, 5, 3, 9, 1, 0, 4]  # tokens of each worker
@@ -426,3 +427,10 @@ def one_fails(rank: int, world: int) -> None:
 def test_an_error_of_a_worker_ends_the_wait_at_once_with_its_traceback():
     with pytest.raises(RuntimeError, match=r"(?s)worker 1 of 3 failed:.*one_fails.*ValueError: out of cheese"):
         side_by_side(3, one_fails, patience=600)
+
+
+def test_softmax_of_a_part_reads_channels_that_do_not_lie_side_by_side():
+    query, key, value = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    strided = (x.mT.contiguous().mT for x in (query, key, value))
+    wanted, found = (_Part(*inputs, None, 1.0, False).forward() for inputs in ((query, key, value), strided))
+    torch.testing.assert_close(found, wanted)

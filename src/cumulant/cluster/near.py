@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..closures import gain
-from ..tensors import ABSENT, softmax_or_zero
+from ..tensors import ABSENT, in_line, softmax_or_zero
 from ..tracing import is_plain, transformed
 from .tree import rows_of
 
@@ -85,8 +85,8 @@ def fused(q: Tensor, key: Tensor, value: Tensor, log_weight: Tensor) -> tuple[Te
     if log_weight.any():
         if (log_weight.amax(-1) == ABSENT).any():
             return None
-        mask = log_weight.unsqueeze(-2).expand(*q.shape[:-1], -1).flatten(0, 1)
-    out, mass = FLASH(*(x.flatten(0, 1) for x in (q, key, value)), attn_mask=mask, scale=1.0)
+        mask = in_line(log_weight).unsqueeze(-2).expand(*q.shape[:-1], -1).flatten(0, 1)
+    out, mass = FLASH(*(in_line(x).flatten(0, 1) for x in (q, key, value)), attn_mask=mask, scale=1.0)
     return mass.view(*q.shape[:-1], 1), out.view(*q.shape[:-1], 1, -1)
 
 

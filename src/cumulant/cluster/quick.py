@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.dense.tiles import Workspace
-from ..tensors import ABSENT
+from ..tensors import ABSENT, in_line
 from .backend import Case, sizes_of
 from .build import make_layout
 from .fields import Far
@@ -151,7 +151,7 @@ def _near(
     if FLASH is not None and key.shape[-1] == value.shape[-1]:
         if mask is not None:
             mask = mask.unsqueeze(1).expand(-1, 1, rows.shape[1], -1)
-        given = (x.unsqueeze(1) for x in (rows, key, value))
+        given = (in_line(x).unsqueeze(1) for x in (rows, key, value))
         answer, mass = FLASH(*given, attn_mask=mask, scale=scale)
     else:
         logits = torch.bmm(rows, key.mT).mul_(scale)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..tensors import ABSENT, log_weights, one_batch, repeat_heads, wide
+from ..tensors import ABSENT, in_line, log_weights, one_batch, repeat_heads, wide
 from .exchange import Gather, Message, Pending, Scatter
 from .parts import Parts
 
@@ -120,7 +120,7 @@ class _Part(NamedTuple):
         """out (B, H, L, E) and lse (B, H, L)."""
         if self.fused:
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            out, lse = kernel(*self[:3], 0.0, self.causal, scale=self.scale)
+            out, lse = kernel(*map(in_line, self[:3]), 0.0, self.causal, scale=self.scale)
             return wide(out), lse
         found = []
         for rows in self._rows():

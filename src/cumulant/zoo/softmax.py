@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import shards
 from ..call import Call, check_packed
-from ..tensors import log_weights, nothing, wide
+from ..tensors import in_line, log_weights, nothing, wide
 from ..tracing import is_plain, transformed
 from .fused import fused_softmax
 from .products import pair_weights
@@ -54,7 +54,7 @@ def softmax_packed(
     shapes = query.shape[1:] == key.shape[1:] == value.shape[1:] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     if not (own and known and shapes) or (arguments.get("is_causal") and cu_seq_q is not cu_seq_k):
         return padded(SOFTMAX, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **arguments)
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    rows = map(in_line, (query, key, value))
     causal, scale = bool(arguments.get("is_causal")), arguments.get("scale")
     found = torch.ops.aten._flash_attention_forward(
         *rows, cu_seq_q.int(), cu_seq_k.int(), max_q, max_k, 0.0, causal, False, scale=scale
