@@ -112,6 +112,20 @@ def test_a_study_is_kept_goes_on_and_says_when_its_settings_changed(tmp_path, ca
     ).replace("https://matplotlib.org", "")
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+    (tmp_path / "toy").write_text("in the way")
+    MADE.clear()
+    with pytest.raises(OSError, match=r"cannot write files into .*toy: .*; choose another folder"):
+        measuring.run(STUDY, Study("toy", out=tmp_path, workers=1))
+    assert not MADE
+
+
+def test_a_strange_table_among_the_records_is_no_record(tmp_path):
+    (tmp_path / "toy" / "records").mkdir(parents=True)
+    (tmp_path / "toy" / "records" / "other.json").write_text("{}")
+    assert not measuring.run(STUDY, Study("toy", out=tmp_path, workers=1, seeds=1, control=0))["missing"]
+
+
 def test_views_are_pages_of_their_own_that_lead_to_each_other(tmp_path):
     options = Study("toy", out=tmp_path, workers=1, device="cpu", attention=("softmax",))
     measuring.run(replace(STUDY, needs=(), views={"lines": ("A line",), "others": ("Another",)}), options)

@@ -203,7 +203,8 @@ def about_records(runs: Sequence[Measurement], shop: Measurements) -> list[str]:
     wanted, others = {run.fingerprint for run in runs}, {}
     for path in sorted((shop.out / "records").glob("*.json")):
         one = read_json(path)
-        if one["fingerprint"] not in wanted and one["configuration"] in {run.configuration for run in runs}:
+        ours = one.get("configuration") in {run.configuration for run in runs} and "settings" in one
+        if ours and one.get("fingerprint") not in wanted:
             others[path.name] = one
     done = sum(shop.record(run).is_file() for run in runs)
     said = [f"{done} of {len(runs)} runs are finished already (--fresh measures them anew)"] if done else []

@@ -25,7 +25,7 @@ import torch
 from cumulant.studies.crews import Claims, Crew, Lost, RayCluster, Workers
 from cumulant.studies.plan import Budget, Run, epochs_done
 from cumulant.train import RecipeError, read_log
-from cumulant.train.files import read_json, write_atomically
+from cumulant.train.files import claim_room, read_json, write_atomically
 from cumulant.train.progress import ONE_STOP
 
 R = TypeVar("R", bound=Run)
@@ -114,6 +114,8 @@ def train_all(
         raise ValueError(
             "--fresh would train again what other machines have just finished: leave it out of --on folder"
         )
+    if runs:
+        claim_room(shop.out, 0)
     budget = budget or Budget(None)
     with Claims(shop.out / "claims") if on == "folder" else nullcontext() as claims:
         waiting = Queue(runs, shop, budget, report, claims)
