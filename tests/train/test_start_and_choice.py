@@ -211,7 +211,7 @@ def test_the_log_goes_to_weights_and_biases_and_a_run_that_goes_on_keeps_its_nam
     fake.init = lambda **options: runs.append(FakeRun(**options)) or runs[-1]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     recipe = replace(PLAIN, wandb=True)
-    monkeypatch.setattr("cumulant.train.trainer.Stop.obey", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("cumulant.train.trainer.Stop.poll", lambda self: setattr(self, "asked", True))
     with pytest.raises(KeyboardInterrupt):
         train(recipe, tmp_path, source=few_digits())
     monkeypatch.undo()
