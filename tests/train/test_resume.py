@@ -1,5 +1,6 @@
 """A run that is killed at any moment and started again ends bit for bit as if nothing had happened."""
 
+import errno
 import os
 import random
 import signal
@@ -133,6 +134,16 @@ def test_a_finished_run_is_read_not_trained(undisturbed, tmp_path, monkeypatch):
     first = train(FULL, tmp_path, source=few_digits())
     monkeypatch.setattr(optimise, "apply", lambda *_: pytest.fail("trained again"))
     assert train(FULL, tmp_path, source=few_digits()) == first
+
+
+def test_a_finished_run_is_read_from_a_disk_that_takes_nothing(calm, monkeypatch):
+    def refuse(*_arguments, **_options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    before = {path.name: path.stat().st_mtime_ns for path in (calm, *calm.iterdir())}
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert train(replace(FULL, log_steps=1), calm, source=few_digits()).steps == 18
+    assert {path.name: path.stat().st_mtime_ns for path in (calm, *calm.iterdir())} == before
 
 
 def test_another_recipe_in_the_folder_is_an_error_that_names_the_difference_and_the_way_out(tmp_path):

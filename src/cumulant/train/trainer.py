@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
@@ -97,26 +97,29 @@ def train(
         team = stack.enter_context(processes(device)).sharing(settings.context_parallel)
 
         def prepare() -> Source | None:
-            claim_room(out, 0)
-            stack.enter_context(sole_owner(out))
-            remove_leftovers(out)
+            finished = (out / "result.json").is_file() and not fresh
+            if not finished:  # one that is may lie where nothing can be written
+                claim_room(out, 0)
+                stack.enter_context(sole_owner(out))
+                remove_leftovers(out)
             if fresh:
                 clear(out)
-            renamed, finished, opened = check_recipe(out, settings), (out / "result.json").is_file(), source
+            renamed, opened = check_recipe(out, settings), source
             if opened is None and (renamed or not finished):  # the data of a finished run may be gone
                 opened = open_recipe_source(settings)
             if opened is not None:
                 check_data(out, opened)
             if not finished:
                 mend_state(out)
-            claim(out, settings, opened)
+                claim(out, settings, opened)
             return opened
 
         source = team.lead(prepare) or source
         done = read_result(out, {field.name: field.default for field in fields(TrainResult) if field.name != "out"})
         if done is not None:
             if team.first:  # one that was killed when only this was left to do
-                remove_states(out)
+                with suppress(OSError):
+                    remove_states(out)
             return TrainResult(out=out, **done)
         stack.enter_context(torch.random.fork_rng([team.device] if team.device.type == "cuda" else []))
         stack.enter_context(quick_float32(team.device, settings.precision))
