@@ -7,6 +7,7 @@ from small_models import transformers
 
 from cumulant.conversion import convert, load, register_transformers, save
 from cumulant.inspect.opening import open_model
+from tools.tiny_models import tiny_model
 
 SIZES = {"hidden_size": 32, "vocab_size": 60}
 
@@ -43,6 +44,14 @@ def test_a_model_that_would_keep_softmax_under_our_name_refuses_it(name, sizes):
     with pytest.raises(ValueError, match=r"cumulant\.convert"):
         kind._from_config(config, attn_implementation="cumulant2")
     model.set_attn_implementation("eager")  # other names are none of our business
+
+
+@pytest.mark.parametrize("name", ["SamVisionModel", "Gemma3nAudioEncoder"])
+def test_so_does_one_whose_file_has_classes_that_ask_beside_its_own(name):
+    kind = getattr(transformers(), name)
+    register_transformers()
+    with pytest.raises(ValueError, match="would go on with softmax"):
+        tiny_model(kind).set_attn_implementation("cumulant3")
 
 
 def test_a_converted_model_that_never_asks_is_loaded_and_stays_causal(tmp_path):

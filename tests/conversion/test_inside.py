@@ -76,6 +76,15 @@ class Attention(nn.Module):
         A.view(2, 4, 9, 9).masked_fill_(absent, -torch.inf)
         return (A.softmax(-1) @ v.flatten(0, 1)).unflatten(0, (2, 4))
 
+    @torch.no_grad()
+    def padded_into(self, q, k, v):
+        absent = torch.zeros(2, 1, 1, 9)
+        absent[1, ..., 6:] = -1e9
+        A, made = (q @ k.mT) * 0.5, torch.empty(2, 4, 9, 4)
+        torch.add(A, absent, out=A)
+        torch.matmul(A.softmax(-1), v, out=made)
+        return made
+
     def padded(self, q, k, v):
         absent = torch.zeros(2, 1, 1, 9)
         absent[1, ..., 6:] = -1e9
@@ -97,6 +106,17 @@ class Attention(nn.Module):
     def capped_in_place(self, q, k, v):
         A = (q @ k.mT) * 0.5
         A.clamp_(max=1.0)
+        return A.softmax(-1) @ v
+
+    def masked_by_part(self, q, k, v):
+        A = (q @ k.mT) * 0.5
+        for head in range(4):
+            A.select(1, head).masked_fill_(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+        return A.softmax(-1) @ v
+
+    def masked_as_data(self, q, k, v):
+        A = (q @ k.mT) * 0.5
+        A.data.masked_fill_(torch.ones(9, 9).triu(1).bool(), -torch.inf)
         return A.softmax(-1) @ v
 
     def positions(self, q, k, v):
@@ -125,7 +145,7 @@ class Model(nn.Module):
 
 PLAIN = (
     *("matmul", "fused", "einsum", "bmm", "causal", "where", "padded", "summed", "kept_above"),
-    *("in_place", "padded_in_place", "padded_in_a_view"),
+    *("in_place", "padded_in_place", "padded_in_a_view", "padded_into"),
 )
 
 
@@ -170,6 +190,8 @@ def test_taken_back_it_says_what_it_said(way):
         ("positions", "differs from head to head or from query to query"),
         ("changed", "does more to its logits than to scale and mask them"),
         ("powers", "does more to its logits than to scale and mask them"),
+        ("masked_by_part", "does more to its logits than to scale and mask them"),
+        ("masked_as_data", "does more to its logits than to scale and mask them"),
         ("capped_in_place", "does more to its logits than to scale and mask them"),
         ("capped", "does more to its logits than to scale and mask them"),
     ],

@@ -20,7 +20,7 @@ from ...call import Call
 from ...optional import needed
 from .choice import Choice, fitting, mix, observed, placed, weights
 from .inside import TAG as TAG
-from .inside import wants_weights
+from .inside import is_candidate, wants_weights
 from .masks import DenseMaskError, dense, every_key, key_mask_function, linear_form, understood
 
 MIXED = "cumulant_mixed"  # the implementation of a model whose layers differ
@@ -88,7 +88,7 @@ def _guard() -> None:
 
     @wraps(put)
     def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        _check_asks(type(self), attn_implementation)
+        _check_asks(type(self), attn_implementation, self)
         put(self, attn_implementation, *args, **kwargs)
         note_grids(self)
 
@@ -97,13 +97,17 @@ def _guard() -> None:
     kind._cumulant_guard = True
 
 
-def _check_asks(kind: Any, name: Any) -> None:
-    """An error for a class of models under a name of ours whose attention never asks the registry."""
-    if not isinstance(name, str) or name not in _ours or kind._can_set_attn_implementation():
+def _check_asks(kind: Any, name: Any, model: nn.Module | None = None) -> None:
+    """An error for a class of models, or a model, under a name of ours whose attention never asks the registry."""
+    if not isinstance(name, str) or name not in _ours:
         return
-    home = sys.modules.get(kind.__module__)
-    there: list[Any] = [x for x in vars(home or kind).values() if isinstance(x, type) and issubclass(x, nn.Module)]
-    if any(_class_asks(x) for x in there):
+    if model is not None and kind.__module__.startswith("transformers."):  # what asks in its file may be no part of it
+        asking = any(map(asks, model.modules())) or not any(map(is_candidate, model.modules()))
+    else:
+        home = sys.modules.get(kind.__module__)
+        there: list[Any] = [x for x in vars(home or kind).values() if isinstance(x, type) and issubclass(x, nn.Module)]
+        asking = kind._can_set_attn_implementation() or any(map(_class_asks, there))
+    if asking:
         return
     raise ValueError(
         f"{kind.__name__} takes attn_implementation={name!r} but computes attention itself, and would go on with "

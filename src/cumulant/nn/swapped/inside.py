@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ... import zoo
 from ...call import Call
 from .choice import KEPT, SOFTMAX, Choice, Undo, mix, placed, weights
-from .logits import Logits, Weighted, found, in_place, numbers, product, step
+from .logits import Logits, Weighted, found, in_place, is_part, numbers, product, step
 from .masks import DenseMaskError, Pattern, merged
 
 TAG = "_cumulant_choice"  # attribute of a module: its choice
@@ -154,18 +154,25 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _step(self, func: Any, args: Any, kwargs: Any, logits: Logits) -> Any:
+        out, kwargs = kwargs.get("out"), {name: x for name, x in kwargs.items() if name != "out"}
         said, order = step(func, args, kwargs), None
         if isinstance(said, tuple) and not isinstance(said, Weighted):  # an einsum, with the order of its result
             said, order = said
         if isinstance(said, Weighted):
             parts = said.logits
-            out = attend(self.module, parts.query, parts.key, said.value, parts.masks, dropout=parts.dropout)
-            return out if order is None else out.permute(order)
+            made = attend(self.module, parts.query, parts.key, said.value, parts.masks, dropout=parts.dropout)
+            made = made if order is None else made.permute(order)
+            return made if out is None else out.copy_(made)
         if said is NotImplemented:
             if logits.is_weights or _is_softmax(func):
                 self._refuse(logits)
+            if is_part(func) and isinstance(args[0], Logits):
+                args[0].fixed = args[0].actual()
             said = func(*numbers(args), **numbers(kwargs))
-        return args[0].become(said) if in_place(func) and isinstance(args[0], Logits) else said
+        written = args[0] if in_place(func) else out
+        if isinstance(written, Logits):
+            return written.become(said)
+        return said if out is None else out.copy_(numbers(said))
 
     def _refuse(self, logits: Any) -> None:
         why = f"{type(self.module).__name__} does more to its logits than to scale and mask them"

@@ -15,6 +15,10 @@ from .masks import ABSENT, dense
 PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 SAME = {"to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone"}
 SHAPES = {"view", "reshape"}
+# What shares its numbers with what it is of, and may be written to in its place.
+PARTS = {"transpose", "permute", "unsqueeze", "squeeze", "detach", "narrow", "select", "chunk", "split", "unbind"}
+PARTS |= {"flatten", "unflatten", "swapaxes", "movedim", "diagonal", "unfold", "expand", "expand_as", "view_as"}
+ALIASES = {"data", "T", "mT", "H", "mH", "real"}
 
 
 class Weighted(NamedTuple):
@@ -111,6 +115,7 @@ class Logits:
             raise AttributeError(name)
         method = getattr(Tensor, name)
         if not callable(method):
+            self.fixed = self.actual() if name in ALIASES else self.fixed
             return getattr(self.actual(), name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -167,10 +172,14 @@ def in_place(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def is_part(func: Any) -> bool:
+    return getattr(func, "__name__", "") in PARTS
+
+
 def product(func: Any, args: Any, kwargs: Any) -> Logits | None:
     """The logits that a product of two tensors may be, or None for another function."""
     name = _name_of(func)
-    if name not in PRODUCTS:
+    if name not in PRODUCTS or kwargs.get("out") is not None:
         return None
     if name == "einsum":
         return _einsum(args)
