@@ -3,15 +3,15 @@
 Beside `tools.fuzz`, which draws `attention`, `Stream`, `SlidingWindow` and `Moments`. The oracle enumerates tokens in
 float64, from specs/local-cumulants.md alone: clusters that are named token by token, and softmax, which clusters of any
 kind are where all of them are near, and a merged stream that has room for all. Drawn are dtypes, closures, responses,
-full variances, prefixes, weights, near clusters that each query chooses, uneven blocks of grids, causal blocks with
-`keep`, `recent` and sinks, trees with leaves and exact tokens, expansions around the mean query, grouped queries, E
-beside D, empty inputs, views, offsets of keys and values. What passes: a few roundings of the dtype, or twice what the
-same enumeration in float32 is off, its result rounded: the worst of five units of keys and values, as in `tools.fuzz`,
-since roundings of a few numbers may cancel by chance. Where nearly all of a gradient cancels, which no unit tells, a
-backward error passes, as of any sum: four roundings of float32 of what dq and dk could be (`largest`), and two of the
-dtype of a sum of absolute values, in dv over rows, in dk and dv over query heads that share a key head. (Seed 8104,
-case 649 of the draws before: dv 8e-6 off, plain torch 2e-6; absolute values sum to 257 times the result, so that ours
-is half a rounding off.)
+full variances, prefixes, weights over up to sixty decades, near clusters that each query chooses, uneven blocks of
+grids, causal blocks with `keep`, `recent` and sinks, trees with leaves and exact tokens, expansions around the mean
+query, grouped queries, E beside D, empty inputs, views, offsets of keys and values. What passes: a few roundings of the
+dtype, or twice what the same enumeration in float32 is off, its result rounded: the worst of five units of keys and
+values, as in `tools.fuzz`, since roundings of a few numbers may cancel by chance. Where nearly all of a gradient
+cancels, which no unit tells, a backward error passes, as of any sum: four roundings of float32 of what dq and dk could
+be (`largest`), and two of the dtype of a sum of absolute values, in dv over rows, in dk and dv over query heads that
+share a key head. (Seed 8104, case 649 of the draws before: dv 8e-6 off, plain torch 2e-6; absolute values sum to 257
+times the result, so that ours is half a rounding off.)
 """
 
 # mypy: ignore-errors
@@ -193,10 +193,12 @@ def tokens_of(rng: random.Random, empty: bool) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def weights_of(rng: random.Random, B: int, L: int) -> Tensor | None:
-    kind = rng.choice(("none", "none", "bool", "float", "small"))
+    kind = rng.choice(("none", "none", "bool", "float", "small", "sixty"))
     w = torch.rand(B, L) + 0.05
     if kind == "none":
         return None
+    if kind == "sixty":
+        return 10 ** (w * 57 - 30)
     if kind == "bool":
         return w > 0.4
     return w * (torch.rand(B, L) > 0.2) * (1e-6 if kind == "small" else 1.0)
