@@ -1,18 +1,20 @@
-"""What docs/lab/real-models.md lists as not timed on a GPU, in one run alone on the device: about 4 minutes on an H200.
+"""What docs/lab/real-models.md lists as not timed on a GPU, in one run alone on the device: about 6 minutes on an H200.
 
     python -m tools.models sam2 pictures55 lightglue smollm2 moby-dick
     PYTHONPATH=src:. python benchmarks/gpu_models.py FOLDER --make MODELS     where packages can be fetched: no GPU
     PYTHONPATH=src:. OUT=folder python benchmarks/gpu_models.py FOLDER        on the GPU: torch and transformers alone
 
-FOLDER is what travels, 32 MiB: weights of SAM 2's encoder and of LightGlue in 6 bits a number, a picture, keypoints of
-it and of the same from another side, queries, keys and values of SmolLM2 (tools/packing.py). MODELS is the cache of
+FOLDER is what travels, 42 MiB: weights of SAM 2 in 7 and of LightGlue in 6 bits a number, pictures, keypoints of one
+and of the same from another side, queries, keys and values of SmolLM2 (tools/packing.py). MODELS is the cache of
 tools.models.
 
 | part | script | what it says |
 |---|---|---|
 | encoder | sam2_speed.py | SAM 2 at 4,096 pixels: its layers, and the whole compiled encoder, time and peak memory |
+| masks | sam2_masks.py | IoU with softmax's masks at that size |
 | calls | gpu_tree.py | LightGlue's attention at 16,384 keypoints, float32 and half, beside the quickest softmax |
 | matches | lightglue_matches.py | matches kept there by trees that choose by the error or the mass |
+| cache | language_cache.py | prefill and decoding of SmolLM2, whole and merged |
 | captured | captured_qkv.py | attention on queries, keys and values of the three models at 8,192 tokens |
 
 First all side by side, so that everything is compiled; then one after the other, each with a limit of its own. They
@@ -34,20 +36,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from cumulant.explain.matches import PACKAGE, Matcher
 from tools.packing import pack, unpack
 
 HERE = Path(__file__).parent
 PICTURE, WEIGHTS, BITS = "truck", "disk_lightglue.pth", 6
-LIMITS = {"encoder": 110, "calls": 40, "matches": 50, "captured": 80}  # seconds once all is compiled
+SHOWN = (  # the largest of the 55 pictures, photographs of many things
+    "truck", "agency-header-bg", "business-casual-bg", "clean-blog-contact-bg", "clean-blog-post-bg",
+    "grayscale-bg-masthead", "stylish-portfolio-bg-callout", "coral", "china", "groceries",
+)  # fmt: skip
+# Seconds of each part once all is compiled.
+LIMITS = {"encoder": 110, "calls": 40, "matches": 50, "cache": 40, "captured": 80, "masks": 120}
 COMPILING = 130  # seconds of all side by side
+UNCOMPILED = ("masks", "cache")  # parts whose kernels another part compiles, or that have none
 
 TREE = "cluster256+find=tree+near="
-WHOLE = ("softmax", "softmax, as called", f"{TREE}8", f"{TREE}4")
-LAYERS = (f"{TREE}4", f"{TREE}8", f"{TREE}16", f"{TREE}8+patch=2", "cluster256+near=4")
+WHOLE = ("softmax", "softmax, as called", f"{TREE}8+rank=error", f"{TREE}8+patch=2+rank=error")
+MASKS = (f"{TREE}8", f"{TREE}8+rank=error", f"{TREE}8+patch=2+rank=error", "cluster256+near=4", "window8")
+LAYERS = (*MASKS[:-1], f"{TREE}4", f"{TREE}4+rank=error", f"{TREE}16+rank=error")
 TILES = "+near_rows=64+response=pooled"
-MATCHES = tuple(f"{TREE}32{TILES}+rank={rank}" for rank in ("error", "mass", "mean"))
+MATCHES = tuple(f"{TREE}{near}{TILES}+rank={rank}" for near, rank in ((32, "error"), (24, "error"), (32, "mean")))
 
 
 def make(folder: Path, models: Path) -> None:
@@ -57,15 +67,18 @@ def make(folder: Path, models: Path) -> None:
     from safetensors.torch import load_file
 
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
-    shutil.copy(models / "pictures55" / f"{PICTURE}.jpg", folder / "pictures")
+    for name in SHOWN:
+        picture = Image.open(models / "pictures55" / f"{name}.jpg").convert("RGB")
+        picture.save(folder / "pictures" / f"{name}.jpg", quality=90)
     state = load_file(models / "sam2-hiera-tiny" / "model.safetensors")
-    encoder = {name: x for name, x in state.items() if name.startswith("vision_encoder")}
-    pack(encoder, folder / "sam2.packed", BITS)
+    pack(state, folder / "sam2.packed", BITS + 1)
     code, weights = models / "lightglue" / PACKAGE, models / "lightglue" / PACKAGE / "pretrained_weights" / WEIGHTS
     (folder / "lightglue").mkdir(exist_ok=True)
     for name in ("__init__", "constants", "lightglue"):
         shutil.copy(code / f"{name}.py", folder / "lightglue")
     pack(torch.load(weights, map_location="cpu", weights_only=True), folder / "lightglue.packed", BITS)
+    (folder / "smollm2").mkdir(exist_ok=True)
+    shutil.copy(models / "smollm2-135m-instruct" / "config.json", folder / "smollm2")
     calls = of_smollm2(models / "smollm2-135m-instruct", models / "moby-dick.txt", 8192, "cpu")
     groups = {f"{layer} {part}": x for layer, call in calls.items() for part, x in a_group(call)}
     pack(groups, folder / "smollm2.packed", BITS + 1)
@@ -91,10 +104,10 @@ def opened(folder: Path, to: Path) -> None:
     torch.save(sides, to / "pairs" / f"{PICTURE}.pt")
 
 
-def parts(folder: Path, at: Path, cuda: bool) -> dict[str, list[str]]:
+def parts(folder: Path, at: Path, out: Path, cuda: bool) -> dict[str, list[str]]:
     """The command of each part."""
-    small = lambda names: [name.replace("cluster256", "cluster16").replace("cluster64", "cluster16") for name in names]  # noqa: E731
-    fit = list if cuda else small
+    few = lambda names: [name.replace("cluster256", "cluster16").replace("cluster64", "cluster16") for name in names]  # noqa: E731
+    fit = list if cuda else few
     encoder = ["sam2_speed.py", str(folder / "sam2.packed"), str(folder / "pictures"), "--picture", PICTURE]
     encoder += ["--size", "4096" if cuda else "256", "--profile", "--names", *fit(LAYERS), "--whole", *fit(WHOLE)]
     names = fit(MATCHES)
@@ -105,15 +118,20 @@ def parts(folder: Path, at: Path, cuda: bool) -> dict[str, list[str]]:
     captured += ["--sam2", str(folder / "sam2.packed"), str(folder / "pictures")]
     captured += ["--lightglue", str(at / "lightglue"), str(at / "pairs" / f"{PICTURE}.pt")]
     captured += ["--smollm2", str(folder / "smollm2.packed")]
-    found = {"encoder": encoder}
-    if cuda:
-        found["calls"] = ["gpu_tree.py", "--only", "whole", "--shapes", "lightglue", "lightglue in half"]
-    return {**found, "matches": matches, "captured": captured}
+    cache = ["language_cache.py", str(folder / "smollm2"), "--time", "--dtype", "bfloat16"]
+    cache += ["--out", str(out / "smollm2_cache_time.json")]
+    masks = ["sam2_masks.py", str(folder / "sam2.packed"), str(folder / "pictures"), "--only", str(len(SHOWN))]
+    masks += ["--size", "4096" if cuda else "256", "--dtype", "bfloat16", "--names", *fit(MASKS)]
+    calls = ["gpu_tree.py", "--only", "whole", "--shapes", "lightglue", "lightglue in half"]
+    small = {"encoder": encoder, "matches": matches, "captured": captured, "masks": masks}
+    return {"encoder": encoder, "calls": calls, "cache": cache, **small} if cuda else small
 
 
 def apart(commands: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
     """The same for compiling side by side: each kind of encoder and each model by itself."""
     for part, command in commands.items():
+        if part in UNCOMPILED:
+            continue
         if part == "encoder":
             at = command.index("--whole")
             yield "encoder layers", command[:at]
@@ -153,7 +171,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--make", type=Path, metavar="MODELS")
     parser.add_argument("--only", nargs="+", choices=LIMITS)
-    parser.add_argument("--seconds", type=float, default=290, help="begin nothing new after so long")
+    parser.add_argument("--seconds", type=float, default=420, help="begin nothing new after so long")
     options = parser.parse_args()
     if options.make:
         make(options.folder, options.make)
@@ -170,7 +188,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         at = Path(temporary)
         opened(options.folder, at)
-        commands = parts(options.folder, at, cuda)
+        commands = parts(options.folder, at, out, cuda)
         commands = {part: x for part, x in commands.items() if part in (options.only or commands)}
         if cuda:
             compiling = {part: started(x, at / part, at / f"{part}.log") for part, x in apart(commands)}
