@@ -7,6 +7,7 @@ import torch
 import cumulant
 from cumulant import Moments, attention, cluster_attention, conversion, create_model, nn, scores, zoo
 from cumulant.cluster import KMeans, MergedStream, kmeans_assignment
+from cumulant.distributed import shard, unshard
 
 x, tokens = torch.randn(2, 4, 16, 8), torch.randn(2, 16, 32)
 HUGE = 10**400  # finite, and no float
@@ -42,6 +43,9 @@ CALLS = [
     ("channel_scale", lambda: mechanism("focused_linear", channel_scale=torch.ones(3))),
     ("tables", lambda: mechanism("hierarchical", tables=[1.0])),
     ("device", lambda: _packed("cosformer", x[0].mT.to("meta"))),
+    ("order", lambda: shard(x, None, order="zig-zag")),
+    ("x must be", lambda: shard(x.numpy(), None)),
+    ("axis", lambda: unshard(x[0, 0, 0], None)),
     ("what moments become", lambda: Moments.of(x, x).to(torch.int64)),
     ("query must be as the tokens", lambda: _read_in_float64()),
     ("longest", lambda: nn.CumulantAttention(32, 4).forward_packed(tokens[0], torch.tensor([0, 16]), "2")),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import shards
-from ..call import Call, check_choice
+from ..call import Call, check_choice, check_flag
 from ..cluster.asked import Asked
 from ..cluster.backend import Case
 from ..expansion import Form, expand
@@ -21,11 +21,9 @@ from .attend import attend, check_form, varlen
 from .blocks import Spread
 from .clusters import clusters_over_workers
 from .exchange import Workers
-from .parts import Parts, check_lengths, held
+from .parts import ORDERS, Parts, check_lengths, held
 from .softmax import TRAVELS
 from .softmax import softmax as exact
-
-ORDERS = ("rank", "zigzag")
 
 
 @contextmanager
@@ -62,6 +60,7 @@ def context_parallel(
     workers = Workers.of(mesh, dim)
     check_choice("order", order, ORDERS)
     check_choice("softmax", softmax, TRAVELS)
+    check_flag("overlap", overlap)
     workers = workers.in_halves() if overlap else workers
     if lengths is not None:
         check_lengths(lengths, workers.size)

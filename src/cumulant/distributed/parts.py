@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..call import whole
+from ..call import check_choice, check_dense, whole
 from ..moments import Moments, added
 from .exchange import Gather, Shift, Workers, exchange
+
+ORDERS = ("rank", "zigzag")
 
 
 class Parts:
@@ -109,7 +111,7 @@ def only(sets: Moments, these: Sequence[bool]) -> Moments:
 
 
 def check_lengths(lengths: Sequence[int], workers: int) -> None:
-    if len(lengths) != workers or not all(map(whole, lengths)):
+    if not isinstance(lengths, Sequence) or len(lengths) != workers or not all(map(whole, lengths)):
         raise ValueError(f"lengths must be {workers} numbers of tokens, one for each worker, got {lengths!r}")
 
 
@@ -130,16 +132,24 @@ def held(tokens: int, parts: Parts, rank: int) -> list[slice]:
     return [slice(at[place], at[place + 1]) for place in parts.places(rank)]
 
 
+def _parts(x: Tensor, mesh: DeviceMesh, dim: str, axis: int, order: str) -> Parts:
+    check_dense("x", x)
+    check_choice("order", order, ORDERS)
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be one of the {x.ndim} dimensions of x, got {axis!r}")
+    return Parts(Workers.of(mesh, dim), order == "zigzag")
+
+
 def shard(x: Tensor, mesh: DeviceMesh, dim: str = "cp", *, axis: int = -2, order: str = "rank") -> Tensor:
     """This worker's part of x, which all of them have whole, cut along `axis` (that of the tokens)."""
-    parts = Parts(Workers.of(mesh, dim), order == "zigzag")
+    parts = _parts(x, mesh, dim, axis, order)
     pieces = [x.narrow(axis, s.start, s.stop - s.start) for s in held(x.shape[axis], parts, parts.workers.rank)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
 
 
 def unshard(x: Tensor, mesh: DeviceMesh, dim: str = "cp", *, axis: int = -2, order: str = "rank") -> Tensor:
     """The whole of x on every worker, put together from parts of any lengths. Its gradient is that of all workers."""
-    parts = Parts(Workers.of(mesh, dim), order == "zigzag")
+    parts = _parts(x, mesh, dim, axis, order)
     x = x.movedim(axis, 0)
     lengths = parts.lengths(x.shape[0])
     padded = torch.cat((x, x.new_zeros(max(lengths) - x.shape[0], *x.shape[1:])))
