@@ -90,7 +90,8 @@ def test_a_folder_without_a_whole_sam2_is_said(folder: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"model.safetensors is not a safetensors file, or is cut short"):
         Segmenter.open(tmp_path, size=128)
     (tmp_path / "config.json").write_text("[]")
-    assert not is_segmenter(str(tmp_path))
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        is_segmenter(str(tmp_path))
     with pytest.raises(ValueError, match="there is no SAM 2 at"):
         Segmenter.open(tmp_path)
 

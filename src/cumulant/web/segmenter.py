@@ -30,8 +30,7 @@ def is_segmenter(word: str) -> bool:
     """Whether a word of the command line is the folder of a SAM 2, or its name on the Hub."""
     config = Path(word).expanduser() / "config.json"
     if config.is_file():
-        stated = read_json(config)
-        return isinstance(stated, dict) and stated.get("model_type") in ("sam2", "sam2_video")
+        return read_json(config).get("model_type") in ("sam2", "sam2_video")
     return word.startswith("transformers:") and "sam2" in word.lower()
 
 
