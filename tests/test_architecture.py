@@ -15,7 +15,7 @@ INNER = ("train", "distributed", "data", "models", "nn", "zoo", "cluster", "atte
 # These stand outside and look in; each also at those before it, nobody at them.
 OUTER = ("inspect", "conversion", "explain", "bench", "studies", "web")
 CORE = ("attention", "expansion", "around", "saturated", "causal", "streaming")
-DOORS = ("__init__", "arrival", "cli", "listing")  # the public names, transformers and the command line see everything
+DOORS = ("__init__", "__main__", "arrival", "cli", "listing")  # see everything
 
 
 def room_of(parts: tuple[str, ...]) -> str:

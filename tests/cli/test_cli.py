@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -36,6 +37,10 @@ def test_help_names_every_command_briefly(capsys):
 def test_the_version_is_told(capsys, word):
     assert cli.main([word]) == 0
     assert capsys.readouterr().out == f"cumulant {cumulant.__version__}\n"
+
+
+def test_python_m_cumulant_is_the_command(tmp_path):
+    assert fresh.python("-m", "cumulant", "--version", folder=tmp_path).strip() == f"cumulant {cumulant.__version__}"
 
 
 def test_an_unknown_command_is_answered_with_those_there_are(capsys):
