@@ -54,6 +54,22 @@ def test_so_does_one_whose_file_has_classes_that_ask_beside_its_own(name):
         tiny_model(kind).set_attn_implementation("cumulant3")
 
 
+@pytest.mark.parametrize("name", ["SamModel", "SamVisionModel", "GitModel"])
+def test_one_that_looks_for_its_classes_under_our_name_is_refused_and_loads_under_its_own(name, tmp_path):
+    t = transformers()
+    tiny_model(getattr(t, name)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"attn_implementation='cumulant3'.*_ATTENTION_CLASSES.*cumulant\.convert"):
+        t.AutoModel.from_pretrained(tmp_path, attn_implementation="cumulant3")
+    assert isinstance(t.AutoModel.from_pretrained(tmp_path), getattr(t, name))
+
+
+def test_a_part_of_it_that_asks_the_registry_takes_our_name():
+    kind = transformers().DeepseekOcr2TextModel  # beside a table of classes in its file
+    model = tiny_model(kind)
+    model.set_attn_implementation("cumulant3")
+    assert kind._from_config(model.config, attn_implementation="cumulant3").config._attn_implementation == "cumulant3"
+
+
 def test_a_converted_model_that_never_asks_is_loaded_and_stays_causal(tmp_path):
     model, ids = gptj(), torch.arange(3, 12)[None]
     convert(model, "cumulant3")

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ UNSUPPORTED = {
     "indices": "attends to keys that an indexer selects for each query",
     "block_indices": "attends to blocks of keys that an indexer selects for each query",
 }
+INSTEAD = "cumulant.convert(model) replaces such modules where they are plain, and says why where they are not"
 
 
 def register_transformers(*names: str) -> list[str]:
@@ -84,6 +85,8 @@ def _guard() -> None:
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
         found = correct(self, *args, **kwargs)
         _check_asks(type(self), found)
+        if found in _ours:
+            _complete_tables(type(self), found)
         return found
 
     @wraps(put)
@@ -111,7 +114,24 @@ def _check_asks(kind: Any, name: Any, model: nn.Module | None = None) -> None:
         return
     raise ValueError(
         f"{kind.__name__} takes attn_implementation={name!r} but computes attention itself, and would go on with "
-        "softmax; cumulant.convert(model) replaces such modules where they are plain, and says why where they are not"
+        f"softmax; {INSTEAD}"
+    )
+
+
+def _complete_tables(kind: Any, name: str) -> None:
+    """Put an error under our name into the tables by which the files of some models (SAM, GIT) choose a class of
+    attention while they are built: those classes never ask the registry, and the lookup would be a bare KeyError."""
+    for home in {base.__module__ for base in kind.__mro__} & set(sys.modules):
+        for table, classes in vars(sys.modules[home]).items():
+            plain = classes.get("eager") if isinstance(classes, dict) else None
+            if isinstance(plain, type) and issubclass(plain, nn.Module):
+                classes.setdefault(name, partial(_refuse, name, f"{home}.{table}"))
+
+
+def _refuse(name: str, table: str, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"attn_implementation={name!r} is for layers that ask transformers' registry, and those of {table} compute "
+        f"attention themselves; load the model without that name: {INSTEAD}"
     )
 
 
