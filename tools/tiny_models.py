@@ -96,6 +96,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "MinistralConfig": {"head_dim": 8},
     "NemotronConfig": {"num_key_value_heads": 2},
     "PerceiverConfig": {"num_latents": 8, "d_latents": WIDTH, "d_model": WIDTH, "max_position_embeddings": 32},
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},  # of which the third attends
     "ReformerConfig": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "is_decoder": True},
     "SamVisionConfig": {"num_pos_feats": WIDTH // 2},
     "SamHQVisionConfig": {"num_pos_feats": WIDTH // 2},

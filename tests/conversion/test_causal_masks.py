@@ -27,6 +27,7 @@ WAYS = {
     "BartForConditionalGeneration": "a decoder that looks at an encoder",
     "WhisperForCausalLM": "a decoder alone",
     "BambaForCausalLM": "attention between recurrent layers",
+    "RecurrentGemmaForCausalLM": "a window between recurrent layers",
     "MambaForCausalLM": "no attention",
 }
 REFUSED = {

@@ -5,6 +5,7 @@ from small_models import llama, padded, transformers
 from cumulant.conversion import convert, register_transformers
 from cumulant.nn.swapped.choice import KEPT
 from cumulant.nn.swapped.plan import apply, attention_layers
+from tools.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,39 @@ def test_the_moments_cache_does_not_grow():
         held.append(cache.numel())
         assert cache.get_seq_length() == length
     assert held[0] == held[1] > 0
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["by name", "converted"])
+@pytest.mark.parametrize("name", ["RecurrentGemmaForCausalLM", "JambaForCausalLM"])
+def test_recurrent_layers_keep_their_states_beside_the_moments(name, converted):
+    from cumulant.conversion import MomentsCache
+
+    model = tiny_model(getattr(transformers(), name), initializer_range=0.2)
+    ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    if converted:
+        convert(model, "cumulant3", example={"input_ids": ids}, force=True)
+    else:
+        model.set_attn_implementation("cumulant3")
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = MomentsCache(model)
+        parts = [
+            model(part, past_key_values=cache, use_cache=True).logits for part in (ids[:, :7], *ids[:, 7:].split(1, 1))
+        ]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-3)
+    held = cache.numel()
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=cache, use_cache=True)
+    assert cache.numel() == held > 0
+
+
+def test_a_layer_that_is_attention_and_a_recurrence_at_once_is_refused():
+    from cumulant.conversion import MomentsCache
+
+    model = tiny_model(transformers().FalconH1ForCausalLM)
+    model.set_attn_implementation("cumulant3")
+    with pytest.raises(ValueError, match=r"a MomentsCache knows no .*FalconH1ForCausalLM keeps"):
+        MomentsCache(model)
 
 
 def test_logits_of_a_prompt_in_two_parts_are_those_of_the_whole():

@@ -6,7 +6,7 @@ Shape legend: B batch, Hk key heads, H query heads, L tokens added at once, D ke
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -256,13 +256,9 @@ class MergedCache(Cache):
 
     def __init__(self, model: nn.Module, tokens: int | Sequence[int] = 1024, **options: Any) -> None:
         config = _config(model)
-        layers: list[Any] = list(DynamicCache(config=config).layers) or [
-            DynamicLayer() for _ in range(config.num_hidden_layers)
-        ]
+        layers = _own_layers(config)
         growing = [at for at, layer in enumerate(layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding]
-        unknown = {type(layers[at]).__name__ for at in growing} - {DynamicLayer.__name__}
-        if unknown:
-            raise ValueError(f"a MergedCache knows no {', '.join(unknown)}, which {type(model).__name__} keeps")
+        _check_known(self, model, [layers[at] for at in growing])
         sizes = [tokens] * len(growing) if isinstance(tokens, int) else list(tokens)
         if len(sizes) != len(growing):
             which = f"{len(growing)} layers" + (" that see all of the text" if len(growing) < len(layers) else "")
@@ -288,7 +284,8 @@ class MomentsCache(Cache):
     """A cache for `model.generate(..., past_key_values=MomentsCache(model))` whose size does not grow, or with the
     logarithm of the length where layers are clusters.
 
-    Layers in which some heads stay softmax keep their keys and values, as in the default cache.
+    Layers in which some heads stay softmax keep their keys and values, as in the default cache, and recurrent layers
+    their states.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -301,9 +298,12 @@ class MomentsCache(Cache):
         else:
             ours = implementation.startswith(("cumulant", "cluster"))
             choices = [Choice.named(implementation) if ours else None] * count
-        layers: list[Any] = [_layer(choice) for choice in choices]
-        if not any(isinstance(layer, StateLayer) for layer in layers):
+        own = _own_layers(config)
+        layers = [_layer(choice, kept) for choice, kept in zip(choices, own, strict=False)]
+        states = [kept for layer, kept in zip(layers, own, strict=False) if isinstance(layer, StateLayer)]
+        if not states:
             raise ValueError(f"no layer of {type(model).__name__} is causal cumulant attention: {implementation!r}")
+        _check_known(self, model, states)
         super().__init__(layers=layers)
 
     def numel(self) -> int:
@@ -312,14 +312,14 @@ class MomentsCache(Cache):
 
 
 def _numbers(cache: Cache) -> int:
-    held = 0
     layers: list[Any] = list(cache.layers)
-    for layer in layers:
-        if isinstance(layer, StateLayer):
-            held += layer.numel()
-        elif layer.is_initialized and layer.keys is not None:
-            held += layer.keys.numel() + layer.values.numel()
-    return held
+    return sum(x.numel() for layer in layers for x in ([layer] if isinstance(layer, StateLayer) else _held(layer)))
+
+
+def _held(layer: Any) -> Iterator[Tensor]:
+    """The tensors of a layer of transformers: keys and values of attention, states of a recurrence."""
+    for part in (getattr(layer, name, None) for name in ("keys", "values", "conv_states", "recurrent_states")):
+        yield from (x for x in (part.values() if isinstance(part, dict) else (part,)) if isinstance(x, Tensor))
 
 
 def _config(model: Any) -> Any:
@@ -342,15 +342,34 @@ def _answer_by_softmax(model: Any, config: Any) -> None:
     model.set_attn_implementation(SOFTMAX)
 
 
-def _layer(choice: Choice | None) -> CacheLayerMixin:
-    """What keeps the past of a layer: a state where all heads have one, in the mean form that moments give."""
+def _own_layers(config: Any) -> list[Any]:
+    """What transformers keeps of each layer: keys, those of a window, states of a recurrence, or nothing."""
+    return list(DynamicCache(config=config).layers) or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+
+
+def _check_known(cache: Cache, model: nn.Module, replaced: Sequence[Any]) -> None:
+    """An error where what takes the place of these layers keeps less than they do."""
+    unknown = {type(layer).__name__ for layer in replaced} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    if unknown:
+        raise ValueError(
+            f"a {type(cache).__name__} knows no {', '.join(sorted(unknown))}, which {type(model).__name__} keeps; "
+            "generate with the default cache"
+        )
+
+
+def _layer(choice: Choice | None, own: Any) -> Any:
+    """What keeps the past of a layer: a state where all heads have one, in the mean form that moments give, else what
+    transformers keeps (`own`), but all keys where that has a window, since the layers have one mask between them."""
+    if not isinstance(own, DynamicLayer):
+        return own
+    kept = DynamicLayer() if own.is_sliding else own
     if choice is None or choice.heads is not None or choice.whole:
-        return DynamicLayer()
+        return kept
     if choice.order is not None:
-        return MomentsLayer(choice) if choice.options.get("normalization", "mean") == "mean" else DynamicLayer()
+        return MomentsLayer(choice) if choice.options.get("normalization", "mean") == "mean" else kept
     if choice.attention.startswith("cluster") and set(choice.options) <= STREAMED:
         return StreamLayer(choice)
-    return DynamicLayer()
+    return kept
 
 
 def _is_self(module: nn.Module) -> bool:
