@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,11 +42,12 @@ def arriving(path: Path) -> Iterator[Path]:
 @contextmanager
 def filling(folder: Path, stale: Iterable[str] = (), last: Sequence[str] = ()) -> Iterator[Path]:
     """An empty folder for new files of `folder`: they move there at the end, and after an error or a full disk in the
-    middle what was there before is still there.
+    middle what was there before is still there, and nothing where nothing was.
 
     Old files of the `stale` patterns go then. Those of the names `last` say what the others are: they go first and
     arrive last, so that a kill among the moves leaves no mixture that looks whole.
     """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".saving.", dir=folder))
     try:
@@ -62,6 +63,9 @@ def filling(folder: Path, stale: Iterable[str] = (), last: Sequence[str] = ()) -
             os.replace(temporary / file, folder / file)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # which has files in it
+            for path in missing:
+                path.rmdir()
 
 
 def write_atomically(path: Path, content: bytes, *, before: Path | None = None) -> None:
