@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from random_tokens import draw
 
-from cumulant import SlidingWindow, Stream, attention, attention_varlen, scores, zoo
+from cumulant import SlidingWindow, Stream, attention, attention_varlen, call, scores, zoo
 from cumulant.around import around_weights
 from cumulant.call import Call
 from cumulant.expansion import Form
@@ -268,3 +268,16 @@ def test_a_temperature_of_each_order_is_refused():
     with pytest.raises(ValueError, match=r'temperature="order" mixes the mean .* got around="mean"'):
         MultiheadAttention(16, 2, attention="cumulant3", attention_options=options, temperature="order")
     MultiheadAttention(16, 2, attention="cumulant3", attention_options=options, temperature="head")
+
+
+def test_the_numbers_of_a_query_mask_are_looked_at_once(monkeypatch):
+    looked, check = [], call.check_mask
+
+    def tell(mask, x, lead, name="key_mask"):
+        looked.append(name)
+        check(mask, x, lead, name)
+
+    monkeypatch.setattr(call, "check_mask", tell)
+    q, k, v = draw((2, 3, 5, 4), (2, 3, 9, 4), (2, 3, 9, 6))
+    attention(q, k, v, around="mean", query_mask=torch.rand(2, 5))
+    assert looked == ["query_mask"]

@@ -10,6 +10,7 @@ from cumulant.cluster import KMeans, MergedStream, kmeans_assignment
 from cumulant.distributed import shard, unshard
 
 x, tokens = torch.randn(2, 4, 16, 8), torch.randn(2, 16, 32)
+here = torch.ones(2, 16)
 HUGE = 10**400  # finite, and no float
 
 
@@ -25,6 +26,7 @@ CALLS = [
     ("query_mask", lambda: attention(x, x, x, query_mask="x")),
     ("query_mask", lambda: mechanism("cumulant2", query_mask=torch.ones(2, 15))),
     ("query_mask", lambda: scores(x, x, query_mask=torch.full((2, 16), float("nan")))),
+    ("query_mask", lambda: attention(x[..., :8, :], x, x, key_mask=here, query_mask=here)),
     ("scale", lambda: attention(x, x, x, scale=HUGE)),
     ("scale", lambda: cumulant.Stream(scale=HUGE)),
     ("prior", lambda: MergedStream(256, prior=HUGE)),

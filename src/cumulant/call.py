@@ -78,8 +78,10 @@ class Call(NamedTuple):
         check_flag("enable_gqa", self.enable_gqa)
         scale = check_tensors(query, key, value, self.key_mask, self.scale, self.enable_gqa)
         self.check_prefix()
-        if self.query_mask is not None and self.query_mask is not self.key_mask:
-            check_mask(self.query_mask, query, query.shape[:-3], "query_mask")
+        if self.query_mask is not None:
+            known = self.query_mask is self.key_mask and query.shape[-2] == key.shape[-2]  # seen as the key mask
+            if not known:
+                check_mask(self.query_mask, query, query.shape[:-3], "query_mask")
         as_given = query is self.query and key is self.key and value is self.value
         if as_given and (self.scale is None or type(self.scale) is float):
             return self  # each copy costs a microsecond
@@ -109,13 +111,11 @@ class Call(NamedTuple):
         return query, key, value, None if mask is None else mask.expand(*lead, Lk).reshape(math.prod(lead), Lk)
 
     def present_queries(self) -> tuple[Tensor, Tensor | None]:
-        """Query with absent rows set to 0, and the query mask, checked, as a factor (..., 1, Lq, 1)."""
+        """Query with absent rows set to 0, and the query mask as a factor (..., 1, Lq, 1), of a checked call."""
         query, query_mask = self.query, self.query_mask
         if query_mask is None:
             return query, None
-        wanted = (*query.shape[:-3], query.shape[-2])
-        check_mask(query_mask, query, query.shape[:-3], "query_mask")
-        factor = query_mask.expand(wanted)[..., None, :, None]
+        factor = query_mask.expand(*query.shape[:-3], query.shape[-2])[..., None, :, None]
         return query.masked_fill(factor == 0, 0), factor.to(wide(query).dtype)
 
     def key_weights(self, dtype: torch.dtype) -> Tensor | None:
