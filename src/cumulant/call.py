@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
-from .tensors import one_batch, wide
+from .tensors import heads_of, one_batch, wide
 from .tracing import can_be_read, in_autocast_dtype
 
 NORMALIZATIONS = ("mean", "sum")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FINITE = sys.float_info.max
 Grid = tuple[int, ...]
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 class Call(NamedTuple):
@@ -117,6 +118,24 @@ class Call(NamedTuple):
             return query, None
         factor = query_mask.expand(*query.shape[:-3], query.shape[-2])[..., None, :, None]
         return query.masked_fill(factor == 0, 0), factor.to(wide(query).dtype)
+
+    def by_heads(self, kinds: Sequence[Kind], run: Callable[[Kind, Call], Tensor]) -> Tensor:
+        """Outputs (..., H, Lq, X) of heads that are of several kinds: run(kind, call) with all heads of a kind at once.
+
+        Key heads are repeated for the query heads they serve.
+        """
+        places: dict[Kind, list[int]] = {}
+        for head, kind in enumerate(kinds):
+            places.setdefault(kind, []).append(head)
+        if len(places) == 1:
+            return run(kinds[0], self)
+        served = self.query.shape[-3] // self.key.shape[-3]
+        rows: dict[int, Tensor] = {}
+        for kind, heads in places.items():
+            key, value = (heads_of(x, [head // served for head in heads]) for x in (self.key, self.value))
+            own = self._replace(query=heads_of(self.query, heads), key=key, value=value, enable_gqa=False)
+            rows.update(zip(heads, run(kind, own).unbind(-3), strict=True))
+        return torch.stack([rows[head] for head in range(len(kinds))], -3)
 
     def key_weights(self, dtype: torch.dtype) -> Tensor | None:
         """The key mask as a factor (..., 1, Lk, 1), or None."""

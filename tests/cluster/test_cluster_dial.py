@@ -6,7 +6,7 @@ from cluster_cases import softmax, tokens
 from random_tokens import one as draw
 
 from cumulant.cluster import Choice, KMeans, choose, multiply_adds, softmax_multiply_adds
-from cumulant.cluster.dial import _cheapest, near_tokens
+from cumulant.cluster.dial import cheapest, near_tokens
 
 CANDIDATES = (Choice(1), Choice(4), Choice(4, near=2), Choice(KMeans(16), near=2), Choice(1, near=1))
 
@@ -125,7 +125,7 @@ def test_what_the_target_leaves_over_is_spent():
     # By price per error both heads take the exact candidate; one of them can do without.
     error = torch.tensor([[4.0, 4.0], [3.0, 3.0], [0.0, 0.0]], dtype=torch.float64)
     cost = torch.tensor([[0.1, 0.1], [0.9, 0.8], [1.0, 1.0]], dtype=torch.float64)
-    which = _cheapest(error, cost, torch.tensor(3.5, dtype=torch.float64))
+    which = cheapest(error, cost, torch.tensor(3.5, dtype=torch.float64))
     assert sorted(which.tolist()) == [1, 2]
     assert cost.gather(0, which[None]).sum() == 1.8
 
@@ -135,7 +135,7 @@ def test_choices_stay_within_the_target_and_none_could_be_cheaper_alone(seed):
     generator = torch.Generator().manual_seed(seed)
     error, cost = torch.rand(2, 9, 6, generator=generator, dtype=torch.float64)
     allowed = error.min(0).values.sum() + 0.7
-    which, heads = _cheapest(error, cost, allowed), torch.arange(6)
+    which, heads = cheapest(error, cost, allowed), torch.arange(6)
     left = allowed - error[which, heads].sum()
     assert left >= 0
     assert not ((cost < cost[which, heads]) & (error - error[which, heads] <= left)).any()

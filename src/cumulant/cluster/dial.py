@@ -85,19 +85,15 @@ class Dial:
     cost: float
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **shared: Any) -> Tensor:
-        query, key, value = Call(query, key, value).checked()[:3]
+        call = Call(query, key, value).checked()
         if query.shape[-3] != len(self.choices):
             raise ValueError(f"query has {query.shape[-3]} heads, but the dial was set for {len(self.choices)}")
-        groups: dict[Choice, list[int]] = {}
-        for head, choice in enumerate(self.choices):
-            groups.setdefault(replace(choice, error=0.0, cost=0.0), []).append(head)
-        outs, order = [], []
-        for choice, heads in groups.items():
-            q, k, v = (x[..., heads, :, :] for x in (query, key, value))
-            outs.append(cluster_attention(q, k, v, **choice.options(), **shared))
-            order += heads
-        back = torch.tensor(order).argsort().tolist()
-        return torch.cat(outs, -3)[..., back, :, :]
+        kinds = [replace(choice, error=0.0, cost=0.0) for choice in self.choices]
+
+        def run(kind: Choice, own: Call) -> Tensor:
+            return cluster_attention(own.query, own.key, own.value, **kind.options(), **shared)
+
+        return call.by_heads(kinds, run)
 
 
 def check_target(target: float, name: str = "target") -> None:
@@ -146,7 +142,7 @@ def choose(
     step = max(1, query.shape[-2] // samples)
     rows = query[..., step // 2 :: step, :]
     error, cost, size = _measure(rows, Call(query, key, value, scale=scale), candidates, length)
-    which = _cheapest(error, cost, target**2 * size.sum())
+    which = cheapest(error, cost, target**2 * size.sum())
     heads = torch.arange(error.shape[1], device=error.device)
     relative, share = ratio(error[which, heads], size).sqrt().tolist(), cost[which, heads].tolist()
     chosen = tuple(
@@ -257,7 +253,7 @@ def _share_of_softmax(tokens: Tensor, choice: Choice, L: int, D: int, E: int) ->
     return (rest + L * tokens * (D + E)) / softmax_multiply_adds(L, D, E)
 
 
-def _cheapest(error: Tensor, cost: Tensor, allowed: Tensor) -> Tensor:
+def cheapest(error: Tensor, cost: Tensor, allowed: Tensor) -> Tensor:
     """For each head the candidate (H,) so that the errors add up to at most `allowed`, at the smallest cost found."""
     if error.min(0).values.sum() > allowed:
         raise ValueError("no candidate meets the target; add Choice(1, near=1), which is softmax, to the candidates")

@@ -16,7 +16,7 @@ from ..cluster.kmeans import KMeans
 from ..cluster.layout import Blocks
 from ..cluster.tree import Tree
 from ..nn.swapped.choice import Choice
-from ..zoo.cluster import FOUND, LEAST, clusters_of, past_blocks
+from ..zoo.cluster import FOUND, LEAST, by_head, clusters_of, past_blocks
 
 # Those that made layers cheapest, on random smooth tokens and on a sentence encoder, at 256 to 4,096 tokens: one
 # covariance for all blocks or none, since one for each costs K D E a query, and a near field of up to a quarter. Of
@@ -73,7 +73,9 @@ def arguments_of(choice: Choice, made: Call) -> dict[str, Any]:
 
 def work_of(choice: Choice, made: Call) -> float:
     """Multiply-adds of a candidate for one head and sequence of a call, with blocks of equal size; infinite if it
-    cannot be."""
+    cannot be. The mean over heads where these have options of their own."""
+    if heads := by_head(choice.options):
+        return sum(work_of(replace(choice, heads=None, options=own), made) for own in heads) / len(heads)
     (Lq, D), (Lk, E) = made.query.shape[-2:], made.value.shape[-2:]
     options, near, own = _tuned(choice, made), choice.options.get("near", 0), Lq == Lk
     form = {name: options[name] for name in ("response", "variance") if name in options}

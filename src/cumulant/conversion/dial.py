@@ -3,8 +3,9 @@
 Shape legend: B batch, H heads, Lq queries, Lk keys, D, E widths, R sampled queries, N candidates.
 
 A layer takes one mechanism in some of its heads, the others stay softmax. For each candidate those heads are taken
-whose errors are smallest, as many as the target allows. All these are timed, and the fastest wins; of two that take the
-same time, to the digits of a clock, the one of fewer multiply-adds.
+whose errors are smallest, as many as the target allows. Of candidates with as many clusters, each head may also take
+its own: the cheapest for the target together. All these are timed, and the fastest wins; of two that take the same
+time, to the digits of a clock, the one of fewer multiply-adds.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from .. import zoo
 from ..call import Call
 from ..cluster.attention import cluster_attention
 from ..cluster.cost import softmax_multiply_adds
-from ..cluster.dial import check_counts, check_target
+from ..cluster.dial import cheapest, check_counts, check_target
 from ..cluster.tree import Tree
-from ..grammar import parse
+from ..grammar import parse, write
 from ..inspect.batches import call, evaluating, some
 from ..inspect.examples import example_for
 from ..inspect.sites import Site, unwindowed
@@ -32,6 +33,7 @@ from ..nn.swapped.choice import SOFTMAX, Choice
 from ..nn.swapped.plan import applied
 from ..tensors import repeat_heads
 from ..train.progress import bar_of
+from ..zoo.cluster import joined
 from .candidates import CAUSAL_NAMES, NAMES, arguments_of, work_of
 from .checks import find_sites
 from .paying import NOISE, Times, recorded, seconds_of
@@ -187,7 +189,7 @@ def choose_layers(
                 for batch in used:
                     call(model, batch)
         layers = {name: sums[name].softmax for name in kept if name in sums}
-        options = {name: sums[name].within(target) for name in layers}
+        options = {name: sums[name].within(target, asked) for name in layers}
         layers |= _fastest(model, used, found, options, force, progress)
     return ModelDial(layers, float(target), {name: why for name, why in kept.items() if name not in layers})
 
@@ -251,6 +253,8 @@ def _choices(candidates: Sequence[str], batches: int, samples: int) -> dict[str,
     for name, choice in asked.items():
         if not choice.attention.startswith("cluster"):
             raise ValueError(f"candidates must be cluster mechanisms, with options as in {NAMES[-1]!r}, got {name!r}")
+        if choice.told:
+            raise ValueError(f"candidates must be for all heads, the dial gives each head its own, got {name!r}")
     return asked
 
 
@@ -259,6 +263,7 @@ class _Sums:
 
     def __init__(self) -> None:
         self.heads = self.tokens = 0
+        self.causal = False
         self.softmax_work = 0.0
         self.work: dict[str, float] = {}
         self.error: dict[str, Tensor] = {}
@@ -273,7 +278,7 @@ class _Sums:
         *lead, self.heads, Lq, D = made.query.shape
         Lk, E = made.value.shape[-2:]
         sequences = float(torch.Size(lead).numel())
-        self.tokens = max(self.tokens, Lk)
+        self.tokens, self.causal = max(self.tokens, Lk), made.is_causal
         softmax = softmax_multiply_adds(Lq, D, E, True) if made.is_causal else Lq * Lk * (D + E)
         self.softmax_work += sequences * softmax
         for name, choice in asked.items():
@@ -311,18 +316,42 @@ class _Sums:
         """The layer as it is."""
         return LayerDial("softmax", (), self.heads, 0.0, 1.0, self.tokens, len(self.error))
 
-    def within(self, target: float) -> list[LayerDial]:
-        """Each candidate with which heads meet the target, in as many heads as do, the cheapest first."""
-        total, found = float(torch.as_tensor(self.size).sum()), []
+    def within(self, target: float, asked: Mapping[str, Choice]) -> list[LayerDial]:
+        """Each candidate with which heads meet the target, in as many heads as do, the cheapest first; then heads with
+        candidates of their own, of as many clusters and levels."""
+        size, found = float(torch.as_tensor(self.size).sum()), []
+        alike: dict[Any, list[str]] = {}
         for name, error in self.error.items():
-            sums = error.sort().values.cumsum(0)
-            taken = int((sums <= target**2 * total).sum())
+            taken = int((error.sort().values.cumsum(0) <= target**2 * size).sum())
             if taken:
-                heads = tuple(sorted(error.argsort()[:taken].tolist()))
-                relative = (float(sums[taken - 1]) / max(total, 1e-300)) ** 0.5
-                cost = 1 - taken / self.heads * (1 - self.work[name] / self.softmax_work)
-                found.append(replace(self.softmax, attention=name, heads=heads, error=relative, cost=cost))
+                found.append(self._taken(dict.fromkeys(error.argsort()[:taken].tolist(), name), asked))
+            if error.isfinite().all():
+                choice = asked[name]
+                alike.setdefault((choice.attention, choice.options.get("leaves", 1)), []).append(name)
+        for names in alike.values():
+            own = self._by_head(names, target**2 * size)
+            if len(set(own.values())) > 1:
+                found.append(self._taken(own, asked))
         return sorted(found, key=lambda x: x.cost)
+
+    def _by_head(self, names: list[str], allowed: float) -> dict[int, str]:
+        """The candidate of each head that takes one, so that all together are cheapest with errors up to `allowed`."""
+        measured = [self.error[name].cpu() for name in names]
+        error = torch.stack([*measured, torch.zeros_like(measured[0])])  # the last is softmax
+        cost = error.new_tensor([*(self.work[name] / self.softmax_work for name in names), 1.0])
+        which = cheapest(error, cost[:, None].expand(-1, self.heads), error.new_tensor(allowed))
+        return {head: names[c] for head, c in enumerate(which.tolist()) if c < len(names)}
+
+    def _taken(self, own: Mapping[int, str], asked: Mapping[str, Choice]) -> LayerDial:
+        """Heads with a candidate each, the others softmax."""
+        heads, size = sorted(own), float(torch.as_tensor(self.size).sum())
+        options = [asked[own[head]].at(0, self.causal).options for head in heads]
+        several = len(set(own.values())) > 1
+        name = write(asked[own[heads[0]]].attention, joined(options)) if several else own[heads[0]]
+        error = sum(float(self.error[own[head]][head]) for head in heads)
+        saved = sum(1 - self.work[own[head]] / self.softmax_work for head in heads) / self.heads
+        relative = (error / max(size, 1e-300)) ** 0.5
+        return replace(self.softmax, attention=name, heads=tuple(heads), error=relative, cost=1 - saved)
 
 
 def places(length: int, samples: int) -> Tensor:

@@ -77,6 +77,8 @@ class Site:
 
     def refusal(self, choice: Choice) -> str | None:
         """Why this layer cannot take that choice, or None."""
+        if self.obstacle is None and choice.heads is None and choice.told not in (0, self.heads):
+            return f"options are listed for {choice.told} heads, and it has {self.heads}"
         if self.obstacle is not None or not choice.whole or self.pattern == "self":
             return self.obstacle
         if not choice.around_mean:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ from ..call import Call, check_choice
 from ..cluster import Blocks, ClusterStream, KMeans, Tree, cluster_attention, cluster_scores
 from ..cluster.asked import check_form
 from ..cluster.auto import is_auto
-from .options import CHECKS
+from .options import CHECKS, Check, at_least
 from .registry import Mechanism, can, family, options_of, register
 
 COUNTS = (4, 16, 64)  # listed; any other number is found by its name
@@ -51,7 +53,39 @@ def _of_tree(options: dict[str, int]) -> bool:
     return any(value != getattr(Tree, name) for name, value in options.items())
 
 
+def by_head(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options of each head where some are lists of one value a head, as in near=[2, 8, 2, 8]; [] where none is."""
+    lists = {name: given for name, given in options.items() if isinstance(given, list | tuple)}
+    counts = {len(given) for given in lists.values()}
+    if len(counts) > 1 or 0 in counts:
+        got = ", ".join(f"{name} of {len(given)}" for name, given in lists.items())
+        raise ValueError(f"lists of options have one value a head, all of the same length, got {got}")
+    return [
+        {**options, **{name: given[head] for name, given in lists.items()}} for head in range(max(counts, default=0))
+    ]
+
+
+def joined(heads: list[dict[str, Any]]) -> dict[str, Any]:
+    """Options of which `by_head` gives these to each head, lists only where heads differ."""
+    names = dict.fromkeys(name for options in heads for name in options)
+    each = {name: [options.get(name, DEFAULTS[name]) for options in heads] for name in names}
+    return {name: given[0] if all(one == given[0] for one in given) else given for name, given in each.items()}
+
+
+def _each_head(call: Call, options: Mapping[str, Any], run: Callable[[Call, Mapping[str, Any]], Tensor]) -> Tensor:
+    heads = by_head(options)
+    if not heads:
+        return run(call, options)
+    call = call.checked()
+    if len(heads) != call.query.shape[-3]:
+        lists = ", ".join(f"{name}={given}" for name, given in options.items() if isinstance(given, list | tuple))
+        raise ValueError(f"lists of options have one value a head: query has {call.query.shape[-3]} heads, got {lists}")
+    return call.by_heads([tuple(own.items()) for own in heads], lambda own, of_heads: run(of_heads, dict(own)))
+
+
 def _stream(count: int, *, block: int = BLOCK, recent: int = 0, sinks: int = 0, **options: Any) -> ClusterStream:
+    if by_head({"block": block, "recent": recent, "sinks": sinks, **options}):
+        raise ValueError("options of a stream have one value for all heads, no list")
     _check_past(**{name: options.pop(name) for name in FOUND if name in options})
     given = {name: option for name, option in options.items() if not is_auto(option)}
     return ClusterStream(past_blocks(count, block=block, recent=recent), prefix=sinks, **given)
@@ -104,21 +138,33 @@ def _check_form(name: str, given: Any) -> None:
         check_form(**{**plain, name: given})
 
 
+def _one_or_each(check: Check) -> Check:
+    def checked(name: str, given: Any) -> None:
+        for one in given if isinstance(given, list | tuple) else (given,):
+            check(name, one)
+
+    return checked
+
+
+DEFAULTS = {p.name: p.default for p in inspect.signature(_options).parameters.values() if p.default is not p.empty}
 CHECKED = {
     **CHECKS,
     **dict.fromkeys(("near", "closure", "variance", "response", "near_rows", "rank"), _check_form),
     "find": lambda name, given: check_choice(name, given, FIND),
+    **dict.fromkeys(("width", "exact"), at_least(0)),
+    "patch": at_least(1),
 }
+CHECKED |= {name: _one_or_each(CHECKED[name]) for name in DEFAULTS}
 
 
 def mechanism(count: int) -> Mechanism:
     @options_of(_options)
     def function(call: Call, **options: Any) -> Tensor:
-        return cluster_attention(*call[:3], **_options(count, call, **options))
+        return _each_head(call, options, lambda x, own: cluster_attention(*x[:3], **_options(count, x, **own)))
 
     @options_of(_options)
     def weights(call: Call, **options: Any) -> Tensor:
-        return cluster_scores(*call[:2], **_options(count, call, **options))
+        return _each_head(call, options, lambda x, own: cluster_scores(*x[:2], **_options(count, x, **own)))
 
     return Mechanism(
         name=f"cluster{count}",

@@ -19,6 +19,7 @@ from ...around import check_around
 from ...call import Call
 from ...grammar import parse, suggest, write
 from ...tensors import repeat_heads
+from ...zoo.cluster import by_head
 from ...zoo.registry import Mechanism
 from ..fold import unfolded
 from ..registry import get_layer
@@ -56,11 +57,18 @@ class Choice:
             if wrong:
                 raise ValueError(f"heads must be numbers, got {wrong}")
             object.__setattr__(self, "heads", tuple(sorted(set(self.heads))))
+        if self.heads is not None and self.told not in (0, len(self.heads)):
+            raise ValueError(f"options are listed for {self.told} heads, and heads={list(self.heads)} take them")
 
     @property
     def order(self) -> int | None:
         """Order of a cumulant mechanism, None for another."""
         return int(self.attention[-1]) if self.attention.startswith("cumulant") else None
+
+    @property
+    def told(self) -> int:
+        """How many heads the options are listed for, one value each; 0 where all heads have the same."""
+        return len(by_head(self.options)) if self.attention.startswith("cluster") else 0
 
     @property
     def name(self) -> str:
@@ -186,21 +194,15 @@ def mix(module: nn.Module, choice: Choice, call: Call) -> Tensor:
     if observed():
         for observer in tuple(_observers):
             observer(module, call)
+    return _by_heads(choice, call, _all_heads)
+
+
+def _by_heads(choice: Choice, call: Call, run: Callable[[Choice, Call], Tensor]) -> Tensor:
+    """What `run` makes of the heads that take the choice, and of those that stay softmax, in their order."""
     if choice.heads is None:
-        return _all_heads(choice, call)
-    groups, device, heads = call.query.shape[-3] // call.key.shape[-3], call.query.device, range(call.query.shape[-3])
-    chosen, others = (
-        torch.tensor([h for h in heads if (h in choice.heads) is taken], dtype=torch.long, device=device)
-        for taken in (True, False)
-    )
-
-    def part(which: Choice, heads: Tensor) -> Tensor:
-        k, v = (x.index_select(-3, heads // groups) for x in (call.key, call.value))
-        own = call._replace(query=call.query.index_select(-3, heads), key=k, value=v, enable_gqa=False)
-        return _all_heads(which, own)
-
-    out = torch.cat((part(choice.for_all_heads, chosen), part(KEPT, others)), -3)
-    return out.index_select(-3, torch.cat((chosen, others)).argsort())
+        return run(choice, call)
+    kinds = [head in choice.heads for head in range(call.query.shape[-3])]
+    return call.by_heads(kinds, lambda taken, own: run(choice.for_all_heads if taken else KEPT, own))
 
 
 def placed(choice: Choice, call: Call, offset: int | Tensor, whole: bool = False) -> tuple[Call, Tensor | slice]:
@@ -226,18 +228,9 @@ def placed(choice: Choice, call: Call, offset: int | Tensor, whole: bool = False
 
 def weights(choice: Choice, call: Call) -> Tensor:
     """The weights with which `mix` takes the values, (B, H, Lq, Lk); signed for cumulant mechanisms. Cost: Lq Lk D."""
-    query = call.query
-    call = call._replace(key=repeat_heads(call.key, query.shape[-3]), enable_gqa=False)
-
-    def of(which: Choice) -> Tensor:
-        return zoo.get(which.attention).weigh(call._replace(value=call.key), **which.options)
-
-    A = of(choice.for_all_heads)
-    if choice.heads is None:
-        return A
-    chosen = torch.zeros(query.shape[-3], dtype=torch.bool, device=query.device)
-    chosen[list(choice.heads)] = True
-    return torch.where(chosen[:, None, None], A, of(KEPT))
+    call = call._replace(key=repeat_heads(call.key, call.query.shape[-3]), enable_gqa=False)
+    call = call._replace(value=call.key)
+    return _by_heads(choice, call, lambda which, own: zoo.get(which.attention).weigh(own, **which.options))
 
 
 def without_some_keys(call: Call) -> Call:
