@@ -211,7 +211,8 @@ def by_kernels(call: Call, form: Form, *packed: Any) -> Tensor:
     Causal ones look at all rows of a part from one point. They take float32 where large terms then cancel, of which 16
     bits would leave the rounding: weights may let one token be all of a row, and another of the next; the third order
     in float16 leaves its range, and meets a compiler error of Triton 3.6 besides; so does the second where `scale` is
-    large: gradients of keys multiply scale * query by up to 64, the rows of a tile.
+    large: gradients of keys multiply scale * query by up to 64, the rows of a tile, and are NaN where the query makes
+    that product 65,504 or more. Whether it does could only be told by reading it.
     """
     (q, k, v, weights), order = call[:4], form.order
     rest = call.softmax_scale, form.normalization, *packed
