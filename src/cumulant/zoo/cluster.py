@@ -65,6 +65,10 @@ def by_head(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _lists(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={given}" for name, given in options.items() if isinstance(given, list | tuple))
+
+
 def joined(heads: list[dict[str, Any]]) -> dict[str, Any]:
     """Options of which `by_head` gives these to each head, lists only where heads differ."""
     names = dict.fromkeys(name for options in heads for name in options)
@@ -78,14 +82,15 @@ def _each_head(call: Call, options: Mapping[str, Any], run: Callable[[Call, Mapp
         return run(call, options)
     call = call.checked()
     if len(heads) != call.query.shape[-3]:
-        lists = ", ".join(f"{name}={given}" for name, given in options.items() if isinstance(given, list | tuple))
-        raise ValueError(f"lists of options have one value a head: query has {call.query.shape[-3]} heads, got {lists}")
+        heads_here = call.query.shape[-3]
+        raise ValueError(f"lists of options have one value a head: query has {heads_here} heads, got {_lists(options)}")
     return call.by_heads([tuple(own.items()) for own in heads], lambda own, of_heads: run(of_heads, dict(own)))
 
 
 def _stream(count: int, *, block: int = BLOCK, recent: int = 0, sinks: int = 0, **options: Any) -> ClusterStream:
-    if by_head({"block": block, "recent": recent, "sinks": sinks, **options}):
-        raise ValueError("options of a stream have one value for all heads, no list")
+    lists = _lists({"block": block, "recent": recent, "sinks": sinks, **options})
+    if lists:
+        raise ValueError(f"options of a stream have one value for all heads, got {lists}")
     _check_past(**{name: options.pop(name) for name in FOUND if name in options})
     given = {name: option for name, option in options.items() if not is_auto(option)}
     return ClusterStream(past_blocks(count, block=block, recent=recent), prefix=sinks, **given)
