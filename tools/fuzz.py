@@ -1,4 +1,4 @@
-"""Hostile numbers against direct enumeration in float64, by hand: `python tools/fuzz.py --cases 10000 --seed 1`.
+"""Hostile numbers against direct enumeration in float64, by hand: `python -m tools.fuzz --cases 10000 --seed 1`.
 
 The oracle is written from specs/cumulant.md alone and shares no code with the library or its tests: for each row the
 weights that it sees, their averages, deviations and the printed sums over them, in float64. A case draws dtype, sizes,
