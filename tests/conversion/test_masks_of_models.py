@@ -35,6 +35,15 @@ def test_softmax_under_our_names_says_what_the_model_says(name):
     assert set(cases) == {"same"}, found
 
 
+def test_where_a_cache_changes_what_eager_says_the_finding_is_about_transformers():
+    """GIT takes the first tokens of a cache for a picture, also where there was none, and so reads padding."""
+    transformers()
+    register_transformers("softmax")
+    cases = looked_at("GitModel")["converted"]
+    assert cases.pop("cached").startswith("eager differs from itself")
+    assert set(cases.values()) == {"same"}
+
+
 def sparse(**more):
     """Two layers, of which the second selects two blocks of four keys for each query."""
     kinds = ["full_attention", "minimax_m3_sparse"]
