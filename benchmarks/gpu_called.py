@@ -71,6 +71,8 @@ CASES: dict[str, Case] = {
     "cluster": case(8, 12, 16384, 64, clusters=64, near=2, goal=(15, 12)),
     "causal": case(1, 12, 16384, 64, clusters=Blocks(64, keep=16, recent=1), is_causal=True, goal=(10, 8)),
     "causal 64": case(8, 12, 16384, 64, clusters=64, is_causal=True, goal=(10, 8)),
+    "causal near": case(8, 12, 16384, 64, clusters=64, near=2, is_causal=True, goal=(10, 8)),
+    "causal near, B 1": case(1, 12, 16384, 64, clusters=64, near=2, is_causal=True, goal=(10, 8)),
     "causal means": case(
         8, 12, 16384, 64, clusters=Blocks(64, keep=16, recent=1), is_causal=True, response=0, goal=(10, 8)
     ),

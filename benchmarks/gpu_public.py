@@ -140,6 +140,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     'cluster_attention(near="neighbours")': called(cluster_attention, clusters=16, near="neighbours"),
     "cluster_attention(is_causal=True)": called(cluster_attention, clusters=16, is_causal=True),
     "cluster_attention(is_causal=True, near=2)": called(cluster_attention, clusters=16, is_causal=True, near=2),
+    "cluster_attention(is_causal=True, near=2, prefix=4)": called(
+        cluster_attention, clusters=16, is_causal=True, near=2, prefix=4
+    ),
     "cluster_attention(Blocks)": called(cluster_attention, clusters=Blocks(64, keep=4, recent=1), is_causal=True),
     "cluster_attention(is_causal=True, prefix=4)": called(cluster_attention, clusters=16, is_causal=True, prefix=4),
     "cluster_attention(KMeans)": called(cluster_attention, clusters=KMeans(16)),

@@ -113,6 +113,12 @@ def log_weights(key_mask: Tensor | None, like: Tensor) -> Tensor | None:
     return torch.where(present, added, ABSENT).unsqueeze(-2)
 
 
+def inverse(order: Tensor) -> Tensor:
+    """Where each place of the orders (N, L), permutations, went: `x[order][inverse(order)]` is x."""
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter(1, order, places)
+
+
 def softmax_or_zero(logits: Tensor) -> Tensor:
     """Softmax over the last dimension; a row of -inf alone gives 0, and gradients that are 0 instead of NaN."""
     if not logits.shape[-1]:

@@ -27,7 +27,7 @@ from cumulant.kernels import notice
         (Blocks(64), 0, LONG, LONG, {"is_causal": True}, EACH),
         (16, 0, LONG, LONG, {"is_causal": True}, PAST),
         (16, 0, LONG - 1, LONG, {"is_causal": True}, EACH),
-        (16, 2, LONG, LONG, {"is_causal": True}, EACH),
+        (16, 2, LONG, LONG, {"is_causal": True}, PAST),
         (KMeans(16), 2, LONG, LONG, {}, EACH),
         (Tree(16), 2, LONG, LONG, {}, ALIKE),
         (Tree(16, leaves=4, opened=2), 0, 1, 1, {}, LEVELS),
@@ -49,11 +49,13 @@ def test_the_defaults_are_the_options_that_the_rule_names(length: int, clusters:
     assert torch.equal(plain, cluster_attention(q, k, v, clusters=clusters, near=2, **named._asdict()))
 
 
-def test_a_causal_row_by_itself_is_that_of_the_whole_call() -> None:
+@pytest.mark.parametrize("near", [0, 2])
+def test_a_causal_row_by_itself_is_that_of_the_whole_call(near: int) -> None:
     q, k, v = torch.randn(3, 1, 1, LONG, 8)
-    whole = cluster_attention(q, k, v, clusters=8, is_causal=True)
-    assert torch.equal(whole, cluster_attention(q, k, v, clusters=8, is_causal=True, **PAST._asdict()))
-    last = cluster_attention(q[..., -1:, :], k, v, clusters=8, is_causal=True, offset=LONG - 1)
+    options: dict[str, Any] = {"clusters": 8, "near": near, "is_causal": True}
+    whole = cluster_attention(q, k, v, **options)
+    assert torch.equal(whole, cluster_attention(q, k, v, **options, **PAST._asdict()))
+    last = cluster_attention(q[..., -1:, :], k, v, offset=LONG - 1, **options)
     torch.testing.assert_close(last, whole[..., -1:, :])
 
 

@@ -143,11 +143,25 @@ def test_masked_tokens_change_nothing_whatever_they_hold() -> None:
 @pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("exact", [0, 5])
 def test_two_levels_are_the_printed_formula(width: int, exact: int, at_once: bool, monkeypatch) -> None:
-    monkeypatch.setattr(levels, "_at_once", lambda *_: at_once)
+    for choice in ("_at_once", "_dense"):
+        monkeypatch.setattr(levels, choice, lambda *_: at_once)
     q, k, v = tokens(75, H=1)
     tree = replace(TWO, width=width, exact=exact)
     out = cluster_attention(q, k, v, clusters=tree, near=4)[0, 0]
     torch.testing.assert_close(out, two_levels_by_hand(q[0, 0], k[0, 0], v[0, 0], tree, 4), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_exact_tokens_of_one_product_are_those_moved_to_each_row(masked: bool, monkeypatch) -> None:
+    """As a GPU does it and as a CPU does it: outputs and gradients, with leaves that hold nothing too."""
+    given = tuple(x.requires_grad_() for x in tokens(75))
+    mask = torch.arange(75).view(1, -1) % 5 > 1 if masked else None
+    found = []
+    for dense in (False, True):
+        monkeypatch.setattr(levels, "_dense", lambda *_, dense=dense: dense)
+        out = cluster_attention(*given, clusters=replace(TWO, width=3, exact=5), near=4, key_mask=mask)
+        found.append((out, *torch.autograd.grad(out.square().sum(), given)))
+    torch.testing.assert_close(*found)
 
 
 def few_directions(L: int = 512, D: int = 24, true: int = 4) -> tuple[Tensor, ...]:

@@ -89,6 +89,19 @@ def test_clusters_of_whole_blocks_are_read_without_their_ends(response: str | No
     assert error(alone, exact[0]) < 2 * error(plain[0], exact[0]) + 1e-4
 
 
+@pytest.mark.parametrize("width", [72, 96])
+@pytest.mark.parametrize("keys", [256, 250])
+def test_heads_a_little_wider_than_64_are_met_in_two_parts(width: int, keys: int) -> None:
+    q, k, v = (
+        tokens(1, 1, L, width, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((40, 0), (keys, 1), (keys, 0.5))
+    )
+    options: dict[str, Any] = {"clusters": 4, "near": 2, "near_rows": 32, "rank": "mean", "response": "pooled"}
+    plain, exact = compare_half(q, k, v, **options)
+    with torch.no_grad():
+        alone = cluster_attention(q, k, v, backend="triton", **options)
+    assert error(alone, exact[0]) < 2 * error(plain[0], exact[0]) + 1e-4
+
+
 @pytest.mark.parametrize("response", [None, 3])
 def test_sums_over_many_tiles_of_groups_that_the_clusters_do_not_fill(response: int | None) -> None:
     q, k, v = (tokens(1, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((300, 0), (90, 1), (90, 0.5)))
@@ -263,7 +276,7 @@ def test_gradients_leave_out_the_holes_of_given_lists() -> None:
     ("options", "reason"),
     [
         ({"clusters": 4, "key_mask": True}, r"a key_mask of bool, got weights of torch\.float32; pass key_mask > 0"),
-        ({"clusters": Blocks(8), "near": 1, "is_causal": True}, "take near=0, got near=1"),
+        ({"clusters": Blocks(1), "near": 17, "is_causal": True}, "take near up to 16, got 17"),
         ({"clusters": KMeans(4), "near": 1, "near_rows": 32}, "of blocks, got near=1 of KMeans; pass near=0"),
         ({"clusters": 4, "near": 1}, "got near_rows=1"),
         ({"clusters": 4, "near": 4, "near_rows": 32}, "leaves nothing far away"),

@@ -89,6 +89,7 @@ def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(options: dict
         {"clusters": Blocks(6, keep=0, recent=1), "prefix": 4},
         {"clusters": Blocks(6, keep=0, recent=1), "prefix": 25},
         {"clusters": Blocks(6), "response": "pooled"},
+        {"clusters": Blocks(6), "near": 1, "response": "pooled"},
     ],
     ids=str,
 )
@@ -100,6 +101,65 @@ def test_what_comes_later_reaches_no_row_even_if_it_is_not_a_number(how: dict[st
     after = cluster_attention(q, k, v, **options)
     assert torch.equal(before[..., :21, :], after[..., :21, :])
     assert after[..., 21:, :].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "options"),
+    [
+        (70, 70, (1, 1), {"clusters": Blocks(8), "near": 1}),
+        (61, 61, (2, 2), {"clusters": 9, "near": 2, "response": "pooled", "closure": "langevin"}),
+        (45, 61, (4, 2), {"clusters": Blocks(7, recent=1), "near": 3, "offset": 16, "prefix": 3, "response": 0}),
+        (50, 50, (1, 1), {"clusters": Blocks(5), "near": 2, "rank": "error", "prefix": 2}),
+        (2, 40, (2, 1), {"clusters": Blocks(4), "near": 2, "offset": 33}),
+        (50, 45, (1, 1), {"clusters": 3, "near": 5, "closure": "gauss"}),
+        (80, 80, (1, 1), {"clusters": Blocks(2), "near": 1, "response": "pooled"}),
+    ],
+    ids=[
+        "blocks",
+        "one response",
+        "sinks, groups, recent blocks, from a place on",
+        "by error",
+        "one step of decoding",
+        "all near",
+        "more clusters than a program takes at once",
+    ],
+)
+def test_rows_that_choose_near_clusters_equal_plain_torch(
+    queries: int, keys: int, heads: tuple[int, int], options: dict[str, Any]
+) -> None:
+    H, Hk = heads
+    q, k = tokens(1, H, queries, 24), tokens(1, Hk, keys, 24, mean=2, seed=1)
+    compare(q, k, tokens(1, Hk, keys, 40, mean=-1, seed=2), enable_gqa=True, **CAUSAL, **options)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_rows_choose_among_the_tokens_that_take_part(sinks: int) -> None:
+    q, k, v = tokens(2, 2, 40, 16), tokens(2, 1, 40, 16, mean=1, seed=1), tokens(2, 1, 40, 16, seed=2)
+    mask = torch.arange(40, device=DEVICE) % 5 != 2
+    mask = torch.stack((mask, mask & (torch.arange(40, device=DEVICE) > 12)))
+    shared: dict[str, Any] = {"key_mask": mask, "enable_gqa": True, "prefix": sinks, **CAUSAL}
+    compare(q, k, v, clusters=Blocks(8), near=2, response="pooled", **shared)
+
+
+@pytest.mark.parametrize("options", [{}, {"response": None, "prefix": 4}, {"response": 0}], ids=str)
+def test_near_clusters_in_half_precision_are_at_most_twice_as_far_off_as_plain_torch(options: dict[str, Any]) -> None:
+    q, k, v = (tokens(1, 2, 75, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 1, 0.5)))
+    options = {"clusters": Blocks(8), "near": 2, "response": "pooled", **options, **CAUSAL}
+    plain, exact = compare_half(q, k, v, **options)
+    with torch.no_grad():  # nothing is kept in float32 then
+        alone = cluster_attention(q, k, v, backend="triton", **options)
+    assert error(alone, exact[0]) < 2 * error(plain[0], exact[0])
+
+
+@pytest.mark.parametrize("cut", [1, 29, 40, 63])
+def test_near_clusters_of_a_row_depend_on_no_later_token(cut: int) -> None:
+    q, k, v = (tokens(1, 4, 70, 16, seed=i) for i in range(3))
+    options: dict[str, Any] = {"backend": "triton", "clusters": Blocks(8), "near": 2, "response": "pooled", **CAUSAL}
+    whole = cluster_attention(q, k, v, **options)
+    others = [torch.cat((x[..., :cut, :], 9 * tokens(1, 4, 70 - cut, 16, seed=8)), -2) for x in (q, k, v)]
+    assert torch.equal(whole[..., :cut, :], cluster_attention(*others, **options)[..., :cut, :])
+    one = cluster_attention(q[..., cut : cut + 1, :], k, v, offset=cut, **options)
+    assert error(one, whole[..., cut : cut + 1, :]) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -142,6 +202,12 @@ def test_tables_let_each_row_see_the_clusters_of_the_rule(
         (64, 64, 2048, 2048, {"clusters": 16, "response": "pooled"}),
         (64, 64, 1500, 2000, {"clusters": 16, "offset": 500, "response": "pooled", "prefix": 4}),
         (128, 96, 900, 900, {"clusters": Blocks(64, recent=1), "response": "pooled"}),
+        (64, 64, 2048, 2048, {"clusters": 16, "near": 2, "response": "pooled"}),
+        (64, 64, 1500, 2001, {"clusters": 16, "offset": 500, "near": 3, "response": "pooled", "prefix": 4}),
+        (32, 48, 1700, 1700, {"clusters": Blocks(16), "near": 1, "response": 0}),
+        (64, 48, 777, 777, {"clusters": Blocks(64, recent=1), "near": 4, "rank": "error"}),
+        (64, 64, 1, 777, {"clusters": Blocks(64), "near": 2, "offset": 776, "response": "pooled"}),
+        (128, 96, 900, 900, {"clusters": Blocks(64), "near": 2, "response": "pooled"}),
     ],
 )
 def test_full_size(D: int, E: int, Lq: int, Lk: int, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -162,6 +228,24 @@ def test_padding_at_the_start(sinks: int) -> None:
     q, k, v = (tokens(2, 4, 1000, 64, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((0, 1, 0.5)))
     mask = torch.arange(1000, device=DEVICE) >= torch.tensor([[0], [301]], device=DEVICE)
     compare_half(q, k, v, clusters=Blocks(64, keep=4, recent=1), key_mask=mask, prefix=sinks, **CAUSAL)
+
+
+@pytest.mark.gpu
+def test_later_tokens_change_no_bit_of_a_row_with_near_clusters() -> None:
+    q, k, v = (tokens(2, 4, 2000, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
+    options: dict[str, Any] = {"backend": "triton", "clusters": 32, "near": 2, "response": "pooled", **CAUSAL}
+    whole = cluster_attention(q, k, v, **options)
+    for cut in (70, 1001, 1999):
+        others = [torch.cat((x[..., :cut, :], 9 * x[..., cut:, :]), -2) for x in (q, k, v)]
+        assert torch.equal(whole[..., :cut, :], cluster_attention(*others, **options)[..., :cut, :])
+
+
+@pytest.mark.gpu
+def test_two_runs_with_near_clusters_are_bitwise_equal() -> None:
+    q, k, v = (tokens(1, 4, 1024, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
+    runs = [results(q, k, v, "triton", q.dtype, clusters=16, near=2, **CAUSAL) for _ in range(2)]
+    for name, x, y in zip(NAMES, *runs, strict=True):
+        assert torch.equal(x, y), (name, error(x, y))
 
 
 @pytest.mark.gpu

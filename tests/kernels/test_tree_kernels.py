@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cumulant.cluster import Tree, cluster_attention
 from cumulant.cluster.tree import order_of, tree_order
-from cumulant.kernels.tree import host
+from cumulant.kernels.tree import host, rows
 
-ROUTES = {"one launch": (2048, 16384), "two launches": (16, 16384), "four launches": (16, 32)}
+ROUTES = {"one launch": (2048, 16384), "two launches": (16, 16384), "five launches": (16, 32)}
 
 
 @pytest.fixture(params=ROUTES)
@@ -87,6 +87,25 @@ def test_what_is_no_number_keeps_others_where_they_are() -> None:
     assert torch.equal(runs(host.order(x, 8, 2, None), 8), runs(in_plain_torch(x, 8), 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_the_order_whatever_lies_between_them(dtype: torch.dtype) -> None:
+    for x in (tokens(70, 3, 2, 24, dtype=dtype)[:, :, 1].transpose(0, 1), tokens(3, 70, 19, dtype=dtype)):
+        order = torch.stack([torch.randperm(70, generator=torch.Generator().manual_seed(i))[:66] for i in range(3)])
+        order = order.to(DEVICE)
+        assert torch.equal(rows.rows_of(x, order), x.gather(1, order.unsqueeze(-1).expand(-1, -1, x.shape[-1])))
+
+
+def test_gradients_of_rows_in_an_order_go_back_to_where_they_came_from() -> None:
+    order = torch.stack([torch.randperm(70, generator=torch.Generator().manual_seed(i)) for i in range(3)]).to(DEVICE)
+    weight = tokens(3, 70, 19, seed=1)
+    x = tokens(3, 70, 19).requires_grad_()
+    (rows.Permuted.apply(x, order) * weight).sum().backward()
+    assert torch.equal(x.grad, torch.empty_like(x).scatter(1, order.unsqueeze(-1).expand_as(x), weight))
+    x.grad = None
+    rows.Permuted.apply(x, order)[..., :1].sum().backward()  # a gradient whose rows are not whole
+    assert torch.equal(x.grad[..., 0], torch.ones(3, 70, device=DEVICE))
+
+
 def test_the_operator_can_be_compiled() -> None:
     torch.library.opcheck(
         host.tree_order, (uneven(1, 70, 16), 4, 2, None), test_utils=("test_schema", "test_faketensor")
@@ -102,6 +121,21 @@ def test_at_full_size_runs_are_as_alike_and_the_same_again(L: int, S: int, parts
         assert torch.equal(order.sort(-1).values, torch.arange(L, device=DEVICE).expand(4, -1))
         assert spread(x, order, parts) < 1.02 * spread(x, in_plain_torch(x, parts), parts)
         assert all(torch.equal(host.order(x, parts, 2, None), order) for _ in range(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_whose_rows_a_kernel_moves_are_those_of_torch(dtype: torch.dtype, monkeypatch) -> None:
+    given = [tokens(2, 4, 4096, 64, dtype=dtype, seed=i) for i in range(4)]
+
+    def results() -> list[Tensor]:
+        q, k, v = (x.clone().requires_grad_() for x in given[:3])
+        out = cluster_attention(q, k, v, clusters=Tree(32), near=4, near_rows=64, response="pooled")
+        return [out, *torch.autograd.grad(out, (q, k, v), given[3])]
+
+    moved = results()
+    monkeypatch.setattr(rows, "fits", lambda x: False)
+    assert all(map(torch.equal, moved, results()))
 
 
 @pytest.mark.gpu

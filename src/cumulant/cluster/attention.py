@@ -90,7 +90,7 @@ def cluster_attention(
             of largest mean of the mass over these queries, from two cumulants of theirs: as good as "mass", and one
             number a cluster and block of queries instead of one a cluster and query. "auto", here and below: "mass", 1
             and None; from 1,024 queries and keys on "mean", 128 and "pooled" for near > 0 of blocks, not causal, and
-            "mass", 1 and "pooled" for K causal blocks with near=0.
+            "mass", 1 and "pooled" for K causal blocks.
         variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
         response: only so many clusters of largest weight answer with their covariance, the others with their mean;
             "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one; when causal,
@@ -103,10 +103,10 @@ def cluster_attention(
         least: blocks hold at least so many tokens, where K would make smaller ones.
         offset: with is_causal, the place of the first query among the keys: row i sees the keys j <= offset + i.
         backend: "auto", "reference" (plain torch, blockwise) or "triton": masks of bool, heads of at most 128 (float32:
-            64), diagonal variance, near field of blocks for 32, 64 or 128 queries in a row; causal with near=0 and
-            response=None, 0 or, of blocks that are not merged, "pooled"; blocks of at most 64 tokens of a short
-            sequence with either variance. "auto" takes them on CUDA where they can compute the case, and says once what
-            stands in the way where they cannot.
+            64), diagonal variance, near field of blocks for 32, 64 or 128 queries in a row; causal with response=None,
+            0 or, of blocks that are not merged, "pooled", and near up to 16 of at most 256 blocks; blocks of at most 64
+            tokens of a short sequence with either variance. "auto" takes them on CUDA where they can compute the case,
+            and says once what stands in the way where they cannot.
 
     Returns:
         (..., H, Lq, E), in the dtype of the query. Cost a query: 2 K D + K E + K D E (response D E instead of K D E;

@@ -3,7 +3,7 @@
     near > 0 of blocks, not causal, 1,024 queries and keys or more     near_rows=128   rank="mean"   response="pooled"
     near > 0 of a Tree, as many                                        near_rows=64    rank="mean"   response="pooled"
     a Tree with leaves                                                 near_rows=1     rank="error"  response="pooled"
-    causal, near = 0, K blocks, 1,024 queries and keys or more         near_rows=1     rank="mass"   response="pooled"
+    causal, K blocks, 1,024 queries and keys or more                   near_rows=1     rank="mass"   response="pooled"
     everything else                                                    near_rows=1     rank="mass"   response=None
 
 The first line is what matrix products want: near clusters for a tile of queries, one covariance for all clusters. It is
@@ -50,7 +50,7 @@ def tuning(
     if isinstance(clusters, Tree) and clusters.leaves > 1:
         return LEVELS
     many = queries >= LONG and keys >= LONG
-    if is_causal and isinstance(clusters, int) and many and near == 0:
+    if is_causal and isinstance(clusters, int) and many:
         return PAST
     near_field = isinstance(near, int) and near > 0
     if not (near_field and many and not is_causal and asking == "each"):

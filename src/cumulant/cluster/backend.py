@@ -28,6 +28,7 @@ WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the shared memory of a 
 # Bytes of shared memory that a row of a tile takes in the causal kernels where that is most, in wide heads or float32.
 PAST_ROW = {torch.bfloat16: 928, torch.float16: 1_280, torch.float32: 1_664}
 MOST = 1024  # clusters
+MOST_OPEN, MOST_NEAR = 256, 16  # clusters of which causal rows choose near ones, and how many each
 MOST_HEADS = 65_535  # of all sequences of a batch: as far as the second dimension of a grid of programs goes
 LONG = 1024  # keys up to which short clusters go through their tokens, where that is cheaper
 LARGEST, MOST_PREFIX, MOST_SLOTS = 64, 32, 4096  # of the kernels that go through the tokens of short clusters
@@ -196,9 +197,10 @@ def _past_obstacle(case: Case) -> str | None:
         return "causal clusters are blocks of a sequence"
     if _unknown(*call.query.shape, call.offset) or torch.compiler.is_compiling():
         return "kernels of causal clusters are not compiled into a graph"
-    if form.near != 0:
-        recent = "near clusters of each row; Blocks(size, recent=1) makes the block before exact"
-        return f"kernels of causal clusters take near=0, got near={form.near!r}: {recent}"
+    if not isinstance(form.near, int):
+        return "causal clusters have no neighbours"
+    if form.near > MOST_NEAR:
+        return f"kernels of causal clusters take near up to {MOST_NEAR}, got {form.near}"
     if form.full:
         return 'kernels take variance="diagonal"'
     blocks = blocks_of_past(clusters, call.offset + Lq)
@@ -207,6 +209,10 @@ def _past_obstacle(case: Case) -> str | None:
         return f"causal kernels take response=None or 0, got {form.response}"
     if form.pooled and blocks.keep is not None:
         return f'causal kernels take response="pooled" of blocks that are not merged, got {blocks}'
+    if form.near and total > MOST_OPEN:
+        return (
+            f"kernels take near clusters of at most {MOST_OPEN} causal blocks, got {total}; pass near=0 or larger ones"
+        )
     if listed > MOST or total > 4 * MOST:
         return (
             f"kernels take at most {MOST} clusters, got {listed} that a row sees; Blocks(size, keep=) merges old ones"

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from ..call import Call
 from ..moments import statistics_dtype
+from ..tensors import inverse
 from .backend import TILES, Form
 from .basis import logit_basis
 from .build import without_prefix
 from .layout import Blocks, Layout, of_size, tiled
 from .levels import Narrow, two_levels
 from .statistics import centred
-from .tree import Tree, order_of, rows_of, seen_by, tree_order
+from .tree import Tree, order_of, permuted, seen_by, tree_order
 
 LONG_GRID = 16_384  # tokens of a grid from which its tiles share near clusters of a tree
 
@@ -63,7 +64,7 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
         order, size = patches.pack(places)[0, 0, :, :, 0][order].flatten(1), -(-patches.pieces // parts) * patches.size
     if prefix:
         order = torch.cat((torch.arange(prefix, device=q.device).expand(len(order), -1), order), 1)
-    k, v = (rows_of(x, order) for x in (k, v))
+    k, v = (permuted(x, order) for x in (k, v))
     mask = None if mask is None else mask.gather(1, order)
     if tree.leaves > 1:
         out = _two_levels(q, k, v, mask, call, tree, form, size, basis)
@@ -74,7 +75,7 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
             if asking is None:
                 looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
                 asking = tree_order(looking, q.flatten(0, 1), runs, tree)
-            q = rows_of(q.flatten(0, 1), asking).view_as(q)
+            q = permuted(q.flatten(0, 1), asking).view_as(q)
         out = attend(
             q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
             prefix=prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=G > 1, rank=form.rank,
@@ -84,9 +85,7 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
         if tiles is not None:
             out = tiles.unpack(out.unflatten(2, (-1, tiles.size)), Lq)
         elif asking is not None:
-            places = torch.arange(Lq, device=q.device).expand_as(asking)
-            back = torch.zeros_like(asking).scatter(1, asking, places)
-            out = rows_of(out.flatten(0, 1), back).view_as(out)
+            out = permuted(out.flatten(0, 1), inverse(asking)).view_as(out)
     return out.reshape(*call.lead, Hk * G, Lq, E)
 
 

@@ -79,7 +79,11 @@ def two_levels(
     few = 0 < tree.exact < near * m
     at_once, grouped = _at_once(q, tree), not few and tokens.grouped(q.unsqueeze(-2), True)
     of_row = 4 * tree.count
-    of_row += near * m * (W + 4) + tree.exact * (D + E) if few else near * (m + 3 * (D + E) if grouped else m * (D + E))
+    if few:
+        dense = _dense(q, near, key.shape[2])
+        of_row += 4 * near * m + (3 * key.shape[2] * m if dense else near * m * W + tree.exact * (D + E))
+    else:
+        of_row += near * (m + 3 * (D + E) if grouped else m * (D + E))
     of_row += 3 * tree.count * tree.leaves + 6 * leaves_met if at_once else leaves_met * (2 * W + E)
     step = max(1, room(q, grouped) // max(1, B * H * of_row))
     levels = Levels(clusters, leaves, narrower, tokens, far.key if few else None, exact)
@@ -146,6 +150,8 @@ def _rows(q: Tensor, seen: Tensor, levels: Levels, tree: Tree, form: Form) -> Te
     answering = w[1]  # leaves that answer as a whole
     if few is not None:
         answering, w[1], w[2] = few.shared(w.pop(), w[1], w[2])
+        if few.value.ndim == w[2].ndim:  # values of all tokens, of which the exact ones have a weight
+            w[2] = w[2].new_zeros(*w[2].shape[:-1], few.value.shape[-2]).scatter_add(-1, few.place, w[2])
     lift = (w[0] * gain(variance, closure)).sum(-1) + narrower * (answering * gain(leaf_variance, closure)).sum(-1)
     if at_once:  # leaf 0 stands for those of no cluster, with a weight of 0
         w[1] = w[1].new_zeros(*ids.shape[:-1], leaf_values.shape[-2]).scatter_add(-1, ids, w[1])
@@ -162,7 +168,8 @@ class Few(NamedTuple):
     """Of near leaves of each row the T tokens of the largest logits, exact; and what is left of these leaves."""
 
     logits: Tensor  # (B, H, n, T) of the exact tokens
-    value: Tensor  # (B, H, n, T, E)
+    value: Tensor  # (B, H, n, T, E), or of all tokens (B, H, K r m, E)
+    place: Tensor  # (B, H, n, T): the exact tokens among all
     weight: Tensor  # (B, H, n, T), as key_mask has it
     leaf: Tensor  # (B, H, n, T): the place among near leaves
     rest: Tensor  # (B, H, n, u m): logits of the others in W directions, -inf for exact ones
@@ -176,20 +183,27 @@ class Few(NamedTuple):
         tokens, near_keys = levels.tokens, levels.near_keys
         assert near_keys is not None
         u, m = which.shape[-1], near_keys.shape[-2]
-        key, _, log_weight = Tokens(near_keys, near_keys[..., :0], tokens.log_weight).gather(which)
-        logits = (key @ seen.unsqueeze(-1)).squeeze(-1) + log_weight  # (B, H, n, u m)
+        dense = _dense(q, u, near_keys.shape[2])
+        if dense:
+            logits, log_weight = _of_all(seen, near_keys, tokens.log_weight, which)
+        else:
+            key, _, log_weight = Tokens(near_keys, near_keys[..., :0], tokens.log_weight).gather(which)
+            logits = (key @ seen.unsqueeze(-1)).squeeze(-1) + log_weight  # (B, H, n, u m)
         best = logits.detach().topk(count, -1).indices
         leaf, own_weight = best // m, log_weight.gather(-1, best)
         place = which.clamp(min=0).gather(-1, leaf) * m + best % m
-        exact, value = logits.gather(-1, best), _at(tokens.value.flatten(2, 3), place)
+        exact, value = logits.gather(-1, best), tokens.value.flatten(2, 3)
         if near_keys is not tokens.key:  # these were all directions already
-            exact = (_at(tokens.key.flatten(2, 3), place) @ q.unsqueeze(-1)).squeeze(-1) + own_weight
+            keys = tokens.key.flatten(2, 3)
+            met = (q @ keys.mT).gather(-1, place) if dense else (_at(keys, place) @ q.unsqueeze(-1)).squeeze(-1)
+            exact = met + own_weight
+        value = value if dense else _at(value, place)
         left = log_weight.exp().scatter(-1, best, 0).unflatten(-1, (u, m)).sum(-1)
         whole = (
             levels.leaves.log_weight.exp().unsqueeze(-2).expand(*which.shape[:-1], -1).gather(-1, which.clamp(min=0))
         )
         rest = logits.scatter(-1, best, ABSENT)
-        return cls(exact, value, own_weight.exp(), leaf, rest, left, whole, chosen.clamp(min=0))
+        return cls(exact, value, place, own_weight.exp(), leaf, rest, left, whole, chosen.clamp(min=0))
 
     def shared(self, w: Tensor, leaves: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights of leaves that respond, of the leaves' values and of the exact tokens' values.
@@ -211,9 +225,28 @@ class Few(NamedTuple):
 def _at_once(q: Tensor, tree: Tree) -> bool:
     """Whether rows meet all leaves in one product and take of it what they opened, K / t times the multiply-adds.
 
-    On a CPU that is quicker than to move the statistics of t r leaves to each row: 2.5 times for 16 of 64 clusters.
+    That is quicker than to move the statistics of t r leaves to each row: on a CPU 2.5 times for 16 of 64 clusters.
     """
-    return q.device.type == "cpu" and tree.count <= 32 * tree.opened
+    return tree.count <= 32 * tree.opened
+
+
+def _dense(q: Tensor, near: int, leaves: int) -> bool:
+    """Whether rows meet all tokens in one product and take of it those of near leaves.
+
+    A GPU multiplies a hundred numbers in the time that it takes to move one, and gradients of what many rows were given
+    would be added up one by one. On a CPU tokens are moved.
+    """
+    return q.device.type != "cpu" and leaves <= 32 * near
+
+
+def _of_all(q: Tensor, key: Tensor, log_weight: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and log weights (B, H, n, u m) of leaves `which` (B, H, n, u), -1 for none, from q (B, H, n, W) times all
+    of key (B, H, K r, m, W); log_weight (B, H or 1, K r, m)."""
+    m = key.shape[-2]
+    ids = (which.clamp(min=0).unsqueeze(-1) * m + torch.arange(m, device=q.device)).flatten(-2)
+    weights = log_weight.flatten(2).unsqueeze(-2).expand(*which.shape[:-1], -1).gather(-1, ids)
+    weights = weights.masked_fill((which < 0).repeat_interleave(m, -1), ABSENT)
+    return (q @ key.flatten(2, 3).mT).gather(-1, ids) + weights, weights
 
 
 def _largest(log_Z: Tensor, variance: Tensor, count: int, form: Form) -> Tensor:

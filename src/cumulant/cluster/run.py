@@ -103,6 +103,8 @@ def _run_past(case: Case) -> Tensor:
         response=-2 if form.pooled else 0 if form.response == 0 else -1,
         closure=form.closure,
         prefix=call.prefix,
+        near=form.near,
+        rank="error" if form.rank == "error" else "mass",
         masked=call.key_mask is not None,
     )
 

@@ -8,7 +8,7 @@ iteration: after log2 K rounds there are K clusters of L / K tokens, in a row on
 That costs S D + (2 steps + 1) S log2 K a token, a seventh of KMeans(64), and no shape depends on what the tokens hold.
 With a `width` x are the coordinates of the keys in so many directions instead (`basis`).
 In a node of many tokens, ENOUGH of them say in which direction it is cut; where it is cut is the median of all.
-On a GPU kernels.tree does all this in one to four launches a level, without a sort: ENOUGH tokens of every node there.
+On a GPU kernels.tree does all this in one to five launches a level, without a sort: ENOUGH tokens of every node there.
 """
 
 from __future__ import annotations
@@ -153,6 +153,17 @@ def rows_of(x: Tensor, order: Tensor) -> Tensor:
     """Rows `order` (N, M) of x (N, L, W): (N, M, W). Whole rows at once, which a gather by element is not."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
     return x.flatten(0, 1).index_select(0, (order + first[:, None]).flatten()).view(*order.shape, x.shape[-1])
+
+
+def permuted(x: Tensor, order: Tensor) -> Tensor:
+    """`rows_of` an order (N, L) of all rows of x (N, L, W)."""
+    if x.is_cuda and HAS_TRITON:
+        from ..kernels.tree import rows
+
+        if rows.fits(x):
+            out: Tensor = rows.Permuted.apply(x, order)
+            return out
+    return rows_of(x, order)
 
 
 def _enough(m: int) -> int:

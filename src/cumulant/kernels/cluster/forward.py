@@ -281,6 +281,18 @@ def choose(
         tl.store(responding + slot * R + rank, c, mask=rank < R)
 
 
+@triton.jit
+def cut(x, M: tl.constexpr, HALF: tl.constexpr):
+    """Columns of x (M, 2 HALF) in two halves."""
+    return tl.split(tl.permute(tl.reshape(x, (M, 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def joined(first, last, M: tl.constexpr, HALF: tl.constexpr):
+    """The inverse of `cut`."""
+    return tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), (M, 2 * HALF))
+
+
 @kernel
 def attend(
     q, k, v, o, rounding, lse, bounds, order, logs, vectors, factors, matrices, near, responding, gains, tops,
@@ -291,7 +303,7 @@ def attend(
     RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
     SQUARE: tl.constexpr, CHUNK_STAGES: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). Output of M queries, and their log2 of the sum of all weights.
 
@@ -300,7 +312,8 @@ def attend(
     RESPONSE: 0 means only, 1 all clusters respond, 2 those listed, 3 all with one matrix, that of `pool`. Gains p f
     of a tile go through memory, (KP, M), so that a row of them can be loaded beside each matrix; `tops` holds what each
     chunk's are relative to. With one matrix only their sum is needed. KEEP: what the rounding of the output loses is
-    written too.
+    written too. WIDE: near tokens are met in 64 and so many columns, which hold a head of width D as one power of two
+    would hold up to 128; 0: in BD.
     """
     index, pid = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, M)
@@ -386,6 +399,14 @@ def attend(
         a = scale * LOG2E
         away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
         listed = near_list(near, NEAR)
+        if WIDE:
+            x, y = tl.arange(0, 64), tl.arange(0, WIDE)
+            rows_x = tile(q, row, q_t * UNIT, x, length_q, 64, 64)
+            rows_y = tile(q + 64, row, q_t * UNIT, y, length_q, D - 64, WIDE)
+            out, out_y = cut(out, M, 64)
+            out_y, beyond = cut(out_y, M, 32)
+            if WIDE == 16:
+                out_y, beyond_y = cut(out_y, M, 16)
         for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
             first, end = near_block(near, listed, bounds, i, blocks, T, NEAR, KP, N, EVEN)
             token = first + tl.arange(0, N)
@@ -393,9 +414,19 @@ def attend(
                 keys, values = rows_from(k, first, k_t, d, N), rows_from(v, first, v_t, e, N)
             else:
                 place = placed(order, token, token < end, ORDERED, EVEN)
-                keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)
-                values = picked_tile(v, place, token < end, v_t, e, E, BE, EVEN)
-            u = finished(dot(rows, tl.trans(keys), None, PRECISION))
+                if WIDE:
+                    keys = picked_tile(k, place, token < end, k_t, x, 64, 64, EVEN)
+                    keys_y = picked_tile(k + 64, place, token < end, k_t, y, D - 64, WIDE, EVEN)
+                    values = picked_tile(v, place, token < end, v_t, x, 64, 64, EVEN)
+                    values_y = picked_tile(v + 64, place, token < end, v_t, y, D - 64, WIDE, EVEN)
+                else:
+                    keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)
+                    values = picked_tile(v, place, token < end, v_t, e, E, BE, EVEN)
+            if WIDE:
+                u = dot(rows_x, tl.trans(keys), None, PRECISION)
+                u = finished(dot(rows_y, tl.trans(keys_y), u, PRECISION))
+            else:
+                u = finished(dot(rows, tl.trans(keys), None, PRECISION))
             if not EVEN:
                 u = tl.where((token < end)[None, :], u, NOTHING)
             higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
@@ -406,8 +437,15 @@ def attend(
             total = total * fading + tl.sum(rounded.to(tl.float32), 1)
             if RESPONSE == 3:
                 answering *= fading
-            out = finished(dot(rounded, values, out * fading[:, None], PRECISION))
+            out = dot(rounded, values, out * fading[:, None], PRECISION)
+            if WIDE:
+                out_y = finished(dot(rounded, values_y, out_y * fading[:, None], PRECISION))
+            out = finished(out)
             top = higher
+        if WIDE:
+            if WIDE == 16:
+                out_y = joined(out_y, beyond_y, M, 16)
+            out = joined(out, joined(out_y, beyond, M, 32), M, 64)
     if RESPONSE == 3:
         answer = dot(rows, tl.load(matrices + cell), None, PRECISION)
         if dtype != tl.float32:

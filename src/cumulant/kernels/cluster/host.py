@@ -187,7 +187,7 @@ def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
             plan, "attend", unit, *ROWS_OF, "PREFIX", "ORDERED", "E", "RESPONSE",
             CHOOSE=plan.fused, BY_ERROR=shape.rank == "error", KEEP=keep, EVEN=plan.even(config.block), N=config.block,
             CHUNK_STAGES=1 if plan.fused or apart else config.stages, NEAR_STAGES=plan.near_stages(config, q.device),
-            STAGES=config.stages, CK=chunk,
+            STAGES=config.stages, CK=chunk, WIDE=plan.wide,
         ),
     )  # fmt: skip
     forward.attend.start(

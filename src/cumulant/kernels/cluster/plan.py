@@ -53,6 +53,9 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "past_pool_gradients": (Config(64, 4, 3), Config(64, 8, 2), Config(32, 8, 1)),
     "past_key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
     "past_key_gradients_pooled": (Config(64, 4, 2), Config(64, 4, 2), Config(32, 8, 1)),
+    "past_choose": (Config(0, 4, 1), Config(0, 8, 1), Config(0, 4, 1)),
+    "past_answers": (Config(64, 8, 3, registers=128), Config(64, 8, 2), Config(32, 8, 1)),
+    "past_pair_gradients": (Config(32, 8, 3, registers=128), Config(64, 8, 1), Config(32, 8, 1)),
 }
 
 
@@ -165,10 +168,12 @@ class Plan:
         return config._replace(block=config.block // 2) if half else config
 
     def resources(self, name: str, rows: int | None = None) -> dict[str, Any]:
-        """Warps and registers of a launch: those of the table for 128 rows, fewer for less (16 rows a warp)."""
+        """Warps and registers of a launch: those of the table for 128 rows, fewer for less: 8 warps for 128 rows, or as
+        many more as the table has."""
         config, rows = self.config(name), self.shape.tile if rows is None else rows
         # Loops that are worth a pipeline name its stages themselves; the others must not take shared memory for one.
-        return {"num_warps": max(1, min(config.warps, rows // 16)), "num_stages": 1, "maxnreg": config.registers}
+        most = rows // 16 * max(1, config.warps // 8)
+        return {"num_warps": max(1, min(config.warps, most)), "num_stages": 1, "maxnreg": config.registers}
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """make(), kept."""
@@ -182,6 +187,13 @@ class Plan:
         """Whether `attend` chooses the clusters of a tile itself: it holds the masses of all."""
         known = self.shape.listed or self.shape.rank == "mean"
         return self.KP == self.CK and not known and (self.shape.near > 0 or self.response == 2)
+
+    @cached_property
+    def wide(self) -> int:
+        """Columns that near tokens have beyond the first 64, where 64 and these hold heads that BD would pad further;
+        else 0. A quarter fewer products for heads of 96."""
+        shape, columns = self.shape, padded(self.shape.D - 64) if self.shape.D > 64 else 64
+        return columns if shape.D == shape.E and columns < 64 and self.dtype != torch.float32 else 0
 
     @cached_property
     def shares_sums(self) -> bool:

@@ -42,19 +42,20 @@ from ..cluster.rows import along_means, changes_of_means, met_by_rows, read_rows
 from ..products import cast, dot
 from ..tokens import head, kernel
 from .forward import list_of, seen_clusters, sees, window, window_block
+from .near import apart, gathered, numbered, pairs_of, with_pair_sums
 from .pooled import through_pools
 
 
 @kernel
 def query_gradients(
     q, k, v, o, rounding, g, dq, lse, shifts, deltas, bounds, order, logs, spans, lists, vectors, factors, matrices,
-    weights, gains, dz, dx,
+    weights, gains, dz, dx, named, pair_sums,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
-    GROUP: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr, CLOSURE: tl.constexpr, RESPONSE: tl.constexpr,
-    WITHIN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr,
-    NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    NEAR: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr, CLOSURE: tl.constexpr,
+    RESPONSE: tl.constexpr, WITHIN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr,
+    STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). dq of M rows. shifts (B H, tiles, M): lse + a q.origin, for `key_gradients`; inf beyond Lq."""
     index, pid = tl.program_id(0), tl.program_id(1)
@@ -88,6 +89,11 @@ def query_gradients(
     away = tl.sum(rows.to(tl.float32) * origin[None, :], 1) * (scale * LOG2E)
     tl.store(deltas + slot * M + line, delta)
     tl.store(shifts + slot * M + line, total + away)
+    if NEAR:
+        own = pid.to(tl.int64) * (length_q * GROUP * NEAR)
+        number = numbered(index, tiles, row, length_q, GROUP)
+        named += own + number.to(tl.int64) * NEAR
+        pair_sums += own * BD
 
     sums = tl.zeros((M, BD), tl.float32)
     squares, end = squared(rows, SQUARE), tl.minimum(start + M, length_q)
@@ -100,6 +106,8 @@ def query_gradients(
         for chunk in range(0, count, CK):
             at = chunk + tl.arange(0, CK)
             c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
+            if NEAR:
+                seen = apart(seen, c, named, row < length_q, NEAR)
             var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
             high, low = key_means(factors, c, d, BD, BE)
             z, _, _, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
@@ -121,6 +129,8 @@ def query_gradients(
         at = chunk + tl.arange(0, CK)
         cells = at[None, :] * M + line[:, None]
         c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
+        if NEAR:
+            seen = apart(seen, c, named, row < length_q, NEAR)
         var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
         high, low = key_means(factors, c, d, BD, BE)
         value_high, value_low = value_means(factors, c, e, BD, BE)
@@ -174,6 +184,8 @@ def query_gradients(
         if dtype != tl.float32:
             sums = dot(change_low, keys, sums, PRECISION)
     sums -= changes[:, None] * origin[None, :]  # not off the keys: their differences would be rounded to 16 bits
+    if NEAR:
+        sums = with_pair_sums(sums, pair_sums, named, number, row < length_q, NEAR, BD)
     dq = query_head(dq, pid, heads, index, tiles, dq_b, dq_h, dq_t, GROUP, UNIT)
     store_tile(dq, sums, row, dq_t * UNIT, d, length_q, D, BD)
 
@@ -293,15 +305,16 @@ def matrix_gradients(
 
 @kernel
 def key_gradients(
-    q, k, v, g, dk, dv, shifts, deltas, bounds, order, ladder, vectors, grad_vectors, grad_matrices,
+    q, k, v, g, dk, dv, shifts, deltas, bounds, order, ladder, vectors, grad_vectors, grad_matrices, pairs, ends,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     length_q, length_k, heads, tiles, per, size, recent, offset, levels, scale,
-    RESPONSE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr,
-    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    NEAR: tl.constexpr, RESPONSE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts of a block, blocks, B H). dk and dv of N keys: from rows that saw them one by one, and through the
-    statistics of the cluster of each level that holds them; `ladder`: first clusters of the levels, and how many.
+    """Grid (parts of a block, blocks, B H). dk and dv of N keys: from rows that saw them one by one (NEAR: those that
+    chose their block too), and through the statistics of the cluster of each level that holds them; `ladder`: first
+    clusters of the levels, and how many.
     Sinks, which no block holds, have theirs from `cluster.keys.prefix_gradients`."""
     block, pid = tl.program_id(1), tl.program_id(2)
     b, h = pid // heads, pid % heads
@@ -337,6 +350,23 @@ def key_gradients(
             p = tl.exp2(tl.where(seen, p * (scale * LOG2E) - shift[None, :], NOTHING))
             change = p * (change - delta[None, :])
             key_sums, value_sums = met_by_rows(rows, grad, p, change, key_sums, value_sums, PRECISION)
+        if NEAR:
+            pairs, begin, end = pairs_of(pairs, ends, block, pid, length_q, NEAR, GROUP, KP)
+            for i in tl.range(begin, end, ROWS, num_stages=STAGES):
+                here = i + line < end
+                n = tl.load(pairs + i + line, mask=here, other=0) // NEAR
+                rows = gathered(q, n, here, length_q, q_h, q_t, d, GROUP, UNIT, D, BD)
+                grad = gathered(g, n, here, length_q, g_h, g_t, e, GROUP, UNIT, E, BE)
+                at_row = skipped + n
+                if GROUP > 1:
+                    at_row = skipped + (n // length_q) * (tiles * M) + n % length_q
+                shift = tl.load(shifts + at_row, mask=here, other=float("inf"))
+                delta = tl.load(deltas + at_row, mask=here, other=0.0)
+                p = finished(dot(keys, tl.trans(rows), None, PRECISION))
+                change = finished(dot(values, tl.trans(grad), None, PRECISION))
+                p = tl.exp2(p * (scale * LOG2E) - shift[None, :])
+                change = p * (change - delta[None, :])
+                key_sums, value_sums = met_by_rows(rows, grad, p, change, key_sums, value_sums, PRECISION)
         key_sums *= scale
         # Read again: held in registers by the loop, keys and values would leave it fewer.
         keys = picked_tile(k, at, there, k_t * UNIT, d, D, BD, False).to(tl.float32)

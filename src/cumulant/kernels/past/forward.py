@@ -38,6 +38,7 @@ from ..cluster.parts import (
 from ..cluster.rows import with_means, write_rows
 from ..products import dot
 from ..tokens import head, kernel
+from .near import apart, numbered, with_answers
 from .pooled import through_pools
 
 
@@ -161,19 +162,20 @@ def with_window(
 
 @kernel
 def attend(
-    q, k, v, o, rounding, lse, bounds, order, logs, spans, lists, vectors, factors, matrices, gains, tops,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    q, k, v, o, rounding, lse, bounds, order, logs, spans, lists, vectors, factors, matrices, gains, tops, named,
+    answers, levels, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
-    CLOSURE: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr,
-    RESPONSE: tl.constexpr, WITHIN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr,
-    NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    CLOSURE: tl.constexpr, NEAR: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr,
+    PREFIX: tl.constexpr, RESPONSE: tl.constexpr, WITHIN: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
+    SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). Output of M rows, and their log2 of the sum of all weights.
 
     RESPONSE: 1, clusters answer with their covariance, 3, with one for all (pooled.py), 0, with their mean. Gains p f
     of a tile go through memory, (listed, M), unless they are but summed; `tops` holds what each chunk's are relative
-    to. KEEP: what the rounding of the output loses is written.
+    to. KEEP: what the rounding of the output loses is written. NEAR: so many clusters that each row `named` are met
+    token by token; what they answered is read (near.py).
     """
     index, pid = tl.program_id(0), tl.program_id(1)
     line, start = tl.arange(0, M), first_row(index, tiles, M, GROUP)
@@ -194,6 +196,12 @@ def attend(
     tops += slot * ((listed // CK) * M)
     names, count = list_of(lists, index, tiles, listed, GROUP)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+    if NEAR:
+        own = pid.to(tl.int64) * (length_q * GROUP * NEAR)
+        number = numbered(index, tiles, row, length_q, GROUP)
+        named += own + number.to(tl.int64) * NEAR
+        answers += own * BE
+        levels += own
 
     top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
     out = tl.zeros((M, BE), tl.float32)
@@ -201,6 +209,8 @@ def attend(
     for chunk in range(0, count, CK):
         at = chunk + tl.arange(0, CK)
         c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
+        if NEAR:
+            seen = apart(seen, c, named, row < length_q, NEAR)
         var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
         high, low = key_means(factors, c, d, BD, BE)
         z, _, grow, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
@@ -245,6 +255,8 @@ def attend(
             rows, k, v, bounds, order, met, place, away, a, top, total, out, size, recent, k_t, v_t,
             True, ORDERED, PREFIX, D, E, BD, BE, N, KP, NEAR_STAGES, PRECISION,
         )  # fmt: skip
+    if NEAR:
+        top, total, out = with_answers(answers, levels, named, number, row < length_q, top, total, out, NEAR, BE)
     write_rows(
         o, rounding, lse, out, top, total, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t,
         KEEP, GROUP, E, BE, UNIT,

@@ -4,7 +4,8 @@ Shape legend: B sequences, H query heads, Hk key heads, Lq, Lk lengths, D, E wid
 A places in the list of a tile of M rows.
 
 Memory beside inputs and outputs: statistics KP D E a head, and Lq A numbers of 16 bits (gains) forward, five times that
-backward; without responses none forward, three times backward.
+backward; without responses none forward, three times backward. With T near clusters Lq T (E + 3) numbers forward, of
+which Lq 2 T are kept, and Lq T D backward.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ..cluster.host import TILES, added_up, backward_prefix, find_statistics, fixed_for, order_of
-from ..cluster.plan import Plan, Shape, kept_plan
+from ..cluster.order import sorted_tables
+from ..cluster.plan import Plan, Shape, kept_plan, no_numbers
 from ..launch import cdiv, empty_like_rows, layout, like_rows, multiprocessors, padded
 from ..operator import Operator
 from . import backward, forward
+from . import near as by_pair
 from . import pooled as by_one
 
 CK = 32  # clusters of a list that a program takes at once
@@ -49,6 +52,8 @@ class Call(NamedTuple):
     response: int  # -1: clusters answer with their covariance, -2: with the mean of theirs by size, 0: with their mean
     closure: str
     prefix: int  # sinks: the first tokens that take part, in no cluster
+    near: int  # clusters of its past that each row sees token by token
+    rank: str  # those of largest "mass", or of largest mass times variance: "error"
     masked: bool  # some tokens take no part
 
 
@@ -56,14 +61,15 @@ def plan_for(call: Call) -> Plan:
     query, (B, Hk, Lk, D) = call.query, call.key.shape
     shape = Shape(
         B, Hk, query.shape[1] // Hk, query.shape[2], Lk, D, call.value.shape[-1], call.bounds.shape[0],
-        call.order is not None, call.clusters, call.size, False, call.tile, 0, call.response, call.closure,
+        call.order is not None, call.clusters, call.size, False, call.tile, call.near, call.response, call.closure,
         "past", False, call.prefix, call.masked,
     )  # fmt: skip
     return kept_plan(shape, query.dtype)
 
 
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
-    """out, and lse (B H, Lq), vectors, factors, matrices of KP clusters as of cluster/host.py, and rounding.
+    """out, and lse (B H, Lq), vectors, factors, matrices of KP clusters as of cluster/host.py, rounding, and of near
+    clusters `named` (B H, G Lq, T), the pairs by cluster (B H, G Lq T) and their bounds (B H, 2, KP + 1) (near.py).
 
     One response for all that a row sees is kept as two matrices for each last one of these, (B H, KP, 2, BD, BE).
     """
@@ -76,6 +82,9 @@ def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
         query.new_empty(heads, plan.KP, 4 * plan.BD + 2 * plan.BE),
         query.new_empty(heads, plan.KP, *((2,) if plan.response == 3 else ()), plan.BD, plan.BE),
         empty_like_rows(query, shape.E) if keep and query.dtype != torch.float32 else query.new_empty(0),
+        query.new_empty(heads, shape.group * shape.length_q, call.near, dtype=torch.int32),
+        query.new_empty(heads, shape.group * shape.length_q * call.near, dtype=torch.int32),
+        query.new_empty(heads, 2, plan.KP + 1 if call.near else 0, dtype=torch.int32),
     )
 
 
@@ -83,21 +92,91 @@ def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
     plan, outputs = plan_for(call), empty(call, keep)
     unit, steps = layout(*call[:3], outputs[0])
     find_statistics(plan, call, outputs, unit, steps, _pool)
-    shape, (out, lse, vectors, factors, matrices, rounding) = plan.shape, outputs
-    (q, k, v), heads, A, keep = call[:3], plan.pairs, call.lists.shape[-1] - 1, rounding.numel() > 0
-    each = plan.response == 1
+    shape, (out, lse, vectors, factors, matrices, rounding, *_) = plan.shape, outputs
+    (q, k, v), heads, A = call[:3], plan.pairs, call.lists.shape[-1] - 1
+    answers = levels = vectors
+    if call.near:
+        outputs = (*outputs[:6], *_choose(plan, call, vectors, factors, outputs[6], unit, steps))
+        answers, levels = _answers(plan, call, outputs, keep, unit, steps)
+    keep, each = rounding.numel() > 0, plan.response == 1
     gains = q.new_empty(heads, plan.tiles, A, shape.tile) if each else matrices
     tops = vectors.new_empty(heads, plan.tiles, A // CK, shape.tile) if each else vectors
     within = _within(call)
     kind = f"attend {unit} {keep} {within}"
-    fixed = plan.once(kind, lambda: _fixed(plan, "past_attend", unit, KEEP=keep, WITHIN=within))
+    fixed = plan.once(kind, lambda: _fixed(plan, "past_attend", unit, NEAR=call.near, KEEP=keep, WITHIN=within))
     forward.attend.start(
         (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, lse, call.bounds, order_of(call), call.logs, call.spans,
-        call.lists, vectors, factors, matrices, gains, tops, *steps[0], *steps[1], *steps[2], *steps[3],
+        call.lists, vectors, factors, matrices, gains, tops, _list(outputs[6]), answers, levels,
+        *steps[0], *steps[1], *steps[2], *steps[3],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.per, A, call.size, call.recent, call.offset,
         call.scale,
     )  # fmt: skip
     return outputs
+
+
+def _list(numbers: Tensor) -> Tensor:
+    return numbers if numbers.numel() else no_numbers(numbers.device)
+
+
+def _choose(
+    plan: Plan, call: Call, vectors: Tensor, factors: Tensor, named: Tensor, unit: int, steps: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Near clusters of each row, and the pairs by cluster with their bounds."""
+    shape, N = plan.shape, max(16, min(64, 8192 // plan.KP))
+    tiles, names = cdiv(shape.length_q, N), ("CLOSURE", "GROUP", "D", "BD", "BE", "KP")
+    fixed = plan.once(
+        f"choose {unit} {call.rank}",
+        lambda: fixed_for(
+            plan, "past_choose", unit, *names, rows=128, NEAR=call.near, BY_ERROR=call.rank == "error",
+            POOLED=plan.response == 3, N=N, CK=CK,
+        ),
+    )  # fmt: skip
+    by_pair.choose_rows.start(
+        (tiles * shape.group, plan.pairs, 1), fixed, call.query, call.logs, vectors, factors, named, *steps[0],
+        shape.length_q, shape.heads, tiles, call.clusters, plan.per, call.size, call.recent, call.offset, call.scale,
+    )  # fmt: skip
+    ends, _, pairs = sorted_tables(named.view(plan.pairs, -1), None, call.clusters)
+    return named, pairs, ends
+
+
+def _parts(plan: Plan, call: Call) -> tuple[int, int, int]:
+    """Grid for the pairs of each cluster: twice the programs that these would want if all were chosen as often."""
+    pairs = plan.shape.group * plan.shape.length_q * call.near
+    return max(1, min(64, cdiv(2 * pairs, call.tile * call.clusters))), call.clusters, plan.pairs
+
+
+def _fixed_pairs(plan: Plan, call: Call, name: str, unit: int) -> Any:
+    config = plan.config(name)
+    names = (*TILES, "ORDERED", "E", "BE", "KP", "PRECISION")
+    return fixed_for(plan, name, unit, *names, NEAR=call.near, N=config.block, STAGES=config.stages)
+
+
+def _answers(
+    plan: Plan, call: Call, outputs: Sequence[Tensor], keep: bool, unit: int, steps: Any
+) -> tuple[Tensor, Tensor]:
+    """What the near clusters of each row answer, in float32 where a backward pass will take differences."""
+    shape, (_, _, vectors, factors, _, _, named, pairs, ends) = plan.shape, outputs
+    levels = vectors.new_empty(named.shape)
+    answers = (vectors if keep else call.query).new_empty(*named.shape, plan.BE)
+    fixed = plan.once(f"answers {unit} {keep}", lambda: _fixed_pairs(plan, call, "past_answers", unit))
+    by_pair.answer_pairs.start(
+        _parts(plan, call), fixed, *call[:3], answers, levels, call.bounds, order_of(call), factors, pairs, ends,
+        *steps[0], *steps[1], *steps[2], shape.length_q, shape.length_k, shape.heads, plan.per, call.scale,
+    )  # fmt: skip
+    return answers, levels
+
+
+def _pair_sums(plan: Plan, call: Call, grad: Tensor, outputs: Sequence[Tensor], unit: int, steps: Any) -> Tensor:
+    """What the near clusters of each row add to its dq."""
+    shape, (out, lse, _, factors, _, rounding, named, pairs, ends) = plan.shape, outputs
+    found = lse.new_empty(*named.shape, plan.BD)
+    fixed = plan.once(f"pair_gradients {unit}", lambda: _fixed_pairs(plan, call, "past_pair_gradients", unit))
+    by_pair.pair_gradients.start(
+        _parts(plan, call), fixed, *call[:3], out, rounding, grad, found, lse, call.bounds, order_of(call), factors,
+        pairs, ends, *steps[0], *steps[1], *steps[2], *steps[3], *steps[4],
+        shape.length_q, shape.length_k, shape.heads, plan.per, call.scale,
+    )  # fmt: skip
+    return found
 
 
 def _within(call: Call) -> bool:
@@ -112,13 +191,14 @@ def _fixed(plan: Plan, name: str, unit: int, **more: Any) -> Any:
 
 
 def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
-    plan, (out, lse, vectors, factors, matrices, rounding) = plan_for(call), outputs
+    plan, (out, lse, vectors, factors, matrices, rounding, named, pairs, ends) = plan_for(call), outputs
     (q, k, v), shape, heads, A = call[:3], plan.shape, plan.pairs, call.lists.shape[-1] - 1
     dq, dk, dv = (like_rows(x) for x in call[:3])
     if shape.masked or call.offset + shape.length_q < shape.length_k:  # keys that no row sees have no gradient
         dk.zero_()
         dv.zero_()
     unit, steps = layout(*call[:3], out, grad, dq, dk, dv)
+    pair_sums = _pair_sums(plan, call, grad, outputs, unit, steps) if call.near else lse
     per_query = tuple(lse.new_empty(heads, plan.tiles, shape.tile) for _ in range(2))
     # Gains in float32: in 16 bits they would add a rounding to the largest part of dq.
     each = heads, plan.tiles, A, shape.tile
@@ -128,10 +208,10 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
     seen = A, call.size, call.recent, call.offset
     within = _within(call)
     kind = f"query_gradients {unit} {within}"
-    fixed = plan.once(kind, lambda: _fixed(plan, "past_query_gradients", unit, WITHIN=within))
+    fixed = plan.once(kind, lambda: _fixed(plan, "past_query_gradients", unit, NEAR=call.near, WITHIN=within))
     backward.query_gradients.start(
         (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, grad, dq, lse, *per_query, call.bounds, order_of(call),
-        call.logs, call.spans, call.lists, vectors, factors, matrices, *rest,
+        call.logs, call.spans, call.lists, vectors, factors, matrices, *rest, _list(named), pair_sums,
         *steps[0], *steps[1], *steps[2], *steps[3], *steps[4], *steps[5],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.per, *seen, call.scale,
     )  # fmt: skip
@@ -142,12 +222,12 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
         f"key_gradients {unit} {block}",
         lambda: fixed_for(
             plan, "past_key_gradients", unit, *TILES, "ORDERED", "RESPONSE", "E", "BE", "KP", "PRECISION",
-            rows=128, N=block, ROWS=min(call.tile, 64), STAGES=config.stages,
+            rows=128, NEAR=call.near, N=block, ROWS=min(call.tile, 64), STAGES=config.stages,
         ),
     )  # fmt: skip
     backward.key_gradients.start(
         (cdiv(call.size, block), call.blocks, heads), fixed, q, k, v, grad, dk, dv, *per_query, call.bounds,
-        order_of(call), call.levels, vectors, grad_vectors, grad_matrices,
+        order_of(call), call.levels, vectors, grad_vectors, grad_matrices, _list(pairs), _list(ends),
         *steps[0], *steps[1], *steps[2], *steps[4], *steps[6], *steps[7],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.per, call.size, call.recent, call.offset,
         call.levels.shape[-1], call.scale,
@@ -235,4 +315,4 @@ def _splits(plan: Plan, programs: int, device: torch.device) -> int:
     return max(1, min(8, cdiv(slots, programs), plan.tiles // 4))
 
 
-attention = Operator("past", Call, run_forward, run_backward, empty, states=5, reads_out=True)
+attention = Operator("past", Call, run_forward, run_backward, empty, states=8, reads_out=True)

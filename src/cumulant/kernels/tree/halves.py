@@ -10,8 +10,8 @@ without a sort. Both halves stay in ascending order, so that padding, whose numb
 
 The key t of which m / 2 are at most that is found by bisection where one program holds the node. Nodes of more tokens
 have a program for each `span`: `cut` counts the 2,048 values of the upper 11 bits of all keys, `count` those of the
-next 11 and of the last 10 among keys that agree with t so far, and `part` knows t. Counts are whole numbers: their sum
-does not depend on who comes first.
+next 11 and of the last 10 among keys that agree with t so far, `tally` knows t and how many keys of each program of
+`part` are below it. Counts are whole numbers: their sum does not depend on who comes first.
 """
 
 # mypy: allow-untyped-defs
@@ -189,25 +189,36 @@ def count(keys, counts, size, span, splits, LAST: tl.constexpr, N: tl.constexpr)
 
 
 @kernel
-def part(keys, counts, order, found, size, splits, FIRST: tl.constexpr, N: tl.constexpr, M: tl.constexpr):
-    """Grid (nodes of all heads x splits,). N tokens of a node into its halves, found (N, P); M keys before them are
-    read at a time."""
+def tally(keys, counts, tallies, size, splits, N: tl.constexpr):
+    """Grid (nodes of all heads x splits,). Of N keys of a node, how many are below t, and 2^16 times how many equal it;
+    tallies (nodes of all heads, splits + 2) end with t and its rank (from 1 on) among those that equal it."""
     node, split = (tl.program_id(0) // splits).to(tl.int64), tl.program_id(0) % splits
-    keys += node * size
     counts += node * (3 * BINS)
     top, rank = bin_of(counts, size // 2)
     next, rank = bin_of(counts + BINS, rank)
     last, rank = bin_of(counts + 2 * BINS, rank)
     middle = ((top - 1024) << 21) | (next << 10) | last
-    less, same = tl.zeros((M,), tl.int32), tl.zeros((M,), tl.int32)
-    for first in range(0, split * N, M):
-        at = first + tl.arange(0, M)
-        key = tl.load(keys + at, mask=at < split * N, other=LARGEST)
-        less += (key < middle).to(tl.int32)
-        same += ((key == middle) & (at < split * N)).to(tl.int32)
     at = split * N + tl.arange(0, N)
-    key = tl.load(keys + at, mask=at < size, other=LARGEST)
+    key = tl.load(keys + node * size + at, mask=at < size, other=LARGEST)
+    same = ((key == middle) & (at < size)).to(tl.int32)
+    tallies += node * (splits + 2)
+    tl.store(tallies + split, tl.sum((key < middle).to(tl.int32) + (same << 16), 0))
+    tl.store(tallies + splits, middle, mask=split == 0)
+    tl.store(tallies + splits + 1, rank, mask=split == 0)
+
+
+@kernel
+def part(keys, tallies, order, found, size, splits, FIRST: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):
+    """Grid (nodes of all heads x splits,). N tokens of a node into its halves, found (N, P); SPLITS >= splits."""
+    node, split = (tl.program_id(0) // splits).to(tl.int64), tl.program_id(0) % splits
+    tallies += node * (splits + 2)
+    other = tl.arange(0, SPLITS)
+    before = tl.load(tallies + other, mask=other < split, other=0)
+    middle, rank = tl.load(tallies + splits), tl.load(tallies + splits + 1)
+    at = split * N + tl.arange(0, N)
+    key = tl.load(keys + node * size + at, mask=at < size, other=LARGEST)
     token = numbered(order + node * size, at, at < size, FIRST)
     halved(
-        key, token, at, at < size, found + node * size, middle, size // 2, rank, tl.sum(less, 0), tl.sum(same, 0)
+        key, token, at, at < size, found + node * size, middle, size // 2, rank, tl.sum(before & 0xFFFF, 0),
+        tl.sum(before >> 16, 0),
     )  # fmt: skip

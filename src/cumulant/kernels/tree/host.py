@@ -6,7 +6,7 @@ Shape legend: N heads of all sequences, L tokens (P padded), S columns.
 |---|---|
 | up to ALONE | 1: a program finds the direction, the places and the halves |
 | up to HELD | 2: places by programs of a part of the node each, halves by one that holds all keys |
-| more | 4: places, two counts, halves, all by programs of a part of the node |
+| more | 5: places, two counts, a tally, halves, all by programs of a part of the node |
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def _launched(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> 
     levels = [(1 << i, P >> i) for i in range(parts.bit_length() - 1)]  # nodes of a head, and their tokens
     long = sum(N * nodes for nodes, size in levels if size > HELD)
     counts = torch.zeros(long * 3, 2048, dtype=torch.int32, device=x.device)
-    shape = {"MASKED": absent is not None, "ITERATIONS": iterations, "S": S, "BS": padded(S), "N": _rows(S)}
-    shape |= {"R": min(ENOUGH, _rows(S)), "num_warps": 8}
+    shape = {"MASKED": absent is not None, "ITERATIONS": iterations, "S": S, "BS": padded(S)}
     for nodes, size in levels:
         if 2 * nodes == parts:
             later = torch.empty(N, P, dtype=torch.int64, device=x.device)
         first, alone, held = {"FIRST": nodes == 1}, size <= ALONE, size <= HELD
-        span, splits = (size, 1) if alone else _split(N * nodes, size, _rows(S), x.device)
-        how = {"HALVED": alone, "COUNTED": not held, "M": 512 if size <= 512 or not alone else padded(size, 2048)}
+        rows = min(_rows(S), padded(size)) if alone else _rows(S)
+        span, splits = (size, 1) if alone else _split(N * nodes, size, rows, x.device)
+        how = {"HALVED": alone, "COUNTED": not held, "N": rows, "R": min(ENOUGH, rows)}
+        how |= {"M": padded(size) if alone else 16, "num_warps": 4 if rows * padded(S) < TILE else 8}
         _start(
             halves.cut, N * nodes * splits, first | how | shape, x, mask, order, keys, counts, later,
             L, nodes, size, span, splits,
@@ -90,9 +91,11 @@ def _launched(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> 
             for last in (False, True):
                 constants = {"LAST": last, "N": COUNTED, "num_warps": 8}
                 _start(halves.count, N * nodes * splits, constants, keys, counts, size, COUNTED, splits)
-            splits = cdiv(size, MOVED)
-            constants = first | {"N": MOVED, "M": 8 * MOVED, "num_warps": 8}
-            _start(halves.part, N * nodes * splits, constants, keys, counts, order, later, size, splits)
+            splits, constants = cdiv(size, MOVED), {"N": MOVED, "num_warps": 8}
+            tallies = torch.empty(N * nodes, splits + 2, dtype=torch.int32, device=x.device)
+            _start(halves.tally, N * nodes * splits, constants, keys, counts, tallies, size, splits)
+            constants = first | constants | {"SPLITS": padded(splits)}
+            _start(halves.part, N * nodes * splits, constants, keys, tallies, order, later, size, splits)
             counts = counts[3 * N * nodes :]
         order, later = later, order
     return order if P == L else order[:, :L].contiguous()
