@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import trace_rules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -29,6 +30,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(x: Tensor) -> Tensor:
         return x.fill_(float("nan")) if x.is_floating_point() else x
 
+    trace_rules.get_torch_obj_rule_map()  # torch.compile keeps the functions of torch that it finds first: not these
     empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
