@@ -122,6 +122,8 @@ def query_gradients(
             S = dot(tl.trans(y), xw, S, PRECISION)
             xxw = square(x, xw, SQUARE)
             T = dot(tl.trans(cast(y, SQUARE)), xxw, T, PRECISION)
+            # Made here, where y still has its place: in that of y, with longer rows, ptxas 12.8 would lose its address.
+            rest = lost_square(x, xw, SQUARE) if FIRST and SQUARE != tl.float32 else None
             Wi = tl.minimum(at + n + 1, length_k).to(tl.float32)
             if WEIGHTED:
                 Wi = W + tl.cumsum(weights, 0)
@@ -154,7 +156,7 @@ def query_gradients(
             df2 = dot(cast(do, SQUARE), T16, None, PRECISION) * W_past - du_mean[:, None] * P[None, :]
             if FIRST and SQUARE != tl.float32:
                 df2 = dot(lost(du, past, SQUARE), xxw, df2, PRECISION)
-                df2 = dot(keep(du, past, SQUARE), lost_square(x, xw, SQUARE), df2, PRECISION)
+                df2 = dot(keep(du, past, SQUARE), rest, df2, PRECISION)
             df2 = dot(keep(du, past, SQUARE), xxw, df2, PRECISION)
             df = scale * (df - 2.0 * zm * df + df2 * zg)
             store(dq, dq_t, at, live, i, df, D, BD, N)
