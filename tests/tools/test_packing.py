@@ -39,6 +39,20 @@ def test_eight_bits_take_a_quarter_of_the_file(tmp_path: Path) -> None:
     assert pack(x, tmp_path / "packed").stat().st_size < x["x"].numel() + 8192
 
 
-def test_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="2 to 8, got 9"):
-        pack({}, tmp_path / "packed", 9)
+@pytest.mark.parametrize("bits", [9, 12, 16])
+def test_more_than_eight_bits_move_no_number_by_more_than_half_a_step(tmp_path: Path, bits: int) -> None:
+    draw = torch.Generator().manual_seed(4)
+    x = torch.randn(70, 96, generator=draw) * torch.logspace(-3, 3, 70)[:, None]
+    found = unpack(pack({"x": x}, tmp_path / "packed", bits))["x"]
+    step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    assert ((found - x).abs() <= 0.51 * step).all()
+
+
+def test_sixteen_bits_take_half_of_the_file(tmp_path: Path) -> None:
+    x = {"x": torch.randn(512, 512, generator=torch.Generator().manual_seed(5))}
+    assert pack(x, tmp_path / "packed", 16).stat().st_size < 2 * x["x"].numel() + 8192
+
+
+def test_more_than_sixteen_bits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="2 to 16, got 17"):
+        pack({}, tmp_path / "packed", 17)
