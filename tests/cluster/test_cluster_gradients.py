@@ -70,6 +70,12 @@ def test_small_blocks_of_rows_give_the_same_output_and_gradients(form, monkeypat
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(("gibibytes", "numbers"), [(0, 1 << 22), (8, 1 << 24), (24, 3 << 24), (139, 1 << 28)])
+def test_blocks_of_rows_hold_a_128th_of_a_gpus_memory_and_no_more_than_one_gibibyte(gibibytes, numbers, monkeypatch):
+    monkeypatch.setattr(fields, "_memory", lambda device: gibibytes << 30)
+    assert fields.room(torch.ones(2, requires_grad=True)) == numbers
+
+
 def test_tokens_that_are_all_equal_have_finite_gradients():
     inputs = [torch.ones(1, 1, 6, 3, dtype=torch.float64).requires_grad_() for _ in range(3)]
     for closure in ("gauss", "tanh", "langevin"):

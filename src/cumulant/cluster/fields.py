@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..closures import gain, log_mass
+from ..kernels import launch
 from ..moments import Moments, ratio
 from ..tensors import ABSENT, softmax_or_zero
 from ..tracing import transformed
-from .backend import Form
+from .backend import Form, constant
 from .near import fused, groups, heaviest, largest, marked, near_answers, responding
 from .statistics import log
 
@@ -30,11 +31,15 @@ def room(q: Tensor, grouped: bool = False) -> int:
     """Numbers that blocks of rows may hold at once: 4 million, or eight times the queries where those are many.
 
     Without gradients a CPU is best kept at the few that its caches hold; with them blocks are computed twice. Rows that
-    go to the clusters they chose are `grouped`: four times as many of them make products of a fair size.
+    go to the clusters they chose are `grouped`: four times as many of them make products of a fair size. A GPU waits
+    for launches where blocks are small: it is given a 128th of its memory, and no more than 1 GiB.
     """
     if q.device.type == "cpu" and not torch.is_grad_enabled():
         return 1 << (24 if grouped else 22)
-    return max(1 << 22, 8 * q.numel())
+    return max(1 << 22, 8 * q.numel(), min(1 << 28, _memory(q.device) // 512))
+
+
+_memory = constant(launch.memory)
 
 
 class Far(NamedTuple):

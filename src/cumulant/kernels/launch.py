@@ -124,6 +124,12 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(found, "shared_memory_per_block_optin", ROOM))
 
 
+@cache
+def memory(device: torch.device) -> int:
+    """Bytes of memory of a GPU, 0 of anything else."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Triton launches on the current device: make it that of the tensors."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
