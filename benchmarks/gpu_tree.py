@@ -44,6 +44,7 @@ CALLS: dict[str, list[tuple[Tree, int, int, str]]] = {  # tree, near, near_rows,
     ],
     "lightglue": [
         *((Tree(256), 32, 64, rank) for rank in ("error", "mass", "mean")), (Tree(256), 24, 64, "error"),
+        (Tree(256), 24, 64, "mass"), (Tree(256), 20, 64, "error"), (Tree(256), 16, 64, "error"),
         (Tree(128), 16, 64, "error"), (Tree(128), 12, 64, "error"), (Tree(256), 32, 128, "error"),
         (Tree(64), 8, 64, "error"),
     ],

@@ -171,15 +171,19 @@ def measured(matcher: Matcher, pair: Pair, name: str) -> tuple[Tensor, float, fl
         return *CONTROLS[name](matcher, pair), {"layers": 0}
     timed = in_half if name.endswith(HALF) else matched
     mechanism, _, left = name.removesuffix(HALF).partition(" except ")
-    with matcher.replaced(mechanism, _few(pair), left.split()) as layers:
+    each = mechanism.split(" / ")
+    given = mechanism if len(each) == 1 else dict(zip(KINDS, each, strict=True))
+    with matcher.replaced(given, _few(pair), left.split()) as layers:
         found = timed(matcher, pair)
     tokens = pair["image1"]["keypoints"].shape[1]
     of_softmax = 1 - layers / len(matcher.layers(_few(pair)))
-    work = of_softmax + (1 - of_softmax) * share_of_work(mechanism, tokens, WIDTH)
+    shares = [share_of_work(x, tokens, WIDTH) for x in each]  # as many layers of each kind
+    work = of_softmax + (1 - of_softmax) * sum(shares) / len(shares)
     return *found, {"layers": layers, "multiply_adds": work}
 
 
 FEW, WIDTH = 128, 64
+KINDS = ("self_attn", "cross_attn")  # of layers
 HALF = " in half"
 CONTROLS = {"another order": in_another_order, "bfloat16": rounded, f"softmax{HALF}": in_half}
 

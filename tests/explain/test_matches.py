@@ -120,6 +120,16 @@ def test_layers_that_are_named_stay_softmax(matcher):
         assert layers == 3
 
 
+def test_self_and_cross_attention_get_what_is_theirs(matcher):
+    pair = matcher.pair(picture(), 256)
+    with matcher.replaced({"self_attn": "cumulant2", "cross_attn": "cumulant3"}, pair) as layers:
+        both = matcher.matches(pair)
+    assert layers == 4
+    with matcher.replaced({"self_attn": "cumulant2"}, pair) as layers:
+        assert not torch.equal(matcher.matches(pair), both)
+    assert layers == 2
+
+
 def test_an_order_by_place_makes_runs_that_are_parts_of_the_picture(matcher):
     views = from_two_sides(torch.rand(1, 3, 60, 90), 256)
     found = {side: extract(y, 256) for side, y in views.items()}

@@ -19,7 +19,7 @@ import pickle
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,18 @@ class Matcher:
         return self._layers
 
     @contextmanager
-    def replaced(self, name: str, pair: Pair, exact: Sequence[str] = ()) -> Iterator[int]:
-        """Another attention for a while in the layers whose names hold none of the words `exact`; says in how many."""
+    def replaced(self, name: str | Mapping[str, str], pair: Pair, exact: Sequence[str] = ()) -> Iterator[int]:
+        """Another attention for a while in the layers whose names hold none of the words `exact`; says in how many.
+
+        One name for all, or by a word in the names of layers: {"self_attn": ..., "cross_attn": ...}.
+        """
+        given = {"": name} if isinstance(name, str) else name
         plan: dict[int | str, str] = {
-            layer: name for layer in self.layers(pair) if not any(word in layer for word in exact)
+            layer: own
+            for layer in self.layers(pair)
+            if not any(word in layer for word in exact)
+            for word, own in given.items()
+            if word in layer
         }
         layers = len(convert(self.model, layers=plan, force=True, example=(pair,)).replaced)
         try:
