@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from real_models import global_layers, iou, load, pictures, plan, share_of_work, shared_start
 from sam2_masks import Own, answers, kept_answers
+from sam2_speed import kernels_of
 from torch import Tensor
 
 from cumulant import convert
@@ -175,6 +176,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, default=RATES)
     parser.add_argument("--steps", type=int, help="of each rate, if --seconds allow them: none is timed before")
     parser.add_argument("--tick", type=float, default=60, help="seconds between looks")
+    parser.add_argument("--profile", action="store_true", help="which kernels take longest in a few steps, on a GPU")
     parser.add_argument("--weights", type=Path, help="file for the weights that are kept, outside the repository")
     parser.add_argument("--kept", type=Path, help="folder for what softmax answers, as of sam2_masks.py")
     return parser.parse_args(arguments)
@@ -252,11 +254,19 @@ def main() -> None:
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
     of_step = 0.0
-    for _ in range(0 if options.steps else 2):  # the first is slow
-        of_step = time.perf_counter()
-        learn(copy.deepcopy(encoder), lesson(TIMED), options.rates[0])
-        of_step = (time.perf_counter() - of_step) / TIMED
-        print(f"{of_step:.3f} s a step", flush=True)
+    if not options.steps:
+        timed = []
+        for steps in (TIMED, TIMED, 2 * TIMED):  # the first is slow, and each looks at the data once before
+            now = time.perf_counter()
+            learn(copy.deepcopy(encoder), lesson(steps), options.rates[0])
+            timed.append(time.perf_counter() - now)
+        of_step = max(1e-3, (timed[2] - timed[1]) / TIMED)
+        print(f"{of_step:.3f} s a step; {TIMED} take {timed[1]:.1f} s, {2 * TIMED} {timed[2]:.1f} s", flush=True)
+        keep(of_step=of_step)
+    if options.profile and device == "cuda":
+        own_copy = copy.deepcopy(encoder)
+        for kernel, ms, count in kernels_of(lambda: learn(own_copy, lesson(TIMED), options.rates[0])):
+            print(f"  {ms:9.2f} ms, {count:5d} x {kernel}", flush=True)
 
     def look(tried: str, step: int) -> None:
         nonlocal best
