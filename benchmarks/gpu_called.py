@@ -81,6 +81,7 @@ CASES: dict[str, Case] = {
     ),
     "order 2, 64": case(256, 12, 64, 64, order=2, goal=(1, 1)),
     "kmeans": case(1, 12, 16384, 64, clusters=KMeans(64), near=0),
+    "kmeans near": case(1, 12, 16384, 64, clusters=KMeans(64), near=2),
     "blocks": case(1, 12, 16384, 64, clusters=64, near=0),
     "masked": case(8, 12, 16384, 64, masked=True, clusters=64, near=2, goal=(10, 8)),
     "long": case(2, 12, 65536, 64, clusters=256, near=2, goal=(40, 0)),
@@ -136,9 +137,14 @@ def check(case: Case) -> bool:
     """Whether outputs and gradients are right; prints their errors beside plain torch's."""
     leaves, grad, options = inputs(case, B=2 if case.masked else 1, heads=1)
     if isinstance(options.get("clusters"), KMeans):  # one choice of clusters for all: near ties are not the kernels'
-        from cumulant.cluster import kmeans_assignment
+        from cumulant.cluster import alike, kmeans_assignment
+        from cumulant.cluster import attention as cluster
 
         options["clusters"] = kmeans_assignment(leaves[0], leaves[1], options["clusters"])
+        if options["near"]:  # and one order of the queries, and near clusters chosen in float32
+            options["rank"] = "mean"
+            order = alike.order_by_content(leaves[0], leaves[1], None, 64)
+            cluster.order_by_content = lambda *given: order
     found, slow = [], []
     for backend, kind in (("auto", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64)):
         own = [x.to(kind).requires_grad_() for x in leaves]

@@ -73,6 +73,7 @@ def noted(counts: set[str], kernel: Any, given: Any, constants: dict[str, Any]) 
 def pretend(arch: int) -> dict[str, Launch]:
     """From here on tensors stand on a GPU of that kind, whose launches come to be in what is returned."""
     import cumulant.kernels as kernels
+    from cumulant import tensors
     from cumulant.kernels import launch
 
     launch.INTERPRET = True  # kernels take tensors that torch has on the CPU
@@ -82,6 +83,7 @@ def pretend(arch: int) -> dict[str, Launch]:
 
     products.INTERPRET.value = False  # ... and are compiled as for a GPU
     real = {launch.multiprocessors: lambda device: PROCESSORS[arch], launch.shared_memory: lambda device: ROOMS[arch]}
+    real |= {tensors.inverse: lambda order: order}  # what no kernel has written is no order
     for module in [x for name, x in sys.modules.items() if name.startswith("cumulant.")]:
         for name, x in list(vars(module).items()):
             if callable(x) and any(x is function for function in real):
@@ -95,6 +97,7 @@ def pretend(arch: int) -> dict[str, Launch]:
 
     for owner, name, other in (
         (Tensor, "is_cuda", property(lambda self: True)),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (replay, "kind", lambda *given, **more: None),
         (tokens.Kernel, "start", lambda self, grid, fixed, *given: note(self, grid, *given, **fixed.constants)),
         (tokens.Kernel, "__getitem__", lambda self, grid: partial(note, self, grid)),
@@ -124,6 +127,8 @@ def calls(width: int) -> Iterator[tuple[int, int, Callable[..., Tensor]]]:
     yield 2, 4096, partial(near, clusters=64, response=None)
     yield 1, 16384, partial(near, clusters=256)
     yield 2, 2048, partial(cluster_attention, clusters=KMeans(64))
+    yield 2, 4096, partial(near, clusters=KMeans(64))
+    yield 2, 4097, partial(near, clusters=KMeans(64), prefix=1, rank="mean")
     for options in ({"clusters": 64}, {"clusters": 64, "prefix": 4}, {"clusters": Blocks(64, keep=4, recent=1)}):
         yield 2, 4096, partial(cluster_attention, is_causal=True, **options)
 

@@ -27,6 +27,7 @@ CALLS = {  # of gpu_called.py
     "causal sinks": "the same with 4 sinks, `prefix=4`",
     "blocks": "`clusters=64`, B 1, 16,384",
     "kmeans": "`clusters=KMeans(64)`, B 1, 16,384",
+    "kmeans near": "the same with `near=2`",
     "short": "`clusters=16`, B 256, 256 tokens",
     "order 2, 64": "`attention(order=2)`, B 256, 64 tokens",
     "order 3, 64": "`attention(order=3)`, B 256, 64 tokens",

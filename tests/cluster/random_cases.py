@@ -14,6 +14,7 @@ from cluster_oracle import Margin, causal, noncausal
 from torch import Tensor
 
 from cumulant.cluster import Blocks, KMeans, kmeans_assignment
+from cumulant.cluster.alike import as_before, in_order, order_by_content
 from cumulant.cluster.layout import divide
 
 
@@ -133,7 +134,14 @@ def example(seed: int) -> Example:
         "queries": queries,
         "margin": margin,
     }
-    return Example((q, k, v), options, lambda *x: noncausal(*x, ids, **how, **form), margin)
+    if rows == 1 or kind not in ("assignment", "k-means"):
+        return Example((q, k, v), options, lambda *x: noncausal(*x, ids, **how, **form), margin)
+    alike = order_by_content(q, k, mask, rows, prefix)
+
+    def in_tiles(query: Tensor, *x: Tensor) -> Tensor:
+        return as_before(noncausal(in_order(query, alike), *x, ids, **how, **form), alike)
+
+    return Example((q, k, v), options, in_tiles, margin)
 
 
 def _mask(r: random.Random, generator: torch.Generator, B: int, L: int) -> Tensor | None:

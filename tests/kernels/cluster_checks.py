@@ -12,6 +12,7 @@ from kernel_checks import NAMES, error, tokens
 from torch import Tensor
 
 from cumulant.cluster import cluster_attention, fields, near
+from cumulant.cluster.alike import as_before
 from cumulant.kernels.cluster import host
 from cumulant.kernels.past import host as past
 
@@ -43,11 +44,14 @@ def compare(q: Tensor, k: Tensor, v: Tensor, tolerance: float = FLOAT32, **optio
     assert all(value < tolerance for value in errors.values()), errors  # NaN is not below it
 
 
-def compare_half(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+def compare_half(
+    q: Tensor, k: Tensor, v: Tensor, order: Tensor | None = None, **options: Any
+) -> tuple[list[Tensor], list[Tensor]]:
     """At most twice as far from float64 as plain torch in the same precision. Plain torch's and exact results.
 
     Who chooses clusters may choose another one where two weigh the same to the digits that they have: outputs hardly
     move then, and gradients do. There may be few of them, and what is compared are the others.
+    `order` (B H, Lq): of queries by content, in which those of a block stand together.
     """
     dtypes = (q.dtype, q.dtype, torch.float64)
     alike = None
@@ -58,6 +62,7 @@ def compare_half(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[list[
         chosen = [choices(q, k, v, *path, **options) for path in zip(PATHS, dtypes, strict=True)]
         alike = rows_of_one_choice(chosen, q.shape[-2], options["near_rows"])
         assert alike.float().mean() > 0.9
+        alike = alike if order is None else as_before(alike.to(q.dtype), order)
     ours, plain, exact = (
         results(q, k, v, backend, dtype, alike, **options) for backend, dtype in zip(PATHS, dtypes, strict=True)
     )

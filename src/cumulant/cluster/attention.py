@@ -20,6 +20,7 @@ from ..kernels import replay
 from ..moments import exact_dtype, statistics_dtype
 from ..tensors import nothing
 from ..tracing import without_autocast
+from .alike import as_before, in_order, order_by_content, shares_by_content
 from .asked import Asked, causal_blocks, check_tree
 from .backend import Assignment, Case, Form, kernels_for
 from .build import Clusters, Field, Packed, check_assignment, check_clusters, make_layout, pack
@@ -89,21 +90,22 @@ def cluster_attention(
         rank: near clusters are those of largest "mass", or of largest mass times s^2: "error". "mean": with `near_rows`
             of largest mean of the mass over these queries, from two cumulants of theirs: as good as "mass", and one
             number a cluster and block of queries instead of one a cluster and query. "auto", here and below: "mass", 1
-            and None; from 1,024 queries and keys on "mean", 128 and "pooled" for near > 0 of blocks, not causal, and
-            "mass", 1 and "pooled" for K causal blocks.
+            and None; from 1,024 queries and keys on "mean", 128 and "pooled" for near > 0 of blocks, not causal,
+            "error", 64 and "pooled" for near > 0 of `KMeans` or an assignment, and "mass", 1 and "pooled" for K causal
+            blocks.
         variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
         response: only so many clusters of largest weight answer with their covariance, the others with their mean;
             "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one; when causal,
             of those that a row sees.
         near_rows: so many queries in a row share their near clusters, and those that respond where `response` limits
             them: one matrix product each. The GPU wants 64 or 128. With "neighbours" each chooses for itself. With a
-            `Tree` they share who are alike, not who stand in a row.
+            `Tree`, `KMeans` or an assignment they share who are alike, not who stand in a row.
         queries: "each" asks for itself; "mean": those of a block ask once, with their mean, and all get its answer, at
             K / Lk of the cost (blocks of a sequence or grid, as many queries as keys).
         least: blocks hold at least so many tokens, where K would make smaller ones.
         offset: with is_causal, the place of the first query among the keys: row i sees the keys j <= offset + i.
         backend: "auto", "reference" (plain torch, blockwise) or "triton": masks of bool, heads of at most 128 (float32:
-            64), diagonal variance, near field of blocks for 32, 64 or 128 queries in a row; causal with response=None,
+            64), diagonal variance, one near field for 32, 64 or 128 queries; causal with response=None,
             0 or, of blocks that are not merged, "pooled", and near up to 16 of at most 256 blocks; blocks of at most 64
             tokens of a short sequence with either variance. "auto" takes them on CUDA where they can compute the case,
             and says once what stands in the way where they cannot.
@@ -154,6 +156,10 @@ def _attend(call: Call, asked: Asked) -> Tensor:
     kernels = kernels_for(backend, case)
     with without_autocast(query.device.type):
         q, k, v, mask = call.in_one_batch()
+        order = None
+        if shares_by_content(case):
+            order = order_by_content(q, k, mask, form.near_rows, call.prefix)
+            q = in_order(q, order)
         if kernels is None:
             case = case._replace(call=call._replace(query=q, key=k, value=v, key_mask=mask))
             out = (_reference(case) if backend == "reference" else by_heads(_reference, case)).to(query.dtype)
@@ -166,6 +172,7 @@ def _attend(call: Call, asked: Asked) -> Tensor:
             out = run_kernels(kernels, case._replace(call=call._replace(query=q, key=k, value=v, key_mask=mask)))
             if point is not None:
                 out = _moved(out.unflatten(1, (key.shape[-3], -1)), point, weights, call).flatten(1, 2)
+        out = out if order is None else as_before(out, order)
     return out if out.shape == (*lead, H, Lq, E) else out.reshape(*lead, H, Lq, E)
 
 

@@ -2,20 +2,26 @@
 
     near > 0 of blocks, not causal, 1,024 queries and keys or more     near_rows=128   rank="mean"   response="pooled"
     near > 0 of a Tree, as many                                        near_rows=64    rank="mean"   response="pooled"
+    near > 0 of KMeans or an assignment, not causal, as many           near_rows=64    rank="error"  response="pooled"
     a Tree with leaves                                                 near_rows=1     rank="error"  response="pooled"
     causal, K blocks, 1,024 queries and keys or more                   near_rows=1     rank="mass"   response="pooled"
     everything else                                                    near_rows=1     rank="mass"   response=None
 
 The first line is what matrix products want: near clusters for a tile of queries, one covariance for all clusters. It is
-coarser; short sequences do not need it, and clusters that are not runs of tokens have no use for it. In causal calls a
-rule by length would make a row depend on what comes after it. K blocks do so anyway; `Blocks` do not, and keep theirs.
+coarser; short sequences do not need it. With k-means the mean of queries says less of what they choose than with
+blocks: with 4 near clusters, on a sentence encoder, rank="error" has 0.77 times the error of "mean", "mass" 0.79. In
+causal calls a rule by length would make a row depend on what comes after it. K blocks do so anyway; `Blocks` do not,
+and keep theirs.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from .build import Clusters
+from .kmeans import KMeans
 from .layout import Blocks
 from .tree import Tree
 
@@ -39,6 +45,7 @@ class Tuning(NamedTuple):
 EACH = Tuning(1, "mass", None)
 SHARED = Tuning(128, "mean", "pooled")
 ALIKE = Tuning(64, "mean", "pooled")  # queries by content: a tile of 128 has twice the error of one of 32
+UNEQUAL = Tuning(64, "error", "pooled")  # the same of clusters of any size
 LEVELS = Tuning(1, "error", "pooled")
 PAST = Tuning(1, "mass", "pooled")
 
@@ -57,4 +64,6 @@ def tuning(
         return EACH
     if isinstance(clusters, Tree):
         return ALIKE
+    if isinstance(clusters, KMeans | Tensor):
+        return UNEQUAL
     return SHARED if isinstance(clusters, int | tuple | Blocks) else EACH

@@ -232,10 +232,6 @@ def _clusters_obstacle(case: Case, K: int) -> str | None:
         return 'kernels take variance="diagonal"'
     if not isinstance(form.near, int):
         return f"kernels take near as a number, got {form.near!r}"
-    if form.near and isinstance(case.clusters, KMeans | Assignment):
-        return (
-            f"kernels take near clusters of blocks, got near={form.near} of {type(case.clusters).__name__}; pass near=0"
-        )
     if K > MOST:
         return f"kernels take at most {MOST} clusters, got {K}"
     heads = math.prod(case.call.lead) * case.call.query.shape[-3]
@@ -244,7 +240,7 @@ def _clusters_obstacle(case: Case, K: int) -> str | None:
     choosing = form.near or (form.response is not None and 0 < form.response < K)
     if choosing and form.near_rows not in TILES:
         sizes = ", ".join(map(str, TILES))
-        return f"near clusters must be shared by near_rows={sizes} queries in a row, got near_rows={form.near_rows}"
+        return f"near clusters must be shared by near_rows={sizes} queries, got near_rows={form.near_rows}"
     if form.near >= K:
         return f"near={form.near} of {K} clusters leaves nothing far away"
     return None

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..call import Call
 from ..moments import statistics_dtype
 from ..tensors import inverse
+from .alike import runs_of
 from .backend import TILES, Form
 from .basis import logit_basis
 from .build import without_prefix
@@ -43,7 +44,7 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
             basis = logit_basis(q.flatten(1, 2).to(dtype), keys.to(dtype), tree.width, absent)
 
     tiles, shared, asking = _tiles(call, form), form.near_rows > 1 and tree.leaves == 1, None
-    runs = 1 << max(0, (Lq // form.near_rows).bit_length() - 1)  # of queries that share near clusters
+    runs = runs_of(Lq, form.near_rows)  # of queries that share near clusters
 
     def ordered(keys: Tensor) -> Tensor:
         if basis is None:

@@ -10,6 +10,7 @@ from math import inf
 from typing import Any
 
 from ..call import Call
+from ..cluster.alike import multiply_adds as sorting_work
 from ..cluster.auto import is_auto, tuning
 from ..cluster.cost import causal_multiply_adds, multiply_adds
 from ..cluster.kmeans import KMeans
@@ -98,6 +99,8 @@ def work_of(choice: Choice, made: Call) -> float:
             also = search.multiply_adds(Lq, D)
         if search.exact:
             search = replace(search, exact=search.exact + prefix)
+    elif search is not None and near and options["near_rows"] != 1:
+        also = sorting_work(Lq, D, options["near_rows"])
     exact = min(Lk, near * Lk / K + prefix)
     return also + multiply_adds(Lk, D, E, K, near_tokens=exact, asking=Lq / Lk, kmeans=search, **form)
 

@@ -34,6 +34,7 @@ from .parts import (
     masses,
     near_block,
     near_list,
+    near_row,
     origin_of,
     packed,
     picked_tile,
@@ -43,6 +44,7 @@ from .parts import (
     squared,
     store_tile,
     tile,
+    token_in_row,
     value_means,
     variances,
 )
@@ -65,9 +67,9 @@ def query_gradients(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     length_q, length_k, heads, tiles, clusters, per, blocks, all_blocks, T, R, scale,
     GROUP: tl.constexpr, ORDERED: tl.constexpr,
-    CLOSURE: tl.constexpr, NEAR: tl.constexpr, RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr,
-    KP: tl.constexpr, SQUARE: tl.constexpr, CHUNK_STAGES: tl.constexpr, STAGES: tl.constexpr,
+    CLOSURE: tl.constexpr, NEAR: tl.constexpr, RESPONSE: tl.constexpr, EVEN: tl.constexpr, LOOSE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, CHUNK_STAGES: tl.constexpr, STAGES: tl.constexpr,
     NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). dq of M queries. shifts (B H, tiles, M): lse + a q.origin, for `key_gradients`; inf beyond Lq.
@@ -196,16 +198,24 @@ def query_gradients(
     if NEAR:
         # Of keys from the origin on: sum_l dz_l (k_l - origin), the same dz_l in both sums, however they were rounded.
         one, changes = tl.trans(cast(tl.full((8, N), 1.0, tl.float32), dtype)), tl.zeros((M, 8), tl.float32)
-        listed = near_list(near, NEAR)
-        for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
-            first, end = near_block(near, listed, bounds, i, blocks, T, NEAR, KP, N, EVEN)
-            token = first + tl.arange(0, N)
-            place = placed(order, token, token < end, ORDERED, EVEN)
-            keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)
-            values = picked_tile(v, place, token < end, v_t, e, E, BE, EVEN)
+        listed, near_blocks = near_list(near, NEAR), all_blocks
+        if LOOSE:
+            near_tokens, begins, shifts = near_row(near, bounds, NEAR, KP)
+            near_blocks = tl.cdiv(near_tokens, N)
+        for i in tl.range(0, near_blocks, num_stages=NEAR_STAGES):
+            if LOOSE:
+                token = i * N + tl.arange(0, N)
+                there, token = token < near_tokens, token_in_row(token, begins, shifts, NEAR)
+            else:
+                first, end = near_block(near, listed, bounds, i, blocks, T, NEAR, KP, N, EVEN)
+                token = first + tl.arange(0, N)
+                there = token < end
+            place = placed(order, token, there, ORDERED, EVEN)
+            keys = picked_tile(k, place, there, k_t, d, D, BD, EVEN)
+            values = picked_tile(v, place, there, v_t, e, E, BE, EVEN)
             z = dot(rows, tl.trans(keys), None, PRECISION) * (scale * LOG2E) - (total + away)[:, None]
             if not EVEN:
-                z = tl.where((token < end)[None, :], z, NOTHING)
+                z = tl.where(there[None, :], z, NOTHING)
             change = tl.exp2(z) * (dot(grad, tl.trans(values), None, PRECISION) * scale - (delta * scale)[:, None])
             rounded = packed(change, dtype)
             changes = dot(rounded, one, changes, PRECISION)

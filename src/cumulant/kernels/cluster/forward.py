@@ -31,6 +31,7 @@ from .parts import (
     masses,
     near_block,
     near_list,
+    near_row,
     origin_of,
     packed,
     picked_tile,
@@ -41,6 +42,7 @@ from .parts import (
     rows_from,
     squared,
     tile,
+    token_in_row,
     value_means,
     variances,
 )
@@ -300,7 +302,7 @@ def attend(
     length_q, length_k, heads, tiles, clusters, per, blocks, all_blocks, T, R, scale,
     CLOSURE: tl.constexpr, CHOOSE: tl.constexpr, BY_ERROR: tl.constexpr, KEEP: tl.constexpr, NEAR: tl.constexpr,
     GROUP: tl.constexpr, PREFIX: tl.constexpr, ORDERED: tl.constexpr,
-    RESPONSE: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    RESPONSE: tl.constexpr, EVEN: tl.constexpr, LOOSE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
     SQUARE: tl.constexpr, CHUNK_STAGES: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
     WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -313,7 +315,7 @@ def attend(
     of a tile go through memory, (KP, M), so that a row of them can be loaded beside each matrix; `tops` holds what each
     chunk's are relative to. With one matrix only their sum is needed. KEEP: what the rounding of the output loses is
     written too. WIDE: near tokens are met in 64 and so many columns, which hold a head of width D as one power of two
-    would hold up to 128; 0: in BD.
+    would hold up to 128; 0: in BD. LOOSE: near tokens are a `near_row`.
     """
     index, pid = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, M)
@@ -398,7 +400,10 @@ def attend(
             tl.debug_barrier()
         a = scale * LOG2E
         away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
-        listed = near_list(near, NEAR)
+        listed, near_blocks = near_list(near, NEAR), all_blocks
+        if LOOSE:
+            near_tokens, begins, shifts = near_row(near, bounds, NEAR, KP)
+            near_blocks = tl.cdiv(near_tokens, N)
         if WIDE:
             x, y = tl.arange(0, 64), tl.arange(0, WIDE)
             rows_x = tile(q, row, q_t * UNIT, x, length_q, 64, 64)
@@ -407,28 +412,33 @@ def attend(
             out_y, beyond = cut(out_y, M, 32)
             if WIDE == 16:
                 out_y, beyond_y = cut(out_y, M, 16)
-        for i in tl.range(0, all_blocks, num_stages=NEAR_STAGES):
-            first, end = near_block(near, listed, bounds, i, blocks, T, NEAR, KP, N, EVEN)
-            token = first + tl.arange(0, N)
+        for i in tl.range(0, near_blocks, num_stages=NEAR_STAGES):
+            if LOOSE:
+                token = i * N + tl.arange(0, N)
+                there, token = token < near_tokens, token_in_row(token, begins, shifts, NEAR)
+            else:
+                first, end = near_block(near, listed, bounds, i, blocks, T, NEAR, KP, N, EVEN)
+                token = first + tl.arange(0, N)
+                there = token < end
             if EVEN and not ORDERED and D == BD and E == BE:
                 keys, values = rows_from(k, first, k_t, d, N), rows_from(v, first, v_t, e, N)
             else:
-                place = placed(order, token, token < end, ORDERED, EVEN)
+                place = placed(order, token, there, ORDERED, EVEN)
                 if WIDE:
-                    keys = picked_tile(k, place, token < end, k_t, x, 64, 64, EVEN)
-                    keys_y = picked_tile(k + 64, place, token < end, k_t, y, D - 64, WIDE, EVEN)
-                    values = picked_tile(v, place, token < end, v_t, x, 64, 64, EVEN)
-                    values_y = picked_tile(v + 64, place, token < end, v_t, y, D - 64, WIDE, EVEN)
+                    keys = picked_tile(k, place, there, k_t, x, 64, 64, EVEN)
+                    keys_y = picked_tile(k + 64, place, there, k_t, y, D - 64, WIDE, EVEN)
+                    values = picked_tile(v, place, there, v_t, x, 64, 64, EVEN)
+                    values_y = picked_tile(v + 64, place, there, v_t, y, D - 64, WIDE, EVEN)
                 else:
-                    keys = picked_tile(k, place, token < end, k_t, d, D, BD, EVEN)
-                    values = picked_tile(v, place, token < end, v_t, e, E, BE, EVEN)
+                    keys = picked_tile(k, place, there, k_t, d, D, BD, EVEN)
+                    values = picked_tile(v, place, there, v_t, e, E, BE, EVEN)
             if WIDE:
                 u = dot(rows_x, tl.trans(keys), None, PRECISION)
                 u = finished(dot(rows_y, tl.trans(keys_y), u, PRECISION))
             else:
                 u = finished(dot(rows, tl.trans(keys), None, PRECISION))
             if not EVEN:
-                u = tl.where((token < end)[None, :], u, NOTHING)
+                u = tl.where(there[None, :], u, NOTHING)
             higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
             p = tl.exp2(u * a - (finite(higher) + away)[:, None])
             fading = tl.exp2(top - finite(higher))

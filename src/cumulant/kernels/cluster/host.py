@@ -186,6 +186,7 @@ def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
         lambda: fixed_for(
             plan, "attend", unit, *ROWS_OF, "PREFIX", "ORDERED", "E", "RESPONSE",
             CHOOSE=plan.fused, BY_ERROR=shape.rank == "error", KEEP=keep, EVEN=plan.even(config.block), N=config.block,
+            LOOSE=plan.loose,
             CHUNK_STAGES=1 if plan.fused or apart else config.stages, NEAR_STAGES=plan.near_stages(config, q.device),
             STAGES=config.stages, CK=chunk, WIDE=plan.wide,
         ),
@@ -241,7 +242,7 @@ def _backward_queries(
         f"query_gradients {unit}",
         lambda: fixed_for(
             plan, "query_gradients", unit, *ROWS_OF, "ORDERED", "E", "RESPONSE", EVEN=plan.even(config.block),
-            N=config.block, CHUNK_STAGES=1 if plan.response in (1, 2) else config.stages,
+            LOOSE=plan.loose, N=config.block, CHUNK_STAGES=1 if plan.response in (1, 2) else config.stages,
             STAGES=config.stages, NEAR_STAGES=plan.near_stages(config, q.device),
             CK=min(config.keys or plan.CK, plan.KP),
         ),
@@ -337,16 +338,20 @@ def _backward_keys(
     lists = _tiles_of_clusters(plan, outputs[5]) if shape.near else (call.bounds, call.bounds)
     loose = not shape.longest  # then a block more than a fair share; who has more takes them in turn
     blocks = cdiv(shape.longest or 2 * shape.length_k // shape.clusters, config.block)
+    grid = max(1, blocks), shape.clusters, plan.pairs
+    if plan.loose:  # where many rows choose the large clusters, those would be waited for
+        loose, grid = False, (cdiv(shape.length_k, config.block) + shape.clusters, 1, plan.pairs)
     fixed = plan.once(
         f"key_gradients {unit}",
         lambda: fixed_for(
             plan, "key_gradients", unit, *TILES, "ORDERED", "WHOLE", "E", "BE", "KP", "PRECISION",
-            rows=128 if shape.tile >= 64 else 32, LOOSE=loose, NEAR=shape.near, RESPONSE=plan.response > 0,
-            POOLED=plan.response == 3, N=config.block, ROWS=min(shape.tile, 64), STAGES=config.stages,
+            rows=128 if shape.tile >= 64 else 32, LOOSE=loose, SPREAD=plan.loose, NEAR=shape.near,
+            RESPONSE=plan.response > 0, POOLED=plan.response == 3, N=config.block, ROWS=min(shape.tile, 64),
+            STAGES=config.stages,
         ),
     )  # fmt: skip
     keys.key_gradients.start(
-        (max(1, blocks), shape.clusters, plan.pairs), fixed, q, k, v, g, dk, dv, *per_query, call.bounds,
+        grid, fixed, q, k, v, g, dk, dv, *per_query, call.bounds,
         order_of(call), vectors, grad_vectors, grad_matrices, *lists,
         *steps[0], *steps[1], *steps[2], *steps[4], *steps[6], *steps[7],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.tiles, plan.per, call.scale,

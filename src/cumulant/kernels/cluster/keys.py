@@ -115,26 +115,38 @@ def block_gradients(
     store_picked(head(dv, b, h, 0, dv_b, dv_h, dv_t, UNIT), value_sums, place, there, dv_t * UNIT, e, E, BE)
 
 
+@triton.jit
+def block_of_all(bounds, block, KP: tl.constexpr, N: tl.constexpr):
+    """The cluster of a block of N tokens, where those of all clusters are counted on, and its number there."""
+    c = tl.arange(0, KP)
+    blocks = tl.cdiv(tl.load(bounds + (KP + 1) + c) - tl.load(bounds + c), N)
+    own = tl.minimum(tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0), KP - 1)
+    return own, block - tl.sum(tl.where(c < own, blocks, 0), 0)
+
+
 @kernel
 def key_gradients(
     q, k, v, g, dk, dv, shifts, deltas, bounds, order, vectors, grad_vectors, grad_matrices, counts, lists,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     length_q, length_k, heads, tiles, all_tiles, per, scale,
-    LOOSE: tl.constexpr, NEAR: tl.constexpr, RESPONSE: tl.constexpr, POOLED: tl.constexpr, WHOLE: tl.constexpr,
-    GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LOOSE: tl.constexpr, SPREAD: tl.constexpr, NEAR: tl.constexpr, RESPONSE: tl.constexpr, POOLED: tl.constexpr,
+    WHOLE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr,
+    STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of a cluster, K, B H). dk and dv of N keys: from queries near to them and through the statistics.
 
     POOLED: the gradient of one matrix for all clusters, their mean by size; each has its share of it. WHOLE: all tiles
-    are full. LOOSE: a cluster may have more blocks than there are programs for it, which then take several.
+    are full. LOOSE: a cluster may have more blocks than there are programs for it, which then take several. SPREAD:
+    the grid is (blocks of all clusters, at most; 1; B H), so that each program has one, however unequal the clusters.
     """
-    c, pid = tl.program_id(1), tl.program_id(2)
+    block, c, pid = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bounds += (pid // per) * (2 * KP + 2)
     order += (pid // per).to(tl.int64) * length_k
+    if SPREAD:
+        c, block = block_of_all(bounds, block, KP, N)
     begin, end = tl.load(bounds + c), tl.load(bounds + (KP + 1) + c)
-    first = begin + tl.program_id(0) * N
+    first = begin + block * N
     if LOOSE:
         for at in range(first, end, tl.num_programs(0) * N):
             block_gradients(

@@ -34,6 +34,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(float("-inf"))
 LOWEST = tl.constexpr(-3e38)
+HELD = tl.constexpr(8)  # clusters of a list that `near_row` holds in registers
 CLOSURE_NUMBER = {"gauss": 0, "tanh": 1, "langevin": 2}
 
 
@@ -395,6 +396,50 @@ def near_block(
         at = tl.maximum(c, 0)
         first = tl.load(bounds + at) + (i - number * blocks) * N
         return first, tl.where(c >= 0, tl.load(bounds + (KP + 1) + at), 0)
+
+
+@triton.jit
+def run_of(near, bounds, j, there, KP: tl.constexpr):
+    """First token of number j in a list of clusters, and how many; 0 of a hole and of what is not `there`."""
+    c = tl.load(near + j, mask=there, other=-1)
+    first = tl.load(bounds + tl.maximum(c, 0))
+    return first, tl.where(c >= 0, tl.load(bounds + (KP + 1) + tl.maximum(c, 0)) - first, 0)
+
+
+@triton.jit
+def near_row(near, bounds, NEAR: tl.constexpr, KP: tl.constexpr):
+    """The tokens of the clusters in a list of NEAR in one row, cluster after cluster: how many, at which place each
+    cluster begins, and what is to be added from there on to make a place a token. For clusters whose sizes only the
+    device knows: a row has no gap but behind its end.
+
+    Numbers, in registers, for up to HELD clusters; for more, vectors of a power of two.
+    """
+    if NEAR <= HELD:
+        total, begins, shifts = 0, (), ()
+        for j in tl.static_range(NEAR):
+            first, size = run_of(near, bounds, j, True, KP)
+            begins, shifts = begins + (total,), shifts + (first - total,)  # type: ignore[assignment]  # noqa: RUF005
+            total += size
+        return total, begins, shifts
+    else:
+        j = tl.arange(0, triton.next_power_of_2(NEAR))
+        first, size = run_of(near, bounds, j, j < NEAR, KP)
+        first_before, size_before = run_of(near, bounds, j - 1, (j > 0) & (j <= NEAR), KP)
+        begins = tl.cumsum(size, 0) - size
+        before = tl.where(j > 0, first_before - (begins - size_before), 0)
+        return tl.sum(size, 0), begins, first - begins - before
+
+
+@triton.jit
+def token_in_row(place, begins, shifts, NEAR: tl.constexpr):
+    """Tokens at places (N,) of a `near_row`; behind its end any number."""
+    if NEAR <= HELD:
+        token = place + shifts[0]
+        for j in tl.static_range(1, NEAR):
+            token = tl.where(place >= begins[j], place + shifts[j], token)
+        return token
+    else:
+        return place + tl.sum(tl.where(place[:, None] >= begins[None, :], shifts[None, :], 0), 1)
 
 
 @triton.jit

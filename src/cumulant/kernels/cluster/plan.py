@@ -142,6 +142,16 @@ class Plan:
         """Tokens of the prefix that a program takes for their gradients."""
         return min(self.config("key_gradients").block, padded(self.shape.prefix, 16))
 
+    @cached_property
+    def loose(self) -> bool:
+        """Whether near clusters have sizes that only the device knows."""
+        return self.shape.near > 0 and not self.shape.longest
+
+    @cached_property
+    def usual(self) -> int:
+        """Tokens of a near cluster: of the largest, or where that is not known of the mean."""
+        return self.shape.longest or cdiv(self.shape.length_k, self.shape.clusters)
+
     def blocks(self, block: int) -> tuple[int, int]:
         """Blocks of a near cluster, at most, and those of all in the list of a tile, the prefix included."""
         each = cdiv(self.shape.longest or self.shape.length_k, block)
@@ -151,7 +161,7 @@ class Plan:
     def copies(self) -> bool:
         """Whether keys and values are put in order first: where each is read eight times or more."""
         shape = self.shape
-        return shape.ordered and not shape.masked and shape.near * shape.longest * self.tiles >= 8 * shape.length_k
+        return shape.ordered and not shape.masked and shape.near * self.usual * self.tiles >= 8 * shape.length_k
 
     def config(self, name: str) -> Config:
         kinds = CONFIGS[name]
@@ -162,8 +172,8 @@ class Plan:
         return kinds[0] if max(self.BD, self.BE) <= 64 else kinds[1]
 
     def near_config(self, name: str) -> Config:
-        """The same for a loop over near tokens: half a block where no cluster has more tokens."""
-        config, longest = self.config(name), self.shape.longest
+        """The same for a loop over near tokens: half a block where no cluster, or no row of them, has more tokens."""
+        config, longest = self.config(name), self.usual * (self.shape.near if self.loose else 1)
         half = 64 <= config.block // 2 and 0 < longest <= config.block // 2
         return config._replace(block=config.block // 2) if half else config
 

@@ -1,0 +1,179 @@
+"""Kernels of near clusters whose sizes only the device knows, those of k-means and given ones: against plain torch in
+float64, outputs and gradients, in Triton's interpreter or on a GPU. Memory is full of NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cluster_checks import compare, compare_half, results
+from kernel_checks import DEVICE, poisoned_memory, tokens  # noqa: F401
+from torch import Tensor
+
+from cumulant.cluster import KMeans, alike, attention, cluster_attention, kmeans_assignment
+from cumulant.kernels.cluster.plan import Shape, kept_plan
+
+FORM: dict[str, Any] = {"near": 2, "near_rows": 32, "rank": "mass", "response": "pooled"}
+
+
+@pytest.fixture(autouse=True)
+def one_order_of_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of float64, whatever the precision: tiles of other queries have another result."""
+    found = alike.order_by_content
+
+    def order(query: Tensor, key: Tensor, *more: Any) -> Tensor:
+        return found(
+            query.double().cpu(), key.double().cpu(), *(x.cpu() if isinstance(x, Tensor) else x for x in more)
+        ).to(query.device)
+
+    monkeypatch.setattr(attention, "order_by_content", order)
+
+
+def uneven(B: int, Hk: int, L: int, K: int, seed: int = 1) -> Tensor:
+    """Clusters of very different sizes: half of the tokens in the first, none in the next two."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, K, (B, Hk, L), generator=generator)
+    return torch.where((ids == 2) | (torch.rand(B, Hk, L, generator=generator) < 0.4), 0, ids).to(DEVICE)
+
+
+def check(
+    heads: int = 1,
+    key_heads: int = 1,
+    *,
+    batch: int = 1,
+    Lq: int = 75,
+    Lk: int = 61,
+    D: int = 24,
+    E: int = 16,
+    **options: Any,
+) -> None:
+    q = tokens(batch, heads, Lq, D)
+    k, v = tokens(batch, key_heads, Lk, D, mean=1, seed=1), tokens(batch, key_heads, Lk, E, mean=-1, seed=2)
+    compare(q, k, v, enable_gqa=heads != key_heads, **FORM | options)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"rank": "mean"},
+        {"rank": "error", "response": None, "near": 1},
+        {"response": 2, "closure": "langevin"},
+        {"response": 0, "near": 3, "closure": "gauss"},
+    ],
+    ids=["auto", "mean", "error", "listed", "means"],
+)
+def test_outputs_and_gradients_equal_plain_torch(form: dict[str, Any]) -> None:
+    check(2, 1, clusters=uneven(1, 1, 61, 7), **form)
+
+
+def test_clusters_found_by_k_means() -> None:
+    check(2, 2, batch=2, clusters=KMeans(6, 2))
+
+
+def test_more_near_clusters_than_registers_hold() -> None:
+    check(Lq=40, clusters=uneven(1, 1, 61, 20), near=10)
+
+
+@pytest.mark.parametrize("near", [2, 9])
+def test_prefix_tokens_and_keys_that_take_no_part(near: int) -> None:
+    there = (torch.rand(2, 64, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE)
+    check(2, 1, batch=2, Lq=40, Lk=64, prefix=3, key_mask=there, clusters=uneven(2, 1, 61, 12), near=near)
+
+
+def test_keys_that_are_read_often_are_put_in_order_first() -> None:
+    call = Shape(1, 1, 1, 620, 90, 20, 28, 1, True, 4, 0, False, 32, 2, -2, "tanh", "mass", False, 0, False)
+    assert kept_plan(call, torch.float32).copies
+    check(Lq=620, Lk=90, clusters=uneven(1, 1, 90, 4))
+
+
+def half(B: int, H: int, Lq: int, Lk: int, D: int, E: int, dtype: torch.dtype, clusters: int, **options: Any) -> None:
+    q = tokens(B, H, Lq, D, dtype=dtype)
+    k, v = tokens(B, H, Lk, D, mean=1, dtype=dtype, seed=1), tokens(B, H, Lk, E, mean=0.5, dtype=dtype, seed=2)
+    order = attention.order_by_content(q, k, None, options["near_rows"])
+    compare_half(q, k, v, order, clusters=uneven(B, H, Lk, clusters), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "near"), [(32, 2), (72, 2), (40, 9)])
+def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(dtype: torch.dtype, width: int, near: int) -> None:
+    half(1, 2, 96, 150, width, width, dtype, 12, **FORM | {"near": near, "rank": "mean"})
+
+
+def test_views_of_a_projection() -> None:
+    qkv = tokens(1, 70, 3, 2, 24, mean=1)
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    compare(q, k, v, clusters=uneven(1, 2, 70, 6), **FORM)
+
+
+def test_k_means_and_its_assignment_give_the_same() -> None:
+    q, k, v = (tokens(1, 2, 80, 16, seed=i) for i in range(3))
+    found = cluster_attention(q, k, v, clusters=KMeans(6), backend="triton", **FORM)
+    given = cluster_attention(q, k, v, clusters=kmeans_assignment(q, k, KMeans(6)), backend="triton", **FORM)
+    assert torch.equal(found, given)
+
+
+def test_two_runs_are_bitwise_equal() -> None:
+    q, k, v = (tokens(1, 1, 70, 16, dtype=torch.bfloat16, seed=i) for i in range(3))
+    for x, y in zip(*(results(q, k, v, "triton", q.dtype, clusters=KMeans(5), **FORM) for _ in range(2)), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("B", "H", "Lq", "Lk", "D", "E", "options"),
+    [
+        (2, 3, 4096, 4096, 64, 64, {"near": 2, "near_rows": 64, "rank": "error"}),
+        (1, 2, 4096, 4096, 64, 64, {"near": 4, "near_rows": 128, "rank": "mass", "response": None}),
+        (1, 2, 5001, 3333, 80, 40, {"near": 3, "near_rows": 64, "rank": "mean", "closure": "langevin"}),
+        (1, 2, 3000, 3000, 96, 96, {"near": 12, "near_rows": 128, "rank": "mean"}),
+        (1, 2, 2000, 2000, 128, 128, {"near": 1, "near_rows": 64, "rank": "error"}),
+    ],
+    ids=["auto", "each its own", "cross", "many near", "wide"],
+)
+def test_full_size(B: int, H: int, Lq: int, Lk: int, D: int, E: int, options: dict[str, Any], dtype: Any) -> None:
+    half(B, H, Lq, Lk, D, E, dtype, 64, **{"response": "pooled"} | options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("masked", [False, True])
+def test_full_size_in_float32(masked: bool) -> None:
+    q, k, v = (tokens(2, 2, 4096, 64, mean=m, seed=i) for i, m in enumerate((0, 1, 0.5)))
+    there = torch.rand(2, 4096, device=DEVICE) < 0.7 if masked else None
+    options = {"near": 2, "near_rows": 64, "rank": "mean", "response": "pooled"}
+    compare(q, k, v, 2e-5, clusters=uneven(2, 2, 4096, 64), key_mask=there, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.filterwarnings("error::cumulant.kernels.notice.SlowPathWarning")
+def test_defaults_take_the_kernels_wait_for_nothing_and_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    leaves = [tokens(1, 4, 2048, 64, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(3)]
+
+    def step() -> list[Tensor]:
+        out = cluster_attention(*leaves, clusters=KMeans(64), near=2)
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    for _ in range(3):
+        once = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for x, y, z in zip(once, again, captured, strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
