@@ -140,13 +140,13 @@ def key_gradients(
     are full. LOOSE: a cluster may have more blocks than there are programs for it, which then take several. SPREAD:
     the grid is (blocks of all clusters, at most; 1; B H), so that each program has one, however unequal the clusters.
     """
-    block, c, pid = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    c, pid = tl.program_id(1), tl.program_id(2)
     bounds += (pid // per) * (2 * KP + 2)
     order += (pid // per).to(tl.int64) * length_k
     if SPREAD:
-        c, block = block_of_all(bounds, block, KP, N)
+        c, block = block_of_all(bounds, tl.program_id(0), KP, N)
     begin, end = tl.load(bounds + c), tl.load(bounds + (KP + 1) + c)
-    first = begin + block * N
+    first = begin + (block if SPREAD else tl.program_id(0)) * N
     if LOOSE:
         for at in range(first, end, tl.num_programs(0) * N):
             block_gradients(

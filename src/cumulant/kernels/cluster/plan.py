@@ -173,7 +173,7 @@ class Plan:
 
     def near_config(self, name: str) -> Config:
         """The same for a loop over near tokens: half a block where no cluster, or no row of them, has more tokens."""
-        config, longest = self.config(name), self.usual * (self.shape.near if self.loose else 1)
+        config, longest = self.config(name), self.shape.near * self.usual if self.loose else self.shape.longest
         half = 64 <= config.block // 2 and 0 < longest <= config.block // 2
         return config._replace(block=config.block // 2) if half else config
 
