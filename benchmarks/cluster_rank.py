@@ -2,8 +2,9 @@
 
     python benchmarks/cluster_rank.py --model MODEL --reviews imdb/test-00000-of-00001.parquet
 
-Model, reviews and error are those of cluster_error.py: two texts of 4,096 tokens, 64 blocks, near fields for 128 and
-for 64 queries in a row, one response for all. Prints a table by layer, mean over the texts; JSON goes to
+Model, reviews and error are those of cluster_error.py: two texts of 4,096 tokens, one response for all; 64 blocks with
+near fields for 128 and for 64 queries in a row, and 64 k-means clusters for 64 that are alike. Prints a
+table by layer, mean over the texts; JSON goes to
 benchmarks/results/cluster_rank.json. About a minute of one core.
 """
 
@@ -17,10 +18,11 @@ import torch.nn.functional as F
 from cluster_error import MEASURED_ON, error, opened
 
 from cumulant.bench.provenance import provenance
-from cumulant.cluster import cluster_attention
+from cumulant.cluster import KMeans, cluster_attention
 
 RANKS = ("mass", "error", "mean")
-CASES = ((128, 2), (128, 4), (64, 2), (64, 4))  # queries that share a near field, and its clusters
+# clusters, queries that share a near field, and its clusters
+CASES = ((64, 128, 2), (64, 128, 4), (64, 64, 2), (64, 64, 4), (KMeans(64), 64, 2), (KMeans(64), 64, 4))
 
 
 def main() -> None:
@@ -32,10 +34,11 @@ def main() -> None:
     exact = [[F.scaled_dot_product_attention(*layer) for layer in text] for text in texts]
     results = provenance("python benchmarks/cluster_rank.py --model MODEL --reviews REVIEWS")
     results["rows"] = []
-    print("| near_rows, near | rank | 0 | 1 | 2 | 3 | 4 | 5 | mean |\n|---|---|---|---|---|---|---|---|---|")
-    for near_rows, near in CASES:
+    print("| clusters, near_rows, near | rank | 0 | 1 | 2 | 3 | 4 | 5 | mean |\n|---|---|---|---|---|---|---|---|---|")
+    for clusters, near_rows, near in CASES:
+        name = clusters if clusters == 64 else "k-means"
         for rank in RANKS:
-            options = {"clusters": 64, "near": near, "near_rows": near_rows, "rank": rank, "response": "pooled"}
+            options = {"clusters": clusters, "near": near, "near_rows": near_rows, "rank": rank, "response": "pooled"}
             by_text = [
                 [error(cluster_attention(*layer, **options), e, layer[2]) for layer, e in zip(text, outs, strict=True)]
                 for text, outs in zip(texts, exact, strict=True)
@@ -43,9 +46,10 @@ def main() -> None:
             errors = [sum(layer) / len(layer) for layer in zip(*by_text, strict=True)]
             mean = sum(errors) / len(errors)
             print(
-                f"| {near_rows}, {near} | {rank} | {' | '.join(f'{x:.2f}' for x in errors)} | {mean:.3f} |", flush=True
+                f"| {name}, {near_rows}, {near} | {rank} | {' | '.join(f'{x:.2f}' for x in errors)} | {mean:.3f} |",
+                flush=True,
             )
-            results["rows"].append({**options, "errors": errors, "by_text": by_text, "mean": mean})
+            results["rows"].append({**options, "clusters": name, "errors": errors, "by_text": by_text, "mean": mean})
     path = Path(__file__).parent / "results" / "cluster_rank.json"
     path.write_text(json.dumps(results, indent=1, default=float) + "\n")
 
