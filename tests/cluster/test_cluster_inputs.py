@@ -1,10 +1,21 @@
 """Bad input gives an error that names it; empty and uneven clusters give a defined result."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from cluster_cases import softmax, tokens
 
-from cumulant.cluster import Blocks, ClusterStream, KMeans, Tree, cluster_attention, cluster_scores, kmeans_assignment
+from cumulant.cluster import (
+    Blocks,
+    ClusterStream,
+    KMeans,
+    Tree,
+    backend,
+    cluster_attention,
+    cluster_scores,
+    kmeans_assignment,
+)
 from cumulant.cluster.layout import divide
 from cumulant.zoo.probes import LargestTensor
 
@@ -210,6 +221,18 @@ def test_grids_of_changing_size_compile_into_one_graph():
     for grid in ((4, 4), (6, 4), (5, 7)):
         x = torch.randn(1, 2, grid[0] * grid[1], 8)
         torch.testing.assert_close(compiled(x, grid), function(x, grid))
+
+
+def test_what_compile_makes_constants_of_are_numbers():
+    """To torch.compile of torch 2.11 a dataclass is no constant: clusters=Tree(64) ended in an error of its own."""
+
+    def plain(kind):
+        return kind in (int, type(None)) or kind is ... or (bool(get_args(kind)) and all(map(plain, get_args(kind))))
+
+    constants = [x for x in vars(backend).values() if getattr(x, "_dynamo_marked_constant", False)]
+    kinds = [kind for x in constants for name, kind in get_type_hints(x).items() if name != "return"]
+    assert len(constants) >= 3
+    assert all(map(plain, kinds)), kinds
 
 
 def test_k_means_under_compile_says_what_to_do():

@@ -302,21 +302,36 @@ def slots_of(starts: tuple[int, ...], order: tuple[int, ...] | None, prefix: int
     return tuple(x for row in rows for x in row), slots
 
 
-@constant
 def block_sizes(clusters: int | tuple[int, ...] | Blocks, L: int, grid: Grid | None, least: int) -> tuple[int, int]:
     """How many blocks, and tokens of the largest."""
-    starts = borders(clusters, L, grid, least)[0]
-    return len(starts) - 1, max(b - a for a, b in pairwise(starts))
+    return _block_sizes(*_told(clusters), L, grid, least)
 
 
-@constant
 def borders(
     clusters: int | tuple[int, ...] | Blocks, L: int, grid: Grid | None, least: int
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """First token of each block and the end, after putting the tokens in an order (None: as they are)."""
-    if isinstance(clusters, Blocks):
-        count = max(1, -(-L // clusters.size))
-        return tuple(min(c * clusters.size, L) for c in range(count + 1)), None
+    return _borders(*_told(clusters), L, grid, least)
+
+
+def _told(clusters: int | tuple[int, ...] | Blocks) -> tuple[int | tuple[int, ...], int]:
+    """Blocks as numbers, with the size of a block or 0: to torch.compile of torch 2.11 a dataclass is no constant."""
+    return (0, clusters.size) if isinstance(clusters, Blocks) else (clusters, 0)
+
+
+@constant
+def _block_sizes(clusters: int | Grid, size: int, L: int, grid: Grid | None, least: int) -> tuple[int, int]:
+    starts = _borders(clusters, size, L, grid, least)[0]
+    return len(starts) - 1, max(b - a for a, b in pairwise(starts))
+
+
+@constant
+def _borders(
+    clusters: int | Grid, size: int, L: int, grid: Grid | None, least: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    if size:
+        count = max(1, -(-L // size))
+        return tuple(min(c * size, L) for c in range(count + 1)), None
     if grid is not None:
         return _grid_blocks(grid, clusters if isinstance(clusters, tuple) else divide(grid, clusters, least))
     assert isinstance(clusters, int)
