@@ -90,6 +90,8 @@ def test_half_precision_is_at_most_twice_as_far_off_as_plain_torch(options: dict
         {"clusters": Blocks(6, keep=0, recent=1), "prefix": 25},
         {"clusters": Blocks(6), "response": "pooled"},
         {"clusters": Blocks(6), "near": 1, "response": "pooled"},
+        {"clusters": Blocks(64), "response": "pooled"},  # long blocks, whose values are not looked at one by one
+        {"clusters": Blocks(32, keep=0), "prefix": 4},
     ],
     ids=str,
 )

@@ -113,12 +113,13 @@ def calm(
     ORDERED: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
     """Whether all values in the window of rows `start` to `end` are numbers, or reach all of these rows: by the means
-    of its blocks. Not looked at, and then no, where blocks are short, or some of the rows stand before sinks."""
+    of the keys of its blocks, which know of both. Not looked at, and then no, where blocks are short, or some of the
+    rows stand before sinks."""
     low = tl.maximum((offset + start) // size - recent, 0)
     last = (tl.minimum(offset + end, length_k) - 1) // size
-    flaw = tl.zeros((BE,), tl.float32)
+    flaw = tl.zeros((BD,), tl.float32)
     for block in range(low, tl.where(size >= 32, last + 1, low)):
-        flaw += tl.load(vectors + block * (2 * BD + BE) + 2 * BD + tl.arange(0, BE)) * 0.0
+        flaw += tl.load(vectors + block * (2 * BD + BE) + tl.arange(0, BD)) * 0.0
     fine = (tl.sum(flaw) == 0.0) & (size >= 32)
     if PREFIX:
         fine = fine & (offset + start >= tl.load(bounds + (2 * KP + 1)))
