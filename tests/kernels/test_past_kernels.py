@@ -204,6 +204,7 @@ def test_tables_let_each_row_see_the_clusters_of_the_rule(
         (64, 64, 2048, 2048, {"clusters": 16, "response": "pooled"}),
         (64, 64, 1500, 2000, {"clusters": 16, "offset": 500, "response": "pooled", "prefix": 4}),
         (128, 96, 900, 900, {"clusters": Blocks(64, recent=1), "response": "pooled"}),
+        (48, 32, 900, 900, {"clusters": Blocks(64), "response": "pooled"}),
         (64, 64, 2048, 2048, {"clusters": 16, "near": 2, "response": "pooled"}),
         (64, 64, 1500, 2001, {"clusters": 16, "offset": 500, "near": 3, "response": "pooled", "prefix": 4}),
         (32, 48, 1700, 1700, {"clusters": Blocks(16), "near": 1, "response": 0}),

@@ -55,10 +55,11 @@ def through(rows, at, BD: tl.constexpr, BE: tl.constexpr, TURNED: tl.constexpr, 
     """Rows times the matrix at `at`, which is followed by what its rounding lost; TURNED: times its transpose."""
     cell = tl.arange(0, BD)[:, None] * BE + tl.arange(0, BE)[None, :]
     if TURNED:
-        return turned_back(rows, tl.load(at + cell), tl.load(at + BD * BE + cell), PRECISION)
-    found = dot(rows, tl.load(at + cell), None, PRECISION)
-    if rows.dtype != tl.float32:
-        found = dot(rows, tl.load(at + BD * BE + cell), found, PRECISION)
+        found = turned_back(rows, tl.load(at + cell), tl.load(at + BD * BE + cell), PRECISION)
+    else:  # not behind a return: that is compiled too, and does not fit where BD is not BE
+        found = dot(rows, tl.load(at + cell), None, PRECISION)
+        if rows.dtype != tl.float32:
+            found = dot(rows, tl.load(at + BD * BE + cell), found, PRECISION)
     return found
 
 
