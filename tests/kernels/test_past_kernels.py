@@ -56,6 +56,41 @@ def test_outputs_and_gradients_equal_plain_torch(
     compare(q, k, v, clusters=clusters, **CAUSAL, **options)
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "blocks", "options"),
+    [
+        (150, 150, Blocks(128), {}),
+        (60, 190, Blocks(64), {"offset": 128, "closure": "langevin"}),
+        (50, 180, Blocks(64, recent=1), {"offset": 128}),
+        (50, 160, Blocks(64), {"offset": 128}),
+        (60, 190, Blocks(64), {"offset": 128, "prefix": 3}),
+        (60, 190, Blocks(64), {"offset": 128, "near": 1}),
+        (20, 1100, Blocks(32), {"offset": 34 * 32}),
+    ],
+    ids=[
+        "two tiles of a block",
+        "from a place on",
+        "recent blocks",
+        "rows behind all keys",
+        "sinks",
+        "near",
+        "more clusters than a program takes at once",
+    ],
+)
+def test_tiles_within_a_block_of_rows_equal_plain_torch(
+    queries: int, keys: int, blocks: Blocks, options: dict[str, Any]
+) -> None:
+    q, k, v = tokens(1, 2, queries, 24), tokens(1, 1, keys, 24, mean=1, seed=1), tokens(1, 1, keys, 40, seed=2)
+    compare(q, k, v, 6e-6, clusters=blocks, response="pooled", enable_gqa=True, **CAUSAL, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"near": 1}, {"prefix": 3}], ids=str)
+def test_tiles_within_a_block_of_rows_are_as_precise(options: dict[str, Any]) -> None:
+    q = tokens(1, 2, 60, 32, dtype=torch.bfloat16)
+    k, v = (tokens(1, 2, 190, 32, mean=m, dtype=torch.bfloat16, seed=i) for i, m in ((1, 1), (2, 0.5)))
+    compare_half(q, k, v, clusters=Blocks(64), offset=128, response="pooled", **options, **CAUSAL)
+
+
 @pytest.mark.parametrize("sinks", [0, 5])
 def test_key_masks_and_groups_of_query_heads(sinks: int) -> None:
     q, k, v = tokens(2, 2, 40, 16), tokens(2, 1, 40, 16, mean=1, seed=1), tokens(2, 1, 40, 16, seed=2)
@@ -63,6 +98,8 @@ def test_key_masks_and_groups_of_query_heads(sinks: int) -> None:
     mask = torch.stack((mask, mask & (torch.arange(40, device=DEVICE) > 12)))  # nothing to see for the first rows
     compare(q, k, v, clusters=Blocks(8, keep=1), key_mask=mask, enable_gqa=True, prefix=sinks, **CAUSAL)
     compare(q, k, v, clusters=Blocks(8), key_mask=mask, enable_gqa=True, prefix=sinks, response="pooled", **CAUSAL)
+    within: dict[str, Any] = {"clusters": Blocks(32), "offset": 32, "response": "pooled", **CAUSAL}
+    compare(q[..., :8, :], k, v, key_mask=mask, enable_gqa=True, prefix=sinks, **within)
 
 
 @pytest.mark.parametrize(

@@ -151,30 +151,33 @@ def parts(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def factor(factors, c, at, columns, BD: tl.constexpr, BE: tl.constexpr):
-    """One of the factors of clusters c, that from number `at` on: (CK, BD) or (CK, BE)."""
-    return tl.load(factors + c[:, None] * (4 * BD + 2 * BE) + at + columns[None, :])
+def factor(factors, c, at, columns, BD: tl.constexpr, BE: tl.constexpr, there=None):
+    """One of the factors of clusters c, that from number `at` on: (CK, BD) or (CK, BE); 0 of those not `there`, if that
+    is given."""
+    place = factors + c[:, None] * (4 * BD + 2 * BE) + at + columns[None, :]
+    return tl.load(place) if there is None else tl.load(place, mask=there[:, None], other=0.0)
 
 
 @triton.jit
-def key_means(factors, c, d, BD: tl.constexpr, BE: tl.constexpr):
+def key_means(factors, c, d, BD: tl.constexpr, BE: tl.constexpr, there=None):
     """a (k_mean_c - origin) of clusters c, (CK, BD), and what its rounding left over (not to be read for float32)."""
-    return factor(factors, c, 0, d, BD, BE), factor(factors, c, BD, d, BD, BE)
+    return factor(factors, c, 0, d, BD, BE, there), factor(factors, c, BD, d, BD, BE, there)
 
 
 @triton.jit
-def value_means(factors, c, e, BD: tl.constexpr, BE: tl.constexpr):
+def value_means(factors, c, e, BD: tl.constexpr, BE: tl.constexpr, there=None):
     """v_mean_c, (CK, BE), and what its rounding left over (not to be read for float32)."""
-    return factor(factors, c, 4 * BD, e, BD, BE), factor(factors, c, 4 * BD + BE, e, BD, BE)
+    return factor(factors, c, 4 * BD, e, BD, BE, there), factor(factors, c, 4 * BD + BE, e, BD, BE, there)
 
 
 @triton.jit
-def variances(factors, vectors, c, d, scale, SQUARE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+def variances(factors, vectors, c, d, scale, SQUARE: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, there=None):
     """scale^2 var_c(k), (CK, BD); out of the vectors where the factors' type has too small a range for it."""
     if factors.dtype.element_ty == SQUARE:
-        return factor(factors, c, 2 * BD, d, BD, BE)
+        return factor(factors, c, 2 * BD, d, BD, BE, there)
     else:
-        spread = tl.load(vectors + c[:, None] * (2 * BD + BE) + BD + d[None, :])
+        place = vectors + c[:, None] * (2 * BD + BE) + BD + d[None, :]
+        spread = tl.load(place) if there is None else tl.load(place, mask=there[:, None], other=0.0)
         return cast(spread * (scale * scale), SQUARE)
 
 

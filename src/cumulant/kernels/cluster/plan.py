@@ -44,15 +44,19 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
     "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),
     "key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
-    # Those of kernels/past; fifth: stages of the loop over the window.
+    # Those of kernels/past; fifth: stages of the loop over the window. "_pooled": in third place stages of the loop
+    # over clusters, in fourth whether what the loop over tokens reads is asked for at the start, where heads have 128
+    # bytes. "past_vector_gradients": rows at once (0: a tile), in fourth place clusters at once, in fifth the programs
+    # of a multiprocessor.
     "past_attend": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
-    "past_attend_pooled": (Config(64, 8, 3, 0, 3, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
+    "past_attend_pooled": (Config(64, 8, 2, 1, 3, 128), Config(64, 8, 1, 0, 2), Config(32, 8, 1, 0, 1)),
+    "past_query_gradients_pooled": (Config(64, 8, 2, 1, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
     "past_query_gradients": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
-    "past_vector_gradients": (Config(0, 4, 2), Config(0, 8, 1), Config(0, 8, 1)),
+    "past_vector_gradients": (Config(0, 4, 2, 32, 2), Config(0, 8, 1, 32, 2), Config(0, 8, 1, 32, 2)),
     "past_matrix_gradients": (Config(64, 4, 3, 4), Config(64, 8, 2, 1), Config(32, 8, 1, 1)),
     "past_pool_gradients": (Config(64, 4, 3), Config(64, 8, 2), Config(32, 8, 1)),
     "past_key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
-    "past_key_gradients_pooled": (Config(64, 4, 2), Config(64, 4, 2), Config(32, 8, 1)),
+    "past_key_gradients_pooled": (Config(64, 4, 2, 1), Config(64, 4, 2), Config(32, 8, 1)),
     "past_choose": (Config(0, 4, 1), Config(0, 8, 1), Config(0, 4, 1)),
     "past_answers": (Config(64, 8, 3, registers=128), Config(64, 8, 2), Config(32, 8, 1)),
     "past_pair_gradients": (Config(32, 8, 3, registers=128), Config(64, 8, 1), Config(32, 8, 1)),

@@ -1,8 +1,8 @@
 """Backward kernels of causal cluster attention. Formulas: cluster/backward.py; who sees what: forward.py.
 
 `query_gradients` writes dq and, for the others, p, p f, dz and 2 dx of each tile at the places of its list,
-(B H, tiles, listed, M); with one response for all p f is summed over clusters, (B H, tiles, M). A cluster has the same
-place in every list that holds it, and those are of tiles in a row, so that sums over queries run over these tiles.
+(B H, tiles, listed, M); with one response for all `attend` has written the sum of p f, (B H, tiles, M). A cluster has
+the same place in every list that holds it, and those are of tiles in a row, so that sums over queries run over these.
 """
 
 # mypy: allow-untyped-defs
@@ -41,8 +41,8 @@ from ..cluster.parts import (
 from ..cluster.rows import along_means, changes_of_means, met_by_rows, read_rows, through_matrix, through_statistics
 from ..products import cast, dot
 from ..tokens import head, kernel
-from .forward import list_of, seen_clusters, sees, window, window_block
-from .near import apart, gathered, numbered, pairs_of, with_pair_sums
+from .forward import asked_for, list_within, of_those, seen_clusters, seen_tokens, sees, window, window_block
+from .near import gathered, numbered, pairs_of, with_pair_sums
 from .pooled import through_pools
 
 
@@ -53,9 +53,9 @@ def query_gradients(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, dq_b, dq_h, dq_t,
     length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
     NEAR: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr, CLOSURE: tl.constexpr,
-    RESPONSE: tl.constexpr, WITHIN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr,
-    STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    RESPONSE: tl.constexpr, WITHIN: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
+    SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). dq of M rows. shifts (B H, tiles, M): lse + a q.origin, for `key_gradients`; inf beyond Lq."""
     index, pid = tl.program_id(0), tl.program_id(1)
@@ -78,7 +78,14 @@ def query_gradients(
     gains += slot * ((1 if RESPONSE == 3 else listed) * M)
     dz += slot * (listed * M)
     dx += slot * (listed * M)
-    names, count = list_of(lists, index, tiles, listed, GROUP)
+    names, count = list_within(lists, index, tiles, listed, offset + start, size, recent, GROUP, WITHIN)
+    PLAIN: tl.constexpr = WITHIN and not ORDERED and not PREFIX
+    begin, first, stop = window(
+        bounds, start, tl.minimum(start + M, length_q), length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN
+    )
+    if AHEAD and PLAIN:
+        asked_for(k, begin, stop, k_t)
+        asked_for(v, begin, stop, v_t)
     q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
     g = query_head(g, pid, heads, index, tiles, g_b, g_h, g_t, GROUP, UNIT)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
@@ -98,20 +105,20 @@ def query_gradients(
     sums = tl.zeros((M, BD), tl.float32)
     squares, end = squared(rows, SQUARE), tl.minimum(start + M, length_q)
     last = offset + end - 1
-    answering, common = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
+    common = tl.zeros((M,), tl.float32)
     if RESPONSE == 3:
-        back = through_pools(grad, matrices, place, last, size, recent, BD, BE, True, WITHIN, PRECISION)
+        share = tl.load(gains + line) * LOG2E  # factors of the key means carry it: it is taken off after the loop
+        back = through_pools(grad, matrices, place, offset + start, last, size, recent, BD, BE, True, WITHIN, PRECISION)
         common = tl.sum(rows.to(tl.float32) * back, 1)
+        sums = share[:, None] * back
     elif RESPONSE:
         for chunk in range(0, count, CK):
             at = chunk + tl.arange(0, CK)
-            c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
-            if NEAR:
-                seen = apart(seen, c, named, row < length_q, NEAR)
+            c, tokens, seen = seen_clusters(names, logs, spans, at, count, place, KP, WITHIN)
             var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
             high, low = key_means(factors, c, d, BD, BE)
             z, _, _, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
-            z = tl.where(seen, z, NOTHING)
+            z = of_those(z, seen, c, named, row < length_q, NEAR, WITHIN)
             tl.store(gains + at[None, :] * M + line[:, None], tl.exp2(z - total[:, None]) * lift)
         tl.debug_barrier()
         mine = laid_out(rows, d, PRECISION)
@@ -124,24 +131,21 @@ def query_gradients(
             sums += gain[:, None] * back
             tl.store(dz + i * M + line, cast(tl.sum(kept_short(mine).to(tl.float32) * back, 1), dtype))
         tl.debug_barrier()
-        sums *= LOG2E  # factors of the key means carry it: it is taken off after the loop
-    for chunk in range(0, count, CK):
+        sums *= LOG2E  # as above
+    for chunk in tl.range(0, count, CK, num_stages=STAGES if RESPONSE == 3 else 1):
         at = chunk + tl.arange(0, CK)
         cells = at[None, :] * M + line[:, None]
-        c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
-        if NEAR:
-            seen = apart(seen, c, named, row < length_q, NEAR)
-        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
-        high, low = key_means(factors, c, d, BD, BE)
-        value_high, value_low = value_means(factors, c, e, BD, BE)
+        c, tokens, seen = seen_clusters(names, logs, spans, at, count, place, KP, WITHIN)
+        some = at < count if WITHIN else None
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE, some)
+        high, low = key_means(factors, c, d, BD, BE, some)
+        value_high, value_low = value_means(factors, c, e, BD, BE, some)
         change = dot(grad, tl.trans(value_high), None, PRECISION)
         if dtype != tl.float32:
             change = dot(grad, tl.trans(value_low), change, PRECISION)
         z, x, grow, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
-        p = tl.exp2(tl.where(seen, z, NOTHING) - total[:, None])
-        if RESPONSE == 3:
-            answering += tl.sum(p * lift, 1)
-        p *= grow
+        z = of_those(z, seen, c, named, row < length_q, NEAR, WITHIN)
+        p = tl.exp2(z - total[:, None]) * grow
         gain = lift * reciprocal(grow)
         answer = change  # read only if clusters respond
         if RESPONSE == 3:
@@ -157,26 +161,24 @@ def query_gradients(
     again = tile(q, row, q_t * UNIT, d, length_q, D, BD)  # read again: fewer registers in the loop above
     tl.debug_barrier()
     turned = tl.zeros((M, BD), tl.float32)
-    for chunk in range(0, count, CK):
+    for chunk in tl.range(0, count, CK, num_stages=STAGES if RESPONSE == 3 else 1):
         at = chunk + tl.arange(0, CK)
-        c = tl.maximum(tl.load(names + at), 0)
+        some = at < count if WITHIN else None
+        c = at
+        if not WITHIN:
+            c = tl.maximum(tl.load(names + at), 0)
         spread = tl.load(dx + at[:, None] * M + line[None, :])
-        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE, some)
         turned = dot(tl.trans(spread).to(SQUARE), var, turned, PRECISION)
     sums += again.to(tl.float32) * turned
-    if RESPONSE == 3:
-        tl.store(gains + line, answering)
-        back = through_pools(grad, matrices, place, last, size, recent, BD, BE, True, WITHIN, PRECISION)
-        sums += answering[:, None] * back
     changes = tl.zeros((M,), tl.float32)
-    begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX)
     for block in tl.range(begin, stop, N, num_stages=NEAR_STAGES):
-        token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX)
+        token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX, PLAIN)
         at = placed(order, token, there, ORDERED, False)
         keys = picked_tile(k, at, there, k_t, d, D, BD, False)
         values = picked_tile(v, at, there, v_t, e, E, BE, False)
         z = dot(rows, tl.trans(keys), None, PRECISION) * (scale * LOG2E) - (total + away)[:, None]
-        z = tl.where(sees(place[:, None], at[None, :], since[:, None]) & there[None, :], z, NOTHING)
+        z = seen_tokens(z, place, at, there, since, length_k, PLAIN)
         change = tl.exp2(z) * (dot(grad, tl.trans(values), None, PRECISION) * scale - (delta * scale)[:, None])
         changes += tl.sum(change, 1)
         change_high, change_low = parts(change, dtype)
@@ -213,12 +215,13 @@ def vector_gradients(
     q, g, weights, dz, dx, spans, vectors, q_b, q_h, q_t, g_b, g_h, g_t,
     length_q, heads, tiles, clusters, listed, offset, scale,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
-    CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KP / CK, B H, splits). d k_mean, d var and d v_mean of CK clusters, over the tiles that see them."""
+    """Grid (KP / CK, B H, splits). d k_mean, d var and d v_mean of CK clusters, over the tiles that see them, N rows at
+    a time."""
     pid, split = tl.program_id(1), tl.program_id(2)
-    c, line = tl.program_id(0) * CK + tl.arange(0, CK), tl.arange(0, M)
+    c, line = tl.program_id(0) * CK + tl.arange(0, CK), tl.arange(0, N)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
     q = head(q, pid // heads, pid % heads * GROUP, 0, q_b, q_h, q_t, UNIT)
     g = head(g, pid // heads, pid % heads * GROUP, 0, g_b, g_h, g_t, UNIT)
@@ -226,14 +229,16 @@ def vector_gradients(
     first, end = tl.min(since, 0), tl.max(until, 0)
     at = slot.to(tl.int64)[:, None] * M + line[None, :]
     dk, dv, ds = tl.zeros((CK, BD), tl.float32), tl.zeros((CK, BE), tl.float32), tl.zeros((CK, BD), tl.float32)
+    number: tl.constexpr = M // N
     low, high = share(split, first, end, GROUP)
-    for i in tl.range(low, high, num_stages=STAGES):
-        own = first + i % (end - first)
-        index = own + i // (end - first) * tiles
-        row = own * M + line
+    for i in tl.range(low * number, high * number, num_stages=STAGES):
+        j = i // number
+        own = first + j % (end - first)
+        index = own + j // (end - first) * tiles
+        row = own * M + (i % number) * N + line
         rows = tile(stepped(q, index, tiles, q_h, GROUP, UNIT), row, q_t * UNIT, d, length_q, D, BD)
         grad = tile(stepped(g, index, tiles, g_h, GROUP, UNIT), row, g_t * UNIT, e, length_q, E, BE)
-        here = (pid.to(tl.int64) * (tiles * GROUP) + index) * listed * M
+        here = (pid.to(tl.int64) * (tiles * GROUP) + index) * listed * M + (i % number) * N
         seen = ((own >= since) & (own < until))[:, None]  # else the place is another cluster's
         dk = dot(tl.load(dz + here + at, mask=seen, other=0.0), rows, dk, PRECISION)
         dv = dot(tl.load(weights + here + at, mask=seen, other=0.0), grad, dv, PRECISION)
@@ -303,24 +308,48 @@ def matrix_gradients(
         tl.store(matrices + 3 * BD * BE + cell, S3)
 
 
+@triton.jit
+def through_cluster(
+    key_sums, value_sums, keys, values, vectors, grad_vectors, grad_matrices, cluster, over, scale,
+    RESPONSE: tl.constexpr, dtype: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums for dk and dv of some tokens of a cluster of 1 / over, with those through its statistics."""
+    at = cluster * (2 * BD + BE)
+    key_sums, value_sums, dk, dv = through_statistics(
+        key_sums, value_sums, keys.to(tl.float32), values.to(tl.float32), vectors + at, grad_vectors + at, over, BD, BE
+    )
+    if RESPONSE:
+        key_sums, value_sums = through_matrix(
+            key_sums, value_sums, dk, dv, grad_matrices + cluster * (BD * BE), scale * over, dtype, BD, BE, PRECISION
+        )
+    return key_sums, value_sums
+
+
 @kernel
 def key_gradients(
     q, k, v, g, dk, dv, shifts, deltas, bounds, order, ladder, vectors, grad_vectors, grad_matrices, pairs, ends,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     length_q, length_k, heads, tiles, per, size, recent, offset, levels, scale,
-    NEAR: tl.constexpr, RESPONSE: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    NEAR: tl.constexpr, RESPONSE: tl.constexpr, PLAIN: tl.constexpr, AHEAD: tl.constexpr, GROUP: tl.constexpr,
+    ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts of a block, blocks, B H). dk and dv of N keys: from rows that saw them one by one (NEAR: those that
     chose their block too), and through the statistics of the cluster of each level that holds them; `ladder`: first
-    clusters of the levels, and how many.
+    clusters of the levels, and how many. PLAIN: blocks are the clusters, of tokens where they stand, and tiles of rows
+    lie within one.
     Sinks, which no block holds, have theirs from `cluster.keys.prefix_gradients`."""
     block, pid = tl.program_id(1), tl.program_id(2)
     b, h = pid // heads, pid % heads
     bounds += (pid // per) * (2 * KP + 2)
     order += (pid // per).to(tl.int64) * length_k
-    first, stop = tl.load(bounds + block) + tl.program_id(0) * N, tl.load(bounds + (KP + 1) + block)
+    if PLAIN:
+        origin = block * size
+        stop = tl.minimum(origin + size, tl.minimum(offset + length_q, length_k))
+    else:
+        origin, stop = tl.load(bounds + block), tl.load(bounds + (KP + 1) + block)
+    first = origin + tl.program_id(0) * N
     if first < stop:
         d, e, token, line = tl.arange(0, BD), tl.arange(0, BE), first + tl.arange(0, N), tl.arange(0, ROWS)
         dtype: tl.constexpr = q.dtype.element_ty
@@ -330,12 +359,31 @@ def key_gradients(
         q, g = head(q, b, h * GROUP, 0, q_b, q_h, q_t, UNIT), head(g, b, h * GROUP, 0, g_b, g_h, g_t, UNIT)
         keys = picked_tile(k, at, there, k_t * UNIT, d, D, BD, False)
         values = picked_tile(v, at, there, v_t * UNIT, e, E, BE, False)
-        key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
         skipped = pid.to(tl.int64) * (tiles * GROUP) * M
         earliest = block * size if ORDERED else first  # rows from there to the end of the window see these tokens
         low = tl.maximum(earliest - offset, 0) // ROWS
         high = tl.cdiv(tl.minimum(tl.maximum((block + recent + 1) * size - offset, 0), length_q), ROWS)
         number = tl.maximum(high - low, 0)
+        if AHEAD and PLAIN:
+            asked_for(q, low * ROWS, length_q, q_t * UNIT)
+            asked_for(g, low * ROWS, length_q, g_t * UNIT)
+        # Before the loop: what it reads of the tokens is here then, and comes together.
+        key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
+        if PLAIN:
+            over = 1.0 / (stop - origin).to(tl.float32)
+            key_sums, value_sums = through_cluster(
+                key_sums, value_sums, keys, values, vectors, grad_vectors, grad_matrices, pid.to(tl.int64) * KP + block,
+                over, scale, RESPONSE, dtype, BD, BE, PRECISION,
+            )  # fmt: skip
+        else:
+            for j in range(levels):
+                c = tl.load(ladder + j) + (block >> j)
+                if (block >> j) < tl.load(ladder + levels + j):
+                    over = 1.0 / (tl.load(bounds + (KP + 1) + c) - tl.load(bounds + c)).to(tl.float32)
+                    key_sums, value_sums = through_cluster(
+                        key_sums, value_sums, keys, values, vectors, grad_vectors, grad_matrices,
+                        pid.to(tl.int64) * KP + c, over, scale, RESPONSE, dtype, BD, BE, PRECISION,
+                    )  # fmt: skip
         for i in tl.range(0, number * GROUP, num_stages=STAGES):
             member = i // number * tiles  # first tile of the query head
             row = (low + i % number) * ROWS + line
@@ -346,9 +394,12 @@ def key_gradients(
             p = finished(dot(keys, tl.trans(rows), None, PRECISION))
             change = finished(dot(values, tl.trans(grad), None, PRECISION))
             place = (offset + row)[None, :]
-            seen = sees(place, at[:, None], (place // size - recent) * size) & there[:, None]
+            if PLAIN:
+                seen = at[:, None] <= place
+            else:
+                seen = sees(place, at[:, None], (place // size - recent) * size) & there[:, None]
             p = tl.exp2(tl.where(seen, p * (scale * LOG2E) - shift[None, :], NOTHING))
-            change = p * (change - delta[None, :])
+            change = p * (change * scale - (delta * scale)[None, :])
             key_sums, value_sums = met_by_rows(rows, grad, p, change, key_sums, value_sums, PRECISION)
         if NEAR:
             pairs, begin, end = pairs_of(pairs, ends, block, pid, length_q, NEAR, GROUP, KP)
@@ -365,26 +416,7 @@ def key_gradients(
                 p = finished(dot(keys, tl.trans(rows), None, PRECISION))
                 change = finished(dot(values, tl.trans(grad), None, PRECISION))
                 p = tl.exp2(p * (scale * LOG2E) - shift[None, :])
-                change = p * (change - delta[None, :])
+                change = p * (change * scale - (delta * scale)[None, :])
                 key_sums, value_sums = met_by_rows(rows, grad, p, change, key_sums, value_sums, PRECISION)
-        key_sums *= scale
-        # Read again: held in registers by the loop, keys and values would leave it fewer.
-        keys = picked_tile(k, at, there, k_t * UNIT, d, D, BD, False).to(tl.float32)
-        values = picked_tile(v, at, there, v_t * UNIT, e, E, BE, False).to(tl.float32)
-        for j in range(levels):
-            number = block >> j
-            if number < tl.load(ladder + levels + j):
-                c = tl.load(ladder + j) + number
-                over = 1.0 / (tl.load(bounds + (KP + 1) + c) - tl.load(bounds + c)).to(tl.float32)
-                cluster = pid.to(tl.int64) * KP + c
-                own, back = vectors + cluster * (2 * BD + BE), grad_vectors + cluster * (2 * BD + BE)
-                key_sums, value_sums, dk_c, dv_c = through_statistics(
-                    key_sums, value_sums, keys, values, own, back, over, BD, BE
-                )
-                if RESPONSE:
-                    own = grad_matrices + cluster * (BD * BE)
-                    key_sums, value_sums = through_matrix(
-                        key_sums, value_sums, dk_c, dv_c, own, scale * over, dtype, BD, BE, PRECISION
-                    )
         store_picked(head(dk, b, h, 0, dk_b, dk_h, dk_t, UNIT), key_sums, at, there, dk_t * UNIT, d, D, BD)
         store_picked(head(dv, b, h, 0, dv_b, dv_h, dv_t, UNIT), value_sums, at, there, dv_t * UNIT, e, E, BE)

@@ -36,10 +36,21 @@ from ..cluster.parts import (
     variances,
 )
 from ..cluster.rows import with_means, write_rows
-from ..products import dot
+from ..products import INTERPRET, dot
 from ..tokens import head, kernel
 from .near import apart, numbered, with_answers
 from .pooled import through_pools
+
+
+@triton.jit
+def asked_for(x, first, end, stride):
+    """Asks for rows of x from `first` to `end`, up to 256 of 128 bytes, to be in the cache when they are read."""
+    if not INTERPRET:
+        row = tl.maximum(tl.minimum(first + tl.arange(0, 256), end - 1), 0)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [x + row.to(tl.int64) * stride], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -50,43 +61,76 @@ def list_of(lists, index, tiles, listed, GROUP: tl.constexpr):
 
 
 @triton.jit
-def seen_clusters(names, logs, spans, at, place, KP: tl.constexpr):
-    """Clusters at places `at` of a list, log2 of their sizes, and which rows at `place` see which: (CK,), (M, CK)."""
-    c = tl.load(names + at)
-    own = tl.maximum(c, 0)
-    since, until = tl.load(spans + own), tl.load(spans + KP + own)
-    seen = (place[:, None] >= since[None, :]) & (place[:, None] < tl.where(c < 0, 0, until)[None, :])
-    return own, tl.load(logs + own), seen
+def list_within(lists, index, tiles, listed, begin, size, recent, GROUP: tl.constexpr, WITHIN: tl.constexpr):
+    """The same; WITHIN: the list of rows from the place `begin` on, all of one block, is not read. It has the clusters
+    before that block and `recent` others, from the first on."""
+    if WITHIN:
+        return lists, tl.maximum(begin // size - recent, 0)
+    else:
+        return list_of(lists, index, tiles, listed, GROUP)
+
+
+@triton.jit
+def seen_clusters(names, logs, spans, at, count, place, KP: tl.constexpr, WITHIN: tl.constexpr):
+    """Clusters at places `at` of a list, log2 of their sizes, and which rows at `place` see which: (CK,), (M, CK).
+    WITHIN: all rows see the first `count` of them, and those beyond have no size."""
+    if WITHIN:
+        there = at < count
+        return at, tl.load(logs + at, mask=there, other=NOTHING), there[None, :]
+    else:
+        c = tl.load(names + at)
+        own = tl.maximum(c, 0)
+        since, until = tl.load(spans + own), tl.load(spans + KP + own)
+        seen = (place[:, None] >= since[None, :]) & (place[:, None] < tl.where(c < 0, 0, until)[None, :])
+        return own, tl.load(logs + own), seen
+
+
+@triton.jit
+def of_those(z, seen, c, named, there, NEAR: tl.constexpr, WITHIN: tl.constexpr):
+    """z (M, CK), -inf for clusters c that a row does not see from afar; WITHIN: those that are not there have it."""
+    if NEAR:
+        seen = apart(seen, c, named, there, NEAR)
+    if NEAR or not WITHIN:
+        z = tl.where(seen, z, NOTHING)
+    return z
 
 
 @triton.jit
 def window(
     bounds, start, end, length_k, size, recent, offset, KP: tl.constexpr, N: tl.constexpr, ORDERED: tl.constexpr,
-    PREFIX: tl.constexpr,
+    PREFIX: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """First token and end of those that the rows from `start` to `end` see one by one, in the order of the tokens; and
-    where a loop over blocks of N of them begins: at the first, or so many blocks before it as sinks take."""
+    where a loop over blocks of N of them begins: at the first, or so many blocks before it as sinks take. PLAIN: the
+    rows are of one block, and tokens lie where they stand; then nothing is read."""
     low = tl.maximum((offset + start) // size - recent, 0)
-    first = tl.load(bounds + low, mask=low * size < length_k, other=0)
-    last = (tl.minimum(offset + end, length_k) - 1) // size
-    stop = tl.load(bounds + (KP + 1) + last)
-    if not ORDERED:
-        stop = tl.minimum(stop, offset + end)
-    stop = tl.where(low * size < length_k, stop, 0)
-    begin = first
-    if PREFIX:
-        begin -= tl.cdiv(tl.load(bounds + (2 * KP + 1)), N) * N
-        stop = tl.maximum(stop, first)  # sinks are met where the window is empty, too
+    if PLAIN:
+        first = low * size
+        begin, stop = first, tl.minimum(offset + end, length_k)
+    else:
+        first = tl.load(bounds + low, mask=low * size < length_k, other=0)
+        last = (tl.minimum(offset + end, length_k) - 1) // size
+        stop = tl.load(bounds + (KP + 1) + last)
+        if not ORDERED:
+            stop = tl.minimum(stop, offset + end)
+        stop = tl.where(low * size < length_k, stop, 0)
+        begin = first
+        if PREFIX:
+            begin -= tl.cdiv(tl.load(bounds + (2 * KP + 1)), N) * N
+            stop = tl.maximum(stop, first)  # sinks are met where the window is empty, too
     return begin, first, stop
 
 
 @triton.jit
 def window_block(
-    bounds, at, begin, first, stop, place, size, recent, KP: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr
+    bounds, at, begin, first, stop, place, size, recent, KP: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Of the block `at` of a `window`: its tokens (N,), which of them are there, and the place of the first token that
-    rows at `place` see."""
-    token, end, since = at + tl.arange(0, N), stop, (place // size - recent) * size
+    rows at `place` see (PLAIN: not asked for)."""
+    token, end, since = at + tl.arange(0, N), stop, place
+    if not PLAIN:
+        since = (place // size - recent) * size
     if PREFIX:
         sink = at < first
         token = tl.where(sink, token - begin, token)
@@ -98,6 +142,16 @@ def window_block(
 def sees(place, token, since):
     """Whether rows at places (n, 1) see tokens at places (1, N) one by one, from those at `since` (n, 1) on."""
     return (token <= place) & (token >= since)
+
+
+@triton.jit
+def seen_tokens(z, place, at, there, since, length_k, PLAIN: tl.constexpr):
+    """Scores z (M, N), -inf for tokens that rows at `place` do not see one by one. PLAIN: a `window` begins with the
+    first that its rows see, so that they are those up to the row, of all that there are."""
+    if PLAIN:
+        return tl.where(at[None, :] <= tl.minimum(place, length_k - 1)[:, None], z, NOTHING)
+    else:
+        return tl.where(sees(place[:, None], at[None, :], since[:, None]) & there[None, :], z, NOTHING)
 
 
 @triton.jit
@@ -130,9 +184,9 @@ def calm(
 
 @triton.jit
 def with_window(
-    rows, k, v, bounds, order, met, place, away, a, top, total, out, size, recent, k_t, v_t,
-    SOUND: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, KP: tl.constexpr, NEAR_STAGES: tl.constexpr,
+    rows, k, v, bounds, order, met, place, away, a, top, total, out, length_k, size, recent, k_t, v_t,
+    SOUND: tl.constexpr, ORDERED: tl.constexpr, PREFIX: tl.constexpr, PLAIN: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, KP: tl.constexpr, NEAR_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of a tile with those of its `window` in them. SOUND: some values may be no numbers; to look at each costs a
@@ -140,7 +194,7 @@ def with_window(
     d, e = tl.arange(0, BD), tl.arange(0, BE)
     begin, first, stop = met
     for block in tl.range(begin, stop, N, num_stages=NEAR_STAGES):
-        token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX)
+        token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX, PLAIN)
         at = placed(order, token, there, ORDERED, False)
         keys = picked_tile(k, at, there, k_t, d, D, BD, False)
         values = picked_tile(v, at, there, v_t, e, E, BE, False)
@@ -148,7 +202,7 @@ def with_window(
         if SOUND:
             values, flaw = sound(values)
             u += flaw[None, :]
-        u = tl.where(sees(place[:, None], at[None, :], since[:, None]) & there[None, :], u, NOTHING)
+        u = seen_tokens(u, place, at, there, since, length_k, PLAIN)
         higher = tl.maximum(top, tl.max(u, 1) * a - away)  # a > 0
         p = tl.exp2(u * a - (finite(higher) + away)[:, None])
         fading = tl.exp2(top - finite(higher))
@@ -166,17 +220,19 @@ def attend(
     q, k, v, o, rounding, lse, bounds, order, logs, spans, lists, vectors, factors, matrices, gains, tops, named,
     answers, levels, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     length_q, length_k, heads, tiles, per, listed, size, recent, offset, scale,
-    CLOSURE: tl.constexpr, NEAR: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, ORDERED: tl.constexpr,
-    PREFIX: tl.constexpr, RESPONSE: tl.constexpr, WITHIN: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
+    CLOSURE: tl.constexpr, NEAR: tl.constexpr, KEEP: tl.constexpr, NOTED: tl.constexpr, GROUP: tl.constexpr,
+    ORDERED: tl.constexpr, PREFIX: tl.constexpr, RESPONSE: tl.constexpr, WITHIN: tl.constexpr, AHEAD: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CK: tl.constexpr, KP: tl.constexpr,
     SQUARE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, B H). Output of M rows, and their log2 of the sum of all weights.
 
     RESPONSE: 1, clusters answer with their covariance, 3, with one for all (pooled.py), 0, with their mean. Gains p f
     of a tile go through memory, (listed, M), unless they are but summed; `tops` holds what each chunk's are relative
-    to. KEEP: what the rounding of the output loses is written. NEAR: so many clusters that each row `named` are met
-    token by token; what they answered is read (near.py).
+    to. KEEP: what the rounding of the output loses is written; NOTED: the sum of p f, (B H, tiles, M), too. NEAR: so
+    many clusters that each row `named` are met token by token; what they answered is read (near.py). WITHIN: each tile
+    lies in one block; AHEAD: what its `window` reads is asked for at the start.
     """
     index, pid = tl.program_id(0), tl.program_id(1)
     line, start = tl.arange(0, M), first_row(index, tiles, M, GROUP)
@@ -193,10 +249,20 @@ def attend(
     factors += pid.to(tl.int64) * (KP * (4 * BD + 2 * BE))
     matrices += pid.to(tl.int64) * ((2 * KP if RESPONSE == 3 else KP) * BD * BE)
     slot = pid.to(tl.int64) * tl.num_programs(0) + index
-    gains += slot * (listed * M)
+    gains += slot * ((1 if RESPONSE == 3 else listed) * M)
     tops += slot * ((listed // CK) * M)
-    names, count = list_of(lists, index, tiles, listed, GROUP)
+    end = tl.minimum(start + M, length_q)
+    PLAIN: tl.constexpr = WITHIN and not ORDERED and not PREFIX
+    met = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
+    if AHEAD and PLAIN:
+        asked_for(k, met[0], met[2], k_t)
+        asked_for(v, met[0], met[2], v_t)
+    names, count = list_within(lists, index, tiles, listed, offset + start, size, recent, GROUP, WITHIN)
+    if AHEAD and PLAIN:
+        asked_for(matrices + tl.maximum(count - 1, 0) * (2 * BD * BE), 0, 2 * BD * BE // 64, 64)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+    # Looked at here, while the rows come.
+    fine = calm(vectors, bounds, start, end, length_k, size, recent, offset, BD, BE, KP, ORDERED, PREFIX)
     if NEAR:
         own = pid.to(tl.int64) * (length_q * GROUP * NEAR)
         number = numbered(index, tiles, row, length_q, GROUP)
@@ -207,15 +273,14 @@ def attend(
     top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
     out = tl.zeros((M, BE), tl.float32)
     squares, answering = squared(rows, SQUARE), tl.zeros((M,), tl.float32)
-    for chunk in range(0, count, CK):
+    for chunk in tl.range(0, count, CK, num_stages=STAGES if RESPONSE == 3 else 1):
         at = chunk + tl.arange(0, CK)
-        c, tokens, seen = seen_clusters(names, logs, spans, at, place, KP)
-        if NEAR:
-            seen = apart(seen, c, named, row < length_q, NEAR)
-        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
-        high, low = key_means(factors, c, d, BD, BE)
+        c, tokens, seen = seen_clusters(names, logs, spans, at, count, place, KP, WITHIN)
+        there = at < count if WITHIN else None
+        var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE, there)
+        high, low = key_means(factors, c, d, BD, BE, there)
         z, _, grow, lift = masses(rows, squares, var, high, low, tokens, CLOSURE, PRECISION)
-        z = tl.where(seen, z, NOTHING)
+        z = of_those(z, seen, c, named, row < length_q, NEAR, WITHIN)
         higher = tl.maximum(top, tl.max(z, 1))
         p = tl.exp2(z - finite(higher)[:, None])
         fading = tl.exp2(top - finite(higher))
@@ -227,12 +292,14 @@ def attend(
             tl.store(tops + (chunk // CK) * M + line, finite(top))
         p *= grow
         total = total * fading + tl.sum(p, 1)
-        high, low = value_means(factors, c, e, BD, BE)
+        high, low = value_means(factors, c, e, BD, BE, there)
         out = with_means(out, fading, p, high, low, KEEP, PRECISION)
-    end = tl.minimum(start + M, length_q)
+    far = top
     if RESPONSE == 3:
         last = offset + end - 1
-        answer = through_pools(rows, matrices, place, last, size, recent, BD, BE, False, WITHIN, PRECISION)
+        answer = through_pools(
+            rows, matrices, place, offset + start, last, size, recent, BD, BE, False, WITHIN, PRECISION
+        )
         out += answering[:, None] * answer
     elif RESPONSE:
         tl.debug_barrier()
@@ -245,19 +312,21 @@ def attend(
             out += g[:, None] * dot(rows, S, None, PRECISION)
     a = scale * LOG2E
     away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
-    met = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX)
-    if calm(vectors, bounds, start, end, length_k, size, recent, offset, BD, BE, KP, ORDERED, PREFIX):
+    if fine:
         top, total, out = with_window(
-            rows, k, v, bounds, order, met, place, away, a, top, total, out, size, recent, k_t, v_t,
-            False, ORDERED, PREFIX, D, E, BD, BE, N, KP, NEAR_STAGES, PRECISION,
+            rows, k, v, bounds, order, met, place, away, a, top, total, out, length_k, size, recent, k_t, v_t,
+            False, ORDERED, PREFIX, PLAIN, D, E, BD, BE, N, KP, NEAR_STAGES, PRECISION,
         )  # fmt: skip
     else:
         top, total, out = with_window(
-            rows, k, v, bounds, order, met, place, away, a, top, total, out, size, recent, k_t, v_t,
-            True, ORDERED, PREFIX, D, E, BD, BE, N, KP, NEAR_STAGES, PRECISION,
+            rows, k, v, bounds, order, met, place, away, a, top, total, out, length_k, size, recent, k_t, v_t,
+            True, ORDERED, PREFIX, PLAIN, D, E, BD, BE, N, KP, NEAR_STAGES, PRECISION,
         )  # fmt: skip
     if NEAR:
         top, total, out = with_answers(answers, levels, named, number, row < length_q, top, total, out, NEAR, BE)
+    if NOTED:
+        share = answering * tl.exp2(far - finite(top)) * tl.where(total > 0.0, 1.0 / total, 0.0)
+        tl.store(gains + line, share)
     write_rows(
         o, rounding, lse, out, top, total, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t,
         KEEP, GROUP, E, BE, UNIT,

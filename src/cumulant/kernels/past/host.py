@@ -25,8 +25,8 @@ from . import backward, forward
 from . import near as by_pair
 from . import pooled as by_one
 
-CK = 32  # clusters of a list that a program takes at once
-_AT_ONCE = 16  # clusters whose matrices a program sums at once
+CK = 32  # clusters of a list that the programs of a tile take at once
+_CELLS = 512  # numbers of each matrix that a program sums over clusters
 _ROWS = (*TILES, "ORDERED", "PREFIX", "CLOSURE", "RESPONSE", "E", "BE", "KP", "SQUARE", "PRECISION")
 
 
@@ -69,7 +69,8 @@ def plan_for(call: Call) -> Plan:
 
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
     """out, and lse (B H, Lq), vectors, factors, matrices of KP clusters as of cluster/host.py, rounding, and of near
-    clusters `named` (B H, G Lq, T), the pairs by cluster (B H, G Lq T) and their bounds (B H, 2, KP + 1) (near.py).
+    clusters `named` (B H, G Lq, T), the pairs by cluster (B H, G Lq T) and their bounds (B H, 2, KP + 1) (near.py); of
+    one response for all, for a backward pass, the sum of p f of each row, (B H, tiles, M).
 
     One response for all that a row sees is kept as two matrices for each last one of these, (B H, KP, 2, BD, BE).
     """
@@ -85,6 +86,7 @@ def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
         query.new_empty(heads, shape.group * shape.length_q, call.near, dtype=torch.int32),
         query.new_empty(heads, shape.group * shape.length_q * call.near, dtype=torch.int32),
         query.new_empty(heads, 2, plan.KP + 1 if call.near else 0, dtype=torch.int32),
+        query.new_empty(heads, plan.tiles if keep and plan.response == 3 else 0, shape.tile, dtype=torch.float32),
     )
 
 
@@ -96,14 +98,14 @@ def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
     (q, k, v), heads, A = call[:3], plan.pairs, call.lists.shape[-1] - 1
     answers = levels = vectors
     if call.near:
-        outputs = (*outputs[:6], *_choose(plan, call, vectors, factors, outputs[6], unit, steps))
+        outputs = (*outputs[:6], *_choose(plan, call, vectors, factors, outputs[6], unit, steps), outputs[9])
         answers, levels = _answers(plan, call, outputs, keep, unit, steps)
-    keep, each = rounding.numel() > 0, plan.response == 1
-    gains = q.new_empty(heads, plan.tiles, A, shape.tile) if each else matrices
+    keep, noted, each = rounding.numel() > 0, keep and plan.response == 3, plan.response == 1
+    gains = q.new_empty(heads, plan.tiles, A, shape.tile) if each else outputs[9] if noted else matrices
     tops = vectors.new_empty(heads, plan.tiles, A // CK, shape.tile) if each else vectors
     within = _within(call)
-    kind = f"attend {unit} {keep} {within}"
-    fixed = plan.once(kind, lambda: _fixed(plan, "past_attend", unit, NEAR=call.near, KEEP=keep, WITHIN=within))
+    kind, more = f"attend {unit} {keep} {noted} {within}", dict(NEAR=call.near, KEEP=keep, NOTED=noted, WITHIN=within)
+    fixed = plan.once(kind, lambda: _fixed(plan, "past_attend", unit, **more))
     forward.attend.start(
         (plan.tiles, heads, 1), fixed, q, k, v, out, rounding, lse, call.bounds, order_of(call), call.logs, call.spans,
         call.lists, vectors, factors, matrices, gains, tops, _list(outputs[6]), answers, levels,
@@ -155,7 +157,7 @@ def _answers(
     plan: Plan, call: Call, outputs: Sequence[Tensor], keep: bool, unit: int, steps: Any
 ) -> tuple[Tensor, Tensor]:
     """What the near clusters of each row answer, in float32 where a backward pass will take differences."""
-    shape, (_, _, vectors, factors, _, _, named, pairs, ends) = plan.shape, outputs
+    shape, (_, _, vectors, factors, _, _, named, pairs, ends, _) = plan.shape, outputs
     levels = vectors.new_empty(named.shape)
     answers = (vectors if keep else call.query).new_empty(*named.shape, plan.BE)
     fixed = plan.once(f"answers {unit} {keep}", lambda: _fixed_pairs(plan, call, "past_answers", unit))
@@ -168,7 +170,7 @@ def _answers(
 
 def _pair_sums(plan: Plan, call: Call, grad: Tensor, outputs: Sequence[Tensor], unit: int, steps: Any) -> Tensor:
     """What the near clusters of each row add to its dq."""
-    shape, (out, lse, _, factors, _, rounding, named, pairs, ends) = plan.shape, outputs
+    shape, (out, lse, _, factors, _, rounding, named, pairs, ends, _) = plan.shape, outputs
     found = lse.new_empty(*named.shape, plan.BD)
     fixed = plan.once(f"pair_gradients {unit}", lambda: _fixed_pairs(plan, call, "past_pair_gradients", unit))
     by_pair.pair_gradients.start(
@@ -186,12 +188,12 @@ def _within(call: Call) -> bool:
 
 def _fixed(plan: Plan, name: str, unit: int, **more: Any) -> Any:
     config = plan.config(name)
-    stages = {"STAGES": config.stages, "NEAR_STAGES": config.key_stages}
+    stages = {"STAGES": config.stages, "NEAR_STAGES": config.key_stages, "AHEAD": config.keys > 0}
     return fixed_for(plan, name, unit, *_ROWS, N=config.block, CK=CK, **stages, **more)
 
 
 def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
-    plan, (out, lse, vectors, factors, matrices, rounding, named, pairs, ends) = plan_for(call), outputs
+    plan, (out, lse, vectors, factors, matrices, rounding, named, pairs, ends, gains) = plan_for(call), outputs
     (q, k, v), shape, heads, A = call[:3], plan.shape, plan.pairs, call.lists.shape[-1] - 1
     dq, dk, dv = (like_rows(x) for x in call[:3])
     if shape.masked or call.offset + shape.length_q < shape.length_k:  # keys that no row sees have no gradient
@@ -200,10 +202,10 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
     unit, steps = layout(*call[:3], out, grad, dq, dk, dv)
     pair_sums = _pair_sums(plan, call, grad, outputs, unit, steps) if call.near else lse
     per_query = tuple(lse.new_empty(heads, plan.tiles, shape.tile) for _ in range(2))
-    # Gains in float32: in 16 bits they would add a rounding to the largest part of dq.
     each = heads, plan.tiles, A, shape.tile
     weights, dz, dx = (q.new_empty(each) for _ in range(3))
-    gains = lse.new_empty((heads, plan.tiles, shape.tile) if plan.response == 3 else each)
+    if plan.response != 3:  # in float32: in 16 bits gains would add a rounding to the largest part of dq
+        gains = lse.new_empty(each)
     rest = weights, gains, dz, dx
     seen = A, call.size, call.recent, call.offset
     within = _within(call)
@@ -219,10 +221,11 @@ def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ..
     config = plan.config("past_key_gradients")
     block = min(config.block, padded(call.size, 32))
     fixed = plan.once(
-        f"key_gradients {unit} {block}",
+        f"key_gradients {unit} {block} {within}",
         lambda: fixed_for(
             plan, "past_key_gradients", unit, *TILES, "ORDERED", "RESPONSE", "E", "BE", "KP", "PRECISION",
-            rows=128, NEAR=call.near, N=block, ROWS=min(call.tile, 64), STAGES=config.stages,
+            rows=128, NEAR=call.near, N=block, ROWS=min(call.tile, 64), STAGES=config.stages, AHEAD=config.keys > 0,
+            PLAIN=within and not shape.ordered and not call.prefix,
         ),
     )  # fmt: skip
     backward.key_gradients.start(
@@ -245,15 +248,19 @@ def _sums(
     weights, gains, dz, dx = rest
     tokens = *steps[0], *steps[4], shape.length_q, shape.heads, plan.head_tiles
     names = (*TILES, "E", "BE", "KP", "PRECISION")
-    splits = _splits(plan, plan.KP // CK * heads, q.device)
-    partial = vectors.new_empty(splits, *vectors.shape)
     config = plan.config("past_vector_gradients")
+    at_once = min(config.keys, plan.KP)
+    splits = _splits(plan, plan.KP // at_once * heads, q.device, config.key_stages)
+    partial = vectors.new_empty(splits, *vectors.shape)
     fixed = plan.once(
         f"vector_gradients {unit}",
-        lambda: fixed_for(plan, "past_vector_gradients", unit, *names, "SQUARE", rows=128, CK=CK, STAGES=config.stages),
-    )
+        lambda: fixed_for(
+            plan, "past_vector_gradients", unit, *names, "SQUARE", rows=128, N=min(config.block or 128, shape.tile),
+            CK=at_once, STAGES=config.stages,
+        ),
+    )  # fmt: skip
     backward.vector_gradients.start(
-        (plan.KP // CK, heads, splits), fixed, q, g, weights, dz, dx, call.spans, partial, *tokens,
+        (plan.KP // at_once, heads, splits), fixed, q, g, weights, dz, dx, call.spans, partial, *tokens,
         call.clusters, call.lists.shape[-1] - 1, call.offset, call.scale,
     )  # fmt: skip
     grad_vectors = added_up(partial)
@@ -263,7 +270,7 @@ def _sums(
         return grad_vectors, _pool_gradients(plan, call, g, gains, vectors, unit, tokens)
     matrix = plan.config("past_matrix_gradients")
     C, N = matrix.keys, min(shape.tile, matrix.block)
-    splits = _splits(plan, plan.KP // C * heads, q.device)
+    splits = _splits(plan, plan.KP // C * heads, q.device, 2)
     partial = vectors.new_empty(splits, heads, plan.KP, plan.BD, plan.BE)
     more = {"N": N, "C": C, "STAGES": matrix.stages}
     name = "past_matrix_gradients"
@@ -277,13 +284,13 @@ def _sums(
 
 def _pool(plan: Plan, call: Call, each: Tensor, pooled: Tensor) -> None:
     """Writes the responses of the clusters up to each one, out of theirs."""
-    size, N = plan.BD * plan.BE, plan.config("pool").block
+    size, N = plan.BD * plan.BE, _CELLS
     fixed = plan.once("pools", lambda: _fixed_pool(plan))
     by_one.pools.start((size // N, plan.pairs, 1), fixed, each, call.bounds, pooled, plan.per, call.clusters)
 
 
 def _fixed_pool(plan: Plan) -> Any:
-    sizes = {"CK": min(_AT_ONCE, plan.KP), "SIZE": plan.BD * plan.BE, "N": plan.config("pool").block}
+    sizes = {"SIZE": plan.BD * plan.BE, "N": _CELLS}
     return fixed_for(plan, "pool", 0, "KP", rows=128, **sizes)
 
 
@@ -292,7 +299,7 @@ def _pool_gradients(
 ) -> Tensor:
     """Gradients of the clusters' own matrices, (B H, KP, BD, BE) float32."""
     found = vectors.new_empty(plan.pairs, plan.KP, plan.BD, plan.BE)
-    config, size, N = plan.config("past_pool_gradients"), plan.BD * plan.BE, plan.config("pool").block
+    config, size, N = plan.config("past_pool_gradients"), plan.BD * plan.BE, _CELLS
     names = (*TILES, "E", "BE", "KP", "PRECISION")
     fixed = plan.once(
         f"pool_gradients {unit}",
@@ -309,10 +316,10 @@ def _pool_gradients(
     return found
 
 
-def _splits(plan: Plan, programs: int, device: torch.device) -> int:
-    """Programs that share the tiles of a cluster: as many as make two for a multiprocessor, eight at most."""
-    slots = 2 * multiprocessors(device)
+def _splits(plan: Plan, programs: int, device: torch.device, resident: int) -> int:
+    """Programs that share the tiles of a cluster: so many for each multiprocessor, eight at most."""
+    slots = resident * multiprocessors(device)
     return max(1, min(8, cdiv(slots, programs), plan.tiles // 4))
 
 
-attention = Operator("past", Call, run_forward, run_backward, empty, states=8, reads_out=True)
+attention = Operator("past", Call, run_forward, run_backward, empty, states=9, reads_out=True)

@@ -19,35 +19,41 @@ from ..tokens import head, kernel
 
 
 @triton.jit
-def sizes_until(bounds, chunk, KP: tl.constexpr, CK: tl.constexpr):
-    """Sizes of the clusters from `chunk` on, (CK,) float32, and of all up to each."""
-    c, every = chunk + tl.arange(0, CK), tl.arange(0, KP)
-    size = (tl.load(bounds + (KP + 1) + c) - tl.load(bounds + c)).to(tl.float32)
-    before = tl.load(bounds + (KP + 1) + every) - tl.load(bounds + every)
-    return size, tl.sum(tl.where(every < chunk, before, 0)).to(tl.float32) + tl.cumsum(size, 0)
+def size_of(bounds, c, KP: tl.constexpr):
+    """Tokens of cluster c, float32."""
+    return (tl.load(bounds + (KP + 1) + c) - tl.load(bounds + c)).to(tl.float32)
+
+
+@triton.jit
+def next_pool(total, tokens, S, size, pooled, SIZE: tl.constexpr):
+    """The sums with S of a cluster of so many tokens in them, of which P is written."""
+    total += tl.where(size > 0.0, size * S.to(tl.float32), 0.0)
+    tokens += size
+    high, low = parts(total * (1.0 / tl.maximum(tokens, 1.0)), pooled.dtype.element_ty)
+    tl.store(pooled, high)
+    tl.store(pooled + SIZE, low)
+    return total, tokens
 
 
 @kernel
-def pools(
-    matrices, bounds, pooled, per, clusters, KP: tl.constexpr, CK: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
-    """Grid (SIZE / N, B H). P of each cluster, (B H, KP, 2, SIZE): rounded, and what that lost."""
+def pools(matrices, bounds, pooled, per, clusters, KP: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
+    """Grid (SIZE / N, B H). P of each cluster, (B H, KP, 2, SIZE): rounded, and what that lost. Four are asked for
+    together, and added one after the other: no thread waits for another."""
     cell, pid = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1).to(tl.int64)
     bounds += (pid // per) * (2 * KP + 2)
-    matrices += pid * (KP * SIZE)
-    pooled += pid * (KP * 2 * SIZE)
-    total = tl.zeros((N,), tl.float32)
-    for chunk in range(0, clusters, CK):
-        c = chunk + tl.arange(0, CK)
-        size, tokens = sizes_until(bounds, chunk, KP, CK)
-        S = tl.load(matrices + c[:, None] * SIZE + cell[None, :]).to(tl.float32)
-        S = tl.where((size > 0.0)[:, None], size[:, None] * S, 0.0)
-        sums = total[None, :] + tl.cumsum(S, 0)
-        total += tl.sum(S, 0)
-        high, low = parts(sums * (1.0 / tl.maximum(tokens, 1.0))[:, None], pooled.dtype.element_ty)
-        at = pooled + c[:, None] * (2 * SIZE) + cell[None, :]
-        tl.store(at, high)
-        tl.store(at + SIZE, low)
+    matrices += pid * (KP * SIZE) + cell
+    pooled += pid * (KP * 2 * SIZE) + cell
+    total, tokens = tl.zeros((N,), tl.float32), 0.0
+    for c in range(0, clusters, 4):  # KP is a multiple of 4, and clusters beyond the last are empty
+        S0, S1 = tl.load(matrices + c * SIZE), tl.load(matrices + (c + 1) * SIZE)
+        S2, S3 = tl.load(matrices + (c + 2) * SIZE), tl.load(matrices + (c + 3) * SIZE)
+        n0, n1 = size_of(bounds, c, KP), size_of(bounds, c + 1, KP)
+        n2, n3 = size_of(bounds, c + 2, KP), size_of(bounds, c + 3, KP)
+        at = pooled + c * (2 * SIZE)
+        total, tokens = next_pool(total, tokens, S0, n0, at, SIZE)
+        total, tokens = next_pool(total, tokens, S1, n1, at + 2 * SIZE, SIZE)
+        total, tokens = next_pool(total, tokens, S2, n2, at + 4 * SIZE, SIZE)
+        total, tokens = next_pool(total, tokens, S3, n3, at + 6 * SIZE, SIZE)
 
 
 @triton.jit
@@ -65,12 +71,12 @@ def through(rows, at, BD: tl.constexpr, BE: tl.constexpr, TURNED: tl.constexpr, 
 
 @triton.jit
 def through_pools(
-    rows, pooled, place, last, size, recent, BD: tl.constexpr, BE: tl.constexpr, TURNED: tl.constexpr,
+    rows, pooled, place, begin, last, size, recent, BD: tl.constexpr, BE: tl.constexpr, TURNED: tl.constexpr,
     WITHIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q P of each row (M, BE), or TURNED do P^T (M, BD); 0 for rows that see no cluster. They have the places (M,), the
-    last of them `last`. WITHIN: all are of one block."""
-    first, end = tl.min(place, 0) // size - recent - 1, last // size - recent
+    """q P of each row (M, BE), or TURNED do P^T (M, BD); 0 for rows that see no cluster. They have the places (M,) from
+    `begin` to `last`. WITHIN: all are of one block."""
+    first, end = begin // size - recent - 1, last // size - recent
     found = tl.zeros((rows.shape[0], BD if TURNED else BE), tl.float32)
     if WITHIN:
         if first >= 0:
@@ -109,19 +115,32 @@ def pool_gradients(
     tl.store(grad_pools + d[:, None] * BE + e[None, :], S)
 
 
+@triton.jit
+def next_back(total, tokens, P, size, grads):
+    """The sums with dP of a cluster of so many tokens, the last of `tokens`, in them; dS of it is written."""
+    total += P * (1.0 / tl.maximum(tokens, 1.0))
+    tl.store(grads, size * total)
+    return total, tokens - size
+
+
 @kernel
-def handed_back(grads, bounds, per, clusters, KP: tl.constexpr, CK: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
-    """Grid (SIZE / N, B H). dS in place of dP, (B H, KP, SIZE) float32."""
+def handed_back(grads, bounds, per, clusters, KP: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
+    """Grid (SIZE / N, B H). dS in place of dP, (B H, KP, SIZE) float32, from the last cluster on, as `pools`."""
     cell, pid = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1).to(tl.int64)
     bounds += (pid // per) * (2 * KP + 2)
-    grads += pid * (KP * SIZE)
-    total, number = tl.zeros((N,), tl.float32), tl.cdiv(clusters, CK)
+    grads += pid * (KP * SIZE) + cell
+    every = tl.arange(0, KP)
+    tokens = tl.sum(tl.load(bounds + (KP + 1) + every) - tl.load(bounds + every)).to(tl.float32)
+    total, number = tl.zeros((N,), tl.float32), tl.cdiv(clusters, 4)
     for i in range(0, number):
-        chunk = (number - 1 - i) * CK
-        c = chunk + tl.arange(0, CK)
-        size, tokens = sizes_until(bounds, chunk, KP, CK)
-        at = grads + c[:, None] * SIZE + cell[None, :]
-        P = tl.load(at, mask=(c < clusters)[:, None], other=0.0) * (1.0 / tl.maximum(tokens, 1.0))[:, None]
-        sums = total[None, :] + tl.cumsum(P, 0, reverse=True)
-        total += tl.sum(P, 0)
-        tl.store(at, size[:, None] * sums, mask=(c < clusters)[:, None])
+        c = (number - 1 - i) * 4
+        at = grads + c * SIZE
+        P0, P1 = tl.load(at), tl.load(at + SIZE, mask=cell < tl.where(c + 1 < clusters, SIZE, 0), other=0.0)
+        P2 = tl.load(at + 2 * SIZE, mask=cell < tl.where(c + 2 < clusters, SIZE, 0), other=0.0)
+        P3 = tl.load(at + 3 * SIZE, mask=cell < tl.where(c + 3 < clusters, SIZE, 0), other=0.0)
+        n0, n1 = size_of(bounds, c, KP), size_of(bounds, c + 1, KP)
+        n2, n3 = size_of(bounds, c + 2, KP), size_of(bounds, c + 3, KP)
+        total, tokens = next_back(total, tokens, P3, n3, at + 3 * SIZE)
+        total, tokens = next_back(total, tokens, P2, n2, at + 2 * SIZE)
+        total, tokens = next_back(total, tokens, P1, n1, at + SIZE)
+        total, tokens = next_back(total, tokens, P0, n0, at)
