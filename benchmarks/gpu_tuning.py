@@ -31,6 +31,7 @@ from gpu_called import CASES, check, inputs
 from torch import Tensor
 
 from cumulant.bench.provenance import provenance
+from cumulant.cluster import run as cluster_run
 from cumulant.kernels.causal import plan as causal_plan
 from cumulant.kernels.cluster import plan as cluster_plan
 from cumulant.kernels.dense import plan as dense_plan
@@ -43,6 +44,16 @@ APART = 1e-2  # of two right results in bfloat16, at most
 def _cluster(name: str, config: Config) -> None:
     cluster_plan.CONFIGS[name] = (config, *cluster_plan.CONFIGS[name][1:])
     cluster_plan._plan_of.cache_clear()  # plans keep what they launch with
+
+
+def _past(tile: int) -> Callable[[str, Config], None]:
+    """Causal clusters with so many rows in a tile."""
+
+    def put(name: str, config: Config) -> None:
+        cluster_run.past_tile = lambda call: tile
+        _cluster(name, config)
+
+    return put
 
 
 def _causal(order: int) -> Callable[[str, Config], None]:
@@ -106,6 +117,28 @@ FAMILIES: dict[str, Family] = {
         },
         ("pool", "query_moments", "choose_by_products", "tiles_of_clusters"),
     ),
+    "causal cluster": Family(
+        "causal 64", _past(128),
+        {
+            "past_query_gradients_pooled": of(
+                (64, 8, 2, 1, 2, 128), (64, 8, 1, 1, 2, 128), (64, 8, 2, 0, 2, 128), (32, 8, 2, 1, 3, 128)
+            ),
+            "past_key_gradients_pooled": of((64, 4, 2, 1), (64, 4, 2), (64, 4, 2, 1, 0, 168), (128, 8, 2, 1)),
+            "past_attend_pooled": of((64, 8, 2, 1, 3, 128), (64, 8, 1, 1, 3, 128), (64, 8, 2, 0, 3, 128)),
+            "past_vector_gradients": of((0, 4, 2, 32, 2), (0, 4, 2, 32, 4), (64, 8, 2, 64, 4), (64, 4, 2, 64, 4)),
+        },
+        ("statistics", "pools", "pool_gradients", "handed_back", "add_up"),
+    ),
+    "causal cluster 64": Family(
+        "causal 64", _past(64),
+        {
+            "past_query_gradients_pooled": of((64, 8, 1, 1, 2, 128), (32, 8, 2, 1, 2, 128)),
+            "past_attend_pooled": of((64, 8, 2, 1, 2, 128)),
+            "past_key_gradients_pooled": of((64, 4, 2, 1)),
+            "past_vector_gradients": of((0, 4, 2, 32, 2), (0, 4, 2, 64, 4)),
+        },
+        ("pool_gradients",),
+    ),
     "dense 3": Family(
         "order 3, 16k", _dense(3),
         {
@@ -131,7 +164,7 @@ FAMILIES: dict[str, Family] = {
 
 def function_of(name: str) -> str:
     """The kernel that a line of a table is for."""
-    return name.removesuffix("_pooled")
+    return name.removeprefix("past_").removesuffix("_pooled")
 
 
 def call_of(case: str, B: int = 0) -> Callable[[], list[Tensor]]:
