@@ -21,7 +21,7 @@ from .products import INTERPRET, cast
 
 COUNTS = {
     "length_q", "length_k", "heads", "group", "span", "splits", "plane", "clusters", "tiles", "all_tiles", "blocks",
-    "all_blocks", "T", "R", "per", "listed", "size", "recent", "offset", "levels", "step",
+    "all_blocks", "T", "R", "per", "listed", "size", "recent", "least", "offset", "levels", "step",
 }  # fmt: skip
 
 

@@ -80,10 +80,9 @@ def query_gradients(
     dx += slot * (listed * M)
     names, count = list_within(lists, index, tiles, listed, offset + start, size, recent, GROUP, WITHIN)
     PLAIN: tl.constexpr = WITHIN and not ORDERED and not PREFIX
-    begin, first, stop = window(
-        bounds, start, tl.minimum(start + M, length_q), length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN
-    )
+    end = tl.minimum(start + M, length_q)
     if AHEAD and PLAIN:
+        begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
         asked_for(k, begin, stop, k_t)
         asked_for(v, begin, stop, v_t)
     q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
@@ -103,7 +102,7 @@ def query_gradients(
         pair_sums += own * BD
 
     sums = tl.zeros((M, BD), tl.float32)
-    squares, end = squared(rows, SQUARE), tl.minimum(start + M, length_q)
+    squares = squared(rows, SQUARE)
     last = offset + end - 1
     common = tl.zeros((M,), tl.float32)
     if RESPONSE == 3:
@@ -172,6 +171,7 @@ def query_gradients(
         turned = dot(tl.trans(spread).to(SQUARE), var, turned, PRECISION)
     sums += again.to(tl.float32) * turned
     changes = tl.zeros((M,), tl.float32)
+    begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
     for block in tl.range(begin, stop, N, num_stages=NEAR_STAGES):
         token, there, since = window_block(bounds, block, begin, first, stop, place, size, recent, KP, N, PREFIX, PLAIN)
         at = placed(order, token, there, ORDERED, False)
@@ -203,23 +203,25 @@ def tiles_that_see(spans, c, clusters, length_q, offset, M: tl.constexpr, KP: tl
 
 
 @triton.jit
-def share(split, first, end, GROUP: tl.constexpr):
-    """What program `split` of all takes of the tiles from `first` to `end` of GROUP heads: numbers of them."""
+def share(split, first, end, whole, GROUP: tl.constexpr):
+    """What program `split` of all takes of the tiles from `first` to `end` of GROUP heads: numbers of them, a multiple
+    of `whole` ones but for the last."""
     number = tl.maximum(end - first, 0) * GROUP
-    each = tl.cdiv(number, tl.num_programs(2))
+    each = tl.cdiv(tl.cdiv(number, whole), tl.num_programs(2)) * whole
     return split * each, tl.minimum(split * each + each, number)
 
 
 @kernel
 def vector_gradients(
-    q, g, weights, dz, dx, spans, vectors, q_b, q_h, q_t, g_b, g_h, g_t,
-    length_q, heads, tiles, clusters, listed, offset, scale,
+    q, g, weights, dz, dx, gains, spans, vectors, grad_pools, q_b, q_h, q_t, g_b, g_h, g_t,
+    length_q, heads, tiles, clusters, listed, size, recent, offset, scale, POOLS: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr, SQUARE: tl.constexpr, STAGES: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (KP / CK, B H, splits). d k_mean, d var and d v_mean of CK clusters, over the tiles that see them, N rows at
-    a time."""
+    a time. POOLS: these are all clusters, of blocks that hold whole tiles of one query head, and dP of the rows of each
+    block is summed on the way (as of `pool_gradients`)."""
     pid, split = tl.program_id(1), tl.program_id(2)
     c, line = tl.program_id(0) * CK + tl.arange(0, CK), tl.arange(0, N)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
@@ -230,7 +232,12 @@ def vector_gradients(
     at = slot.to(tl.int64)[:, None] * M + line[None, :]
     dk, dv, ds = tl.zeros((CK, BD), tl.float32), tl.zeros((CK, BE), tl.float32), tl.zeros((CK, BD), tl.float32)
     number: tl.constexpr = M // N
-    low, high = share(split, first, end, GROUP)
+    whole, S = 1, tl.zeros((BD, BE), tl.float32)
+    if POOLS:
+        whole = size // M
+        gains += pid.to(tl.int64) * (tiles * M) + line
+        grad_pools += pid.to(tl.int64) * (KP * BD * BE) + d[:, None] * BE + e[None, :]
+    low, high = share(split, first, end, whole, GROUP)
     for i in tl.range(low * number, high * number, num_stages=STAGES):
         j = i // number
         own = first + j % (end - first)
@@ -243,6 +250,17 @@ def vector_gradients(
         dk = dot(tl.load(dz + here + at, mask=seen, other=0.0), rows, dk, PRECISION)
         dv = dot(tl.load(weights + here + at, mask=seen, other=0.0), grad, dv, PRECISION)
         ds = dot(tl.load(dx + here + at, mask=seen, other=0.0).to(SQUARE), squared(rows, SQUARE), ds, PRECISION)
+        if POOLS:
+            gain = tl.load(gains + own * M + (i % number) * N)
+            S = dot(weighed(tl.trans(rows), gain), grad, S, PRECISION)
+        dk, dv, ds = finished(dk), finished(dv), finished(ds)
+        if POOLS:
+            S = finished(S)
+            last = ((i + 1) % (whole * number) == 0) | (i + 1 == high * number)
+            if last:
+                block = (own * M + offset) // size
+                tl.store(grad_pools + (block - recent - 1) * (BD * BE), S)
+            S *= tl.where(last, 0.0, 1.0)
     row = (split.to(tl.int64) * tl.num_programs(1) + pid) * KP + c
     vectors += row[:, None] * (2 * BD + BE)
     tl.store(vectors + d[None, :], dk * scale)
@@ -279,7 +297,7 @@ def matrix_gradients(
     S0 = tl.zeros((BD, BE), tl.float32)
     S1, S2, S3 = S0, S0, S0
     number: tl.constexpr = M // N
-    low, high = share(split, first, end, GROUP)
+    low, high = share(split, first, end, 1, GROUP)
     for i in tl.range(low * number, high * number, num_stages=STAGES):
         j = i // number
         own = first + j % (end - first)

@@ -253,16 +253,16 @@ def attend(
     tops += slot * ((listed // CK) * M)
     end = tl.minimum(start + M, length_q)
     PLAIN: tl.constexpr = WITHIN and not ORDERED and not PREFIX
-    met = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
     if AHEAD and PLAIN:
-        asked_for(k, met[0], met[2], k_t)
-        asked_for(v, met[0], met[2], v_t)
+        begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
+        asked_for(k, begin, stop, k_t)
+        asked_for(v, begin, stop, v_t)
     names, count = list_within(lists, index, tiles, listed, offset + start, size, recent, GROUP, WITHIN)
     if AHEAD and PLAIN:
         asked_for(matrices + tl.maximum(count - 1, 0) * (2 * BD * BE), 0, 2 * BD * BE // 64, 64)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
-    # Looked at here, while the rows come.
-    fine = calm(vectors, bounds, start, end, length_k, size, recent, offset, BD, BE, KP, ORDERED, PREFIX)
+    if PLAIN:  # looked at here, while the rows come
+        fine = calm(vectors, bounds, start, end, length_k, size, recent, offset, BD, BE, KP, ORDERED, PREFIX)
     if NEAR:
         own = pid.to(tl.int64) * (length_q * GROUP * NEAR)
         number = numbered(index, tiles, row, length_q, GROUP)
@@ -312,6 +312,9 @@ def attend(
             out += g[:, None] * dot(rows, S, None, PRECISION)
     a = scale * LOG2E
     away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
+    if not PLAIN:
+        fine = calm(vectors, bounds, start, end, length_k, size, recent, offset, BD, BE, KP, ORDERED, PREFIX)
+    met = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
     if fine:
         top, total, out = with_window(
             rows, k, v, bounds, order, met, place, away, a, top, total, out, length_k, size, recent, k_t, v_t,

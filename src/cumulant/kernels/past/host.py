@@ -248,26 +248,30 @@ def _sums(
     weights, gains, dz, dx = rest
     tokens = *steps[0], *steps[4], shape.length_q, shape.heads, plan.head_tiles
     names = (*TILES, "E", "BE", "KP", "PRECISION")
-    config = plan.config("past_vector_gradients")
+    name = "past_vector_gradients_with_pools" if plan.response == 3 else "past_vector_gradients"
+    config = plan.config(name)
     at_once = min(config.keys, plan.KP)
     splits = _splits(plan, plan.KP // at_once * heads, q.device, config.key_stages)
     partial = vectors.new_empty(splits, *vectors.shape)
+    both = _within(call) and at_once == plan.KP and shape.group == 1 and call.offset % call.size == 0
+    found = vectors.new_empty(plan.pairs, plan.KP, plan.BD, plan.BE) if plan.response == 3 else vectors
     fixed = plan.once(
-        f"vector_gradients {unit}",
+        f"vector_gradients {unit} {both}",
         lambda: fixed_for(
-            plan, "past_vector_gradients", unit, *names, "SQUARE", rows=128, N=min(config.block or 128, shape.tile),
-            CK=at_once, STAGES=config.stages,
+            plan, name, unit, *names, "SQUARE", rows=128, N=min(config.block or 128, shape.tile),
+            CK=at_once, STAGES=config.stages, POOLS=both,
         ),
     )  # fmt: skip
     backward.vector_gradients.start(
-        (plan.KP // at_once, heads, splits), fixed, q, g, weights, dz, dx, call.spans, partial, *tokens,
-        call.clusters, call.lists.shape[-1] - 1, call.offset, call.scale,
+        (plan.KP // at_once, heads, splits), fixed, q, g, weights, dz, dx, gains, call.spans, partial, found, *tokens,
+        call.clusters, call.lists.shape[-1] - 1, call.size, call.recent, call.offset, call.scale,
     )  # fmt: skip
     grad_vectors = added_up(partial)
     if plan.response == 0:
         return grad_vectors, vectors
     if plan.response == 3:
-        return grad_vectors, _pool_gradients(plan, call, g, gains, vectors, unit, tokens)
+        _pool_gradients(plan, call, g, gains, found, both, unit, tokens)
+        return grad_vectors, found
     matrix = plan.config("past_matrix_gradients")
     C, N = matrix.keys, min(shape.tile, matrix.block)
     splits = _splits(plan, plan.KP // C * heads, q.device, 2)
@@ -295,10 +299,10 @@ def _fixed_pool(plan: Plan) -> Any:
 
 
 def _pool_gradients(
-    plan: Plan, call: Call, g: Tensor, gains: Tensor, vectors: Tensor, unit: int, tokens: tuple[int, ...]
-) -> Tensor:
-    """Gradients of the clusters' own matrices, (B H, KP, BD, BE) float32."""
-    found = vectors.new_empty(plan.pairs, plan.KP, plan.BD, plan.BE)
+    plan: Plan, call: Call, g: Tensor, gains: Tensor, found: Tensor, known: bool, unit: int, tokens: tuple[int, ...]
+) -> None:
+    """Writes gradients of the clusters' own matrices, (B H, KP, BD, BE) float32, in place of those of the pools, which
+    may be `known`."""
     config, size, N = plan.config("past_pool_gradients"), plan.BD * plan.BE, _CELLS
     names = (*TILES, "E", "BE", "KP", "PRECISION")
     fixed = plan.once(
@@ -308,12 +312,16 @@ def _pool_gradients(
             STAGES=config.stages,
         ),
     )  # fmt: skip
-    by_one.pool_gradients.start(
-        (call.clusters, plan.pairs, 1), fixed, call.query, g, gains, found, *tokens, call.size, call.recent, call.offset
-    )  # fmt: skip
+    if not known:
+        by_one.pool_gradients.start(
+            (call.clusters, plan.pairs, 1), fixed, call.query, g, gains, found, *tokens, call.size, call.recent,
+            call.offset,
+        )  # fmt: skip
+    least = max(0, call.offset // call.size - call.recent - 1)
     fixed = plan.once("handed_back", lambda: _fixed_pool(plan))
-    by_one.handed_back.start((size // N, plan.pairs, 1), fixed, found, call.bounds, plan.per, call.clusters)
-    return found
+    by_one.handed_back.start(
+        (size // N, plan.pairs, 1), fixed, found, call.bounds, plan.per, call.clusters, call.recent, least
+    )
 
 
 def _splits(plan: Plan, programs: int, device: torch.device, resident: int) -> int:

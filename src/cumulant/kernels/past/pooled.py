@@ -95,7 +95,8 @@ def pool_gradients(
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (clusters, B H). dP over the rows of a block, N at a time; gains (B H, tiles of all query heads, M)."""
+    """Grid (clusters, B H). dP over the rows of a block, N at a time; gains (B H, tiles of all query heads, M). For
+    calls whose `vector_gradients` do not give it."""
     p, pid = tl.program_id(0), tl.program_id(1)
     line, d, e = tl.arange(0, N), tl.arange(0, BD), tl.arange(0, BE)
     q = head(q, pid // heads, pid % heads * GROUP, 0, q_b, q_h, q_t, UNIT)
@@ -123,21 +124,30 @@ def next_back(total, tokens, P, size, grads):
     return total, tokens - size
 
 
+@triton.jit
+def given(grads, c, cell, least, end, SIZE: tl.constexpr):
+    """dP of cluster c, 0 but for those from `least` to `end`."""
+    return tl.load(grads, mask=cell < tl.where((c >= least) & (c < end), SIZE, 0), other=0.0)
+
+
 @kernel
-def handed_back(grads, bounds, per, clusters, KP: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
-    """Grid (SIZE / N, B H). dS in place of dP, (B H, KP, SIZE) float32, from the last cluster on, as `pools`."""
+def handed_back(grads, bounds, per, clusters, recent, least, KP: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
+    """Grid (SIZE / N, B H). dS in place of dP, (B H, KP, SIZE) float32, from the last cluster on, as `pools`. There is
+    no dP of clusters before `least`, and none of the last one and `recent` before it."""
     cell, pid = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1).to(tl.int64)
     bounds += (pid // per) * (2 * KP + 2)
     grads += pid * (KP * SIZE) + cell
     every = tl.arange(0, KP)
     tokens = tl.sum(tl.load(bounds + (KP + 1) + every) - tl.load(bounds + every)).to(tl.float32)
-    total, number = tl.zeros((N,), tl.float32), tl.cdiv(clusters, 4)
+    total, number, end = tl.zeros((N,), tl.float32), tl.cdiv(clusters, 4), clusters - recent - 1
     for i in range(0, number):
         c = (number - 1 - i) * 4
         at = grads + c * SIZE
-        P0, P1 = tl.load(at), tl.load(at + SIZE, mask=cell < tl.where(c + 1 < clusters, SIZE, 0), other=0.0)
-        P2 = tl.load(at + 2 * SIZE, mask=cell < tl.where(c + 2 < clusters, SIZE, 0), other=0.0)
-        P3 = tl.load(at + 3 * SIZE, mask=cell < tl.where(c + 3 < clusters, SIZE, 0), other=0.0)
+        P0, P1 = given(at, c, cell, least, end, SIZE), given(at + SIZE, c + 1, cell, least, end, SIZE)
+        P2, P3 = (
+            given(at + 2 * SIZE, c + 2, cell, least, end, SIZE),
+            given(at + 3 * SIZE, c + 3, cell, least, end, SIZE),
+        )
         n0, n1 = size_of(bounds, c, KP), size_of(bounds, c + 1, KP)
         n2, n3 = size_of(bounds, c + 2, KP), size_of(bounds, c + 3, KP)
         total, tokens = next_back(total, tokens, P3, n3, at + 3 * SIZE)
