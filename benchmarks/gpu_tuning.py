@@ -136,7 +136,7 @@ FAMILIES: dict[str, Family] = {
         "causal 64", _past(64),
         {
             "past_query_gradients_pooled": of((64, 8, 1, 1, 2, 128), (32, 8, 2, 1, 2, 128)),
-            "past_attend_pooled": of((64, 8, 2, 1, 2, 128)),
+            "past_attend_pooled": of((64, 8, 1, 1, 2, 128), (64, 8, 2, 1, 2, 128)),
             "past_key_gradients_pooled": of((64, 4, 2, 1)),
             "past_vector_gradients_with_pools": of((64, 8, 2, 64, 6, 128)),
         },
