@@ -117,17 +117,23 @@ FAMILIES: dict[str, Family] = {
         },
         ("pool", "query_moments", "choose_by_products", "tiles_of_clusters"),
     ),
+    # Of two stages a loop waits for what it asked for just before; of three for what it asked for a turn ago.
     "causal cluster": Family(
         "causal 64", _past(128),
         {
             "past_query_gradients_pooled": of(
-                (64, 8, 2, 1, 2, 128), (64, 8, 1, 1, 2, 128), (64, 8, 2, 0, 2, 128), (32, 8, 2, 1, 3, 128)
+                (64, 8, 2, 1, 3, 128), (64, 8, 2, 1, 2, 128), (64, 8, 1, 1, 3, 128), (64, 8, 2, 0, 3, 128),
+                (32, 8, 2, 1, 3, 128),
             ),
-            "past_key_gradients_pooled": of((64, 4, 2, 1), (64, 4, 2), (64, 4, 2, 1, 0, 168), (128, 8, 2, 1)),
-            "past_attend_pooled": of((64, 8, 2, 1, 3, 128), (64, 8, 1, 1, 3, 128), (64, 8, 2, 0, 3, 128)),
-            # The first two give what "pool_gradients" finds for the others: compare ms of all kernels.
+            "past_key_gradients_pooled": of(
+                (64, 4, 2, 1), (64, 4, 3, 1), (64, 4, 2, 1, 0, 168), (64, 4, 3, 1, 0, 168), (128, 8, 2, 1)
+            ),
+            "past_attend_pooled": of(
+                (64, 8, 2, 1, 3, 128), (64, 8, 3, 1, 3, 128), (64, 8, 1, 1, 3, 128), (64, 8, 2, 0, 3, 128)
+            ),
+            # All but the last give what "pool_gradients" finds for that: compare ms of all kernels.
             "past_vector_gradients_with_pools": of(
-                (64, 8, 2, 64, 6, 128), (32, 8, 3, 64, 6, 128), (0, 4, 2, 32, 4), (0, 4, 2, 32, 2)
+                (32, 8, 3, 64, 6, 128), (32, 8, 4, 64, 6, 128), (64, 8, 2, 64, 6, 128), (0, 4, 2, 32, 4)
             ),
         },
         ("statistics", "pools", "handed_back", "add_up"),
@@ -135,10 +141,10 @@ FAMILIES: dict[str, Family] = {
     "causal cluster 64": Family(
         "causal 64", _past(64),
         {
-            "past_query_gradients_pooled": of((64, 8, 1, 1, 2, 128), (32, 8, 2, 1, 2, 128)),
-            "past_attend_pooled": of((64, 8, 1, 1, 2, 128), (64, 8, 2, 1, 2, 128)),
+            "past_query_gradients_pooled": of((64, 8, 1, 1, 3, 128), (32, 8, 2, 1, 3, 128)),
+            "past_attend_pooled": of((64, 8, 1, 1, 2, 128)),
             "past_key_gradients_pooled": of((64, 4, 2, 1)),
-            "past_vector_gradients_with_pools": of((64, 8, 2, 64, 6, 128)),
+            "past_vector_gradients_with_pools": of((32, 8, 3, 64, 6, 128)),
         },
         (),
     ),

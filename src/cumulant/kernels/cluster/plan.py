@@ -50,10 +50,10 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     # of a multiprocessor.
     "past_attend": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 2, 0, 2), Config(32, 8, 1, 0, 1)),
     "past_attend_pooled": (Config(64, 8, 2, 1, 3, 128), Config(64, 8, 1, 0, 2), Config(32, 8, 1, 0, 1)),
-    "past_query_gradients_pooled": (Config(64, 8, 2, 1, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
+    "past_query_gradients_pooled": (Config(64, 8, 2, 1, 3, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
     "past_query_gradients": (Config(64, 8, 3, 0, 2, 128), Config(64, 8, 1, 0, 1), Config(32, 8, 1, 0, 1)),
     "past_vector_gradients": (Config(0, 4, 2, 32, 2), Config(0, 8, 1, 32, 2), Config(0, 8, 1, 32, 2)),
-    "past_vector_gradients_with_pools": (Config(64, 8, 2, 64, 6, 128), Config(0, 8, 1, 32, 2), Config(0, 8, 1, 32, 2)),
+    "past_vector_gradients_with_pools": (Config(32, 8, 3, 64, 6, 128), Config(0, 8, 1, 32, 2), Config(0, 8, 1, 32, 2)),
     "past_matrix_gradients": (Config(64, 4, 3, 4), Config(64, 8, 2, 1), Config(32, 8, 1, 1)),
     "past_pool_gradients": (Config(64, 4, 3), Config(64, 8, 2), Config(32, 8, 1)),
     "past_key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),

@@ -254,9 +254,9 @@ def attend(
     end = tl.minimum(start + M, length_q)
     PLAIN: tl.constexpr = WITHIN and not ORDERED and not PREFIX
     if AHEAD and PLAIN:
-        begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
-        asked_for(k, begin, stop, k_t)
-        asked_for(v, begin, stop, v_t)
+        near = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
+        asked_for(k, near[0], near[2], k_t)
+        asked_for(v, near[0], near[2], v_t)
     names, count = list_within(lists, index, tiles, listed, offset + start, size, recent, GROUP, WITHIN)
     if AHEAD and PLAIN:
         asked_for(matrices + tl.maximum(count - 1, 0) * (2 * BD * BE), 0, 2 * BD * BE // 64, 64)
