@@ -16,7 +16,7 @@ from torch import Tensor
 from cumulant.cluster import Blocks, KMeans, cluster_attention
 from cumulant.cluster.run import _kept
 from cumulant.kernels.cluster import host as triton_cluster
-from cumulant.kernels.cluster.plan import Plan, of_blocks
+from cumulant.kernels.cluster.plan import Plan, _plan_of, of_blocks
 
 POOLED: dict[str, Any] = {"clusters": 128, "near": 2, "near_rows": 128, "rank": "mean", "response": "pooled"}
 
@@ -87,6 +87,22 @@ def test_clusters_of_whole_blocks_are_read_without_their_ends(response: str | No
     with torch.no_grad():
         alone = cluster_attention(q, k, v, backend="triton", **options)
     assert error(alone, exact[0]) < 2 * error(plain[0], exact[0]) + 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"key_mask": True}, {"prefix": 1}])
+def test_points_that_are_found_once_a_head_are_those_of_each_cluster(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (tokens(2, 1, L, 32, mean=m, dtype=torch.bfloat16, seed=L) for L, m in ((40, 0), (193, 3), (193, 5)))
+    if "key_mask" in options:
+        options = {"key_mask": torch.arange(193, device=DEVICE) < torch.tensor([[193], [100]], device=DEVICE)}
+    found = []
+    for many in (False, True):
+        monkeypatch.setattr(Plan, "many_clusters", lambda self, device, many=many: many)
+        _plan_of.cache_clear()
+        found.append(cluster_attention(q, k, v, clusters=3, near=1, near_rows=32, backend="triton", **options))
+    _plan_of.cache_clear()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("width", [72, 96])

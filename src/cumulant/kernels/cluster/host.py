@@ -97,16 +97,27 @@ def find_statistics(
     vectors, factors, matrices = outputs[2:5]
     pooled, shape = plan.response == 3, plan.shape
     each = matrices.new_empty(plan.pairs, plan.KP, plan.BD, plan.BE) if pooled else matrices
+    points, given = vectors, plan.many_clusters(call.key.device) and not causal
+    if given:
+        points = factors.new_empty(plan.pairs, 2 * plan.BD + plan.BE)
+        names = ("ORDERED", "D", "E", "BD", "BE", "KP")
+        fixed = plan.once(f"points {unit}", lambda: fixed_for(plan, "points", unit, *names, rows=128))
+        statistics.points.start(
+            (plan.pairs, 1, 1), fixed, call.key, call.value, call.bounds, order_of(call), points, *steps[1], *steps[2],
+            shape.length_k, shape.heads, shape.clusters, plan.per,
+        )  # fmt: skip
+    N = plan.config("statistics").block
     fixed = plan.once(
         f"statistics {unit} {causal}",
         lambda: fixed_for(
             plan, "statistics", unit, "ORDERED", "D", "E", "BD", "BE", "KP", "PRECISION", rows=128,
-            N=plan.config("statistics").block, FOLD=16, STAGES=plan.config("statistics").stages, CAUSAL=causal,
+            N=N, FOLD=16, STAGES=plan.config("statistics").stages, CAUSAL=causal, GIVEN=given,
+            EVEN=shape.equal and shape.longest % N == 0,
         ),
     )  # fmt: skip
     statistics.statistics.start(
-        (plan.KP, plan.pairs, 1), fixed, call.key, call.value, call.bounds, order_of(call), vectors, factors, each,
-        *steps[1], *steps[2], shape.length_k, shape.heads, shape.clusters, plan.per, call.scale,
+        (plan.KP, plan.pairs, 1), fixed, call.key, call.value, call.bounds, order_of(call), points, vectors, factors,
+        each, *steps[1], *steps[2], shape.length_k, shape.heads, shape.clusters, plan.per, call.scale,
     )  # fmt: skip
     if pooled and past is not None:
         past(plan, call, each, matrices)

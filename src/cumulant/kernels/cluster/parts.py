@@ -144,6 +144,17 @@ def packed(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def widened(x):
+    """x in float32, one instruction a number: the compiler by itself takes a number out of its pair first."""
+    if INTERPRET or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def parts(x, dtype: tl.constexpr):
     """x as the sum of two numbers of the type: rounded, and what that left over (nothing, for float32)."""
     high = packed(x, dtype)

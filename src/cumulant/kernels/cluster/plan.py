@@ -30,6 +30,7 @@ THIRD_STAGE = 115_000  # bytes of shared memory that programs take with three st
 # clusters of a program, in fifth the programs of a multiprocessor.
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "statistics": (Config(64, 4, 3, registers=168), Config(64, 4, 2), Config(32, 4, 1)),
+    "points": (Config(0, 4, 1), Config(0, 4, 1), Config(0, 4, 1)),
     "pool": (Config(128, 4, 1), Config(128, 4, 1), Config(128, 4, 1)),
     "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "query_moments": (Config(0, 2, 1), Config(0, 8, 1), Config(0, 8, 1)),
@@ -238,6 +239,11 @@ class Plan:
         seen = self.dtype != torch.float32 and max(self.BD, self.BE) <= 64 and self.KP <= 256
         programs = self.pairs * cdiv(self.tiles, self.config("choose_by_products").block)
         return seen and programs >= multiprocessors(device)
+
+    def many_clusters(self, device: torch.device) -> bool:
+        """Whether what the clusters of a head measure tokens from is found once, by a launch of its own: where
+        multiprocessors have several clusters each. In float32 each cluster has its own."""
+        return self.dtype != torch.float32 and self.pairs * self.KP >= 8 * multiprocessors(device)
 
     def few_tiles(self, device: torch.device) -> bool:
         """Whether tiles that choose by their mean have a multiprocessor each: then one launch does all of it."""

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import fold, head, kernel
-from .parts import LOG2E, origin_of, parts, picked_tile, placed, store_picked
+from ..tokens import fold, head, kernel, minus
+from .parts import LOG2E, origin_of, parts, picked_tile, placed, store_picked, widened
 
 
 @triton.jit
@@ -56,6 +56,40 @@ def sample_mean(x, first, end, stride, order, columns, WIDTH: tl.constexpr, BLOC
 
 
 @triton.jit
+def points_of(
+    k, v, k_t, v_t, order, start, count, d, e, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    """`common_point` of the keys and of the values of `count` tokens from `start` on."""
+    k0, k1, k2, k3 = samples(k, k_t, order, start, count, d, D, ORDERED)
+    v0, v1, v2, v3 = samples(v, v_t, order, start, count, e, E, ORDERED)
+    return common_point(k0, k1, k2, k3), common_point(v0, v1, v2, v3)
+
+
+@kernel
+def points(
+    k, v, bounds, order, found, k_b, k_h, k_t, v_b, v_h, v_t, length_k, heads, clusters, per,
+    ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, KP: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H). What `statistics` measures all tokens of a head from, (B H, 2 BD + BE): the origin of its keys, and
+    the `common_point` of keys and of values."""
+    pid, d, e = tl.program_id(0), tl.arange(0, BD), tl.arange(0, BE)
+    order += (pid // per).to(tl.int64) * length_k
+    k = head(k, pid // heads, pid % heads, 0, k_b, k_h, k_t, UNIT)
+    v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
+    k_t, v_t = k_t * UNIT, v_t * UNIT
+    count = length_k
+    if ORDERED:
+        count = tl.load(bounds + (pid // per) * (2 * KP + 2) + KP + clusters)
+    k_point, v_point = points_of(k, v, k_t, v_t, order, 0 * count, count, d, e, D, E, BD, BE, ORDERED)
+    found += pid.to(tl.int64) * (2 * BD + BE)
+    tl.store(found + d, cast(sample_mean(k, 0 * count, count, k_t, order, d, D, BD, ORDERED), k.dtype.element_ty))
+    tl.store(found + BD + d, k_point)
+    tl.store(found + 2 * BD + e, v_point)
+
+
+@triton.jit
 def moved(x, y, token, place, there, x_t, y_t, BACK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """Rows `place` of x to rows `token` of y; BACK: the other way."""
     d = tl.arange(0, BD)
@@ -86,16 +120,17 @@ def reorder(
 
 @kernel
 def statistics(
-    k, v, bounds, order, vectors, factors, matrices, k_b, k_h, k_t, v_b, v_h, v_t,
+    k, v, bounds, order, points, vectors, factors, matrices, k_b, k_h, k_t, v_b, v_h, v_t,
     length_k, heads, clusters, per, scale,
     ORDERED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, KP: tl.constexpr,
     N: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, GIVEN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (KP, B H). Means and centred second moments of the tokens of one cluster, and their factors.
 
     Tokens are read once: they are measured from a `common_point` (float32: from the mean of a sample), and what that is
-    off their mean is taken away from the moments at the end. CAUSAL: no other token is looked at but the first of all,
+    off their mean is taken away from the moments at the end. GIVEN: these points are in `points`. EVEN: all clusters
+    are whole blocks of N, but for those without tokens. CAUSAL: no other token is looked at but the first of all,
     the origin, and of a token that is not a number only the mean of the keys knows.
     """
     c, pid = tl.program_id(0), tl.program_id(1)
@@ -108,42 +143,44 @@ def statistics(
     v = head(v, pid // heads, pid % heads, 0, v_b, v_h, v_t, UNIT)
     k_t, v_t = k_t * UNIT, v_t * UNIT
     over = 1.0 / tl.maximum(end - first, 1).to(tl.float32)
-    count = length_k
-    if ORDERED:  # tokens that take no part may hold anything
-        count = tl.load(bounds + KP + clusters)
-    start = first * 0
-    if CAUSAL:
-        start, count = first, end - first
     row = pid.to(tl.int64) * tl.num_programs(0) + c
     factors += row * (4 * BD + 2 * BE)
-    if CAUSAL:
-        origin = sample(k, k_t, order, 0, tl.minimum(length_k, 1), 0, d, D, ORDERED)
+    if GIVEN:
+        points += pid.to(tl.int64) * (2 * BD + BE)
+        k_point, v_point = tl.load(points + BD + d).to(tl.float32), tl.load(points + 2 * BD + e).to(tl.float32)
     else:
-        origin = cast(sample_mean(k, start, start + count, k_t, order, d, D, BD, ORDERED), dtype)
-    tl.store(factors + 3 * BD + d, origin)  # read again at the end: in the loop there are no registers left for it
-    k0, k1, k2, k3 = samples(k, k_t, order, start, count, d, D, ORDERED)
-    if dtype == tl.float32:
-        k_point = sample_mean(k, first, end, k_t, order, d, D, BD, ORDERED)
-        v_point = sample_mean(v, first, end, v_t, order, e, E, BE, ORDERED)
-    else:
-        v0, v1, v2, v3 = samples(v, v_t, order, start, count, e, E, ORDERED)
-        k_point, v_point = common_point(k0, k1, k2, k3), common_point(v0, v1, v2, v3)
+        count = length_k
+        if ORDERED:  # tokens that take no part may hold anything
+            count = tl.load(bounds + KP + clusters)
+        start = first * 0
+        if CAUSAL:
+            start, count = first, end - first
+            origin = sample(k, k_t, order, 0, tl.minimum(length_k, 1), 0, d, D, ORDERED)
+        else:
+            origin = cast(sample_mean(k, start, start + count, k_t, order, d, D, BD, ORDERED), dtype)
+        tl.store(factors + 3 * BD + d, origin)  # read again at the end: in the loop there are no registers left for it
+        if dtype == tl.float32:
+            k_point = sample_mean(k, first, end, k_t, order, d, D, BD, ORDERED)
+            v_point = sample_mean(v, first, end, v_t, order, e, E, BE, ORDERED)
+        else:
+            k_point, v_point = points_of(k, v, k_t, v_t, order, start, count, d, e, D, E, BD, BE, ORDERED)
     S, P = tl.zeros((BD, BE), tl.float32), tl.zeros((FOLD, BD), tl.float32)
     k_sum, v_sum = tl.zeros((FOLD, BD), tl.float32), tl.zeros((FOLD, BE), tl.float32)
     FIRST: tl.constexpr = ORDERED or dtype == tl.float32  # the product before the sums: whichever order spills less
     for at in tl.range(first, end, N, num_stages=STAGES):
-        there = at + n < end
-        place, inside = placed(order, at + n, there, ORDERED, False), there[:, None]
-        dk = picked_tile(k, place, there, k_t, d, D, BD, False).to(tl.float32) - k_point[None, :]
-        dv = picked_tile(v, place, there, v_t, e, E, BE, False).to(tl.float32) - v_point[None, :]
+        there = at + n < tl.where(EVEN, at + N, end)
+        place = placed(order, at + n, there, ORDERED, EVEN)
+        x = picked_tile(k, place, there, k_t, d, D, BD, EVEN)
+        y = picked_tile(v, place, there, v_t, e, E, BE, EVEN)
         # Where four tokens are alike by chance differences are rounded all the same. Sums and products are then of the
         # same numbers, so that S stays centred.
-        dk, dv = cast(tl.where(inside, dk, 0.0), dtype), cast(tl.where(inside, dv, 0.0), dtype)
+        dk, dv = minus(x, k_point, there), minus(y, v_point, there)
         if FIRST:
             S = dot(tl.trans(dk), dv, S, PRECISION)
-        k_sum += fold(dk.to(tl.float32), FOLD)
-        v_sum += fold(dv.to(tl.float32), FOLD)
-        P += fold(dk.to(tl.float32) * dk.to(tl.float32), FOLD)
+        wide = widened(dk)
+        k_sum += fold(wide, FOLD)
+        v_sum += fold(widened(dv), FOLD)
+        P += fold(wide * wide, FOLD)
         if not FIRST:
             S = dot(tl.trans(dk), dv, S, PRECISION)
     k_off, v_off = tl.sum(k_sum, 0) * over, tl.sum(v_sum, 0) * over
@@ -159,8 +196,14 @@ def statistics(
     tl.store(vectors + d, k_mean)
     tl.store(vectors + BD + d, spread)
     tl.store(vectors + 2 * BD + e, v_mean)
-    tl.debug_barrier()
-    high, low = parts((k_mean - origin_of(factors, d, BD)) * (scale * LOG2E), dtype)
+    if GIVEN:
+        origin = tl.load(points + d)
+        tl.store(factors + 3 * BD + d, origin)
+        away = k_mean - origin.to(tl.float32)
+    else:
+        tl.debug_barrier()
+        away = k_mean - origin_of(factors, d, BD)
+    high, low = parts(away * (scale * LOG2E), dtype)
     tl.store(factors + d, high)
     tl.store(factors + BD + d, low)
     tl.store(factors + 2 * BD + d, cast(spread * (scale * scale), dtype))
