@@ -347,6 +347,9 @@ def _backward_keys(
 ) -> None:  # fmt: skip
     (q, k, v), shape, config, vectors = call[:3], plan.shape, plan.config("key_gradients"), outputs[2]
     lists = _tiles_of_clusters(plan, outputs[5]) if shape.near else (call.bounds, call.bounds)
+    terms = plan.response == 3 and q.dtype != torch.float32
+    if terms:
+        vectors, grad_matrices = _key_terms(plan, call, vectors, grad_vectors, grad_matrices)
     loose = not shape.longest  # then a block more than a fair share; who has more takes them in turn
     blocks = cdiv(shape.longest or 2 * shape.length_k // shape.clusters, config.block)
     grid = max(1, blocks), shape.clusters, plan.pairs
@@ -357,8 +360,8 @@ def _backward_keys(
         lambda: fixed_for(
             plan, "key_gradients", unit, *TILES, "ORDERED", "WHOLE", "E", "BE", "KP", "PRECISION",
             rows=128 if shape.tile >= 64 else 32, LOOSE=loose, SPREAD=plan.loose, NEAR=shape.near,
-            RESPONSE=plan.response > 0, POOLED=plan.response == 3, N=config.block, ROWS=min(shape.tile, 64),
-            STAGES=config.stages,
+            RESPONSE=plan.response > 0, POOLED=plan.response == 3, TERMS=terms,
+            EVEN=plan.even(config.block), N=config.block, ROWS=min(shape.tile, 64), STAGES=config.stages,
         ),
     )  # fmt: skip
     keys.key_gradients.start(
@@ -367,6 +370,22 @@ def _backward_keys(
         *steps[0], *steps[1], *steps[2], *steps[4], *steps[6], *steps[7],
         shape.length_q, shape.length_k, shape.heads, plan.head_tiles, plan.tiles, plan.per, call.scale,
     )  # fmt: skip
+
+
+def _key_terms(
+    plan: Plan, call: Call, vectors: Tensor, grad_vectors: Tensor, grad_matrices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `keys.key_terms` writes."""
+    terms, halves = torch.empty_like(vectors), call.query.new_empty(plan.pairs, 2, plan.BD, plan.BE)
+    CK = min(plan.KP, plan.config("key_terms").block)
+    fixed = plan.once(
+        "key_terms", lambda: fixed_for(plan, "key_terms", 0, "BD", "BE", "KP", "PRECISION", CK=CK, rows=128)
+    )
+    keys.key_terms.start(
+        (plan.KP // CK, plan.pairs, 1), fixed, vectors, grad_vectors, grad_matrices, call.bounds, terms, halves,
+        plan.per, call.scale,
+    )  # fmt: skip
+    return terms, halves
 
 
 def backward_prefix(

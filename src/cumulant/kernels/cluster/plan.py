@@ -44,6 +44,7 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "vector_gradients": (Config(64, 4, 2), Config(64, 8, 1), Config(32, 8, 1)),
     "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
     "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),
+    "key_terms": (Config(64, 4, 1), Config(64, 8, 1), Config(64, 4, 1)),
     "key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
     # Those of kernels/past; fifth: stages of the loop over the window. "_pooled": in third place stages of the loop
     # over clusters, in fourth whether what the loop over tokens reads is asked for at the start, where heads have 128
