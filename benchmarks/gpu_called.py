@@ -86,6 +86,7 @@ CASES: dict[str, Case] = {
     "masked": case(8, 12, 16384, 64, masked=True, clusters=64, near=2, goal=(10, 8)),
     "long": case(2, 12, 65536, 64, clusters=256, near=2, goal=(40, 0)),
     "grid 64k": case(1, 4, 65536, 96, clusters=(8, 8), grid=(256, 256), near=4, goal=(18, 0)),
+    "grid 64k, 256": case(1, 4, 65536, 96, clusters=(16, 16), grid=(256, 256), near=4, goal=(18, 0)),
     "4k": case(8, 12, 4096, 64, clusters=64, near=2, goal=(1, 1)),
     "order 3, 64": case(256, 12, 64, 64, order=3, goal=(1, 1)),
     "grid 4k": case(1, 4, 4096, 96, clusters=(8, 8), grid=(64, 64), near=4, goal=(1, 1)),
