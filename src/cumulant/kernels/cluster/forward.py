@@ -20,8 +20,9 @@ from .parts import (
     LOG2E,
     LOWEST,
     NOTHING,
+    block_tile,
     counted,
-    far_logs,
+    far_logs_of,
     finished,
     finite,
     first_row,
@@ -41,10 +42,12 @@ from .parts import (
     reciprocal,
     rows_from,
     squared,
+    tanh_masses,
     tile,
     token_in_row,
     value_means,
     variances,
+    widened,
 )
 from .rows import with_means, write_rows
 
@@ -290,9 +293,12 @@ def cut(x, M: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def joined(first, last, M: tl.constexpr, HALF: tl.constexpr):
-    """The inverse of `cut`."""
-    return tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), (M, 2 * HALF))
+def common_answer(rows, S, size, PRECISION: tl.constexpr):
+    """q S with the one S of all clusters, rounded and, `size` further on, what that lost."""
+    answer = dot(rows, tl.load(S), None, PRECISION)
+    if rows.dtype != tl.float32:
+        answer = dot(rows, tl.load(S + size), answer, PRECISION)
+    return answer
 
 
 @kernel
@@ -301,7 +307,7 @@ def attend(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     length_q, length_k, heads, tiles, clusters, per, blocks, all_blocks, T, R, scale,
     CLOSURE: tl.constexpr, CHOOSE: tl.constexpr, BY_ERROR: tl.constexpr, KEEP: tl.constexpr, NEAR: tl.constexpr,
-    GROUP: tl.constexpr, PREFIX: tl.constexpr, ORDERED: tl.constexpr,
+    GROUP: tl.constexpr, PREFIX: tl.constexpr, ORDERED: tl.constexpr, WHOLE: tl.constexpr,
     RESPONSE: tl.constexpr, EVEN: tl.constexpr, LOOSE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CK: tl.constexpr, KP: tl.constexpr,
     SQUARE: tl.constexpr, CHUNK_STAGES: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
@@ -335,18 +341,22 @@ def attend(
     near += slot * T
     gains += slot * (KP * M)
     tops += slot * ((KP // CK) * M)
-    rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
+    rows = block_tile(q, row, q_t * UNIT, d, length_q, D, BD, WHOLE)
 
     top, total = tl.full((M,), NOTHING, tl.float32), tl.zeros((M,), tl.float32)
     out = tl.zeros((M, BE), tl.float32)
     answering = tl.zeros((M,), tl.float32)
     squares = squared(rows, SQUARE)
+    TANH: tl.constexpr = CLOSURE == 1 and dtype != tl.float32 and not CHOOSE
     for chunk in tl.range(0, KP, CK, num_stages=CHUNK_STAGES):
         c = chunk + tl.arange(0, CK)
-        size = far_logs(logs, near, c, 0 if CHOOSE else NEAR)
+        size = far_logs_of(logs, near, chunk, CK, 0 if CHOOSE else NEAR)
         var = variances(factors, vectors, c, d, scale, SQUARE, BD, BE)
         high, low = key_means(factors, c, d, BD, BE)
-        z, x, grow, lift = masses(rows, squares, var, high, low, size, CLOSURE, PRECISION)
+        if TANH:
+            z, x, e_s, over = tanh_masses(rows, squares, var, high, low, size, PRECISION)
+        else:
+            z, x, grow, lift = masses(rows, squares, var, high, low, size, CLOSURE, PRECISION)
         if CHOOSE:  # what is held while clusters are compared: z with all of phi, and f
             z, lift = z + (log2_above_1(2.0 * grow) - 1.0), lift * reciprocal(grow)
             share = tl.exp2(z - tl.max(z, 1)[:, None])
@@ -368,17 +378,25 @@ def attend(
         p = tl.exp2(z - finite(higher)[:, None])
         fading = tl.exp2(top - finite(higher))
         top = higher
+        if TANH:
+            lifted, p = (p - p * e_s) * over, p + p * e_s
+        else:
+            lifted = p * lift
+            if not CHOOSE:
+                p *= grow
         if RESPONSE == 3:
-            answering = answering * fading + tl.sum(p * lift, 1)
+            answering = answering * fading + tl.sum(lifted, 1)
         elif RESPONSE:
-            tl.store(gains + c[None, :] * M + line[:, None], packed(p * lift, gains.dtype.element_ty))
+            tl.store(gains + c[None, :] * M + line[:, None], packed(lifted, gains.dtype.element_ty))
             if KP > CK:
                 tl.store(tops + (chunk // CK) * M + line, finite(top))
-        if not CHOOSE:
-            p *= grow
         total = total * fading + tl.sum(p, 1)
         high, low = value_means(factors, c, e, BD, BE)
         out = with_means(out, fading, p, high, low, KEEP, PRECISION)
+        if WIDE:
+            out = finished(out)
+    if TANH:  # sums are twice as large as they are in units of 2^top
+        top -= 1.0
     cell = d[:, None] * BE + e[None, :]
     if RESPONSE == 1 or RESPONSE == 2:
         tl.debug_barrier()
@@ -393,25 +411,25 @@ def attend(
             S = tl.load(matrices + c * (BD * BE) + cell)
             g = tl.load(gains + c * M + line).to(tl.float32)
             if KP > CK:
-                g *= tl.exp2(tl.load(tops + (c // CK) * M + line) - finite(top))
+                g *= tl.exp2(tl.load(tops + (c // CK) * M + line) - (finite(top) + (1.0 if TANH else 0.0)))
             out += g[:, None] * dot(rows, S, None, PRECISION)
     if NEAR:
         if CHOOSE:
             tl.debug_barrier()
         a = scale * LOG2E
-        away = a * tl.sum(rows.to(tl.float32) * origin_of(factors, d, BD)[None, :], 1)
+        away = a * tl.sum(widened(rows) * origin_of(factors, d, BD)[None, :], 1)
         listed, near_blocks = near_list(near, NEAR), all_blocks
         if LOOSE:
             near_tokens, begins, shifts = near_row(near, bounds, NEAR, KP)
             near_blocks = tl.cdiv(near_tokens, N)
         if WIDE:
             x, y = tl.arange(0, 64), tl.arange(0, WIDE)
-            rows_x = tile(q, row, q_t * UNIT, x, length_q, 64, 64)
-            rows_y = tile(q + 64, row, q_t * UNIT, y, length_q, D - 64, WIDE)
+            rows_x = block_tile(q, row, q_t * UNIT, x, length_q, 64, 64, WHOLE)
+            rows_y = block_tile(q + 64, row, q_t * UNIT, y, length_q, D - 64, WIDE, WHOLE)
             out, out_y = cut(out, M, 64)
-            out_y, beyond = cut(out_y, M, 32)
+            out_y, _ = cut(out_y, M, 32)
             if WIDE == 16:
-                out_y, beyond_y = cut(out_y, M, 16)
+                out_y, _ = cut(out_y, M, 16)
         for i in tl.range(0, near_blocks, num_stages=NEAR_STAGES):
             if LOOSE:
                 token = i * N + tl.arange(0, N)
@@ -424,7 +442,10 @@ def attend(
                 keys, values = rows_from(k, first, k_t, d, N), rows_from(v, first, v_t, e, N)
             else:
                 place = placed(order, token, there, ORDERED, EVEN)
-                if WIDE:
+                if WIDE and EVEN and not ORDERED and D == 64 + WIDE:
+                    keys, keys_y = rows_from(k, first, k_t, x, N), rows_from(k + 64, first, k_t, y, N)
+                    values, values_y = rows_from(v, first, v_t, x, N), rows_from(v + 64, first, v_t, y, N)
+                elif WIDE:
                     keys = picked_tile(k, place, there, k_t, x, 64, 64, EVEN)
                     keys_y = picked_tile(k + 64, place, there, k_t, y, D - 64, WIDE, EVEN)
                     values = picked_tile(v, place, there, v_t, x, 64, 64, EVEN)
@@ -444,24 +465,29 @@ def attend(
             fading = tl.exp2(top - finite(higher))
             # The weights that values get and their sum are rounded alike: the rest would move values far from 0.
             rounded = packed(p, dtype)
-            total = total * fading + tl.sum(rounded.to(tl.float32), 1)
+            total = total * fading + tl.sum(widened(rounded), 1)
             if RESPONSE == 3:
                 answering *= fading
             out = dot(rounded, values, out * fading[:, None], PRECISION)
             if WIDE:
-                out_y = finished(dot(rounded, values_y, out_y * fading[:, None], PRECISION))
+                out_y = dot(rounded, values_y, out_y * fading[:, None], PRECISION)
             out = finished(out)
+            if WIDE:
+                out_y = finished(out_y)
             top = higher
-        if WIDE:
-            if WIDE == 16:
-                out_y = joined(out_y, beyond_y, M, 16)
-            out = joined(out, joined(out_y, beyond, M, 32), M, 64)
-    if RESPONSE == 3:
-        answer = dot(rows, tl.load(matrices + cell), None, PRECISION)
-        if dtype != tl.float32:
-            answer = dot(rows, tl.load(matrices + BD * BE + cell), answer, PRECISION)
-        out += answering[:, None] * answer
+    if WIDE:
+        y = tl.arange(0, WIDE)
+        if RESPONSE == 3:
+            S = matrices + d[:, None] * BE
+            out += answering[:, None] * common_answer(rows, S + tl.arange(0, 64)[None, :], BD * BE, PRECISION)
+            out_y += answering[:, None] * common_answer(rows, S + 64 + y[None, :], BD * BE, PRECISION)
+        write_rows(
+            o + 64, rounding + 64, lse, out_y, top, total, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t,
+            KEEP, GROUP, E - 64, WIDE, UNIT,
+        )  # fmt: skip
+    elif RESPONSE == 3:
+        out += answering[:, None] * common_answer(rows, matrices + cell, BD * BE, PRECISION)
     write_rows(
         o, rounding, lse, out, top, total, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t,
-        KEEP, GROUP, E, BE, UNIT,
+        KEEP, GROUP, 64 if WIDE else E, 64 if WIDE else BE, UNIT,
     )  # fmt: skip

@@ -195,7 +195,7 @@ def _attend(plan: Plan, call: Call, outputs: Sequence[Tensor], unit: int, steps:
     fixed = plan.once(
         f"attend {unit} {keep}",
         lambda: fixed_for(
-            plan, "attend", unit, *ROWS_OF, "PREFIX", "ORDERED", "E", "RESPONSE",
+            plan, "attend", unit, *ROWS_OF, "PREFIX", "ORDERED", "WHOLE", "E", "RESPONSE",
             CHOOSE=plan.fused, BY_ERROR=shape.rank == "error", KEEP=keep, EVEN=plan.even(config.block), N=config.block,
             LOOSE=plan.loose,
             CHUNK_STAGES=1 if plan.fused or apart else config.stages, NEAR_STAGES=plan.near_stages(config, q.device),

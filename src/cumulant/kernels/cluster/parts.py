@@ -228,6 +228,34 @@ def far_logs(logs, near, c, T: tl.constexpr):
 
 
 @triton.jit
+def far_logs_of(logs, near, chunk, CK: tl.constexpr, T: tl.constexpr):
+    """`far_logs` of the CK clusters from `chunk` on. Numbers are compared less `chunk`, which the compiler has in 64
+    bits, for addresses, and would compare so."""
+    i = tl.arange(0, CK)
+    size = tl.load(logs + chunk + i)
+    if T <= 8:
+        for t in tl.static_range(T):
+            size = tl.where(i == tl.load(near + t) - chunk, NOTHING, size)
+    else:
+        for t in range(T):
+            size = tl.where(i == tl.load(near + t) - chunk, NOTHING, size)
+    return size
+
+
+@triton.jit
+def tanh_masses(q, squares, var, high, low, logs, PRECISION: tl.constexpr):
+    """What `masses` gives of tanh, with z one too large: z + r + 1, x, e and 1 / s, so that masses are 2^z (1 + e) and
+    those times f 2^z (1 - e) / s. For 16 bits. Cost: 3 n CK BD."""
+    x = dot(squares, tl.trans(var), None, PRECISION)
+    z = dot(q, tl.trans(high), None, PRECISION)
+    z = dot(q, tl.trans(low), z, PRECISION)
+    y = tl.maximum(x, 1e-6)
+    over = inverse_root(y)
+    s = y * over
+    return (z + logs[None, :]) + s * LOG2E, x, tl.exp2(s * (-2.0 * LOG2E)), over
+
+
+@triton.jit
 def counted(score, there):
     """Scores, -1 of clusters that are not there; also in place of what is not a number, which would have no rank."""
     return tl.where(there & (score >= 0.0), score, -1.0)

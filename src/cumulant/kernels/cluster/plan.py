@@ -210,7 +210,8 @@ class Plan:
         """Columns that near tokens have beyond the first 64, where 64 and these hold heads that BD would pad further;
         else 0. A quarter fewer products for heads of 96."""
         shape, columns = self.shape, padded(self.shape.D - 64) if self.shape.D > 64 else 64
-        return columns if shape.D == shape.E and columns < 64 and self.dtype != torch.float32 else 0
+        narrow = self.listed > 0 and shape.D == shape.E and columns < 64
+        return columns if narrow and self.dtype != torch.float32 else 0
 
     @cached_property
     def shares_sums(self) -> bool:

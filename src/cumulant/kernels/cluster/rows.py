@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from .parts import finished, own_head, packed, parts, query_head, store_tile, tile, twice_gain_slope
+from .parts import block_tile, finished, own_head, packed, parts, query_head, store_tile, twice_gain_slope, widened
 
 
 @triton.jit
@@ -49,19 +49,19 @@ def write_rows(
 @triton.jit
 def read_rows(
     o, rounding, lse, grad, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t,
-    GROUP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Of what `write_rows` wrote of a tile: delta = do.out, and log2 of the sums of weights.
+    """Of what `write_rows` wrote of a tile: delta = do.out, and log2 of the sums of weights. WHOLE: the tile is full.
 
     `rounding` is what the output lost when it was rounded to 16 bits: delta is a difference of larger numbers.
     """
     e = tl.arange(0, BE)
     o = query_head(o, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
-    outs = tile(o, row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
+    outs = widened(block_tile(o, row, o_t * UNIT, e, length_q, E, BE, WHOLE))
     if o.dtype.element_ty != tl.float32:
         rounding = query_head(rounding, pid, heads, index, tiles, o_b, o_h, o_t, GROUP, UNIT)
-        outs += tile(rounding, row, o_t * UNIT, e, length_q, E, BE).to(tl.float32)
-    delta = tl.sum(grad.to(tl.float32) * outs, 1)
+        outs += widened(block_tile(rounding, row, o_t * UNIT, e, length_q, E, BE, WHOLE))
+    delta = tl.sum(widened(grad) * outs, 1)
     at_row = own_head(pid, index, tiles, GROUP) * length_q + row
     return delta, tl.load(lse + at_row, mask=row < length_q, other=float("inf"))
 
