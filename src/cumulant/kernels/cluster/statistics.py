@@ -167,9 +167,14 @@ def statistics(
     S, P = tl.zeros((BD, BE), tl.float32), tl.zeros((FOLD, BD), tl.float32)
     k_sum, v_sum = tl.zeros((FOLD, BD), tl.float32), tl.zeros((FOLD, BE), tl.float32)
     FIRST: tl.constexpr = ORDERED or dtype == tl.float32  # the product before the sums: whichever order spills less
+    if ORDERED:  # where tokens lie is read a turn before them: what waits for it cannot be asked for ahead
+        coming = placed(order, first + n, first + n < end, True, False)
     for at in tl.range(first, end, N, num_stages=STAGES):
         there = at + n < tl.where(EVEN, at + N, end)
-        place = placed(order, at + n, there, ORDERED, EVEN)
+        place = at + n
+        if ORDERED:
+            place = coming
+            coming = placed(order, at + N + n, at + N + n < end, True, False)
         x = picked_tile(k, place, there, k_t, d, D, BD, EVEN)
         y = picked_tile(v, place, there, v_t, e, E, BE, EVEN)
         # Where four tokens are alike by chance differences are rounded all the same. Sums and products are then of the
