@@ -41,9 +41,16 @@ START = time.perf_counter()
 APART = 1e-2  # of two right results in bfloat16, at most
 
 
-def _cluster(name: str, config: Config) -> None:
-    cluster_plan.CONFIGS[name] = (config, *cluster_plan.CONFIGS[name][1:])
-    cluster_plan._plan_of.cache_clear()  # plans keep what they launch with
+def _cluster(place: int) -> Callable[[str, Config], None]:
+    """The configuration of heads of up to 64 (place 0) or 128 (1)."""
+
+    def put(name: str, config: Config) -> None:
+        kinds = list(cluster_plan.CONFIGS[name])
+        kinds[place] = config
+        cluster_plan.CONFIGS[name] = (kinds[0], kinds[1], kinds[2])
+        cluster_plan._plan_of.cache_clear()  # plans keep what they launch with
+
+    return put
 
 
 def _past(tile: int) -> Callable[[str, Config], None]:
@@ -107,15 +114,26 @@ FAMILIES: dict[str, Family] = {
         ("part_sums", "prefixes", "suffixes"),
     ),
     "cluster": Family(
-        "cluster", _cluster,
+        "cluster", _cluster(0),
         {
-            "attend_pooled": of((128, 8, 2, 32, 3, 128), (128, 8, 2, 32, 2, 128)),
-            "statistics": of((64, 4, 3, 0, 0, 168), (32, 4, 4, 0, 0, 128)),
-            "query_gradients_pooled": of((64, 8, 2, 32, 3, 128), (64, 8, 2, 32, 2, 128)),
-            "vector_gradients": of((64, 4, 2), (64, 8, 2, 0, 0, 128)),
-            "key_gradients": of((64, 4, 2, 0, 0, 168), (64, 4, 3, 0, 0, 168)),
+            "attend_pooled": of((128, 8, 2, 32, 3, 128), (128, 8, 3, 32, 3, 128)),
+            "statistics": of((64, 4, 3, 0, 0, 168), (64, 4, 3, 0, 0, 128), (32, 4, 4, 0, 0, 128)),
+            "query_gradients_pooled": of((64, 8, 2, 32, 3, 128), (64, 8, 3, 32, 3, 128)),
+            "vector_gradients": of((64, 4, 2), (32, 4, 4), (32, 8, 4, 0, 0, 128)),
+            "key_gradients": of((64, 4, 2, 0, 0, 168), (64, 4, 3, 0, 0, 168), (64, 4, 3)),
         },
-        ("pool", "query_moments", "choose_by_products", "tiles_of_clusters"),
+        ("points", "pool", "query_moments", "choose_by_products", "tiles_of_clusters", "key_terms", "add_up"),
+    ),
+    "grid": Family(
+        "grid 64k", _cluster(1),
+        {
+            "attend_pooled": of((128, 8, 2, 32, 2), (128, 8, 2, 32, 3), (64, 8, 2, 32, 4)),
+            "query_gradients_pooled": of((64, 8, 1, 32, 2), (64, 8, 1, 32, 3)),
+            "key_gradients": of((64, 4, 2), (64, 4, 3)),
+            "statistics": of((64, 4, 2), (64, 8, 3), (32, 4, 4)),
+        },
+        ("pool", "query_moments", "choose_by_mean", "vector_gradients", "matrix_gradients",
+         "tiles_of_clusters", "key_terms", "reorder", "add_up"),
     ),
     # Of two stages a loop waits for what it asked for just before; of three for what it asked for a turn ago.
     "causal cluster": Family(
@@ -176,9 +194,12 @@ def function_of(name: str) -> str:
     return name.removeprefix("past_").removesuffix("_with_pools").removesuffix("_pooled")
 
 
-def call_of(case: str, B: int = 0) -> Callable[[], list[Tensor]]:
+def call_of(case: str, B: int = 0, alone: bool = False) -> Callable[[], list[Tensor]]:
+    """A training step, or the forward pass `alone`."""
     found = CASES[case]
     leaves, grad, options = inputs(found, B=B)
+    if alone:
+        return lambda: [found.function(*leaves, **options)]
     leaves = [x.requires_grad_() for x in leaves]
 
     def call() -> list[Tensor]:
@@ -204,6 +225,8 @@ def compile_one(family: str, name: str, config: Config | None) -> str:
         FAMILIES[family].put(name, config)
     try:
         call_of(FAMILIES[family].case, B=1)()
+        if function_of(name) == "attend":
+            call_of(FAMILIES[family].case, B=1, alone=True)()
     except Exception as problem:  # a configuration that does not fit the chip: skipped when it is measured
         return f"{name} {config}: {problem!r}"[:300]
     return ""
@@ -250,11 +273,15 @@ def tune(
             if not distance < APART:
                 print(f"WRONG {family} {name} {tuple(config)}: {distance:.1e} apart", flush=True)
                 continue
-            times = kernel_times(call)
+            times, alone = kernel_times(call), {}
+            if function_of(name) == "attend":
+                alone = kernel_times(call_of(case, alone=True))
             ms = times.get(function_of(name), float("nan"))
             print(
                 f"[{time.perf_counter() - START:.0f} s] {family:9s} {name:24s} {tuple(config)!s:28s} {ms:.4f} ms of"
-                f" {sum(times.values()):.3f}, {distance:.0e} apart", flush=True,
+                f" {sum(times.values()):.3f}, {distance:.0e} apart"
+                + (f"; without gradients {alone.get('attend', 0):.4f} of {sum(alone.values()):.3f}" if alone else ""),
+                flush=True,
             )  # fmt: skip
             keep(family=family, kernel=name, config=tuple(config), ms=ms, all_ms=sum(times.values()), apart=distance)
             best = min(best or (ms, config), (ms, config))
