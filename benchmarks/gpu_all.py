@@ -3,6 +3,7 @@
     PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py            about 4 minutes on an H200
     PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py --tests    with the GPU suite, about 7 minutes
     PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py --seconds 420   begins nothing new after so long
+    PYTHONPATH=src:. OUT=folder python benchmarks/gpu_all.py --without gpu_bench fold
 
 First what is not timed, side by side: the suite, and the checks of the scripts, which also compile; what they find
 wrong is not timed. Then the times, one after the other, the most important first, each part with a limit of its own
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ HERE = Path(__file__).parent
 CASES = (
     "cluster", "order 2, 64", "order 3, 64", "long", "grid 64k", "4k", "grid 4k", "masked", "causal 64", "blocks",
     "kmeans", "order 2, 16k", "order 3, 16k", "causal 2, 16k", "causal 3, 16k", "causal", "order 2, 197", "grouped",
-    "prefix", "short", "far only", "causal means",
+    "prefix", "grid 64k, 256", "kmeans near", "causal near", "short", "far only", "causal means",
 )  # fmt: skip
 PROFILED = (  # steps whose kernels are timed one by one: those that fell short
     "cluster", "long", "grid 64k", "grid 4k", "masked", "causal 64", "kmeans", "short", "order 3, 16k", "causal 2, 16k",
@@ -79,7 +80,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def checked(out: Path, begin: float, tests: bool) -> dict[str, bool]:
+def checked(out: Path, begin: float, tests: bool, without: Sequence[str] = ()) -> dict[str, bool]:
     """Whether each check went well; all side by side, and the suite with them."""
     suite = None
     if tests:
@@ -88,6 +89,8 @@ def checked(out: Path, begin: float, tests: bool) -> dict[str, bool]:
     logs = {name: out / f"check_{name}.log" for name in CHECKS}
     running, fine = {}, {}
     for name, given in CHECKS.items():
+        if name in without:
+            continue
         with logs[name].open("w") as log:
             running[name] = subprocess.Popen(
                 ["nice", "-n", "10", *command_of(out, given)],
@@ -115,7 +118,7 @@ def checked(out: Path, begin: float, tests: bool) -> dict[str, bool]:
     return fine | {"gpu_bench": True}  # it looks again at what it times
 
 
-def measure(out: Path, fine: dict[str, bool], begin: float, end: float) -> int:
+def measure(out: Path, fine: dict[str, bool], begin: float, end: float, without: Sequence[str] = ()) -> int:
     """Times of everything that is right; how many parts failed."""
     import fold
     import gpu_called
@@ -189,7 +192,8 @@ def measure(out: Path, fine: dict[str, bool], begin: float, end: float) -> int:
         "gpu_host": lambda: keep("gpu_host", "gpu_host.py", gpu_host.measure(["repeated"])),
         "gpu_first_call": lambda: script("gpu_first_call.py"),
     }
-    return sum(not _part(name, runs[name], fine.get(name, True), begin, end) for name in PARTS)
+    parts = [name for name in PARTS if name not in without]
+    return sum(not _part(name, runs[name], fine.get(name, True), begin, end) for name in parts)
 
 
 def _part(name: str, run: Callable[[], None], right: bool, begin: float, end: float) -> bool:
@@ -224,12 +228,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", action="store_true", help="the GPU suite too")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing new is begun")
+    parser.add_argument("--without", nargs="+", choices=PARTS, default=[], help="parts to leave out")
     options = parser.parse_args()
     out, begin = Path(os.environ["OUT"]), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(HERE))
-    fine = checked(out, begin, options.tests)
-    failed = measure(out, fine, begin, options.seconds) + sum(not well for well in fine.values())
+    fine = checked(out, begin, options.tests, options.without)
+    failed = measure(out, fine, begin, options.seconds, options.without) + sum(not well for well in fine.values())
     print(f"[{time.monotonic() - begin:.0f} s] done, {failed} parts failed")
     sys.exit(int(failed > 0))
 

@@ -214,8 +214,8 @@ def key_gradients(
     POOLED: the gradient of one matrix for all clusters, their mean by size; each has its share of it. WHOLE: all tiles
     are full. TERMS: `vectors` are the terms and `grad_matrices` the halves of `key_terms`. EVEN: all clusters are whole
     blocks of N, as many as there are programs. LOOSE: a cluster may have more blocks than there are programs for it,
-    which then take several. SPREAD: the grid is (blocks of all clusters, at most; 1; B H), so that each program has one,
-    however unequal the clusters.
+    which then take several. SPREAD: the grid is (blocks of all clusters, at most; 1; B H), so that each program has
+    one, however unequal the clusters.
     """
     c, pid = tl.program_id(1), tl.program_id(2)
     bounds += (pid // per) * (2 * KP + 2)

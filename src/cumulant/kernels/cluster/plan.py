@@ -29,7 +29,7 @@ THIRD_STAGE = 115_000  # bytes of shared memory that programs take with three st
 # once (0: a chunk). "choose_by_...": tiles of a program. "matrix_gradients": blocks of queries, in fourth place the
 # clusters of a program, in fifth the programs of a multiprocessor.
 CONFIGS: dict[str, tuple[Config, Config, Config]] = {
-    "statistics": (Config(64, 4, 3, registers=168), Config(64, 4, 2), Config(32, 4, 1)),
+    "statistics": (Config(64, 4, 3, registers=128), Config(64, 4, 2), Config(32, 4, 1)),
     "points": (Config(0, 4, 1), Config(0, 4, 1), Config(0, 4, 1)),
     "pool": (Config(128, 4, 1), Config(128, 4, 1), Config(128, 4, 1)),
     "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
@@ -45,7 +45,7 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "matrix_gradients": (Config(64, 4, 3, 4, 2), Config(64, 8, 2, 1, 2), Config(32, 8, 1, 1, 2)),
     "listed_gradients": (Config(0, 8, 2), Config(0, 8, 2), Config(0, 8, 1)),
     "key_terms": (Config(64, 4, 1), Config(64, 8, 1), Config(64, 4, 1)),
-    "key_gradients": (Config(64, 4, 2, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
+    "key_gradients": (Config(64, 4, 3, registers=168), Config(64, 4, 2), Config(32, 8, 1)),
     # Those of kernels/past; fifth: stages of the loop over the window. "_pooled": in third place stages of the loop
     # over clusters, in fourth whether what the loop over tokens reads is asked for at the start, where heads have 128
     # bytes. "past_vector_gradients": rows at once (0: a tile), in fourth place clusters at once, in fifth the programs
