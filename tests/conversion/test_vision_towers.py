@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -114,11 +115,14 @@ def test_a_candidate_that_is_slower_makes_room_for_the_next(monkeypatch: pytest.
     from cumulant.conversion import dial
 
     model, x = hiera(), torch.randn(1, 3, 256, 256)
-    seconds = iter([1.0, 1.0, 1.0, 1.0, 2.0, 0.5])  # softmax, the cheapest and the next, twice
-    monkeypatch.setattr(dial, "seconds_of", lambda model, used, names, *_: dict.fromkeys(names, next(seconds)))
-    names = ["cluster4+response=0", "cluster4+find=tree"]
-    first, second = (
-        choose_layers(model, x, target=0.9, candidates=names).layers["backbone.blocks.3.attn"] for _ in range(2)
-    )
-    assert {first.attention, second.attention} == set(names)
+    names, found = ["cluster4+response=0", "cluster4+find=tree"], []
+    for cheapest, others in ((1.0, 1.0), (2.0, 0.5)):
+        seconds = chain((1.0, cheapest), repeat(others))  # softmax, the cheapest and those after it
+        monkeypatch.setattr(
+            dial, "seconds_of", lambda model, used, names, *_, of=seconds: dict.fromkeys(names, next(of))
+        )
+        found.append(choose_layers(model, x, target=0.9, candidates=names).layers["backbone.blocks.3.attn"])
+    first, second = found
+    assert first.attention != second.attention
+    assert first.seconds == (1.0, 1.0)
     assert second.seconds == (1.0, 0.5)
