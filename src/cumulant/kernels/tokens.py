@@ -261,13 +261,16 @@ def between(x0, x1, x2, x3):
 
 
 @triton.jit
-def ahead(x, stride, count, UNIT: tl.constexpr):
-    """Asks for the first tokens at x, which a later loop reads, to be brought into the L2 cache meanwhile."""
+def ahead(x, stride, at, end, ROWS: tl.constexpr):
+    """Asks for ROWS rows of x from `at` on, those before `end`, to be in the L2 cache when they are read.
+
+    128 bytes of each; nothing waits for them.
+    """
     if not INTERPRET:
-        rows = tl.minimum(tl.arange(0, 128), tl.maximum(count - 1, 0))
+        row = tl.maximum(tl.minimum(at + tl.arange(0, ROWS), end - 1), 0)
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [x + rows.to(tl.int64) * (stride * UNIT)],
-            dtype=tl.int32, is_pure=False, pack=1,
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [x + row.to(tl.int64) * stride], dtype=tl.int32,
+            is_pure=False, pack=1,
         )  # fmt: skip
 
 

@@ -31,8 +31,8 @@ def fused_backward(
     dtype: tl.constexpr = q.dtype.element_ty
     k = head(k, b, h, first_k, k_b, k_h, k_t, UNIT)
     v = head(v, b, h, first_k, v_b, v_h, v_t, UNIT)
-    ahead(k, k_t, length_k, UNIT)
-    ahead(v, v_t, length_k, UNIT)
+    ahead(k, k_t * UNIT, 0, length_k, 128)
+    ahead(v, v_t * UNIT, 0, length_k, 128)
     matrices += pid.to(tl.int64) * ((ORDER - 1) * D * E)
     S = matrix(matrices, d, e, D, E).to(dtype)
     T = S

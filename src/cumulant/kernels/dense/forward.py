@@ -34,7 +34,7 @@ def fused_forward(
     v = head(v, b, h, first_k, v_b, v_h, v_t, UNIT)
     if WEIGHTED:
         w = head(w, b, h, first_k, w_b, 0, w_t, 1)
-    ahead(head(q, b, h * GROUP, first_q, q_b, q_h, q_t, UNIT), q_t, length_q, UNIT)
+    ahead(head(q, b, h * GROUP, first_q, q_b, q_h, q_t, UNIT), q_t * UNIT, 0, length_q, 128)
     W, k_mean, v_mean, k_low, v_low, S, P, T = moments(
         k, v, w, k_t, v_t, w_t, zero, length_k, d, e,
         ORDER, WEIGHTED, D, E, BD, BE, KEYS, KEY_STAGES, ROWS, UNIT, PRECISION,

@@ -40,8 +40,8 @@ from ..cluster.parts import (
 )
 from ..cluster.rows import along_means, changes_of_means, met_by_rows, read_rows, through_matrix, through_statistics
 from ..products import cast, dot
-from ..tokens import head, kernel
-from .forward import asked_for, list_within, of_those, seen_clusters, seen_tokens, sees, window, window_block
+from ..tokens import ahead, head, kernel
+from .forward import list_within, of_those, seen_clusters, seen_tokens, sees, window, window_block
 from .near import gathered, numbered, pairs_of, with_pair_sums
 from .pooled import through_pools
 
@@ -83,8 +83,8 @@ def query_gradients(
     end = tl.minimum(start + M, length_q)
     if AHEAD and PLAIN:
         begin, first, stop = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
-        asked_for(k, begin, stop, k_t)
-        asked_for(v, begin, stop, v_t)
+        ahead(k, k_t, begin, stop, 256)
+        ahead(v, v_t, begin, stop, 256)
     q = query_head(q, pid, heads, index, tiles, q_b, q_h, q_t, GROUP, UNIT)
     g = query_head(g, pid, heads, index, tiles, g_b, g_h, g_t, GROUP, UNIT)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
@@ -383,8 +383,8 @@ def key_gradients(
         high = tl.cdiv(tl.minimum(tl.maximum((block + recent + 1) * size - offset, 0), length_q), ROWS)
         number = tl.maximum(high - low, 0)
         if AHEAD and PLAIN:
-            asked_for(q, low * ROWS, length_q, q_t * UNIT)
-            asked_for(g, low * ROWS, length_q, g_t * UNIT)
+            ahead(q, q_t * UNIT, low * ROWS, length_q, 256)
+            ahead(g, g_t * UNIT, low * ROWS, length_q, 256)
         # Before the loop: what it reads of the tokens is here then, and comes together.
         key_sums, value_sums = tl.zeros((N, BD), tl.float32), tl.zeros((N, BE), tl.float32)
         if PLAIN:

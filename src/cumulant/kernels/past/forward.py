@@ -36,21 +36,10 @@ from ..cluster.parts import (
     variances,
 )
 from ..cluster.rows import with_means, write_rows
-from ..products import INTERPRET, dot
-from ..tokens import head, kernel
+from ..products import dot
+from ..tokens import ahead, head, kernel
 from .near import apart, numbered, with_answers
 from .pooled import through_pools
-
-
-@triton.jit
-def asked_for(x, first, end, stride):
-    """Asks for rows of x from `first` to `end`, up to 256 of 128 bytes, to be in the cache when they are read."""
-    if not INTERPRET:
-        row = tl.maximum(tl.minimum(first + tl.arange(0, 256), end - 1), 0)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [x + row.to(tl.int64) * stride], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -255,11 +244,11 @@ def attend(
     PLAIN: tl.constexpr = WITHIN and not ORDERED and not PREFIX
     if AHEAD and PLAIN:
         near = window(bounds, start, end, length_k, size, recent, offset, KP, N, ORDERED, PREFIX, PLAIN)
-        asked_for(k, near[0], near[2], k_t)
-        asked_for(v, near[0], near[2], v_t)
+        ahead(k, k_t, near[0], near[2], 256)
+        ahead(v, v_t, near[0], near[2], 256)
     names, count = list_within(lists, index, tiles, listed, offset + start, size, recent, GROUP, WITHIN)
     if AHEAD and PLAIN:
-        asked_for(matrices + tl.maximum(count - 1, 0) * (2 * BD * BE), 0, 2 * BD * BE // 64, 64)
+        ahead(matrices + tl.maximum(count - 1, 0) * (2 * BD * BE), 64, 0, 2 * BD * BE // 64, 256)
     rows = tile(q, row, q_t * UNIT, d, length_q, D, BD)
     if PLAIN:  # looked at here, while the rows come
         fine = calm(vectors, bounds, start, end, length_k, size, recent, offset, BD, BE, KP, ORDERED, PREFIX)
