@@ -1,7 +1,8 @@
 """Where tensor cores read, out of assembly for sm_90: registers that hold constants are followed from line to line.
 
 An operand in shared memory is a descriptor of 64 bits, whose address the compiler knows where tiles are not pipelined.
-Where the assembler loses one, its registers hold something else, or nothing: what the walk below finds.
+Where the assembler loses one, its registers hold something else, or nothing: what the walk below finds. Where tiles are
+pipelined, the address is no constant; but nothing that a kernel is given, a length or a stride, may go into it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 WORD, LONG = (1 << 32) - 1, (1 << 64) - 1
 # Upper halves: rows of 128, 64 and 32 bytes, with the step from eight of them to the next, if there are more.
 ROWS = {0x40000040, 0x80000020, 0xC0000010} | {0x40000000, 0x80000000, 0xC0000000}
+GIVEN = 0x210  # where the arguments of a kernel begin in its bank of constants
 RESERVED = 0x400  # bytes before a program's own shared memory
 Pair = tuple[int | None, int | None]
 
@@ -48,12 +50,16 @@ WIDE = ("ULDC.64", "LDC.64", "UIMAD.WIDE", "IMAD.WIDE", "CS2R")
 
 def descriptors(assembly: str) -> list[Pair]:
     """Lower and upper half of each descriptor of each product, in order; None where it is no constant."""
+    return _walked(assembly).found
+
+
+def _walked(assembly: str) -> _Walk:
     walk = _Walk()
     for line in assembly.splitlines():
         text = re.sub(r"\.reuse|^.*?\t|/\*.*?\*/|;.*", "", line).strip()
         if text:
             walk.step(text)
-    return walk.found
+    return walk
 
 
 class _Walk:
@@ -61,6 +67,8 @@ class _Walk:
         self.words: dict[str, int | None] = {}
         self.carries: dict[str, int | None] = {}
         self.local: dict[int, int | None] = {}
+        self.given: set[str | int] = set()  # registers and places of `local` made of arguments
+        self.strays = 0
         self.found: list[Pair] = []
 
     def word(self, name: str) -> int | None:
@@ -84,10 +92,13 @@ class _Walk:
         sometimes = text[0] == "@"
         operation, _, rest = re.sub(r"^@\S+\s+", "", text).partition(" ")
         given = [x.strip() for x in re.split(r",\s*(?![^\[]*\])", rest)]
+        if "gdesc[URZ]" in text:
+            return  # a product of nothing, waited for in the place of one that was not needed
         if operation.startswith("HGMMA"):
             first = int(re.findall(r"gdesc\[UR(\d+)\]", text)[0])
             halves = [self.words.get(f"UR{first + i}") for i in range(4)]
             from_registers = re.match(r"R\d+, (R\d+,)", rest) is not None
+            self.strays += any(f"UR{first + i}" in self.given for i in range(2 * from_registers, 4))
             self.found += [(halves[0], halves[1])] * (not from_registers) + [(halves[2], halves[3])]
             return
         if operation.startswith(("LDL", "STL")):
@@ -97,6 +108,7 @@ class _Walk:
             given = given[1:]
         if not re.fullmatch(r"U?R\d+", given[0]):
             return
+        self.follow(given[0], operation, given[1:], sometimes)
         to, values = given[0], [x for x in given[1:] if not re.match(r"!?U?P(T|\d)", x)]
         carries = [x for x in given[1:] if x not in values and x[0] != "!"]
         if operation.startswith(("LDG", "LDS")):
@@ -108,6 +120,19 @@ class _Walk:
             self.words[to], self.words[_after(to)] = (None, None) if total is None else (total & WORD, total >> 32)
         else:
             self.put(to, operation, values, carries, sometimes)
+
+    def follow(self, to: str, operation: str, values: list[str], sometimes: bool) -> None:
+        """Notes whether what is written is made of arguments."""
+        wide = ".64" in operation or operation.startswith(WIDE)
+        read = [x for value in values for x in re.findall(r"U?R\d+", value)]
+        read += [_after(x) for x in read] * wide
+        places = [int(x, 16) for value in values for x in re.findall(r"c\[0x0\]\[(0x\w+)\]", value)]
+        made = any(x in self.given for x in read) or any(x >= GIVEN for x in places)
+        for name in [to, _after(to)] if wide else [to]:
+            self.note(name, made or (sometimes and name in self.given))
+
+    def note(self, place: str | int, made: bool) -> None:
+        (self.given.add if made else self.given.discard)(place)
 
     def put(self, to: str, operation: str, values: list[str], carries: list[str], sometimes: bool) -> None:
         known = [None if "[" in x else self.word(x) for x in values]
@@ -130,8 +155,10 @@ class _Walk:
             at = int(offset[1] or "0", 0) + 4 * i if offset else -1
             if operation.startswith("STL"):
                 self.local[at] = self.word(x)
+                self.note(at, x in self.given)
             else:
                 self.words[x] = self.local.get(at)
+                self.note(x, at in self.given)
 
 
 def _after(name: str) -> str:
@@ -146,6 +173,11 @@ def _names(first: str, operation: str) -> list[str]:
     while len(names) < count and names[-1] != "RZ":
         names.append(_after(names[-1]))
     return names
+
+
+def strays(assembly: str) -> int:
+    """Products of which a descriptor is made of arguments of the kernel."""
+    return _walked(assembly).strays
 
 
 def lost(assembly: str, shared: int) -> list[Pair]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import head, kernel, sequence
+from ..tokens import ahead, head, kernel, sequence
 from .parts import (
     add_tile,
     after_first_tile,
@@ -152,6 +152,10 @@ def query_gradients(
         first, last = start if FIRST else begin, begin if FIRST else end
         # The LLVM of Triton 3.9 breaks on one stage for narrow heads; wide ones have no shared memory for two.
         for at in tl.range(first, last, N, disable_licm=True, num_stages=EARLY if FIRST else None):
+            ahead(k, k_t, at + N, length_k, N)
+            ahead(v, v_t, at + N, length_k, N)
+            ahead(q, q_t, at + N, end, N)
+            ahead(g, g_t, at + N, end, N)
             _x, xw, y, _yw, weights, total = read_keys(
                 k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
             )

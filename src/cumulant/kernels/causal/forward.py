@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..products import cast, dot
-from ..tokens import head, kernel, sequence, weigh
+from ..tokens import ahead, head, kernel, sequence, weigh
 from .parts import (
     add_tile,
     everywhere,
@@ -254,6 +254,11 @@ def outputs(
     a, e, P, c16, d16 = quad(a), quad(e), quad(P), settled(cast(c, DOT)), settled(cast(d, DOT))
     past = triangle(N, False, DOT)
     for at in tl.range(begin, end, N, disable_licm=True):
+        live = at + n < end
+        if ORDER == 2:  # at order 3 it takes registers that are not there
+            ahead(k, k_t, at + N, length_k, N)
+            ahead(v, v_t, at + N, length_k, N)
+            ahead(q, q_t, at + N, end, N)
         x, xw, y, yw, weights, total = read_keys(
             k, v, w, k_t, v_t, w_t, at, length_k, c16, d16, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
         )
@@ -274,7 +279,6 @@ def outputs(
             Wi = W + tl.cumsum(weights, 0)
         W += total
         over = inverse(Wi)
-        live = at + n < end
         f = load(q, q_t, at, live, i, D, BD, N)
         counted = two(weights, DOT) if WEIGHTED else two(tl.zeros((N,), tl.float32) + 1.0, DOT)
         if ORDER == 2:

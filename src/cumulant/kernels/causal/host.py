@@ -128,11 +128,13 @@ def run_backward(batch: Batch, grad: Tensor, state: Tensor, means: Tensor, tiles
                 *strides(unit, g, dk_e, dv_e), *last, batch.scale, SUMS=p.sums, **walk, **p.launch("key_gradients"),
             )  # fmt: skip
         else:
-            third.key_gradients[by_keys](
-                key, v, w, g, dk_e, dv_e, y, f, half, gains, after, later, state[e], cu_q, cu_k, *inputs[3:],
-                *w_strides, *strides(unit, g, dk_e, dv_e, dq_e), *last, p.tiles("key_gradients"),
-                SUMS=p.sums, **walk, **p.launch("key_gradients"),
-            )  # fmt: skip
+            for walks in p.walks:
+                grid = (p.pairs,) if walks == "first" and w is None else by_keys
+                third.key_gradients[grid](
+                    key, v, w, g, dk_e, dv_e, y, f, half, gains, after, later, state[e], cu_q, cu_k, *inputs[3:],
+                    *w_strides, *strides(unit, g, dk_e, dv_e, dq_e), *last, p.tiles("key_gradients"),
+                    SUMS=p.sums, TILES=walks, **walk, **p.launch("key_gradients"),
+                )  # fmt: skip
         pieces.append((dq_e, dk_e))
     if len(pieces) > 1:
         for x, parts in zip((dq, dk), zip(*pieces, strict=True), strict=True):

@@ -19,15 +19,29 @@ from ..tokens import first_present, tile_mask, weigh
 
 
 @triton.jit
+def rows_of(at, N: tl.constexpr):
+    """0, 1, ..., N - 1, which the compiler does not know to be the same in each turn of a loop over `at`.
+
+    It would compute the addresses of all tiles once, before the loop, for which there are no registers: they are
+    spilled, and read back in each turn. Behind a move that it does not look into, each is computed where it is used.
+    """
+    if INTERPRET:
+        return tl.arange(0, N)
+    else:
+        same = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [at], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.arange(0, N) + (same - at)
+
+
+@triton.jit
 def load(x, x_t, at, valid, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):
     """Tokens at, at + 1, ... of one head as a tile (N, BLOCK); 0 where not valid."""
-    tile = tl.arange(0, N)[:, None] * x_t + columns[None, :]
+    tile = rows_of(at, N)[:, None] * x_t + columns[None, :]
     return tl.load(x + at * x_t.to(tl.int64) + tile, mask=tile_mask(valid, columns, WIDTH, WIDTH == BLOCK), other=0.0)
 
 
 @triton.jit
 def store(x, x_t, at, valid, columns, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):
-    to = x + at * x_t.to(tl.int64) + (tl.arange(0, N)[:, None] * x_t + columns[None, :])
+    to = x + at * x_t.to(tl.int64) + (rows_of(at, N)[:, None] * x_t + columns[None, :])
     tl.store(to, cast(tile, x.dtype.element_ty), mask=tile_mask(valid, columns, WIDTH, WIDTH == BLOCK))
 
 

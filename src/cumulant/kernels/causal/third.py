@@ -19,6 +19,7 @@ from .backward import first_unit, load_rows, row_over, store_gradient, store_row
 from .parts import (
     after_first_tile,
     centred,
+    each_row,
     four,
     inverse,
     keep,
@@ -113,6 +114,7 @@ def query_gradients(
     for FIRST in tl.static_range(1 if DOT != tl.float32 else 0, -1, -1):  # the first tile, then all others
         first, last = start if FIRST else begin, begin if FIRST else end
         for at in tl.range(first, last, N, disable_licm=True, num_stages=1 if FIRST else None):
+            live = at + n < end
             x, xw, y, _yw, weights, total = read_keys(
                 k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
             )
@@ -128,7 +130,6 @@ def query_gradients(
             if WEIGHTED:
                 Wi = W + tl.cumsum(weights, 0)
             W += total
-            live = at + n < end
             over = tl.where(live, inverse(Wi), 0.0)
             gain = tl.where(over > 0, 1.0, 0.0) if SUM else over
             f = load(q, q_t, at, live, i, D, BD, N)
@@ -250,6 +251,21 @@ def rows_after(later, after, tile, at, all_tiles, more, length_q, columns, unit,
     return vector * unit
 
 
+@triton.jit
+def read_rows(g, y_in, f_in, half_in, rows, plane, b, hq, first, g_b, g_h, g_t, y_b, y_h, y_t, at, live, unit, i, j,
+              D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
+              UNIT: tl.constexpr):  # fmt: skip
+    """Of the rows at, at + 1, ... of one query head: do, y, both f hat, 1 - ubar and -zbar hat."""
+    do = load(head(g, b, hq, first, g_b, g_h, g_t, UNIT), g_t * UNIT, at, live, j, E, BE, N)
+    f = load(head(f_in, b, hq, first, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+    half = load(head(half_in, b, hq, first, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+    y_row = load(head(y_in, b, hq, first, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+    n = at + tl.arange(0, N)
+    alpha = tl.load(rows + n, mask=live, other=0.0) * unit
+    zeta = tl.load(rows + plane + n, mask=live, other=0.0)
+    return do, y_row, f, half, alpha, zeta
+
+
 @kernel
 def key_gradients(
     k, v, w, g, dk, dv, y_in, f_in, half_in, rows, after, later, state, offsets_q, offsets_k,
@@ -257,13 +273,19 @@ def key_gradients(
     y_b, y_h, y_t, rows_b, rows_h, plane, length_q, length_k, heads, span, splits, all_tiles,
     ORDER: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
     SUM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, N: tl.constexpr,
-    STATE: tl.constexpr, SUMS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    STATE: tl.constexpr, SUMS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B H splits). dk and dv of one part of one key head, from the last tile to the first."""
+    """Grid (B H splits). dk and dv of one part of one key head, from the last tile to the first.
+
+    TILES: "all"; or "others", all but the first tile of a sequence, and R and R2 of its part go to `later`; or "first",
+    that tile, in a launch after "others". Without weights it is in the first part: then the grid is (B H).
+    """
     DOT: tl.constexpr = k.dtype.element_ty
     SQUARE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float32
     pid = tl.program_id(0).to(tl.int64)
     part, h = (pid % splits).to(tl.int32), pid // splits
+    if TILES == "first" and not WEIGHTED:
+        part, h = tl.zeros((), tl.int32), pid
     b, h = h // heads, h % heads
     first_q, length_q = sequence(offsets_q, b, length_q, RAGGED)
     first_k, length = sequence(offsets_k, b, length_k, RAGGED)
@@ -288,49 +310,59 @@ def key_gradients(
     unit = first_unit(rows, plane, start, length_q, length_k, DOT, SUM, WEIGHTED, N)
     later += slot * SUMS
     more = tl.where(start + span < length_q, 1, 0)
-    R, R2, _r, _s, _s2 = load_rows(later, i, j, more, ORDER, BD, BE)
-    R, R2 = R * unit, R2 * unit
-    later += (ORDER - 1) * BD * BE
     after += slot * GROUP * all_tiles * (2 * BD + BE)
     steps = tl.cdiv(end - start, N)
     seen = triangle(N, True, DOT)  # (key, row)
     begin = after_first_tile(w, w_t, start, end, length_k, DOT, WEIGHTED, N)
     others = steps - (begin - start + N - 1) // N
-    for FIRST in tl.static_range(2 if DOT != tl.float32 else 1):  # all tiles but the first, then that one
+    there = tl.where(others > 0, 1, more) if TILES == "first" else more
+    R, R2, _r, _s, _s2 = load_rows(later, i, j, there, ORDER, BD, BE)
+    R, R2 = R * unit, R2 * unit
+    matrices, later = later, later + (ORDER - 1) * BD * BE
+    LEAST: tl.constexpr = 1 if TILES == "first" else 0
+    MOST: tl.constexpr = 1 if TILES == "others" or DOT == tl.float32 else 2
+    for FIRST in tl.static_range(LEAST, MOST):  # all tiles but the first, then that one
         first, last = others if FIRST else 0, steps if FIRST else others
         for step in tl.range(first, last, disable_licm=True, num_stages=1 if FIRST else None):
             tile = steps - 1 - step
             at = start + tile * N
+            live = at + n < length_q
+            if GROUP == 1:  # all that a turn reads, it asks for at its head
+                do, y_row, f, half, alpha, zeta = read_rows(
+                    g, y_in, f_in, half_in, rows, plane, b, h, first_q, g_b, g_h, g_t, y_b, y_h, y_t, at, live, unit,
+                    i, j, D, E, BD, BE, N, UNIT,
+                )  # fmt: skip
+            r = rows_after(later, after, tile, at, all_tiles, more, length_q, j, unit, GROUP, 0, BD, BE)
+            s = rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE, BD, BE)
+            s2 = rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE + BD, BD, BE)
             x, _xw, y, _yw, weights, _total = read_keys(
                 k, v, w, k_t, v_t, w_t, at, length_k, c, d, i, j, WEIGHTED, MASKED, D, E, BD, BE, N
             )
             R16 = cast(R, DOT)
-            dy = dot(x, R16, None, PRECISION)
             xx, R16_2 = square(x, x, SQUARE), cast(R2, SQUARE)
+            dy = dot(x, R16, each_row(r, N, SQUARE, PRECISION), PRECISION)
             dy = dot(xx, R16_2, dy, PRECISION)
-            dy += rows_after(later, after, tile, at, all_tiles, more, length_q, j, unit, GROUP, 0, BD, BE)[None, :]
             dx, dxx = tl.zeros((N, BD), tl.float32), tl.zeros((N, BD), tl.float32)
             if GROUP > 1:  # otherwise dv is written before dk is begun, which saves registers
-                dx = dot(y, tl.trans(R16), None, PRECISION)
-                dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
+                dx = dot(y, tl.trans(R16), each_row(s, N, SQUARE, PRECISION), PRECISION)
+                dxx = dot(cast(y, SQUARE), tl.trans(R16_2), each_row(s2, N, SQUARE, PRECISION), PRECISION)
             for member in range(GROUP):
-                hq = h * GROUP + member
-                live = at + n < length_q
-                do = load(head(g, b, hq, first_q, g_b, g_h, g_t, UNIT), g_t * UNIT, at, live, j, E, BE, N)
                 row = rows + member * rows_h
-                alpha = tl.load(row + at + n, mask=live, other=0.0) * unit
-                zeta = tl.load(row + plane + at + n, mask=live, other=0.0)
-                f = load(head(f_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
-                half = load(head(half_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
+                if GROUP > 1:
+                    do, y_row, f, half, alpha, zeta = read_rows(
+                        g, y_in, f_in, half_in, row, plane, b, h * GROUP + member, first_q, g_b, g_h, g_t,
+                        y_b, y_h, y_t, at, live, unit, i, j, D, E, BD, BE, N, UNIT,
+                    )  # fmt: skip
                 f, half = in_unit(f, unit, DOT), in_unit(half, unit, SQUARE)
                 # sum_i (u_i - ubar + 1) do_i; scores of order 3 may exceed the range of float16
-                u = dot(x, tl.trans(f), dot(xx, tl.trans(half), None, PRECISION), PRECISION)
+                u = None if FIRST else each_row(alpha, N, SQUARE, PRECISION)
+                u = dot(x, tl.trans(f), dot(xx, tl.trans(half), u, PRECISION), PRECISION)
                 if FIRST and SQUARE != tl.float32:
                     u = dot(lost_square(x, x, SQUARE), tl.trans(half), u, PRECISION)
                 if FIRST:
                     over = row_over(row, plane, at, live, length_k, WEIGHTED, N)
-                    alpha = centred(u, seen, weights, over, tl.where(over > 0, 1.0, 0.0) if SUM else over * unit)
-                u += alpha[None, :]
+                    gain = tl.where(over > 0, 1.0, 0.0) if SUM else over * unit
+                    u += centred(u, seen, weights, over, gain)[None, :]
                 if FIRST and SQUARE != tl.float32:
                     dy = dot(lost(u, seen, SQUARE), do.to(SQUARE), dy, PRECISION)
                 dy = dot(keep(u, seen, SQUARE), do.to(SQUARE), dy, PRECISION)
@@ -338,29 +370,29 @@ def key_gradients(
                     store_gradient(
                         dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N
                     )
-                    dx = dot(y, tl.trans(R16), None, PRECISION)
-                du = dot(y, tl.trans(do), None, PRECISION) + zeta[None, :]
+                    dx = dot(y, tl.trans(R16), each_row(s, N, SQUARE, PRECISION), PRECISION)
+                du = dot(y, tl.trans(do), each_row(zeta, N, SQUARE, PRECISION), PRECISION)
                 less = lost(du, seen, DOT) if FIRST else None
                 if FIRST:
                     dx = dot(less, f, dx, PRECISION)
                 du = keep(du, seen, DOT)
                 dx = dot(du, f, dx, PRECISION)
                 R = dot(tl.trans(f), do, R, PRECISION)
-                y_row = load(head(y_in, b, hq, first_q, y_b, y_h, y_t, UNIT), y_t * UNIT, at, live, i, D, BD, N)
                 if DOT == tl.float16:
                     y_row = times(y_row, row_over(row, plane, at, live, length_k, WEIGHTED, N) * unit)
                 dx = dot(seen, y_row, dx, PRECISION)
                 if GROUP == 1:
-                    dxx = dot(cast(y, SQUARE), tl.trans(R16_2), None, PRECISION)
+                    dxx = dot(cast(y, SQUARE), tl.trans(R16_2), each_row(s2, N, SQUARE, PRECISION), PRECISION)
                 if FIRST and SQUARE != tl.float32:
                     dxx = dot(cast(less, SQUARE), half, dxx, PRECISION)
                 dxx = dot(cast(du, SQUARE), half, dxx, PRECISION)
                 R2 = dot(tl.trans(half), cast(do, SQUARE), R2, PRECISION)
-            dx += rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE, BD, BE)[None, :]
-            dxx += rows_after(later, after, tile, at, all_tiles, more, length_q, i, unit, GROUP, BE + BD, BD, BE)[
-                None, :
-            ]
             dx += 2.0 * x.to(tl.float32) * dxx
             store_gradient(dk, dk_t, at, length, length_k, weights, unit, i, dx, SCALED, WEIGHTED, MASKED, D, BD, N)
             if GROUP > 1:
                 store_gradient(dv, dv_t, at, length, length_k, weights, unit, j, dy, SCALED, WEIGHTED, MASKED, E, BE, N)
+    if TILES == "others":  # noqa: SIM102
+        if (begin > start) & (others > 0):
+            place = matrices + i[:, None] * BE + j[None, :]
+            tl.store(place, R * (1.0 / unit))
+            tl.store(place + BD * BE, R2 * (1.0 / unit))
