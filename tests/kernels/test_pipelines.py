@@ -65,15 +65,19 @@ from triton.tools.disasm import path_to_cuobjdump
 from tools.fits import pretend
 
 found = pretend(90)
-from cumulant import attention
+from cumulant import attention, cluster_attention
 
 for heads, Lq, Lk in ((2, 197, 197), (8, 1000, 777)):  # the second with masks, and heads that share keys
     q = torch.randn(1, heads, Lq, 64, dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.randn(1, 2, Lk, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     out = attention(q, k, v, order=3, is_causal=True, enable_gqa=True)
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+q, k, v = (torch.randn(1, 2, 4096, 96, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+cluster_attention(q, k, v, clusters=(8, 8), grid=(64, 64), near=4)  # near tokens in 64 and 32 columns
 for one in found.values():
-    if one.name in ("causal.forward.outputs", "causal.third.query_gradients", "causal.third.key_gradients"):
+    if one.name in (
+        "causal.forward.outputs", "causal.third.query_gradients", "causal.third.key_gradients", "cluster.forward.attend"
+    ):
         source = ASTSource(one.kernel, one.signature, one.constants, one.aligned)
         done = compile(source, target=GPUTarget("cuda", 90, 32), options=one.options)
         print("KERNEL", one.name, one.options["num_stages"], done.metadata.shared)
@@ -82,17 +86,18 @@ for one in found.values():
 """
 
 
-def test_causal_products_read_where_their_operands_are(tmp_path: Path) -> None:
+def test_products_read_where_their_operands_are(tmp_path: Path) -> None:
     """The ptxas of Triton 3.6 has lost the address of an operand that took the place of one with longer rows."""
     pytest.importorskip("triton")
     text = fresh.forked("-c", WALKS, str(ROOT), folder=tmp_path)
     kernels = text.split("KERNEL ")[1:]
-    assert len(kernels) == 7
+    assert len(kernels) == 8
     assert all("HGMMA" in kernel for kernel in kernels)
     for kernel in kernels:
         name, stages, shared = kernel.split("\n")[0].split()
         assert not strays(kernel), name
-        assert stages != "1" or not lost(kernel, int(shared)), name  # then tiles have their places
+        if stages == "1" and name.startswith("causal"):  # then tiles have their places; others name stages by loop
+            assert not lost(kernel, int(shared)), name
 
 
 def test_no_copy_lands_where_a_product_reads(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ is left out of the longer lengths: a gap in the curve says so, no number is made
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -74,6 +75,7 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int:
     """The same for either device: on a GPU as its allocator has it."""
     if device != "cuda":
         return peak_memory(call)
+    gc.collect()  # what earlier calls left in circles would be freed meanwhile, and count against this one
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -476,11 +476,13 @@ def attend(
                 out_y = finished(out_y)
             top = higher
     if WIDE:
-        y = tl.arange(0, WIDE)
         if RESPONSE == 3:
-            S = matrices + d[:, None] * BE
-            out += answering[:, None] * common_answer(rows, S + tl.arange(0, 64)[None, :], BD * BE, PRECISION)
-            out_y += answering[:, None] * common_answer(rows, S + 64 + y[None, :], BD * BE, PRECISION)
+            answer, answer_y = cut(common_answer(rows, matrices + cell, BD * BE, PRECISION), M, 64)
+            answer_y, _ = cut(answer_y, M, 32)
+            if WIDE == 16:
+                answer_y, _ = cut(answer_y, M, 16)
+            out += answering[:, None] * answer
+            out_y += answering[:, None] * answer_y
         write_rows(
             o + 64, rounding + 64, lse, out_y, top, total, row, length_q, pid, heads, index, tiles, o_b, o_h, o_t,
             KEEP, GROUP, E - 64, WIDE, UNIT,
