@@ -371,10 +371,19 @@ def test_compiled_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             64,
             {"clusters": 128, "near": 2, "near_rows": 128, "rank": "mean", "response": "pooled"},
         ),
+        (
+            1,
+            2,
+            4096,
+            4096,
+            96,
+            96,
+            {"clusters": (8, 8), "grid": (64, 64), "near": 4, "near_rows": 128, "rank": "mean", "response": "pooled"},
+        ),
         (4, 3, 196, 196, 32, 32, {"clusters": (4, 4), "grid": (14, 14)}),
         (1, 1, 1000, 1000, 16, 24, {"clusters": 30, "near": 2, "near_rows": 32}),
     ],
-    ids=["square", "cross", "wide", "many clusters", "pooled", "grid", "narrow"],
+    ids=["square", "cross", "wide", "many clusters", "pooled", "grid of wide heads", "grid", "narrow"],
 )
 def test_full_size(
     B: int, H: int, Lq: int, Lk: int, D: int, E: int, options: dict[str, Any], dtype: torch.dtype

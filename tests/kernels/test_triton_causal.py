@@ -231,7 +231,7 @@ def test_compiled_code_gives_the_same_and_keeps_lengths_symbolic() -> None:
 @pytest.mark.parametrize(
     ("B", "H", "G", "Lq", "Lk", "D", "E"),
     [(60, 12, 1, 197, 197, 64, 64), (2, 3, 4, 4096, 1777, 64, 64), (1, 2, 1, 20000, 20000, 128, 80),
-     (2, 2, 1, 1000, 1000, 256, 256), (300, 1, 1, 64, 64, 32, 32)],
+     (2, 2, 1, 1000, 1000, 256, 256), (300, 1, 1, 64, 64, 32, 32), (1, 2, 1, 3000, 3000, 96, 96)],
 )  # fmt: skip
 def test_full_size(B: int, H: int, G: int, Lq: int, Lk: int, D: int, E: int, order: int, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and order == 3:

@@ -154,7 +154,8 @@ def first_tile(q, k, v, w, o, q_t, k_t, v_t, w_t, o_t, at, end, length_k, c, d, 
     else:
         T, P = dot(tl.trans(x * xw), y, None, FINE), tl.sum(x * xw, 0)
         m = dot(past, xw, None, FINE) * over[:, None]
-        u = dot(0.5 * z * z, tl.trans(x * x), dot(z - z * z * m, tl.trans(x), None, FINE), FINE)
+        # In this order: the other way round ptxas 12.8 loses where x * x lies, in heads of 65 to 127.
+        u = dot(z - z * z * m, tl.trans(x), dot(0.5 * z * z, tl.trans(x * x), None, FINE), FINE)
     u *= past
     mean = tl.sum(u * weights[None, :], 1) * over
     out = dot(u + (1.0 - mean)[:, None] * past, yw, None, FINE) * over[:, None] + d[None, :]
