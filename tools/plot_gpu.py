@@ -39,8 +39,11 @@ def caption(dense: Any, called: Any) -> str:
     """What was measured, and of which code; two commits where the lines are not of one run."""
     ours = dense.get("commit", "that was not recorded")
     made = f"`benchmarks/gpu_all.py`, commit {ours}"
-    if not any("sdpa_forward_ms" in row for row in dense["rows"]) and called["commit"] != ours:
+    lengths = [row["L"] for row in dense["rows"] if "sdpa_forward_ms" in row]
+    if called["commit"] != ours and not lengths:
         made = f"softmax `benchmarks/gpu_called.py`, commit {called['commit']}; ours `gpu_dense.py`, a commit {ours}"
+    elif called["commit"] != ours:
+        made += f", softmax of more than {max(lengths):,} tokens {called['commit']}"
     return f"One H200, bf16, {HEADS} heads of {WIDTH}; {made}."
 
 
