@@ -15,8 +15,9 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +83,11 @@ def pretend(arch: int) -> dict[str, Launch]:
     from cumulant.kernels import products, replay, tokens
 
     products.INTERPRET.value = False  # ... and are compiled as for a GPU
-    real = {launch.multiprocessors: lambda device: PROCESSORS[arch], launch.shared_memory: lambda device: ROOMS[arch]}
-    real |= {tensors.inverse: lambda order: order}  # what no kernel has written is no order
+    real: dict[Any, Any] = {
+        launch.multiprocessors: lambda device: PROCESSORS[arch],
+        launch.shared_memory: lambda device: ROOMS[arch],
+        tensors.inverse: lambda order: order,  # what no kernel has written is no order
+    }
     for module in [x for name, x in sys.modules.items() if name.startswith("cumulant.")]:
         for name, x in list(vars(module).items()):
             if callable(x) and any(x is function for function in real):
@@ -160,6 +164,19 @@ def taken(one: Launch, arch: int) -> int:
     return int(module.get_int_attr("ttg.shared"))
 
 
+def launched(arch: int, widths: Iterable[int], types: Iterable[str]) -> dict[str, Launch]:
+    """What `calls` of heads of these widths and types launch on such a GPU, forward and backward."""
+    os.environ.update(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
+    found = pretend(arch)
+    for kind, width in product(types, widths):
+        for B, L, call in calls(width):
+            q, k, v = (torch.empty(B, 4, L, width, dtype=getattr(torch, kind)) for _ in range(3))
+            tensors = [x.normal_().requires_grad_() for x in (q, k, v)]
+            out = call(*tensors)
+            torch.autograd.grad(out, tensors, torch.ones_like(out))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=ROOMS, default=89, help="compute capability, without the point")
@@ -167,15 +184,7 @@ def main() -> int:
     parser.add_argument("--types", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"])
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="kernels whose names end so")
     options = parser.parse_args()
-    os.environ.update(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
-    found = pretend(options.arch)
-    for kind in options.types:
-        for width in options.widths:
-            for B, L, call in calls(width):
-                q, k, v = (torch.empty(B, 4, L, width, dtype=getattr(torch, kind)) for _ in range(3))
-                tensors = [x.normal_().requires_grad_() for x in (q, k, v)]
-                out = call(*tensors)
-                torch.autograd.grad(out, tensors, torch.ones_like(out))
+    found = launched(options.arch, options.widths, options.types)
     room, over = ROOMS[options.arch], 0
     rows = []
     chosen = [one for one in found.values() if one.name.endswith(tuple(options.only))]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import fresh
 import pytest
-from descriptors import lost, strays
+
+from tools.descriptors import lost, strays
 
 ROOT = Path(__file__).parents[2]
 COMPILED = """
@@ -55,13 +56,10 @@ show("weights_kernel", chain.weights_kernel, dict(BIAS=True, BD=64, W=128, num_w
 """
 
 WALKS = """
-import subprocess, sys
-from pathlib import Path
+import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from triton.tools.disasm import path_to_cuobjdump
+from tools.astray import assembly
 from tools.fits import pretend
 
 found = pretend(90)
@@ -79,11 +77,9 @@ for one in found.values():
     if one.name in (
         "causal.forward.outputs", "causal.third.query_gradients", "causal.third.key_gradients", "cluster.forward.attend"
     ):
-        source = ASTSource(one.kernel, one.signature, one.constants, one.aligned)
-        done = compile(source, target=GPUTarget("cuda", 90, 32), options=one.options)
-        print("KERNEL", one.name, one.options["num_stages"], done.metadata.shared)
-        Path("kernel.cubin").write_bytes(done.asm["cubin"])  # asm["sass"] of Triton 3.6 ends after 4,096 instructions
-        print(subprocess.check_output([path_to_cuobjdump(), "-sass", "kernel.cubin"], text=True))
+        text, shared = assembly(one)
+        print("KERNEL", one.name, one.options["num_stages"], shared)
+        print(text)
 """
 
 
