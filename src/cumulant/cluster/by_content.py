@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..moments import statistics_dtype
-from ..tensors import inverse
-from .alike import runs_of
+from .alike import as_before, in_order, runs_of
 from .backend import TILES, Form
 from .basis import logit_basis
 from .build import without_prefix
@@ -76,7 +75,7 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
             if asking is None:
                 looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
                 asking = tree_order(looking, q.flatten(0, 1), runs, tree)
-            q = permuted(q.flatten(0, 1), asking).view_as(q)
+            q = in_order(q, asking)
         out = attend(
             q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
             prefix=prefix, key_mask=mask, scale=call.softmax_scale, enable_gqa=G > 1, rank=form.rank,
@@ -86,7 +85,7 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
         if tiles is not None:
             out = tiles.unpack(out.unflatten(2, (-1, tiles.size)), Lq)
         elif asking is not None:
-            out = permuted(out.flatten(0, 1), inverse(asking)).view_as(out)
+            out = as_before(out, asking)
     return out.reshape(*call.lead, Hk * G, Lq, E)
 
 

@@ -124,7 +124,6 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(found, "shared_memory_per_block_optin", ROOM))
 
 
-@cache
 def memory(device: torch.device) -> int:
     """Bytes of memory of a GPU, 0 of anything else."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
