@@ -302,9 +302,10 @@ def main() -> None:
         right = known["right"] if known["commit"] == commit else {}
     left = [name for name in options.only if name not in right]
     with ThreadPoolExecutor(options.workers) as pool:
-        right |= dict(zip(left, pool.map(alone, left), strict=True))
-    if options.verdicts is not None and options.check:
-        options.verdicts.write_text(json.dumps({"commit": commit, "right": right}))
+        for name, fine in zip(left, pool.map(alone, left), strict=True):
+            right[name] = fine
+            if options.verdicts is not None and options.check:  # as they come: a check that is stopped keeps them
+                options.verdicts.write_text(json.dumps({"commit": commit, "right": right}))
     rows: dict[str, Any] = {}
     peers: dict[Any, dict[str, float]] = {}
     heads = [f"{what} / softmax, ms | times | goal | from Python, times" for what in ("forward", "step")]
