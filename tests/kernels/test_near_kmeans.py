@@ -13,7 +13,10 @@ from kernel_checks import DEVICE, poisoned_memory, tokens  # noqa: F401
 from torch import Tensor
 
 from cumulant.cluster import KMeans, alike, attention, cluster_attention, kmeans_assignment
+from cumulant.cluster.basis import sampled
 from cumulant.kernels.cluster.plan import Shape, kept_plan
+from cumulant.kernels.kmeans import attend
+from cumulant.kernels.tree import host
 
 FORM: dict[str, Any] = {"near": 2, "near_rows": 32, "rank": "mass", "response": "pooled"}
 
@@ -29,6 +32,13 @@ def one_order_of_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
         ).to(query.device)
 
     monkeypatch.setattr(attention, "order_by_content", order)
+
+
+def by_kernels(query: Tensor, key: Tensor, mask: Tensor | None, rows: int, prefix: int = 0) -> Tensor:
+    """The order that kernels of k-means find, where it is looked for by plain torch too."""
+    query, key = query.contiguous(), key.contiguous()
+    seen = host.columns(query, key, sampled(alike.SEARCH.sample, key))
+    return host.order(seen, alike.runs_of(query.shape[2], rows), alike.SEARCH.iterations, None)
 
 
 def uneven(B: int, Hk: int, L: int, K: int, seed: int = 1) -> Tensor:
@@ -69,8 +79,31 @@ def test_outputs_and_gradients_equal_plain_torch(form: dict[str, Any]) -> None:
     check(2, 1, clusters=uneven(1, 1, 61, 7), **form)
 
 
-def test_clusters_found_by_k_means() -> None:
-    check(2, 2, batch=2, clusters=KMeans(6, 2))
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "more"),
+    [(2, 2, {}), (2, 1, {"Lq": 130, "rank": "mean"}), (1, 1, {"near": 0}), (1, 1, {"Lq": 20})],
+    ids=["many tiles", "grouped", "far only", "one tile"],
+)
+def test_clusters_found_by_k_means(heads: int, key_heads: int, more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def order(query: Tensor, key: Tensor, *how: Any) -> Tensor:
+        return by_kernels(query.float(), key.float(), *how)
+
+    monkeypatch.setattr(attention, "order_by_content", order)
+    check(heads, key_heads, batch=2, clusters=KMeans(6, 2), **more)
+
+
+@pytest.mark.parametrize("options", [{"metric": "diagonal"}, {"start": "random"}, {"sample": 2}], ids=str)
+def test_other_ways_to_find_them(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "sample" in options:
+        monkeypatch.setattr(attention, "order_by_content", lambda q, k, *how: by_kernels(q.float(), k.float(), *how))
+    check(2, 1, clusters=KMeans(6, 2, **options))
+
+
+def test_the_operator_can_be_compiled() -> None:
+    q, k, v = (tokens(1, 2, 80, 16, seed=i).requires_grad_() for i in range(3))
+    numbers = 6, 2, 1, True, 2, 2, 0.25, 32, 2, -2, "tanh", "mass"
+    given = q, k, v, sampled(64, k), *numbers
+    torch.library.opcheck(attend.attention.forward, (*given, True), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_more_near_clusters_than_registers_hold() -> None:
@@ -108,7 +141,8 @@ def test_views_of_a_projection() -> None:
     compare(q, k, v, clusters=uneven(1, 2, 70, 6), **FORM)
 
 
-def test_k_means_and_its_assignment_give_the_same() -> None:
+def test_k_means_and_its_assignment_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "order_by_content", by_kernels)
     q, k, v = (tokens(1, 2, 80, 16, seed=i) for i in range(3))
     found = cluster_attention(q, k, v, clusters=KMeans(6), backend="triton", **FORM)
     given = cluster_attention(q, k, v, clusters=kmeans_assignment(q, k, KMeans(6)), backend="triton", **FORM)

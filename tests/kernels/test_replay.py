@@ -16,13 +16,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cumulant import attention, cluster_attention
+from cumulant.cluster import KMeans
 from cumulant.kernels import direct, replay
 from cumulant.kernels.tokens import Kernel
 
 CASES = {  # in the interpreter the kernels of clusters take a minute
     "dense": partial(attention, order=2, backend="triton"),
     "causal": partial(attention, order=2, is_causal=True, backend="triton"),
-}
+    "k-means": partial(
+        cluster_attention, clusters=KMeans(4, 1), near=1, near_rows=32, rank="error", response="pooled",
+        backend="triton",
+    ),
+}  # fmt: skip
 # What else is called on a GPU: shape (B, H, Hk, L, D), and the call.
 SHAPES: dict[str, tuple[tuple[int, ...], Callable[..., Tensor]]] = {
     "order 3": ((2, 3, 3, 197, 64), partial(attention, order=3)),
@@ -32,6 +37,9 @@ SHAPES: dict[str, tuple[tuple[int, ...], Callable[..., Tensor]]] = {
     "far clusters": ((2, 2, 2, 2048, 64), partial(cluster_attention, clusters=16)),
     "near clusters": ((2, 2, 2, 2048, 64), partial(cluster_attention, clusters=16, near=2)),
     "short clusters": ((2, 2, 2, 256, 64), partial(cluster_attention, clusters=16)),
+    "k-means": ((1, 2, 2, 2048, 64), partial(cluster_attention, clusters=KMeans(16))),
+    "near k-means": ((2, 4, 2, 2048, 64), partial(cluster_attention, clusters=KMeans(16), near=2, enable_gqa=True)),
+    "near k-means of odd length": ((1, 2, 2, 10_001, 64), partial(cluster_attention, clusters=KMeans(16), near=2)),
     "causal clusters": ((1, 2, 2, 2048, 64), partial(cluster_attention, clusters=16, is_causal=True)),
 }
 
@@ -85,7 +93,7 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(seed: int) -> list[Tensor]:
-    return [tokens(1, 1, 32, 32, mean=m, dtype=torch.bfloat16, seed=seed + i) for i, m in enumerate((0, 1, 0.5))]
+    return [tokens(1, 1, 64, 32, mean=m, dtype=torch.bfloat16, seed=seed + i) for i, m in enumerate((0, 1, 0.5))]
 
 
 def known() -> list[Any]:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import launch
 from ..moments import statistics_dtype
-from ..tensors import inverse
 from .backend import Assignment, Case, sizes_of
-from .basis import spread_out
+from .basis import sampled, spread_out
 from .kmeans import KMeans
 from .tree import Tree, order_of, permuted
 
@@ -50,6 +50,13 @@ def order_by_content(query: Tensor, key: Tensor, mask: Tensor | None, rows: int,
 
     Keys of the prefix, and those that take no part, are not looked at.
     """
+    runs = runs_of(query.shape[2], rows)
+    if mask is None and not prefix and runs > 1 and launch.direct(query) and launch.direct(key):
+        from ..kernels.tree import host
+
+        with launch.on_device(query.device):
+            given = launch.rows(query), launch.rows(key), sampled(SEARCH.sample, key)
+            return host.order_of_queries(*given, runs, SEARCH.iterations)[:, : query.shape[2]]
     dtype = statistics_dtype(key.dtype)
     some = spread_out(key[:, :, prefix:], SEARCH.sample).to(dtype)
     if mask is None:
@@ -60,7 +67,7 @@ def order_by_content(query: Tensor, key: Tensor, mask: Tensor | None, rows: int,
         mean = some.sum(-2, keepdim=True) / there.sum(-2, keepdim=True).clamp(min=1)
         some = (some - mean).masked_fill(~there, 0)
     some = some.nan_to_num(0.0, 0.0, 0.0).to(query.dtype).repeat_interleave(query.shape[1] // key.shape[1], 1)
-    return order_of((query @ some.mT).flatten(0, 1), runs_of(query.shape[2], rows), SEARCH)
+    return order_of((query @ some.mT).flatten(0, 1), runs, SEARCH)
 
 
 def in_order(x: Tensor, order: Tensor) -> Tensor:
@@ -70,4 +77,4 @@ def in_order(x: Tensor, order: Tensor) -> Tensor:
 
 def as_before(x: Tensor, order: Tensor) -> Tensor:
     """The inverse of `in_order`, of x (B, any heads, any groups, Lq, width) too."""
-    return permuted(x.reshape(len(order), *x.shape[-2:]), inverse(order)).view(x.shape)
+    return permuted(x.reshape(len(order), *x.shape[-2:]), order, back=True).view(x.shape)

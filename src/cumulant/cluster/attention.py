@@ -30,7 +30,7 @@ from .fields import Seen, mix
 from .kmeans import KMeans, kmeans
 from .layout import Blocks, Layout, check_grid
 from .neighbours import beside
-from .run import run_kernels
+from .run import finds_at_once, run_kernels
 from .shares import by_heads
 from .short import answers_by_token, token_responses
 from .statistics import centred, origin
@@ -118,7 +118,7 @@ def cluster_attention(
     asked = Asked(clusters, near, closure, rank, variance, response, near_rows, queries, least, backend)
     how = is_causal, scale, enable_gqa, None, grid, prefix, offset
     kind = None
-    if key_mask is None and isinstance(clusters, int | tuple | Blocks):
+    if key_mask is None and isinstance(clusters, int | tuple | Blocks | KMeans):
         kind = replay.kind("clusters", query, key, value, *how, *asked)
     if kind is None:
         return _attend(Call(query, key, value, key_mask, *how), asked)
@@ -157,7 +157,7 @@ def _attend(call: Call, asked: Asked) -> Tensor:
     with without_autocast(query.device.type):
         q, k, v, mask = call.in_one_batch()
         order = None
-        if shares_by_content(case):
+        if shares_by_content(case) and not (kernels == "clusters" and finds_at_once(case)):
             order = order_by_content(q, k, mask, form.near_rows, call.prefix)
             q = in_order(q, order)
         if kernels is None:

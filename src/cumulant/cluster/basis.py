@@ -53,14 +53,18 @@ def logit_basis(looking: Tensor, tokens: Tensor, width: int, absent: Tensor | No
 
 def spread_out(x: Tensor, count: int) -> Tensor:
     """`count` rows of x (..., R, D) at places that follow the golden ratio: no grid has its period."""
-    R = x.shape[-2]
-    if count >= R:
-        return x
+    return x if count >= x.shape[-2] else x.index_select(-2, sampled(count, x))
+
+
+def sampled(count: int, x: Tensor) -> Tensor:
+    """These places: (count,) int64, or all R."""
     keeping = is_plain(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    return x.index_select(-2, (_kept_places if keeping else _places)(count, R, x.device))
+    return (_kept_places if keeping else _places)(count, x.shape[-2], x.device)
 
 
 def _places(count: int, R: int, device: torch.device) -> Tensor:
+    if count >= R:
+        return torch.arange(R, device=device)
     return ((torch.arange(count, dtype=torch.float64, device=device) * 0.6180339887498949) % 1 * R).long()
 
 

@@ -22,10 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import Call, Grid
-from ..kernels.cluster.bounds import padding
+from ..kernels import replay
+from ..kernels.cluster.bounds import SORTABLE, padding
 from ..kernels.cluster.bounds import tables as tables_of
 from ..moments import statistics_dtype
 from ..tracing import is_plain
+from .alike import SEARCH, runs_of, shares_by_content
 from .backend import (
     TILES,
     Assignment,
@@ -38,6 +40,7 @@ from .backend import (
     sizes_of,
     slots_of,
 )
+from .basis import sampled
 from .kmeans import KMeans, first_centres, kmeans
 from .layout import Blocks
 from .statistics import origin
@@ -64,24 +67,51 @@ def _run_clusters(case: Case) -> Tensor:
     from ..kernels.cluster import host as triton_cluster
 
     call, form = case.call, case.form
-    if isinstance(case.clusters, KMeans):
-        case = case._replace(clusters=_found(case, flat_mask(call)))
     K, near = sizes_of(case)[0], form.near
     assert isinstance(near, int)
     choosing = near > 0 or form.response is not None
+    how: dict[str, Any] = {
+        "scale": call.softmax_scale,
+        "tile": form.near_rows if choosing and form.near_rows in TILES else 128 if call.query.shape[-2] > 64 else 64,
+        "near": near,
+        "response": -2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,
+        "closure": form.closure,
+        "rank": form.rank,
+    }
+    if finds_at_once(case):
+        return _found_at_once(case, K, how)
+    if isinstance(case.clusters, KMeans | Assignment):
+        replay.refuse()  # tables hold what tokens do
+        if isinstance(case.clusters, KMeans):
+            case = case._replace(clusters=_found(case, flat_mask(call)))
     return triton_cluster.attention(
-        *call[:3],
-        None,
-        *tables(case),
-        scale=call.softmax_scale,
-        tile=form.near_rows if choosing and form.near_rows in TILES else 128 if call.query.shape[-2] > 64 else 64,
-        near=near,
-        response=-2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,
-        closure=form.closure,
-        rank=form.rank,
-        prefix=call.prefix,
-        masked=call.key_mask is not None,
+        *call[:3], None, *tables(case), **how, prefix=call.prefix, masked=call.key_mask is not None
     )
+
+
+def finds_at_once(case: Case) -> bool:
+    """Whether one operator finds the clusters by k-means, puts alike queries together and attends, in kernels alone."""
+    from ..kernels.kmeans import host as triton_kmeans
+
+    call, options = case.call, case.clusters
+    if not isinstance(options, KMeans) or options.metric == "diagonal" or options.start != "even":
+        return False
+    K, plain = sizes_of(case)[0], call.key_mask is None and not call.prefix
+    return plain and call.query.shape[-2] > 0 and K <= SORTABLE and triton_kmeans.fits(K, call.key)
+
+
+def _found_at_once(case: Case, K: int, how: dict[str, Any]) -> Tensor:
+    from ..kernels.cluster.plan import no_numbers
+    from ..kernels.kmeans import attend
+
+    (query, key), options = case.call[:2], case.clusters
+    runs, places = 0, no_numbers(key.device)
+    if shares_by_content(case):
+        runs, places = runs_of(query.shape[-2], case.form.near_rows), sampled(SEARCH.sample, key)
+    return attend.attention(
+        *case.call[:3], places, K, options.iterations, options.step(key.shape[-2]), options.metric == "full",
+        runs if runs > 1 else 0, SEARCH.iterations, **how,
+    )  # fmt: skip
 
 
 def _run_past(case: Case) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..call import check_count
 from ..kernels.launch import HAS_TRITON
+from ..tensors import inverse
 from .basis import basis_work, spread_out
 
 ENOUGH = 256  # tokens of a node that say in which direction it is cut, where it has four times as many
@@ -155,15 +156,15 @@ def rows_of(x: Tensor, order: Tensor) -> Tensor:
     return x.flatten(0, 1).index_select(0, (order + first[:, None]).flatten()).view(*order.shape, x.shape[-1])
 
 
-def permuted(x: Tensor, order: Tensor) -> Tensor:
-    """`rows_of` an order (N, L) of all rows of x (N, L, W)."""
+def permuted(x: Tensor, order: Tensor, back: bool = False) -> Tensor:
+    """`rows_of` an order (N, L) of all rows of x (N, L, W), or the inverse."""
     if x.is_cuda and HAS_TRITON:
         from ..kernels.tree import rows
 
         if rows.fits(x):
-            out: Tensor = rows.Permuted.apply(x, order)
+            out: Tensor = rows.Permuted.apply(x, order, back)
             return out
-    return rows_of(x, order)
+    return rows_of(x, inverse(order) if back else order)
 
 
 def _enough(m: int) -> int:

@@ -18,5 +18,6 @@ if launch.INTERPRET or torch.cuda.is_available():  # registers the operators bef
         from .cluster import host as _cluster  # noqa: F401
         from .dense import host as _dense  # noqa: F401
         from .fold import host as _fold  # noqa: F401
+        from .kmeans import attend as _kmeans  # noqa: F401
         from .lla import host as _lla  # noqa: F401
         from .short import host as _short  # noqa: F401

@@ -37,9 +37,9 @@ MOST = 512  # kinds of calls that are kept
 APART = 256  # bytes to which pieces of memory are aligned
 FRESH = {"new_empty", "empty", "empty_like", "empty_strided"}  # functions of torch that give memory
 LOOKS = {  # and those that only look at some
-    "__get__", "__getitem__", "__len__", "as_strided", "data_ptr", "detach", "dim", "element_size", "expand", "numel",
-    "is_contiguous", "select", "size", "squeeze", "storage_offset", "stride", "transpose", "unsqueeze", "view",
-    "untyped_storage",
+    "__get__", "__getitem__", "__len__", "as_strided", "contiguous", "data_ptr", "detach", "dim", "element_size",
+    "expand", "is_contiguous", "numel", "select", "size", "squeeze", "storage_offset", "stride", "transpose",
+    "unsqueeze", "untyped_storage", "view",
 }  # fmt: skip
 SIMPLE = (int, float, str, torch.dtype, type(None))  # arguments of a launch that are the same every time
 _now = threading.local()
@@ -237,6 +237,12 @@ def lesson() -> Lesson | None:
         return None
     found.tried = True
     return found
+
+
+def refuse() -> None:
+    """The call that is being learned, if one is, is not: it depends on what tensors hold."""
+    if not torch.compiler.is_compiling():
+        lesson()
 
 
 class Memory:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..launch import padded
 
+SORTABLE = 256  # clusters that a program compares with a block of tokens at once
+
 
 def padding(clusters: int) -> int:
     """KP. Products with 16 columns are miscompiled by the assembler that Triton 3.6 carries: nothing is below 32."""

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..launch import HAS_TRITON, INTERPRET, cdiv, on_device
 from ..tokens import kernel
-from .bounds import padding
+from .bounds import SORTABLE, padding
 
-MOST = 256  # clusters that a program compares with a block of tokens at once
 BLOCK = 128  # tokens of a block
 
 
@@ -87,16 +86,17 @@ def place_tokens(
 
 def sortable(ids: Tensor, K: int) -> bool:
     """Whether these kernels can take ids (S, L) of K clusters."""
-    return HAS_TRITON and ids.device.type == ("cpu" if INTERPRET else "cuda") and K <= MOST and ids.shape[-1] > 0
+    return HAS_TRITON and ids.device.type == ("cpu" if INTERPRET else "cuda") and K <= SORTABLE and ids.shape[-1] > 0
 
 
 def sorted_tables(ids: Tensor, present: Tensor | None, K: int) -> tuple[Tensor, Tensor, Tensor]:
     """bounds, logs and order of tokens with clusters ids (S, L); present (S or fewer, L) bool: which take part."""
     with on_device(ids.device):
-        return _sorted_tables(ids if ids.stride(-1) == 1 else ids.contiguous(), present, K)
+        return tables_on_device(ids if ids.stride(-1) == 1 else ids.contiguous(), present, K)
 
 
-def _sorted_tables(ids: Tensor, present: Tensor | None, K: int) -> tuple[Tensor, Tensor, Tensor]:
+def tables_on_device(ids: Tensor, present: Tensor | None, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same on the current device, of ids with rows in one piece."""
     (S, L), KP, blocks = ids.shape, padding(K), cdiv(ids.shape[1], BLOCK)
     counts = torch.empty(S, blocks, KP, dtype=torch.int32, device=ids.device)
     places = torch.empty_like(counts)

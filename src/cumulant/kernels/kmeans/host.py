@@ -41,10 +41,10 @@ def nearest(
     Metric of query (B, H, Lq, D), None: plain distances; present (B, L) bool: keys that move centres.
     """
     with on_device(key.device):
-        return _nearest(query, rows(key), present, centres, K, iterations, step)
+        return launched(query, rows(key), present, centres, K, iterations, step)
 
 
-def _nearest(
+def launched(
     query: Tensor | None,
     key: Tensor,
     present: Tensor | None,
@@ -53,6 +53,7 @@ def _nearest(
     iterations: int,
     step: int,
 ) -> Tensor:
+    """The same on the current device, of a key with rows in one piece."""
     B, Hk, L, D = key.shape
     pairs, BD, KP, last = B * Hk, padded(D, 32), padded(K, 32), cdiv(L, step)
     splits = max(1, min(cdiv(RESIDENT * multiprocessors(key.device), pairs), cdiv(last, 128)))

@@ -91,6 +91,13 @@ def upper(key):
 
 
 @kernel
+def clear(counts, size, N: tl.constexpr):
+    """Grid (blocks of N). Sets `size` numbers to 0."""
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(counts + at, tl.zeros((N,), tl.int32), mask=at < size)
+
+
+@kernel
 def cut(
     x, absent, order, keys, counts, found, length_k, clusters, size, span, splits, FIRST: tl.constexpr,
     HALVED: tl.constexpr, COUNTED: tl.constexpr, MASKED: tl.constexpr, ITERATIONS: tl.constexpr, S: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Launches that order tokens by a tree. Kernels: halves.py. Nothing here waits for the GPU.
+"""Launches that order tokens by a tree. Kernels: halves.py, seen.py. Nothing here waits for the GPU.
 
 Shape legend: N heads of all sequences, L tokens (P padded), S columns.
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ...tracing import is_plain, transformed
-from ..launch import available, cdiv, multiprocessors, on_device, padded
+from ..launch import available, cdiv, dot_precision, layout, multiprocessors, on_device, padded
 from ..tokens import Fixed
-from . import halves
+from . import halves, seen
 
 WIDEST = 128  # columns
 TILE = 16384  # numbers of x that a program reads at a time
@@ -57,10 +57,12 @@ def _(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> Tensor:
 
 def _order(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> Tensor:
     with on_device(x.device):
-        return _launched(x.contiguous(), parts, iterations, absent)
+        found = padded_order(x.contiguous(), parts, iterations, absent)
+    return found if found.shape[1] == x.shape[1] else found[:, : x.shape[1]].contiguous()
 
 
-def _launched(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> Tensor:
+def padded_order(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> Tensor:
+    """The same with its padding at the end, (N, P); x is contiguous, and its device the current one."""
     (N, L, S), P = x.shape, parts * cdiv(x.shape[1], parts)
     if parts == 1:
         return torch.arange(L, device=x.device).repeat(N, 1)
@@ -68,7 +70,9 @@ def _launched(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> 
     keys, order, later = (torch.empty(N, P, dtype=torch.int32, device=x.device) for _ in range(3))
     levels = [(1 << i, P >> i) for i in range(parts.bit_length() - 1)]  # nodes of a head, and their tokens
     long = sum(N * nodes for nodes, size in levels if size > HELD)
-    counts = torch.zeros(long * 3, 2048, dtype=torch.int32, device=x.device)
+    counts = torch.empty(long * 3, 2048, dtype=torch.int32, device=x.device)
+    if long:
+        _start(halves.clear, cdiv(counts.numel(), 1024), {"N": 1024, "num_warps": 4}, counts, counts.numel())
     shape = {"MASKED": absent is not None, "ITERATIONS": iterations, "S": S, "BS": padded(S)}
     for nodes, size in levels:
         if 2 * nodes == parts:
@@ -98,7 +102,7 @@ def _launched(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> 
             _start(halves.part, N * nodes * splits, constants, keys, tallies, order, later, size, splits)
             counts = counts[3 * N * nodes :]
         order, later = later, order
-    return order if P == L else order[:, :L].contiguous()
+    return order
 
 
 def _split(nodes: int, size: int, rows: int, device: torch.device) -> tuple[int, int]:
@@ -110,6 +114,27 @@ def _split(nodes: int, size: int, rows: int, device: torch.device) -> tuple[int,
 
 def _rows(S: int) -> int:
     return TILE // padded(S)
+
+
+def order_of_queries(query: Tensor, key: Tensor, places: Tensor, runs: int, iterations: int) -> Tensor:
+    """`padded_order` (B H, P) of query (B, H, Lq, D): runs that are alike to keys `places` (S,) of key (B, Hk, Lk, D).
+
+    Rows lie in one piece, and their device is the current one.
+    """
+    return padded_order(columns(query, key, places), runs, iterations, None)
+
+
+def columns(query: Tensor, key: Tensor, places: Tensor) -> Tensor:
+    """x (B H, Lq, S) of query (B, H, Lq, D): products with S keys `places` of key (B, Hk, Lk, D), less their mean."""
+    (B, H, Lq, D), Hk, S = query.shape, key.shape[1], len(places)
+    x = query.new_empty(B * H, Lq, S)
+    unit, (own, other) = layout(query, key)
+    constants: dict[str, Any] = {"GROUP": H // Hk, "S": S, "BS": padded(S), "D": D, "BD": padded(D)}
+    constants |= {"N": 128, "UNIT": unit, "PRECISION": dot_precision(query.dtype), "num_warps": 8}
+    known = unit == 8 and not places.data_ptr() & 15
+    fixed = _fixed(seen.columns, (query.dtype, key.dtype), known, tuple(constants.items()))
+    seen.columns.start((cdiv(Lq, 128), B * H, 1), fixed, query, key, places, x, *own, *other, Lq, H)
+    return x
 
 
 def _start(kernel: Any, programs: int, constants: dict[str, Any], *given: Any) -> None:
