@@ -30,6 +30,8 @@ CALLS = {  # of gpu_called.py
     "blocks": "`clusters=64`, B 1, 16,384",
     "kmeans": "`clusters=KMeans(64)`, B 1, 16,384",
     "kmeans near": "the same with `near=2`",
+    "kmeans, B 8": "`clusters=KMeans(64)`, B 8, 16,384",
+    "kmeans near, B 8": "the same with `near=2`",
     "short": "`clusters=16`, B 256, 256 tokens",
     "order 2, 64": "`attention(order=2)`, B 256, 64 tokens",
     "order 3, 64": "`attention(order=3)`, B 256, 64 tokens",
@@ -305,8 +307,8 @@ def most_host(which: int) -> Callable[[Result], float]:
     return lambda result: max(x["repeated"][which] - x["repeated"][which + 2] for x in result["calls"].values())
 
 
-def beside_blocks(result: Result) -> float:
-    return float(result["cases"]["kmeans"]["forward"] / result["cases"]["blocks"]["forward"])
+def beside_blocks(found: str, blocks: str) -> Callable[[Result], float]:
+    return lambda result: float(result["cases"][found]["forward"] / result["cases"][blocks]["forward"])
 
 
 def slowest_start(which: int) -> Callable[[Result], float]:
@@ -327,7 +329,8 @@ GOALS = [
     Goal("masked, step", C, 8, of_case("masked", "step_times")),
     Goal("causal clusters, forward", C, 10, of_case("causal 64", "forward_times")),
     Goal("causal clusters, step", C, 8, of_case("causal 64", "step_times")),
-    Goal("k-means, forward, times the time of blocks", C, 1.3, beside_blocks, True),
+    Goal("k-means, B 8, forward, times the time of blocks", C, 1.3, beside_blocks("kmeans, B 8", "far only"), True),
+    Goal("the same, B 1", C, 1.3, beside_blocks("kmeans", "blocks"), True),
     Goal("order 2, B 256, 64 tokens, forward, from Python", C, 1, of_case("order 2, 64", "forward_called_times")),
     Goal("the same, step", C, 1, of_case("order 2, 64", "step_called_times")),
     Goal("order 3, B 256, 64 tokens, forward, from Python", C, 1, of_case("order 3, 64", "forward_called_times")),

@@ -16,6 +16,7 @@ from cumulant.cluster import KMeans, alike, attention, cluster_attention, kmeans
 from cumulant.cluster.basis import sampled
 from cumulant.kernels.cluster.plan import Shape, kept_plan
 from cumulant.kernels.kmeans import attend
+from cumulant.kernels.kmeans import host as kmeans
 from cumulant.kernels.tree import host
 
 FORM: dict[str, Any] = {"near": 2, "near_rows": 32, "rank": "mass", "response": "pooled"}
@@ -181,6 +182,31 @@ def test_full_size_in_float32(masked: bool) -> None:
     there = torch.rand(2, 4096, device=DEVICE) < 0.7 if masked else None
     options = {"near": 2, "near_rows": 64, "rank": "mean", "response": "pooled"}
     compare(q, k, v, 2e-5, clusters=uneven(2, 2, 4096, 64), key_mask=there, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "Lq", "Lk", "width", "options"),
+    [
+        (4, 4, 4096, 4096, 64, {"near": 2}),
+        (4, 2, 5001, 3333, 64, {"near": 3, "rank": "mean", "near_rows": 128}),
+        (2, 2, 3000, 3000, 96, {"near": 1, "response": None}),
+        (3, 3, 2048, 2048, 64, {}),
+    ],
+    ids=["auto", "cross", "wide", "far only"],
+)
+def test_one_operator_is_the_search_and_then_the_call(
+    heads: int, key_heads: int, Lq: int, Lk: int, width: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    options |= {"enable_gqa": heads != key_heads}
+    q = tokens(2, heads, Lq, width, dtype=torch.bfloat16)
+    k, v = (tokens(2, key_heads, Lk, width, mean=m, dtype=torch.bfloat16, seed=i) for i, m in enumerate((1, 0.5), 1))
+    ids = kmeans.nearest(q, k, None, None, 64, KMeans(64).iterations, 1)
+    found, given = (results(q, k, v, "auto", q.dtype, clusters=x, **options) for x in (KMeans(64), ids))
+    for x, y in zip(found, given, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.gpu
