@@ -351,18 +351,14 @@ def test_threads_change_no_bit(monkeypatch, heads, length, width, joined):
     grad = torch.randn(1, heads, length, width)
     if joined:
         *inputs, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*inputs, grad))
-    alone, asked = with_gradients(attention, inputs, grad), []
+    alone = with_gradients(attention, inputs, grad)
     monkeypatch.setattr(workers, "_POOLS", {})
     with threads(3):
-        monkeypatch.setattr(cpu.PACE, "until", 0.0)  # all cores in every operation
-        for x, y in zip(with_gradients(attention, inputs, grad), alone, strict=True):
-            assert torch.equal(x, y)
-    monkeypatch.setattr(cpu.PACE, "until", float("inf"))  # tasks side by side
-    monkeypatch.setattr(workers.torch, "set_num_threads", lambda count: None)  # or all tests after this one have three
-    monkeypatch.setattr(workers.torch, "get_num_threads", lambda: asked.append(1) or 3)
-    for x, y in zip(with_gradients(attention, inputs, grad), alone, strict=True):
-        assert torch.equal(x, y)
-    assert asked
+        for until in (0.0, float("inf")):  # all cores in every operation, tasks side by side
+            monkeypatch.setattr(cpu.PACE, "until", until)
+            for x, y in zip(with_gradients(attention, inputs, grad), alone, strict=True):
+                assert torch.equal(x, y)
+    assert list(workers._POOLS) == [3]
     with torch.inference_mode():
         assert torch.equal(attention(*inputs), alone[0])
 

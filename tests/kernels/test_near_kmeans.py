@@ -107,6 +107,21 @@ def test_the_operator_can_be_compiled() -> None:
     torch.library.opcheck(attend.attention.forward, (*given, True), test_utils=("test_schema", "test_faketensor"))
 
 
+def compiled(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cluster_attention(q, k, v, **options)
+
+    whole = torch.compile(call, fullgraph=True, backend="aot_eager")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found, wanted = ([out, *torch.autograd.grad(out.sum(), leaves)] for out in (whole(q, k, v), call(q, k, v)))
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_compiled_call_is_one_graph() -> None:
+    compiled(*(tokens(1, 2, 80, 16, seed=i) for i in range(3)), clusters=KMeans(6), backend="triton", **FORM)
+
+
 def test_more_near_clusters_than_registers_hold() -> None:
     check(Lq=40, clusters=uneven(1, 1, 61, 20), near=10)
 
@@ -207,6 +222,13 @@ def test_one_operator_is_the_search_and_then_the_call(
     found, given = (results(q, k, v, "auto", q.dtype, clusters=x, **options) for x in (KMeans(64), ids))
     for x, y in zip(found, given, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_compiled_call_is_one_graph_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    compiled(*(tokens(1, 2, 2048, 64, dtype=torch.bfloat16, seed=i) for i in range(3)), clusters=KMeans(64), near=2)
 
 
 @pytest.mark.gpu
