@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def is_plain(x: Tensor) -> bool:
@@ -40,6 +41,21 @@ def can_be_read(x: Tensor) -> bool:
     itself = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed()
     return x.device.type == "cpu" and itself and not traced
+
+
+def constant(function: Callable[..., T]) -> Callable[..., T]:
+    """Kept, and to torch.compile a constant; given and returned are numbers, words, devices and tuples of these.
+
+    `torch.compiler.assume_constant_result` does the latter, but imports the compiler first, for a second.
+    """
+    kept = functools.lru_cache(64)(function)
+
+    @functools.wraps(function)
+    def constant(*arguments: Any) -> T:
+        return kept(*arguments)
+
+    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return constant
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:

@@ -50,9 +50,11 @@ def test_windows_of_a_hiera_stay_and_the_global_layer_knows_its_grid() -> None:
     torch.testing.assert_close(model(x).last_hidden_state, before)
 
 
-def test_a_converted_hiera_compiles_without_a_break() -> None:
+@pytest.mark.parametrize("name", ["cluster4+find=tree+near=1+patch=2+near_rows=32", "cluster8+find=tree+near=2"])
+def test_a_converted_hiera_compiles_without_a_break(name: str) -> None:
+    """With four clusters, a mechanism that is listed, and with eight, which is not."""
     model, x = hiera(), torch.randn(1, 3, 128, 128)
-    cumulant.convert(model, "cluster4+find=tree+near=1+patch=2+near_rows=32", force=True, example=x)
+    cumulant.convert(model, name, force=True, example=x)
     with torch.no_grad():
         said = model(x).last_hidden_state
         torch._dynamo.reset()

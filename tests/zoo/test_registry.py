@@ -81,6 +81,18 @@ def test_clusters_may_be_any_number_though_three_are_listed():
     assert copy.deepcopy(chosen) is zoo.get("cluster256+near=2")
 
 
+def test_numbers_that_are_not_listed_compile_into_one_graph():
+    """Other tests do not ask for these: both are made while the graph is."""
+
+    def function(x):
+        return zoo.get("cluster11")(x, x, x) + zoo.get("cluster13")(x, x, x, near=1)
+
+    torch._dynamo.reset()
+    x = qkv(length=40)[0]
+    said = torch.compile(function, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(said, function(x))
+
+
 @pytest.mark.parametrize("name", ["cluster0", "cluster", "cluster064", "cluster-4", "cluster4.0", "softmax4", "4"])
 def test_what_is_no_number_of_clusters_is_unknown(name):
     with pytest.raises(ValueError, match=f"unknown attention mechanism '{name}'"):

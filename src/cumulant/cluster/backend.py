@@ -6,23 +6,20 @@ Shape legend: B batch, H heads, Lq queries, Lk keys, D, E widths, K clusters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
 from itertools import pairwise
 from operator import index
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import Call, Grid
 from ..kernels import launch, notice
-from ..tracing import transformed
+from ..tracing import constant, transformed
 from .kmeans import KMeans
 from .layout import Blocks, cuts, divide, on_grid
 
-T = TypeVar("T")
 TILES = (32, 64, 128)  # queries that can share their near clusters in a kernel
 WIDEST, WIDEST_FLOAT32 = 128, 64  # head size: what fits the shared memory of a multiprocessor
 # Bytes of shared memory that a row of a tile takes in the causal kernels where that is most, in wide heads or float32.
@@ -276,21 +273,6 @@ def _unknown(*sizes: int) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not all(has_static_value(n) for n in sizes)
-
-
-def constant(function: Callable[..., T]) -> Callable[..., T]:
-    """Kept, and to torch.compile a constant.
-
-    `torch.compiler.assume_constant_result` does the latter, but imports the compiler first, for a second.
-    """
-    kept = lru_cache(64)(function)
-
-    @wraps(function)
-    def constant(*arguments: Any) -> T:
-        return kept(*arguments)
-
-    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return constant
 
 
 @constant

@@ -21,8 +21,8 @@ from ..closures import gain, log_mass
 from ..kernels import launch
 from ..moments import Moments, ratio
 from ..tensors import ABSENT, softmax_or_zero
-from ..tracing import transformed
-from .backend import Form, constant
+from ..tracing import constant, transformed
+from .backend import Form
 from .near import fused, groups, heaviest, largest, marked, near_answers, responding
 from .statistics import log
 

@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from .. import shards
 from ..call import Call, check_flag, check_share
 from ..grammar import Registry, parse, write
 from ..kinds import check_kinds
-from ..tracing import without_autocast
+from ..tracing import constant, without_autocast
 from .grid import resolve_grid
 from .mixing import Bound, Mix
 from .options import CHECKS, Check
@@ -325,6 +326,7 @@ def can(words: str) -> dict[str, Any]:
 
 _MECHANISMS: Registry[Mechanism] = Registry("attention mechanism")
 _FAMILIES: dict[str, Callable[[int], Mechanism]] = {}
+_NUMBERED = SimpleNamespace()  # by name; of a dict torch.compile would know what was in it at its first look
 
 
 def register(mechanism: Mechanism | None = None, /, **fields: Any) -> Mechanism:
@@ -358,14 +360,16 @@ def get(name: str) -> Mechanism:
 
 
 def _find(name: str) -> Mechanism | None:
-    return _MECHANISMS.get(name) or _numbered(name)
+    return _MECHANISMS.get(name) or (getattr(_NUMBERED, name) if _numbered(name) else None)
 
 
-@functools.cache
-def _numbered(name: str) -> Mechanism | None:
-    """One of a family that is not registered, made once."""
+@constant  # torch.compile cannot trace how a mechanism is made
+def _numbered(name: str) -> bool:
+    """Whether it is one of a family that is not registered, made once."""
     found = re.fullmatch(r"(.*?)([1-9][0-9]{0,8})", name)
-    return _FAMILIES[found[1]](int(found[2])) if found and found[1] in _FAMILIES else None
+    if found and found[1] in _FAMILIES and not hasattr(_NUMBERED, name):
+        setattr(_NUMBERED, name, _FAMILIES[found[1]](int(found[2])))
+    return hasattr(_NUMBERED, name)
 
 
 @functools.lru_cache(256)
