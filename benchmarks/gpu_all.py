@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", action="store_true", help="the GPU suite too")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing new is begun")
-    parser.add_argument("--without", nargs="+", choices=PARTS, default=[], help="parts to leave out")
+    parser.add_argument("--without", nargs="+", choices={**PARTS, **CHECKS}, default=[], help="parts to leave out")
     options = parser.parse_args()
     out, begin = Path(os.environ["OUT"]), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
