@@ -143,6 +143,7 @@ def called_block(result: Result) -> str:
     for what in ("forward", "step"):
         head += [f"{what} ms (softmax)", "times", "goal", "from Python"]
     how = [f"From Python: {result['called']}."] if "called" in result else []
+    how += [result["note"]] if "note" in result else []
     return "\n\n".join([table(head, rows), *how, made(result)])
 
 
@@ -307,8 +308,9 @@ def most_host(which: int) -> Callable[[Result], float]:
     return lambda result: max(x["repeated"][which] - x["repeated"][which + 2] for x in result["calls"].values())
 
 
-def beside_blocks(found: str, blocks: str) -> Callable[[Result], float]:
-    return lambda result: float(result["cases"][found]["forward"] / result["cases"][blocks]["forward"])
+def slower(found: str, beside: str, what: str) -> Callable[[Result], float]:
+    """How many times as long one case takes as another."""
+    return lambda result: float(result["cases"][found][what] / result["cases"][beside][what])
 
 
 def slowest_start(which: int) -> Callable[[Result], float]:
@@ -329,8 +331,14 @@ GOALS = [
     Goal("masked, step", C, 8, of_case("masked", "step_times")),
     Goal("causal clusters, forward", C, 10, of_case("causal 64", "forward_times")),
     Goal("causal clusters, step", C, 8, of_case("causal 64", "step_times")),
-    Goal("k-means, B 8, forward, times the time of blocks", C, 1.3, beside_blocks("kmeans, B 8", "far only"), True),
-    Goal("the same, B 1", C, 1.3, beside_blocks("kmeans", "blocks"), True),
+    Goal("the same with `near=2`, forward", C, 10, of_case("causal near", "forward_times")),
+    Goal("the same with `near=2`, step", C, 8, of_case("causal near", "step_times")),
+    Goal("k-means, B 8, forward, times the time of blocks", C, 1.3, slower("kmeans, B 8", "far only", "forward"), True),
+    Goal("the same, step", C, 1.3, slower("kmeans, B 8", "far only", "step"), True),
+    Goal("k-means with `near=2`, B 8, forward", C, 1.3, slower("kmeans near, B 8", "cluster", "forward"), True),
+    Goal("the same, step", C, 1.3, slower("kmeans near, B 8", "cluster", "step"), True),
+    Goal("k-means, B 1, forward", C, 1.3, slower("kmeans", "blocks", "forward"), True),
+    Goal("the same, step", C, 1.3, slower("kmeans", "blocks", "step"), True),
     Goal("order 2, B 256, 64 tokens, forward, from Python", C, 1, of_case("order 2, 64", "forward_called_times")),
     Goal("the same, step", C, 1, of_case("order 2, 64", "step_called_times")),
     Goal("order 3, B 256, 64 tokens, forward, from Python", C, 1, of_case("order 3, 64", "forward_called_times")),
