@@ -17,7 +17,7 @@ formed for the two patterns that need none, and nothing is guessed:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -57,9 +57,9 @@ def key_mask_function(**asked: Any) -> Tensor | None:
     made = _linear_mask(**asked)
     if type(asked.get("config")).__name__ not in READERS:
         return made
-    import transformers
+    from transformers.masking_utils import eager_mask
 
-    shown: Any = transformers.masking_utils.eager_mask(**asked)
+    shown: Any = eager_mask(**asked)
     if shown is not None:
         setattr(shown, LINEAR, made)
     return shown
@@ -83,9 +83,14 @@ def _linear_mask(
     allow_is_bidirectional_skip: bool = False,
     **rest: Any,
 ) -> Tensor | None:
-    import transformers
+    # torch 2.11 cannot trace an import of the package itself, whose module loads its parts when they are asked for
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        prepare_padding_mask,
+        sdpa_mask,
+    )
 
-    hf: Any = transformers.masking_utils
     if attention_mask is not None and attention_mask.ndim == 3:  # `generate` made it beforehand, for a static cache
         return attention_mask
 
@@ -94,28 +99,28 @@ def _linear_mask(
     last = q_offset + q_length - 1
     whole = kv_offset == 0 or (mask_function is not None and _reaches(mask_function, batch_size, last, kv_offset, rest))
     within = local_size is not None and kv_length <= local_size and whole
-    causal = mask_function in (None, hf.causal_mask_function) or within
-    both_ways = mask_function is hf.bidirectional_mask_function
+    causal = mask_function in (None, causal_mask_function) or within
+    both_ways = mask_function is bidirectional_mask_function
     simple = (causal and allow_is_causal_skip) or (both_ways and allow_is_bidirectional_skip)
     if causal and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_length + kv_offset):
-        if mask_function in (None, hf.causal_mask_function) and kv_offset == 0:
+        if mask_function in (None, causal_mask_function) and kv_offset == 0:
             return _static(batch_size, q_length, kv_length, q_offset, attention_mask, rest.get("device"))
         simple = False
     if not simple:
-        return hf.sdpa_mask(
+        return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
+            q_offset=cast(int, q_offset),  # or a tensor, whatever its annotation says
             kv_offset=kv_offset,
-            mask_function=mask_function or hf.causal_mask_function,
+            mask_function=mask_function or causal_mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
             allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False,
             **rest,
         )
-    present = hf.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    present = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if present is not None:
         present = present[:, kv_offset : kv_offset + kv_length].bool()
         if not compiling() and bool(present.all()):
