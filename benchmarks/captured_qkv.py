@@ -13,7 +13,7 @@ bfloat16, the same call `--batch` times, so that the GPU is full; softmax is the
 graph, as `sam2_speed.py` measures it. On a CPU errors and multiply-adds alone, in float32. `--keep` writes what was
 captured of SmolLM2, of each layer one key head and its query heads, rounded to 8 bits, and ends: what takes a GPU can
 then be without the model, and has these heads three times. JSON goes to $OUT/captured_qkv.json if OUT is set, row by
-row.
+row. Controls are windows (`real_models.CONTROLS`; that of SAM 2 wants `--tokens 7744`, 88 x 88) and the second order.
 """
 
 from __future__ import annotations

@@ -33,15 +33,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from real_models import pictures
+from real_models import pictures, share_of_work
 from torch import Tensor
 
-from cumulant import zoo
 from cumulant.bench.provenance import provenance
-from cumulant.call import Call
 from cumulant.conversion.paying import seconds_of
-from cumulant.explain.masks import share_of_work
 from cumulant.explain.matches import Matcher, Pair, kept, lightglue, placed
 
 NAMES = (
@@ -181,27 +177,14 @@ def measured(matcher: Matcher, pair: Pair, name: str) -> tuple[Tensor, float, fl
         found = timed(matcher, pair)
     tokens = pair["image1"]["keypoints"].shape[1]
     of_softmax = 1 - layers / len(matcher.layers(_few(pair)))
-    shares = [1 / PARTS if x == OWN_PART else share_of_work(x, tokens, WIDTH) for x in each]  # as many layers of each
+    shares = [share_of_work(x, tokens, WIDTH) for x in each]  # as many layers of each kind
     work = of_softmax + (1 - of_softmax) * sum(shares) / len(shares)
     return *found, {"layers": layers, "multiply_adds": work}
 
 
-FEW, WIDTH, PARTS = 128, 64, 64
-OWN_PART = f"parts{PARTS}"
+FEW, WIDTH = 128, 64
 KINDS = ("self_attn", "cross_attn")  # of layers
 HALF = " in half"
-
-
-def _own_part(call: Call) -> Tensor:
-    """Each query sees the keys of its own of PARTS runs; in cross attention those of the run with its number."""
-    runs = zip(*(x.tensor_split(PARTS, -2) for x in call[:3]), strict=True)
-    return torch.cat([F.scaled_dot_product_attention(*run, scale=call.scale) for run in runs], -2)
-
-
-zoo.register(
-    name=OWN_PART, summary="attention within parts, a control", paper="-", year=2026, cost="L^2 D / parts",
-    function=_own_part, **zoo.can("causal cross causal_cross key_mask"),
-)  # fmt: skip
 CONTROLS = {"another order": in_another_order, "bfloat16": rounded, f"softmax{HALF}": in_half}
 
 

@@ -6,7 +6,7 @@ them. Pictures are squared to the size of the model, as its own processor does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from cumulant.explain.masks import pixels as prepared
 from cumulant.explain.masks import replaced as replaced
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-WINDOW = 8
+WINDOW, PARTS, RECENT, SINKS = 8, 64, 512, 4
 ROUNDED = "bfloat16"  # softmax with the encoder's products in it
 
 
@@ -143,13 +143,8 @@ def plan(name: str, layers: list[str]) -> dict[str, str]:
     return dict(zip(layers, each * len(layers) if len(each) == 1 else each, strict=True))
 
 
-def share_of_work(name: str, tokens: int, D: int) -> float:
-    """Multiply-adds of a mechanism in a layer of a picture, of softmax's; the control's own too."""
-    return WINDOW * WINDOW / tokens if name == f"window{WINDOW}" else masks.share_of_work(name, tokens, D)
-
-
 def _window(call: Call) -> Tensor:
-    """The control: each query sees its own square of WINDOW x WINDOW tokens."""
+    """Each query sees its own square of WINDOW x WINDOW tokens of a picture."""
     assert call.grid is not None
     rows, cols = call.grid
 
@@ -161,14 +156,34 @@ def _window(call: Call) -> Tensor:
     return out.unflatten(-2, (WINDOW, WINDOW)).transpose(-4, -3).flatten(-5, -2)
 
 
-zoo.register(
-    zoo.Mechanism(
-        name=f"window{WINDOW}",
-        summary="attention within squares of a picture, a control",
-        paper="-",
-        year=2026,
-        cost="L w^2 D",
-        function=_window,
-        **zoo.can("causal cross causal_cross key_mask wants_grid"),
-    )
-)
+def _own_part(call: Call) -> Tensor:
+    """Each query sees the keys of its own of PARTS runs; in cross attention those of the run with its number."""
+    runs = zip(*(x.tensor_split(PARTS, -2) for x in call[:3]), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*run, scale=call.scale) for run in runs], -2)
+
+
+def _recent(call: Call) -> Tensor:
+    """Each query sees the last RECENT keys up to its own, and the first SINKS."""
+    row, column = (torch.arange(x.shape[-2], device=x.device) for x in call[:2])
+    age = row[:, None] - column
+    seen = (age >= 0) & ((age < RECENT) | (column < SINKS))
+    how: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+    return F.scaled_dot_product_attention(*call[:3], attn_mask=seen, **how)
+
+
+# Windows, as controls by name: what a query sees, and its share of L keys.
+CONTROLS: dict[str, tuple[Callable[[Call], Tensor], Callable[[int], float]]] = {
+    f"window{WINDOW}": (_window, lambda L: WINDOW * WINDOW / L),
+    f"parts{PARTS}": (_own_part, lambda L: 1 / PARTS),
+    f"recent{RECENT}": (_recent, lambda L: (RECENT + SINKS) / L),
+}
+for _name, (_function, _) in CONTROLS.items():
+    zoo.register(
+        name=_name, summary="attention within a window, a control", paper="-", year=2026, cost="L w D",
+        function=_function, **zoo.can("causal cross causal_cross grouped_queries key_mask wants_grid"),
+    )  # fmt: skip
+
+
+def share_of_work(name: str, tokens: int, D: int) -> float:
+    """Multiply-adds of a mechanism in a layer of a picture, of softmax's; the controls' own too."""
+    return CONTROLS[name][1](tokens) if name in CONTROLS else masks.share_of_work(name, tokens, D)
