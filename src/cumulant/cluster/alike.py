@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels import launch
 from ..moments import statistics_dtype
-from .backend import Assignment, Case, sizes_of
+from .backend import WIDEST, Assignment, Case, sizes_of
 from .basis import sampled, spread_out
 from .kmeans import KMeans
 from .tree import Tree, order_of, permuted
@@ -51,7 +51,8 @@ def order_by_content(query: Tensor, key: Tensor, mask: Tensor | None, rows: int,
     Keys of the prefix, and those that take no part, are not looked at.
     """
     runs = runs_of(query.shape[2], rows)
-    if mask is None and not prefix and runs > 1 and launch.direct(query) and launch.direct(key):
+    narrow = launch.too_wide(query, key, WIDEST, WIDEST) is None
+    if mask is None and not prefix and runs > 1 and narrow and launch.direct(query) and launch.direct(key):
         from ..kernels.tree import host
 
         with launch.on_device(query.device):
