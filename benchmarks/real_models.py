@@ -143,8 +143,14 @@ def plan(name: str, layers: list[str]) -> dict[str, str]:
     return dict(zip(layers, each * len(layers) if len(each) == 1 else each, strict=True))
 
 
+def _served(call: Call, is_causal: bool) -> None:
+    if call.key_mask is not None or call.is_causal != is_causal:
+        raise ValueError(f"this control serves calls without a mask, is_causal={is_causal}, alone")
+
+
 def _window(call: Call) -> Tensor:
     """Each query sees its own square of WINDOW x WINDOW tokens of a picture."""
+    _served(call, is_causal=False)
     assert call.grid is not None
     rows, cols = call.grid
 
@@ -158,12 +164,14 @@ def _window(call: Call) -> Tensor:
 
 def _own_part(call: Call) -> Tensor:
     """Each query sees the keys of its own of PARTS runs; in cross attention those of the run with its number."""
+    _served(call, is_causal=False)
     runs = zip(*(x.tensor_split(PARTS, -2) for x in call[:3]), strict=True)
     return torch.cat([F.scaled_dot_product_attention(*run, scale=call.scale) for run in runs], -2)
 
 
 def _recent(call: Call) -> Tensor:
     """Each query sees the last RECENT keys up to its own, and the first SINKS."""
+    _served(call, is_causal=True)
     row, column = (torch.arange(x.shape[-2], device=x.device) for x in call[:2])
     age = row[:, None] - column
     seen = (age >= 0) & ((age < RECENT) | (column < SINKS))
@@ -171,7 +179,8 @@ def _recent(call: Call) -> Tensor:
     return F.scaled_dot_product_attention(*call[:3], attn_mask=seen, **how)
 
 
-# Windows, as controls by name: what a query sees, and its share of L keys.
+# Windows, as controls by name: what a query sees, and its share of L keys. `convert` takes what can answer every call,
+# so they say that they can, and each refuses what it does not serve.
 CONTROLS: dict[str, tuple[Callable[[Call], Tensor], Callable[[int], float]]] = {
     f"window{WINDOW}": (_window, lambda L: WINDOW * WINDOW / L),
     f"parts{PARTS}": (_own_part, lambda L: 1 / PARTS),
