@@ -122,18 +122,21 @@ def softmax(call: Call) -> tuple[float, str]:
 Keep = Callable[[list[dict[str, Any]]], None]  # writes the rows so far
 
 
-def layers(calls: dict[str, Call], names: list[str], keep: Keep = lambda _: None) -> list[dict[str, Any]]:
+def layers(
+    calls: dict[str, Call], names: list[str], keep: Keep = lambda _: None, timed: bool = True
+) -> list[dict[str, Any]]:
     """Error, multiply-adds and seconds of each mechanism in each layer; seconds are None on a CPU and where an output
-    has no numbers, errors are None there: JSON knows no NaN."""
+    has no numbers, errors are None there: JSON knows no NaN. Not `timed`, nothing is printed either."""
     rows: list[dict[str, Any]] = []
     for layer, call in calls.items():
-        time, peer = softmax(call) if call.query.is_cuda else (None, "not timed")
+        time, peer = softmax(call) if timed and call.query.is_cuda else (None, "not timed")
         wanted = exact(call).float()
         middle = call.value.float().mean(-2, keepdim=True)
         middle = middle.repeat_interleave(wanted.shape[-3] // middle.shape[-3], -3)
         size = (wanted - middle).square().sum().double()
         L, D = call.query.shape[-2:]
-        print(f"{layer}: softmax {_ms(time)} ({peer})")
+        if timed:
+            print(f"{layer}: softmax {_ms(time)} ({peer})")
         for name in names:
             choice = Choice.named(name)
             mechanism = zoo.get(choice.attention)
@@ -143,19 +146,25 @@ def layers(calls: dict[str, Call], names: list[str], keep: Keep = lambda _: None
                 out = run().float()
             error = float((out - wanted).square().sum().double() / size)
             del out
-            own = seconds(run) if math.isfinite(error) and call.query.is_cuda else None
+            own = seconds(run) if timed and math.isfinite(error) and call.query.is_cuda else None
             work = None if call.is_causal else share_of_work(name, L, D)
             row = {"layer": layer, "name": name, "seconds": own, "softmax": time, "peer": peer}
-            row |= {"squared_error": _finite(error), "work": _finite(work), "plain_torch": bool(caught)}
-            rows.append(row)
-            times = "" if own is None or time is None else f"  {time / own:5.1f} x"
-            print(
-                f"  {name:46s} {_ms(own)}{times}  squared error {error:.4f}  "
-                f"{'' if work is None else f'multiply-adds {work:.1%}'}{'  plain torch' if caught else ''}",
-                flush=True,
-            )
+            row |= {"squared_error": error, "work": work, "plain_torch": bool(caught)}
+            if timed:
+                print(line(row), flush=True)
+            rows.append(row | {"squared_error": _finite(error), "work": _finite(work)})
             keep(rows)
     return rows
+
+
+def line(row: dict[str, Any], spread: str = "") -> str:
+    """A row of `layers` as it is printed, with `spread` behind its error."""
+    own, time, error, work = (row[key] for key in ("seconds", "softmax", "squared_error", "work"))
+    times = "" if own is None or time is None else f"  {time / own:5.1f} x"
+    return (
+        f"  {row['name']:46s} {_ms(own)}{times}  squared error {math.nan if error is None else error:.4f}{spread}  "
+        f"{'' if work is None else f'multiply-adds {work:.1%}'}{'  plain torch' if row['plain_torch'] else ''}"
+    )
 
 
 def _ms(seconds: float | None) -> str:
