@@ -10,7 +10,7 @@ import torch
 
 from cumulant import attention, attention_varlen, zoo
 from cumulant.cluster import Blocks, KMeans, Tree, cluster_attention
-from cumulant.cluster.auto import ALIKE, EACH, LEVELS, LONG, PAST, SHARED, UNEQUAL, tuning
+from cumulant.cluster.auto import ALIKE, EACH, LEVELS, LONG, PAST, SHARED, tuning
 from cumulant.kernels import notice
 
 
@@ -28,10 +28,10 @@ from cumulant.kernels import notice
         (16, 0, LONG, LONG, {"is_causal": True}, PAST),
         (16, 0, LONG - 1, LONG, {"is_causal": True}, EACH),
         (16, 2, LONG, LONG, {"is_causal": True}, PAST),
-        (KMeans(16), 2, LONG, LONG, {}, UNEQUAL),
+        (KMeans(16), 2, LONG, LONG, {}, ALIKE),
         (KMeans(16), 2, LONG, LONG - 1, {}, EACH),
         (KMeans(16), 0, LONG, LONG, {}, EACH),
-        (torch.zeros(LONG, dtype=torch.long), 2, LONG, LONG, {}, UNEQUAL),
+        (torch.zeros(LONG, dtype=torch.long), 2, LONG, LONG, {}, ALIKE),
         (Tree(16), 2, LONG, LONG, {}, ALIKE),
         (Tree(16, leaves=4, opened=2), 0, 1, 1, {}, LEVELS),
         (16, 2, LONG, LONG, {"asking": "mean"}, EACH),
@@ -47,7 +47,7 @@ def test_auto_is_one_rule_of_shapes_and_options(
 @pytest.mark.parametrize("clusters", [8, Blocks(128), KMeans(8, 1)])
 def test_the_defaults_are_the_options_that_the_rule_names(length: int, clusters: Any) -> None:
     q, k, v = torch.randn(3, 1, 1, length, 8)
-    named = (UNEQUAL if isinstance(clusters, KMeans) else SHARED) if length == LONG else EACH
+    named = (ALIKE if isinstance(clusters, KMeans) else SHARED) if length == LONG else EACH
     plain = cluster_attention(q, k, v, clusters=clusters, near=2)
     assert torch.equal(plain, cluster_attention(q, k, v, clusters=clusters, near=2, **named._asdict()))
 

@@ -91,8 +91,8 @@ def cluster_attention(
             of largest mean of the mass over these queries, from two cumulants of theirs: as good as "mass", and one
             number a cluster and block of queries instead of one a cluster and query. "auto", here and below: "mass", 1
             and None; from 1,024 queries and keys on "mean", 128 and "pooled" for near > 0 of blocks, not causal,
-            "error", 64 and "pooled" for near > 0 of `KMeans` or an assignment, and "mass", 1 and "pooled" for K causal
-            blocks.
+            "error", 64 and "pooled" for near > 0 of `Tree`, `KMeans` or an assignment, and "mass", 1 and "pooled" for K
+            causal blocks.
         variance: "diagonal", or "full" for s_c^2 = q^T cov_c(k) q, which costs K D^2 a query in place of K D.
         response: only so many clusters of largest weight answer with their covariance, the others with their mean;
             "pooled": all answer with one covariance, the mean of theirs by weight, at the price of one; when causal,
@@ -118,7 +118,7 @@ def cluster_attention(
     asked = Asked(clusters, near, closure, rank, variance, response, near_rows, queries, least, backend)
     how = is_causal, scale, enable_gqa, None, grid, prefix, offset
     kind = None
-    if key_mask is None and isinstance(clusters, int | tuple | Blocks | KMeans):
+    if key_mask is None and isinstance(clusters, int | tuple | Blocks | Tree | KMeans):
         kind = replay.kind("clusters", query, key, value, *how, *asked)
     if kind is None:
         return _attend(Call(query, key, value, key_mask, *how), asked)
@@ -147,7 +147,7 @@ def _attend(call: Call, asked: Asked) -> Tensor:
         check_tree(clusters, call, form)
         with without_autocast(query.device.type):
             attend = partial(cluster_attention, backend=backend)
-            return by_content(call, clusters.for_tokens(Lk - call.prefix), form, attend)
+            return by_content(call, clusters.for_tokens(Lk - call.prefix), form, attend, backend)
     if isinstance(clusters, Tensor) and not is_causal:
         made: Any = Assignment(*check_assignment(clusters, lead, key.shape[-3], Lk - call.prefix, key.device))
     else:

@@ -11,24 +11,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Call
+from ..call import Call, Grid
 from ..moments import statistics_dtype
-from .alike import as_before, in_order, runs_of
-from .backend import TILES, Form
+from .alike import SEARCH, as_before, in_order, order_by_content, runs_of
+from .backend import TILES, Case, Form, kernels_for
 from .basis import logit_basis
 from .build import without_prefix
 from .layout import Blocks, Layout, of_size, tiled
 from .levels import Narrow, two_levels
+from .run import run_tree
 from .statistics import centred
-from .tree import Tree, order_of, permuted, seen_by, tree_order
+from .tree import Tree, order_of, permuted, tree_order
 
 LONG_GRID = 16_384  # tokens of a grid from which its tiles share near clusters of a tree
 
 
-def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]) -> Tensor:
-    """Attention over keys in the order of a tree: blocks of that order, which `attend` takes, or two levels of them."""
+def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor], backend: str) -> Tensor:
+    """Attention over keys in the order of a tree: blocks of that order, which `attend` takes, or two levels of them.
+
+    One operator for all of it where kernels find the order and take the blocks.
+    """
     q, k, v, mask = call.in_one_batch()
     (Hk, Lk), E, prefix = k.shape[1:3], v.shape[-1], call.prefix
+    tile = _tile(call, form)
+    found = _at_once(call._replace(query=q, key=k, value=v, key_mask=mask), tree, form, tile, backend)
+    if found is not None:
+        return found.reshape(*call.lead, Hk, q.shape[2], E)
+    shared = form.near_rows > 1 and tree.leaves == 1 and tile is None
+    asking = order_by_content(q, k, mask, form.near_rows, prefix) if shared else None
     q = q.unflatten(1, (Hk, -1)).flatten(0, 1)  # (N, G, Lq, D): heads of keys are sequences
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # (N, Lk, .)
     mask = None if mask is None else mask.repeat_interleave(Hk, 0)
@@ -42,20 +52,12 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
             dtype, keys = statistics_dtype(q.dtype), k[:, prefix:]
             basis = logit_basis(q.flatten(1, 2).to(dtype), keys.to(dtype), tree.width, absent)
 
-    tiles, shared, asking = _tiles(call, form), form.near_rows > 1 and tree.leaves == 1, None
-    runs = runs_of(Lq, form.near_rows)  # of queries that share near clusters
-
     def ordered(keys: Tensor) -> Tensor:
         if basis is None:
             return tree_order(q.flatten(1, 2), keys, parts, tree, absent)
         return order_of(keys.detach().to(basis[1].dtype) @ basis[1], parts, tree, absent)
 
-    plain = basis is None and patches is None and absent is None and not prefix
-    if plain and shared and tiles is None and G == 1 and Lq == L and L % max(parts, runs) == 0:
-        # One search for keys and queries: runs of more parts are those of fewer, cut further.
-        both = torch.cat((seen_by(q[:, 0], k, tree), seen_by(k, q[:, 0], tree)))
-        (order, asking), size = order_of(both, max(parts, runs), tree).chunk(2), L // parts
-    elif patches is None:
+    if patches is None:
         order, size = ordered(k[:, prefix:]), -(-L // parts)
         order = order + prefix if prefix else order
     else:
@@ -69,12 +71,10 @@ def by_content(call: Call, tree: Tree, form: Form, attend: Callable[..., Tensor]
     if tree.leaves > 1:
         out = _two_levels(q, k, v, mask, call, tree, form, size, basis)
     else:
+        tiles = None if tile is None else tiled(*tile)
         if tiles is not None:
             q = tiles.pack(q).flatten(2, 3)
-        elif shared:  # those who share near clusters are alike too
-            if asking is None:
-                looking = k.unsqueeze(1).expand(-1, G, -1, -1).flatten(0, 1)
-                asking = tree_order(looking, q.flatten(0, 1), runs, tree)
+        elif asking is not None:  # those who share near clusters are alike too
             q = in_order(q, asking)
         out = attend(
             q, k.unsqueeze(1), v.unsqueeze(1), clusters=Blocks(size), near=form.near, closure=form.closure,
@@ -97,8 +97,8 @@ def _patches(call: Call, tree: Tree) -> Layout | None:
     return tiled(grid, (side,) * len(grid))
 
 
-def _tiles(call: Call, form: Form) -> Layout | None:
-    """Tiles of a long grid whose queries share near clusters; None: those by content do.
+def _tile(call: Call, form: Form) -> tuple[Grid, Grid] | None:
+    """A long grid, and its tiles whose queries share near clusters; None: those by content do.
 
     At 65,536 tokens of SAM 2 both have the same error, and tiles need no tree of the queries.
     """
@@ -107,7 +107,26 @@ def _tiles(call: Call, form: Form) -> Layout | None:
         return None
     rows = 1 << ((form.near_rows.bit_length() - 1) // 2)  # as square as it can be
     tile = (rows, form.near_rows // rows)
-    return None if any(side % n for side, n in zip(grid, tile, strict=True)) else tiled(grid, tile)
+    return None if any(side % n for side, n in zip(grid, tile, strict=True)) else (grid, tile)
+
+
+def _at_once(call: Call, tree: Tree, form: Form, tile: tuple[Grid, Grid] | None, backend: str) -> Tensor | None:
+    """(B, H, Lq, E) of a call in one batch by one operator of kernels; None where they cannot."""
+    (q, k, v), L = call[:3], call.key.shape[-2]
+    whole = tree.leaves == 1 and not tree.narrow(q.shape[-1]) and _patches(call, tree) is None
+    plain = call.key_mask is None and not call.prefix and q.shape[1] == k.shape[1] and tree.count > 1
+    if not (whole and plain and tree.sample <= SEARCH.sample):
+        return None
+    case = Case(call._replace(grid=None), Blocks(-(-L // tree.count)), form, 1)
+    if kernels_for(backend, case) != "clusters":
+        return None
+    runs = runs_of(q.shape[-2], form.near_rows) if form.near_rows > 1 and tile is None else 0
+    point = None
+    if q.dtype == torch.float32:  # which has digits to lose far from 0
+        k, v, _, point = centred(k, v, None)
+        case = case._replace(call=case.call._replace(key=k, value=v))
+    out = run_tree(case, tree, runs if runs > 1 else 0, tile)
+    return out if point is None else out + point
 
 
 def _two_levels(

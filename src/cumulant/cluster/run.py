@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -42,8 +43,9 @@ from .backend import (
 )
 from .basis import sampled
 from .kmeans import KMeans, first_centres, kmeans
-from .layout import Blocks
+from .layout import Blocks, tiled
 from .statistics import origin
+from .tree import Tree
 
 NEVER = 2**31 - 1
 CHUNK = 32  # clusters that a kernel takes at once: lists are padded to that
@@ -66,18 +68,7 @@ def _run_short(case: Case) -> Tensor:
 def _run_clusters(case: Case) -> Tensor:
     from ..kernels.cluster import host as triton_cluster
 
-    call, form = case.call, case.form
-    K, near = sizes_of(case)[0], form.near
-    assert isinstance(near, int)
-    choosing = near > 0 or form.response is not None
-    how: dict[str, Any] = {
-        "scale": call.softmax_scale,
-        "tile": form.near_rows if choosing and form.near_rows in TILES else 128 if call.query.shape[-2] > 64 else 64,
-        "near": near,
-        "response": -2 if form.pooled else -1 if form.response is None or form.response >= K else form.response,
-        "closure": form.closure,
-        "rank": form.rank,
-    }
+    call, K, how = case.call, sizes_of(case)[0], _how(case)
     if finds_at_once(case):
         return _found_at_once(case, K, how)
     if isinstance(case.clusters, KMeans | Assignment):
@@ -87,6 +78,53 @@ def _run_clusters(case: Case) -> Tensor:
     return triton_cluster.attention(
         *call[:3], None, *tables(case), **how, prefix=call.prefix, masked=call.key_mask is not None
     )
+
+
+def _how(case: Case) -> dict[str, Any]:
+    """The options of the kernels of clusters."""
+    call, form, near = case.call, case.form, case.form.near
+    assert isinstance(near, int)
+    choosing = near > 0 or form.response is not None
+    listed = form.response is not None and form.response < sizes_of(case)[0]
+    return {
+        "scale": call.softmax_scale,
+        "tile": form.near_rows if choosing and form.near_rows in TILES else 128 if call.query.shape[-2] > 64 else 64,
+        "near": near,
+        "response": -2 if form.pooled else form.response if listed else -1,
+        "closure": form.closure,
+        "rank": form.rank,
+    }
+
+
+def run_tree(case: Case, tree: Tree, runs: int, tiles: tuple[Grid, Grid] | None) -> Tensor:
+    """(B, H, Lq, E) in clusters of a tree, found by the same operator; `case` has blocks of their size.
+
+    Queries are halved into `runs` of alike ones, 0: not, or are in `tiles` of a grid (the grid, a tile).
+    """
+    from ..kernels.tree import attend
+
+    (query, key), device = case.call[:2], case.call.query.device
+    K, found = sizes_of(case)[0], tables(case)
+    keeping = is_plain(query) and not (query.is_cuda and torch.cuda.is_current_stream_capturing())
+    order = (_kept_order if keeping else _order)(tiles, device)
+    return attend.attention(
+        *case.call[:3], sampled(tree.sample, query), sampled(SEARCH.sample, key), order, found.bounds, found.logs,
+        tree.count, runs, tree.iterations, K, found.longest, found.equal, **_how(case),
+    )  # fmt: skip
+
+
+def _order(tiles: tuple[Grid, Grid] | None, device: torch.device) -> Tensor:
+    """The tokens of a grid tile by tile, (1, L); (1, 0) without one."""
+    if tiles is None:
+        return torch.empty(1, 0, dtype=torch.int64, device=device)
+    places = torch.arange(prod(tiles[0]), device=device).view(1, 1, -1, 1)
+    return tiled(*tiles).pack(places).view(1, -1)
+
+
+@lru_cache(64)
+@torch.inference_mode(False)  # what is kept from a call under inference_mode serves training too
+def _kept_order(tiles: tuple[Grid, Grid] | None, device: torch.device) -> Tensor:
+    return _order(tiles, device)
 
 
 def finds_at_once(case: Case) -> bool:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ..moments import Moments, centred_sums, in_units, ratio
 from ..tensors import ABSENT
+from .basis import spread_out
 
 VARIANCES = ("diagonal", "full")
+SOME = 1024  # tokens that say where all are, on a GPU
 
 
 def moments_of(key: Tensor, value: Tensor, weights: Tensor, *, full: bool = False, response: bool = True) -> Moments:
@@ -83,7 +85,8 @@ def _square(W: Tensor, dk: Tensor, full: bool) -> Tensor:
 def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
     """A point near the keys, from which they are measured: logits then are small numbers wherever the keys lie.
 
-    The result does not depend on it, so it needs no gradient. Causal rows may know the first key only.
+    The result does not depend on it, so it needs no gradient, and on a GPU SOME of them say where it is: a pass over
+    all takes as long as a small kernel. Causal rows may know the first key only.
     """
     k = k.detach()
     if is_causal:
@@ -92,7 +95,7 @@ def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
         first = (weights > 0).int().argmax(-1, keepdim=True).unsqueeze(-1)
         return torch.take_along_dim(k, first, -2)
     if weights is None:
-        return k.mean(-2, keepdim=True)
+        return (spread_out(k, SOME) if k.is_cuda else k).mean(-2, keepdim=True)
     share = ratio(weights, weights.sum(-1, keepdim=True)).detach()
     return (share.unsqueeze(-1) * k).sum(-2, keepdim=True)
 
@@ -100,7 +103,7 @@ def origin(k: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
 def value_point(v: Tensor, weights: Tensor | None, is_causal: bool) -> Tensor:
     """The same for values: rows of weights sum to 1, and what all values share cancels in gradients. 0 if around 0."""
     if v.is_cuda and weights is None and not is_causal:  # both in one pass
-        spread, point = torch.var_mean(v.detach(), -2, correction=0, keepdim=True)
+        spread, point = torch.var_mean(spread_out(v.detach(), SOME), -2, correction=0, keepdim=True)
         return torch.where(point.square() > spread, point, 0)
     point = origin(v, weights, is_causal)
     if is_causal:

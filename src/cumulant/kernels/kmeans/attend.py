@@ -71,28 +71,18 @@ def run_forward(call: Call, keep: bool) -> tuple[Tensor, ...]:
         out, *state = clusters.run_forward(_inside(call, query, tables), keep)
         return out, *tables, ids.new_empty(0, dtype=torch.int64), *state
     asking = tree.order_of_queries(query, key, call.places, call.runs, call.turns)
-    found, *state = clusters.run_forward(_inside(call, _moved(query, asking), tables), keep)
-    out = empty_like_rows(query, found.shape[-1])
-    rows.start(out, found, asking, True)
+    found, *state = clusters.run_forward(_inside(call, rows.moved_to(query, asking), tables), keep)
+    out = rows.moved_back(found, asking, empty_like_rows(query, found.shape[-1]))
     return out, *tables, asking, *state
-
-
-def _moved(x: Tensor, asking: Tensor) -> Tensor:
-    """Rows of x (B, H, Lq, W) in the order of the queries."""
-    found = x.new_empty(x.shape)
-    rows.start(x, found, asking, False)
-    return found
 
 
 def run_backward(call: Call, grad: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
     out, tables, asking, state = outputs[0], outputs[1:4], outputs[4], outputs[5:]
     if not call.runs:
         return clusters.run_backward(_inside(call, call.query, tables), grad, out, *state)
-    query, grad, out = (_moved(x, asking) for x in (call.query, grad, out))
+    query, grad, out = (rows.moved_to(x, asking) for x in (call.query, grad, out))
     found, dk, dv = clusters.run_backward(_inside(call, query, tables), grad, out, *state)
-    dq = like_rows(call.query)
-    rows.start(dq, found, asking, True)
-    return dq, dk, dv
+    return rows.moved_back(found, asking, like_rows(call.query)), dk, dv
 
 
 attention = Operator("kmeans_cluster", Call, run_forward, run_backward, empty, states=11, reads_out=True)

@@ -33,8 +33,12 @@ LONGEST = 1 << 31  # numbers of x in a head: places are 32-bit
 
 def fits(x: Tensor) -> bool:
     """Whether the kernels take x (N, L, S)."""
-    numbers = x.shape[1] * x.shape[2]
-    return available(x) and not transformed() and 0 < x.shape[2] <= WIDEST and 0 < numbers < LONGEST // 2
+    return available(x) and not transformed() and in_range(*x.shape[1:])
+
+
+def in_range(L: int, S: int) -> bool:
+    """Whether they take so many tokens of so many columns."""
+    return 0 < S <= WIDEST and 0 < L * S < LONGEST // 2
 
 
 def order(x: Tensor, parts: int, iterations: int, absent: Tensor | None) -> Tensor:
@@ -124,17 +128,49 @@ def order_of_queries(query: Tensor, key: Tensor, places: Tensor, runs: int, iter
     return padded_order(columns(query, key, places), runs, iterations, None)
 
 
-def columns(query: Tensor, key: Tensor, places: Tensor) -> Tensor:
-    """x (B H, Lq, S) of query (B, H, Lq, D): products with S keys `places` of key (B, Hk, Lk, D), less their mean."""
+def one_search(length_q: int, length_k: int, looks: tuple[int, int], parts: int, runs: int) -> bool:
+    """Whether keys and queries are ordered together, as tokens of one search, which sees them by so many columns: runs
+    of as many parts are those of fewer, cut further."""
+    return runs > 0 and length_q == length_k and length_k % max(parts, runs) == 0 and looks[0] == looks[1]
+
+
+def orders(
+    query: Tensor, key: Tensor, places: Tensor, of_queries: Tensor, parts: int, runs: int, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """The order (B H, P) of key (B, H, Lk, D) in parts that are alike to queries `places` (S,) of query (B, H, Lq, D),
+    and `order_of_queries` by the keys `of_queries`. In `one_search` both are in the first tensor, (2 B H, Lk), and the
+    second is empty, as it is of 0 runs."""
+    (Lq, Lk), N, looks = (query.shape[2], key.shape[2]), key.shape[0] * key.shape[1], (len(places), len(of_queries))
+    if one_search(Lq, Lk, looks, parts, runs):
+        both = query.new_empty(2 * N, Lk, len(places))
+        columns(key, query, places, both[:N], centred=False)
+        columns(query, key, of_queries, both[N:])
+        order = padded_order(both, max(parts, runs), iterations, None)
+    else:
+        order = padded_order(columns(key, query, places, centred=False), parts, iterations, None)
+        if runs:
+            return order, order_of_queries(query, key, of_queries, runs, iterations)
+    return order, order.new_empty(N, 0)
+
+
+def columns(query: Tensor, key: Tensor, places: Tensor, x: Tensor | None = None, centred: bool = True) -> Tensor:
+    """x (B H, Lq, S) of query (B, H, Lq, D): products with S keys `places` of key (B, Hk, Lk, D), less their mean if
+    they are to be `centred`. Either may be keys and the other queries."""
     (B, H, Lq, D), Hk, S = query.shape, key.shape[1], len(places)
-    x = query.new_empty(B * H, Lq, S)
+    x = query.new_empty(B * H, Lq, S) if x is None else x
     unit, (own, other) = layout(query, key)
-    constants: dict[str, Any] = {"GROUP": H // Hk, "S": S, "BS": padded(S), "D": D, "BD": padded(D)}
-    constants |= {"N": 128, "UNIT": unit, "PRECISION": dot_precision(query.dtype), "num_warps": 8}
-    known = unit == 8 and not places.data_ptr() & 15
+    constants: dict[str, Any] = {"GROUP": H // Hk, "CENTRED": centred, "S": S, "BS": padded(S), "D": D, "BD": padded(D)}
+    constants |= {"N": 128, "UNIT": unit, "PRECISION": _precision(query.dtype), "num_warps": 8}
+    known = unit == 8 and not (places.data_ptr() | x.data_ptr()) & 15
     fixed = _fixed(seen.columns, (query.dtype, key.dtype), known, tuple(constants.items()))
     seen.columns.start((cdiv(Lq, 128), B * H, 1), fixed, query, key, places, x, *own, *other, Lq, H)
     return x
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """As of the kernels of clusters: float32 without tf32 multiplies three times in tf32, on tensor cores."""
+    usual = dot_precision(dtype)
+    return "tf32x3" if usual == "ieee" else usual
 
 
 def _start(kernel: Any, programs: int, constants: dict[str, Any], *given: Any) -> None:

@@ -73,6 +73,19 @@ def _fixed(W: int, unit: int, back: bool, known: bool, *_: torch.dtype) -> Fixed
     return Fixed({"BACK": back, "W": W, "BW": padded(W), "N": BLOCK, "UNIT": unit, "num_warps": 4}, known)
 
 
+def moved_to(x: Tensor, order: Tensor) -> Tensor:
+    """Rows of x (B, H, L, W) in the order (B H, L or more) of all of them."""
+    found = x.new_empty(x.shape)
+    start(x, found, order, False)
+    return found
+
+
+def moved_back(x: Tensor, order: Tensor, found: Tensor) -> Tensor:
+    """The same undone: x to `found`, which is returned."""
+    start(found, x, order, True)
+    return found
+
+
 class Permuted(torch.autograd.Function):
     """Rows of x (N, L, W) in an order (N, L) of all of them, or back; the gradient goes the other way."""
 
