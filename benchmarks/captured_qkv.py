@@ -5,7 +5,7 @@
 
 | of | captured | tokens |
 |---|---|---|
-| SAM 2 Hiera-Tiny | its three global layers, pictures of 1,440 pixels | 90 x 90, 4 heads of 96 |
+| SAM 2 Hiera-Tiny | its three global layers, pictures of 1,408 pixels | 88 x 88, 4 heads of 96 |
 | LightGlue | self and cross attention of layers 0, 4 and 8, keypoints in the order of their places | 4 heads of 64 |
 | SmolLM2-135M | layers 3 and 15, causal, in a book | 9 query and 3 key heads of 64 |
 
@@ -21,7 +21,7 @@ and multiply-adds alone, in float32. JSON goes to $OUT/captured_qkv.json if OUT 
 Times are of the first, the same call `--batch` times, so that the GPU is full; errors of each, their mean with its
 standard error. `--keep` writes what was captured of SmolLM2, of each layer one key head and its query heads, rounded to
 8 bits, and ends: what takes a GPU can then be without the model, and has these heads three times. Controls are windows
-(`real_models.CONTROLS`; that of SAM 2 wants `--tokens 7744`, 88 x 88) and the second order.
+(`real_models.CONTROLS`) and the second order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from real_models import load, pictures
+from real_models import WINDOW, load, pictures
 from sam2_speed import captured, layers, line
 from torch import Tensor, nn
 
@@ -54,6 +54,7 @@ NAMES = {
         *(f"cluster64+find=tree+near={t}" for t in (2, 4, 8)),
         *(f"cluster64+near={t}" for t in (2, 4, 8)),
         "cluster32+near=1",
+        "window8",
         "cumulant2",
     ),
     "lightglue": (
@@ -61,12 +62,14 @@ NAMES = {
         *(f"cluster{n}+near=1{far}" for n in (32, 16) for far in ("", "+response=0")),
         "cluster64+near=1+response=0",
         *(f"cluster64+find=tree+near={t}" for t in (2, 4, 8)),
+        "parts64",
         "cumulant2",
     ),
     "smollm2": (
         *(f"cluster64+block=64+recent={n}+response=0+sinks=4" for n in (1, 4, 8)),
         "cluster64+block=128+recent=1+response=0+sinks=4",
         *(f"cluster64+block=64+recent={n}+response=0" for n in (1, 4, 8)),
+        "recent512",
         "cumulant2",
     ),
 }
@@ -101,7 +104,7 @@ def seen(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str
 
 
 def of_sam2(model: Path, shown: Path, tokens: int, device: str, number: int = 1) -> Iterator[Example]:
-    size = 16 * int(tokens**0.5)
+    size = 16 * WINDOW * int(tokens**0.5 / WINDOW)
     made, every = load(model, size).to(device), pictures(shown, crops=False)
     if number > len(every):
         raise SystemExit(f"--pictures {number} of a folder that holds {len(every)}")

@@ -1,12 +1,12 @@
-"""What docs/lab/real-models.md lists as not timed on a GPU, in one run alone on the device: about 6 minutes on an H200.
+"""Real models on a GPU, all that docs/real-models says of one, in one run alone on the device.
 
     python -m tools.models sam2 pictures55 lightglue smollm2 moby-dick
     PYTHONPATH=src:. python benchmarks/gpu_models.py FOLDER --make MODELS     where packages can be fetched: no GPU
     PYTHONPATH=src:. OUT=folder python benchmarks/gpu_models.py FOLDER        on the GPU: torch and transformers alone
 
-FOLDER is what travels, 42 MiB: weights of SAM 2 in 7 and of LightGlue in 6 bits a number, pictures, keypoints of one
-and of the same from another side, queries, keys and values of SmolLM2 (tools/packing.py). MODELS is the cache of
-tools.models.
+FOLDER is what travels, 75 MiB: weights of SAM 2 in 7 and of LightGlue in 6 bits a number, pictures, keypoints of five
+and of the same from another side (those of `--pairs`, or found, which takes minutes), queries, keys and values of five
+pieces of SmolLM2's book (tools/packing.py). MODELS is the cache of tools.models.
 
 | part | script | what it says |
 |---|---|---|
@@ -18,8 +18,8 @@ tools.models.
 | captured | captured_qkv.py | attention on queries, keys and values of the three models at 8,192 tokens |
 
 First all side by side, so that everything is compiled; then one after the other, each with a limit of its own. They
-write JSON to $OUT row by row: a run that is cut off keeps what it has. Without a GPU the same at tiny sizes, a
-rehearsal: its figures say nothing.
+write JSON to $OUT row by row: a run that is cut off keeps what it has. `--stage` does one of the two: other work may
+stand beside the first. Without a GPU the same at tiny sizes, a rehearsal: its figures say nothing.
 """
 
 from __future__ import annotations
@@ -44,39 +44,28 @@ from tools.packing import pack, unpack
 
 HERE = Path(__file__).parent
 PICTURE, WEIGHTS, BITS = "truck", "disk_lightglue.pth", 6
+PAIRED = ("truck", "agency-header-bg", "business-casual-bg", "coral", "groceries")  # of which LightGlue gets keypoints
+EXAMPLES = 5  # pictures and pieces whose queries, keys and values are captured
 SHOWN = (  # the largest of the 55 pictures, photographs of many things
     "truck", "agency-header-bg", "business-casual-bg", "clean-blog-contact-bg", "clean-blog-post-bg",
     "grayscale-bg-masthead", "stylish-portfolio-bg-callout", "coral", "china", "groceries",
 )  # fmt: skip
 # Seconds of each part once all is compiled.
-LIMITS = {"encoder": 100, "calls": 30, "matches": 60, "masks": 110, "cache": 40, "captured": 80}
+LIMITS = {"calls": 40, "matches": 70, "encoder": 110, "captured": 110, "masks": 120, "cache": 40}
 COMPILING = 120  # seconds of all side by side
 UNCOMPILED = ("masks", "cache")  # parts whose kernels another part compiles, or that have none
+UNTIMED = ("masks",)  # run beside the others while they compile
 
 TREE = "cluster256+find=tree+near="
-WHOLE = (
-    "softmax", "softmax, as called", f"{TREE}8+rank=error", f"{TREE}4+rank=error", f"{TREE}8+patch=2+rank=error"
-)  # fmt: skip
-MASKS = (
-    f"{TREE}8", *(f"{TREE}{near}+rank=error" for near in (4, 8, 16)), f"{TREE}8+patch=2+rank=error",
-    "cluster256+near=4", "window8",
-)  # fmt: skip
-LAYERS = (
-    *MASKS[:-1], f"{TREE}4", f"{TREE}2+rank=error", f"{TREE}4+patch=2+rank=error",
-    f"{TREE}4+near_rows=64+rank=error", "cluster128+find=tree+near=4+rank=error", "cluster256+near=2",
-)  # fmt: skip
-TILES = "+near_rows=64+response=pooled"
-BY_ERROR = {near: f"{TREE}{near}{TILES}+rank=error" for near in (16, 20, 24, 32)}
-MATCHES = (
-    BY_ERROR[32], BY_ERROR[24], f"{BY_ERROR[16]} / {BY_ERROR[32]}", BY_ERROR[20], f"{TREE}24{TILES}+rank=mass",
-    f"{BY_ERROR[16]} / {BY_ERROR[24]}", f"cluster128+find=tree+near=12{TILES}+rank=error", BY_ERROR[16],
-    f"{TREE}32+near_rows=128+response=pooled+rank=error", f"{TREE}32{TILES}+rank=mean",
-)  # fmt: skip
+BY_ERROR = tuple(f"{TREE}{near}+rank=error" for near in (16, 8, 4))
+WHOLE = ("softmax", "softmax, as called", *BY_ERROR)
+MASKS = ("another kernel", BY_ERROR[0])
+LAYERS = (*BY_ERROR, f"{TREE}8+near_rows=64+rank=error", f"{TREE}8+patch=2+rank=error", "cluster256+near=4")
+MATCHES = (*(f"{TREE}{near}" for near in (24, 20, 32, 16)), "softmax in half", f"{TREE}24 in half", "parts64")
 
 
-def make(folder: Path, models: Path) -> None:
+def make(folder: Path, models: Path, pairs: Path | None) -> None:
     """Fill the folder that travels."""
-    from captured_qkv import a_group, of_smollm2
     from real_models import pictures
     from safetensors.torch import load_file
 
@@ -91,15 +80,18 @@ def make(folder: Path, models: Path) -> None:
     for name in ("__init__", "constants", "lightglue"):
         shutil.copy(code / f"{name}.py", folder / "lightglue")
     pack(torch.load(weights, map_location="cpu", weights_only=True), folder / "lightglue.packed", BITS)
-    (folder / "smollm2").mkdir(exist_ok=True)
-    shutil.copy(models / "smollm2-135m-instruct" / "config.json", folder / "smollm2")
-    calls = of_smollm2(models / "smollm2-135m-instruct", models / "moby-dick.txt", 8192, "cpu")
-    groups = {f"{layer} {part}": x for layer, call in calls.items() for part, x in a_group(call)}
-    pack(groups, folder / "smollm2.packed", BITS + 1)
-    picture = next(x for x in pictures(folder / "pictures", crops=False) if x.name == PICTURE)
-    pair = Matcher.open(models / "lightglue").pair(picture.pixels, 16384)
-    points = {f"{side} {key}": x for side, points in pair.items() for key, x in points.items()}
-    pack(points, folder / "pair.packed", BITS, whole=[name for name in points if "descriptors" not in name])
+    keep = ["--smollm2", models / "smollm2-135m-instruct", models / "moby-dick.txt", "--pieces", EXAMPLES]
+    keep += ["--keep", folder / "smollm2.packed"]
+    subprocess.run([sys.executable, HERE / "captured_qkv.py", *map(str, keep)], check=True)
+    shown = {x.name: x for x in pictures(models / "pictures55", crops=False)}
+    for name in PAIRED:
+        if pairs is None:
+            pair = Matcher.open(models / "lightglue").pair(shown[name].pixels, 16384)
+        else:
+            pair = torch.load(pairs / f"{name}.pt", weights_only=True)
+        points = {f"{side} {key}": x for side, points in pair.items() for key, x in points.items()}
+        whole = [key for key in points if "descriptors" not in key]
+        pack(points, folder / "pairs" / f"{name}.packed", BITS, whole=whole)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder} has {size / 2**20:.1f} MiB")
 
@@ -110,12 +102,13 @@ def opened(folder: Path, to: Path) -> None:
     shutil.copytree(folder / "lightglue", to / "lightglue" / PACKAGE)
     weights.parent.mkdir()
     torch.save(unpack(folder / "lightglue.packed"), weights)
-    sides: dict[str, dict[str, torch.Tensor]] = {}
-    for name, x in unpack(folder / "pair.packed").items():
-        side, key = name.split(" ")
-        sides.setdefault(side, {})[key] = x
     (to / "pairs").mkdir()
-    torch.save(sides, to / "pairs" / f"{PICTURE}.pt")
+    for file in (folder / "pairs").glob("*.packed"):
+        sides: dict[str, dict[str, torch.Tensor]] = {}
+        for name, x in unpack(file).items():
+            side, key = name.split(" ")
+            sides.setdefault(side, {})[key] = x
+        torch.save(sides, to / "pairs" / f"{file.stem}.pt")
 
 
 def parts(folder: Path, at: Path, out: Path, cuda: bool) -> dict[str, list[str]]:
@@ -124,19 +117,17 @@ def parts(folder: Path, at: Path, out: Path, cuda: bool) -> dict[str, list[str]]
     fit = list if cuda else few
     encoder = ["sam2_speed.py", str(folder / "sam2.packed"), str(folder / "pictures"), "--picture", PICTURE]
     encoder += ["--size", "4096" if cuda else "256", "--profile", "--names", *fit(LAYERS), "--whole", *fit(WHOLE)]
-    names = fit(MATCHES)
-    matches = ["lightglue_matches.py", str(at / "lightglue"), str(at / "pairs"), "--only", "1", "--keypoints"]
-    matches += ["16384" if cuda else "512", "--names", *names]
-    matches += ["softmax in half", *(f"{name} in half" for name in names[:2])] if cuda else []
-    captured = ["captured_qkv.py", "--tokens", "8192" if cuda else "256"]
+    matches = ["lightglue_matches.py", str(at / "lightglue"), str(at / "pairs"), "--only", str(len(PAIRED))]
+    matches += ["--keypoints", "16384" if cuda else "512", "--names", *fit(MATCHES)]
+    captured = ["captured_qkv.py", "--tokens", "8192" if cuda else "256", "--pictures", str(EXAMPLES)]
     captured += ["--sam2", str(folder / "sam2.packed"), str(folder / "pictures")]
-    captured += ["--lightglue", str(at / "lightglue"), str(at / "pairs" / f"{PICTURE}.pt")]
+    captured += ["--lightglue", str(at / "lightglue"), str(at / "pairs")]
     captured += ["--smollm2", str(folder / "smollm2.packed")]
     cache = ["language_cache.py", str(folder / "smollm2"), "--time", "--dtype", "bfloat16"]
     cache += ["--out", str(out / "smollm2_cache_time.json")]
     masks = ["sam2_masks.py", str(folder / "sam2.packed"), str(folder / "pictures"), "--only", str(len(SHOWN))]
     masks += ["--size", "4096" if cuda else "256", "--dtype", "bfloat16", "--names", *fit(MASKS)]
-    calls = ["gpu_tree.py", "--only", "whole", "--shapes", "lightglue", "lightglue in half"]
+    calls = ["gpu_tree.py", "--shapes", "sam2", "lightglue", "lightglue in half"]
     small = {"encoder": encoder, "matches": matches, "captured": captured, "masks": masks}
     every = small | {"calls": calls, "cache": cache} if cuda else small
     return {part: every[part] for part in LIMITS if part in every}
@@ -185,11 +176,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--make", type=Path, metavar="MODELS")
+    parser.add_argument("--pairs", type=Path, help="a folder of lightglue_matches.py --keep, for --make")
     parser.add_argument("--only", nargs="+", choices=LIMITS)
+    parser.add_argument("--stage", choices=("compile", "measure"), help="one of the two")
+    parser.add_argument("--compiling", type=float, default=COMPILING, help="seconds of the first stage")
     parser.add_argument("--seconds", type=float, default=380, help="end all after so long")
     options = parser.parse_args()
     if options.make:
-        make(options.folder, options.make)
+        make(options.folder, options.make, options.pairs)
         return
     if "OUT" not in os.environ:
         raise SystemExit("say where records go: OUT=folder")
@@ -205,13 +199,16 @@ def main() -> None:
         opened(options.folder, at)
         commands = parts(options.folder, at, out, cuda)
         commands = {part: x for part, x in commands.items() if part in (options.only or commands)}
-        if cuda:
+        if cuda and options.stage != "measure":
+            beside = {part: started(commands[part], out, at / f"{part}.log") for part in UNTIMED if part in commands}
             compiling = {part: started(x, at / part, at / f"{part}.log") for part, x in apart(commands)}
-            for part, process in compiling.items():
-                how = ended(process, began + COMPILING)
+            for part, process in (compiling | beside).items():
+                how = ended(process, began + options.compiling)
                 wrong = "" if how == "ended with 0" else (at / f"{part}.log").read_text(errors="replace")[-1500:]
-                say(f"{time.monotonic() - began:4.0f} s: compiling {part} {how} {wrong}")
+                say(f"{time.monotonic() - began:4.0f} s: first {part} {how} {wrong}")
         for part, command in commands.items():
+            if options.stage == "compile" or (cuda and part in UNTIMED):
+                continue
             left = began + options.seconds - time.monotonic()
             if left < 5:
                 say(f"{part}: no time is left")

@@ -29,6 +29,7 @@ from cumulant.explain.masks import replaced as replaced
 SUFFIXES = (".jpg", ".jpeg", ".png")
 WINDOW, PARTS, RECENT, SINKS = 8, 64, 512, 4
 ROUNDED = "bfloat16"  # softmax with the encoder's products in it
+ANOTHER = "another kernel"  # softmax by one that torch does not take by itself
 
 
 def load(path: Path, size: int = 1024) -> Any:
@@ -137,7 +138,7 @@ def shared_start(model: Any, held: dict[int, Tensor]) -> Iterator[None]:
 
 def plan(name: str, layers: list[str]) -> dict[str, str]:
     """What the layers get under that name."""
-    each = ["softmax"] if name == ROUNDED else name.split(" / ")
+    each = ["softmax"] if name in (ROUNDED, ANOTHER) else name.split(" / ")
     if len(each) not in (1, len(layers)):
         raise SystemExit(f"{name!r} names {len(each)} mechanisms, and there are {len(layers)} global layers")
     return dict(zip(layers, each * len(layers) if len(each) == 1 else each, strict=True))

@@ -4,7 +4,8 @@
     PYTHONPATH=src:. python benchmarks/sam2_masks.py MODEL PICTURES [--size 1024] [--names ...] [--only 4]
 
 A name is one mechanism for all global layers, or one for each with " / " between; "bfloat16" is softmax with the
-encoder's products in bfloat16: what rounding alone changes. For each picture a grid of points and boxes around
+encoder's products in bfloat16, and "another kernel" softmax by torch's memory-efficient or plain one: what rounding
+alone changes. For each picture a grid of points and boxes around
 softmax's masks of them; each model shows the mask that it calls best itself. Multiply-adds are those of the global
 layers, the search for clusters included, beside softmax's. JSON goes to $OUT/sam2_masks_SIZE.json if OUT is set; a
 record that is there already is gone on with: pictures and names that it holds are not run again. `--kept FOLDER` keeps
@@ -19,11 +20,13 @@ import os
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from real_models import (
+    ANOTHER,
     ROUNDED,
     Masks,
     Picture,
@@ -40,6 +43,7 @@ from real_models import (
     shared_start,
 )
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cumulant.bench.provenance import provenance
 from cumulant.kernels.notice import SlowPathWarning
@@ -58,6 +62,9 @@ NAMES = (
     "cluster64+find=tree+leaves=4+opened=16+near=16",
     "cluster64+find=tree+leaves=8+opened=16+near=28+width=32",
 )
+
+
+OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Own(NamedTuple):
@@ -102,7 +109,8 @@ def compared(model: Any, x: Tensor, own: Own, name: str, layers: dict[str, str])
     """IoU with softmax's masks of every prompt, with other attention in the global layers."""
     rounded = name == ROUNDED
     rounding = torch.autocast(x.device.type, torch.bfloat16, enabled=rounded)
-    with replaced(model, layers), rounding, shared_start(model, {} if rounded else own.start):
+    kernel = sdpa_kernel(OTHERS) if name == ANOTHER else nullcontext()
+    with replaced(model, layers), rounding, kernel, shared_start(model, {} if rounded else own.start):
         embeddings = model.get_image_embeddings(x)
     rows = []
     for kind, answer in answers(model, [y.to(model.dtype) for y in embeddings], own.prompts).items():

@@ -8,7 +8,7 @@ iteration: after log2 K rounds there are K clusters of L / K tokens, in a row on
 That costs S D + (2 steps + 1) S log2 K a token, a seventh of KMeans(64), and no shape depends on what the tokens hold.
 With a `width` x are the coordinates of the keys in so many directions instead (`basis`).
 In a node of many tokens, ENOUGH of them say in which direction it is cut; where it is cut is the median of all.
-On a GPU kernels.tree does all this in one to five launches a level, without a sort: ENOUGH tokens of every node there.
+On a GPU kernels.tree does all this in one to five launches a level, without a sort: 128 tokens of every node there.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ CONFIGS: dict[str, tuple[Config, Config, Config]] = {
     "statistics": (Config(64, 4, 3, registers=128), Config(64, 4, 2), Config(32, 4, 1)),
     "points": (Config(0, 4, 1), Config(0, 4, 1), Config(0, 4, 1)),
     "pool": (Config(128, 4, 1), Config(128, 4, 1), Config(128, 4, 1)),
-    "choose": (Config(0, 8, 1), Config(0, 8, 1), Config(0, 8, 1)),
+    "choose": (Config(0, 8, 1), Config(0, 4, 1), Config(0, 8, 1)),
     "query_moments": (Config(0, 2, 1), Config(0, 8, 1), Config(0, 8, 1)),
     "choose_by_mean": (Config(4, 4, 1), Config(4, 8, 1), Config(4, 4, 1)),
     "choose_alone": (Config(1, 4, 1), Config(1, 4, 1), Config(1, 4, 1)),

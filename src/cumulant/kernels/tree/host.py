@@ -23,9 +23,9 @@ from ..tokens import Fixed
 from . import halves, seen
 
 WIDEST = 128  # columns
-TILE = 16384  # numbers of x that a program reads at a time
+TILE = 8192  # numbers of x that a program reads at a time
 ALONE, HELD = 1024, 8192
-ENOUGH = 256  # tokens of a node that say in which direction it is cut
+ENOUGH = 128  # tokens of a node that say in which direction it is cut
 COUNTED, MOVED = 4096, 1024  # tokens of a program that counts keys, or moves tokens, of a long node
 RESIDENT = 2  # programs of a multiprocessor that find places
 LONGEST = 1 << 31  # numbers of x in a head: places are 32-bit
