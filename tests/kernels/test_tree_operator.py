@@ -181,6 +181,19 @@ def test_at_full_size_it_is_the_search_and_then_the_call(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize(("width", "near_rows"), [(96, 128), (96, 64), (64, 128)])
+def test_of_many_clusters_those_of_plain_torch_are_chosen(width: int, near_rows: int) -> None:
+    given, tree = inputs(8192, 8192, width, width, torch.bfloat16), Tree(128)
+    options = FORM | {"near": 4, "near_rows": near_rows}
+    found, orders = together(*given, clusters=tree, **options)
+    plain = apart(*given, *orders, tree, "reference", **options)
+    exact = apart(*(x.double() for x in given), *orders, tree, "reference", **options)
+    for x, y, z in zip(found, plain, exact, strict=True):
+        assert error(x, z) < 2 * error(y, z) + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.filterwarnings("error::cumulant.kernels.notice.SlowPathWarning")
 def test_a_newcomers_call_takes_kernels_and_is_repeated_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
