@@ -58,7 +58,7 @@ UNTIMED = ("masks",)  # run beside the others while they compile
 
 TREE = "cluster256+find=tree+near="
 BY_ERROR = tuple(f"{TREE}{near}+rank=error" for near in (16, 8, 4))
-WHOLE = ("softmax", "softmax, as called", *BY_ERROR)
+WHOLE = ("softmax", *BY_ERROR)
 MASKS = ("another kernel", BY_ERROR[0])
 LAYERS = (*BY_ERROR, f"{TREE}8+near_rows=64+rank=error", f"{TREE}8+patch=2+rank=error", "cluster256+near=4")
 MATCHES = (*(f"{TREE}{near}" for near in (24, 20, 32, 16)), "softmax in half", f"{TREE}24 in half", "parts64")
