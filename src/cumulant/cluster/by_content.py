@@ -19,7 +19,7 @@ from .basis import logit_basis
 from .build import without_prefix
 from .layout import Blocks, Layout, of_size, tiled
 from .levels import Narrow, two_levels
-from .run import run_tree
+from .run import can_search, run_tree
 from .statistics import centred
 from .tree import Tree, order_of, permuted, tree_order
 
@@ -118,7 +118,7 @@ def _at_once(call: Call, tree: Tree, form: Form, tile: tuple[Grid, Grid] | None,
     if not (whole and plain and tree.sample <= SEARCH.sample):
         return None
     case = Case(call._replace(grid=None), Blocks(-(-L // tree.count)), form, 1)
-    if kernels_for(backend, case) != "clusters":
+    if kernels_for(backend, case) != "clusters" or not can_search(max(L, q.shape[-2]), tree.sample):
         return None
     runs = runs_of(q.shape[-2], form.near_rows) if form.near_rows > 1 and tile is None else 0
     point = None

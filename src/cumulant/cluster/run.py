@@ -96,6 +96,13 @@ def _how(case: Case) -> dict[str, Any]:
     }
 
 
+def can_search(tokens: int, columns: int) -> bool:
+    """Whether the kernels of a tree take so many tokens of so many columns."""
+    from ..kernels.tree import host
+
+    return host.in_range(tokens, columns)
+
+
 def run_tree(case: Case, tree: Tree, runs: int, tiles: tuple[Grid, Grid] | None) -> Tensor:
     """(B, H, Lq, E) in clusters of a tree, found by the same operator; `case` has blocks of their size.
 
