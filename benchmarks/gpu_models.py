@@ -204,8 +204,9 @@ def main() -> None:
             compiling = {part: started(x, at / part, at / f"{part}.log") for part, x in apart(commands)}
             for part, process in (compiling | beside).items():
                 how = ended(process, began + options.compiling)
-                wrong = "" if how == "ended with 0" else (at / f"{part}.log").read_text(errors="replace")[-1500:]
-                say(f"{time.monotonic() - began:4.0f} s: first {part} {how} {wrong}")
+                shown = part in beside or how != "ended with 0"
+                words = (at / f"{part}.log").read_text(errors="replace")[-1500:] if shown else ""
+                say(f"{time.monotonic() - began:4.0f} s: first {part} {how} {words}")
         for part, command in commands.items():
             if options.stage == "compile" or (cuda and part in UNTIMED):
                 continue
