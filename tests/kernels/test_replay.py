@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cumulant import attention, cluster_attention
-from cumulant.cluster import KMeans
+from cumulant.cluster import KMeans, Tree
 from cumulant.kernels import direct, replay
 from cumulant.kernels.tokens import Kernel
 
@@ -26,6 +26,9 @@ CASES = {  # in the interpreter the kernels of clusters take a minute
     "k-means": partial(
         cluster_attention, clusters=KMeans(4, 1), near=1, near_rows=32, rank="error", response="pooled",
         backend="triton",
+    ),
+    "tree": partial(
+        cluster_attention, clusters=Tree(4), near=1, near_rows=32, rank="error", response="pooled", backend="triton"
     ),
 }  # fmt: skip
 # What else is called on a GPU: shape (B, H, Hk, L, D), and the call.
