@@ -211,7 +211,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=("order", "whole", "profile", "tune"), default=["order", "whole"])
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     options = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(" ".join(["python benchmarks/gpu_tree.py", *sys.argv[1:]]), gpu=True), "orders": [], "whole": []}
+    command = " ".join(["python benchmarks/gpu_tree.py", *sys.argv[1:]])
+    result: dict[str, Any] = {"provenance": provenance(command, gpu=True), "orders": [], "whole": []}
 
     def keep(what: str, row: dict[str, Any]) -> None:
         result[what].append(row)
