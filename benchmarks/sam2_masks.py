@@ -5,11 +5,11 @@
 
 A name is one mechanism for all global layers, or one for each with " / " between; "bfloat16" is softmax with the
 encoder's products in bfloat16, and "another kernel" softmax by torch's memory-efficient or plain one: what rounding
-alone changes. For each picture a grid of points and boxes around
-softmax's masks of them; each model shows the mask that it calls best itself. Multiply-adds are those of the global
-layers, the search for clusters included, beside softmax's. JSON goes to $OUT/sam2_masks_SIZE.json if OUT is set; a
-record that is there already is gone on with: pictures and names that it holds are not run again. `--kept FOLDER` keeps
-what softmax answers, and the encoder up to its first global layer (44 MB a picture), for later runs.
+alone changes. For each picture a grid of points and boxes around softmax's masks of them; each model shows the mask
+that it calls best itself. Multiply-adds are those of the global layers, the search for clusters included, beside
+softmax's. JSON goes to $OUT/sam2_masks_SIZE.json if OUT is set; a record that is there already is gone on with:
+pictures and names that it holds are not run again. `--kept FOLDER` keeps what softmax answers, and the encoder up to
+its first global layer (44 MB a picture), for later runs.
 """
 
 from __future__ import annotations

@@ -28,6 +28,11 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
+def may_keep(x: Tensor) -> bool:
+    """Whether what is made for a call of x may be kept for later ones: nothing watches, nor records operations."""
+    return is_plain(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def transformed() -> bool:
     """Inside torch.func transforms or forward-mode differentiation, which need plain operations."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

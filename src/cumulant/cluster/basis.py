@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..tracing import is_plain
+from ..tracing import may_keep
 
 SAMPLED = 512  # queries, and as many keys
 LEAST = 1e-5  # of the mean of A's diagonal, added to it: queries of fewer directions than D
@@ -58,8 +58,7 @@ def spread_out(x: Tensor, count: int) -> Tensor:
 
 def sampled(count: int, x: Tensor) -> Tensor:
     """These places: (count,) int64, or all R."""
-    keeping = is_plain(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    return (_kept_places if keeping else _places)(count, x.shape[-2], x.device)
+    return (_kept_places if may_keep(x) else _places)(count, x.shape[-2], x.device)
 
 
 def _places(count: int, R: int, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from ..kernels import replay
 from ..kernels.cluster.bounds import SORTABLE, padding
 from ..kernels.cluster.bounds import tables as tables_of
 from ..moments import statistics_dtype
-from ..tracing import is_plain
+from ..tracing import is_plain, may_keep
 from .alike import SEARCH, runs_of, shares_by_content
 from .backend import (
     TILES,
@@ -112,8 +112,7 @@ def run_tree(case: Case, tree: Tree, runs: int, tiles: tuple[Grid, Grid] | None)
 
     (query, key), device = case.call[:2], case.call.query.device
     K, found = sizes_of(case)[0], tables(case)
-    keeping = is_plain(query) and not (query.is_cuda and torch.cuda.is_current_stream_capturing())
-    order = (_kept_order if keeping else _order)(tiles, device)
+    order = (_kept_order if may_keep(query) else _order)(tiles, device)
     return attend.attention(
         *case.call[:3], sampled(tree.sample, query), sampled(SEARCH.sample, key), order, found.bounds, found.logs,
         tree.count, runs, tree.iterations, K, found.longest, found.equal, **_how(case),
@@ -232,7 +231,7 @@ def tables(case: Case) -> Tables:
     Layers of a model share a mask: the tables of the last few are kept, as long as they are not written to.
     """
     mask = case.call.key_mask
-    if mask is None or isinstance(case.clusters, Assignment) or not _may_keep(mask):
+    if mask is None or isinstance(case.clusters, Assignment) or not _may_keep_for(mask):
         return _tables(case, flat_mask(case.call))
     kind = mask._version, case.clusters, case.call.grid, case.call.prefix, case.least, case.call.key.shape[:-1]
     for seen, same, found in _masked:
@@ -246,11 +245,9 @@ def tables(case: Case) -> Tables:
 _masked: deque[tuple[ref[Tensor], Any, Tables]] = deque(maxlen=8)
 
 
-def _may_keep(mask: Tensor) -> bool:
+def _may_keep_for(mask: Tensor) -> bool:
     """Whether writing to it would show, and nothing records operations to run them again."""
-    if not is_plain(mask) or mask.is_inference() or torch.is_inference_mode_enabled():
-        return False
-    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    return may_keep(mask) and not mask.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _tables(case: Case, mask: Tensor | None) -> Tables:

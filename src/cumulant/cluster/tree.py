@@ -112,13 +112,7 @@ def tree_order(looking: Tensor, tokens: Tensor, parts: int, options: Tree, absen
 
     Tokens that are `absent` (N, L) are in the last runs.
     """
-    return order_of(seen_by(looking, tokens, options), parts, options, absent)
-
-
-@torch.no_grad()
-def seen_by(looking: Tensor, tokens: Tensor, options: Tree) -> Tensor:
-    """x (N, L, S) of tokens (N, L, D): their products with S of looking (N, R, D)."""
-    return tokens @ spread_out(looking, options.sample).mT
+    return order_of(tokens @ spread_out(looking, options.sample).mT, parts, options, absent)
 
 
 @torch.no_grad()

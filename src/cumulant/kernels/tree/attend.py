@@ -53,7 +53,7 @@ def _inside(call: Call, query: Tensor, key: Tensor, value: Tensor) -> plan.Call:
 def empty(call: Call, keep: bool) -> tuple[Tensor, ...]:
     """out, `host.orders`, and the state of `cluster.host`."""
     (B, H, Lq, _), Lk, new = call.query.shape, call.key.shape[2], call.query.new_empty
-    if host.one_search(Lq, Lk, (len(call.places), len(call.of_queries)), call.parts, call.runs):
+    if host.one_search(call.query, call.key, call.places, call.of_queries, call.parts, call.runs):
         sizes = (2 * B * H, Lk), (B * H, 0)
     else:
         sizes = (B * H, call.parts * cdiv(Lk, call.parts)), (B * H, call.runs and call.runs * cdiv(Lq, call.runs))

@@ -128,10 +128,10 @@ def order_of_queries(query: Tensor, key: Tensor, places: Tensor, runs: int, iter
     return padded_order(columns(query, key, places), runs, iterations, None)
 
 
-def one_search(length_q: int, length_k: int, looks: tuple[int, int], parts: int, runs: int) -> bool:
-    """Whether keys and queries are ordered together, as tokens of one search, which sees them by so many columns: runs
-    of as many parts are those of fewer, cut further."""
-    return runs > 0 and length_q == length_k and length_k % max(parts, runs) == 0 and looks[0] == looks[1]
+def one_search(query: Tensor, key: Tensor, places: Tensor, of_queries: Tensor, parts: int, runs: int) -> bool:
+    """Whether `orders` finds both as tokens of one search: runs of as many parts are those of fewer, cut further."""
+    Lq, Lk = query.shape[2], key.shape[2]
+    return runs > 0 and Lq == Lk and Lk % max(parts, runs) == 0 and len(places) == len(of_queries)
 
 
 def orders(
@@ -140,9 +140,9 @@ def orders(
     """The order (B H, P) of key (B, H, Lk, D) in parts that are alike to queries `places` (S,) of query (B, H, Lq, D),
     and `order_of_queries` by the keys `of_queries`. In `one_search` both are in the first tensor, (2 B H, Lk), and the
     second is empty, as it is of 0 runs."""
-    (Lq, Lk), N, looks = (query.shape[2], key.shape[2]), key.shape[0] * key.shape[1], (len(places), len(of_queries))
-    if one_search(Lq, Lk, looks, parts, runs):
-        both = query.new_empty(2 * N, Lk, len(places))
+    N = key.shape[0] * key.shape[1]
+    if one_search(query, key, places, of_queries, parts, runs):
+        both = query.new_empty(2 * N, key.shape[2], len(places))
         columns(key, query, places, both[:N], centred=False)
         columns(query, key, of_queries, both[N:])
         order = padded_order(both, max(parts, runs), iterations, None)
